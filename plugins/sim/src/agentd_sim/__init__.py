@@ -1,0 +1,161 @@
+"""Simulated accelerators: any number of devices under any name, from settings alone.
+
+Stable ids follow from the table's name and the device's id, not from the mode, so that
+a change from whole devices to shares is a change of slot on the same physical device.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from decimal import Decimal, InvalidOperation
+from typing import Any, ClassVar
+
+from agentd.plugin_api import (
+    AcceleratorPlugin,
+    AllocatedDevice,
+    ContainerEdits,
+    DeviceInfo,
+    Features,
+    Measurement,
+    SettingProblem,
+    SlotTypeInfo,
+    unknown_settings,
+)
+
+_KEYS = ("count", "mode", "quantum", "memory", "numa-nodes", "devices")
+_DEVICE_KEYS = ("id", "stable-id", "capacity", "numa-node")
+_QUANTA = {"device": "1", "shares": "0.01"}
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
+_SIZE = re.compile(r"([0-9]+)([kmgt]?)i?b?", re.IGNORECASE)
+_MAX_COUNT = 4096
+
+
+class SimPlugin(AcceleratorPlugin):
+    """Devices that exist in the configuration only."""
+
+    needs_table: ClassVar[bool] = True
+
+    @classmethod
+    def validate(cls, settings: Mapping[str, Any]) -> list[SettingProblem]:
+        problems = unknown_settings(settings, _KEYS)
+        if ("count" in settings) == ("devices" in settings):
+            problems.append(SettingProblem("count", "give either count or devices"))
+        problems += _check_number(settings, "count", 0, _MAX_COUNT)
+        problems += _check_number(settings, "numa-nodes", 1, 64)
+        if settings.get("mode", "device") not in _QUANTA:
+            why = f"{settings['mode']!r} is no mode; allowed: device, shares"
+            problems.append(SettingProblem("mode", why))
+        if (quantum := settings.get("quantum")) is not None and not _is_quantum(quantum):
+            why = f'{quantum!r} is no quantum; allowed: more than 0 and at most 1, such as "0.01"'
+            problems.append(SettingProblem("quantum", why))
+        memory = settings.get("memory", "0")
+        if not isinstance(memory, (int, str)) or not _SIZE.fullmatch(str(memory)):
+            why = f'{memory!r} is no size; allowed: "80g" and the like'
+            problems.append(SettingProblem("memory", why))
+        return problems + _check_devices(settings.get("devices", []))
+
+    def open(self) -> None:
+        """Nothing to connect to."""
+
+    def slot_types(self) -> Sequence[SlotTypeInfo]:
+        quantum = str(self.settings.get("quantum", _QUANTA[self._mode]))
+        return [SlotTypeInfo(self._slot, "count", quantum, exclusive_group="mode")]
+
+    def list_devices(self) -> Sequence[DeviceInfo]:
+        entries = self.settings.get("devices")
+        if entries is None:
+            entries = [{"id": f"{self.name}{n}"} for n in range(self.settings["count"])]
+        nodes = self.settings.get("numa-nodes")
+        return [
+            DeviceInfo(
+                id=entry["id"],
+                stable_id=entry.get("stable-id", f"SIM-{self.name}-{entry['id']}"),
+                slot=self._slot,
+                capacity=str(entry.get("capacity", "1")),
+                model="simulated",
+                numa_node=entry.get("numa-node", n * nodes // len(entries) if nodes else None),
+                attributes={"memory": str(self._memory_bytes)} if self._memory_bytes else {},
+            )
+            for n, entry in enumerate(entries)
+        ]
+
+    def container_edits(
+        self, allocation: Sequence[AllocatedDevice], features: Features
+    ) -> ContainerEdits:
+        del features
+        variable = f"{self.name.upper().replace('-', '_')}_VISIBLE_DEVICES"
+        return ContainerEdits(env={variable: ",".join(device.id for device in allocation)})
+
+    def measure(self) -> Sequence[Measurement]:
+        return [
+            Measurement(
+                device.stable_id,
+                utilization_percent=0.0,
+                memory_used_bytes=0,
+                memory_total_bytes=self._memory_bytes,
+            )
+            for device in self.list_devices()
+        ]
+
+    @property
+    def _mode(self) -> str:
+        return str(self.settings.get("mode", "device"))
+
+    @property
+    def _slot(self) -> str:
+        return f"{self.name}.{self._mode}"
+
+    @property
+    def _memory_bytes(self) -> int:
+        match = _SIZE.fullmatch(str(self.settings.get("memory", "0")))
+        if match is None:
+            return 0
+        power = " kmgt".index(match[2].lower() or " ")
+        return int(match[1]) << (10 * power)
+
+
+def _check_number(
+    settings: Mapping[str, Any], key: str, low: int, high: int
+) -> list[SettingProblem]:
+    value = settings.get(key, low)
+    if isinstance(value, int) and not isinstance(value, bool) and low <= value <= high:
+        return []
+    return [SettingProblem(key, f"{value!r} is not allowed; allowed: {low} to {high}")]
+
+
+def _is_quantum(value: object) -> bool:
+    try:
+        return 0 < Decimal(str(value)) <= 1
+    except InvalidOperation:
+        return False
+
+
+def _check_devices(entries: object) -> list[SettingProblem]:
+    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
+        return [
+            SettingProblem("devices", 'allowed: a list such as [{ id = "a0", capacity = "1" }]')
+        ]
+    problems = []
+    for index, entry in enumerate(entries):
+        where = f"devices.{index}"
+        problems += [
+            SettingProblem(f"{where}.{problem.key}", problem.why)
+            for problem in (
+                *unknown_settings(entry, _DEVICE_KEYS),
+                *(_check_number(entry, "numa-node", 0, 1023) if "numa-node" in entry else ()),
+            )
+        ]
+        for key in ("id", "stable-id"):
+            value = entry.get(key, "a" if key == "stable-id" else None)
+            if not isinstance(value, str) or not _ID.fullmatch(value):
+                why = f"{value!r} is no id; allowed: letters, digits, and '_', '.', ':', '-'"
+                problems.append(SettingProblem(f"{where}.{key}", why))
+        try:
+            capacity = Decimal(str(entry.get("capacity", "1")))
+        except InvalidOperation:
+            capacity = Decimal(-1)
+        if not capacity.is_finite() or capacity < 0:
+            why = f'{entry["capacity"]!r} is no amount; allowed: "1", "0.05" and the like'
+            problems.append(SettingProblem(f"{where}.capacity", why))
+    return problems

@@ -1,0 +1,1 @@
+"""The outside world, one thing in each module; none knows another."""

@@ -1,0 +1,112 @@
+"""Memory limits for process kernels, by cgroup v1 or v2, where one can be written.
+
+Kernel groups live below the daemon's own cgroup. In v2 a group with processes cannot
+hand controllers down (Documentation/admin-guide/cgroup-v2.rst, "No Internal Process
+Constraint"), so there the daemon first moves into a leaf of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_PARENT = "agentd-kernels"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelGroup:
+    """The cgroup of one kernel."""
+
+    folder: Path
+
+    @property
+    def procs(self) -> Path:
+        return self.folder / "cgroup.procs"
+
+    @property
+    def oom_file(self) -> Path:
+        """Where the number of kills for want of memory stands."""
+        v1 = self.folder / "memory.oom_control"
+        return v1 if v1.exists() else self.folder / "memory.events"
+
+    def pids(self) -> list[int]:
+        """Return the processes in the group; none if it is gone."""
+        try:
+            return [int(line) for line in self.procs.read_text(encoding="ascii").split()]
+        except OSError:
+            return []
+
+    def remove(self) -> None:
+        """Remove the group if it is there and empty."""
+        with suppress(OSError):
+            self.folder.rmdir()
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryGroups:
+    """Where groups are made, and which file takes the limit."""
+
+    folder: Path
+    limit_file: str
+
+    def create(self, name: str, limit_bytes: int) -> KernelGroup:
+        """Make a group with a hard limit.
+
+        Raises:
+            OSError: the kernel refused.
+        """
+        folder = self.folder / name
+        folder.mkdir(exist_ok=True)
+        (folder / self.limit_file).write_text(str(limit_bytes), encoding="ascii")
+        return KernelGroup(folder)
+
+
+def find_memory_groups(root: Path = Path("/")) -> MemoryGroups | None:
+    """Return a place for groups with memory limits; None where there is none to be written."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    paths = {controllers: path for _, controllers, path in (line.split(":", 2) for line in lines)}
+    mount = root / "sys/fs/cgroup"
+    try:
+        if "memory" in paths:
+            own = mount / "memory" / paths["memory"].lstrip("/")
+            return _writable(own if own.exists() else mount / "memory", "memory.limit_in_bytes")
+        if "memory" in (mount / "cgroup.controllers").read_text(encoding="ascii").split():
+            own = mount / paths.get("", "/").lstrip("/")
+            _delegate(own)
+            return _writable(own, "memory.max")
+    except OSError:
+        return None
+    return None
+
+
+def _writable(own: Path, limit_file: str) -> MemoryGroups:
+    parent = own if own.name == _PARENT else own / _PARENT
+    parent.mkdir(exist_ok=True)
+    if limit_file == "memory.max":
+        (parent / "cgroup.subtree_control").write_text("+memory", encoding="ascii")
+    probe = parent / f"probe-{os.getpid()}"
+    probe.mkdir(exist_ok=True)
+    try:
+        (probe / limit_file).write_text(str(2**30), encoding="ascii")
+    finally:
+        probe.rmdir()
+    return MemoryGroups(parent, limit_file)
+
+
+def _delegate(own: Path) -> None:
+    """Let the daemon's own v2 group hand down the memory controller."""
+    control = own / "cgroup.subtree_control"
+    if "memory" in control.read_text(encoding="ascii").split():
+        return
+    try:
+        control.write_text("+memory", encoding="ascii")
+    except OSError:
+        leaf = own / "agentd-daemon"
+        leaf.mkdir(exist_ok=True)
+        (leaf / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
+        control.write_text("+memory", encoding="ascii")

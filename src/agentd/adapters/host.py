@@ -1,0 +1,131 @@
+"""Cores and memory of this machine, as far as this process may use them.
+
+Sources: the affinity mask (sched_getaffinity(2)), /sys/devices/system/node for NUMA,
+/proc/meminfo, and the memory limits of the process's own cgroups, v1 and v2.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentd.core.devices import MEMORY, Device, DeviceId
+from agentd.core.slots import CPU, MEM, ONE, SlotKind, SlotType
+
+SLOT_TYPES = (
+    SlotType(CPU, SlotKind.COUNT, ONE, unit="core"),
+    SlotType(MEM, SlotKind.BYTES, 1, unit="byte"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What the probe found: core -> NUMA node (None where unknown), and bytes of memory."""
+
+    cores: dict[int, int | None]
+    memory_bytes: int
+
+    def devices(self, cpus: int | None = None, memory_bytes: int | None = None) -> list[Device]:
+        """Return the built-in devices, as found or as declared."""
+        found = sorted(self.cores)
+        ids = found if cpus is None else (found + _invented(found, cpus))[:cpus]
+        cores = [
+            Device(
+                DeviceId(CPU, str(core)),
+                f"cpu-{core}",
+                CPU,
+                SlotKind.COUNT,
+                ONE,
+                numa_node=self.cores.get(core),
+            )
+            for core in ids
+        ]
+        size = self.memory_bytes if memory_bytes is None else memory_bytes
+        return [*cores, Device(MEMORY, "mem-root", MEM, SlotKind.BYTES, size)]
+
+    @property
+    def real_cores(self) -> frozenset[str]:
+        """Ids of the cores that a kernel can be pinned to."""
+        return frozenset(str(core) for core in self.cores)
+
+
+def _invented(found: list[int], cpus: int) -> list[int]:
+    return [core for core in range(cpus) if core not in found]
+
+
+def probe(root: Path = Path("/")) -> Host:
+    """Read this machine; `root` is where its /sys and /proc are."""
+    nodes = dict(_numa_nodes(root / "sys/devices/system/node"))
+    cores = {core: nodes.get(core) for core in os.sched_getaffinity(0)}
+    limits = [_total_memory(root), *_cgroup_limits(root)]
+    return Host(cores, min(limits))
+
+
+def _numa_nodes(folder: Path) -> Iterator[tuple[int, int]]:
+    for path in folder.glob("node[0-9]*/cpulist"):
+        node = int(path.parent.name.removeprefix("node"))
+        for core in parse_cpu_list(path.read_text(encoding="ascii")):
+            yield core, node
+
+
+def parse_cpu_list(text: str) -> list[int]:
+    """Read the kernel's list format, `0-3,8` (Documentation/admin-guide/cputopology.rst)."""
+    cores: list[int] = []
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            cores += range(int(first), int(last or first) + 1)
+    return cores
+
+
+def _total_memory(root: Path) -> int:
+    for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemTotal:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{root}proc/meminfo has no MemTotal")
+
+
+def _cgroup_limits(root: Path) -> Iterator[int]:
+    """Yield the memory limits of this process's cgroups and their ancestors."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            base, name = root / "sys/fs/cgroup", "memory.max"
+        elif controllers == "memory":
+            base, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        folder = base / path.lstrip("/")
+        for place in (folder, *folder.parents):
+            with suppress(OSError, ValueError):
+                yield int((place / name).read_text(encoding="ascii"))
+            if place == base:
+                break
+
+
+def derived_node_id(machine_id: Path = Path("/etc/machine-id")) -> str:
+    """Return a name for this node that survives a changed host name.
+
+    The machine id is hashed with agentd's name, as machine-id(5) asks, so that it is not
+    exposed.
+
+    Raises:
+        OSError: the machine has no id.
+    """
+    text = machine_id.read_text(encoding="ascii").strip()
+    if not text or text == "uninitialized":
+        raise OSError(f"{machine_id} holds no machine id")
+    return "node-" + hashlib.sha256(f"agentd:{text}".encode()).hexdigest()[:12]
+
+
+def boot_id() -> str:
+    """Return the id of this boot (random(4)); another one after every reboot."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

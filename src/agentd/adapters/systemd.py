@@ -1,0 +1,40 @@
+"""Telling systemd how the service does: one datagram for each message (sd_notify(3))."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+
+
+class Notifier:
+    """The socket in $NOTIFY_SOCKET; says nothing where there is none."""
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        address = environ.get("NOTIFY_SOCKET", "")
+        self._address = "\0" + address[1:] if address.startswith("@") else address
+        watchdog_us = environ.get("WATCHDOG_USEC", "")
+        is_ours = environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+        self.watchdog_s = int(watchdog_us) / 1e6 if watchdog_us.isdigit() and is_ours else None
+
+    def ready(self, status: str) -> None:
+        """Start-up is over."""
+        self._send(f"READY=1\nSTATUS={status}")
+
+    def stopping(self) -> None:
+        """Shutting down has begun."""
+        self._send("STOPPING=1\nSTATUS=stopping; kernels go on")
+
+    def alive(self) -> None:
+        """Keep the watchdog (WatchdogSec=) quiet."""
+        self._send("WATCHDOG=1")
+
+    def _send(self, message: str) -> None:
+        if not self._address:
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+            try:
+                sender.connect(self._address)
+                sender.send(message.encode())
+            except OSError:
+                return  # a manager that does not listen must not stop the daemon

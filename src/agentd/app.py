@@ -1,0 +1,305 @@
+"""The composition root: builds the parts, starts them in order, stops them in reverse.
+
+Order of the start: state folder and locks, plugins, partition, socket, kernels, ready.
+Nothing on the way down touches a kernel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import ssl
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import structlog
+
+from agentd.adapters.cgroups import find_memory_groups
+from agentd.adapters.docker import DockerRuntime
+from agentd.adapters.host import SLOT_TYPES, Host, boot_id, derived_node_id, probe
+from agentd.adapters.plugins import PluginHost
+from agentd.adapters.process import ProcessRuntime
+from agentd.adapters.state_dir import StateDir
+from agentd.adapters.systemd import Notifier
+from agentd.config.loading import Loaded
+from agentd.config.settings import Settings
+from agentd.core.reconcile import FoundState
+from agentd.errors import ConfigRefused, Problem, RuntimeUnavailable, StartRefused
+from agentd.plugin_api import Features
+from agentd.rpc.handlers import Handlers
+from agentd.rpc.server import Endpoint, Server
+from agentd.services.adoption import Adoption
+from agentd.services.devices import NodeDevices
+from agentd.services.interfaces import Memory, Runtime
+from agentd.services.kernels import KernelService
+from agentd.services.monitor import Monitor
+from agentd.services.planner import NodeRules, Planner
+
+log = structlog.get_logger()
+
+FIRST_LIST_TIMEOUT_S = 20.0
+DRAIN_TIMEOUT_S = 20.0
+
+
+async def open_plugins(loaded: Loaded) -> PluginHost:
+    """Load and open the plugins as the configuration says.
+
+    Raises:
+        ConfigRefused: a plugin's table is wrong.
+        StartRefused: a required plugin is not ready.
+    """
+    settings = loaded.settings
+    features = Features(settings.node.runtime, device_requests=settings.node.runtime == "docker")
+    plugins = settings.plugins
+    host = PluginHost(plugins.tables, plugins.allow, plugins.block, features=features)
+    deadline = time.monotonic() + plugins.open_timeout
+    problems = await host.load(plugins.open_timeout)
+    if problems:
+        raise ConfigRefused(problems, str(loaded.path or "defaults"))
+    await host.open(max(0.0, deadline - time.monotonic()))
+    for status in host.statuses():
+        if status.reason:
+            log.warning("plugin.not_ready", plugin=status.name, reason=status.reason)
+    if missing := host.failed_required():
+        raise StartRefused("; ".join(missing))
+    return host
+
+
+def discover(loaded: Loaded, host: Host, plugins: PluginHost, memory: Memory) -> NodeDevices:
+    """Find the devices and divide them.
+
+    Raises:
+        ConfigRefused: the configuration does not fit what was found.
+    """
+    declared = loaded.settings.host
+    devices = NodeDevices(
+        plugins,
+        memory,
+        loaded.settings.split_rules(),
+        SLOT_TYPES,
+        host.devices(declared.cpus, declared.mem),
+    )
+    try:
+        devices.discover()
+    except ConfigRefused as error:
+        raise ConfigRefused(error.problems, str(loaded.path or "defaults")) from None
+    return devices
+
+
+def node_id_of(settings: Settings) -> str:
+    """Return the configured node id, or one derived from the machine's.
+
+    Raises:
+        ConfigRefused: there is neither.
+    """
+    if settings.node.id is not None:
+        return settings.node.id
+    try:
+        return derived_node_id()
+    except OSError as error:
+        why = f"is not set, and cannot be derived: {error}"
+        raise ConfigRefused([Problem("node.id", why)]) from None
+
+
+class Daemon:
+    """One running agentd."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        self._loaded = loaded
+        self._settings = loaded.settings
+        self._node_id = node_id_of(loaded.settings)
+        self._state = StateDir(loaded.settings.node.state_dir.absolute())
+        self._notifier = Notifier()
+        self._stop = asyncio.Event()
+
+    async def run(self) -> None:
+        """Run until SIGTERM or SIGINT.
+
+        Raises:
+            ConfigRefused, StartRefused: it cannot run like this, or here.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        async with contextlib.AsyncExitStack() as stack:
+            self._state.open()
+            stack.callback(self._state.close)
+            self._state.lock_node(self._node_id, _lock_folder())
+            await self._refuse_changed_id()
+            plugins = await open_plugins(self._loaded)
+            stack.push_async_callback(plugins.close)
+            host = probe()
+            devices = discover(self._loaded, host, plugins, self._state)
+            for warning in devices.warnings:
+                log.warning("node.warning", warning=warning)
+            runtimes = self._runtimes()
+            for runtime in runtimes.values():
+                stack.push_async_callback(runtime.close)
+            resource = self._settings.resource
+            rules = NodeRules(
+                self._node_id, self._settings.policy(), resource.default_slots, host.real_cores
+            )
+            service = KernelService(
+                devices,
+                Planner(devices, plugins, rules),
+                runtimes,
+                self._settings.node.runtime,
+                self._state,
+                time.time,
+            )
+            adoption = Adoption(service)
+            adoption.recall_intents()
+            handlers = Handlers(self._node_id, service, adoption, plugins)
+            server = Server(handlers, _endpoint(self._settings))
+            await server.start()
+            stack.push_async_callback(server.stop)
+            await stack.enter_async_context(_running(Monitor(service, adoption, plugins)))
+            await self._until_listed(adoption, service)
+            handlers.is_ready = True
+            kernels = len(service.table.kernels)
+            log.info("daemon.ready", node_id=self._node_id, kernels=kernels)
+            self._notifier.ready(f"{kernels} kernels on {len(devices.split.partitions)} agents")
+            await self._until_stopped()
+            self._notifier.stopping()
+            log.info("daemon.stopping")
+            await service.drain(DRAIN_TIMEOUT_S)
+        log.info("daemon.stopped")
+
+    async def _until_listed(self, adoption: Adoption, service: KernelService) -> None:
+        """Wait until every runtime gave its first list, or could not."""
+
+        async def all_tried() -> None:
+            for event in adoption.first_try.values():
+                await event.wait()
+
+        ends = [asyncio.create_task(all_tried()), asyncio.create_task(_until(self._stop))]
+        await asyncio.wait(ends, timeout=FIRST_LIST_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+        for task in ends:
+            task.cancel()
+        for name, event in adoption.first_try.items():
+            if not event.is_set():
+                why = f"gave no list within {FIRST_LIST_TIMEOUT_S:g} s"
+                adoption.unavailable(name, why)
+        used = {kernel.runtime for kernel in service.table} | set(service.not_listed)
+        self._state.save_node(self._node_id, sorted(used | {service.default.name}))
+
+    async def _until_stopped(self) -> None:
+        interval_s = self._notifier.watchdog_s
+        while not self._stop.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(interval_s / 2 if interval_s else None):
+                    await self._stop.wait()
+            self._notifier.alive()
+
+    def _runtimes(self) -> dict[str, Runtime]:
+        """Make the configured runtime, and the other one if it may have kernels of ours."""
+        default = self._settings.node.runtime
+        used = {default, *self._state.load_node().get("runtimes", ())}
+        used |= {intent.runtime for intent in self._state.load_intents()}
+        if any(self._state.kernels.iterdir()):
+            used.add("process")
+        self._state.save_node(self._node_id, sorted(used))
+        return {name: self._runtime(name, self._node_id) for name in sorted(used)}
+
+    def _runtime(self, name: str, node_id: str) -> Runtime:
+        if name == "docker":
+            docker = self._settings.runtime.docker
+            return DockerRuntime(
+                docker.socket, node_id, docker.network, docker.allowed_mounts, docker.stop_timeout
+            )
+        user = self._settings.runtime.process.user
+        return ProcessRuntime(self._state.kernels, node_id, user, boot_id(), find_memory_groups())
+
+    async def _refuse_changed_id(self) -> None:
+        """Refuse another node id while kernels of the old one live.
+
+        Raises:
+            ConfigRefused: some do, or it cannot be told.
+        """
+        node = self._state.load_node()
+        old = node.get("node_id", self._node_id)
+        if old == self._node_id:
+            return
+        for name in {*node.get("runtimes", ()), "process"}:
+            runtime = self._runtime(name, old)
+            try:
+                found = await runtime.list()
+            except RuntimeUnavailable as error:
+                why = f"the {name} runtime does not say whether kernels of {old} live: {error}"
+                raise ConfigRefused([Problem("node.id", why)]) from None
+            finally:
+                await runtime.close()
+            if live := [k.kernel_id for k in found if k.state is not FoundState.EXITED]:
+                why = (
+                    f"was {old}, whose kernels {', '.join(sorted(live))} live;"
+                    f" go back to it, or remove them first"
+                )
+                raise ConfigRefused([Problem("node.id", why)], str(self._loaded.path or ""))
+
+
+async def _until(event: asyncio.Event) -> None:
+    await event.wait()
+
+
+@contextlib.asynccontextmanager
+async def _running(monitor: Monitor) -> AsyncIterator[None]:
+    task = asyncio.create_task(monitor.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def _lock_folder() -> Path:
+    if os.geteuid() == 0:
+        return Path("/run/agentd")
+    return Path(os.environ.get("XDG_RUNTIME_DIR", "/tmp"))  # noqa: S108 - a lock, with the user's mode
+
+
+def _endpoint(settings: Settings) -> Endpoint:
+    rpc = settings.rpc
+    if rpc.listen is None:
+        return Endpoint(rpc.socket.absolute(), rpc.socket_group)
+    host, port = rpc.host_port
+    return Endpoint(
+        rpc.socket.absolute(),
+        rpc.socket_group,
+        str(host),
+        port,
+        _token(rpc.token_file),
+        _tls(settings),
+    )
+
+
+def _token(path: Path | None) -> str:
+    """Read the bearer token.
+
+    Raises:
+        ConfigRefused: there is none in the file.
+    """
+    try:
+        token = path.read_text(encoding="utf-8").strip() if path else ""
+    except OSError as error:
+        why = f"{path} cannot be read: {error.strerror}"
+        raise ConfigRefused([Problem("rpc.token-file", why)]) from None
+    if not token:
+        raise ConfigRefused([Problem("rpc.token-file", f"{path} is empty; it needs one line")])
+    return token
+
+
+def _tls(settings: Settings) -> ssl.SSLContext | None:
+    rpc = settings.rpc
+    if rpc.tls_cert is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(rpc.tls_cert, rpc.tls_key)
+    except (OSError, ssl.SSLError) as error:
+        why = f"{rpc.tls_cert} and {rpc.tls_key} cannot be used: {error}"
+        raise ConfigRefused([Problem("rpc.tls-cert", why)]) from None
+    return context

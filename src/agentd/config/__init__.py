@@ -1,0 +1,1 @@
+"""Reading `agent.toml`, and changing it without losing the operator's comments."""

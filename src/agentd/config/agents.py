@@ -1,0 +1,81 @@
+"""[[agents]]: the logical agents, and in manual mode their devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, field_validator
+
+from agentd.config.section import Name, Section
+from agentd.core.rules import (
+    AgentRule,
+    DeviceRule,
+    MemoryRule,
+    parse_device_rule,
+    parse_memory_rule,
+)
+from agentd.core.slots import CPU, MEM, device_name_of
+
+
+class AgentResources(Section):
+    """[agents.resource]: the devices of one agent, manual mode only."""
+
+    cpu: Annotated[Any, BeforeValidator(parse_device_rule)] = Field(
+        default=None, description='["0", "1"], "0-3", a count, or "50%".'
+    )
+    mem: Annotated[Any, BeforeValidator(parse_memory_rule)] = Field(
+        default=None, description='"16g" or "50%".'
+    )
+    devices: Mapping[str, Any] = Field(
+        default={},
+        description='{ cuda = ["cuda0"] }: ids, UUIDs, PCI addresses, a count, "50%", "all".',
+    )
+
+    @field_validator("devices")
+    @classmethod
+    def _rules(cls, value: Mapping[str, Any]) -> dict[str, DeviceRule]:
+        rules, wrong = {}, []
+        for name, raw in value.items():
+            try:
+                rules[name] = _device_rule(name, raw)
+            except ValueError as error:
+                wrong.append(f"{name}: {error}")
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        return rules
+
+
+def _device_rule(name: str, raw: object) -> DeviceRule:
+    if name in (CPU, MEM):
+        raise ValueError(f"write {name} beside devices, not inside")
+    if slot_line := devices_line(name, raw):
+        raise ValueError(slot_line)
+    return parse_device_rule(raw)
+
+
+def devices_line(name: str, raw: object) -> str | None:
+    """Explain a slot name that stands where a device name belongs; None if `name` is none."""
+    device = device_name_of(name)
+    if "." not in name and not isinstance(raw, Mapping):
+        return None
+    slot = name if "." in name else f"{name}.{next(iter(raw), '')}"  # type: ignore[call-overload]
+    return (
+        f"{slot} is a slot; devices are divided, and slots follow from them:"
+        f' write {device} = ["{device}0"] under devices'
+    )
+
+
+class AgentSettings(Section):
+    """[[agents]]: one logical agent."""
+
+    id: Name = Field(description="Its name on the wire.")
+    resource: AgentResources | None = None
+
+    def to_rule(self) -> AgentRule:
+        """Return what this entry says, for the partition."""
+        if self.resource is None:
+            return AgentRule(self.id)
+        cpu: DeviceRule | None = self.resource.cpu
+        mem: MemoryRule | None = self.resource.mem
+        return AgentRule(self.id, cpu, mem, self.resource.devices, described=True)

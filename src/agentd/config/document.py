@@ -1,0 +1,175 @@
+"""The file itself: the commented default, and changes that keep comments and order."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import tomllib
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+from tomlkit.exceptions import ParseError, TOMLKitError
+
+from agentd.config.loading import load_text
+from agentd.config.plugins import PluginSettings
+from agentd.config.settings import Settings
+from agentd.errors import ConfigRefused, Problem
+
+_HEAD = """\
+# agentd: every setting, with its default. A line that starts with "# key =" shows a
+# setting without a default. The environment goes over this file:
+# AGENTD__RESOURCE__ALLOCATION_MODE=manual.
+"""
+_EXAMPLES = {
+    "node.id": '"node-1"',
+    "rpc.socket-group": '"agentd"',
+    "rpc.listen": '"127.0.0.1:6001"',
+    "rpc.token-file": '"/etc/agentd/token"',
+    "rpc.tls-cert": '"/etc/agentd/tls.crt"',
+    "rpc.tls-key": '"/etc/agentd/tls.key"',
+    "host.cpus": "8",
+    "host.mem": '"32g"',
+}
+_AGENTS = """
+# Logical agents. None means one, "main", that owns everything.
+# [[agents]]
+# id = "agent-1"
+# [agents.resource]  # manual mode only
+# cpu = ["0", "1"]  # or "0-3", a count, or "50%"
+# mem = "16g"  # or "50%"
+# devices = { cuda = ["cuda0"] }  # ids, UUIDs or PCI addresses; a count, "50%", or "all"
+"""
+_TABLES = """
+# A plugin's own table: its name is the device name, the first part of its slots.
+# [plugins.cuda]
+# plugin = "cuda"  # entry point to use; default: the table's name
+# required = false  # true: a plugin that cannot open stops the start
+"""
+
+
+def default_text() -> str:
+    """Return the commented default file; reading it gives the defaults of the code."""
+    parts = [_HEAD]
+    for name, field in Settings.model_fields.items():
+        if name == "agents":
+            parts.append(_AGENTS)
+        else:
+            parts += _section((name,), field.default)
+    return "".join([*parts, _TABLES])
+
+
+def _section(keys: tuple[str, ...], value: BaseModel) -> Iterator[str]:
+    head = ".".join(keys)
+    nested = {n: v for n, v in value if isinstance(v, BaseModel)}
+    if not nested:
+        yield f"\n# {_summary(value)}\n[{head}]\n"
+    for name, field in type(value).model_fields.items():
+        if name in nested:
+            yield from _section((*keys, name), nested[name])
+            continue
+        key = name.replace("_", "-")
+        default = getattr(value, name)
+        if default is None or default is PydanticUndefined:
+            yield f"# {key} = {_EXAMPLES[f'{head}.{key}']}  # {field.description}\n"
+        else:
+            yield f"{key} = {_toml(key, default)}  # {field.description}\n"
+
+
+def _summary(value: BaseModel) -> str:
+    if isinstance(value, PluginSettings):
+        return "Which plugins are loaded."
+    text = (type(value).__doc__ or "").partition(": ")[2].partition("\n")[0]
+    return text[:1].upper() + text[1:]
+
+
+def _toml(key: str, value: object) -> str:
+    if isinstance(value, Enum):
+        value = value.value
+    if isinstance(value, Path):
+        value = str(value)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if key in ("memory-align-size", "reserved-mem") and value:
+        value = f"{int(str(value)) // 2**20}m"
+    if isinstance(value, tuple):
+        value = list(value)
+    if isinstance(value, Mapping):
+        inside = ", ".join(f"{name} = {_toml(name, item)}" for name, item in value.items())
+        return f"{{ {inside} }}"
+    return tomlkit.item(value).as_string()
+
+
+def with_setting(text: str, key: str, value: str, path: Path | None) -> str:
+    """Return the file's text with one setting changed, comments and order kept.
+
+    `key` is a dotted path (`resource.allocation-mode`, `agents.0.id`), `value` a TOML value, or
+    plain text where it is none.
+
+    Raises:
+        ConfigRefused: the file would no longer be usable; every reason is listed.
+    """
+    source = str(path) if path else "defaults"
+    try:
+        document = tomlkit.parse(text)
+        _assign(document, key.split("."), _value(value))
+        changed = tomlkit.dumps(document)
+    except (ParseError, TOMLKitError) as error:
+        raise ConfigRefused([Problem(key, f"is no TOML: {error}")], source) from None
+    except (IndexError, TypeError, ValueError) as error:
+        raise ConfigRefused(
+            [Problem(key, f"names no place in the file: {error}")], source
+        ) from None
+    load_text(changed, path, {})
+    return changed
+
+
+def _assign(container: Any, keys: list[str], value: object) -> None:  # noqa: ANN401 - tomlkit's containers
+    *path, last = keys
+    for key in path:
+        if isinstance(container, list):
+            container = container[int(key)]
+        else:
+            if key not in container:
+                container[key] = tomlkit.table()
+            container = container[key]
+    if isinstance(container, list):
+        container[int(last)] = value
+    elif last in container and hasattr(container[last], "trivia"):
+        item = tomlkit.item(value)
+        item.trivia.comment_ws = container[last].trivia.comment_ws
+        item.trivia.comment = container[last].trivia.comment
+        container[last] = item
+    else:
+        container[last] = value
+
+
+def _value(text: str) -> object:
+    try:
+        tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return tomlkit.parse(f"value = {text}")["value"]
+
+
+def write_file(path: Path, text: str) -> None:
+    """Replace a file in one step, keeping its mode and owner."""
+    path = path.resolve()
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        status = path.stat() if path.exists() else None
+        Path(temporary).chmod(status.st_mode & 0o7777 if status else 0o644)
+        if status and os.geteuid() == 0:
+            os.chown(temporary, status.st_uid, status.st_gid)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

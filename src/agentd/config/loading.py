@@ -1,0 +1,202 @@
+"""From a file and an environment to settings, or to every reason why not.
+
+A key is kebab-case or it is unknown; an unknown key is an error that names the
+nearest known one. All errors are found before any is reported.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_settings import SettingsError
+
+from agentd.config.agents import AgentResources, devices_line
+from agentd.config.settings import Settings
+from agentd.core.slots import WrittenFloat
+from agentd.errors import ConfigRefused, Problem
+
+ENV_PREFIX = "AGENTD__"
+SEARCHED = Path("/etc/agentd/agent.toml")
+_UNKNOWN = "?"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Settings, the file they came from, and its raw content."""
+
+    settings: Settings
+    path: Path | None
+    raw: Mapping[str, Any]
+    environ: Mapping[str, str]
+
+    def origin(self, keys: tuple[str, ...]) -> str:
+        """Return where a setting comes from: a variable, the file, or `default`."""
+        if name := _variable(keys, self.environ):
+            return name
+        return str(self.path) if _stands_in(self.raw, keys) else "default"
+
+    def effective(self) -> Iterator[tuple[tuple[str, ...], object]]:
+        """Yield every setting as its kebab-case key path and its value."""
+        yield from _flatten(
+            (), self.settings.model_dump(mode="json", exclude={"agents", "plugins"})
+        )
+        if self.settings.agents:
+            yield ("agents",), self.raw.get("agents", [a.id for a in self.settings.agents])
+        yield from _flatten(("plugins",), self.settings.plugins.model_dump(mode="json"))
+
+
+def find_config(option: str | None, environ: Mapping[str, str]) -> Path | None:
+    """Return the file to read: the option's, $AGENTD_CONFIG's, else the system's if it is there."""
+    named = option or environ.get("AGENTD_CONFIG")
+    if named:
+        return Path(named)
+    return SEARCHED if SEARCHED.exists() else None
+
+
+def load(path: Path | None, environ: Mapping[str, str] = os.environ) -> Loaded:
+    """Read settings; no path means the defaults, with the environment over them.
+
+    Raises:
+        ConfigRefused: the file cannot be read, or its settings cannot be used.
+    """
+    text = ""
+    if path is not None:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "is not UTF-8"
+            raise ConfigRefused([Problem("", f"cannot be read: {why}")], str(path)) from None
+    return load_text(text, path, environ)
+
+
+def load_text(text: str, path: Path | None, environ: Mapping[str, str]) -> Loaded:
+    """Read settings from the text of a file."""
+    source = str(path) if path else "defaults"
+    try:
+        raw = tomllib.loads(text, parse_float=WrittenFloat)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigRefused([Problem("", f"is no TOML: {error}")], source) from None
+    problems = list(_unknown_variables(environ))
+    values = _snake(raw, Settings)
+    try:
+        settings = Settings(**values)
+    except ValidationError as error:
+        problems += [_problem(item, values, environ) for item in error.errors()]
+    except SettingsError as error:
+        problems.append(Problem("environment", f"{error}: {error.__cause__}"))
+    if problems:
+        raise ConfigRefused(problems, source)
+    return Loaded(settings, path, raw, environ)
+
+
+def _unknown_variables(environ: Mapping[str, str]) -> Iterator[Problem]:
+    for name in environ:
+        if name.upper().startswith(ENV_PREFIX):
+            section = name[len(ENV_PREFIX) :].split("__")[0].lower()
+            if section not in Settings.model_fields:
+                allowed = ", ".join(
+                    f"{ENV_PREFIX}{field.upper()}__…" for field in Settings.model_fields
+                )
+                yield Problem(name, f"unknown section; allowed: {allowed}")
+
+
+def _models_of(annotation: object) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((model for arg in get_args(annotation) if (model := _models_of(arg))), None)
+
+
+def _snake(raw: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+    """Turn kebab-case keys into field names, and mark those that are none as unknown."""
+    fields = {name.replace("_", "-"): name for name in model.model_fields}
+    result: dict[str, Any] = {}
+    for key, value in raw.items():
+        name = fields.get(key)
+        if name is None:
+            is_table = model.model_config.get("extra") == "allow" and isinstance(value, dict)
+            result[key if is_table else _UNKNOWN + key] = value
+            continue
+        below = _models_of(model.model_fields[name].annotation)
+        result[name] = _snake_below(value, below) if below else value
+    return result
+
+
+def _snake_below(value: object, model: type[BaseModel]) -> object:
+    if isinstance(value, list):
+        return [_snake_below(item, model) for item in value]
+    return _snake(value, model) if isinstance(value, dict) else value
+
+
+def _problem(item: Any, values: Mapping[str, Any], environ: Mapping[str, str]) -> Problem:  # noqa: ANN401 - pydantic's ErrorDetails
+    loc = tuple(str(part) for part in item["loc"])
+    keys = tuple(part.lstrip(_UNKNOWN).replace("_", "-") for part in loc if not _is_union(part))
+    where = _variable(keys, environ) or ".".join(
+        part.lstrip(_UNKNOWN) if part.startswith(_UNKNOWN) else part.replace("_", "-")
+        for part in loc
+        if not _is_union(part)
+    )
+    if item["type"] == "extra_forbidden":
+        return Problem(where, _unknown_key(loc, item["input"], _parent(loc)))
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] not in ("value_error", "missing"):
+        message = f"{message}, not {_shown(item['input'])}"
+    del values
+    return Problem(where, message)
+
+
+def _is_union(part: str) -> bool:
+    return "[" in part or part in ("int", "str", "tuple")
+
+
+def _shown(value: object) -> str:
+    return repr(value.text if isinstance(value, WrittenFloat) else value)
+
+
+def _parent(loc: tuple[str, ...]) -> type[BaseModel]:
+    model: type[BaseModel] = Settings
+    for part in loc[:-1]:
+        if part in model.model_fields:
+            model = _models_of(model.model_fields[part].annotation) or model
+    return model
+
+
+def _unknown_key(loc: tuple[str, ...], value: object, parent: type[BaseModel]) -> str:
+    key = loc[-1].lstrip(_UNKNOWN)
+    if parent is AgentResources and (line := devices_line(key, value)):
+        return line
+    known = [name.replace("_", "-") for name in parent.model_fields]
+    near = get_close_matches(key.replace("_", "-"), known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"unknown key; {hint}allowed: {', '.join(known)}"
+
+
+def _variable(keys: tuple[str, ...], environ: Mapping[str, str]) -> str | None:
+    names = {name.upper(): name for name in environ}
+    for end in range(len(keys), 0, -1):
+        wanted = ENV_PREFIX + "__".join(keys[:end]).replace("-", "_").upper()
+        if wanted in names:
+            return names[wanted]
+    return None
+
+
+def _stands_in(raw: object, keys: tuple[str, ...]) -> bool:
+    for key in keys:
+        if not isinstance(raw, Mapping) or key not in raw:
+            return False
+        raw = raw[key]
+    return True
+
+
+def _flatten(keys: tuple[str, ...], value: object) -> Iterator[tuple[tuple[str, ...], object]]:
+    if isinstance(value, Mapping) and keys[-1:] != ("default-slots",):
+        for key, below in value.items():
+            yield from _flatten((*keys, key.replace("_", "-")), below)
+    else:
+        yield keys, value

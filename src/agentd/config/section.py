@@ -1,0 +1,50 @@
+"""What all tables of `agent.toml` have in common: strictness, names and sizes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+from agentd.core.slots import CPU, MEM, AmountError, SlotKind, parse_base_units
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
+DEVICE_NAME = re.compile(r"[a-z][a-z0-9_-]{0,30}")
+MAX_SOCKET_PATH = 107
+"""Bytes in the longest unix socket path that Linux binds (unix(7))."""
+
+DEFAULT_SLOTS: Mapping[str, object] = {CPU: 1, MEM: "256m"}
+
+
+def size(raw: object) -> int:
+    """Read a size in bytes; ValueError says what is allowed."""
+    try:
+        return parse_base_units(raw, SlotKind.BYTES)
+    except AmountError as error:
+        raise ValueError(
+            f'{error}; allowed: a size such as "512m", "4g" or a number of bytes'
+        ) from None
+
+
+SizeBytes = Annotated[int, BeforeValidator(size)]
+
+
+class Section(BaseModel):
+    """A table of the file; keys that it does not list are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+
+def name(value: str | None) -> str | None:
+    """Let a name through, or None; ValueError says what is allowed."""
+    if value is not None and not NAME.fullmatch(value):
+        raise ValueError(
+            f"{value!r} is no name; allowed: 1 to 63 letters, digits, '_', '.' and '-',"
+            " a letter or digit first"
+        )
+    return value
+
+
+Name = Annotated[str, BeforeValidator(name)]

@@ -1,0 +1,297 @@
+"""Every setting of agentd, its default and what is allowed.
+
+Keys are kebab-case in TOML and upper snake case in the environment
+(`AGENTD__RESOURCE__ALLOCATION_MODE`). Descriptions stand on the fields: the commented
+default file and the reference are made from them.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from agentd.config.agents import AgentSettings
+from agentd.config.plugins import PluginSettings
+from agentd.config.section import DEFAULT_SLOTS, MAX_SOCKET_PATH, Name, Section, SizeBytes
+from agentd.core.policy import Affinity, Policy, Strategy
+from agentd.core.rules import AllocationMode, Ids, SplitRules, parse_device_rule
+from agentd.core.slots import CPU, MEM, SlotKind, parse_base_units
+
+
+class NodeSettings(Section):
+    """[node]: who this node is, and where it keeps its state."""
+
+    id: Name | None = Field(
+        default=None, description="Default: derived from /etc/machine-id, never from the host name."
+    )
+    state_dir: Path = Field(
+        default=Path("/var/lib/agentd"),
+        description="Remembered devices, records of processes, their logs.",
+    )
+    runtime: Literal["docker", "process"] = Field(
+        default="docker", description='What runs kernels: "docker" or "process".'
+    )
+
+
+class RpcSettings(Section):
+    """[rpc]: where the daemon answers."""
+
+    socket: Path = Field(
+        default=Path("/run/agentd/agentd.sock"), description="Unix socket, mode 0660."
+    )
+    socket_group: str | None = Field(
+        default=None, description="Group of the socket. Default: the daemon's own."
+    )
+    listen: str | None = Field(
+        default=None,
+        description="Optional TCP address; needs token-file, beyond loopback TLS too.",
+    )
+    token_file: Path | None = Field(
+        default=None, description="File with the bearer token that TCP callers send."
+    )
+    tls_cert: Path | None = Field(default=None, description="PEM certificate chain for TCP.")
+    tls_key: Path | None = Field(default=None, description="PEM private key for TCP.")
+
+    @field_validator("socket")
+    @classmethod
+    def _short_enough(cls, value: Path) -> Path:
+        if len(str(value).encode()) > MAX_SOCKET_PATH:
+            raise ValueError(
+                f"longer than {MAX_SOCKET_PATH} bytes, the most that a socket path has"
+            )
+        return value
+
+    @field_validator("listen")
+    @classmethod
+    def _address(cls, value: str | None) -> str | None:
+        if value is not None:
+            _host_port(value)
+        return value
+
+    @model_validator(mode="after")
+    def _protected(self) -> RpcSettings:
+        if self.listen is None:
+            return self
+        if self.token_file is None:
+            raise ValueError("listen needs token-file: TCP callers must send a bearer token")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls-cert and tls-key go together")
+        if not self.host_port[0].is_loopback and self.tls_cert is None:
+            raise ValueError("listen beyond loopback needs tls-cert and tls-key")
+        return self
+
+    @property
+    def host_port(self) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]:
+        """The TCP address; only where `listen` is set."""
+        return _host_port(self.listen or "")
+
+
+def _host_port(text: str) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]:
+    host, _, port = text.rpartition(":")
+    try:
+        address = ipaddress.ip_address(host.strip("[]"))
+        number = int(port)
+    except ValueError:
+        raise ValueError(f"{text!r} is no address; allowed: 127.0.0.1:6001, [::1]:6001") from None
+    if not 0 <= number < 2**16:
+        raise ValueError(f"{number} is no port; allowed: 0 to 65535")
+    return address, number
+
+
+class HostSettings(Section):
+    """[host]: declare other cores or memory than the probe finds (containers, tests)."""
+
+    cpus: Annotated[int, Field(ge=1, le=4096)] | None = Field(
+        default=None,
+        description="Number of cores; those that are not there are accounted for, and not pinned.",
+    )
+    mem: SizeBytes | None = Field(default=None, description="Memory of the node.")
+
+    @field_validator("mem")
+    @classmethod
+    def _some(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise ValueError("a node has some memory; allowed: 1 or more bytes")
+        return value
+
+
+class DockerSettings(Section):
+    """[runtime.docker]: the Docker Engine."""
+
+    socket: Path = Field(default=Path("/var/run/docker.sock"), description="The engine's socket.")
+    network: str = Field(
+        default="bridge",
+        description='Default network of a kernel: "bridge", "none", "host" or a network\'s name.',
+    )
+    allowed_mounts: tuple[Path, ...] = Field(
+        default=(), description="Host folders that a request may mount from."
+    )
+    stop_timeout: Annotated[float, Field(ge=0, le=86400)] = Field(
+        default=10, description="Seconds between TERM and KILL."
+    )
+
+    @field_validator("allowed_mounts")
+    @classmethod
+    def _absolute(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
+        if relative := [str(path) for path in value if not path.is_absolute()]:
+            raise ValueError(f"{', '.join(relative)} is not absolute; allowed: /data and the like")
+        return value
+
+
+class ProcessSettings(Section):
+    """[runtime.process]: plain processes."""
+
+    user: str = Field(default="nobody", description="Whom kernels run as when agentd is root.")
+
+
+class RuntimeSettings(Section):
+    """[runtime]: settings of each runtime."""
+
+    docker: DockerSettings = DockerSettings()
+    process: ProcessSettings = ProcessSettings()
+
+
+class ResourceSettings(Section):
+    """[resource]: how devices are divided and chosen."""
+
+    allocation_mode: AllocationMode = Field(
+        default=AllocationMode.SHARED, description='"shared", "auto-split" or "manual".'
+    )
+    reserved_cpu: int | tuple[str, ...] = Field(
+        default=0, description="A count (taken from the first cores) or a list of core ids."
+    )
+    reserved_mem: SizeBytes = Field(default=0, description="Memory that no kernel gets.")
+    memory_align_size: SizeBytes = Field(
+        default=16 * 2**20, description="Unit in which auto-split and percentages divide memory."
+    )
+    allocation_strategy: Strategy = Field(
+        default=Strategy.EVENLY, description='"fill" or "evenly".'
+    )
+    affinity_policy: Affinity = Field(
+        default=Affinity.INTERLEAVED, description='"interleaved" or "prefer-single-node".'
+    )
+    allow_fragmentation: bool = Field(
+        default=True, description="Whether shares of one kernel may be of unequal sizes."
+    )
+    default_slots: Mapping[str, object] = Field(
+        default=DEFAULT_SLOTS, description="What a request gets that does not name cpu or mem."
+    )
+
+    @field_validator("reserved_cpu", mode="before")
+    @classmethod
+    def _cores(cls, value: object) -> int | tuple[str, ...]:
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+            return value
+        if isinstance(value, (list, tuple)):
+            rule = parse_device_rule(list(value))
+            if isinstance(rule, Ids):
+                return rule.names
+        raise ValueError(f'{value!r} is neither; allowed: a count (1) or a list of cores (["0"])')
+
+    @field_validator("memory_align_size")
+    @classmethod
+    def _positive(cls, value: int) -> int:
+        if value < 1:
+            raise ValueError('0 divides nothing; allowed: "16m" and the like')
+        return value
+
+    @field_validator("default_slots")
+    @classmethod
+    def _readable(cls, value: Mapping[str, object]) -> Mapping[str, object]:
+        if unknown := sorted(set(value) - set(DEFAULT_SLOTS)):
+            raise ValueError(f"{', '.join(unknown)}: only cpu and mem have defaults")
+        slots = {**DEFAULT_SLOTS, **value}
+        parse_base_units(slots[CPU], SlotKind.COUNT)
+        if not parse_base_units(slots[MEM], SlotKind.BYTES):
+            raise ValueError("mem: a kernel without memory cannot run; give it more than zero")
+        return slots
+
+
+class _Environment(EnvSettingsSource):
+    """The environment; values in plugins' tables, whose types it cannot know, are JSON or text."""
+
+    def explode_env_vars(
+        self, field_name: str, field: FieldInfo, env_vars: Mapping[str, str | None]
+    ) -> dict[str, Any]:
+        values = super().explode_env_vars(field_name, field, env_vars)
+        return _decoded(values) if field_name == "plugins" else values
+
+
+def _decoded(value: Any) -> Any:  # noqa: ANN401 - JSON
+    if isinstance(value, Mapping):
+        return {key: _decoded(below) for key, below in value.items()}
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+class Settings(BaseSettings):
+    """All of `agent.toml`, the environment laid over it."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="AGENTD__",
+        env_nested_delimiter="__",
+        extra="forbid",
+        frozen=True,
+        nested_model_default_partial_update=True,
+    )
+
+    node: NodeSettings = NodeSettings()
+    rpc: RpcSettings = RpcSettings()
+    host: HostSettings = HostSettings()
+    runtime: RuntimeSettings = RuntimeSettings()
+    resource: ResourceSettings = ResourceSettings()
+    agents: tuple[AgentSettings, ...] = ()
+    plugins: PluginSettings = PluginSettings()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Lay the environment over the file, which is given at initialisation."""
+        del env_settings, dotenv_settings, file_secret_settings
+        return _Environment(settings_cls), init_settings
+
+    @field_validator("agents")
+    @classmethod
+    def _distinct(cls, value: tuple[AgentSettings, ...]) -> tuple[AgentSettings, ...]:
+        ids = [agent.id for agent in value]
+        if twice := sorted({name for name in ids if ids.count(name) > 1}):
+            raise ValueError(f"{', '.join(twice)} stands twice; each agent needs an id of its own")
+        return value
+
+    def split_rules(self) -> SplitRules:
+        """Return what the partition follows from."""
+        return SplitRules(
+            mode=self.resource.allocation_mode,
+            agents=tuple(agent.to_rule() for agent in self.agents),
+            reserved_cpu=self.resource.reserved_cpu,
+            reserved_mem=self.resource.reserved_mem,
+            align=self.resource.memory_align_size,
+        )
+
+    def policy(self) -> Policy:
+        """Return how devices are chosen."""
+        return Policy(
+            self.resource.allocation_strategy,
+            self.resource.affinity_policy,
+            self.resource.allow_fragmentation,
+        )

@@ -1,0 +1,200 @@
+"""Devices: what is handed out, and how each keeps its identity over restarts.
+
+A device has two names. Its id (`cuda0`) is for people and is unique under one
+device name; its stable id (a UUID, a PCI address) is the physical thing, unique on
+the node, and decides who is charged. The inventory remembers which stable id had
+which id, so that neither a changed driver order nor a missing GPU renames, or moves
+to another agent, anything else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import cached_property
+from typing import NamedTuple
+
+from agentd.core.slots import SlotKind, SlotName, SlotType
+
+_DIGITS = re.compile(r"([0-9]+)")
+ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
+"""What ids and stable ids look like: they stand in labels and records as they are."""
+
+
+class DeviceId(NamedTuple):
+    """Names one device on the node: its device name, and its id under that name."""
+
+    name: str
+    id: str
+
+    def __str__(self) -> str:
+        return f"{self.name}/{self.id}"
+
+
+MEMORY = DeviceId("mem", "root")
+"""The node's memory: the one device that is divided by amount."""
+
+
+class Health(StrEnum):
+    """What a plugin says of a device; `unknown` is not `unhealthy`."""
+
+    HEALTHY = "healthy"
+    UNHEALTHY = "unhealthy"
+    UNKNOWN = "unknown"
+
+
+def natural_key(text: str) -> tuple[tuple[int, int, str], ...]:
+    """Return a sort key under which `cuda2` comes before `cuda10`."""
+    return tuple(
+        (0, int(part), part) if part.isdigit() else (1, 0, part)
+        for part in _DIGITS.split(text)
+        if part
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One physical unit; `capacity` is in base units of its `slot`."""
+
+    device_id: DeviceId
+    stable_id: str
+    slot: SlotName
+    kind: SlotKind
+    capacity: int
+    numa_node: int | None = None
+    aliases: tuple[str, ...] = ()
+    parent: str | None = None
+    model: str = ""
+    health: Health = Health.HEALTHY
+    reason: str = ""
+    gone: bool = False
+    drained: bool = False
+    attributes: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def usable(self) -> bool:
+        """Whether anything new may be given from it, room apart."""
+        return not (self.gone or self.drained or self.health is Health.UNHEALTHY)
+
+    @property
+    def offered(self) -> int:
+        """The capacity that counts now: a device that is gone or unhealthy has none."""
+        return 0 if self.gone or self.health is Health.UNHEALTHY else self.capacity
+
+    def physical_keys(self) -> set[str]:
+        """Return every name by which another plugin might offer the same thing."""
+        return {key for key in (self.stable_id, self.parent, *self.aliases) if key}
+
+    def answers_to(self, name: str) -> bool:
+        """Tell whether `name` is its id, its stable id or an alias of it."""
+        return name in (self.device_id.id, self.stable_id, *self.aliases)
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """All devices of the node, in natural order, and the slot types it knows."""
+
+    slot_types: Mapping[SlotName, SlotType]
+    devices: tuple[Device, ...]
+
+    @classmethod
+    def of(cls, slot_types: Iterable[SlotType], devices: Iterable[Device]) -> Inventory:
+        """Return an inventory with its devices sorted, accelerators' names first to last."""
+        ordered = sorted(
+            devices, key=lambda d: (natural_key(d.device_id.name), natural_key(d.device_id.id))
+        )
+        return cls({slot.name: slot for slot in slot_types}, tuple(ordered))
+
+    @cached_property
+    def by_id(self) -> Mapping[DeviceId, Device]:
+        return {device.device_id: device for device in self.devices}
+
+    @cached_property
+    def by_stable_id(self) -> Mapping[str, Device]:
+        return {device.stable_id: device for device in self.devices}
+
+    @cached_property
+    def by_slot(self) -> Mapping[SlotName, tuple[Device, ...]]:
+        slots: dict[SlotName, list[Device]] = {}
+        for device in self.devices:
+            slots.setdefault(device.slot, []).append(device)
+        return {slot: tuple(devices) for slot, devices in slots.items()}
+
+    @cached_property
+    def by_name(self) -> Mapping[str, tuple[Device, ...]]:
+        names: dict[str, list[Device]] = {}
+        for device in self.devices:
+            names.setdefault(device.device_id.name, []).append(device)
+        return {name: tuple(devices) for name, devices in names.items()}
+
+    def with_device(self, device: Device) -> Inventory:
+        """Return an inventory in which `device` stands for the one of its id."""
+        others = (d for d in self.devices if d.device_id != device.device_id)
+        return Inventory.of(self.slot_types.values(), (*others, device))
+
+    def without(self, device_id: DeviceId) -> Inventory:
+        """Return an inventory that does not know `device_id`."""
+        kept = (d for d in self.devices if d.device_id != device_id)
+        return Inventory.of(self.slot_types.values(), kept)
+
+
+def served_once(plugins: Sequence[Sequence[Device]]) -> tuple[list[Device], list[str]]:
+    """Drop devices that an earlier plugin offers too; return the rest, and warnings.
+
+    Two devices are the same physical thing if they share a stable id, an alias (UUID,
+    PCI address) or a parent. Parts of one parent under one plugin are different things.
+    """
+    kept: list[Device] = []
+    owners: dict[str, DeviceId] = {}
+    warnings = []
+    for devices in plugins:
+        mine: dict[str, DeviceId] = {}
+        for device in devices:
+            keys = device.physical_keys()
+            if taken := next((owners[key] for key in sorted(keys) if key in owners), None):
+                warnings.append(
+                    f"{device.device_id} is the same device as {taken}, which serves it; withheld"
+                )
+                continue
+            kept.append(device)
+            mine.update(dict.fromkeys(keys, device.device_id))
+        owners.update(mine)
+    return kept, warnings
+
+
+def with_remembered(listed: Iterable[Device], remembered: Iterable[Device]) -> list[Device]:
+    """Give listed devices the ids they had before, and add those that are missing as gone.
+
+    A remembered id is never given to another device while its owner is missing; a new
+    device whose suggested id is taken gets the next number that is free.
+    """
+    past = {device.stable_id: device for device in remembered}
+    listed = list(listed)
+    present = {device.stable_id for device in listed}
+    missing = [device for device in past.values() if device.stable_id not in present]
+    taken = {device.device_id for device in missing}
+    result = [replace(device, gone=True, reason="not found on the node") for device in missing]
+    fresh = []
+    for device in listed:
+        before = past.get(device.stable_id)
+        if before is None or before.device_id.name != device.device_id.name:
+            fresh.append(replace(device, drained=before is not None and before.drained))
+            continue
+        taken.add(before.device_id)
+        result.append(replace(device, device_id=before.device_id, drained=before.drained))
+    for device in fresh:
+        device_id = _free_id(device.device_id, taken)
+        taken.add(device_id)
+        result.append(replace(device, device_id=device_id))
+    return result
+
+
+def _free_id(wanted: DeviceId, taken: set[DeviceId]) -> DeviceId:
+    stem, number = _DIGITS.split(wanted.id)[0] or wanted.name, 0
+    device_id = wanted
+    while device_id in taken:
+        device_id = DeviceId(wanted.name, f"{stem}{number}")
+        number += 1
+    return device_id

@@ -1,0 +1,74 @@
+"""Container edits: what a kernel needs in order to use its devices, as data.
+
+The word and most members are those of the Container Device Interface
+(https://github.com/cncf-tags/container-device-interface).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from agentd.errors import RuntimeFailure
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceNode:
+    """A device file of the host and where the kernel sees it; permissions as in `rwm`."""
+
+    host_path: str
+    container_path: str
+    permissions: str = "rw"
+
+
+@dataclass(frozen=True, slots=True)
+class EditMount:
+    """A host file or folder that the device's software needs inside the kernel."""
+
+    source: str
+    target: str
+    read_only: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRequest:
+    """A request to a device driver of the engine, such as NVIDIA's."""
+
+    driver: str
+    device_ids: tuple[str, ...]
+    capabilities: tuple[str, ...] = ("gpu",)
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerEdits:
+    """What one plugin wants done to a kernel."""
+
+    env: Mapping[str, str] = field(default_factory=dict)
+    device_nodes: tuple[DeviceNode, ...] = ()
+    mounts: tuple[EditMount, ...] = ()
+    cdi: tuple[str, ...] = ()
+    device_requests: tuple[DeviceRequest, ...] = ()
+    groups: tuple[str, ...] = ()
+
+
+def merged(hiding: Iterable[ContainerEdits], giving: Iterable[ContainerEdits]) -> ContainerEdits:
+    """Return the edits of all plugins; what gives a device wins over what hides others.
+
+    Raises:
+        RuntimeFailure: two plugins that give devices want different values of one variable.
+    """
+    giving = tuple(giving)
+    env: dict[str, str] = {}
+    for edits in giving:
+        for name, value in edits.env.items():
+            if env.setdefault(name, value) != value:
+                raise RuntimeFailure(f"two plugins set {name}: {env[name]!r} and {value!r}")
+    hidden = {name: value for edits in hiding for name, value in edits.env.items()}
+    return ContainerEdits(
+        env={**hidden, **env},
+        device_nodes=tuple(node for edits in giving for node in edits.device_nodes),
+        mounts=tuple(mount for edits in giving for mount in edits.mounts),
+        cdi=tuple(name for edits in giving for name in edits.cdi),
+        device_requests=tuple(req for edits in giving for req in edits.device_requests),
+        groups=tuple(dict.fromkeys(group for edits in giving for group in edits.groups)),
+    )

@@ -1,0 +1,205 @@
+"""Manual mode: seating devices as the operator wrote it.
+
+Two passes, so that the order of agents never matters for what is named: first the
+devices that rules name, then counts and percentages, filled in agent order from the
+devices that nobody names. What cannot be is refused, all of it at once; what may come
+back (a device that is gone, a plugin that failed) is only warned about, elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+
+from agentd.core.devices import Device, DeviceId
+from agentd.core.rules import (
+    AgentRule,
+    Count,
+    DeviceRule,
+    Ids,
+    MemoryRule,
+    Percent,
+    Size,
+    SplitRules,
+)
+from agentd.core.slots import CPU
+from agentd.errors import ConfigRefused, Problem
+
+
+@dataclass(frozen=True)
+class Pool:
+    """What can be seated: whole devices in natural order, and memory, reservation apart."""
+
+    devices: tuple[Device, ...]
+    memory_bytes: int
+    reserved: frozenset[DeviceId]
+    unlisted: Mapping[str, str]
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Sequence[Device]]:
+        names: dict[str, list[Device]] = {}
+        for device in self.devices:
+            names.setdefault(device.device_id.name, []).append(device)
+        return names
+
+
+@dataclass(frozen=True, slots=True)
+class Seats:
+    """Who has which devices, and how many bytes of the memory."""
+
+    devices: dict[str, list[DeviceId]]
+    memory: dict[str, int]
+
+
+def seat_manually(pool: Pool, rules: SplitRules) -> Seats:
+    """Seat every agent as its rule says.
+
+    Raises:
+        ConfigRefused: with every rule that does not fit the pool.
+    """
+    return _Seating(pool, rules).run()
+
+
+class _Seating:
+    """One run over the rules; collects problems instead of stopping at the first."""
+
+    def __init__(self, pool: Pool, rules: SplitRules) -> None:
+        self._pool = pool
+        self._rules = rules
+        self._problems: list[Problem] = []
+        self._owner: dict[DeviceId, str] = {}
+        self._seats: dict[str, list[DeviceId]] = {r.agent_id: [] for r in rules.agents}
+
+    def run(self) -> Seats:
+        wanted = [
+            (where, rule.agent_id, name, device_rule)
+            for where, rule in self._described()
+            for name, device_rule in self._device_rules(where, rule)
+        ]
+        for where, agent, name, rule in wanted:
+            if isinstance(rule, Ids):
+                self._seat_named(where, agent, name, rule)
+        for where, agent, name, rule in wanted:
+            if not isinstance(rule, Ids):
+                self._seat_some(where, agent, name, rule)
+        memory = self._memory()
+        if self._problems:
+            raise ConfigRefused(self._problems)
+        order = {device.device_id: n for n, device in enumerate(self._pool.devices)}
+        return Seats(
+            {agent: sorted(ids, key=order.__getitem__) for agent, ids in self._seats.items()},
+            memory,
+        )
+
+    def _refuse(self, where: str, why: str) -> None:
+        self._problems.append(Problem(where, why))
+
+    def _described(self) -> Iterator[tuple[str, AgentRule]]:
+        for index, rule in enumerate(self._rules.agents):
+            if rule.described:
+                yield f"agents.{index}.resource", rule
+            else:
+                why = f"agent {rule.agent_id} has no [agents.resource]; manual mode needs one"
+                self._refuse(f"agents.{index}", f"{why}, with cpu, mem and its devices")
+
+    def _device_rules(self, where: str, rule: AgentRule) -> Iterator[tuple[str, DeviceRule]]:
+        if rule.cpu is None or _is_nothing(rule.cpu):
+            self._refuse(
+                f"{where}.cpu", f"agent {rule.agent_id} has no cpu; give it one core or more"
+            )
+        else:
+            yield CPU, rule.cpu
+        for name, device_rule in rule.devices.items():
+            if name in self._pool.by_name:
+                yield name, device_rule
+            elif name not in self._pool.unlisted:
+                have = ", ".join(n for n in self._pool.by_name if n != CPU) or "none"
+                self._refuse(
+                    f"{where}.devices.{name}", f"unknown device name {name!r}; available: {have}"
+                )
+
+    def _seat_named(self, where: str, agent: str, name: str, rule: Ids) -> None:
+        path = _path(where, name)
+        for wanted in rule.names:
+            device = next((d for d in self._pool.by_name[name] if d.answers_to(wanted)), None)
+            if device is None:
+                self._refuse(path, self._why_not_seated(name, wanted))
+            elif (owner := self._owner.get(device.device_id)) is not None:
+                who = "it twice" if owner == agent else f"it to {owner} too"
+                self._refuse(path, f"{wanted} is given to {agent}, and the rules give {who}")
+            else:
+                self._give(device.device_id, agent)
+
+    def _why_not_seated(self, name: str, wanted: str) -> str:
+        if DeviceId(name, wanted) in self._pool.reserved:
+            return f"core {wanted} is reserved (resource.reserved-cpu)"
+        have = ", ".join(d.device_id.id for d in self._pool.by_name[name])
+        return f"no {name} device {wanted!r}; available: {have}"
+
+    def _seat_some(self, where: str, agent: str, name: str, rule: Count | Percent) -> None:
+        path, devices = _path(where, name), self._pool.by_name[name]
+        if isinstance(rule, Count):
+            count = rule.count
+        else:
+            exact = rule.percent * len(devices) / 100
+            if exact.denominator != 1:
+                self._refuse(path, _nearest_counts(rule, exact, len(devices)))
+                return
+            count = int(exact)
+        free = [d.device_id for d in devices if d.device_id not in self._owner]
+        if count > len(free):
+            why = f"{count} {name} devices for {agent}, of {len(devices)} that there are"
+            self._refuse(path, f"{why}; {len(free)} are left")
+        for device_id in free[:count]:
+            self._give(device_id, agent)
+
+    def _give(self, device_id: DeviceId, agent: str) -> None:
+        self._owner[device_id] = agent
+        self._seats[agent].append(device_id)
+
+    def _memory(self) -> dict[str, int]:
+        amounts = {}
+        for index, rule in enumerate(self._rules.agents):
+            if not rule.described:
+                continue
+            amount = self._memory_bytes(rule.mem)
+            if not amount:
+                self._refuse(
+                    f"agents.{index}.resource.mem",
+                    f"agent {rule.agent_id} has no mem; give it a size or a percentage",
+                )
+            amounts[rule.agent_id] = amount
+        if sum(amounts.values()) > self._pool.memory_bytes:
+            parts = " + ".join(f"{amount} for {agent}" for agent, amount in amounts.items())
+            self._refuse(
+                "agents",
+                f"mem adds up to {sum(amounts.values())} bytes ({parts}); the node has"
+                f" {self._pool.memory_bytes} after the reservation",
+            )
+        return amounts
+
+    def _memory_bytes(self, rule: MemoryRule | None) -> int:
+        if rule is None:
+            return 0
+        if isinstance(rule, Size):
+            return rule.size_bytes
+        exact = self._pool.memory_bytes * rule.percent / 100
+        return int(exact // self._rules.align) * self._rules.align
+
+
+def _path(where: str, name: str) -> str:
+    return f"{where}.cpu" if name == CPU else f"{where}.devices.{name}"
+
+
+def _is_nothing(rule: DeviceRule) -> bool:
+    return rule in (Count(0), Ids(()), Percent(Fraction(0)))
+
+
+def _nearest_counts(rule: Percent, exact: Fraction, total: int) -> str:
+    low, high = int(exact), int(exact) + 1
+    return (
+        f"{rule} of {total} devices is {float(exact):g}, no whole number; the nearest are"
+        f" {low} ({100 * low / total:g}%) and {high} ({100 * high / total:g}%)"
+    )

@@ -1,0 +1,248 @@
+"""Dividing the node's devices among its agents.
+
+Whole devices are divided, never amounts of them, so outside shared mode no device
+has two owners; memory alone is one device that is divided by amount. Devices that
+are gone keep their seat, so that one lost GPU does not move its neighbours.
+
+`split` decides in this order: withhold what is reserved, seat the devices, and
+leave slots to be derived from the seats (`slots_of`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from decimal import ROUND_HALF_EVEN, Decimal
+from types import MappingProxyType
+
+from agentd.core.devices import MEMORY, Device, DeviceId, Inventory
+from agentd.core.manual import Pool, Seats, seat_manually
+from agentd.core.rules import AllocationMode, SplitRules
+from agentd.core.slots import CPU, ResourceSlots, SlotName
+from agentd.errors import ConfigRefused, Problem
+
+DEFAULT_AGENT = "main"
+_SCALE = Decimal("0.000001")
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """The devices one agent may use, and how much of the memory."""
+
+    agent_id: str
+    devices: tuple[DeviceId, ...]
+    memory_bytes: int
+    members: frozenset[DeviceId] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "members", frozenset(self.devices))
+
+    def limit(self, device: Device) -> int:
+        """Return the most that this agent may hold of `device`, in base units."""
+        if device.device_id not in self.members:
+            return 0
+        return min(device.offered, self.memory_bytes) if _is_memory(device) else device.offered
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A partition of the node: its agents', and what no agent has."""
+
+    mode: AllocationMode
+    inventory: Inventory
+    partitions: Mapping[str, Partition]
+    reserved_cpu: tuple[str, ...]
+    reserved_mem: int
+    unassigned: Mapping[str, tuple[str, ...]]
+    unassigned_memory: int
+    warnings: tuple[str, ...]
+
+    def agents_of(self, device_id: DeviceId) -> list[str]:
+        """Return the agents whose partition holds this device."""
+        return [agent for agent, part in self.partitions.items() if device_id in part.members]
+
+    def slots_of(self, agent_id: str) -> ResourceSlots:
+        """Return the amounts that an agent's healthy devices offer; never configured."""
+        part = self.partitions[agent_id]
+        return _slots(self.inventory.devices, part.limit)
+
+    def node_slots(self) -> ResourceSlots:
+        """Return what the whole node offers after the reservation."""
+        withheld = {DeviceId(CPU, core) for core in self.reserved_cpu}
+        return _slots(
+            (d for d in self.inventory.devices if d.device_id not in withheld),
+            lambda device: device.offered,
+        )
+
+    def scaling_factors(self, agent_id: str) -> dict[SlotName, Decimal]:
+        """Return, for each known slot, the agent's part of the node's amount.
+
+        Between 0 and 1, with six decimals at most; 0 where the node has none.
+        """
+        mine, total = self.slots_of(agent_id), self.node_slots()
+        return {
+            slot: (Decimal(mine[slot]) / total[slot]).quantize(_SCALE, ROUND_HALF_EVEN).normalize()
+            if total[slot]
+            else Decimal(0)
+            for slot in self.inventory.slot_types
+        }
+
+    def with_inventory(self, inventory: Inventory) -> Split:
+        """Return the same seats over devices whose health or presence changed."""
+        return replace(self, inventory=inventory)
+
+
+def _slots(devices: Iterable[Device], limit: Callable[[Device], int]) -> ResourceSlots:
+    amounts: dict[SlotName, int] = {}
+    for device in devices:
+        amounts[device.slot] = amounts.get(device.slot, 0) + limit(device)
+    return ResourceSlots(amounts)
+
+
+def _is_memory(device: Device) -> bool:
+    return device.device_id == MEMORY
+
+
+def split_units(total: int, parts: int) -> list[int]:
+    """Return `parts` whole amounts that sum to `total`, the larger ones first.
+
+    Amounts are in units of the caller's choosing and differ by one at most.
+
+    Raises:
+        ValueError: `parts` is not positive, or `total` is negative.
+    """
+    if parts < 1 or total < 0:
+        raise ValueError(f"cannot split {total} into {parts}")
+    share, rest = divmod(total, parts)
+    return [share + 1] * rest + [share] * (parts - rest)
+
+
+def split(
+    inventory: Inventory,
+    rules: SplitRules,
+    unlisted: Mapping[str, str] = MappingProxyType({}),
+) -> Split:
+    """Divide the node; `unlisted` holds device names whose plugin listed nothing, and why.
+
+    The split's inventory has the reserved memory taken off its memory device. No agents
+    in `rules` means one, `main`, that owns everything.
+
+    Raises:
+        ConfigRefused: the rules do not fit the devices; every reason is listed.
+    """
+    reserved, reserved_mem = _reservation(inventory, rules)
+    memory = inventory.by_id[MEMORY]
+    available = memory.capacity - reserved_mem
+    inventory = inventory.with_device(replace(memory, capacity=available))
+    pool = Pool(
+        tuple(
+            device
+            for device in inventory.devices
+            if not _is_memory(device) and device.device_id not in reserved
+        ),
+        available,
+        frozenset(reserved),
+        unlisted,
+    )
+    if not rules.agents or rules.mode is AllocationMode.SHARED:
+        agents = [rule.agent_id for rule in rules.agents] or [DEFAULT_AGENT]
+        everything = [device.device_id for device in pool.devices]
+        seats = Seats(dict.fromkeys(agents, everything), dict.fromkeys(agents, available))
+    elif rules.mode is AllocationMode.AUTO_SPLIT:
+        seats = _deal(pool, [rule.agent_id for rule in rules.agents], rules.align)
+    else:
+        seats = seat_manually(pool, rules)
+    return _split(inventory, rules, reserved, pool, seats)
+
+
+def _reservation(inventory: Inventory, rules: SplitRules) -> tuple[list[DeviceId], int]:
+    problems = []
+    cores = [d for d in inventory.by_name.get(CPU, ()) if not d.gone]
+    wanted = rules.reserved_cpu
+    if isinstance(wanted, int):
+        reserved = [d.device_id for d in cores[:wanted]]
+    else:
+        known = {name: d.device_id for d in cores for name in (d.device_id.id, d.stable_id)}
+        reserved = [known[name] for name in wanted if name in known]
+        if unknown := [name for name in wanted if name not in known]:
+            have = ", ".join(d.device_id.id for d in cores)
+            why = f"no core {', '.join(unknown)}; the node has {have}"
+            problems.append(Problem("resource.reserved-cpu", why))
+    if len(set(reserved)) >= len(cores) or (isinstance(wanted, int) and wanted >= len(cores)):
+        why = f"leaves no core; the node has {len(cores)}, reserve fewer"
+        problems.append(Problem("resource.reserved-cpu", why))
+    total = inventory.by_id[MEMORY].capacity
+    if rules.reserved_mem >= total:
+        why = f"{rules.reserved_mem} bytes leave no memory; the node has {total}"
+        problems.append(Problem("resource.reserved-mem", why))
+    if problems:
+        raise ConfigRefused(problems)
+    return reserved, rules.reserved_mem
+
+
+def _deal(pool: Pool, agents: list[str], align: int) -> Seats:
+    seats: dict[str, list[DeviceId]] = {agent: [] for agent in agents}
+    for devices in pool.by_name.values():
+        rest = iter(devices)
+        for agent, share in zip(agents, split_units(len(devices), len(agents)), strict=True):
+            seats[agent] += [next(rest).device_id for _ in range(share)]
+    units = split_units(pool.memory_bytes // align, len(agents))
+    return Seats(seats, {a: unit * align for a, unit in zip(agents, units, strict=True)})
+
+
+def _split(
+    inventory: Inventory,
+    rules: SplitRules,
+    reserved: list[DeviceId],
+    pool: Pool,
+    seats: Seats,
+) -> Split:
+    seated = {device_id for devices in seats.devices.values() for device_id in devices}
+    unassigned = {
+        name: tuple(d.device_id.id for d in devices if d.device_id not in seated)
+        for name, devices in pool.by_name.items()
+        if any(d.device_id not in seated for d in devices)
+    }
+    given = sum(seats.memory.values())
+    shared = rules.mode is AllocationMode.SHARED or not rules.agents
+    return Split(
+        mode=rules.mode,
+        inventory=inventory,
+        partitions={
+            agent: Partition(agent, (*devices, MEMORY), seats.memory[agent])
+            for agent, devices in seats.devices.items()
+        },
+        reserved_cpu=tuple(device_id.id for device_id in reserved),
+        reserved_mem=rules.reserved_mem,
+        unassigned=unassigned,
+        unassigned_memory=0 if shared else pool.memory_bytes - given,
+        warnings=(
+            *(f"{name}: {why}" for name, why in sorted(pool.unlisted.items())),
+            *_gone_warnings(inventory),
+            *(_left_over(name, ids) for name, ids in unassigned.items()),
+            *_ignored_rules(rules),
+        ),
+    )
+
+
+def _gone_warnings(inventory: Inventory) -> Iterator[str]:
+    for device in inventory.devices:
+        if device.gone:
+            yield f"{_shown(device.device_id)} is gone ({device.reason}); its seat is kept"
+
+
+def _left_over(name: str, ids: tuple[str, ...]) -> str:
+    lead = f"{name} " if name == CPU else ""
+    return f"{lead}{', '.join(ids)} {'is' if len(ids) == 1 else 'are'} assigned to no agent"
+
+
+def _ignored_rules(rules: SplitRules) -> Iterator[str]:
+    if rules.mode is not AllocationMode.MANUAL:
+        for rule in rules.agents:
+            if rule.described:
+                mode = rules.mode.value
+                yield f"[agents.resource] of {rule.agent_id} is not used in {mode} mode"
+
+
+def _shown(device_id: DeviceId) -> str:
+    return str(device_id) if device_id.name == CPU else device_id.id

@@ -1,0 +1,29 @@
+"""How devices are chosen where there is a choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Strategy(StrEnum):
+    """How an amount is divided over equally near devices."""
+
+    FILL = "fill"
+    EVENLY = "evenly"
+
+
+class Affinity(StrEnum):
+    """Whether the first step looks for one NUMA node that holds it all."""
+
+    INTERLEAVED = "interleaved"
+    PREFER_SINGLE_NODE = "prefer-single-node"
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How devices are chosen where there is a choice."""
+
+    strategy: Strategy = Strategy.EVENLY
+    affinity: Affinity = Affinity.INTERLEAVED
+    allow_fragmentation: bool = True

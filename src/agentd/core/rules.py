@@ -1,0 +1,153 @@
+"""How an operator says which devices an agent gets.
+
+Text and TOML values become one of four rules here; what they come to on a given
+node is decided by `agentd.core.partition`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from fractions import Fraction
+from typing import TypeAlias
+
+from agentd.core.slots import AmountError, SlotKind, parse_base_units
+
+_PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)%")
+_RANGE = re.compile(r"([A-Za-z_:.-]*)([0-9]+)-\1?([0-9]+)")
+_MAX_RANGE = 4096
+
+
+class AllocationMode(StrEnum):
+    """How devices are divided among the agents of the node."""
+
+    SHARED = "shared"
+    AUTO_SPLIT = "auto-split"
+    MANUAL = "manual"
+
+
+@dataclass(frozen=True, slots=True)
+class Ids:
+    """Exactly these devices, by id, stable id or alias."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """So many of the devices that nobody names."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Percent:
+    """A part of what the node has after the reservation."""
+
+    percent: Fraction
+
+    def __str__(self) -> str:
+        return f"{float(self.percent):g}%"
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """So many bytes."""
+
+    size_bytes: int
+
+
+DeviceRule: TypeAlias = Ids | Count | Percent
+MemoryRule: TypeAlias = Size | Percent
+
+DEVICE_RULE_FORMS = (
+    'a list of ids (["0", "1"]), a range ("0-3"), a count (2), a percentage ("50%") or "all"'
+)
+MEMORY_RULE_FORMS = 'a size ("16g") or a percentage ("50%")'
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRule:
+    """What the configuration says of one agent; `described` is False where it says nothing."""
+
+    agent_id: str
+    cpu: DeviceRule | None = None
+    mem: MemoryRule | None = None
+    devices: Mapping[str, DeviceRule] = field(default_factory=dict)
+    described: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRules:
+    """Everything the partition follows from, apart from the devices themselves."""
+
+    mode: AllocationMode
+    agents: tuple[AgentRule, ...]
+    reserved_cpu: int | tuple[str, ...] = 0
+    reserved_mem: int = 0
+    align: int = 1
+
+
+def parse_device_rule(raw: object) -> DeviceRule:
+    """Read a TOML value as a device rule.
+
+    Raises:
+        ValueError: it has none of the forms in `DEVICE_RULE_FORMS`.
+    """
+    if isinstance(raw, list) and all(
+        isinstance(item, (str, int)) and not isinstance(item, bool) for item in raw
+    ):
+        names = tuple(str(item) for item in raw)
+        if len(set(names)) < len(names):
+            raise ValueError("names a device twice")
+        return Ids(names)
+    if isinstance(raw, int) and not isinstance(raw, bool) and raw >= 0:
+        return Count(raw)
+    if isinstance(raw, str):
+        if raw == "all":
+            return Percent(Fraction(100))
+        return _parse_percent(raw) or Ids(_parse_ranges(raw))
+    raise ValueError(f"{raw!r} is not {DEVICE_RULE_FORMS}")
+
+
+def parse_memory_rule(raw: object) -> MemoryRule:
+    """Read a TOML value as a memory rule.
+
+    Raises:
+        ValueError: it has none of the forms in `MEMORY_RULE_FORMS`.
+    """
+    if isinstance(raw, str) and (percent := _parse_percent(raw)):
+        return percent
+    try:
+        return Size(parse_base_units(raw, SlotKind.BYTES))
+    except AmountError as error:
+        raise ValueError(f"{error}; allowed: {MEMORY_RULE_FORMS}") from None
+
+
+def _parse_percent(text: str) -> Percent | None:
+    match = _PERCENT.fullmatch(text.strip())
+    if not match:
+        return None
+    percent = Fraction(match[1])
+    if percent > 100:  # noqa: PLR2004 - a percentage
+        raise ValueError(f"{text!r} is more than 100%")
+    return Percent(percent)
+
+
+def _parse_ranges(text: str) -> tuple[str, ...]:
+    names: list[str] = []
+    for part in (piece.strip() for piece in text.split(",")):
+        if match := _RANGE.fullmatch(part):
+            first, last = int(match[2]), int(match[3])
+            if not first <= last < first + _MAX_RANGE:
+                raise ValueError(f"{part!r} runs backwards, or names over {_MAX_RANGE} devices")
+            names += [f"{match[1]}{number}" for number in range(first, last + 1)]
+        elif part:
+            names.append(part)
+        else:
+            raise ValueError(f"{text!r} is not {DEVICE_RULE_FORMS}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"{text!r} names a device twice")
+    return tuple(names)

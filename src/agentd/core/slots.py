@@ -1,0 +1,339 @@
+"""Slots: what a request can ask for, and how amounts are written and compared.
+
+Inside agentd an amount is an `int` in the slot's base unit: bytes for `bytes`
+slots, millionths for `count` and `unique` slots. Text and decimals exist only at the
+edges (configuration, wire), and the functions here are those edges. Nothing is
+ever rounded: an amount that cannot be represented is refused, with the nearest
+amounts that can.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from enum import StrEnum
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Self, TypeAlias
+
+from agentd.errors import (
+    InvalidSlotAmount,
+    InvalidSlotCombination,
+    PluginUnavailable,
+    Problem,
+    UnsupportedResource,
+)
+
+SlotName: TypeAlias = str
+
+ONE = 1_000_000
+"""Base units in one whole `count`: amounts are kept in millionths."""
+
+MAX_AMOUNT = 2**63 - 1
+"""The largest amount in base units: 8 EiB, or 9.2 million million devices."""
+
+MAX_TEXT = 64
+"""Characters in the longest amount that is read at all."""
+
+CPU, MEM = "cpu", "mem"
+
+_PLAIN = re.compile(r"[0-9]+(?:\.[0-9]+)?")
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kmgtpe])?(?:i?b)?", re.IGNORECASE)
+_EXPONENT = re.compile(r"[+-]?[0-9.]+e[+-]?[0-9]+", re.IGNORECASE)
+_SLOT_NAME = re.compile(r"[a-z][a-z0-9_-]*(?:\.[A-Za-z0-9][A-Za-z0-9._:+-]*)?")
+
+
+class AmountError(ValueError):
+    """Text or number that is no amount of the slot it was meant for."""
+
+
+class WrittenFloat(float):
+    """A float that remembers how it was written, for parsers of JSON and TOML to make."""
+
+    text: str
+
+    def __new__(cls, text: str) -> Self:
+        number = super().__new__(cls, text)
+        number.text = text
+        return number
+
+
+class SlotKind(StrEnum):
+    """How amounts of a slot are counted."""
+
+    COUNT = "count"
+    BYTES = "bytes"
+    UNIQUE = "unique"
+
+
+@dataclass(frozen=True, slots=True)
+class SlotType:
+    """A slot that this node knows, and the smallest step it is given in (base units)."""
+
+    name: SlotName
+    kind: SlotKind
+    quantum: int
+    exclusive_group: str | None = None
+    unit: str = ""
+
+
+def device_name_of(slot: SlotName) -> str:
+    """Return the device name a slot belongs to: what stands before the first dot."""
+    return slot.partition(".")[0]
+
+
+def is_slot_name(text: str) -> bool:
+    """Tell whether `text` is `name` or `name.rest`, as `cuda.device:1g.10gb-mig` is."""
+    return _SLOT_NAME.fullmatch(text) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A number as it was written, before it is known which slot it is for."""
+
+    value: Fraction
+    is_size: bool
+
+    def in_units_of(self, kind: SlotKind) -> Fraction:
+        """Return the amount in base units of `kind`, which may be no whole number."""
+        return self.value if kind is SlotKind.BYTES else self.value * ONE
+
+    def canonical(self) -> str:
+        """Return one spelling for equal quantities, whatever way they were written."""
+        return str(self.value)
+
+
+def parse_quantity(raw: object) -> Quantity:
+    """Read a JSON or TOML value as a quantity: a number, a plain decimal, or a size.
+
+    Sizes are binary whatever their spelling: `1g`, `1GB` and `1GiB` are 2**30 bytes.
+
+    Raises:
+        AmountError: it is negative, not finite, in exponent notation, a boolean,
+            or no number at all.
+    """
+    text = _text_of(raw)
+    if match := _PLAIN.fullmatch(text):
+        return Quantity(Fraction(text), is_size=False)
+    if match := _SIZE.fullmatch(text):
+        suffix = (match[2] or "").lower()
+        power = "kmgtpe".index(suffix) + 1 if suffix else 0
+        return Quantity(Fraction(match[1]) * 1024**power, is_size=True)
+    raise AmountError(_why_no_quantity(text))
+
+
+def _text_of(raw: object) -> str:
+    if isinstance(raw, bool):
+        raise AmountError(f"{str(raw).lower()} is a boolean, not an amount")
+    if isinstance(raw, float):
+        text = str(getattr(raw, "text", repr(raw)))
+    elif isinstance(raw, int):
+        if abs(raw) > MAX_AMOUNT:
+            raise AmountError(f"too large; at most {MAX_AMOUNT}")
+        text = str(raw)
+    elif isinstance(raw, (str, Decimal)):
+        text = str(raw)
+    else:
+        raise AmountError(f"a number or a string is needed, not {_json_kind(raw)}")
+    if len(text) > MAX_TEXT:
+        raise AmountError(f"longer than {MAX_TEXT} characters")
+    return text
+
+
+def _json_kind(raw: object) -> str:
+    if raw is None:
+        return "null"
+    if isinstance(raw, Mapping):
+        return "an object"
+    return "a list" if isinstance(raw, (list, tuple)) else type(raw).__name__
+
+
+def _why_no_quantity(text: str) -> str:
+    lowered = text.strip().lower()
+    if lowered.lstrip("+-") in {"nan", "inf", "infinity"}:
+        return f"{text!r} is not finite"
+    if _EXPONENT.fullmatch(lowered):
+        return f"{text!r} has an exponent; write it as a plain decimal"
+    if lowered.startswith("-"):
+        return f"{text!r} is negative"
+    return f'{text!r} is no amount; write a plain decimal such as "0.5", or a size such as "512m"'
+
+
+def parse_amount(raw: object, slot: SlotType) -> int:
+    """Return the amount in base units of `slot`.
+
+    Raises:
+        AmountError: no amount at all, or none this slot is given in; the message
+            then names the two nearest that are.
+    """
+    amount = parse_base_units(raw, slot.kind)
+    if slot.kind is SlotKind.UNIQUE and amount not in (0, ONE):
+        raise AmountError(f"{format_amount(amount, slot.kind)} of a unique slot; ask for 1 or 0")
+    if amount % slot.quantum:
+        raise AmountError(_nearest(Fraction(amount), slot.quantum, slot.kind))
+    return amount
+
+
+def parse_base_units(raw: object, kind: SlotKind) -> int:
+    """Return the amount in base units of `kind`, whatever the quantum.
+
+    Raises:
+        AmountError: no amount, finer than the base unit, or too large.
+    """
+    quantity = parse_quantity(raw)
+    if quantity.is_size and kind is not SlotKind.BYTES:
+        raise AmountError(f"{raw!r} is a size; this slot is counted, write a plain decimal")
+    exact = quantity.in_units_of(kind)
+    if exact > MAX_AMOUNT:
+        raise AmountError(f"too large; at most {format_amount(MAX_AMOUNT, kind)}")
+    if exact.denominator != 1:
+        raise AmountError(_nearest(exact, 1, kind))
+    return int(exact)
+
+
+def _nearest(exact: Fraction, quantum: int, kind: SlotKind) -> str:
+    below = int(exact // quantum) * quantum
+    return (
+        f"not a multiple of {format_amount(quantum, kind)}; the nearest amounts are"
+        f" {format_amount(below, kind)} and {format_amount(below + quantum, kind)}"
+    )
+
+
+def format_amount(amount: int, kind: SlotKind) -> str:
+    """Return base units as a plain decimal without trailing zeros; inverse of parsing."""
+    if kind is SlotKind.BYTES:
+        return str(amount)
+    whole, rest = divmod(abs(amount), ONE)
+    sign = "-" if amount < 0 else ""
+    return f"{sign}{whole}" + (f".{rest:06d}".rstrip("0") if rest else "")
+
+
+class ResourceSlots(Mapping[SlotName, int]):
+    """Amounts by slot, in base units; immutable, and a missing slot is zero.
+
+    >>> a = ResourceSlots({"cpu": 2 * ONE, "mem": 1024})
+    >>> b = ResourceSlots({"cpu": ONE, "cuda.device": ONE})
+    >>> (a - b)["cuda.device"], (a - b)["tpu.chip"]
+    (-1000000, 0)
+    >>> ResourceSlots({"cpu": 0}) == ResourceSlots()
+    True
+
+    `<=` compares slot by slot, so two values may be neither `<=` nor `>=`.
+    """
+
+    __slots__ = ("_amounts",)
+
+    def __init__(self, amounts: Mapping[SlotName, int] = MappingProxyType({})) -> None:
+        for name, amount in amounts.items():
+            if isinstance(amount, bool) or not isinstance(amount, int):
+                raise TypeError(f"{name}: base units are whole numbers, not {amount!r}")
+        self._amounts = {name: amounts[name] for name in sorted(amounts) if amounts[name]}
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, object], types: Mapping[SlotName, SlotType]) -> ResourceSlots:
+        """Read amounts as they stand in a request.
+
+        Raises:
+            InvalidSlotAmount: some cannot be read; every one of them is listed.
+            UnsupportedResource: some slots are not in `types` and not zero.
+        """
+        return parse_slots(raw, types)
+
+    def to_wire(self, types: Mapping[SlotName, SlotType]) -> dict[str, str]:
+        """Return plain decimals by slot; a slot that is not in `types` is a KeyError."""
+        return {name: format_amount(amount, types[name].kind) for name, amount in self.items()}
+
+    def __getitem__(self, name: SlotName) -> int:
+        return self._amounts.get(name, 0)
+
+    def __iter__(self) -> Iterator[SlotName]:
+        return iter(self._amounts)
+
+    def __len__(self) -> int:
+        return len(self._amounts)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._amounts
+
+    def __add__(self, other: Mapping[SlotName, int]) -> ResourceSlots:
+        return self._combined(other, 1)
+
+    def __sub__(self, other: Mapping[SlotName, int]) -> ResourceSlots:
+        return self._combined(other, -1)
+
+    def _combined(self, other: Mapping[SlotName, int], sign: int) -> ResourceSlots:
+        names = self._amounts.keys() | other.keys()
+        return ResourceSlots({name: self[name] + sign * other.get(name, 0) for name in names})
+
+    def __le__(self, other: Mapping[SlotName, int]) -> bool:
+        return all(amount >= 0 for amount in (ResourceSlots(other) - self).values())
+
+    def __ge__(self, other: Mapping[SlotName, int]) -> bool:
+        return ResourceSlots(other) <= self
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        return self._amounts == {name: amount for name, amount in other.items() if amount}
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._amounts.items()))
+
+    def __repr__(self) -> str:
+        return f"ResourceSlots({self._amounts!r})"
+
+
+def parse_slots(
+    raw: Mapping[str, object],
+    types: Mapping[SlotName, SlotType],
+    *,
+    pending: Iterable[str] = (),
+    failed: Mapping[str, str] = MappingProxyType({}),
+) -> ResourceSlots:
+    """Read a request's slots: amounts first, then whether this node knows them.
+
+    `pending` holds device names whose plugin has not opened yet, `failed` those whose
+    plugin failed, with the reason.
+
+    Raises:
+        InvalidSlotAmount: some cannot be read; every one of them is listed.
+        PluginUnavailable: the first unknown slot that is not zero may be known soon.
+        UnsupportedResource: some unknown slots are not zero.
+        InvalidSlotCombination: two slots exclude each other.
+    """
+    amounts, unknown, problems = {}, [], []
+    for name, value in raw.items():
+        try:
+            if name in types:
+                amounts[name] = parse_amount(value, types[name])
+            elif parse_quantity(value).value:
+                unknown.append(name)
+        except AmountError as error:
+            problems.append(Problem(f"slots.{name}", str(error)))
+    if problems:
+        raise InvalidSlotAmount(problems)
+    if late := sorted({device_name_of(name) for name in unknown} & set(pending)):
+        raise PluginUnavailable(f"plugin {late[0]} has not opened yet")
+    if unknown:
+        names = {device_name_of(name) for name in unknown}
+        raise UnsupportedResource(
+            unknown, types, {name: why for name, why in failed.items() if name in names}
+        )
+    slots = ResourceSlots(amounts)
+    _refuse_exclusive(slots, types)
+    return slots
+
+
+def _refuse_exclusive(slots: ResourceSlots, types: Mapping[SlotName, SlotType]) -> None:
+    groups: dict[tuple[str, str], list[SlotName]] = {}
+    for name in slots:
+        if group := types[name].exclusive_group:
+            groups.setdefault((device_name_of(name), group), []).append(name)
+    if problems := [
+        Problem("slots", f"{' and '.join(names)} exclude each other; ask for one of them")
+        for names in groups.values()
+        if len(names) > 1
+    ]:
+        raise InvalidSlotCombination(problems)

@@ -1,0 +1,211 @@
+"""Everything agentd can refuse or fail with.
+
+An error carries its facts as fields and a stable `code`; how a code becomes an
+HTTP status or an exit status is decided where that protocol is spoken.
+
+Families: `ConfigRefused` and `StartRefused` stop the start, `RequestError` is
+the caller's to mend, `Unavailable` passes with time, `RuntimeFailure` is the
+engine's answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong: where (a key path or a request member), and why."""
+
+    where: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.why}" if self.where else self.why
+
+
+class AgentdError(Exception):
+    """Root of all errors; `facts` are the members a caller can rely on."""
+
+    code: ClassVar[str] = "Internal"
+
+    def facts(self) -> Mapping[str, object]:
+        """Return the machine-readable members of this error, JSON-ready."""
+        return {}
+
+
+class ConfigRefused(AgentdError):
+    """The configuration, or the partition it asks for, cannot be used."""
+
+    code = "ConfigRefused"
+
+    def __init__(self, problems: Sequence[Problem], source: str = "") -> None:
+        self.problems = tuple(problems)
+        self.source = source
+        super().__init__("\n".join(self.lines()))
+
+    def lines(self) -> list[str]:
+        """Return one line for each problem, led by the file it stands in."""
+        lead = f"{self.source}: " if self.source else ""
+        return [f"{lead}{problem}" for problem in self.problems]
+
+
+class StartRefused(AgentdError):
+    """The daemon cannot start here, for a reason outside its configuration."""
+
+    code = "StartRefused"
+
+
+class RequestError(AgentdError):
+    """The caller asked for something that will not work however often it is tried."""
+
+
+class _ListedRequestError(RequestError):
+    """A request error with one entry for each wrong member."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("; ".join(str(problem) for problem in self.problems))
+
+    def facts(self) -> Mapping[str, object]:
+        return {"errors": [{"where": p.where, "why": p.why} for p in self.problems]}
+
+
+class InvalidRequest(_ListedRequestError):
+    """The request is malformed, or asks for what this node's runtime cannot do."""
+
+    code = "InvalidRequest"
+
+
+class InvalidSlotAmount(_ListedRequestError):
+    """An amount is not one that the slot can be asked for."""
+
+    code = "InvalidSlotAmount"
+
+
+class InvalidSlotCombination(_ListedRequestError):
+    """Slots that exclude each other were asked for together."""
+
+    code = "InvalidSlotCombination"
+
+
+class UnsupportedResource(RequestError):
+    """The request names slots this node does not know, with amounts that are not zero."""
+
+    code = "UnsupportedResource"
+
+    def __init__(
+        self, slots: Iterable[str], known: Iterable[str], plugins: Mapping[str, str]
+    ) -> None:
+        self.slots = sorted(slots)
+        self.known = sorted(known)
+        self.plugins = dict(plugins)
+        why = "".join(f"; plugin {name} failed: {why}" for name, why in self.plugins.items())
+        super().__init__(
+            f"this node does not know {', '.join(self.slots)};"
+            f" it knows {', '.join(self.known)}{why}"
+        )
+
+    def facts(self) -> Mapping[str, object]:
+        return {"slots": self.slots, "known_slots": self.known, "plugins": self.plugins}
+
+
+class InsufficientResource(RequestError):
+    """The agent's devices cannot give this amount now; `explain` says why, device by device."""
+
+    code = "InsufficientResource"
+
+    def __init__(
+        self, slot: str, requested: str, free: str, explain: Sequence[Mapping[str, object]]
+    ) -> None:
+        self.slot = slot
+        self.requested = requested
+        self.free = free
+        self.explain = tuple(explain)
+        super().__init__(f"{slot}: {requested} asked for, {free} free")
+
+    def facts(self) -> Mapping[str, object]:
+        return {
+            "slot": self.slot,
+            "requested": self.requested,
+            "free": self.free,
+            "explain": [dict(row) for row in self.explain],
+        }
+
+
+class KernelConflict(RequestError):
+    """The kernel exists with another request, or is in a state that forbids the call."""
+
+    code = "KernelConflict"
+
+
+class ImageNotFound(RequestError):
+    """The image is neither on the node nor to be had from its registry."""
+
+    code = "ImageNotFound"
+
+
+class CommandNotFound(RequestError):
+    """The command does not exist, or cannot be executed, where the kernel runs."""
+
+    code = "CommandNotFound"
+
+
+class UnknownAgent(RequestError):
+    """No agent of that name on this node."""
+
+    code = "UnknownAgent"
+
+
+class UnknownKernel(RequestError):
+    """No kernel of that name on this node."""
+
+    code = "UnknownKernel"
+
+
+class UnknownDevice(RequestError):
+    """No device of that name on this node."""
+
+    code = "UnknownDevice"
+
+
+class RuntimeFailure(AgentdError):
+    """The runtime refused or failed, and said so."""
+
+    code = "RuntimeFailure"
+
+
+class Unavailable(AgentdError):
+    """Not now; the same call may work after `retry_after_s` seconds."""
+
+    retry_after_s: ClassVar[int] = 2
+
+
+class PluginUnavailable(Unavailable):
+    """The plugin that offers this slot has not opened yet."""
+
+    code = "PluginUnavailable"
+
+
+class RuntimeUnavailable(Unavailable):
+    """The runtime cannot be reached; that says nothing about its kernels."""
+
+    code = "RuntimeUnavailable"
+
+
+class OutcomeUnknown(RuntimeUnavailable):
+    """The runtime was asked and its answer was lost: it may yet have acted."""
+
+
+class NotReady(Unavailable):
+    """The daemon has not finished starting."""
+
+    code = "NotReady"
+
+
+class Draining(Unavailable):
+    """The daemon is stopping and takes no new work."""
+
+    code = "Draining"

@@ -1,0 +1,200 @@
+"""All of agentd that an accelerator plugin may import.
+
+A plugin is a class behind an entry point in the group `agentd.accelerators`. agentd
+calls its methods with data and takes data back, so that a plugin can live in another
+process; the methods block, and every call has a deadline. Amounts are plain decimals in
+text, as on the wire (`"1"`, `"0.05"`, `"8589934592"`).
+
+    class Blinker(AcceleratorPlugin):
+        def open(self) -> None: ...
+        def slot_types(self) -> list[SlotTypeInfo]:
+            return [SlotTypeInfo(f"{self.name}.device")]
+        def list_devices(self) -> list[DeviceInfo]:
+            return [DeviceInfo("blinker0", stable_id="BL-17", slot=f"{self.name}.device")]
+        def container_edits(self, allocation, features) -> ContainerEdits:
+            return ContainerEdits(env={"BLINKERS": ",".join(d.id for d in allocation)})
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, ClassVar
+
+from agentd.core.edits import ContainerEdits, DeviceNode, DeviceRequest, EditMount
+
+__all__ = [
+    "API_VERSION",
+    "ENTRY_POINT_GROUP",
+    "AcceleratorPlugin",
+    "AllocatedDevice",
+    "ContainerEdits",
+    "DeviceInfo",
+    "DeviceNode",
+    "DeviceRequest",
+    "EditMount",
+    "Features",
+    "KernelEvent",
+    "Measurement",
+    "SettingProblem",
+    "SlotTypeInfo",
+    "unknown_settings",
+]
+
+API_VERSION = 1
+ENTRY_POINT_GROUP = "agentd.accelerators"
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTypeInfo:
+    """A slot that the plugin's devices offer.
+
+    `name` is the device name, or the device name, a dot and more. `kind` is `count`,
+    `bytes` or `unique`; `quantum` the smallest step it is given in, at most 1 for counts.
+    A request may ask for one slot of each `exclusive_group` only. `unit` is for people.
+    """
+
+    name: str
+    kind: str = "count"
+    quantum: str = "1"
+    exclusive_group: str | None = None
+    unit: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """A device, as it is now.
+
+    `id` is a suggestion (agentd keeps the one it gave first), `stable_id` names the physical
+    thing for good. `parent` is the stable id of what it is a part of. `health` is `healthy`,
+    `unhealthy` (with a `reason`) or `unknown`.
+    """
+
+    id: str
+    stable_id: str
+    slot: str
+    capacity: str = "1"
+    aliases: Sequence[str] = ()
+    parent: str | None = None
+    model: str = ""
+    numa_node: int | None = None
+    health: str = "healthy"
+    reason: str = ""
+    attributes: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatedDevice:
+    """A share of a device that a kernel was given."""
+
+    id: str
+    stable_id: str
+    slot: str
+    amount: str
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What runs the kernel (`docker`, `process`), and which ways to devices it takes."""
+
+    runtime: str
+    cdi: bool = False
+    device_requests: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What a device does now; None is not known. Percent, bytes, degrees Celsius, watts."""
+
+    stable_id: str
+    utilization_percent: float | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    temperature_c: float | None = None
+    power_w: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KernelEvent:
+    """A step in the life of a kernel that holds some of the plugin's devices.
+
+    `step` is `before-create`, `after-start`, `before-stop` or `after-stop`.
+    """
+
+    step: str
+    kernel_id: str
+    devices: Sequence[AllocatedDevice]
+
+
+@dataclass(frozen=True, slots=True)
+class SettingProblem:
+    """A key of the plugin's table that cannot be used, and what would be."""
+
+    key: str
+    why: str
+
+
+def unknown_settings(settings: Mapping[str, Any], known: Iterable[str]) -> list[SettingProblem]:
+    """Return a problem, with the nearest known key, for each key that is not in `known`."""
+    known = list(known)
+    problems = []
+    for key in settings:
+        if key not in known:
+            near = get_close_matches(key, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}? " if near else ""
+            problems.append(
+                SettingProblem(key, f"unknown key; {hint}allowed: {', '.join(known) or 'none'}")
+            )
+    return problems
+
+
+class AcceleratorPlugin(ABC):
+    """One family of devices; `name` is its device name, the table's name in the configuration.
+
+    agentd calls `validate` first, on the class, then makes the object, and calls `open`
+    before anything else. Raise to say that something does not work: the message is shown
+    to the operator.
+    """
+
+    api_version: ClassVar[int] = API_VERSION
+    needs_table: ClassVar[bool] = False
+    """Whether it does nothing without a table of its own in the configuration."""
+
+    def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
+        self.name = name
+        self.settings = settings
+
+    @classmethod
+    def validate(cls, settings: Mapping[str, Any]) -> list[SettingProblem]:
+        """Return everything that is wrong with a table; by default any key is."""
+        return unknown_settings(settings, ())
+
+    @abstractmethod
+    def open(self) -> None:
+        """Connect to the driver or library; raise if there is none."""
+
+    def close(self) -> None:  # noqa: B027 - optional, and empty by default
+        """Let go of the driver or library."""
+
+    @abstractmethod
+    def slot_types(self) -> Sequence[SlotTypeInfo]:
+        """Return the slots its devices offer; fixed while the daemon lives."""
+
+    @abstractmethod
+    def list_devices(self) -> Sequence[DeviceInfo]:
+        """Return all devices that are there now, the unhealthy ones too."""
+
+    @abstractmethod
+    def container_edits(
+        self, allocation: Sequence[AllocatedDevice], features: Features
+    ) -> ContainerEdits:
+        """Return what a kernel needs to use these devices; for none, how to hide them all."""
+
+    def measure(self) -> Sequence[Measurement]:
+        """Return what the devices do now."""
+        return ()
+
+    def kernel_event(self, event: KernelEvent) -> None:  # noqa: B027 - the same
+        """Learn of a kernel's life; nothing that happens here changes it."""

@@ -1,0 +1,1 @@
+"""The HTTP side: JSON in, values out, and problems with stable codes."""

@@ -1,0 +1,198 @@
+"""One method for each route: read the request, ask the services, show the answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from aiohttp import web
+
+from agentd.core.kernel import Kernel
+from agentd.errors import InvalidRequest, NotReady, Problem
+from agentd.rpc import views
+from agentd.rpc.schemas import CreateKernelRequest, StopRequest, read_body
+from agentd.services.adoption import Adoption
+from agentd.services.interfaces import Plugins
+from agentd.services.kernels import KernelService
+
+MAX_TIMEOUT_S = 86400.0
+_TRUE, _FALSE = ("true", "1", ""), ("false", "0")
+
+
+def answer(
+    content: object, status: int = 200, headers: Mapping[str, str] | None = None
+) -> web.Response:
+    """Return a JSON answer."""
+    return web.json_response(content, status=status, headers=headers)
+
+
+class Handlers:
+    """The daemon's side of every route; `is_ready` opens the ones below /v1."""
+
+    def __init__(
+        self, node_id: str, service: KernelService, adoption: Adoption, plugins: Plugins
+    ) -> None:
+        self._node_id = node_id
+        self._service = service
+        self._adoption = adoption
+        self._plugins = plugins
+        self.openapi: Mapping[str, Any] = {}
+        self.is_ready = False
+
+    async def livez(self, _: web.Request) -> web.Response:
+        """Tell that the process answers."""
+        return answer({"status": "ok"})
+
+    async def readyz(self, _: web.Request) -> web.Response:
+        """Tell whether start-up, adoption included, is over."""
+        if not self.is_ready:
+            raise NotReady("the daemon has not finished starting")
+        return answer({"status": "ok"})
+
+    async def get_openapi(self, _: web.Request) -> web.Response:
+        """Describe this API."""
+        return answer(self.openapi)
+
+    async def get_node(self, _: web.Request) -> web.Response:
+        """Show the node, its runtime, its plugins, and what the operator should know."""
+        return answer(views.node_view(self._node_id, self._service, self._adoption, self._plugins))
+
+    async def list_slot_types(self, _: web.Request) -> web.Response:
+        """List the known slot types."""
+        types = self._service.devices.inventory.slot_types.values()
+        return answer([views.slot_type_view(slot) for slot in types])
+
+    async def list_devices(self, _: web.Request) -> web.Response:
+        """List every device with its holders."""
+        split, ledger = self._service.devices.split, self._service.table.ledger
+        return answer([views.device_view(d, split, ledger) for d in split.inventory.devices])
+
+    async def drain_device(self, request: web.Request) -> web.Response:
+        """Give nothing new from a device; survives restarts."""
+        return self._set_drained(request, drained=True)
+
+    async def undrain_device(self, request: web.Request) -> web.Response:
+        """Give from a device again."""
+        return self._set_drained(request, drained=False)
+
+    def _set_drained(self, request: web.Request, *, drained: bool) -> web.Response:
+        match = request.match_info
+        devices = self._service.devices
+        device = devices.set_drained(match["device_name"], match["id"], drained=drained)
+        return answer(views.device_view(device, devices.split, self._service.table.ledger))
+
+    async def forget_device(self, request: web.Request) -> web.Response:
+        """Forget a device that is gone, and its seat at the next start."""
+        match, devices = request.match_info, self._service.devices
+        device = devices.find(match["device_name"], match["id"])
+        holders = self._service.table.ledger.holders(device.device_id)
+        devices.forget(match["device_name"], match["id"], holders=holders)
+        return web.Response(status=204)
+
+    async def list_agents(self, _: web.Request) -> web.Response:
+        """List the agents with their partitions and slots."""
+        split, ledger = self._service.devices.split, self._service.table.ledger
+        return answer([views.agent_view(agent, split, ledger) for agent in split.partitions])
+
+    async def get_agent(self, request: web.Request) -> web.Response:
+        """Show one agent."""
+        agent = self._service.partition(request.match_info["agent"]).agent_id
+        split, ledger = self._service.devices.split, self._service.table.ledger
+        return answer(views.agent_view(agent, split, ledger))
+
+    async def create_kernel(self, request: web.Request) -> web.Response:
+        """Create a kernel, or return the one that the same request created before."""
+        agent_id = self._service.partition(request.match_info["agent"]).agent_id
+        body = read_body(CreateKernelRequest, await request.read())
+        spec = body.to_spec(agent_id)
+        if _flag(request, "dry_run"):
+            decision, explain = self._service.decide(spec)
+            allocation = decision.allocation.to_wire()
+            return answer({"slots": decision.slots, "allocation": allocation, "explain": explain})
+        is_async = _prefers_async(request)
+        kernel, is_new = await self._service.create(spec, wait=not is_async)
+        headers = {"Location": f"/v1/kernels/{kernel.kernel_id}"}
+        if is_async:
+            headers["Preference-Applied"] = "respond-async"
+        status = (202 if is_async else 201) if is_new else 200
+        return answer(self._shown(kernel), status, headers)
+
+    async def list_kernels(self, request: web.Request) -> web.Response:
+        """List the kernels of the node, or of one agent."""
+        agent = request.match_info.get("agent")
+        kernels = [k for k in self._service.table if agent is None or k.agent_id == agent]
+        if agent is not None and not kernels:
+            self._service.partition(agent)
+        kernels.sort(key=lambda kernel: (kernel.created_at, kernel.kernel_id))
+        return answer([self._shown(kernel) for kernel in kernels])
+
+    async def get_kernel(self, request: web.Request) -> web.Response:
+        """Show one kernel."""
+        return answer(self._shown(self._service.table.get(request.match_info["kernel"])))
+
+    async def stop_kernel(self, request: web.Request) -> web.Response:
+        """End a kernel and keep it listed: TERM, then KILL."""
+        body = read_body(StopRequest, await request.read())
+        kernel = await self._service.stop(request.match_info["kernel"], body.timeout)
+        return answer(self._shown(kernel))
+
+    async def delete_kernel(self, request: web.Request) -> web.Response:
+        """Stop a kernel if need be, and remove it."""
+        await self._service.remove(request.match_info["kernel"], _timeout(request))
+        return web.Response(status=204)
+
+    async def get_logs(self, request: web.Request) -> web.StreamResponse:
+        """Stream what a kernel printed, byte for byte."""
+        follow, tail = _flag(request, "follow"), _tail(request)
+        chunks = self._service.logs(request.match_info["kernel"], follow=follow, tail=tail)
+        response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+        first = await anext(chunks, b"") if not follow else b""
+        await response.prepare(request)
+        if first:
+            await response.write(first)
+        async for chunk in chunks:
+            await response.write(chunk)
+        await response.write_eof()
+        return response
+
+    def _shown(self, kernel: Kernel) -> object:
+        return views.kernel_view(kernel, self._service.devices.inventory)
+
+
+def _prefers_async(request: web.Request) -> bool:
+    """Read the Prefer header (RFC 7240)."""
+    preferences = ",".join(request.headers.getall("Prefer", [])).split(",")
+    return any(item.split(";")[0].strip().lower() == "respond-async" for item in preferences)
+
+
+def _flag(request: web.Request, name: str) -> bool:
+    value = request.query.get(name, "false").lower()
+    if value not in _TRUE + _FALSE:
+        raise InvalidRequest([Problem(name, f"{value!r} is neither; allowed: true, false")])
+    return value in _TRUE
+
+
+def _timeout(request: web.Request) -> float | None:
+    text = request.query.get("timeout")
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= MAX_TIMEOUT_S:
+        why = f"{text!r} is no time; allowed: 0 to {MAX_TIMEOUT_S:g} seconds"
+        raise InvalidRequest([Problem("timeout", why)])
+    return seconds
+
+
+def _tail(request: web.Request) -> int | None:
+    text = request.query.get("tail", "all")
+    if text == "all":
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < 10):  # noqa: PLR2004 - a thousand million lines
+        raise InvalidRequest(
+            [Problem("tail", f'{text!r} is no number of lines; allowed: 100, "all"')]
+        )
+    return int(text)

@@ -1,0 +1,275 @@
+"""What goes over the wire: requests as pydantic models, answers as typed dictionaries.
+
+The OpenAPI document is made from these, so what it says is what is checked.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Mapping
+from difflib import get_close_matches
+from hashlib import sha256
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from typing_extensions import TypedDict
+
+from agentd.core.kernel import KernelSpec, Mount, Port
+from agentd.core.slots import AmountError, WrittenFloat, parse_quantity
+from agentd.errors import InvalidRequest, Problem
+
+KERNEL_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
+_NO_NUL = re.compile(r"^[^\x00]*$")
+
+Text = Annotated[str, Field(max_length=32768, pattern=_NO_NUL.pattern)]
+Amount = str
+"""A plain decimal without trailing zeros."""
+
+
+class Body(BaseModel):
+    """A request body; members it does not list are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class MountRequest(Body):
+    """A host folder or file inside the kernel, below one of the node's allowed folders."""
+
+    source: Annotated[Text, Field(pattern=r"^/[^\x00]*$")]
+    target: Annotated[Text, Field(pattern=r"^/[^\x00]*$")]
+    read_only: bool = True
+
+
+class PortRequest(Body):
+    """A port of the kernel to publish; without `host` the engine chooses one."""
+
+    container: Annotated[int, Field(ge=1, le=65535)]
+    host: Annotated[int, Field(ge=1, le=65535)] | None = None
+    protocol: Literal["tcp", "udp"] = "tcp"
+
+
+class CreateKernelRequest(Body):
+    """A kernel to create. Slots that are absent are zero; absent cpu and mem take defaults."""
+
+    kernel_id: Annotated[str, Field(pattern=KERNEL_ID)] | None = None
+    image: Annotated[Text, Field(min_length=1)] | None = None
+    command: list[Text] = []
+    env: dict[Annotated[str, Field(pattern=r"^[^=\x00]+$")], Text] = {}
+    slots: dict[str, Any] = {}
+    mounts: list[MountRequest] = []
+    ports: list[PortRequest] = []
+    labels: dict[Annotated[str, Field(min_length=1)], Text] = {}
+    working_dir: Annotated[str, Field(pattern=r"^/[^\x00]*$")] | None = None
+    user: Annotated[Text, Field(min_length=1)] | None = None
+
+    @field_validator("command")
+    @classmethod
+    def _first_word(cls, value: list[str]) -> list[str]:
+        if value and not value[0]:
+            raise ValueError("the first word of a command is not empty")
+        return value
+
+    def to_spec(self, agent_id: str) -> KernelSpec:
+        """Return the request as the core knows it, with a kernel id if it has none."""
+        return KernelSpec(
+            kernel_id=self.kernel_id or f"k-{uuid.uuid4().hex[:12]}",
+            agent_id=agent_id,
+            command=tuple(self.command),
+            spec_hash=self._hash(agent_id),
+            image=self.image,
+            env=self.env,
+            slots=self.slots,
+            mounts=tuple(Mount(m.source, m.target, m.read_only) for m in self.mounts),
+            ports=tuple(Port(p.container, p.host, p.protocol) for p in self.ports),
+            labels=self.labels,
+            working_dir=self.working_dir,
+            user=self.user,
+        )
+
+    def _hash(self, agent_id: str) -> str:
+        content = self.model_dump(exclude={"kernel_id", "slots"})
+        content |= {"agent_id": agent_id, "slots": _canonical(self.slots)}
+        return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _canonical(slots: Mapping[str, object]) -> dict[str, str]:
+    """Return one spelling for equal requests; zero is absent, except for cpu and mem."""
+    result = {}
+    for name, raw in slots.items():
+        try:
+            quantity = parse_quantity(raw)
+        except AmountError:
+            result[name] = f"? {raw!r}"
+            continue
+        if quantity.value or name in ("cpu", "mem"):
+            result[name] = quantity.canonical()
+    return result
+
+
+class StopRequest(Body):
+    """How long a kernel has between TERM and KILL; default: the runtime's setting."""
+
+    timeout: Annotated[float, Field(ge=0, le=86400, strict=False)] | None = None
+
+
+class KernelView(TypedDict):
+    """A kernel. `allocation` is device name -> slot -> device id -> amount."""
+
+    kernel_id: str
+    agent_id: str
+    state: Literal[
+        "preparing", "pulling", "creating", "running", "paused", "stopping",
+        "terminated", "failed", "lost", "unreadable",
+    ]  # fmt: skip
+    slots: dict[str, Amount]
+    allocation: dict[str, dict[str, dict[str, Amount]]]
+    unknown_slots: dict[str, Amount]
+    degraded: list[str]
+    container_id: str | None
+    pid: int | None
+    created_at: str
+    started_at: str | None
+    finished_at: str | None
+    exit_code: int | None
+    oom_killed: bool
+    reason: str
+    not_enforced: list[str]
+
+
+class DecisionView(TypedDict):
+    """What a create would be given now, and how each device was looked at, by slot."""
+
+    slots: dict[str, Amount]
+    allocation: dict[str, dict[str, dict[str, Amount]]]
+    explain: dict[str, list[dict[str, Any]]]
+
+
+class HolderView(TypedDict):
+    """A kernel that holds something of a device."""
+
+    kernel_id: str
+    amount: Amount
+
+
+class DeviceView(TypedDict):
+    """A device; `allocated` and `holders` are in their holders' slots."""
+
+    device_name: str
+    id: str
+    stable_id: str
+    aliases: list[str]
+    agents: list[str]
+    state: Literal["ok", "held", "unhealthy", "drained", "gone", "overcommitted"]
+    reason: str
+    numa_node: int | None
+    model: str
+    slot: str
+    capacity: Amount
+    allocated: Amount
+    free: Amount
+    holders: list[HolderView]
+
+
+class SlotUseView(TypedDict):
+    """One slot of an agent; `free` is what could be given now."""
+
+    capacity: Amount
+    allocated: Amount
+    free: Amount
+
+
+class AgentView(TypedDict):
+    """An agent: its partition and its slots."""
+
+    agent_id: str
+    devices: dict[str, list[str]]
+    slots: dict[str, SlotUseView]
+    scaling_factors: dict[str, Amount]
+
+
+class SlotTypeView(TypedDict):
+    """A slot that this node knows."""
+
+    name: str
+    device_name: str
+    kind: Literal["count", "bytes", "unique"]
+    quantum: Amount
+    exclusive_group: str | None
+    unit: str
+
+
+class RuntimeView(TypedDict):
+    """A runtime: `available`, `unavailable` or `starting`."""
+
+    name: str
+    state: str
+    reason: str
+
+
+class PluginView(TypedDict):
+    """A plugin: its device name, its entry point, and how it does."""
+
+    name: str
+    plugin: str
+    state: Literal["pending", "ready", "failed", "blocked"]
+    reason: str
+    slots: list[str]
+
+
+class NodeView(TypedDict):
+    """The node."""
+
+    id: str
+    version: str
+    runtime: RuntimeView
+    other_runtimes: list[RuntimeView]
+    plugins: list[PluginView]
+    warnings: list[str]
+    generation: int
+
+
+class ProblemView(TypedDict):
+    """An error (RFC 9457); further members depend on `code`."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: str
+
+
+_B = TypeVar("_B", bound=Body)
+
+
+def read_body(model: type[_B], raw: bytes) -> _B:
+    """Read a JSON body.
+
+    Raises:
+        InvalidRequest: it is no JSON, or not of the model's shape; every reason is listed.
+    """
+    try:
+        content = json.loads(raw or b"{}", parse_float=WrittenFloat)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest([Problem("", f"the body is no JSON: {error}")]) from None
+    if not isinstance(content, dict):
+        raise InvalidRequest([Problem("", "the body is no JSON object")])
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        problems = [_problem(model, dict(item)) for item in error.errors()]
+        raise InvalidRequest(problems) from None
+
+
+def _problem(model: type[Body], item: Mapping[str, Any]) -> Problem:
+    where = ".".join(str(part) for part in item["loc"] if part != "[key]")
+    if item["type"] == "extra_forbidden":
+        known = list(model.model_fields)
+        near = get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.6)
+        hint = f"did you mean {near[0]}? " if near else ""
+        allowed = f"allowed: {', '.join(known)}" if len(item["loc"]) == 1 else ""
+        return Problem(where, f"unknown member; {hint}{allowed}".rstrip("; "))
+    shown = repr(item["input"])
+    message = str(item["msg"]).removeprefix("Value error, ")
+    return Problem(where, f"{message}, not {shown[:80]}")

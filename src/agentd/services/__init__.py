@@ -1,0 +1,1 @@
+"""What agentd does, over Protocols alone; all mutable state lives here."""

@@ -1,0 +1,177 @@
+"""Taking kernels as they are found: at start, after a lost connection, on an event.
+
+`agentd.core.reconcile` decides; this carries it out. Nothing that ever ran is stopped,
+restarted or removed here. A runtime that cannot be asked is a state of the runtime.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from agentd.core.devices import Inventory
+from agentd.core.kernel import Kernel, KernelState
+from agentd.core.reconcile import (
+    Action,
+    Adopt,
+    DropUnborn,
+    FoundKernel,
+    MarkLost,
+    RemoveNeverRan,
+    located,
+    reconcile,
+)
+from agentd.core.record import RecordError, decode
+from agentd.errors import RuntimeFailure, RuntimeUnavailable
+from agentd.services.interfaces import Runtime
+from agentd.services.kernels import GRACE_S, KernelService
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeStatus:
+    """Whether a runtime answers: `starting`, `available` or `unavailable`, and why."""
+
+    state: str
+    reason: str = ""
+
+
+class Adoption:
+    """Keeps the kernel table true to what the runtimes say."""
+
+    def __init__(self, service: KernelService) -> None:
+        self._service = service
+        self.statuses = {name: RuntimeStatus("starting") for name in service.runtimes}
+        self.first_try = {name: asyncio.Event() for name in service.runtimes}
+
+    def recall_intents(self) -> None:
+        """Hold the shares of creates that the last daemon did not see the end of."""
+        for intent in self._service.memory.load_intents():
+            kernel_id = intent.kernel_id
+            try:
+                record = decode(intent.record)
+            except RecordError as error:
+                log.warning("intent.unreadable", kernel_id=kernel_id, reason=str(error))
+                self._service.memory.drop_intent(kernel_id)
+                continue
+            allocation, missing = located(record.shares, self._inventory)
+            self._service.devices.add_missing(missing)
+            self._service.table.put(
+                Kernel(
+                    kernel_id=kernel_id,
+                    agent_id=record.agent_id,
+                    state=KernelState.CREATING,
+                    spec_hash=record.spec_hash,
+                    created_at=record.created_at,
+                    runtime=intent.runtime,
+                    slots=record.slots,
+                    allocation=allocation,
+                    reason="cut short by a restart; its outcome is not known yet",
+                )
+            )
+            self._service.unknown_until[kernel_id] = self._service.clock() + GRACE_S
+
+    @property
+    def _inventory(self) -> Inventory:
+        return self._service.devices.inventory
+
+    async def relist(self, runtime: Runtime) -> None:
+        """Compare everything that a runtime has with everything that is known of it.
+
+        Raises:
+            RuntimeUnavailable: there was no complete list; nothing changed.
+        """
+        service = self._service
+        with service.operations.witnessed() as busy:
+            try:
+                found = await runtime.list()
+            except RuntimeUnavailable as error:
+                self.unavailable(runtime.name, str(error))
+                raise
+            known = {k.kernel_id: k for k in service.table if k.runtime == runtime.name}
+            now = service.clock()
+            expired = [k for k, until in service.unknown_until.items() if until <= now]
+            actions = reconcile(known, found, self._inventory, busy=busy, expired=expired)
+            unsettled = await self._settle(actions)
+        for kernel_id in busy:
+            service.operations.look_again(kernel_id)
+        if not unsettled:
+            service.not_listed.pop(runtime.name, None)
+        if self.statuses[runtime.name].state != "available":
+            log.info("runtime.listed", runtime=runtime.name, kernels=len(found))
+        self.statuses[runtime.name] = RuntimeStatus("available")
+        self.first_try[runtime.name].set()
+
+    async def observe(self, kernel_id: str) -> None:
+        """Look at one kernel after something happened to it."""
+        service = self._service
+        known = service.table.kernels.get(kernel_id)
+        runtimes = [service.runtimes[known.runtime]] if known else service.runtimes.values()
+        with service.operations.witnessed() as busy:
+            for runtime in runtimes:
+                try:
+                    found = await runtime.find(kernel_id)
+                except RuntimeUnavailable as error:
+                    self.unavailable(runtime.name, str(error))
+                    continue
+                if kernel_id in busy:
+                    break
+                before = {kernel_id: known} if known else {}
+                await self._settle(reconcile(before, [found] if found else [], self._inventory))
+        if kernel_id in busy:
+            service.operations.look_again(kernel_id)
+
+    def unavailable(self, name: str, reason: str) -> None:
+        """Note that a runtime does not answer; says nothing about its kernels."""
+        if self.statuses[name].state != "unavailable":
+            log.warning("runtime.unavailable", runtime=name, reason=reason)
+        self.statuses[name] = RuntimeStatus("unavailable", reason)
+        if name in self._service.not_listed:
+            self._service.not_listed[name] = reason
+        self.first_try[name].set()
+
+    async def _settle(self, actions: Iterable[Action]) -> Sequence[FoundKernel]:
+        """Carry actions out; return what should have been removed and could not be."""
+        table, removals = self._service.table, []
+        for action in actions:
+            match action:
+                case Adopt(kernel, missing):
+                    self._service.devices.add_missing(missing)
+                    event = "changed" if kernel.kernel_id in table.kernels else "adopted"
+                    table.put(kernel)
+                    self._known_now(kernel.kernel_id)
+                    log.info(f"kernel.{event}", kernel_id=kernel.kernel_id, state=kernel.state)
+                case MarkLost(kernel_id):
+                    reason = "not found any more; removed from outside"
+                    table.put(table.get(kernel_id).moved_to(KernelState.LOST, reason=reason))
+                    log.warning("kernel.lost", kernel_id=kernel_id)
+                case DropUnborn(kernel_id):
+                    table.drop(kernel_id)
+                    self._known_now(kernel_id)
+                    log.info("kernel.never_born", kernel_id=kernel_id)
+                case RemoveNeverRan(found):
+                    removals.append(found)
+        return [found for found in removals if not await self._remove_never_ran(found)]
+
+    async def _remove_never_ran(self, found: FoundKernel) -> bool:
+        kernel_id = found.kernel_id
+        with self._service.operations.on(kernel_id):
+            try:
+                await self._service.runtimes[found.runtime].remove(kernel_id, found.handle)
+            except (RuntimeUnavailable, RuntimeFailure) as error:
+                log.warning("kernel.not_removed", kernel_id=kernel_id, reason=str(error))
+                return False
+            known = self._service.table.kernels.get(kernel_id)
+            if known is not None and known.handle in (None, found.handle):
+                self._service.table.drop(kernel_id)
+            self._known_now(kernel_id)
+        log.info("kernel.never_ran_removed", kernel_id=kernel_id)
+        return True
+
+    def _known_now(self, kernel_id: str) -> None:
+        self._service.unknown_until.pop(kernel_id, None)
+        self._service.memory.drop_intent(kernel_id)

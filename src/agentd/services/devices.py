@@ -1,0 +1,155 @@
+"""The node's devices and who may use them, over the life of the daemon.
+
+What plugins list, what the host offers and what is remembered become one inventory and
+one partition. The set of known slots of a plugin is fixed when it opens; health,
+drains and devices that are only known from kernels change the inventory, and each change
+raises `generation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from agentd.core.devices import (
+    MEMORY,
+    Device,
+    Inventory,
+    served_once,
+    with_remembered,
+)
+from agentd.core.partition import Split, split
+from agentd.core.rules import SplitRules
+from agentd.core.slots import SlotType
+from agentd.errors import ConfigRefused, KernelConflict, UnknownDevice
+from agentd.services.interfaces import Memory, Plugins, PluginState
+
+
+class NodeDevices:
+    """Inventory and partition of this node; `discover` before anything else."""
+
+    def __init__(
+        self,
+        plugins: Plugins,
+        memory: Memory,
+        rules: SplitRules,
+        host_types: Sequence[SlotType],
+        host_devices: Sequence[Device],
+    ) -> None:
+        self._plugins = plugins
+        self._memory = memory
+        self._rules = rules
+        self._host_types = tuple(host_types)
+        self._host_devices = tuple(host_devices)
+        self._split: Split | None = None
+        self._warnings: tuple[str, ...] = ()
+        self.generation = 0
+
+    @property
+    def split(self) -> Split:
+        """The partition in force.
+
+        Raises:
+            RuntimeError: `discover` has not run.
+        """
+        if self._split is None:
+            raise RuntimeError("devices have not been discovered")
+        return self._split
+
+    @property
+    def inventory(self) -> Inventory:
+        return self.split.inventory
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the operator should know, the partition's warnings included."""
+        return (*self._warnings, *self.split.warnings)
+
+    def discover(self) -> None:
+        """Bring listings, host and memory together, and divide them.
+
+        Raises:
+            ConfigRefused: the rules do not fit what was found.
+        """
+        self._split, self._warnings = self._discovered()
+        self._changed()
+
+    def join_late(self, name: str) -> None:
+        """Take in a plugin that opened, or failed, after the start."""
+        try:
+            joined, warnings = self._discovered()
+        except ConfigRefused as error:
+            why = f"plugin {name} opened late and does not fit: {'; '.join(error.lines())}"
+            self._warnings = (*self._warnings, why)
+            return
+        known = {d.stable_id for d in joined.inventory.devices}
+        extra = [d for d in self.inventory.devices if d.stable_id not in known]
+        self._split, self._warnings = joined, warnings
+        self.add_missing(extra)
+        self._changed()
+
+    def _discovered(self) -> tuple[Split, tuple[str, ...]]:
+        listings = self._plugins.listings()
+        kept, warnings = served_once([listing.devices for listing in listings])
+        devices = with_remembered([*self._host_devices, *kept], self._memory.load_devices())
+        types = [*self._host_types, *(slot for item in listings for slot in item.slot_types)]
+        unlisted = {
+            status.name: f"plugin {status.state.value}: {status.reason}"
+            for status in self._plugins.statuses()
+            if status.state is not PluginState.READY
+        }
+        return split(Inventory.of(types, devices), self._rules, unlisted), tuple(warnings)
+
+    def find(self, name: str, device_id: str) -> Device:
+        """Return a device by id, stable id or alias.
+
+        Raises:
+            UnknownDevice: there is none.
+        """
+        devices = self.inventory.by_name.get(name, ())
+        device = next((d for d in devices if d.answers_to(device_id)), None)
+        if device is None:
+            have = ", ".join(d.device_id.id for d in devices) or "none of that name"
+            raise UnknownDevice(f"no device {name}/{device_id}; the node has {have}")
+        return device
+
+    def set_drained(self, name: str, device_id: str, *, drained: bool) -> Device:
+        """Stop or resume giving anything new from a device; survives restarts.
+
+        Raises:
+            UnknownDevice: there is none.
+        """
+        device = replace(self.find(name, device_id), drained=drained)
+        self._replace_inventory(self.inventory.with_device(device))
+        return device
+
+    def forget(self, name: str, device_id: str, *, holders: Iterable[str]) -> None:
+        """Stop remembering a device that is gone, at the next start with its seat.
+
+        Raises:
+            UnknownDevice: there is none.
+            KernelConflict: it is there, or a kernel holds it.
+        """
+        device = self.find(name, device_id)
+        if not device.gone:
+            raise KernelConflict(f"{device.device_id} is not gone; only what is gone is forgotten")
+        if held := ", ".join(holders):
+            raise KernelConflict(f"{device.device_id} is held by {held}")
+        self._replace_inventory(self.inventory.without(device.device_id))
+
+    def add_missing(self, devices: Iterable[Device]) -> None:
+        """Take in devices that only kernels know of."""
+        inventory = self.inventory
+        for device in devices:
+            if device.stable_id not in inventory.by_stable_id:
+                inventory = inventory.with_device(device)
+        if inventory is not self.inventory:
+            self._replace_inventory(inventory)
+
+    def _replace_inventory(self, inventory: Inventory) -> None:
+        self._split = self.split.with_inventory(inventory)
+        self._changed()
+
+    def _changed(self) -> None:
+        self.generation += 1
+        self._memory.save_devices([d for d in self.inventory.devices if d.device_id != MEMORY])

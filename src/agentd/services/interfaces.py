@@ -1,0 +1,172 @@
+"""What the services need from the outside, and nothing about how it is done."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from agentd.core.allocation import Allocation
+from agentd.core.devices import Device, DeviceId
+from agentd.core.edits import ContainerEdits
+from agentd.core.kernel import KernelSpec, KernelState
+from agentd.core.plan import KernelPlan
+from agentd.core.reconcile import FoundKernel
+from agentd.core.slots import SlotType
+
+
+class PluginState(StrEnum):
+    """Where a plugin is: only a `ready` one has slots."""
+
+    PENDING = "pending"
+    READY = "ready"
+    FAILED = "failed"
+    BLOCKED = "blocked"
+
+
+@dataclass(frozen=True, slots=True)
+class PluginStatus:
+    """A plugin instance: its device name, its entry point, and how it does."""
+
+    name: str
+    plugin: str
+    state: PluginState
+    reason: str = ""
+    slots: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PluginListing:
+    """What a plugin offers, checked."""
+
+    name: str
+    slot_types: tuple[SlotType, ...]
+    devices: tuple[Device, ...]
+
+
+class Plugins(Protocol):
+    """The accelerator plugins of this node."""
+
+    def statuses(self) -> Sequence[PluginStatus]: ...
+
+    def listings(self) -> Sequence[PluginListing]:
+        """Return what the ready plugins offer, in the order in which they take precedence."""
+        ...
+
+    def late(self) -> AsyncIterator[str]:
+        """Yield the name of each plugin that becomes ready, or fails, after readiness."""
+        ...
+
+    async def container_edits(
+        self, allocation: Allocation, stable_ids: Mapping[DeviceId, str]
+    ) -> ContainerEdits:
+        """Return what a kernel needs for its devices, and what hides all others from it.
+
+        Raises:
+            PluginUnavailable: a plugin whose devices it holds did not answer.
+        """
+        ...
+
+
+class Runtime(Protocol):
+    """What runs kernels. The contract suite in tests/contracts holds every one to this."""
+
+    name: str
+    minimum_memory_bytes: int
+    unenforced: frozenset[str]
+
+    async def close(self) -> None: ...
+
+    async def check(self, spec: KernelSpec) -> None:
+        """Refuse what this runtime cannot do, before anything is decided.
+
+        Raises:
+            InvalidRequest: with every reason.
+        """
+        ...
+
+    async def create(
+        self, plan: KernelPlan, progress: Callable[[KernelState], None]
+    ) -> FoundKernel:
+        """Create and start a kernel; if this raises anything but OutcomeUnknown, nothing is left.
+
+        Raises:
+            ImageNotFound, CommandNotFound: the request named what does not exist.
+            RuntimeFailure: the runtime refused.
+            RuntimeUnavailable: it could not be asked.
+            OutcomeUnknown: it was asked, and the answer was lost.
+        """
+        ...
+
+    async def stop(self, kernel_id: str, handle: str, timeout_s: float | None) -> None:
+        """Ask the kernel to end, kill it after `timeout_s` (None: the configured time).
+
+        Returns when it has ended; a kernel that is not there has.
+        """
+        ...
+
+    async def remove(self, kernel_id: str, handle: str) -> None:
+        """Remove what is left of a kernel, running or not; one that is not there is removed."""
+        ...
+
+    async def list(self) -> Sequence[FoundKernel]:
+        """Return every kernel of this node, ended ones too.
+
+        Raises:
+            RuntimeUnavailable: there is no complete list to be had.
+        """
+        ...
+
+    async def find(self, kernel_id: str) -> FoundKernel | None:
+        """Return one kernel; None only if it is proved not to be there.
+
+        Raises:
+            RuntimeUnavailable: that cannot be told now.
+        """
+        ...
+
+    def follow(self) -> AsyncIterator[str]:
+        """Yield the id of each kernel that something happened to; "" once connected.
+
+        Raises:
+            RuntimeUnavailable: the connection could not be made, or broke.
+        """
+        ...
+
+    def logs(
+        self, kernel_id: str, handle: str, *, follow: bool, tail: int | None
+    ) -> AsyncIterator[bytes]:
+        """Yield what the kernel printed, both streams, byte for byte; `tail` counts lines."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Intent:
+    """A create that a runtime was, or is about to be, asked for; `record` as on the kernel."""
+
+    kernel_id: str
+    runtime: str
+    record: str
+
+
+class Memory(Protocol):
+    """What the node remembers over restarts besides its kernels."""
+
+    def load_devices(self) -> Sequence[Device]:
+        """Return the devices of the last inventory, with what operators said of them."""
+        ...
+
+    def save_devices(self, devices: Sequence[Device]) -> None: ...
+
+    def load_intents(self) -> Sequence[Intent]:
+        """Return the creates that no daemon saw the end of."""
+        ...
+
+    def save_intent(self, intent: Intent) -> None: ...
+
+    def drop_intent(self, kernel_id: str) -> None: ...
+
+
+Clock = Callable[[], float]
+"""Seconds since the epoch."""

@@ -1,0 +1,240 @@
+"""Creating, stopping and removing kernels.
+
+Deciding and committing happen with no `await` between them, so two requests can never be
+given the same share. A failure gives the share back and leaves nothing behind; where
+the outcome is unknown the share stays held until `Adoption` settles it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+
+import structlog
+
+from agentd.core.kernel import LIVE, STARTING, Kernel, KernelSpec, KernelState
+from agentd.core.partition import Partition
+from agentd.core.reconcile import adopted
+from agentd.errors import (
+    Draining,
+    KernelConflict,
+    NotReady,
+    OutcomeUnknown,
+    RuntimeUnavailable,
+    UnknownKernel,
+)
+from agentd.services.devices import NodeDevices
+from agentd.services.interfaces import Clock, Intent, Memory, Runtime
+from agentd.services.operations import Operations
+from agentd.services.planner import Decision, Planner
+from agentd.services.table import KernelTable
+
+log = structlog.get_logger()
+
+GRACE_S = 10.0
+"""How long an engine may take to finish a create that agentd lost sight of."""
+
+
+class KernelService:
+    """All kernels of the node; the only owner of the ledger."""
+
+    def __init__(
+        self,
+        devices: NodeDevices,
+        planner: Planner,
+        runtimes: Mapping[str, Runtime],
+        default_runtime: str,
+        memory: Memory,
+        clock: Clock,
+    ) -> None:
+        self.devices = devices
+        self.table = KernelTable()
+        self.operations = Operations()
+        self.runtimes = runtimes
+        self.default = runtimes[default_runtime]
+        self.memory = memory
+        self.clock = clock
+        self.unknown_until: dict[str, float] = {}
+        self.not_listed: dict[str, str] = dict.fromkeys(runtimes, "")
+        self._planner = planner
+        self._starting: dict[str, asyncio.Task[Kernel]] = {}
+        self._is_draining = False
+
+    def partition(self, agent_id: str) -> Partition:
+        """Return an agent's partition; UnknownAgent if there is no such agent."""
+        return self._planner.partition(agent_id)
+
+    def decide(self, spec: KernelSpec) -> tuple[Decision, dict[str, object]]:
+        """Return what a create would be given now, and why; changes nothing.
+
+        Raises:
+            RequestError, Unavailable: what the create would be refused with.
+        """
+        self._existing(spec)
+        self._refuse_unless_open()
+        decision = self._planner.decide(spec, self.table.ledger, self.default)
+        return decision, self._planner.explain(spec, self.table.ledger, self.default)
+
+    async def create(self, spec: KernelSpec, *, wait: bool = True) -> tuple[Kernel, bool]:
+        """Create a kernel, or return the one that the same request created before.
+
+        Returns the kernel, running if `wait`, and whether this call created it. A caller
+        that goes away does not stop the create.
+
+        Raises:
+            RequestError, Unavailable, RuntimeFailure: nothing was created; OutcomeUnknown
+                apart, nothing is held.
+        """
+        self._planner.partition(spec.agent_id)
+        if self._existing(spec) is None:
+            self._refuse_unless_open()
+            await self.default.check(spec)
+        if (known := self._existing(spec)) is not None:
+            task = self._starting.get(spec.kernel_id)
+            return (await asyncio.shield(task) if wait and task else known), False
+        kernel = self._commit(spec)
+        task = asyncio.create_task(self._start(kernel, spec, keep_failure=not wait))
+        self._starting[spec.kernel_id] = task
+        task.add_done_callback(lambda done: self._started(spec.kernel_id, done))
+        return (await asyncio.shield(task) if wait else kernel), True
+
+    def _existing(self, spec: KernelSpec) -> Kernel | None:
+        known = self.table.kernels.get(spec.kernel_id)
+        if known is not None and known.spec_hash != spec.spec_hash:
+            raise KernelConflict(f"kernel {spec.kernel_id} exists, made by another request")
+        return known
+
+    def _refuse_unless_open(self) -> None:
+        if self._is_draining:
+            raise Draining("the daemon is stopping")
+        for name, reason in self.not_listed.items():
+            if reason:
+                raise RuntimeUnavailable(f"runtime {name} is unavailable: {reason}")
+            raise NotReady(f"the kernels of runtime {name} have not been listed yet")
+
+    def _commit(self, spec: KernelSpec) -> Kernel:
+        decision = self._planner.decide(spec, self.table.ledger, self.default)
+        kernel = Kernel(
+            kernel_id=spec.kernel_id,
+            agent_id=spec.agent_id,
+            state=KernelState.PREPARING,
+            spec_hash=spec.spec_hash,
+            created_at=self.clock(),
+            runtime=self.default.name,
+            slots=decision.slots,
+            allocation=decision.allocation,
+        )
+        self.table.put(kernel)
+        return kernel
+
+    async def _start(self, kernel: Kernel, spec: KernelSpec, *, keep_failure: bool) -> Kernel:
+        kernel_id = kernel.kernel_id
+        with self.operations.on(kernel_id):
+            try:
+                plan = await self._planner.plan(kernel, spec, self.default)
+                self.memory.save_intent(Intent(kernel_id, self.default.name, plan.record))
+                found = await self.default.create(plan, lambda s: self._progress(kernel_id, s))
+            except OutcomeUnknown:
+                self.unknown_until[kernel_id] = self.clock() + GRACE_S
+                raise
+            except BaseException as error:
+                self.memory.drop_intent(kernel_id)
+                if keep_failure and not isinstance(error, asyncio.CancelledError):
+                    now = self.table.get(kernel_id)
+                    self.table.put(now.moved_to(KernelState.FAILED, reason=str(error)))
+                else:
+                    self.table.drop(kernel_id)
+                log.warning("kernel.create_failed", kernel_id=kernel_id, reason=str(error))
+                raise
+            running = adopted(found, self.devices.inventory).kernel
+            self.table.put(running)
+            self.memory.drop_intent(kernel_id)
+        log.info("kernel.created", kernel_id=kernel_id, agent_id=kernel.agent_id)
+        return running
+
+    def _progress(self, kernel_id: str, state: KernelState) -> None:
+        self.table.put(self.table.get(kernel_id).moved_to(state))
+
+    def _started(self, kernel_id: str, task: asyncio.Task[Kernel]) -> None:
+        self._starting.pop(kernel_id, None)
+        if not task.cancelled():
+            task.exception()  # a caller that went away does not make it an unseen one
+
+    async def stop(self, kernel_id: str, timeout_s: float | None = None) -> Kernel:
+        """End a kernel and keep it listed; stopping an ended one changes nothing.
+
+        Raises:
+            UnknownKernel: there is none.
+            KernelConflict: it has not started yet.
+            RuntimeUnavailable: the runtime cannot be asked; the kernel stays as it was.
+        """
+        async with self.operations.alone_on(kernel_id):
+            kernel = self.table.get(kernel_id)
+            if kernel.state in STARTING:
+                raise KernelConflict(f"kernel {kernel_id} is {kernel.state}; delete it instead")
+            if kernel.state in LIVE:
+                await self._stop(kernel, timeout_s)
+        return self.table.get(kernel_id)
+
+    async def _stop(self, kernel: Kernel, timeout_s: float | None) -> None:
+        runtime = self.runtimes[kernel.runtime]
+        self.table.put(kernel.moved_to(KernelState.STOPPING))
+        try:
+            await runtime.stop(kernel.kernel_id, kernel.handle or "", timeout_s)
+            found = await runtime.find(kernel.kernel_id)
+        except BaseException:
+            self.table.put(kernel)
+            raise
+        now = self.table.get(kernel.kernel_id)
+        if found is None:
+            now = now.moved_to(KernelState.LOST, reason="removed from outside as it was stopped")
+        else:
+            state = adopted(found, self.devices.inventory).kernel.state
+            now = now.moved_to(state, ending=found.ending)
+        self.table.put(now)
+        log.info("kernel.stopped", kernel_id=kernel.kernel_id, exit_code=now.ending.exit_code)
+
+    async def remove(self, kernel_id: str, timeout_s: float | None = None) -> None:
+        """Stop a kernel if need be, and remove all that is left of it.
+
+        Raises:
+            UnknownKernel: there is none.
+            KernelConflict: it is not known yet whether its create left anything.
+            RuntimeUnavailable: the runtime cannot be asked; the kernel stays listed.
+        """
+        if task := self._starting.get(kernel_id):
+            task.cancel()
+            await asyncio.wait([task])
+            if kernel_id not in self.table.kernels:
+                return
+        async with self.operations.alone_on(kernel_id):
+            kernel = self.table.get(kernel_id)
+            if kernel.state in STARTING:
+                raise KernelConflict(f"the create of {kernel_id} has an unknown outcome; try later")
+            if kernel.state in LIVE:
+                await self._stop(kernel, timeout_s)
+            if kernel.handle is not None:
+                await self.runtimes[kernel.runtime].remove(kernel_id, kernel.handle)
+            self.table.drop(kernel_id)
+        log.info("kernel.removed", kernel_id=kernel_id)
+
+    def logs(self, kernel_id: str, *, follow: bool, tail: int | None) -> AsyncIterator[bytes]:
+        """Yield what a kernel printed.
+
+        Raises:
+            UnknownKernel: there is none, or it has not started.
+        """
+        kernel = self.table.get(kernel_id)
+        if kernel.handle is None:
+            raise UnknownKernel(f"kernel {kernel_id} has not started and has no logs")
+        runtime = self.runtimes[kernel.runtime]
+        return runtime.logs(kernel_id, kernel.handle, follow=follow, tail=tail)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no more creates, and wait for those under way; cancel what is late."""
+        self._is_draining = True
+        if tasks := list(self._starting.values()):
+            _, late = await asyncio.wait(tasks, timeout=timeout_s)
+            for task in late:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=timeout_s)

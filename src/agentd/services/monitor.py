@@ -1,0 +1,88 @@
+"""What goes on while nobody asks: following runtimes, settling, taking late plugins in.
+
+One task group. A loop that fails is logged and goes on; only cancellation ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from agentd.errors import RuntimeUnavailable
+from agentd.services.adoption import Adoption
+from agentd.services.interfaces import Plugins, Runtime
+from agentd.services.kernels import KernelService
+
+log = structlog.get_logger()
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+UNKNOWN_PAUSE_S = 1.0
+
+
+class Monitor:
+    """The loops of the daemon."""
+
+    def __init__(self, service: KernelService, adoption: Adoption, plugins: Plugins) -> None:
+        self._service = service
+        self._adoption = adoption
+        self._plugins = plugins
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for runtime in self._service.runtimes.values():
+                group.create_task(self._follow(runtime), name=f"follow-{runtime.name}")
+            group.create_task(self._forever(self._look_again), name="look-again")
+            group.create_task(self._forever(self._settle_unknown), name="settle-unknown")
+            group.create_task(self._forever(self._join_late), name="join-late")
+
+    async def _forever(self, loop: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            try:
+                await loop()
+            except Exception:
+                log.exception("monitor.failed", loop=loop.__name__)
+                await asyncio.sleep(LONGEST_PAUSE_S)
+
+    async def _follow(self, runtime: Runtime) -> None:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                async for kernel_id in runtime.follow():
+                    if kernel_id:
+                        self._service.operations.look_again(kernel_id)
+                    else:
+                        await self._adoption.relist(runtime)
+                        pause_s = FIRST_PAUSE_S
+                reason = "its events ended"
+            except RuntimeUnavailable as error:
+                reason = str(error)
+            except Exception as error:
+                log.exception("monitor.failed", loop=f"follow {runtime.name}")
+                reason = f"{type(error).__name__}: {error}"
+            self._adoption.unavailable(runtime.name, reason)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _look_again(self) -> None:
+        while True:
+            await self._adoption.observe(await self._service.operations.to_look_at())
+
+    async def _settle_unknown(self) -> None:
+        """While creates have an unknown outcome, ask the runtimes for complete lists."""
+        while True:
+            await asyncio.sleep(UNKNOWN_PAUSE_S)
+            if not self._service.unknown_until:
+                continue
+            for runtime in self._service.runtimes.values():
+                try:
+                    await self._adoption.relist(runtime)
+                except RuntimeUnavailable:
+                    continue
+
+    async def _join_late(self) -> None:
+        async for name in self._plugins.late():
+            self._service.devices.join_late(name)
+            log.info("plugin.joined", plugin=name)

@@ -1,0 +1,120 @@
+"""From a request to slots and devices, and from devices to a plan that a runtime can run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from agentd.core.allocation import Allocation, Ledger, Policy, allocate, explain
+from agentd.core.kernel import Kernel, KernelSpec
+from agentd.core.partition import Partition
+from agentd.core.plan import KernelPlan, NodeFacts, build_plan
+from agentd.core.record import Record, encode, recorded_shares, statement
+from agentd.core.slots import CPU, MEM, ResourceSlots, parse_slots
+from agentd.errors import InvalidSlotAmount, Problem, UnknownAgent
+from agentd.services.devices import NodeDevices
+from agentd.services.interfaces import Plugins, PluginState, Runtime
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRules:
+    """What creates follow besides the request."""
+
+    node_id: str
+    policy: Policy
+    default_slots: Mapping[str, object]
+    real_cores: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a kernel is given: plain decimals by slot, and the devices."""
+
+    slots: Mapping[str, str]
+    allocation: Allocation
+
+
+class Planner:
+    """Decides over the node's devices as they are now; keeps nothing."""
+
+    def __init__(self, devices: NodeDevices, plugins: Plugins, rules: NodeRules) -> None:
+        self._devices = devices
+        self._plugins = plugins
+        self._rules = rules
+
+    def partition(self, agent_id: str) -> Partition:
+        """Return an agent's partition.
+
+        Raises:
+            UnknownAgent: no such agent.
+        """
+        partitions = self._devices.split.partitions
+        if agent_id not in partitions:
+            raise UnknownAgent(f"no agent {agent_id} on this node; it has {', '.join(partitions)}")
+        return partitions[agent_id]
+
+    def decide(self, spec: KernelSpec, ledger: Ledger, runtime: Runtime) -> Decision:
+        """Choose slots and devices for a request; changes nothing.
+
+        Raises:
+            RequestError, PluginUnavailable: it cannot be granted.
+        """
+        inventory = self._devices.inventory
+        slots = self._slots(spec, runtime)
+        partition = self.partition(spec.agent_id)
+        allocation = allocate(ledger, inventory, partition, slots, self._rules.policy)
+        return Decision(slots.to_wire(inventory.slot_types), allocation)
+
+    def explain(self, spec: KernelSpec, ledger: Ledger, runtime: Runtime) -> dict[str, object]:
+        """Return for each slot how every device was looked at."""
+        inventory = self._devices.inventory
+        partition = self.partition(spec.agent_id)
+        return {
+            slot: explain(
+                ledger, inventory, partition, inventory.slot_types[slot], amount, self._rules.policy
+            )
+            for slot, amount in self._slots(spec, runtime).items()
+        }
+
+    def _slots(self, spec: KernelSpec, runtime: Runtime) -> ResourceSlots:
+        statuses = self._plugins.statuses()
+        slots = parse_slots(
+            {**self._rules.default_slots, **spec.slots},
+            self._devices.inventory.slot_types,
+            pending=[s.name for s in statuses if s.state is PluginState.PENDING],
+            failed={s.name: s.reason for s in statuses if s.state is PluginState.FAILED},
+        )
+        least = max(1, runtime.minimum_memory_bytes)
+        if slots[MEM] < least:
+            why = f"{slots[MEM]} bytes are too few; the {runtime.name} runtime needs {least}"
+            raise InvalidSlotAmount([Problem("slots.mem", why)])
+        return slots
+
+    async def plan(self, kernel: Kernel, spec: KernelSpec, runtime: Runtime) -> KernelPlan:
+        """Ask the plugins, and bring everything together.
+
+        Raises:
+            InvalidRequest: the request sets what only a plugin may set.
+            PluginUnavailable: a plugin did not say what its devices need.
+        """
+        inventory = self._devices.inventory
+        shares = recorded_shares(kernel.allocation, inventory)
+        edits = await self._plugins.container_edits(
+            kernel.allocation, {item.share.device_id: item.stable_id for item in shares}
+        )
+        cores = [d.id for d in self.partition(spec.agent_id).devices if d.name == CPU]
+        node = NodeFacts(
+            self._rules.node_id, tuple(cores), self._rules.real_cores, runtime.unenforced
+        )
+        plan = build_plan(spec, kernel.allocation, edits, node)
+        record = Record(
+            kernel_id=kernel.kernel_id,
+            agent_id=kernel.agent_id,
+            node_id=self._rules.node_id,
+            spec_hash=kernel.spec_hash,
+            created_at=kernel.created_at,
+            slots=kernel.slots,
+            shares=shares,
+            not_enforced=plan.not_enforced,
+        )
+        return replace(plan, record=encode(record), statement=statement(shares))

@@ -1,0 +1,59 @@
+"""The kernels of the node and the ledger, always in step.
+
+The one place where either changes. A kernel that is not ended is charged with its whole
+allocation; one that ended, or is dropped, with nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from agentd.core.allocation import Ledger
+from agentd.core.kernel import Kernel
+from agentd.errors import UnknownKernel
+
+
+class KernelTable:
+    """Kernels by id, and what they hold."""
+
+    def __init__(self) -> None:
+        self._kernels: dict[str, Kernel] = {}
+        self._ledger = Ledger()
+
+    @property
+    def ledger(self) -> Ledger:
+        return self._ledger
+
+    @property
+    def kernels(self) -> Mapping[str, Kernel]:
+        return MappingProxyType(self._kernels)
+
+    def __iter__(self) -> Iterator[Kernel]:
+        return iter(self._kernels.values())
+
+    def get(self, kernel_id: str) -> Kernel:
+        """Return a kernel.
+
+        Raises:
+            UnknownKernel: there is none of that id.
+        """
+        if kernel_id not in self._kernels:
+            raise UnknownKernel(f"no kernel {kernel_id} on this node")
+        return self._kernels[kernel_id]
+
+    def put(self, kernel: Kernel) -> None:
+        """Take a kernel as it is now, and charge or release what it holds."""
+        self._kernels[kernel.kernel_id] = kernel
+        holding = self._ledger.holdings.get(kernel.kernel_id)
+        if not kernel.holds:
+            self._ledger = self._ledger.without(kernel.kernel_id)
+        elif holding is None or holding.allocation != kernel.allocation:
+            self._ledger = self._ledger.with_held(
+                kernel.kernel_id, kernel.agent_id, kernel.allocation
+            )
+
+    def drop(self, kernel_id: str) -> None:
+        """Forget a kernel; what it held is free. Dropping twice changes nothing."""
+        self._kernels.pop(kernel_id, None)
+        self._ledger = self._ledger.without(kernel_id)

@@ -1,0 +1,105 @@
+"""Tables that a person reads at a glance; nothing here decides anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_BYTE_SLOTS = {"mem"}
+_UNITS = ("", "K", "M", "G", "T", "P", "E")
+_WIDE = 160
+
+
+def _console() -> Console:
+    console = Console(highlight=False, markup=False)
+    if console.is_terminal:
+        return console
+    return Console(highlight=False, markup=False, width=_WIDE)
+
+
+def print_rows(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> None:
+    """Print one line for each row, under the columns' names."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for column in columns:
+        table.add_column(column.replace("_", " ").upper(), overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(shown(row.get(column))) for column in columns))
+    _console().print(table)
+
+
+def shown(value: object) -> str:
+    """Return a value as a cell: nothing for nothing, lists with commas."""
+    if value is None or value in ({}, [], ""):
+        return "-"
+    if isinstance(value, Mapping):
+        return " ".join(f"{name}={amount(name, text)}" for name, text in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(str(item) for item in value) or "-"
+    return str(value)
+
+
+def amount(slot: str, text: object) -> str:
+    """Return an amount of a slot, bytes in the largest unit that keeps them whole."""
+    if slot not in _BYTE_SLOTS or not str(text).isdigit():
+        return str(text)
+    size, unit = int(str(text)), 0
+    while size and size % 1024 == 0 and unit < len(_UNITS) - 1:
+        size, unit = size // 1024, unit + 1
+    if size < 10_000:  # noqa: PLR2004 - four digits are read at a glance
+        return f"{size}{_UNITS[unit]}"
+    scaled = float(size) * 1024**unit
+    unit = 0
+    while scaled >= 1024:  # noqa: PLR2004 - binary units
+        scaled, unit = scaled / 1024, unit + 1
+    return f"{scaled:.1f}{_UNITS[unit]}"
+
+
+def compact(ids: Sequence[str]) -> str:
+    """Return ids with runs drawn together: 0-3, 8."""
+    runs: list[tuple[str, str]] = []
+    for item in ids:
+        stem, number = _stem(item)
+        if runs and number is not None and _stem(runs[-1][1]) == (stem, number - 1):
+            runs[-1] = (runs[-1][0], item)
+        else:
+            runs.append((item, item))
+    return ", ".join(a if a == b else f"{a}-{b}" for a, b in runs) or "-"
+
+
+def _stem(item: str) -> tuple[str, int | None]:
+    digits = item[len(item.rstrip("0123456789")) :]
+    return item.removesuffix(digits), int(digits) if digits else None
+
+
+def print_plan(plan: Mapping[str, Any], unassigned_memory: int) -> None:
+    """Print a partition: who has which devices, which slots follow, and what is left."""
+    console = _console()
+    console.print(f"allocation mode: {plan['allocation_mode']}")
+    names = list(next(iter(plan["agents"].values()))["devices"])
+    rows = [
+        {
+            "agent": agent,
+            **{name: compact(part["devices"][name]) for name in names},
+            "slots": part["slots"],
+            "scaling_factors": part["scaling_factors"],
+        }
+        for agent, part in plan["agents"].items()
+    ]
+    print_rows(rows, ["agent", *names, "slots", "scaling_factors"])
+    reserved = plan["reserved"]
+    console.print(f"reserved: cpu {compact(reserved['cpu'])}, mem {amount('mem', reserved['mem'])}")
+    for name, ids in plan["unassigned"].items():
+        console.print(f"unassigned: {name} {compact(ids)}")
+    if unassigned_memory:
+        console.print(f"unassigned: mem {amount('mem', str(unassigned_memory))}")
+    for warning in plan["warnings"]:
+        console.print(f"warning: {warning}")
+    for row in plan.get("held", ()):
+        console.print(
+            f"held: {row['device']} by {row['kernel_id']} of {row['agent_id']}: {row['reason']}"
+        )

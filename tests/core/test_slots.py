@@ -1,0 +1,194 @@
+import json
+from decimal import Decimal
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentd.core.slots import (
+    MAX_AMOUNT,
+    ONE,
+    AmountError,
+    ResourceSlots,
+    SlotKind,
+    SlotType,
+    format_amount,
+    parse_amount,
+    parse_base_units,
+    parse_quantity,
+    parse_slots,
+)
+from agentd.errors import (
+    InvalidSlotAmount,
+    InvalidSlotCombination,
+    PluginUnavailable,
+    UnsupportedResource,
+)
+
+CPU = SlotType("cpu", SlotKind.COUNT, ONE)
+MEM = SlotType("mem", SlotKind.BYTES, 1)
+SHARES = SlotType("cuda.shares", SlotKind.COUNT, ONE // 100, exclusive_group="mode")
+WHOLE = SlotType("cuda.device", SlotKind.COUNT, ONE, exclusive_group="mode")
+MIG = SlotType("cuda.device:1g.10gb-mig", SlotKind.UNIQUE, ONE)
+TYPES = {slot.name: slot for slot in (CPU, MEM, SHARES, WHOLE, MIG)}
+
+
+@pytest.mark.parametrize(
+    ("slot", "raw", "amount"),
+    [
+        (CPU, 4, 4 * ONE),
+        (CPU, "4", 4 * ONE),
+        (CPU, "4.0", 4 * ONE),
+        (CPU, 2.0, 2 * ONE),
+        (CPU, 0, 0),
+        (SHARES, "0.67", 670_000),
+        (SHARES, 0.1, 100_000),
+        (SHARES, Decimal("0.30"), 300_000),
+        (MEM, "512m", 512 * 2**20),
+        (MEM, "4g", 4 * 2**30),
+        (MEM, "4G", 4 * 2**30),
+        (MEM, "1.5GiB", 3 * 2**29),
+        (MEM, "1.5gib", 3 * 2**29),
+        (MEM, "1 KB", 1024),
+        (MEM, 1, 1),
+        (MEM, "8589934592", 2**33),
+        (MIG, 1, ONE),
+        (MIG, "0", 0),
+    ],
+)
+def test_amounts_that_are_accepted(slot, raw, amount) -> None:
+    assert parse_amount(raw, slot) == amount
+
+
+@pytest.mark.parametrize(
+    ("slot", "raw", "why"),
+    [
+        (CPU, -1, "negative"),
+        (CPU, "-0.5", "negative"),
+        (MEM, "-1g", "negative"),
+        (CPU, float("nan"), "not finite"),
+        (CPU, "NaN", "not finite"),
+        (CPU, float("inf"), "not finite"),
+        (CPU, "-Infinity", "not finite"),
+        (CPU, "1e3", "exponent"),
+        (CPU, 1e-7, "exponent"),
+        (CPU, Decimal("1E+3"), "exponent"),
+        (CPU, True, "boolean"),
+        (CPU, None, "not null"),
+        (CPU, [1], "not a list"),
+        (CPU, {"a": 1}, "not an object"),
+        (CPU, "", "no amount"),
+        (CPU, "four", "no amount"),
+        (CPU, "1,5", "no amount"),
+        (CPU, "٤", "no amount"),
+        (CPU, "1g", "this slot is counted"),
+        (CPU, "0.5", "nearest amounts are 0 and 1"),
+        (CPU, "2.5", "nearest amounts are 2 and 3"),
+        (SHARES, "0.675", "multiple of 0.01; the nearest amounts are 0.67 and 0.68"),
+        (SHARES, "0.0000001", "nearest amounts are 0 and 0.000001"),
+        (MEM, "0.5", "nearest amounts are 0 and 1"),
+        (MEM, "1.0001k", "nearest amounts are 1024 and 1025"),
+        (MEM, "9" * 30, "too large"),
+        (MEM, 10**40, "too large"),
+        (CPU, "9" * 100, "longer than"),
+        (MIG, 2, "ask for 1 or 0"),
+        (MIG, "0.5", "ask for 1 or 0"),
+    ],
+)
+def test_amounts_that_are_refused_say_why(slot, raw, why) -> None:
+    with pytest.raises(AmountError, match=why):
+        parse_amount(raw, slot)
+
+
+@given(st.integers(0, MAX_AMOUNT), st.sampled_from(SlotKind))
+def test_formatting_and_parsing_are_inverse(amount, kind) -> None:
+    text = format_amount(amount, kind)
+    assert parse_base_units(text, kind) == amount
+    assert not ("." in text and text.endswith(("0", ".")))
+
+
+@given(st.text())
+def test_no_text_is_read_as_anything_but_an_amount_or_refused(text) -> None:
+    try:
+        assert parse_quantity(text).value >= 0
+    except AmountError as error:
+        assert str(error)
+
+
+@pytest.mark.parametrize(("one", "other"), [("1g", 2**30), ("1.50", "1.5"), (4, "4.0")])
+def test_equal_quantities_have_one_canonical_spelling(one, other) -> None:
+    assert parse_quantity(one).canonical() == parse_quantity(other).canonical()
+    assert Fraction(parse_quantity(one).canonical()) == parse_quantity(other).value
+
+
+AMOUNTS = st.dictionaries(st.sampled_from("abcd"), st.integers(-5, 5))
+
+
+@given(AMOUNTS, AMOUNTS)
+def test_a_missing_slot_is_zero_in_every_operation(one, other) -> None:
+    left, right = ResourceSlots(one), ResourceSlots(other)
+    before = dict(left), dict(right)
+    for name in "abcde":
+        assert (left + right)[name] == one.get(name, 0) + other.get(name, 0)
+        assert (left - right)[name] == one.get(name, 0) - other.get(name, 0)
+    assert (left <= right) == all(one.get(n, 0) <= other.get(n, 0) for n in "abcd")
+    assert (left >= right) == (right <= left)
+    assert (left == right) == all(one.get(n, 0) == other.get(n, 0) for n in "abcd")
+    assert (dict(left), dict(right)) == before
+    assert left - right + right == left
+    if left == right:
+        assert hash(left) == hash(right)
+
+
+def test_zero_and_absent_are_the_same() -> None:
+    slots = ResourceSlots({"cpu": 0, "mem": 1})
+    assert slots == {"mem": 1}
+    assert slots == {"mem": 1, "tpu": 0}
+    assert "cpu" not in slots
+    assert slots["cpu"] == slots["never heard of"] == 0
+    assert len(slots) == 1
+
+
+def test_amounts_are_whole_base_units() -> None:
+    with pytest.raises(TypeError, match="whole numbers"):
+        ResourceSlots({"cpu": 0.5})  # type: ignore[dict-item]
+
+
+def test_what_comes_in_goes_out_unchanged() -> None:
+    wire = {"cpu": "4", "cuda.shares": "0.67", "mem": "8589934592"}
+    assert ResourceSlots.parse(wire, TYPES).to_wire(TYPES) == wire
+
+
+def test_unknown_slots_are_dropped_when_zero_and_all_named_when_not() -> None:
+    assert parse_slots({"tpu.chip": "0", "x": 0.0, "cpu": 1}, TYPES) == {"cpu": ONE}
+    with pytest.raises(UnsupportedResource) as caught:
+        parse_slots(
+            {"tpu.chip": 1, "npu": "4g", "cpu": 1}, TYPES, failed={"tpu": "no driver", "x": "y"}
+        )
+    assert json.loads(json.dumps(caught.value.facts())) == {
+        "slots": ["npu", "tpu.chip"],
+        "known_slots": sorted(TYPES),
+        "plugins": {"tpu": "no driver"},
+    }
+
+
+def test_an_unknown_slot_of_a_late_plugin_can_be_retried() -> None:
+    with pytest.raises(PluginUnavailable):
+        parse_slots({"tpu.chip": 1}, TYPES, pending=["tpu"])
+
+
+def test_every_wrong_amount_is_listed_with_its_place() -> None:
+    with pytest.raises(InvalidSlotAmount) as caught:
+        parse_slots({"cpu": "x", "mem": -1, "npu": True}, TYPES)
+    assert [problem.where for problem in caught.value.problems] == [
+        "slots.cpu",
+        "slots.mem",
+        "slots.npu",
+    ]
+
+
+def test_slots_of_one_exclusive_group_refuse_each_other() -> None:
+    assert parse_slots({"cuda.device": 1, "cuda.shares": 0}, TYPES)
+    with pytest.raises(InvalidSlotCombination, match=r"cuda\.device and cuda\.shares"):
+        parse_slots({"cuda.device": 1, "cuda.shares": "0.5"}, TYPES)
