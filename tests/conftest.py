@@ -1,6 +1,46 @@
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import structlog
 from hypothesis import HealthCheck, settings
+
+import engine as engines
 
 settings.register_profile(
     "agentd", deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("agentd")
+structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[engines.Engine]:
+    """A Docker Engine; skipped where there is none, unless AGENTD_REQUIRE_ALL says not to."""
+    if lacks := engines.missing():
+        why = f"no Docker Engine can be started here; missing: {', '.join(lacks)}"
+        if os.environ.get("AGENTD_REQUIRE_ALL"):
+            pytest.fail(why)
+        pytest.skip(why)
+    folder = Path(tempfile.mkdtemp(prefix="agentd-engine-", dir="/tmp"))  # noqa: S108 - short, for sockets
+    running = engines.Engine(folder)
+    try:
+        running.start()
+        running.import_image()
+        yield running
+        running.clean()
+    finally:
+        running.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder with a path short enough for sockets, which other users may enter."""
+    path = Path(tempfile.mkdtemp(prefix="agentd-", dir="/tmp"))  # noqa: S108 - see above
+    path.chmod(0o755)
+    yield path
+    shutil.rmtree(path, ignore_errors=True)

@@ -43,7 +43,7 @@ def agentctl(
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
-def _print(content: Any, columns: Sequence[str], *, as_json: bool) -> None:  # noqa: ANN401, FBT001 - JSON, and click's flag
+def _print(content: Any, columns: Sequence[str], *, as_json: bool) -> None:  # noqa: ANN401 - JSON, and click's flag
     if as_json:
         click.echo(json.dumps(content, indent=1))
         return
@@ -350,7 +350,7 @@ def forget(client: Client, device: str) -> None:
     client.call("DELETE", _device_path(client, device))
 
 
-def _print_device(row: Mapping[str, Any], *, as_json: bool) -> None:  # noqa: FBT001 - click's flag
+def _print_device(row: Mapping[str, Any], *, as_json: bool) -> None:
     shown = row if as_json else {**row, "device": f"{row['device_name']}/{row['id']}"}
     _print(shown, ["device", "state", "agents", "reason"], as_json=as_json)
 

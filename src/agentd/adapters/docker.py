@@ -84,7 +84,7 @@ class DockerRuntime:
         self._allowed_mounts = tuple(allowed_mounts)
         self._stop_timeout_s = stop_timeout_s
         self._connector = aiohttp.UnixConnector(str(socket), limit=0)
-        self._docker = Docker(f"unix://{socket}", connector=self._connector)
+        self._docker = Docker("unix://localhost", connector=self._connector)
 
     async def close(self) -> None:
         await self._docker.close()

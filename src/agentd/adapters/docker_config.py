@@ -24,6 +24,9 @@ DEVICES_LABEL = f"{LABEL_PREFIX}devices"
 
 PUBLISHED_ON = "127.0.0.1"
 
+LOG_DRIVER = "local"
+"""Keeps bytes as they are and rotates by itself; the engine's default, json-file, does neither."""
+
 
 def container_config(plan: KernelPlan, network: str) -> dict[str, Any]:
     """Return the body of the engine's create call."""
@@ -89,6 +92,7 @@ def _host_config(plan: KernelPlan, network: str) -> dict[str, Any]:
         },
         "SecurityOpt": ["no-new-privileges"],
         "RestartPolicy": {"Name": "no"},
+        "LogConfig": {"Type": LOG_DRIVER},
     }
 
 

@@ -141,10 +141,11 @@ class Adoption:
             match action:
                 case Adopt(kernel, missing):
                     self._service.devices.add_missing(missing)
-                    event = "changed" if kernel.kernel_id in table.kernels else "adopted"
+                    is_known = kernel.kernel_id in table.kernels
+                    event = "kernel.changed" if is_known else "kernel.adopted"
                     table.put(kernel)
                     self._known_now(kernel.kernel_id)
-                    log.info(f"kernel.{event}", kernel_id=kernel.kernel_id, state=kernel.state)
+                    log.info(event, kernel_id=kernel.kernel_id, state=kernel.state)
                 case MarkLost(kernel_id):
                     reason = "not found any more; removed from outside"
                     table.put(table.get(kernel_id).moved_to(KernelState.LOST, reason=reason))

@@ -1,0 +1,189 @@
+"""What every runtime promises, the fake included."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentd.adapters.cgroups import find_memory_groups
+from agentd.adapters.docker import DockerRuntime
+from agentd.adapters.host import boot_id, probe
+from agentd.adapters.process import ProcessRuntime
+from agentd.core.allocation import Allocation, Share
+from agentd.core.devices import MEMORY, DeviceId
+from agentd.core.edits import ContainerEdits
+from agentd.core.kernel import KernelSpec, KernelState
+from agentd.core.plan import KernelPlan, NodeFacts, build_plan
+from agentd.core.reconcile import FoundKernel, FoundState
+from agentd.core.record import Record, RecordedShare, encode, statement
+from agentd.core.slots import ONE, SlotKind
+from agentd.errors import CommandNotFound, InvalidRequest
+from agentd.services.interfaces import Runtime
+from engine import IMAGE
+from fakes import FakeRuntime
+
+CORE = str(min(probe().cores))
+SHARES = (
+    RecordedShare(Share(DeviceId("cpu", CORE), "cpu", SlotKind.COUNT, ONE), f"cpu-{CORE}"),
+    RecordedShare(Share(MEMORY, "mem", SlotKind.BYTES, 64 * 2**20), "mem-root"),
+)
+
+
+def plan(*command: str, kernel_id: str = "k1", node: str = "node-a", **spec: Any) -> KernelPlan:
+    given = KernelSpec(kernel_id, "agent-1", command, "hash", image=IMAGE, **spec)
+    facts = NodeFacts(node, (CORE,), frozenset({CORE}))
+    allocation = Allocation(tuple(item.share for item in SHARES))
+    built = build_plan(given, allocation, ContainerEdits(env={"GPUS": "none"}), facts)
+    record = Record(kernel_id, "agent-1", node, "hash", 1.0, {"cpu": "1"}, SHARES)
+    return replace(built, record=encode(record), statement=statement(SHARES))
+
+
+@dataclass
+class Rig:
+    runtime: Runtime
+    other_node: Runtime
+
+    async def create(self, *command: str, **options: Any) -> FoundKernel:
+        self.progress: list[KernelState] = []
+        return await self.runtime.create(plan(*command, **options), self.progress.append)
+
+    async def until_ended(self, kernel_id: str) -> FoundKernel:
+        async with asyncio.timeout(20):
+            async for seen in self.runtime.follow():
+                if seen in ("", kernel_id):
+                    found = await self.runtime.find(kernel_id)
+                    if found is None or found.state is FoundState.EXITED:
+                        break
+        assert found is not None
+        return found
+
+
+@pytest.fixture(params=["fake", "process", pytest.param("docker", marks=pytest.mark.docker)])
+async def rig(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Rig]:
+    runtimes: list[Runtime] = []
+    for node in ("node-a", "node-b"):
+        if request.param == "docker":
+            engine = request.getfixturevalue("engine")
+            runtimes.append(DockerRuntime(engine.socket, node, "none", (), 5))
+        elif request.param == "process":
+            groups = find_memory_groups()
+            kernels = folder / "kernels"
+            kernels.mkdir(exist_ok=True)
+            runtimes.append(ProcessRuntime(kernels, node, "nobody", boot_id(), groups))
+        else:
+            runtimes.append(FakeRuntime())
+    yield Rig(*runtimes)
+    for runtime in runtimes:
+        for found in await runtime.list():
+            await runtime.remove(found.kernel_id, found.handle)
+        await runtime.close()
+
+
+async def test_a_created_kernel_runs_and_says_who_it_is(rig: Rig) -> None:
+    created = await rig.create("sleep", "1000")
+    assert created.state is FoundState.RUNNING
+    assert rig.progress[-1] is KernelState.CREATING
+    found = await rig.runtime.find("k1")
+    assert found == created
+    assert (found.kernel_id, found.handle) == ("k1", created.handle)
+    assert found.record == plan("sleep", "1000").record
+    assert found.statement == statement(SHARES)
+    assert [item.kernel_id for item in await rig.runtime.list()] == ["k1"]
+
+
+async def test_a_command_that_does_not_exist_leaves_nothing(rig: Rig) -> None:
+    with pytest.raises(CommandNotFound):
+        await rig.create("no-such-command")
+    assert await rig.runtime.find("k1") is None
+    assert list(await rig.runtime.list()) == []
+
+
+async def test_an_empty_request_is_refused_before_anything(rig: Rig) -> None:
+    with pytest.raises(InvalidRequest):
+        await rig.runtime.check(KernelSpec("k1", "agent-1", (), "hash"))
+
+
+async def test_the_exit_code_is_kept(rig: Rig) -> None:
+    await rig.create("sh", "-c", "exit 3")
+    found = await rig.until_ended("k1")
+    assert found.state is FoundState.EXITED
+    assert found.ending.exit_code == 3
+    assert not found.ending.oom_killed
+    assert found.ending.finished_at is not None
+
+
+async def test_a_stopped_kernel_stays_listed(rig: Rig) -> None:
+    created = await rig.create("sleep", "1000")
+    await rig.runtime.stop("k1", created.handle, 0)
+    found = await rig.runtime.find("k1")
+    assert found is not None
+    assert found.state is FoundState.EXITED
+    assert found.ending.exit_code == 137
+
+
+async def test_stopping_what_has_ended_or_is_not_there_is_fine(rig: Rig) -> None:
+    created = await rig.create("sleep", "1000")
+    for _ in range(2):
+        await rig.runtime.stop("k1", created.handle, 0)
+    await rig.runtime.remove("k1", created.handle)
+    await rig.runtime.stop("k1", created.handle, 0)
+
+
+async def test_removing_a_running_kernel_leaves_nothing_and_twice_is_fine(rig: Rig) -> None:
+    created = await rig.create("sleep", "1000")
+    for _ in range(2):
+        await rig.runtime.remove("k1", created.handle)
+    assert await rig.runtime.find("k1") is None
+    again = await rig.create("sleep", "1000")
+    assert again.handle != created.handle
+
+
+async def test_logs_are_given_byte_for_byte_and_by_the_last_lines(rig: Rig) -> None:
+    created = await rig.create("sh", "-c", r"printf 'one\ntwo\n\377three\n'; exit 0")
+    await rig.until_ended("k1")
+
+    async def read(*, follow: bool, tail: int | None) -> bytes:
+        chunks = rig.runtime.logs("k1", created.handle, follow=follow, tail=tail)
+        return b"".join([chunk async for chunk in chunks])
+
+    assert await read(follow=False, tail=None) == b"one\ntwo\n\xffthree\n"
+    assert await read(follow=True, tail=None) == b"one\ntwo\n\xffthree\n"
+    assert await read(follow=False, tail=1) == b"\xffthree\n"
+    assert await read(follow=False, tail=0) == b""
+    assert await read(follow=False, tail=99) == b"one\ntwo\n\xffthree\n"
+
+
+async def test_following_says_first_that_it_is_connected(rig: Rig) -> None:
+    events = rig.runtime.follow()
+    assert await anext(events) == ""
+    created = await rig.create("sleep", "1000")
+    stopping = asyncio.create_task(rig.runtime.stop("k1", created.handle, 0))
+    async with asyncio.timeout(20):
+        while await anext(events) != "k1":
+            pass
+    await stopping
+    await events.aclose()
+
+
+async def test_another_node_s_kernels_are_not_ours(rig: Rig) -> None:
+    other = await rig.other_node.create(plan("sleep", "1000", node="node-b"), lambda _: None)
+    assert list(await rig.runtime.list()) == []
+    assert await rig.runtime.find("k1") is None
+    assert [item.handle for item in await rig.other_node.list()] == [other.handle]
+
+
+async def test_two_kernels_at_once_do_not_meet(rig: Rig) -> None:
+    names = [f"k{n}" for n in range(4)]
+    await asyncio.gather(*(rig.create("sleep", "1000", kernel_id=name) for name in names))
+    found = await rig.runtime.list()
+    assert sorted(item.kernel_id for item in found) == names
+    assert len({item.handle for item in found}) == 4
+
+
+def test_the_suite_knows_whether_limits_can_be_tried() -> None:
+    if os.environ.get("AGENTD_REQUIRE_ALL"):
+        assert find_memory_groups() is not None

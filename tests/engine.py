@@ -1,0 +1,119 @@
+"""A Docker Engine of the test run's own; a developer's engine is never touched."""
+
+import http.client
+import json
+import os
+import shutil
+import socket
+import subprocess
+import tarfile
+import time
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+IMAGE = "agentd-test:1"
+NEEDED = ("dockerd", "containerd", "runc", "busybox")
+
+
+def missing() -> list[str]:
+    """What this machine lacks for an engine; empty if it has all."""
+    lacks = [name for name in NEEDED if shutil.which(name) is None]
+    return lacks if os.geteuid() == 0 else [*lacks, "root"]
+
+
+class Engine:
+    """dockerd with folders of its own, live-restore on, and one small image."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.socket = folder / "docker.sock"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        (self.folder / "none.json").write_text("{}")
+        (self.folder / "docker.pid").unlink(missing_ok=True)
+        with (self.folder / "dockerd.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [
+                    "dockerd",
+                    f"--data-root={self.folder}/data",
+                    f"--exec-root={self.folder}/exec",
+                    f"--host=unix://{self.socket}",
+                    f"--pidfile={self.folder}/docker.pid",
+                    f"--config-file={self.folder}/none.json",
+                    "--storage-driver=overlay2",
+                    "--iptables=false",
+                    "--ip6tables=false",
+                    "--bridge=none",
+                    "--live-restore",
+                ],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._wait()
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            try:
+                if self.call("GET", "/_ping", raw=True) == b"OK":
+                    return
+            except OSError:
+                pass
+            if self._process is not None and self._process.poll() is not None:
+                break
+            time.sleep(0.05)  # the engine says nowhere that it is ready
+        tail = (self.folder / "dockerd.log").read_text()[-3000:]
+        pytest.fail(f"dockerd did not start:\n{tail}")
+
+    def stop(self, signal_number: int = 15) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal_number)
+            self._process.wait(30)
+            self._process = None
+
+    def call(self, method: str, path: str, body: Any = None, *, raw: bool = False) -> Any:
+        connection = http.client.HTTPConnection("localhost")
+        connection.sock = socket.socket(socket.AF_UNIX)
+        connection.sock.connect(str(self.socket))
+        data = body if isinstance(body, bytes) else (json.dumps(body).encode() if body else None)
+        kind = "application/x-tar" if isinstance(body, bytes) else "application/json"
+        connection.request(method, path, data, {"Content-Type": kind})
+        content = connection.getresponse().read()
+        connection.close()
+        return content if raw else (json.loads(content) if content else None)
+
+    def import_image(self, name: str = IMAGE, changes: str = "") -> None:
+        repository, _, tag = name.partition(":")
+        path = f"/images/create?fromSrc=-&repo={repository}&tag={tag}{changes}"
+        self.call("POST", path, _busybox(), raw=True)
+
+    def containers(self) -> list[dict[str, Any]]:
+        return self.call("GET", "/containers/json?all=1")
+
+    def clean(self) -> None:
+        for container in self.containers():
+            self.call("DELETE", f"/containers/{container['Id']}?force=1&v=1", raw=True)
+
+
+def _busybox() -> bytes:
+    """A root folder of busybox and the links to its applets."""
+    path = shutil.which("busybox") or ""
+    applets = subprocess.run([path, "--list"], capture_output=True, text=True, check=True).stdout
+    buffer = BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        tar.add(os.path.realpath(path), "bin/busybox")
+        for applet in applets.split():
+            if applet != "busybox":
+                link = tarfile.TarInfo(f"bin/{applet}")
+                link.type, link.linkname = tarfile.SYMTYPE, "busybox"
+                tar.addfile(link)
+        for folder in ("tmp", "etc", "proc", "sys", "dev"):
+            entry = tarfile.TarInfo(folder)
+            entry.type, entry.mode = tarfile.DIRTYPE, 0o1777
+            tar.addfile(entry)
+    return buffer.getvalue()
