@@ -1,0 +1,179 @@
+"""A real agentd in a process of its own, and what tests need to talk to it."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+READY_TIMEOUT_S = 30.0
+
+BASE = """
+[node]
+id = "{node}"
+state-dir = "{folder}/state"
+runtime = "{runtime}"
+[rpc]
+socket = "{folder}/agentd.sock"
+[host]
+cpus = 8
+mem = "8g"
+[runtime.docker]
+socket = "{engine}"
+network = "none"
+stop-timeout = 1
+"""
+AGENTS = '[[agents]]\nid = "agent-1"\n[[agents]]\nid = "agent-2"\n'
+
+
+def gpus(count: int = 2, mode: str = "device", table: str = "cuda") -> str:
+    return f'[plugins.{table}]\nplugin = "sim"\ncount = {count}\nmode = "{mode}"\n'
+
+
+class Answer:
+    def __init__(self, status: int, headers: Mapping[str, str], content: bytes) -> None:
+        self.status, self.headers, self.content = status, headers, content
+
+    @property
+    def json(self) -> Any:
+        import json
+
+        return json.loads(self.content)
+
+
+class Daemon:
+    """agentd on a folder; starts and restarts with the configuration it is given."""
+
+    def __init__(self, folder: Path, runtime: str, engine: Path | None = None) -> None:
+        self.folder = folder
+        self.runtime = runtime
+        self.node = f"test-{folder.name}"
+        self.engine = engine or folder / "no-engine.sock"
+        self.process: subprocess.Popen[bytes] | None = None
+        self.notes = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.notes.bind(str(folder / "notify"))
+        self.notes.setblocking(False)
+
+    @property
+    def config_file(self) -> Path:
+        return self.folder / "agent.toml"
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
+    def configure(self, text: str = AGENTS + gpus(), base: str = BASE) -> None:
+        filled = base.format(
+            node=self.node, folder=self.folder, runtime=self.runtime, engine=self.engine
+        )
+        self.config_file.write_text(filled + text)
+
+    def spawn(self, *arguments: str, **environ: str) -> subprocess.Popen[bytes]:
+        env = {k: v for k, v in os.environ.items() if not k.startswith("AGENTD")}
+        env |= {"NOTIFY_SOCKET": str(self.folder / "notify"), **environ}
+        command = [sys.executable, "-m", "agentd", "run", "--config", str(self.config_file)]
+        with (self.folder / "log").open("ab") as log:
+            return subprocess.Popen([*command, *arguments], stdout=log, stderr=log, env=env)
+
+    async def start(self, text: str | None = None, **environ: str) -> None:
+        """Start, and wait until it says that it is ready."""
+        if text is not None or not self.config_file.exists():
+            self.configure(*([] if text is None else [text]))
+        while await self._note(0.001):
+            pass
+        self.process = self.spawn(**environ)
+        async with asyncio.timeout(READY_TIMEOUT_S):
+            while "READY=1" not in await self._note(0.5):
+                assert self.process.poll() is None, self.log
+
+    async def _note(self, timeout_s: float) -> str:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return (await asyncio.get_running_loop().sock_recv(self.notes, 4096)).decode()
+        except TimeoutError:
+            return ""
+
+    async def stop(self, number: int = signal.SIGTERM) -> int:
+        process, self.process = self.process, None
+        if process is None:
+            return 0
+        process.send_signal(number)
+        return await asyncio.to_thread(process.wait, 40)
+
+    async def restart(self, text: str | None = None, number: int = signal.SIGTERM) -> None:
+        await self.stop(number)
+        await self.start(text)
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        headers: Mapping[str, str] | None = None,
+        data: bytes | None = None,
+    ) -> Answer:
+        connector = aiohttp.UnixConnector(str(self.folder / "agentd.sock"))
+        async with (
+            aiohttp.ClientSession(connector=connector) as session,
+            session.request(
+                method, f"http://agentd{path}", json=body, data=data, headers=headers
+            ) as response,
+        ):
+            return Answer(response.status, response.headers.copy(), await response.read())
+
+    async def get(self, path: str) -> Any:
+        answer = await self.call("GET", path)
+        assert answer.status == 200, answer.content
+        return answer.json
+
+    async def create(self, agent: str = "agent-1", **body: Any) -> Answer:
+        body.setdefault("command", ["sleep", "1000"])
+        if self.runtime == "docker":
+            body.setdefault("image", "agentd-test:1")
+        headers = body.pop("headers", None)
+        query = body.pop("query", "")
+        return await self.call("POST", f"/v1/agents/{agent}/kernels{query}", body, headers)
+
+    async def running(self, agent: str = "agent-1", **body: Any) -> dict[str, Any]:
+        answer = await self.create(agent, **body)
+        assert answer.status == 201, answer.content
+        kernel = answer.json
+        assert kernel["state"] == "running", kernel
+        return kernel
+
+    async def device(self, device_id: str) -> dict[str, Any]:
+        return next(d for d in await self.get("/v1/devices") if d["id"] == device_id)
+
+    async def free(self, slot: str, agent: str = "agent-1") -> str:
+        return (await self.get(f"/v1/agents/{agent}"))["slots"][slot]["free"]
+
+    async def until(self, kernel_id: str, state: str) -> dict[str, Any]:
+        """Wait for a kernel to be in a state."""
+        async with asyncio.timeout(20):
+            while True:
+                kernel = await self.get(f"/v1/kernels/{kernel_id}")
+                if kernel["state"] == state:
+                    return kernel
+                await self.call("GET", "/livez")
+
+    def main_pid(self, kernel: Mapping[str, Any], engine: Any = None) -> int:
+        """The pid of a kernel's command, as the machine sees it."""
+        if self.runtime == "process":
+            return int(kernel["pid"])
+        return int(engine.call("GET", f"/containers/{kernel['container_id']}/json")["State"]["Pid"])
+
+    async def close(self) -> None:
+        """Remove every kernel, and stop."""
+        if self.process is None and self.config_file.exists():
+            self.configure(AGENTS)
+            await self.start()
+        for kernel in await self.get("/v1/kernels"):
+            await self.call("DELETE", f"/v1/kernels/{kernel['kernel_id']}?timeout=0")
+        await self.stop()
+        self.notes.close()

@@ -1,0 +1,245 @@
+"""Kernels, through the HTTP socket, on both runtimes."""
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from daemon import AGENTS, Daemon, gpus
+
+
+async def test_a_kernel_gets_its_devices_its_cores_and_its_memory(daemon: Daemon) -> None:
+    await daemon.start()
+    kernel = await daemon.running(slots={"cuda.device": 1, "cpu": 1, "mem": "64m"}, kernel_id="k1")
+    assert kernel["slots"] == {"cpu": "1", "cuda.device": "1", "mem": "67108864"}
+    assert kernel["allocation"] == {
+        "cuda": {"cuda.device": {"cuda0": "1"}},
+        "cpu": {"cpu": {"0": "1"}},
+        "mem": {"mem": {"root": "67108864"}},
+    }
+    assert kernel["unknown_slots"] == {}
+    assert kernel["degraded"] == []
+    assert kernel["exit_code"] is None
+    pid = daemon.main_pid(kernel, daemon.test_engine)
+    status = Path(f"/proc/{pid}/status").read_text()
+    assert "Cpus_allowed_list:\t0\n" in status
+    env = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    assert b"CUDA_VISIBLE_DEVICES=cuda0" in env
+    device = await daemon.device("cuda0")
+    assert device["holders"] == [{"kernel_id": "k1", "amount": "1"}]
+    assert (device["allocated"], device["free"], device["state"]) == ("1", "0", "ok")
+    assert await daemon.free("cuda.device") == "1"
+    assert await daemon.get("/v1/kernels/k1") == kernel
+    assert await daemon.get("/v1/kernels") == [kernel]
+    assert await daemon.get("/v1/agents/agent-1/kernels") == [kernel]
+    assert await daemon.get("/v1/agents/agent-2/kernels") == []
+
+
+async def test_the_memory_limit_is_the_allocation(daemon: Daemon) -> None:
+    await daemon.start()
+    script = "x=$(head -c 200m /dev/zero | tr '\\0' x); echo survived"
+    await daemon.running(kernel_id="k1", command=["sh", "-c", f"sleep 0.2; {script}"],
+                         slots={"mem": "32m"})  # fmt: skip
+    kernel = await daemon.until("k1", "terminated")
+    assert kernel["oom_killed"] or kernel["exit_code"] == 137
+    assert (await daemon.call("GET", "/v1/kernels/k1/logs")).content == b""
+
+
+async def test_a_kernel_without_gpus_sees_none(daemon: Daemon) -> None:
+    await daemon.start()
+    kernel = await daemon.running(slots={})
+    env = Path(f"/proc/{daemon.main_pid(kernel, daemon.test_engine)}/environ").read_bytes()
+    assert b"CUDA_VISIBLE_DEVICES=\0" in env
+    assert kernel["slots"] == {"cpu": "1", "mem": "268435456"}
+
+
+async def test_cpu_zero_runs_on_the_agent_s_cores_uncharged(daemon: Daemon) -> None:
+    await daemon.start()
+    kernel = await daemon.running(slots={"cpu": 0})
+    assert "cpu" not in kernel["allocation"]
+    assert await daemon.free("cpu") == "8"
+    refused = await daemon.create(slots={"mem": 0})
+    assert (refused.status, refused.json["code"]) == (422, "InvalidSlotAmount")
+
+
+async def test_an_unknown_slot_is_refused_before_anything_and_zero_is_fine(daemon: Daemon) -> None:
+    await daemon.start()
+    refused = await daemon.create(image="no/such:image", slots={"tpu.chip": 1, "npu": "0.5"})
+    assert refused.status == 422
+    assert refused.headers["Content-Type"] == "application/problem+json"
+    problem = refused.json
+    assert problem["code"] == "UnsupportedResource"
+    assert problem["slots"] == ["npu", "tpu.chip"]
+    assert problem["known_slots"] == ["cpu", "cuda.device", "mem"]
+    assert await daemon.get("/v1/kernels") == []
+    await daemon.running(slots={"tpu.chip": 0, "npu": "0"})
+
+
+async def test_the_same_request_again_is_the_same_kernel(daemon: Daemon) -> None:
+    await daemon.start()
+    first = await daemon.running(kernel_id="k1", slots={"mem": "1g", "cuda.device": "1.0"})
+    again = await daemon.create(kernel_id="k1", slots={"mem": 2**30, "cuda.device": 1, "x": 0})
+    assert (again.status, again.json) == (200, first)
+    other = await daemon.create(kernel_id="k1", slots={"mem": "2g"})
+    assert (other.status, other.json["code"]) == (409, "KernelConflict")
+    elsewhere = await daemon.create("agent-2", kernel_id="k1", slots={"mem": "1g"})
+    assert elsewhere.status == 409
+
+
+async def test_stop_keeps_it_listed_and_delete_removes_it(daemon: Daemon) -> None:
+    await daemon.start()
+    await daemon.running(kernel_id="k1", slots={"cuda.device": 2})
+    stopped = await daemon.call("POST", "/v1/kernels/k1/stop", {"timeout": 0})
+    assert (stopped.status, stopped.json["state"]) == (200, "terminated")
+    assert stopped.json["exit_code"] == 137
+    assert stopped.json["allocation"] == {}
+    assert stopped.json["finished_at"] is not None
+    assert await daemon.free("cuda.device") == "2"
+    again = await daemon.call("POST", "/v1/kernels/k1/stop")
+    assert again.json == stopped.json
+    assert (await daemon.call("DELETE", "/v1/kernels/k1")).status == 204
+    gone = await daemon.call("DELETE", "/v1/kernels/k1")
+    assert (gone.status, gone.json["code"]) == (404, "UnknownKernel")
+
+
+async def test_delete_stops_what_runs(daemon: Daemon) -> None:
+    await daemon.start()
+    kernel = await daemon.running(kernel_id="k1", slots={"cuda.device": 2})
+    pid = daemon.main_pid(kernel, daemon.test_engine)
+    assert (await daemon.call("DELETE", "/v1/kernels/k1?timeout=0")).status == 204
+    assert not Path(f"/proc/{pid}").exists()
+    assert await daemon.free("cuda.device") == "2"
+    assert await daemon.get("/v1/kernels") == []
+
+
+async def test_an_end_by_itself_is_seen_with_exit_code_and_time(daemon: Daemon) -> None:
+    await daemon.start()
+    answer = await daemon.create(kernel_id="k1", command=["sh", "-c", "exit 7"])
+    assert answer.status == 201
+    kernel = await daemon.until("k1", "terminated")
+    assert kernel["exit_code"] == 7
+    assert kernel["oom_killed"] is False
+    assert kernel["started_at"] <= kernel["finished_at"]
+
+
+async def test_logs_are_raw_bytes(daemon: Daemon) -> None:
+    await daemon.start()
+    await daemon.create(kernel_id="k1", command=["sh", "-c", r"printf 'a\n\377b\n'; echo e >&2"])
+    await daemon.until("k1", "terminated")
+    logs = await daemon.call("GET", "/v1/kernels/k1/logs")
+    assert sorted(logs.content.splitlines()) == [b"a", b"e", b"\xffb"]
+    assert logs.headers["Content-Type"] == "application/octet-stream"
+    tail = await daemon.call("GET", "/v1/kernels/k1/logs?tail=1")
+    assert len(tail.content.splitlines()) == 1
+    followed = await daemon.call("GET", "/v1/kernels/k1/logs?follow=true")
+    assert followed.content == logs.content
+
+
+async def test_respond_async_answers_at_once_and_keeps_a_failure(daemon: Daemon) -> None:
+    await daemon.start()
+    headers = {"Prefer": "respond-async"}
+    accepted = await daemon.create(kernel_id="k1", headers=headers)
+    assert accepted.status == 202
+    assert accepted.headers["Preference-Applied"] == "respond-async"
+    assert accepted.json["state"] in ("preparing", "creating", "running")
+    await daemon.until("k1", "running")
+    failing = await daemon.create(kernel_id="k2", command=["no-such-command"], headers=headers,
+                                  slots={"cuda.device": 2})  # fmt: skip
+    assert failing.status == 202
+    failed = await daemon.until("k2", "failed")
+    assert "no-such-command" in failed["reason"]
+    assert await daemon.free("cuda.device") == "2"
+    assert (await daemon.call("DELETE", "/v1/kernels/k2")).status == 204
+
+
+async def test_dry_run_decides_and_changes_nothing(daemon: Daemon) -> None:
+    await daemon.start()
+    dry = await daemon.create(query="?dry_run=true", slots={"cuda.device": 2})
+    assert dry.status == 200
+    assert dry.json["allocation"]["cuda"] == {"cuda.device": {"cuda0": "1", "cuda1": "1"}}
+    assert [row["device"] for row in dry.json["explain"]["cuda.device"]] == ["cuda0", "cuda1"]
+    assert await daemon.get("/v1/kernels") == []
+    refused = await daemon.create(query="?dry_run=true", slots={"cuda.device": 3})
+    assert refused.status == 409
+
+
+async def test_a_refusal_says_what_was_free_and_why_each_device_did_not_do(daemon: Daemon) -> None:
+    await daemon.start()
+    await daemon.running(kernel_id="k1", slots={"cuda.device": 1})
+    refused = await daemon.create(slots={"cuda.device": 2})
+    problem = refused.json
+    assert (refused.status, problem["code"]) == (409, "InsufficientResource")
+    assert (problem["slot"], problem["requested"], problem["free"]) == ("cuda.device", "2", "1")
+    rows = {row["device"]: row for row in problem["explain"]}
+    assert rows["cuda0"]["free"] == "0"
+    assert "k1" in rows["cuda0"]["reason"]
+    assert rows["cuda1"]["considered"]
+
+
+async def test_a_failed_create_leaves_nothing(daemon: Daemon) -> None:
+    await daemon.start()
+    bad = await daemon.create(command=["no-such-command"], slots={"cuda.device": 2})
+    assert (bad.status, bad.json["code"]) == (422, "CommandNotFound")
+    assert await daemon.get("/v1/kernels") == []
+    assert await daemon.free("cuda.device") == "2"
+    if daemon.runtime == "docker":
+        bad = await daemon.create(image="agentd-test:none", slots={"cuda.device": 2})
+        assert (bad.status, bad.json["code"]) == (422, "ImageNotFound")
+        assert daemon.test_engine.containers() == []
+    else:
+        assert list((daemon.folder / "state" / "kernels").iterdir()) == []
+
+
+async def test_64_creates_at_once_for_8_devices_give_8_kernels_and_56_refusals(
+    daemon: Daemon,
+) -> None:
+    await daemon.start(AGENTS + gpus(8))
+
+    async def create(n: int):
+        slots = {"cuda.device": 1, "cpu": 0, "mem": "16m"}
+        return await daemon.create(f"agent-{n % 2 + 1}", slots=slots)
+
+    answers = await asyncio.gather(*(create(n) for n in range(64)))
+    statuses = Counter(answer.status for answer in answers)
+    assert statuses == {201: 8, 409: 56}
+    given = [
+        device
+        for answer in answers
+        if answer.status == 201
+        for device in answer.json["allocation"]["cuda"]["cuda.device"]
+    ]
+    assert sorted(given) == [f"cuda{n}" for n in range(8)]
+    for answer in answers:
+        if answer.status == 409:
+            assert answer.json["code"] == "InsufficientResource"
+            assert len(answer.json["explain"]) == 8
+
+
+@pytest.mark.parametrize("mode", ["auto-split", "manual"])
+async def test_outside_shared_mode_agents_keep_to_their_devices(plain: Daemon, mode: str) -> None:
+    agents = "".join(
+        f'[[agents]]\nid = "agent-{n}"\n'
+        + (
+            f'[agents.resource]\ncpu = 4\nmem = "4g"\ndevices = {{ cuda = ["cuda{n - 1}"] }}\n'
+            if mode == "manual"
+            else ""
+        )
+        for n in (1, 2)
+    )
+    await plain.start(f'[resource]\nallocation-mode = "{mode}"\n' + agents + gpus(2))
+    first = await plain.running("agent-1", slots={"cuda.device": 1})
+    second = await plain.running("agent-2", slots={"cuda.device": 1})
+    assert list(first["allocation"]["cuda"]["cuda.device"]) == ["cuda0"]
+    assert list(second["allocation"]["cuda"]["cuda.device"]) == ["cuda1"]
+    assert first["allocation"]["cpu"]["cpu"] == {"0": "1"}
+    assert second["allocation"]["cpu"]["cpu"] == {"4": "1"}
+    refused = await plain.create("agent-1", slots={"mem": "5g"})
+    assert (refused.status, refused.json["free"]) == (409, str(4 * 2**30 - 256 * 2**20))
+
+
+async def test_two_requests_with_one_name_at_once_make_one_kernel(daemon: Daemon) -> None:
+    await daemon.start()
+    answers = await asyncio.gather(*(daemon.create(kernel_id="k1") for _ in range(6)))
+    assert sorted(answer.status for answer in answers) == [200] * 5 + [201]
+    assert len({answer.json["container_id"] or answer.json["pid"] for answer in answers}) == 1

@@ -1,0 +1,264 @@
+"""What happens to kernels when agentd is stopped, killed and changed, on both runtimes."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from daemon import AGENTS, Daemon, gpus
+
+
+def identity(kernel: dict) -> tuple:
+    return kernel["container_id"], kernel["pid"], kernel["started_at"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_kernels_run_on_and_are_adopted(daemon: Daemon, number: int) -> None:
+    await daemon.start()
+    before = [
+        await daemon.running(kernel_id="k1", slots={"cuda.device": 1}),
+        await daemon.running("agent-2", kernel_id="k2", slots={"mem": "1g"}),
+    ]
+    pids = [daemon.main_pid(kernel, daemon.test_engine) for kernel in before]
+    assert await daemon.stop(number) == (0 if number == signal.SIGTERM else -number)
+    await daemon.start()
+    after = await daemon.get("/v1/kernels")
+    assert after == before
+    assert [daemon.main_pid(kernel, daemon.test_engine) for kernel in after] == pids
+    assert (await daemon.device("cuda0"))["holders"] == [{"kernel_id": "k1", "amount": "1"}]
+    again = await daemon.create(kernel_id="k1", slots={"cuda.device": 1})
+    assert (again.status, again.json) == (200, before[0])
+
+
+async def test_an_end_while_agentd_was_down_is_known_afterwards(daemon: Daemon) -> None:
+    await daemon.start()
+    kernel = await daemon.running(
+        kernel_id="k1", command=["sh", "-c", "trap 'exit 9' TERM; while :; do sleep 0.05; done"],
+        slots={"cuda.device": 2},
+    )  # fmt: skip
+    pid = daemon.main_pid(kernel, daemon.test_engine)
+    await daemon.stop(signal.SIGKILL)
+    watch = os.pidfd_open(pid)
+    os.kill(pid, signal.SIGTERM)
+    os.waitid  # noqa: B018 - the process is not ours; the next line waits for it
+    import select
+
+    select.select([watch], [], [], 10)
+    os.close(watch)
+    await daemon.start()
+    ended = await daemon.until("k1", "terminated")
+    assert ended["exit_code"] == 9
+    assert await daemon.free("cuda.device") == "2"
+
+
+async def test_a_changed_mode_holds_the_device_until_its_kernel_ends(daemon: Daemon) -> None:
+    await daemon.start(AGENTS + gpus(2, "shares"))
+    kernel = await daemon.running(kernel_id="k1", slots={"cuda.shares": "0.5"})
+    pid = daemon.main_pid(kernel, daemon.test_engine)
+    await daemon.restart(AGENTS + gpus(2, "device"))
+    after = await daemon.get("/v1/kernels/k1")
+    assert identity(after) == identity(kernel)
+    assert daemon.main_pid(after, daemon.test_engine) == pid
+    assert after["unknown_slots"] == {"cuda.shares": "0.5"}
+    device = await daemon.device("cuda0")
+    assert device["state"] == "held"
+    assert "k1" in device["reason"]
+    assert device["holders"] == [{"kernel_id": "k1", "amount": "0.5"}]
+    assert (device["slot"], device["free"]) == ("cuda.device", "0")
+    assert await daemon.free("cuda.device") == "1"
+    other = await daemon.running(slots={"cuda.device": 1})
+    assert list(other["allocation"]["cuda"]["cuda.device"]) == ["cuda1"]
+    refused = await daemon.create(slots={"cuda.device": 1})
+    assert refused.status == 409
+    assert any("cuda.shares" in row["reason"] for row in refused.json["explain"])
+    await daemon.call("DELETE", "/v1/kernels/k1?timeout=0")
+    assert (await daemon.device("cuda0"))["state"] == "ok"
+    assert await daemon.free("cuda.device") == "1"
+
+
+async def test_a_plugin_that_is_gone_leaves_its_kernels_alone(daemon: Daemon) -> None:
+    await daemon.start()
+    kernel = await daemon.running(kernel_id="k1", slots={"cuda.device": 1})
+    await daemon.restart(AGENTS)
+    after = await daemon.get("/v1/kernels/k1")
+    assert identity(after) == identity(kernel)
+    assert after["state"] == "running"
+    assert after["unknown_slots"] == {"cuda.device": "1"}
+    assert after["degraded"]
+    device = await daemon.device("cuda0")
+    assert (device["state"], device["free"]) == ("gone", "0")
+    assert device["holders"] == [{"kernel_id": "k1", "amount": "1"}]
+    refused = await daemon.create(slots={"cuda.device": 1})
+    assert refused.json["code"] == "UnsupportedResource"
+    await daemon.restart(AGENTS + gpus(2))
+    assert (await daemon.device("cuda0"))["state"] == "ok"
+    assert (await daemon.get("/v1/kernels/k1"))["unknown_slots"] == {}
+
+
+async def test_a_moved_partition_does_not_free_what_runs(daemon: Daemon) -> None:
+    agents = '[[agents]]\nid = "agent-{}"\n[agents.resource]\ncpu = 4\nmem = "4g"\n'
+    part = 'devices = {{ cuda = ["cuda{}"] }}\n'
+    head = '[resource]\nallocation-mode = "manual"\n'
+    one, two = agents.format(1), agents.format(2)
+    await daemon.start(head + one + part.format(0) + two + part.format(1) + gpus(2))
+    kernel = await daemon.running(kernel_id="k1", slots={"cuda.device": 1})
+    await daemon.restart(head + one + part.format(1) + two + part.format(0) + gpus(2))
+    after = await daemon.get("/v1/kernels/k1")
+    assert identity(after) == identity(kernel)
+    assert (await daemon.device("cuda0"))["agents"] == ["agent-2"]
+    refused = await daemon.create("agent-2", slots={"cuda.device": 1})
+    assert refused.status == 409
+    assert any("k1" in row["reason"] for row in refused.json["explain"])
+    await daemon.restart(head + two + part.format(0) + gpus(2))
+    assert (await daemon.get("/v1/kernels/k1"))["agent_id"] == "agent-1"
+    assert (await daemon.create("agent-2", slots={"cuda.device": 1})).status == 409
+
+
+async def test_less_memory_than_is_held_is_overcommitted_and_only_shrinks(daemon: Daemon) -> None:
+    await daemon.start()
+    await daemon.running(kernel_id="k1", slots={"mem": "4g"})
+    await daemon.stop()
+    daemon.configure(AGENTS + gpus())
+    daemon.config_file.write_text(daemon.config_file.read_text().replace('mem = "8g"', 'mem = "2g"'))
+    await daemon.start()
+    memory = await daemon.device("root")
+    assert (memory["state"], memory["free"]) == ("overcommitted", "0")
+    assert (await daemon.create(slots={"mem": "64m"})).status == 409
+    await daemon.call("DELETE", "/v1/kernels/k1?timeout=0")
+    assert (await daemon.device("root"))["state"] == "ok"
+
+
+def devices(*ids: str) -> str:
+    listed = ", ".join(f'{{ id = "cuda{n}", stable-id = "GPU-{name}" }}' for n, name in enumerate(ids))
+    return f'[plugins.cuda]\nplugin = "sim"\ndevices = [{listed}]\n'
+
+
+async def test_ids_follow_the_physical_device_when_the_driver_order_changes(plain: Daemon) -> None:
+    await plain.start(AGENTS + devices("a", "b", "c"))
+    await plain.running(kernel_id="k1", slots={"cuda.device": 1})
+    await plain.restart(AGENTS + devices("c", "b", "a"))
+    stable = {d["id"]: d["stable_id"] for d in await plain.get("/v1/devices")}
+    assert stable["cuda0"] == "GPU-a"
+    assert stable["cuda2"] == "GPU-c"
+    assert (await plain.device("cuda0"))["holders"][0]["kernel_id"] == "k1"
+
+
+async def test_a_missing_device_keeps_its_seat_until_it_is_forgotten(plain: Daemon) -> None:
+    split = '[resource]\nallocation-mode = "auto-split"\n' + AGENTS
+    await plain.start(split + devices("a", "b", "c", "d"))
+    await plain.restart(split + devices("b", "c", "d"))
+    parts = {a["agent_id"]: a["devices"]["cuda"] for a in await plain.get("/v1/agents")}
+    assert parts == {"agent-1": ["cuda0", "cuda1"], "agent-2": ["cuda2", "cuda3"]}
+    assert (await plain.device("cuda0"))["state"] == "gone"
+    assert await plain.free("cuda.device") == "1"
+    assert any("cuda0 is gone" in w for w in (await plain.get("/v1/node"))["warnings"])
+    conflict = await plain.call("DELETE", "/v1/devices/cuda/cuda1")
+    assert (conflict.status, conflict.json["code"]) == (409, "KernelConflict")
+    assert (await plain.call("DELETE", "/v1/devices/cuda/cuda0")).status == 204
+    await plain.restart(split + devices("b", "c", "d"))
+    parts = {a["agent_id"]: a["devices"]["cuda"] for a in await plain.get("/v1/agents")}
+    assert parts == {"agent-1": ["cuda1", "cuda2"], "agent-2": ["cuda3"]}
+
+
+async def test_a_drain_survives_a_restart(plain: Daemon) -> None:
+    await plain.start()
+    drained = await plain.call("POST", "/v1/devices/cuda/cuda0/drain")
+    assert (drained.status, drained.json["state"]) == (200, "drained")
+    await plain.restart()
+    assert await plain.free("cuda.device") == "1"
+    kernel = await plain.running(slots={"cuda.device": 1})
+    assert list(kernel["allocation"]["cuda"]["cuda.device"]) == ["cuda1"]
+    await plain.call("POST", "/v1/devices/cuda/cuda0/undrain")
+    assert await plain.free("cuda.device") == "1"
+
+
+async def test_a_damaged_record_is_recovered_from_the_kernel_itself(plain: Daemon) -> None:
+    await plain.start()
+    kernel = await plain.running(kernel_id="k1", slots={"cuda.device": 1})
+    await plain.running(kernel_id="k2")
+    record = plain.folder / "state" / "kernels" / "k1" / "record.json"
+    await plain.stop()
+    record.write_text(record.read_text()[:40])
+    await plain.start()
+    after = await plain.get("/v1/kernels/k1")
+    assert (after["state"], after["pid"]) == ("running", kernel["pid"])
+    assert after["allocation"] == kernel["allocation"]
+    assert "recovered" in after["reason"]
+    assert (await plain.get("/v1/kernels/k2"))["state"] == "running"
+
+
+@pytest.mark.docker
+async def test_an_unreadable_container_keeps_back_all_it_might_hold(daemon: Daemon) -> None:
+    if daemon.runtime != "docker":
+        return
+    await daemon.start()
+    labels = {
+        "io.agentd.schema": "99",
+        "io.agentd.node": daemon.node,
+        "io.agentd.agent": "agent-1",
+        "io.agentd.kernel": "k1",
+        "io.agentd.record": '{"schema": 99}',
+        "io.agentd.devices": "what?",
+    }
+    config = {
+        "Image": "agentd-test:1",
+        "Cmd": ["sleep", "1000"],
+        "Labels": labels,
+        "HostConfig": {"NetworkMode": "none", "CpusetCpus": "1", "Memory": 64 * 2**20},
+    }
+    engine = daemon.test_engine
+    made = engine.call("POST", f"/containers/create?name=agentd-{daemon.node}-k1", config)
+    engine.call("POST", f"/containers/{made['Id']}/start")
+    await daemon.restart()
+    kernel = await daemon.get("/v1/kernels/k1")
+    assert kernel["state"] == "unreadable"
+    assert "newer" in kernel["reason"]
+    assert await daemon.free("cuda.device") == "0"
+    assert await daemon.free("cpu") == "7"
+    assert (await daemon.device("cuda0"))["state"] == "held"
+    foreign = engine.call("POST", "/containers/create?name=somebody-else", config)
+    engine.call("POST", f"/containers/{foreign['Id']}/start")
+    await daemon.restart()
+    assert [k["kernel_id"] for k in await daemon.get("/v1/kernels")] == ["k1"]
+    assert (await daemon.call("DELETE", "/v1/kernels/k1?timeout=0")).status == 204
+    assert [c["Id"] for c in engine.containers()] == [foreign["Id"]]
+    assert await daemon.free("cuda.device") == "2"
+    engine.call("DELETE", f"/containers/{foreign['Id']}?force=1")
+
+
+@pytest.mark.docker
+async def test_a_container_that_never_started_is_removed(daemon: Daemon) -> None:
+    if daemon.runtime != "docker":
+        return
+    await daemon.start()
+    kernel = await daemon.running(kernel_id="k1")
+    engine = daemon.test_engine
+    shown = engine.call("GET", f"/containers/{kernel['container_id']}/json")
+    await daemon.stop()
+    engine.call("DELETE", f"/containers/{kernel['container_id']}?force=1")
+    config = {"Image": "agentd-test:1", "Labels": shown["Config"]["Labels"]}
+    engine.call("POST", f"/containers/create?name=agentd-{daemon.node}-k1", config)
+    await daemon.start()
+    assert await daemon.get("/v1/kernels") == []
+    assert engine.containers() == []
+
+
+async def test_a_runtime_switch_leaves_the_other_s_kernels_running(
+    folder: Path, engine  # noqa: ANN001
+) -> None:
+    daemon = Daemon(folder, "docker", engine.socket)
+    try:
+        await daemon.start()
+        first = await daemon.running(kernel_id="k1", slots={"cuda.device": 1})
+        daemon.runtime = "process"
+        await daemon.stop()
+        daemon.configure()
+        await daemon.start()
+        assert (await daemon.get("/v1/kernels/k1"))["container_id"] == first["container_id"]
+        second = await daemon.running(kernel_id="k2", slots={"cuda.device": 1})
+        assert list(second["allocation"]["cuda"]["cuda.device"]) == ["cuda1"]
+        assert (await daemon.call("DELETE", "/v1/kernels/k1?timeout=0")).status == 204
+        assert engine.containers() == []
+    finally:
+        await daemon.close()
