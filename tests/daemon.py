@@ -1,6 +1,8 @@
 """A real agentd in a process of its own, and what tests need to talk to it."""
 
 import asyncio
+import contextlib
+import json
 import os
 import signal
 import socket
@@ -11,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+
+from engine import Engine
 
 READY_TIMEOUT_S = 30.0
 
@@ -42,19 +46,18 @@ class Answer:
 
     @property
     def json(self) -> Any:
-        import json
-
         return json.loads(self.content)
 
 
 class Daemon:
     """agentd on a folder; starts and restarts with the configuration it is given."""
 
-    def __init__(self, folder: Path, runtime: str, engine: Path | None = None) -> None:
+    def __init__(self, folder: Path, runtime: str, engine: Engine | None = None) -> None:
         self.folder = folder
         self.runtime = runtime
         self.node = f"test-{folder.name}"
-        self.engine = engine or folder / "no-engine.sock"
+        self.engine = engine.socket if engine else folder / "no-engine.sock"
+        self.test_engine = engine
         self.process: subprocess.Popen[bytes] | None = None
         self.notes = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.notes.bind(str(folder / "notify"))
@@ -85,19 +88,22 @@ class Daemon:
         """Start, and wait until it says that it is ready."""
         if text is not None or not self.config_file.exists():
             self.configure(*([] if text is None else [text]))
-        while await self._note(0.001):
-            pass
-        self.process = self.spawn(**environ)
-        async with asyncio.timeout(READY_TIMEOUT_S):
-            while "READY=1" not in await self._note(0.5):
-                assert self.process.poll() is None, self.log
-
-    async def _note(self, timeout_s: float) -> str:
+        notes: asyncio.Queue[str] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self.notes, lambda: notes.put_nowait(self.notes.recv(4096).decode()))
         try:
-            async with asyncio.timeout(timeout_s):
-                return (await asyncio.get_running_loop().sock_recv(self.notes, 4096)).decode()
-        except TimeoutError:
-            return ""
+            self.process = self.spawn(**environ)
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                while "READY=1" not in await self._note(notes):
+                    assert self.process.poll() is None, self.log
+        finally:
+            loop.remove_reader(self.notes)
+
+    async def _note(self, notes: asyncio.Queue[str]) -> str:
+        """Wait for a note, and look up now and then: a process that dies sends none."""
+        with contextlib.suppress(TimeoutError):
+            return await asyncio.wait_for(notes.get(), 0.5)
+        return ""
 
     async def stop(self, number: int = signal.SIGTERM) -> int:
         process, self.process = self.process, None

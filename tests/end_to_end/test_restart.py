@@ -1,6 +1,7 @@
 """What happens to kernels when agentd is stopped, killed and changed, on both runtimes."""
 
 import os
+import select
 import signal
 from pathlib import Path
 
@@ -41,9 +42,6 @@ async def test_an_end_while_agentd_was_down_is_known_afterwards(daemon: Daemon) 
     await daemon.stop(signal.SIGKILL)
     watch = os.pidfd_open(pid)
     os.kill(pid, signal.SIGTERM)
-    os.waitid  # noqa: B018 - the process is not ours; the next line waits for it
-    import select
-
     select.select([watch], [], [], 10)
     os.close(watch)
     await daemon.start()
@@ -189,9 +187,8 @@ async def test_a_damaged_record_is_recovered_from_the_kernel_itself(plain: Daemo
 
 
 @pytest.mark.docker
-async def test_an_unreadable_container_keeps_back_all_it_might_hold(daemon: Daemon) -> None:
-    if daemon.runtime != "docker":
-        return
+async def test_an_unreadable_container_keeps_back_all_it_might_hold(dockered: Daemon) -> None:
+    daemon = dockered
     await daemon.start()
     labels = {
         "io.agentd.schema": "99",
@@ -228,9 +225,8 @@ async def test_an_unreadable_container_keeps_back_all_it_might_hold(daemon: Daem
 
 
 @pytest.mark.docker
-async def test_a_container_that_never_started_is_removed(daemon: Daemon) -> None:
-    if daemon.runtime != "docker":
-        return
+async def test_a_container_that_never_started_is_removed(dockered: Daemon) -> None:
+    daemon = dockered
     await daemon.start()
     kernel = await daemon.running(kernel_id="k1")
     engine = daemon.test_engine
@@ -244,21 +240,16 @@ async def test_a_container_that_never_started_is_removed(daemon: Daemon) -> None
     assert engine.containers() == []
 
 
-async def test_a_runtime_switch_leaves_the_other_s_kernels_running(
-    folder: Path, engine  # noqa: ANN001
-) -> None:
-    daemon = Daemon(folder, "docker", engine.socket)
-    try:
-        await daemon.start()
-        first = await daemon.running(kernel_id="k1", slots={"cuda.device": 1})
-        daemon.runtime = "process"
-        await daemon.stop()
-        daemon.configure()
-        await daemon.start()
-        assert (await daemon.get("/v1/kernels/k1"))["container_id"] == first["container_id"]
-        second = await daemon.running(kernel_id="k2", slots={"cuda.device": 1})
-        assert list(second["allocation"]["cuda"]["cuda.device"]) == ["cuda1"]
-        assert (await daemon.call("DELETE", "/v1/kernels/k1?timeout=0")).status == 204
-        assert engine.containers() == []
-    finally:
-        await daemon.close()
+@pytest.mark.docker
+async def test_a_runtime_switch_leaves_the_other_s_kernels_running(dockered: Daemon) -> None:
+    await dockered.start()
+    first = await dockered.running(kernel_id="k1", slots={"cuda.device": 1})
+    await dockered.stop()
+    dockered.runtime = "process"
+    dockered.configure()
+    await dockered.start()
+    assert (await dockered.get("/v1/kernels/k1"))["container_id"] == first["container_id"]
+    second = await dockered.running(kernel_id="k2", slots={"cuda.device": 1})
+    assert list(second["allocation"]["cuda"]["cuda.device"]) == ["cuda1"]
+    assert (await dockered.call("DELETE", "/v1/kernels/k1?timeout=0")).status == 204
+    assert dockered.test_engine.containers() == []
