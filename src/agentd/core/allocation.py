@@ -167,14 +167,17 @@ def _room(candidates: Iterable[_Candidate]) -> int:
 
 
 def _alternating(candidates: Sequence[_Candidate]) -> list[_Candidate]:
-    """Order natural ids so that equally free devices alternate between NUMA nodes."""
+    """Order natural ids so that equally free devices alternate between NUMA nodes.
+
+    Devices that are near everything come after those that have a node.
+    """
     seen: dict[tuple[int, int | None], int] = {}
     keyed = []
     for position, candidate in enumerate(candidates):
         node = candidate.device.numa_node
         turn = seen.get((candidate.room, node), 0)
         seen[candidate.room, node] = turn + 1
-        keyed.append(((turn, node is None, node or 0, position), candidate))
+        keyed.append(((node is None, turn, node or 0, position), candidate))
     return [candidate for _, candidate in sorted(keyed, key=lambda item: item[0])]
 
 

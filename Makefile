@@ -1,0 +1,43 @@
+# Two ways in: `make demo` shows agentd at work, `make test` passes its tests.
+# Both make their own virtual environment in .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := pyproject.toml plugins/sim/pyproject.toml
+
+.PHONY: demo test check unit bench clean
+
+demo: $(VENV)/.installed
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash docs/tutorial/demo.sh
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(MAKE) --no-print-directory unit
+
+unit: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m "not docker" --ignore=tests/end_to_end $(ARGS)
+
+bench: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/create.py --json
+
+clean:
+	rm -rf $(VENV) build .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(SOURCES) | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable . --editable plugins/sim
+	touch $@
+
+$(VENV)/.installed-dev: $(SOURCES) | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' --editable plugins/sim
+	touch $@ $(VENV)/.installed

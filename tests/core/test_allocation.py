@@ -1,0 +1,268 @@
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentd.core.allocation import (
+    Affinity,
+    Allocation,
+    Ledger,
+    Policy,
+    Share,
+    Strategy,
+    allocate,
+    release,
+)
+from agentd.core.devices import MEMORY, DeviceId, Health
+from agentd.core.ledger import UNREADABLE_SLOT
+from agentd.core.partition import split
+from agentd.core.rules import AgentRule, AllocationMode, SplitRules
+from agentd.core.slots import ONE, ResourceSlots, SlotKind
+from agentd.errors import InsufficientResource
+from core.machines import GIB, cores, gpus, machine, memory, shared
+
+FILL = Policy(Strategy.FILL)
+EVENLY = Policy(Strategy.EVENLY)
+NEAR = Policy(Strategy.EVENLY, Affinity.PREFER_SINGLE_NODE)
+CENT = ONE // 100
+
+
+def slots(**amounts: float) -> ResourceSlots:
+    return ResourceSlots(
+        {
+            name.replace("_", "."): int(amount) if name == "mem" else round(amount * ONE)
+            for name, amount in amounts.items()
+        }
+    )
+
+
+def given_ids(allocation: Allocation, name: str) -> dict[str, float]:
+    return {s.device_id.id: s.amount / ONE for s in allocation.devices_of(name)}
+
+
+def place(devices, asked, policy=EVENLY, quantum=ONE, ledger=None) -> Allocation:
+    node = shared(machine(*devices, memory(), quantum=quantum), "a")
+    return allocate(ledger or Ledger(), node.inventory, node.partitions["a"], asked, policy)
+
+
+def numa(*nodes: int | None, capacity: float = 1, slot: str = "cuda.device"):
+    return gpus(*[capacity] * len(nodes), nodes=nodes, slot=slot)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "asked", "policy", "expected"),
+    [
+        # interleaved: equally good devices alternate between nodes
+        ([0, 0, 1, 1], 2, EVENLY, ["cuda0", "cuda2"]),
+        ([0, 0, 1, 1], 3, EVENLY, ["cuda0", "cuda1", "cuda2"]),
+        ([0, 0, 1, 1, 2, 2], 3, EVENLY, ["cuda0", "cuda2", "cuda4"]),
+        # one node that can hold all of it, the one with most room, the lowest on a tie
+        ([0, 0, 1, 1], 2, NEAR, ["cuda0", "cuda1"]),
+        ([0, 1, 1, 1], 2, NEAR, ["cuda1", "cuda2"]),
+        ([0, 1, 1, 2, 2], 2, NEAR, ["cuda1", "cuda2"]),
+        # none can: the nodes with most room first
+        ([0, 0, 1, 1, 1], 4, NEAR, ["cuda0", "cuda2", "cuda3", "cuda4"]),
+        # near everything
+        ([None, None, None], 2, NEAR, ["cuda0", "cuda1"]),
+        ([0, None], 2, NEAR, ["cuda0", "cuda1"]),
+        ([None, 0], 1, EVENLY, ["cuda1"]),
+    ],
+)
+def test_the_first_step_follows_the_affinity(nodes, asked, policy, expected) -> None:
+    allocation = place([*cores(2), *numa(*nodes)], slots(cuda_device=asked), policy)
+    assert sorted(given_ids(allocation, "cuda")) == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "asked", "policy", "expected"),
+    [
+        # cores 0-3 are on node 0, 4-7 on node 1
+        ([0, 1], {"cuda_device": 2, "cpu": 4}, EVENLY, ["0", "1", "4", "5"]),
+        ([0, 0], {"cuda_device": 2, "cpu": 2}, EVENLY, ["0", "1"]),
+        ([1, 1], {"cuda_device": 2, "cpu": 2}, EVENLY, ["4", "5"]),
+        ([1, 1], {"cuda_device": 1, "cpu": 4}, NEAR, ["4", "5", "6", "7"]),
+        # the near node cannot hold all of it: its cores first, then others
+        ([1, 1], {"cuda_device": 1, "cpu": 6}, EVENLY, ["0", "1", "4", "5", "6", "7"]),
+        ([None, None], {"cuda_device": 1, "cpu": 2}, EVENLY, ["0", "4"]),
+        ([None, None], {"cuda_device": 1, "cpu": 2}, NEAR, ["0", "1"]),
+    ],
+)
+def test_later_steps_stay_near_the_steps_before(nodes, asked, policy, expected) -> None:
+    allocation = place([*cores(8, 2), *numa(*nodes)], slots(**asked), policy)
+    assert sorted(given_ids(allocation, "cpu")) == expected
+
+
+def test_accelerators_come_first_by_device_name_then_cpu_then_mem() -> None:
+    devices = [*cores(2), *gpus(1, slot="rocm.device"), *gpus(1, slot="cuda.device")]
+    asked = slots(mem=1, cpu=1, rocm_device=1, cuda_device=1)
+    allocation = place(devices, asked)
+    names = [share.device_id.name for share in allocation.shares]
+    assert names == ["cuda", "rocm", "cpu", "mem"]
+
+
+def test_shares_on_equal_devices_are_halved_or_filled() -> None:
+    devices = [*cores(1), *gpus(1, 1, slot="cuda.shares")]
+    asked = slots(cuda_shares=1.5)
+    assert given_ids(place(devices, asked, quantum=CENT), "cuda") == {"cuda0": 0.75, "cuda1": 0.75}
+    assert given_ids(place(devices, asked, FILL, CENT), "cuda") == {"cuda0": 1, "cuda1": 0.5}
+
+
+def test_without_fragmentation_parts_are_equal_on_the_fewest_devices_or_refused() -> None:
+    whole = Policy(allow_fragmentation=False)
+    devices = [*cores(1), *gpus(1, 1, 1, slot="cuda.shares")]
+    asked = slots(cuda_shares=1.5)
+    allocation = place(devices, asked, whole, CENT)
+    assert sorted(given_ids(allocation, "cuda").values()) == [0.75, 0.75]
+    used = Ledger().with_held("k", "a", Allocation(tuple(
+        Share(DeviceId("cuda", f"cuda{n}"), "cuda.shares", SlotKind.COUNT, ONE * 4 // 10)
+        for n in range(3)
+    )))  # fmt: skip
+    with pytest.raises(InsufficientResource):
+        place(devices, asked, whole, CENT, used)
+    assert place(devices, asked, EVENLY, CENT, used)
+
+
+def test_a_refusal_takes_nothing_of_the_other_slots() -> None:
+    with pytest.raises(InsufficientResource) as caught:
+        place([*cores(2), *gpus(1)], slots(cuda_device=1, cpu=3))
+    assert caught.value.slot == "cpu"
+    assert caught.value.free == "2"
+
+
+def held(slot: str, amount: int, device: str = "cuda0", agent: str = "a") -> Ledger:
+    share = Share(DeviceId("cuda", device), slot, SlotKind.COUNT, amount)
+    return Ledger().with_held("k1", agent, Allocation((share,)))
+
+
+@pytest.mark.parametrize(
+    ("change", "ledger", "why"),
+    [
+        ({}, held("cuda.device", ONE), "held by k1"),
+        ({}, held("cuda.shares", ONE // 2), "kernel k1 holds cuda.shares of it"),
+        ({}, held(UNREADABLE_SLOT, 0), "an unreadable share"),
+        ({"health": Health.UNHEALTHY, "reason": "Xid 79"}, Ledger(), "unhealthy: Xid 79"),
+        ({"gone": True, "reason": "not found"}, Ledger(), "gone: not found"),
+        ({"drained": True}, Ledger(), "drained"),
+    ],
+)
+def test_what_cannot_give_says_why(change, ledger, why) -> None:
+    devices = [*cores(1), *(replace(d, **change) for d in gpus(1))]
+    with pytest.raises(InsufficientResource) as caught:
+        place(devices, slots(cuda_device=1), ledger=ledger)
+    (row,) = caught.value.explain
+    assert why in row["reason"]
+    assert (row["device"], row["free"], row["considered"]) == ("cuda0", "0", False)
+
+
+def test_unknown_health_is_not_unhealthy() -> None:
+    devices = [*cores(1), *(replace(d, health=Health.UNKNOWN) for d in gpus(1))]
+    assert place(devices, slots(cuda_device=1))
+
+
+def test_other_agents_devices_are_explained_not_given() -> None:
+    node = split(
+        machine(*cores(2), memory(), *gpus(1, 1)),
+        SplitRules(AllocationMode.AUTO_SPLIT, (AgentRule("a"), AgentRule("b"))),
+    )
+    with pytest.raises(InsufficientResource) as caught:
+        allocate(Ledger(), node.inventory, node.partitions["a"], slots(cuda_device=2), EVENLY)
+    assert [row["reason"] for row in caught.value.explain] == [
+        "too little",
+        "not in the partition of a",
+    ]
+
+
+def test_an_agent_s_memory_is_the_less_of_its_own_and_the_node_s() -> None:
+    node = split(
+        machine(*cores(2), memory(8 * GIB)),
+        SplitRules(AllocationMode.AUTO_SPLIT, (AgentRule("a"), AgentRule("b"))),
+    )
+    device, part = node.inventory.by_id[MEMORY], node.partitions["a"]
+
+    def use(ledger: Ledger, agent: str, amount: int) -> Ledger:
+        share = Share(MEMORY, "mem", SlotKind.BYTES, amount)
+        return ledger.with_held(f"{agent}-{amount}", agent, Allocation((share,)))
+
+    assert Ledger().free(device, part) == 4 * GIB
+    assert use(Ledger(), "a", GIB).free(device, part) == 3 * GIB
+    assert use(Ledger(), "b", 6 * GIB).free(device, part) == 2 * GIB
+    assert use(use(Ledger(), "b", 6 * GIB), "a", GIB).free(device, part) == GIB
+    assert use(Ledger(), "gone", 9 * GIB).free(device, part) == 0
+
+
+def test_releasing_twice_changes_nothing_and_is_reported() -> None:
+    ledger = held("cuda.device", ONE)
+    once, held_it = release(ledger, "k1")
+    assert held_it
+    assert once == Ledger()
+    twice, held_again = release(once, "k1")
+    assert not held_again
+    assert twice is once
+    assert release(ledger, "other") == (ledger, False)
+
+
+AMOUNTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "cuda.shares": st.integers(0, 250).map(lambda n: n * CENT),
+        "npu.device": st.integers(0, 4).map(lambda n: n * ONE),
+        "cpu": st.integers(0, 5).map(lambda n: n * ONE),
+        "mem": st.integers(0, 3 * GIB),
+    },
+)
+POLICIES = st.builds(Policy, st.sampled_from(Strategy), st.sampled_from(Affinity), st.booleans())
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("ab"), AMOUNTS, st.booleans()), max_size=12),
+    POLICIES,
+    st.sampled_from(AllocationMode),
+)
+def test_no_share_is_ever_given_twice(steps, policy, mode) -> None:
+    devices = [
+        *cores(6, 2),
+        memory(8 * GIB),
+        *gpus(1, 1, 0.5, 1, slot="cuda.shares", nodes=(0, 0, 1, None)),
+        *gpus(1, 1, 1, slot="npu.device", nodes=(0, 1, 1)),
+    ]
+    inventory = machine(*devices, quantum=CENT)
+    whole = replace(inventory.slot_types["npu.device"], quantum=ONE)
+    inventory = replace(inventory, slot_types={**inventory.slot_types, "npu.device": whole})
+    rules = (AgentRule("a"), AgentRule("b"))
+    if mode is AllocationMode.MANUAL:
+        mode = AllocationMode.AUTO_SPLIT
+    node = split(inventory, SplitRules(mode, rules))
+    ledger = Ledger()
+    for number, (agent, amounts, is_release) in enumerate(steps):
+        if is_release and ledger.holdings:
+            before = ledger
+            name = next(iter(ledger.holdings))
+            holding = ledger.holdings[name]
+            ledger, _ = release(ledger, name)
+            assert ledger.with_held(name, *holding).held == before.held
+        asked = ResourceSlots(amounts)
+        try:
+            got = allocate(ledger, node.inventory, node.partitions[agent], asked, policy)
+        except InsufficientResource as error:
+            assert error.explain
+            continue
+        assert _summed(got) == asked
+        shuffled = ResourceSlots(dict(random.sample(list(amounts.items()), len(amounts))))
+        again = allocate(ledger, node.inventory, node.partitions[agent], shuffled, policy)
+        assert again == got
+        ledger = ledger.with_held(f"k{number}", agent, got)
+        for device in node.inventory.devices:
+            assert ledger.used(device.device_id) <= device.capacity
+        if mode is not AllocationMode.SHARED:
+            for device_id, holders in ledger.held.items():
+                owners = {ledger.holdings[name].agent_id for name in holders}
+                assert device_id == MEMORY or len(owners) == 1
+
+
+def _summed(allocation: Allocation) -> ResourceSlots:
+    total = ResourceSlots()
+    for share in allocation.shares:
+        total += ResourceSlots({share.slot: share.amount})
+    return total

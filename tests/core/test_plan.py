@@ -1,0 +1,74 @@
+import pytest
+
+from agentd.core.allocation import Allocation, Share
+from agentd.core.devices import MEMORY, DeviceId
+from agentd.core.edits import ContainerEdits, merged
+from agentd.core.kernel import TRANSITIONS, Kernel, KernelSpec, KernelState
+from agentd.core.plan import NodeFacts, build_plan
+from agentd.core.slots import ONE, SlotKind
+from agentd.errors import InvalidRequest, RuntimeFailure
+
+NODE = NodeFacts("n", ("0", "1", "9"), frozenset({"0", "1"}), frozenset({"image", "mem"}))
+
+
+def spec(**members) -> KernelSpec:
+    return KernelSpec("k1", "a", ("true",), "hash", **members)
+
+
+def core(name: str) -> Share:
+    return Share(DeviceId("cpu", name), "cpu", SlotKind.COUNT, ONE)
+
+
+def test_a_plan_pins_to_its_cores_and_limits_to_its_memory() -> None:
+    shares = Allocation((core("1"), Share(MEMORY, "mem", SlotKind.BYTES, 64)))
+    plan = build_plan(spec(env={"A": "1"}), shares, ContainerEdits(env={"GPU": "0"}), NODE)
+    assert (plan.name, plan.cpus, plan.memory_bytes) == ("agentd-n-k1", ("1",), 64)
+    assert plan.env == {"A": "1", "GPU": "0"}
+    assert plan.not_enforced == ("mem",)
+
+
+def test_a_kernel_without_cores_of_its_own_runs_on_the_agent_s() -> None:
+    plan = build_plan(spec(), Allocation(), ContainerEdits(), NODE)
+    assert plan.cpus == ("0", "1")
+    assert "cpu" in plan.not_enforced
+
+
+def test_cores_that_are_not_there_are_not_pinned_and_said_so() -> None:
+    plan = build_plan(spec(image="i"), Allocation((core("9"),)), ContainerEdits(), NODE)
+    assert plan.cpus == ()
+    assert plan.not_enforced == ("cpu", "image", "mem")
+
+
+def test_a_request_cannot_set_what_is_not_its_own() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        build_plan(
+            spec(env={"GPU": "all", "AGENTD_X": "1"}, labels={"io.agentd.node": "x", "mine": "y"}),
+            Allocation(),
+            ContainerEdits(env={"GPU": "0"}),
+            NODE,
+        )
+    places = [problem.where for problem in caught.value.problems]
+    assert places == ["env.GPU", "env.AGENTD_X", "labels.io.agentd.node"]
+
+
+def test_what_gives_a_device_wins_over_what_hides_others() -> None:
+    edits = merged(
+        [ContainerEdits(env={"GPU": "", "NPU": ""})],
+        [ContainerEdits(env={"GPU": "0"}, groups=("video",)), ContainerEdits(groups=("video",))],
+    )
+    assert edits.env == {"GPU": "0", "NPU": ""}
+    assert edits.groups == ("video",)
+    with pytest.raises(RuntimeFailure, match="two plugins set GPU"):
+        merged([], [ContainerEdits(env={"GPU": "0"}), ContainerEdits(env={"GPU": "1"})])
+
+
+@pytest.mark.parametrize("before", KernelState)
+@pytest.mark.parametrize("after", KernelState)
+def test_only_the_moves_of_the_table_are_legal(before, after) -> None:
+    kernel = Kernel("k1", "a", before, "hash", 1.0, "fake")
+    if after is before or after in TRANSITIONS[before]:
+        assert kernel.moved_to(after).state is after
+    else:
+        with pytest.raises(ValueError, match="cannot go"):
+            kernel.moved_to(after)
+        assert kernel.state is before
