@@ -25,7 +25,7 @@ def engine() -> Iterator[engines.Engine]:
         if os.environ.get("AGENTD_REQUIRE_ALL"):
             pytest.fail(why)
         pytest.skip(why)
-    folder = Path(tempfile.mkdtemp(prefix="agentd-engine-", dir="/tmp"))  # noqa: S108 - short, for sockets
+    folder = Path(tempfile.mkdtemp(prefix="agentd-engine-", dir="/tmp"))
     running = engines.Engine(folder)
     try:
         running.start()
@@ -40,7 +40,7 @@ def engine() -> Iterator[engines.Engine]:
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """A folder with a path short enough for sockets, which other users may enter."""
-    path = Path(tempfile.mkdtemp(prefix="agentd-", dir="/tmp"))  # noqa: S108 - see above
+    path = Path(tempfile.mkdtemp(prefix="agentd-", dir="/tmp"))
     path.chmod(0o755)
     yield path
     shutil.rmtree(path, ignore_errors=True)

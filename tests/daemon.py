@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,7 @@ class Daemon:
         path: str,
         body: Any = None,
         headers: Mapping[str, str] | None = None,
-        data: bytes | None = None,
+        data: bytes | BytesIO | None = None,
     ) -> Answer:
         connector = aiohttp.UnixConnector(str(self.folder / "agentd.sock"))
         async with (

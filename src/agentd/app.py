@@ -131,25 +131,7 @@ class Daemon:
             await self._refuse_changed_id()
             plugins = await open_plugins(self._loaded)
             stack.push_async_callback(plugins.close)
-            host = probe()
-            devices = discover(self._loaded, host, plugins, self._state)
-            for warning in devices.warnings:
-                log.warning("node.warning", warning=warning)
-            runtimes = self._runtimes()
-            for runtime in runtimes.values():
-                stack.push_async_callback(runtime.close)
-            resource = self._settings.resource
-            rules = NodeRules(
-                self._node_id, self._settings.policy(), resource.default_slots, host.real_cores
-            )
-            service = KernelService(
-                devices,
-                Planner(devices, plugins, rules),
-                runtimes,
-                self._settings.node.runtime,
-                self._state,
-                time.time,
-            )
+            service = await self._service(stack, plugins)
             adoption = Adoption(service)
             adoption.recall_intents()
             handlers = Handlers(self._node_id, service, adoption, plugins)
@@ -161,12 +143,28 @@ class Daemon:
             handlers.is_ready = True
             kernels = len(service.table.kernels)
             log.info("daemon.ready", node_id=self._node_id, kernels=kernels)
-            self._notifier.ready(f"{kernels} kernels on {len(devices.split.partitions)} agents")
+            self._notifier.ready(f"serving node {self._node_id}; {kernels} kernels adopted")
             await self._until_stopped()
             self._notifier.stopping()
             log.info("daemon.stopping")
             await service.drain(DRAIN_TIMEOUT_S)
         log.info("daemon.stopped")
+
+    async def _service(
+        self, stack: contextlib.AsyncExitStack, plugins: PluginHost
+    ) -> KernelService:
+        host = probe()
+        devices = discover(self._loaded, host, plugins, self._state)
+        for warning in devices.warnings:
+            log.warning("node.warning", warning=warning)
+        runtimes = self._runtimes()
+        for runtime in runtimes.values():
+            stack.push_async_callback(runtime.close)
+        slots = self._settings.resource.default_slots
+        rules = NodeRules(self._node_id, self._settings.policy(), slots, host.real_cores)
+        planner = Planner(devices, plugins, rules)
+        default = self._settings.node.runtime
+        return KernelService(devices, planner, runtimes, default, self._state, time.time)
 
     async def _until_listed(self, adoption: Adoption, service: KernelService) -> None:
         """Wait until every runtime gave its first list, or could not."""
@@ -187,12 +185,14 @@ class Daemon:
         self._state.save_node(self._node_id, sorted(used | {service.default.name}))
 
     async def _until_stopped(self) -> None:
+        """Wait for a signal, and meanwhile keep systemd's watchdog quiet, if it watches."""
         interval_s = self._notifier.watchdog_s
         while not self._stop.is_set():
-            with contextlib.suppress(TimeoutError):
+            try:
                 async with asyncio.timeout(interval_s / 2 if interval_s else None):
                     await self._stop.wait()
-            self._notifier.alive()
+            except TimeoutError:
+                self._notifier.alive()
 
     def _runtimes(self) -> dict[str, Runtime]:
         """Make the configured runtime, and the other one if it may have kernels of ours."""

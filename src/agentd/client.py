@@ -36,7 +36,7 @@ class RpcProblem(click.ClickException):
 
     def show(self, file: Any = None) -> None:  # noqa: ANN401 - click's signature
         del file
-        if click.get_current_context(silent=True) and _wants_json():
+        if "--json" in sys.argv:
             click.echo(json.dumps(self.content), err=True)
         else:
             click.echo(f"agentctl: {' '.join(self.format_message().split())}", err=True)
@@ -107,10 +107,6 @@ def _problem(content: bytes) -> Mapping[str, Any]:
     except ValueError:
         found = None
     return found if isinstance(found, dict) else {"detail": content.decode(errors="replace")}
-
-
-def _wants_json() -> bool:
-    return "--json" in sys.argv
 
 
 def socket_of(config: str | None) -> str:

@@ -167,9 +167,7 @@ def test_a_damaged_record_is_recovered_from_the_second_statement() -> None:
 
 
 def test_what_cannot_be_read_at_all_keeps_back_what_it_might_hold() -> None:
-    kernel = adopted(
-        found(record="", statement="", cores=("1",), memory_bytes=64), NODE
-    ).kernel
+    kernel = adopted(found(record="", statement="", cores=("1",), memory_bytes=64), NODE).kernel
     assert kernel.state is KernelState.UNREADABLE
     ledger = Ledger().with_held("k1", "a", kernel.allocation)
     free = {d.device_id.id for d in NODE.devices if not ledger.holders(d.device_id)}

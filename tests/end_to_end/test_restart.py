@@ -3,7 +3,6 @@
 import os
 import select
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -118,7 +117,9 @@ async def test_less_memory_than_is_held_is_overcommitted_and_only_shrinks(daemon
     await daemon.running(kernel_id="k1", slots={"mem": "4g"})
     await daemon.stop()
     daemon.configure(AGENTS + gpus())
-    daemon.config_file.write_text(daemon.config_file.read_text().replace('mem = "8g"', 'mem = "2g"'))
+    daemon.config_file.write_text(
+        daemon.config_file.read_text().replace('mem = "8g"', 'mem = "2g"')
+    )
     await daemon.start()
     memory = await daemon.device("root")
     assert (memory["state"], memory["free"]) == ("overcommitted", "0")
@@ -128,7 +129,9 @@ async def test_less_memory_than_is_held_is_overcommitted_and_only_shrinks(daemon
 
 
 def devices(*ids: str) -> str:
-    listed = ", ".join(f'{{ id = "cuda{n}", stable-id = "GPU-{name}" }}' for n, name in enumerate(ids))
+    listed = ", ".join(
+        f'{{ id = "cuda{n}", stable-id = "GPU-{name}" }}' for n, name in enumerate(ids)
+    )
     return f'[plugins.cuda]\nplugin = "sim"\ndevices = [{listed}]\n'
 
 

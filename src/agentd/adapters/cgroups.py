@@ -7,8 +7,8 @@ Constraint"), so there the daemon first moves into a leaf of its own.
 
 from __future__ import annotations
 
+import asyncio
 import os
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,17 +31,17 @@ class KernelGroup:
         v1 = self.folder / "memory.oom_control"
         return v1 if v1.exists() else self.folder / "memory.events"
 
-    def pids(self) -> list[int]:
-        """Return the processes in the group; none if it is gone."""
-        try:
-            return [int(line) for line in self.procs.read_text(encoding="ascii").split()]
-        except OSError:
-            return []
-
-    def remove(self) -> None:
-        """Remove the group if it is there and empty."""
-        with suppress(OSError):
-            self.folder.rmdir()
+    async def remove(self) -> None:
+        """Remove the group; one whose last process is still on its way out is waited for."""
+        for _ in range(40):
+            try:
+                self.folder.rmdir()
+            except FileNotFoundError:
+                return
+            except OSError:
+                await asyncio.sleep(0.025)
+            else:
+                return
 
 
 @dataclass(frozen=True, slots=True)

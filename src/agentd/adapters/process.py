@@ -152,7 +152,7 @@ class ProcessRuntime:
 
     async def stop(self, kernel_id: str, handle: str, timeout_s: float | None) -> None:
         identity = self._identity(self._folder / kernel_id)
-        if identity is None:
+        if identity is None or identity.boot_id != self._boot_id:
             return
         grace_s = STOP_TIMEOUT_S if timeout_s is None else timeout_s
         if grace_s > 0:
@@ -185,7 +185,7 @@ class ProcessRuntime:
             await self.remove(kernel_id, handle)
             return
         if (group := _read(trash / "group")) is not None:
-            KernelGroup(Path(group)).remove()
+            await KernelGroup(Path(group)).remove()
         shutil.rmtree(trash, ignore_errors=True)
 
     async def list(self) -> Sequence[FoundKernel]:

@@ -43,7 +43,7 @@ class SimPlugin(AcceleratorPlugin):
             problems.append(SettingProblem("count", "give either count or devices"))
         problems += _check_number(settings, "count", 0, _MAX_COUNT)
         problems += _check_number(settings, "numa-nodes", 1, 64)
-        if settings.get("mode", "device") not in _QUANTA:
+        if settings.get("mode", "device") not in tuple(_QUANTA):
             why = f"{settings['mode']!r} is no mode; allowed: device, shares"
             problems.append(SettingProblem("mode", why))
         if (quantum := settings.get("quantum")) is not None and not _is_quantum(quantum):

@@ -1,0 +1,147 @@
+"""What only the process runtime has: keepers, sessions, identities."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from agentd.adapters.cgroups import find_memory_groups
+from agentd.adapters.host import boot_id
+from agentd.adapters.proc import Proc, read_stat
+from agentd.adapters.process import ProcessRuntime
+from agentd.core.reconcile import FoundState
+from contracts.test_runtime import plan
+
+
+@pytest.fixture
+async def runtime(folder: Path) -> AsyncIterator[ProcessRuntime]:
+    made = runtime_in(folder)
+    yield made
+    for found in await made.list():
+        await made.remove(found.kernel_id, found.handle)
+    await made.close()
+
+
+def runtime_in(folder: Path, boot: str | None = None) -> ProcessRuntime:
+    kernels = folder / "kernels"
+    kernels.mkdir(exist_ok=True)
+    return ProcessRuntime(kernels, "node-a", "nobody", boot or boot_id(), find_memory_groups())
+
+
+async def create(runtime: ProcessRuntime, *command: str):
+    return await runtime.create(plan(*command), lambda _: None)
+
+
+def identity(folder: Path) -> dict:
+    return json.loads((folder / "kernels" / "k1" / "identity.json").read_text())
+
+
+async def test_who_a_kernel_is_stands_on_disk_and_in_its_environment(runtime, folder) -> None:
+    found = await create(runtime, "sleep", "1000")
+    who = identity(folder)
+    assert who["pid"] == int(found.handle)
+    assert who["boot_id"] == boot_id()
+    stat = read_stat(who["pid"])
+    assert stat is not None
+    assert (stat.start_time, stat.session) == (who["start_time"], who["pid"])
+    env = Path(f"/proc/{who['pid']}/environ").read_bytes().split(b"\0")
+    for wanted in (b"AGENTD_NODE=node-a", b"AGENTD_KERNEL=k1", b"AGENTD_AGENT=agent-1"):
+        assert wanted in env
+    assert any(item.startswith(b"AGENTD_DEVICES=cpu/") for item in env)
+    assert not any(item.startswith(b"HOME=/root") for item in env)
+    if os.geteuid() == 0:
+        status = Path(f"/proc/{who['pid']}/status").read_text()
+        assert "Uid:\t65534\t65534\t65534\t65534" in status
+        assert "NoNewPrivs:\t1" in status
+
+
+async def test_a_kernel_has_ended_only_when_nothing_of_it_is_left(runtime, folder) -> None:
+    await create(runtime, "sh", "-c", "setsid sleep 1000 & sleep 1000 & exit 5")
+    leader = Proc(identity(folder)["pid"], identity(folder)["start_time"])
+    await leader.ended()
+    found = await runtime.find("k1")
+    assert found is not None
+    assert found.state is FoundState.RUNNING
+    await runtime.stop("k1", found.handle, 0)
+    ended = await runtime.find("k1")
+    assert ended is not None
+    assert (ended.state, ended.ending.exit_code) == (FoundState.EXITED, 5)
+
+
+async def test_one_that_ignores_term_is_killed_after_its_grace(runtime) -> None:
+    found = await create(runtime, "sh", "-c", "trap '' TERM; echo ready; sleep 1000; sleep 1000")
+    assert await anext(runtime.logs("k1", found.handle, follow=True, tail=None)) == b"ready\n"
+    await runtime.stop("k1", found.handle, 0.2)
+    ended = await runtime.find("k1")
+    assert ended is not None
+    assert ended.ending.exit_code == 137
+
+
+async def test_a_killed_keeper_loses_the_exit_status_and_not_the_kernel(runtime, folder) -> None:
+    await create(runtime, "sleep", "1000")
+    who = identity(folder)
+    keeper = Proc(who["keeper_pid"], who["keeper_start_time"])
+    keeper.signal(signal.SIGKILL)
+    await keeper.ended()
+    found = await runtime.find("k1")
+    assert found is not None
+    assert found.state is FoundState.RUNNING
+    Proc(who["pid"], who["start_time"]).signal(signal.SIGKILL)
+    async with asyncio.timeout(10):
+        async for seen in runtime.follow():
+            if seen == "k1" or (await runtime.find("k1")).state is FoundState.EXITED:
+                break
+    ended = await runtime.find("k1")
+    assert ended is not None
+    assert (ended.state, ended.ending.exit_code) == (FoundState.EXITED, None)
+    assert "exit status is lost" in ended.ending.reason
+
+
+async def test_a_pid_of_another_boot_is_nobody(runtime, folder) -> None:
+    await create(runtime, "sleep", "1000")
+    after = runtime_in(folder, "another-boot")
+    found = await after.find("k1")
+    assert found is not None
+    assert found.state is FoundState.EXITED
+    assert "the node restarted" in found.ending.reason
+    await after.stop("k1", found.handle, 0)
+    assert (await runtime.find("k1")).state is FoundState.RUNNING
+
+
+async def test_a_pid_that_was_used_again_is_somebody_else(runtime, folder) -> None:
+    await create(runtime, "sleep", "1000")
+    await runtime.stop("k1", "", 0)
+    path = folder / "kernels" / "k1"
+    (path / "exit.json").unlink()
+    stat = read_stat(os.getpid())
+    assert stat is not None
+    forged = {**identity(folder), "pid": os.getpid(), "keeper_pid": os.getpid()}
+    (path / "identity.json").write_text(json.dumps(forged))
+    assert (await runtime.find("k1")).state is FoundState.EXITED
+    await runtime.stop("k1", "", 0)
+    await runtime.remove("k1", "")
+
+
+async def test_a_folder_without_identity_never_ran(runtime, folder) -> None:
+    (folder / "kernels" / "k1").mkdir()
+    (folder / "kernels" / "k1" / "record.json").write_text(plan("sleep").record)
+    found = await runtime.find("k1")
+    assert found is not None
+    assert found.state is FoundState.CREATED
+    await runtime.remove("k1", "")
+    assert await runtime.list() == []
+
+
+async def test_the_kernel_s_memory_group_is_removed_with_it(runtime, folder) -> None:
+    if find_memory_groups() is None:
+        assert "mem" in runtime.unenforced
+        return
+    await create(runtime, "sleep", "1000")
+    group = Path((folder / "kernels" / "k1" / "group").read_text())
+    assert str(identity(folder)["pid"]) in (group / "cgroup.procs").read_text().split()
+    await runtime.remove("k1", "")
+    assert not group.exists()

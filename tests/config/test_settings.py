@@ -1,0 +1,242 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from agentd.config.document import default_text, with_setting, write_file
+from agentd.config.loading import find_config, load, load_text
+from agentd.config.settings import Settings
+from agentd.core.policy import Affinity, Strategy
+from agentd.core.rules import AllocationMode, Count, Ids, Size
+from agentd.errors import ConfigRefused
+
+ROOT = Path(__file__).parents[2]
+FILE = Path("agent.toml")
+
+
+def read(text: str, environ: dict[str, str] | None = None, monkeypatch=None) -> Settings:
+    return load_text(text, FILE, environ or {}).settings
+
+
+def refusal(text: str) -> list[str]:
+    with pytest.raises(ConfigRefused) as caught:
+        read(text)
+    return caught.value.lines()
+
+
+def test_the_defaults_are_those_of_the_design() -> None:
+    settings = Settings()
+    assert settings.node.runtime == "docker"
+    assert str(settings.node.state_dir) == "/var/lib/agentd"
+    assert str(settings.rpc.socket) == "/run/agentd/agentd.sock"
+    assert settings.rpc.listen is None
+    assert settings.resource.allocation_mode is AllocationMode.SHARED
+    assert settings.policy().strategy is Strategy.EVENLY
+    assert settings.policy().affinity is Affinity.INTERLEAVED
+    assert settings.resource.reserved_cpu == settings.resource.reserved_mem == 0
+    assert settings.host.cpus is settings.host.mem is None
+    assert settings.plugins.open_timeout == 5
+
+
+def test_the_commented_default_file_is_the_code_s_defaults() -> None:
+    text = (ROOT / "configs" / "agent.toml").read_text()
+    assert text == default_text()
+    assert read(text) == Settings()
+
+
+def test_the_file_of_the_design_is_read() -> None:
+    settings = read("""
+[node]
+id = "node-1"
+[rpc]
+listen = "127.0.0.1:6001"
+token-file = "/etc/agentd/token"
+[host]
+cpus = 8
+mem = "32g"
+[runtime.docker]
+network = "none"
+allowed-mounts = ["/data"]
+[resource]
+allocation-mode = "manual"
+reserved-cpu = ["0"]
+reserved-mem = "1g"
+memory-align-size = "16m"
+[[agents]]
+id = "agent-1"
+[agents.resource]
+cpu = ["0", "1", "2", "3"]
+mem = "16g"
+devices = { cuda = ["cuda0", "cuda1"], rocm = 2 }
+[plugins]
+allow = ["cuda"]
+[plugins.cuda]
+plugin = "sim"
+required = true
+count = 2
+""")
+    (agent,) = settings.split_rules().agents
+    assert agent.cpu == Ids(("0", "1", "2", "3"))
+    assert agent.mem == Size(16 * 2**30)
+    assert agent.devices == {"cuda": Ids(("cuda0", "cuda1")), "rocm": Count(2)}
+    assert settings.split_rules().reserved_cpu == ("0",)
+    (table,) = settings.plugins.tables
+    assert (table.name, table.plugin, table.required) == ("cuda", "sim", True)
+    assert table.settings == {"count": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("[resource]\nallocation-mod = 1", "resource.allocation-mod: unknown key; did you mean"),
+        ("[resource]\nallocation_mode = 1", "resource.allocation_mode: unknown key; did you mean"),
+        ("[nood]", "nood: unknown key; did you mean node? allowed: node, rpc, host"),
+        ("[runtime.dokcer]", "runtime.dokcer: unknown key; did you mean docker?"),
+        ('[node]\nruntime = "podman"', "node.runtime: Input should be 'docker' or 'process'"),
+        ('[node]\nid = "a b"', "node.id: 'a b' is no name; allowed:"),
+        ('[resource]\nallocation-mode = "x"', "'shared', 'auto-split' or 'manual', not 'x'"),
+        ("[resource]\nreserved-cpu = true", "resource.reserved-cpu: True is neither; allowed:"),
+        ("[resource]\nreserved-cpu = -1", "resource.reserved-cpu: -1 is neither"),
+        ("[resource]\nreserved-mem = 1e3", "resource.reserved-mem: '1e3' has an exponent"),
+        ("[resource]\nreserved-mem = nan", "is not finite"),
+        ("[resource]\nreserved-mem = -1", "is negative"),
+        ("[resource]\nmemory-align-size = 0", "resource.memory-align-size: 0 divides nothing"),
+        ("[resource]\ndefault-slots = { gpu = 1 }", "only cpu and mem have defaults"),
+        ("[resource]\ndefault-slots = { mem = 0 }", "a kernel without memory cannot run"),
+        ("[host]\ncpus = 0", "host.cpus: Input should be greater than or equal to 1"),
+        ('[rpc]\nlisten = "127.0.0.1:1"', "rpc: listen needs token-file"),
+        ('[rpc]\nlisten = "localhost"', "rpc.listen: 'localhost' is no address; allowed:"),
+        ('[rpc]\nlisten = "0.0.0.0:1"\ntoken-file = "/t"', "beyond loopback needs tls-cert"),
+        (f'[rpc]\nsocket = "/{"x" * 120}"', "rpc.socket: longer than 107 bytes"),
+        ('[runtime.docker]\nallowed-mounts = ["data"]', "data is not absolute"),
+        ("[[agents]]", "agents.0.id: Field required"),
+        ('[[agents]]\nid = "a"\n[[agents]]\nid = "a"', "agents: a stands twice"),
+        (
+            '[[agents]]\nid = "a"\n[agents.resource]\ncuda.shares = 0.5',
+            "agents.0.resource.cuda: cuda.shares is a slot; devices are divided, and slots follow"
+            ' from them: write cuda = ["cuda0"] under devices',
+        ),
+        (
+            '[[agents]]\nid = "a"\n[agents.resource.devices]\n"cuda.shares" = 0.5',
+            'write cuda = ["cuda0"] under devices',
+        ),
+        (
+            '[[agents]]\nid = "a"\n[agents.resource.devices]\ncuda.shares = 0.5',
+            'write cuda = ["cuda0"] under devices',
+        ),
+        (
+            '[[agents]]\nid = "a"\n[agents.resource]\ndevices = { cpu = 1 }',
+            "write cpu beside devices",
+        ),
+        ("[plugins]\nallw = 1", "plugins: allw: unknown key; allowed: allow, block"),
+        ("[plugins.cpu]\nx = 1", "cpu: is built in"),
+        ("[plugins.Cuda]\nx = 1", "Cuda: is no device name"),
+        ("[plugins.cuda]\nrequired = 1", "cuda.required: 1 is neither true nor false"),
+        ("[node", "is no TOML:"),
+    ],
+)
+def test_what_is_refused_says_where_why_and_what_is_allowed(text, line) -> None:
+    lines = refusal(text)
+    assert any(line in got for got in lines), lines
+    assert all(got.startswith("agent.toml: ") for got in lines)
+
+
+def test_every_error_is_reported_at_once() -> None:
+    assert len(refusal('[node]\nruntime = 1\nid = "/"\n[rpc]\nsock = 1\n[host]\ncpus = "x"')) == 4
+
+
+def test_the_environment_goes_over_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = {
+        "AGENTD__RESOURCE__ALLOCATION_MODE": "manual",
+        "AGENTD__RESOURCE__RESERVED_CPU": "2",
+        "AGENTD__RUNTIME__DOCKER__NETWORK": "none",
+        "AGENTD__AGENTS": '[{"id": "a"}]',
+        "AGENTD__PLUGINS__CUDA__COUNT": "3",
+    }
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    text = '[resource]\nallocation-mode = "shared"\nreserved-mem = "1g"\n[plugins.cuda]\nplugin = "sim"'
+    loaded = load_text(text, FILE, environ)
+    resource = loaded.settings.resource
+    assert resource.allocation_mode is AllocationMode.MANUAL
+    assert (resource.reserved_cpu, resource.reserved_mem) == (2, 2**30)
+    assert loaded.settings.runtime.docker.network == "none"
+    assert loaded.settings.agents[0].id == "a"
+    assert loaded.settings.plugins.tables[0].settings == {"count": 3}
+    assert loaded.origin(("resource", "allocation-mode")) == "AGENTD__RESOURCE__ALLOCATION_MODE"
+    assert loaded.origin(("resource", "reserved-mem")) == "agent.toml"
+    assert loaded.origin(("node", "runtime")) == "default"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "line"),
+    [
+        ("AGENTD__RESOURCE__ALLOCATION_MODE", "x", "AGENTD__RESOURCE__ALLOCATION_MODE: Input"),
+        ("AGENTD__RESOURCE__NOPE", "x", "AGENTD__RESOURCE__NOPE: unknown key"),
+        ("AGENTD__NOPE__X", "x", "AGENTD__NOPE__X: unknown section; allowed: AGENTD__NODE__"),
+        ("AGENTD__AGENTS", "not json", "environment:"),
+    ],
+)
+def test_a_wrong_variable_is_named(monkeypatch, name, value, line) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigRefused, match=line):
+        load_text("", FILE, os.environ)
+
+
+def test_a_missing_or_unreadable_file_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigRefused, match="nowhere.toml: cannot be read: No such file"):
+        load(tmp_path / "nowhere.toml", {})
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigRefused, match="not UTF-8"):
+        load(binary, {})
+
+
+def test_the_file_is_searched_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    there = tmp_path / "agent.toml"
+    monkeypatch.setattr("agentd.config.loading.SEARCHED", there)
+    assert find_config(None, {}) is None
+    there.touch()
+    assert find_config(None, {}) == there
+    assert find_config(None, {"AGENTD_CONFIG": "/a"}) == Path("/a")
+    assert find_config("/b", {"AGENTD_CONFIG": "/a"}) == Path("/b")
+
+
+def test_setting_one_key_keeps_comments_and_order() -> None:
+    text = default_text()
+    changed = with_setting(text, "resource.allocation-mode", "manual", FILE)
+    assert changed == text.replace('allocation-mode = "shared"', 'allocation-mode = "manual"')
+    listed = with_setting(text, "plugins.block", '["cuda"]', FILE)
+    assert read(listed).plugins.block == ("cuda",)
+    added = with_setting(text, "plugins.cuda.count", "3", FILE)
+    assert read(added).plugins.tables[0].settings == {"count": 3}
+    agents = '[[agents]] # mine\nid = "a" # first\n'
+    assert with_setting(agents, "agents.0.id", "b", FILE) == agents.replace('"a"', '"b"')
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("resource.nope", "1"), ("node.runtime", "x"), ("agents.3.id", "x"), ("node.id.x", "1")],
+)
+def test_a_setting_that_would_break_the_file_is_refused(key, value) -> None:
+    with pytest.raises(ConfigRefused):
+        with_setting('[node]\nid = "n"\n', key, value, FILE)
+
+
+def test_a_file_is_replaced_in_one_step_and_keeps_its_mode(tmp_path: Path) -> None:
+    path = tmp_path / "agent.toml"
+    path.write_text("old")
+    path.chmod(0o600)
+    write_file(path, "new")
+    assert path.read_text() == "new"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_dev_toml_keeps_everything_below_its_own_folder() -> None:
+    settings = load(ROOT / "configs" / "dev.toml", {}).settings
+    assert settings.node.runtime == "process"
+    assert len(settings.agents) == 2
+    assert settings.node.state_dir.is_relative_to("/tmp/agentd-dev")
+    assert settings.rpc.socket.is_relative_to("/tmp/agentd-dev")
+    assert {table.plugin for table in settings.plugins.tables} == {"sim"}

@@ -1,0 +1,327 @@
+"""The RPC as a caller meets it: problems, authentication, readiness, OpenAPI."""
+
+import asyncio
+import json
+import signal
+import socket
+import ssl
+import subprocess
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from openapi_spec_validator import validate
+
+from agentd.rpc.routes import ROUTES
+from agentd.rpc.server import MAX_BODY, STATUSES
+from daemon import AGENTS, Daemon, gpus
+
+
+@pytest.fixture
+async def up(plain: Daemon) -> Daemon:
+    await plain.start()
+    return plain
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "data", "status", "code", "detail"),
+    [
+        ("GET", "/v1/nope", None, 404, "NotFound", "/v1/nope"),
+        ("PUT", "/v1/node", None, 405, "MethodNotAllowed", "PUT /v1/node"),
+        ("GET", "/v1/agents/x", None, 404, "UnknownAgent", "it has agent-1, agent-2"),
+        ("GET", "/v1/agents/x/kernels", None, 404, "UnknownAgent", "no agent x"),
+        ("POST", "/v1/agents/x/kernels", b"{}", 404, "UnknownAgent", "no agent x"),
+        ("GET", "/v1/kernels/x", None, 404, "UnknownKernel", "no kernel x"),
+        ("GET", "/v1/kernels/x/logs", None, 404, "UnknownKernel", "no kernel x"),
+        ("POST", "/v1/kernels/x/stop", None, 404, "UnknownKernel", "no kernel x"),
+        ("DELETE", "/v1/kernels/x", None, 404, "UnknownKernel", "no kernel x"),
+        ("POST", "/v1/devices/cuda/x/drain", None, 404, "UnknownDevice", "has cuda0, cuda1"),
+        ("DELETE", "/v1/devices/tpu/x", None, 404, "UnknownDevice", "none of that name"),
+        ("GET", "/v1/kernels?x=1", None, 422, "InvalidRequest", "unknown query parameter x"),
+        ("DELETE", "/v1/kernels/x?timeout=-1", None, 422, "InvalidRequest", "timeout"),
+        ("DELETE", "/v1/kernels/x?timeout=nan", None, 422, "InvalidRequest", "timeout"),
+        ("GET", "/v1/kernels/x/logs?tail=-1", None, 422, "InvalidRequest", "tail"),
+        ("GET", "/v1/kernels/x/logs?follow=maybe", None, 422, "InvalidRequest", "follow"),
+        ("POST", "/v1/kernels/x/stop", b'{"timeout": "soon"}', 422, "InvalidRequest", "timeout"),
+    ],
+)
+async def test_every_refusal_is_a_problem(up, method, path, data, status, code, detail) -> None:
+    answer = await up.call(method, path, data=data)
+    assert (answer.status, answer.json["code"]) == (status, code), answer.content
+    assert answer.headers["Content-Type"] == "application/problem+json"
+    assert detail in answer.json["detail"]
+    assert set(answer.json) >= {"type", "title", "status", "detail", "code"}
+    if code == "InvalidRequest":
+        assert all(set(item) == {"where", "why"} for item in answer.json["errors"])
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "where"),
+    [
+        (b"{", "InvalidRequest", ""),
+        (b"[]", "InvalidRequest", ""),
+        (b"\xff", "InvalidRequest", ""),
+        (b'{"comand": ["true"]}', "InvalidRequest", "comand"),
+        (b'{"command": "true"}', "InvalidRequest", "command"),
+        (b'{"command": [1]}', "InvalidRequest", "command.0"),
+        (b'{"command": [""]}', "InvalidRequest", "command"),
+        (b'{"command": []}', "InvalidRequest", "command"),
+        (b'{"command": ["a\\u0000b"]}', "InvalidRequest", "command.0"),
+        (b'{"command": ["true"], "kernel_id": "../x"}', "InvalidRequest", "kernel_id"),
+        (b'{"command": ["true"], "kernel_id": "a\\n"}', "InvalidRequest", "kernel_id"),
+        (b'{"command": ["true"], "kernel_id": ""}', "InvalidRequest", "kernel_id"),
+        (b'{"command": ["true"], "env": {"A=B": "x"}}', "InvalidRequest", "env.A=B"),
+        (b'{"command": ["true"], "env": {"AGENTD_X": "x"}}', "InvalidRequest", "env.AGENTD_X"),
+        (
+            b'{"command": ["true"], "env": {"CUDA_VISIBLE_DEVICES": "0"}}',
+            "InvalidRequest",
+            "env.CUDA_VISIBLE_DEVICES",
+        ),
+        (
+            b'{"command": ["true"], "labels": {"io.agentd.node": "x"}}',
+            "InvalidRequest",
+            "labels.io.agentd.node",
+        ),
+        (b'{"command": ["true"], "working_dir": "x"}', "InvalidRequest", "working_dir"),
+        (b'{"command": ["true"], "user": "daemon"}', "InvalidRequest", "user"),
+        (b'{"command": ["a"], "ports": [{"container": 0}]}', "InvalidRequest", "ports.0.container"),
+        (
+            b'{"command": ["true"], "mounts": [{"source": "/", "target": "/x"}]}',
+            "InvalidRequest",
+            "mounts",
+        ),
+        (b'{"command": ["true"], "slots": {"cpu": NaN}}', "InvalidSlotAmount", "slots.cpu"),
+        (b'{"command": ["true"], "slots": {"cpu": 1e0}}', "InvalidSlotAmount", "slots.cpu"),
+        (b'{"command": ["true"], "slots": {"cpu": 1e999}}', "InvalidSlotAmount", "slots.cpu"),
+        (b'{"command": ["true"], "slots": {"cpu": true}}', "InvalidSlotAmount", "slots.cpu"),
+        (b'{"command": ["true"], "slots": {"mem": "1x"}}', "InvalidSlotAmount", "slots.mem"),
+        (b'{"command": ["true"], "slots": {"cpu": 99999999999999999999}}', "InvalidSlotAmount",
+         "slots.cpu"),
+    ],
+)  # fmt: skip
+async def test_a_bad_body_is_named_member_by_member(up: Daemon, body, code, where) -> None:
+    answer = await up.call("POST", "/v1/agents/agent-1/kernels", data=body)
+    assert (answer.status, answer.json["code"]) == (422, code), answer.content
+    assert where in [item["where"] for item in answer.json["errors"]]
+    assert await up.get("/v1/kernels") == []
+
+
+async def test_a_body_over_the_limit_is_refused(up: Daemon) -> None:
+    body = BytesIO(b'{"command": ["' + b"x" * MAX_BODY + b'"]}')
+    answer = await up.call("POST", "/v1/agents/agent-1/kernels", data=body)
+    assert (answer.status, answer.json["code"]) == (413, "BodyTooLarge")
+
+
+async def test_amounts_are_read_as_they_were_written(up: Daemon) -> None:
+    body = b'{"command": ["sleep", "9"], "slots": {"cpu": 1.0, "mem": 1048576.0}}'
+    answer = await up.call("POST", "/v1/agents/agent-1/kernels", data=body)
+    assert answer.status == 201
+    assert answer.json["slots"] == {"cpu": "1", "mem": "1048576"}
+
+
+async def test_the_node_its_slots_and_its_agents_are_shown(up: Daemon) -> None:
+    node = await up.get("/v1/node")
+    assert node["id"] == up.node
+    assert node["runtime"] == {"name": "process", "state": "available", "reason": ""}
+    assert node["plugins"] == [
+        {"name": "cuda", "plugin": "sim", "state": "ready", "reason": "", "slots": ["cuda.device"]}
+    ]
+    slots = {slot["name"]: slot for slot in await up.get("/v1/slot-types")}
+    assert set(slots) == {"cpu", "mem", "cuda.device"}
+    assert (slots["mem"]["kind"], slots["cuda.device"]["quantum"]) == ("bytes", "1")
+    agent = await up.get("/v1/agents/agent-2")
+    assert agent["devices"]["cuda"] == ["cuda0", "cuda1"]
+    assert agent["slots"]["cuda.device"] == {"capacity": "2", "allocated": "0", "free": "2"}
+    assert agent["scaling_factors"] == {"cpu": "1", "mem": "1", "cuda.device": "1"}
+    assert [a["agent_id"] for a in await up.get("/v1/agents")] == ["agent-1", "agent-2"]
+
+
+async def test_a_failed_plugin_is_in_the_node_and_in_the_refusal(plain: Daemon) -> None:
+    await plain.start(AGENTS + gpus() + '[plugins.tpu]\nplugin = "tpu-driver"\n')
+    plugin = next(p for p in (await plain.get("/v1/node"))["plugins"] if p["name"] == "tpu")
+    assert plugin["state"] == "failed"
+    assert "no entry point 'tpu-driver' is installed" in plugin["reason"]
+    refused = await plain.create(slots={"tpu.chip": 1})
+    assert refused.json["plugins"] == {"tpu": plugin["reason"]}
+    await plain.running(slots={"cuda.device": 1})
+
+
+async def test_the_openapi_document_is_valid_and_has_every_route(up: Daemon) -> None:
+    document = await up.get("/v1/openapi.json")
+    validate(document)
+    assert document["openapi"].startswith("3.1")
+    assert {
+        (method.upper(), path) for path, calls in document["paths"].items() for method in calls
+    } == {(route.method, route.path) for route in ROUTES}
+    ids = [call["operationId"] for calls in document["paths"].values() for call in calls.values()]
+    assert len(set(ids)) == len(ids)
+
+
+async def test_answers_are_what_the_document_says(up: Daemon) -> None:
+    from jsonschema import Draft202012Validator
+
+    await up.running(kernel_id="k1", slots={"cuda.device": 1})
+    document = await up.get("/v1/openapi.json")
+    for route in ROUTES:
+        if route.method != "GET" or route.answers.get(200) is None:
+            continue
+        path = route.path.replace("{agent}", "agent-1").replace("{kernel}", "k1")
+        content = document["paths"][route.path]["get"]["responses"]["200"]["content"]
+        schema = {**content["application/json"]["schema"], "components": document["components"]}
+        Draft202012Validator(schema).validate(await up.get(path))
+
+
+def test_every_error_code_has_a_status() -> None:
+    from agentd import errors
+
+    codes = {
+        value.code
+        for value in vars(errors).values()
+        if isinstance(value, type) and issubclass(value, errors.AgentdError)
+    }
+    assert codes - {"ConfigRefused", "StartRefused"} <= set(STATUSES)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def over_tcp(url: str, token: str | None = None, **options: Any) -> tuple[int, Any]:
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(url, headers=headers, **options) as r,
+    ):
+        return r.status, json.loads(await r.read())
+
+
+async def test_tcp_needs_the_token_and_probes_do_not(plain: Daemon) -> None:
+    port = free_port()
+    (plain.folder / "token").write_text("s3cret\n")
+    listen = f'listen = "127.0.0.1:{port}"\ntoken-file = "{plain.folder}/token"\n[host]\n'
+    plain.configure()
+    plain.config_file.write_text(plain.config_file.read_text().replace("[host]\n", listen))
+    await plain.start()
+    url = f"http://127.0.0.1:{port}"
+    assert (await over_tcp(f"{url}/v1/node", "s3cret"))[0] == 200
+    for token in (None, "wrong", "s3cre"):
+        status, problem = await over_tcp(f"{url}/v1/node", token)
+        assert (status, problem["code"]) == (401, "Unauthorized")
+    for probe in ("/livez", "/readyz"):
+        assert (await over_tcp(url + probe))[0] == 200
+
+
+async def test_tls_is_spoken_where_it_is_configured(plain: Daemon) -> None:
+    port, folder = free_port(), plain.folder
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj",
+         "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1",
+         "-keyout", folder / "key", "-out", folder / "cert"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    (folder / "token").write_text("s3cret\n")
+    plain.configure()
+    rpc = (
+        f'listen = "127.0.0.1:{port}"\ntoken-file = "{folder}/token"\n'
+        f'tls-cert = "{folder}/cert"\ntls-key = "{folder}/key"\n[host]\n'
+    )
+    plain.config_file.write_text(plain.config_file.read_text().replace("[host]\n", rpc))
+    await plain.start()
+    context = ssl.create_default_context(cafile=str(folder / "cert"))
+    status, _ = await over_tcp(f"https://127.0.0.1:{port}/v1/node", "s3cret", ssl=context)
+    assert status == 200
+
+
+async def test_the_socket_is_for_its_group_alone(up: Daemon) -> None:
+    assert (up.folder / "agentd.sock").stat().st_mode & 0o777 == 0o660
+
+
+async def refused_start(daemon: Daemon) -> tuple[int, str]:
+    process = daemon.spawn()
+    code = await asyncio.to_thread(process.wait, 30)
+    return code, daemon.log
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (("/state", "/other"), "another agentd serves node id"),
+        (('id = "', 'id = "other-'), "is used by another agentd"),
+    ],
+)
+async def test_a_second_daemon_refuses(up: Daemon, change, line) -> None:
+    kernel = await up.running()
+    text = up.config_file.read_text().replace(*change)
+    up.config_file.write_text(text.replace("agentd.sock", "second.sock"))
+    code, log = await refused_start(up)
+    assert code == 1
+    assert line in log.splitlines()[-1]
+    assert await up.get("/v1/kernels") == [kernel]
+
+
+async def test_a_socket_in_use_is_refused_and_a_stale_one_replaced(plain: Daemon) -> None:
+    path = plain.folder / "agentd.sock"
+    plain.configure()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        code, log = await refused_start(plain)
+        assert code == 1
+        assert "is in use by another process" in log
+    assert path.exists()
+    await plain.start()
+
+
+async def test_a_changed_node_id_is_refused_while_kernels_of_the_old_one_live(plain) -> None:
+    await plain.start()
+    kernel = await plain.running(kernel_id="k1")
+    await plain.stop()
+    original = plain.config_file.read_text()
+    plain.config_file.write_text(original.replace('id = "test-', 'id = "renamed-'))
+    code, log = await refused_start(plain)
+    assert code == 78
+    assert "node.id: was test-" in log
+    assert "k1" in log
+    plain.config_file.write_text(original)
+    await plain.start()
+    assert await plain.get("/v1/kernels") == [kernel]
+
+
+async def test_stopping_says_so_drains_and_leaves_kernels_running(up: Daemon) -> None:
+    kernel = await up.running()
+    assert await up.stop(signal.SIGTERM) == 0
+    assert "STOPPING=1" in up.notes.recv(4096).decode()
+    assert Path(f"/proc/{kernel['pid']}").exists()
+    assert not (up.folder / "agentd.sock").exists()
+
+
+async def test_a_log_follower_does_not_hold_up_the_stop(up: Daemon) -> None:
+    await up.running(kernel_id="k1")
+    following = asyncio.create_task(up.call("GET", "/v1/kernels/k1/logs?follow=true"))
+    while following.done() is False and not following.get_stack():
+        await asyncio.sleep(0)
+    async with asyncio.timeout(15):
+        assert await up.stop(signal.SIGTERM) == 0
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+
+
+@pytest.mark.docker
+async def test_an_engine_that_is_down_is_a_state_of_the_runtime(dockered: Daemon) -> None:
+    engine_socket = dockered.engine
+    dockered.engine = dockered.folder / "nowhere.sock"
+    dockered.configure()
+    await dockered.start()
+    assert (await dockered.get("/v1/node"))["runtime"]["state"] == "unavailable"
+    assert (await dockered.call("GET", "/readyz")).status == 200
+    refused = await dockered.create()
+    assert (refused.status, refused.json["code"]) == (503, "RuntimeUnavailable")
+    assert refused.headers["Retry-After"]
+    dockered.engine = engine_socket
+    dockered.configure()
+    await dockered.restart()
+    await dockered.running()

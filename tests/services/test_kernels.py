@@ -1,0 +1,388 @@
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from agentd.core.devices import Health
+from agentd.core.kernel import Kernel, KernelSpec, KernelState
+from agentd.core.policy import Policy
+from agentd.core.reconcile import FoundState
+from agentd.core.rules import AgentRule, AllocationMode, SplitRules
+from agentd.core.slots import ONE, SlotKind, SlotType
+from agentd.errors import (
+    CommandNotFound,
+    Draining,
+    InsufficientResource,
+    InvalidRequest,
+    InvalidSlotAmount,
+    KernelConflict,
+    NotReady,
+    OutcomeUnknown,
+    PluginUnavailable,
+    RuntimeFailure,
+    RuntimeUnavailable,
+    UnknownAgent,
+    UnknownKernel,
+    UnsupportedResource,
+)
+from agentd.services.adoption import Adoption
+from agentd.services.devices import NodeDevices
+from agentd.services.interfaces import PluginListing
+from agentd.services.kernels import GRACE_S, KernelService
+from agentd.services.monitor import Monitor
+from agentd.services.planner import NodeRules, Planner
+from core.machines import CPU, GIB, MEM, cores, gpus, memory
+from fakes import FakeMemory, FakePlugins, FakeRuntime
+
+CUDA = SlotType("cuda.device", SlotKind.COUNT, ONE)
+
+
+class Rig:
+    """A node of fakes with two GPUs and two agents, shared; the clock stands still."""
+
+    def __init__(self, memory_of_node: FakeMemory | None = None) -> None:
+        self.runtime = FakeRuntime()
+        self.plugins = FakePlugins(PluginListing("cuda", (CUDA,), tuple(gpus(1, 1))))
+        self.memory = memory_of_node or FakeMemory()
+        self.now = 1000.0
+        rules = SplitRules(AllocationMode.SHARED, (AgentRule("a"), AgentRule("b")))
+        host = [*cores(4), memory(8 * GIB)]
+        self.devices = NodeDevices(self.plugins, self.memory, rules, (CPU, MEM), host)
+        self.devices.discover()
+        node = NodeRules("n", Policy(), {"cpu": 1, "mem": "256m"}, frozenset("0123"))
+        self.service = KernelService(
+            self.devices,
+            Planner(self.devices, self.plugins, node),
+            {"fake": self.runtime},
+            "fake",
+            self.memory,
+            lambda: self.now,
+        )
+        self.adoption = Adoption(self.service)
+
+    def spec(self, kernel_id: str = "k1", agent: str = "a", *command: str, **slots) -> KernelSpec:
+        amounts = {name.replace("_", "."): amount for name, amount in slots.items()}
+        words = command or ("sleep", "1000")
+        return KernelSpec(kernel_id, agent, words, f"{agent}{words}{amounts}", slots=amounts)
+
+    async def create(self, *args, **slots) -> Kernel:
+        kernel, _ = await self.service.create(self.spec(*args, **slots))
+        return kernel
+
+    @property
+    def free_gpus(self) -> int:
+        partition = self.service.partition("a")
+        devices = self.devices.inventory.by_name["cuda"]
+        return sum(self.service.table.ledger.free(d, partition) for d in devices) // ONE
+
+    @property
+    def states(self) -> dict[str, str]:
+        return {kernel.kernel_id: kernel.state.value for kernel in self.service.table}
+
+
+@pytest.fixture
+async def rig() -> Rig:
+    made = Rig()
+    await made.adoption.relist(made.runtime)
+    return made
+
+
+@pytest.fixture
+async def watched(rig: Rig) -> AsyncIterator[Rig]:
+    """The same, with the monitor running."""
+    monitor = asyncio.create_task(Monitor(rig.service, rig.adoption, rig.plugins).run())
+    while not rig.runtime._followers:
+        await asyncio.sleep(0)
+    yield rig
+    monitor.cancel()
+
+
+async def settled(rig: Rig, kernel_id: str, state: str) -> None:
+    async with asyncio.timeout(5):
+        while rig.states.get(kernel_id) != state:
+            await asyncio.sleep(0)
+
+
+async def test_a_kernel_holds_its_devices_until_it_is_removed(rig: Rig) -> None:
+    kernel = await rig.create(cuda_device=1)
+    assert kernel.state is KernelState.RUNNING
+    assert rig.free_gpus == 1
+    await rig.service.remove("k1")
+    assert rig.free_gpus == 2
+    assert rig.states == {}
+    with pytest.raises(UnknownKernel):
+        await rig.service.remove("k1")
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [RuntimeFailure("no space left"), CommandNotFound("x"), RuntimeUnavailable("down"), OSError()],
+)
+async def test_a_failed_create_gives_the_devices_back(rig: Rig, failure) -> None:
+    rig.runtime.fail_create = failure
+    with pytest.raises(type(failure)):
+        await rig.create(cuda_device=2)
+    assert rig.free_gpus == 2
+    assert rig.states == {}
+    assert rig.memory.intents == {}
+
+
+async def test_a_plugin_that_does_not_answer_gives_the_devices_back(rig: Rig) -> None:
+    rig.plugins.failure = PluginUnavailable("hung")
+    with pytest.raises(PluginUnavailable):
+        await rig.create(cuda_device=2)
+    assert rig.free_gpus == 2
+
+
+async def test_a_caller_that_goes_away_does_not_stop_the_create(rig: Rig) -> None:
+    rig.runtime.gate = asyncio.Event()
+    caller = asyncio.create_task(rig.service.create(rig.spec(cuda_device=1)))
+    while rig.states.get("k1") != "creating":
+        await asyncio.sleep(0)
+    caller.cancel()
+    rig.runtime.gate.set()
+    await settled(rig, "k1", "running")
+    assert rig.free_gpus == 1
+
+
+async def test_deleting_what_is_being_created_cancels_it_and_gives_back(rig: Rig) -> None:
+    rig.runtime.gate = asyncio.Event()
+    caller = asyncio.create_task(rig.service.create(rig.spec(cuda_device=2)))
+    while rig.states.get("k1") != "creating":
+        await asyncio.sleep(0)
+    assert rig.free_gpus == 0
+    with pytest.raises(KernelConflict):
+        await rig.service.stop("k1")
+    await rig.service.remove("k1")
+    assert rig.free_gpus == 2
+    assert rig.states == {}
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+
+
+async def test_an_unknown_outcome_stays_held_until_absence_is_proved(rig: Rig) -> None:
+    rig.runtime.fail_create = OutcomeUnknown("the answer was lost")
+    with pytest.raises(OutcomeUnknown):
+        await rig.create(cuda_device=2)
+    assert rig.free_gpus == 0
+    await rig.adoption.relist(rig.runtime)
+    assert rig.free_gpus == 0
+    rig.now += GRACE_S
+    rig.runtime.is_down = True
+    with pytest.raises(RuntimeUnavailable):
+        await rig.adoption.relist(rig.runtime)
+    assert rig.free_gpus == 0
+    rig.runtime.is_down = False
+    await rig.adoption.relist(rig.runtime)
+    assert rig.free_gpus == 2
+    assert rig.states == {}
+    assert rig.memory.intents == {}
+
+
+async def test_a_create_that_comes_true_late_is_adopted(rig: Rig) -> None:
+    await rig.create(cuda_device=1)
+    late = replace(rig.runtime.kernels["k1"], kernel_id="k2", handle="77")
+    record = rig.runtime.plans[0].record.replace('"kernel_id":"k1"', '"kernel_id":"k2"')
+    rig.runtime.fail_create = OutcomeUnknown("lost")
+    with pytest.raises(OutcomeUnknown):
+        await rig.create("k2", cuda_device=1)
+    rig.runtime.kernels["k2"] = replace(late, record=record)
+    await rig.adoption.relist(rig.runtime)
+    assert rig.states["k2"] == "running"
+    assert rig.service.unknown_until == {}
+
+
+async def test_an_intent_of_the_last_daemon_is_held_until_it_is_settled(rig: Rig) -> None:
+    rig.runtime.fail_create = OutcomeUnknown("killed here")
+    with pytest.raises(OutcomeUnknown):
+        await rig.create(cuda_device=2)
+    after = Rig(rig.memory)
+    after.adoption.recall_intents()
+    assert (after.states, after.free_gpus) == ({"k1": "creating"}, 0)
+    await after.adoption.relist(after.runtime)
+    assert after.free_gpus == 0
+    after.now += GRACE_S
+    await after.adoption.relist(after.runtime)
+    assert (after.states, after.free_gpus) == ({}, 2)
+
+
+async def test_nothing_is_created_before_the_first_complete_list() -> None:
+    rig = Rig()
+    with pytest.raises(NotReady):
+        await rig.create()
+    rig.runtime.is_down = True
+    with pytest.raises(RuntimeUnavailable):
+        await rig.adoption.relist(rig.runtime)
+    assert rig.adoption.first_try["fake"].is_set()
+    with pytest.raises(RuntimeUnavailable, match="the fake is down"):
+        await rig.create()
+    rig.runtime.is_down = False
+    await rig.adoption.relist(rig.runtime)
+    assert (await rig.create()).state is KernelState.RUNNING
+
+
+async def test_the_same_request_joins_the_create_under_way(rig: Rig) -> None:
+    rig.runtime.gate = asyncio.Event()
+    creates = [asyncio.create_task(rig.service.create(rig.spec(cuda_device=1))) for _ in range(3)]
+    while rig.states.get("k1") != "creating":
+        await asyncio.sleep(0)
+    with pytest.raises(KernelConflict):
+        await rig.service.create(rig.spec(cuda_device=2))
+    rig.runtime.gate.set()
+    answers = await asyncio.gather(*creates)
+    assert [is_new for _, is_new in answers] == [True, False, False]
+    assert {kernel.handle for kernel, _ in answers} == {"1"}
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"agent": "nobody"}, UnknownAgent),
+        ({"slots": {"tpu.chip": 1}}, UnsupportedResource),
+        ({"slots": {"cuda.device": "0.5"}}, InvalidSlotAmount),
+        ({"slots": {"mem": 0}}, InvalidSlotAmount),
+        ({"slots": {"cuda.device": 3}}, InsufficientResource),
+        ({"command": ()}, InvalidRequest),
+    ],
+)
+async def test_a_refused_request_reaches_nobody(rig: Rig, change, error) -> None:
+    spec = replace(
+        rig.spec(agent=change.get("agent", "a")),
+        slots=change.get("slots", {}),
+        command=change.get("command", ("sleep", "1")),
+    )
+    with pytest.raises(error):
+        await rig.service.create(spec)
+    assert rig.states == {}
+    assert rig.runtime.plans == []
+    assert rig.memory.intents == {}
+
+
+async def test_a_failed_plugin_is_named_in_the_refusal_and_a_late_one_can_be_retried(rig) -> None:
+    rig.plugins.failed = {"tpu": "no driver"}
+    rig.plugins.pending = ["npu"]
+    with pytest.raises(UnsupportedResource, match="plugin tpu failed: no driver"):
+        await rig.create(tpu_chip=1)
+    with pytest.raises(PluginUnavailable):
+        await rig.create(npu_device=1)
+
+
+async def test_stop_keeps_the_kernel_listed_and_frees_its_devices(rig: Rig) -> None:
+    await rig.create(cuda_device=2)
+    kernel = await rig.service.stop("k1", 0)
+    assert (kernel.state, kernel.ending.exit_code) == (KernelState.TERMINATED, 137)
+    assert rig.free_gpus == 2
+    assert (await rig.service.stop("k1")) == kernel
+
+
+async def test_a_stop_that_the_runtime_cannot_do_leaves_the_kernel_as_it_was(rig: Rig) -> None:
+    await rig.create(cuda_device=2)
+    rig.runtime.is_down = True
+    for call in (rig.service.stop, rig.service.remove):
+        with pytest.raises(RuntimeUnavailable):
+            await call("k1")
+        assert rig.states == {"k1": "running"}
+        assert rig.free_gpus == 0
+
+
+async def test_two_removes_at_once_are_one_and_a_not_found(rig: Rig) -> None:
+    await rig.create()
+    answers = await asyncio.gather(
+        rig.service.remove("k1"), rig.service.remove("k1"), return_exceptions=True
+    )
+    assert sorted(type(answer).__name__ for answer in answers) == ["NoneType", "UnknownKernel"]
+
+
+async def test_draining_refuses_creates_and_waits_for_those_under_way(rig: Rig) -> None:
+    rig.runtime.gate = asyncio.Event()
+    caller = asyncio.create_task(rig.service.create(rig.spec()))
+    while rig.states.get("k1") != "creating":
+        await asyncio.sleep(0)
+    draining = asyncio.create_task(rig.service.drain(5))
+    await asyncio.sleep(0)
+    with pytest.raises(Draining):
+        await rig.create("k2")
+    rig.runtime.gate.set()
+    await draining
+    assert (await caller)[0].state is KernelState.RUNNING
+
+
+async def test_an_end_seen_by_an_event_frees_the_devices(watched: Rig) -> None:
+    await watched.create(cuda_device=2)
+    watched.runtime.end("k1", 4)
+    await settled(watched, "k1", "terminated")
+    assert watched.service.table.get("k1").ending.exit_code == 4
+    assert watched.free_gpus == 2
+
+
+async def test_an_end_during_the_create_is_not_missed(watched: Rig) -> None:
+    await watched.create("k1", "a", "sh", "-c", "exit 3")
+    await settled(watched, "k1", "terminated")
+    assert watched.service.table.get("k1").ending.exit_code == 3
+
+
+async def test_a_kernel_that_somebody_removes_is_lost_and_its_devices_come_back(watched) -> None:
+    await watched.create(cuda_device=2)
+    watched.runtime.vanish("k1")
+    await settled(watched, "k1", "lost")
+    assert watched.free_gpus == 2
+    await watched.service.remove("k1")
+    assert watched.states == {}
+
+
+async def test_a_kernel_started_again_by_hand_is_charged_even_beyond_what_there_is(watched) -> None:
+    await watched.create("k1", cuda_device=2)
+    await watched.service.stop("k1", 0)
+    await watched.create("k2", cuda_device=2)
+    watched.runtime.put(replace(watched.runtime.kernels["k1"], state=FoundState.RUNNING))
+    await settled(watched, "k1", "running")
+    device = watched.devices.inventory.by_name["cuda"][0]
+    assert watched.service.table.ledger.used(device.device_id) == 2 * ONE
+    assert watched.free_gpus == 0
+
+
+async def test_a_runtime_that_comes_back_is_listed_again(watched: Rig) -> None:
+    await watched.create(cuda_device=1)
+    watched.runtime.is_down = True
+    with pytest.raises(RuntimeUnavailable):
+        await watched.adoption.relist(watched.runtime)
+    assert watched.adoption.statuses["fake"].state == "unavailable"
+    assert watched.states == {"k1": "running"}
+    assert watched.free_gpus == 1
+    watched.runtime.is_down = False
+    await watched.adoption.relist(watched.runtime)
+    assert watched.adoption.statuses["fake"].state == "available"
+
+
+async def test_an_unhealthy_device_leaves_capacity_not_the_known_slots(rig: Rig) -> None:
+    sick = replace(gpus(1, 1)[0], health=Health.UNHEALTHY, reason="Xid 79")
+    rig.plugins.ready = [PluginListing("cuda", (CUDA,), (sick, gpus(1, 1)[1]))]
+    rig.devices.discover()
+    assert rig.free_gpus == 1
+    assert "cuda.device" in rig.devices.inventory.slot_types
+
+
+async def test_a_late_plugin_joins_without_moving_anything(rig: Rig) -> None:
+    await rig.create(cuda_device=1)
+    npu = SlotType("npu.device", SlotKind.COUNT, ONE)
+    devices = tuple(replace(d, aliases=()) for d in gpus(1, slot="npu.device"))
+    rig.plugins.ready.append(PluginListing("npu", (npu,), devices))
+    before = rig.devices.generation
+    rig.devices.join_late("npu")
+    assert rig.devices.generation > before
+    assert rig.free_gpus == 1
+    await rig.create("k2", npu_device=1)
+
+
+async def test_64_creates_at_once_share_out_every_device_once(rig: Rig) -> None:
+    rig.runtime.gate = asyncio.Event()
+    creates = [
+        asyncio.create_task(rig.create(f"k{n}", "ab"[n % 2], cuda_device=1, cpu=0, mem=1))
+        for n in range(64)
+    ]
+    await asyncio.sleep(0)
+    rig.runtime.gate.set()
+    answers = await asyncio.gather(*creates, return_exceptions=True)
+    assert sum(isinstance(answer, Kernel) for answer in answers) == 2
+    assert sum(isinstance(answer, InsufficientResource) for answer in answers) == 62

@@ -1,0 +1,70 @@
+"""The house: directions, sizes, and what is shipped with it."""
+
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentd.adapters.systemd import Notifier
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted([*ROOT.glob("src/**/*.py"), *ROOT.glob("plugins/*/src/**/*.py")])
+
+
+def test_imports_point_one_way() -> None:
+    command = [Path(sys.executable).parent / "lint-imports"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_module_says_what_it_is_for_and_keeps_to_its_size(path: Path) -> None:
+    text = path.read_text()
+    tree = ast.parse(text)
+    assert ast.get_docstring(tree), "no module docstring"
+    assert text.count("\n") <= 400
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert (node.end_lineno or 0) - node.lineno < 50, node.name
+        if isinstance(node, ast.ClassDef):
+            assert (node.end_lineno or 0) - node.lineno < 250, node.name
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if "plugins" in p.parts], ids=str)
+def test_a_plugin_imports_the_plugin_api_and_nothing_else_of_agentd(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        for name in names:
+            assert name.partition(".")[0] != "agentd" or name == "agentd.plugin_api"
+
+
+def test_there_is_no_drawer_for_odds_and_ends() -> None:
+    drawers = {"utils", "helpers", "common", "base", "types", "manager"}
+    assert not drawers & {path.stem for path in SOURCES}
+
+
+def test_the_unit_file_is_one_that_systemd_takes() -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed")
+    unit = ROOT / "systemd" / "agentd.service"
+    done = subprocess.run(
+        ["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    text = unit.read_text()
+    for line in ("Type=notify", "KillMode=process", "RestartPreventExitStatus=78"):
+        assert line in text
+
+
+def test_a_manager_that_does_not_listen_is_no_harm(tmp_path: Path) -> None:
+    Notifier({}).ready("x")
+    Notifier({"NOTIFY_SOCKET": str(tmp_path / "none")}).ready("x")
+    assert Notifier({"WATCHDOG_USEC": "2000000"}).watchdog_s == 2
+    assert Notifier({"WATCHDOG_USEC": "2000000", "WATCHDOG_PID": "1"}).watchdog_s is None
