@@ -113,8 +113,10 @@ count = 2
         ('[[agents]]\nid = "a"\n[[agents]]\nid = "a"', "agents: a stands twice"),
         (
             '[[agents]]\nid = "a"\n[agents.resource]\ncuda.shares = 0.5',
-            "agents.0.resource.cuda: cuda.shares is a slot; devices are divided, and slots follow"
-            ' from them: write cuda = ["cuda0"] under devices',
+            (
+                "agents.0.resource.cuda: cuda.shares is a slot; devices are divided,"
+                ' and slots follow from them: write cuda = ["cuda0"] under devices'
+            ),
         ),
         (
             '[[agents]]\nid = "a"\n[agents.resource.devices]\n"cuda.shares" = 0.5',
@@ -155,7 +157,13 @@ def test_the_environment_goes_over_the_file(monkeypatch: pytest.MonkeyPatch) -> 
     }
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    text = '[resource]\nallocation-mode = "shared"\nreserved-mem = "1g"\n[plugins.cuda]\nplugin = "sim"'
+    text = """
+[resource]
+allocation-mode = "shared"
+reserved-mem = "1g"
+[plugins.cuda]
+plugin = "sim"
+"""
     loaded = load_text(text, FILE, environ)
     resource = loaded.settings.resource
     assert resource.allocation_mode is AllocationMode.MANUAL
@@ -184,7 +192,7 @@ def test_a_wrong_variable_is_named(monkeypatch, name, value, line) -> None:
 
 
 def test_a_missing_or_unreadable_file_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigRefused, match="nowhere.toml: cannot be read: No such file"):
+    with pytest.raises(ConfigRefused, match=r"nowhere\.toml: cannot be read: No such file"):
         load(tmp_path / "nowhere.toml", {})
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"\xff\xfe")
