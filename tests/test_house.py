@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 
 from agentd.adapters.systemd import Notifier
+from agentd.cli import agentd
+from agentd.ctl import agentctl
+from agentd.rpc.routes import ROUTES
+from agentd.rpc.server import STATUSES
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted([*ROOT.glob("src/**/*.py"), *ROOT.glob("plugins/*/src/**/*.py")])
@@ -68,3 +72,17 @@ def test_a_manager_that_does_not_listen_is_no_harm(tmp_path: Path) -> None:
     Notifier({"NOTIFY_SOCKET": str(tmp_path / "none")}).ready("x")
     assert Notifier({"WATCHDOG_USEC": "2000000"}).watchdog_s == 2
     assert Notifier({"WATCHDOG_USEC": "2000000", "WATCHDOG_PID": "1"}).watchdog_s is None
+
+
+def test_every_route_code_and_command_is_documented() -> None:
+    reference = ROOT / "docs" / "reference"
+    rpc = (reference / "rpc.md").read_text()
+    for route in ROUTES:
+        path = route.path.removesuffix("/undrain")
+        assert path in rpc, route.path
+    for code in STATUSES:
+        assert f"`{code}`" in rpc, code
+    commands = (reference / "commands.md").read_text()
+    for group in (agentd, agentctl):
+        for name in group.commands:
+            assert name in commands, name

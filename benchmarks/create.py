@@ -1,0 +1,201 @@
+"""What agentd costs over the raw engine, side by side in one run.
+
+    python benchmarks/create.py [--pairs 50] [--json]
+
+Starts an engine of its own (needs root, dockerd, containerd, runc and busybox) and prints:
+create through agentd against the engine's create + start, in pairs; agentd's own share
+against a stand-in that answers at once, and the engine calls of one create; the memory (PSS)
+of the idle daemon; and the time from start to ready with 100 containers to adopt.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+from daemon import Daemon, gpus  # noqa: E402 - the tests' harness is the benchmarks' too
+from engine import IMAGE, Engine  # noqa: E402
+
+AGENTS = '[[agents]]\nid = "agent-1"\n'
+BODY = {"image": IMAGE, "command": ["sleep", "1000"], "slots": {"cpu": 0, "mem": "16m"}}
+
+
+def spread(seconds: list[float]) -> dict[str, float]:
+    """Milliseconds: the median, the 99th percentile, and the extremes."""
+    ordered = sorted(second * 1000 for second in seconds)
+    return {
+        "median_ms": round(statistics.median(ordered), 2),
+        "p99_ms": round(ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))], 2),
+        "min_ms": round(ordered[0], 2),
+        "max_ms": round(ordered[-1], 2),
+    }
+
+
+class Caller:
+    """One keep-alive connection to a unix socket."""
+
+    def __init__(self, path: Path) -> None:
+        self.session = aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path)))
+
+    async def call(self, method: str, path: str, body: Any = None) -> Any:
+        async with self.session.request(method, f"http://x{path}", json=body) as response:
+            content = await response.read()
+            assert response.status < 300, content
+            return json.loads(content) if content else None
+
+
+async def through_agentd(agentd: Caller, name: str) -> float:
+    before = time.perf_counter()
+    await agentd.call("POST", "/v1/agents/agent-1/kernels", {**BODY, "kernel_id": name})
+    return time.perf_counter() - before
+
+
+async def delete(agentd: Caller, name: str) -> None:
+    await agentd.call("DELETE", f"/v1/kernels/{name}?timeout=0")
+
+
+async def through_engine(engine: Caller, name: str) -> float:
+    config = {
+        "Image": IMAGE,
+        "Cmd": BODY["command"],
+        "HostConfig": {"NetworkMode": "none", "Memory": 16 * 2**20, "LogConfig": {"Type": "local"}},
+    }
+    before = time.perf_counter()
+    made = await engine.call("POST", f"/v1.41/containers/create?name={name}", config)
+    await engine.call("POST", f"/v1.41/containers/{made['Id']}/start")
+    took = time.perf_counter() - before
+    await engine.call("DELETE", f"/v1.41/containers/{made['Id']}?force=1")
+    return took
+
+
+async def pairs(daemon: Daemon, engine: Engine, count: int) -> dict[str, Any]:
+    agentd, raw = Caller(daemon.folder / "agentd.sock"), Caller(engine.socket)
+    ours, theirs = [], []
+    for n in range(count + 3):
+        ours.append(await through_agentd(agentd, f"a{n}"))
+        await delete(agentd, f"a{n}")
+        theirs.append(await through_engine(raw, f"r{n}"))
+    ours, theirs = ours[3:], theirs[3:]
+    for caller in (agentd, raw):
+        await caller.session.close()
+    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+    return {
+        "agentd": spread(ours),
+        "engine": spread(theirs),
+        "ratio": {
+            "median": round(statistics.median(ratios), 3),
+            "p10": round(ratios[len(ratios) // 10], 3),
+            "p90": round(ratios[len(ratios) * 9 // 10], 3),
+        },
+    }
+
+
+async def own_share(folder: Path, count: int) -> dict[str, Any]:
+    """Create against a stand-in, less what the stand-in alone takes for the same calls."""
+    path = folder / "stand-in.sock"
+    stand_in = subprocess.Popen([sys.executable, ROOT / "benchmarks" / "stand_in.py", path])
+    daemon = Daemon(folder, "docker")
+    daemon.engine = path
+    try:
+        while not path.exists():
+            await asyncio.sleep(0.01)
+        await daemon.start(AGENTS + gpus())
+        agentd, raw = Caller(folder / "agentd.sock"), Caller(path)
+        ours, theirs = [], []
+        await raw.call("GET", "/counted")
+        for n in range(count + 20):
+            ours.append(await through_agentd(agentd, f"a{n}"))
+            calls = await raw.call("GET", "/counted")
+            await delete(agentd, f"a{n}")
+            before = time.perf_counter()
+            config = {"Labels": {}, "HostConfig": {}}
+            await raw.call("POST", f"/v1.41/containers/create?name=r{n}", config)
+            await raw.call("POST", f"/v1.41/containers/r{n}/start")
+            await raw.call("GET", f"/v1.41/containers/r{n}/json")
+            theirs.append(time.perf_counter() - before)
+            await raw.call("DELETE", f"/v1.41/containers/r{n}")
+            await raw.call("GET", "/counted")
+        for caller in (agentd, raw):
+            await caller.session.close()
+        share = [a - b for a, b in zip(ours[20:], theirs[20:], strict=True)]
+        return {"whole": spread(ours[20:]), "own_share": spread(share), "engine_calls": calls}
+    finally:
+        await daemon.stop()
+        daemon.notes.close()
+        stand_in.terminate()
+        stand_in.wait()
+
+
+def pss_mib(pid: int) -> float:
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return round(int(line.split()[1]) / 1024, 1)
+    raise OSError("no Pss")
+
+
+async def adoption(daemon: Daemon, count: int) -> dict[str, Any]:
+    agentd = Caller(daemon.folder / "agentd.sock")
+    for n in range(count):
+        body = {**BODY, "kernel_id": f"k{n}", "slots": {"cpu": 0, "mem": "8m"}}
+        await agentd.call("POST", "/v1/agents/agent-1/kernels", body)
+    await agentd.session.close()
+    taken = []
+    for _ in range(5):
+        await daemon.stop()
+        before = time.perf_counter()
+        await daemon.start()
+        taken.append(time.perf_counter() - before)
+    adopted = await daemon.get("/v1/kernels")
+    assert len(adopted) == count
+    return {"containers": count, "start_to_ready": spread(taken)}
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=50)
+    parser.add_argument("--containers", type=int, default=100)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="agentd-bench-", dir="/tmp"))
+    (folder / "engine").mkdir()
+    (folder / "real").mkdir()
+    (folder / "stand-in").mkdir()
+    results: dict[str, Any] = {"cores": os.cpu_count(), "python": sys.version.split()[0]}
+    engine = Engine(folder / "engine")
+    engine.start()
+    try:
+        engine.import_image()
+        results["own_share"] = await own_share(folder / "stand-in", 300)
+        daemon = Daemon(folder / "real", "docker", engine)
+        await daemon.start(AGENTS + gpus())
+        results["idle_pss_mib"] = pss_mib(daemon.process.pid)
+        results["create"] = await pairs(daemon, engine, options.pairs)
+        results["pss_after_mib"] = pss_mib(daemon.process.pid)
+        results["adoption"] = await adoption(daemon, options.containers)
+        await daemon.stop()
+        daemon.notes.close()
+    finally:
+        engine.clean()
+        engine.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+    if options.json:
+        print(json.dumps(results))
+        return
+    for name, value in results.items():
+        print(f"{name}: {json.dumps(value)}")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

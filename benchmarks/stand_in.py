@@ -1,0 +1,108 @@
+"""An engine stand-in that answers at once, and counts what it is asked.
+
+Speaks as much of the Engine API as one create needs, on a unix socket, in a process of
+its own, so that what is measured is agentd alone.
+"""
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+from aiohttp import web
+
+containers: dict[str, dict[str, Any]] = {}
+calls: list[str] = []
+
+
+def answer(content: object, status: int = 200) -> web.Response:
+    return web.Response(body=json.dumps(content), status=status, content_type="application/json")
+
+
+async def version(_: web.Request) -> web.Response:
+    return answer({"ApiVersion": "1.41"})
+
+
+async def create(request: web.Request) -> web.Response:
+    calls.append("create")
+    name, config = request.query["name"], await request.json()
+    containers[name] = {
+        "Id": f"{len(containers):064x}",
+        "Name": f"/{name}",
+        "Config": {"Labels": config["Labels"]},
+        "HostConfig": config["HostConfig"],
+        "State": {"Status": "created", "ExitCode": 0, "Pid": 0},
+    }
+    return answer({"Id": name}, 201)
+
+
+def container(request: web.Request) -> dict[str, Any]:
+    wanted = request.match_info["id"]
+    found = [c for name, c in containers.items() if wanted in (name, c["Id"])]
+    if not found:
+        text = '{"message": "No such container"}'
+        raise web.HTTPNotFound(text=text, content_type="application/json")
+    return found[0]
+
+
+async def start(request: web.Request) -> web.Response:
+    calls.append("start")
+    container(request)["State"] = {
+        "Status": "running",
+        "Pid": 0,
+        "ExitCode": 0,
+        "StartedAt": "2026-01-01T00:00:00.5Z",
+    }
+    return web.Response(status=204)
+
+
+async def show(request: web.Request) -> web.Response:
+    calls.append("inspect")
+    return answer(container(request))
+
+
+async def stop(request: web.Request) -> web.Response:
+    container(request)["State"] |= {"Status": "exited", "ExitCode": 143}
+    return web.Response(status=204)
+
+
+async def remove(request: web.Request) -> web.Response:
+    containers.pop(container(request)["Name"][1:])
+    return web.Response(status=204)
+
+
+async def listing(_: web.Request) -> web.Response:
+    entries = [{"Id": c["Id"], "Names": [c["Name"]], **c["Config"]} for c in containers.values()]
+    return answer(entries)
+
+
+async def events(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse()
+    await response.prepare(request)
+    await asyncio.Event().wait()
+    return response
+
+
+async def counted(_: web.Request) -> web.Response:
+    counts = {name: calls.count(name) for name in dict.fromkeys(calls)}
+    calls.clear()
+    return answer(counts)
+
+
+def main() -> None:
+    app = web.Application()
+    app.router.add_get("/version", version)
+    app.router.add_get("/counted", counted)
+    for prefix in ("/v1.41",):
+        app.router.add_post(f"{prefix}/containers/create", create)
+        app.router.add_get(f"{prefix}/containers/json", listing)
+        app.router.add_get(f"{prefix}/events", events)
+        app.router.add_post(f"{prefix}/containers/{{id}}/start", start)
+        app.router.add_post(f"{prefix}/containers/{{id}}/stop", stop)
+        app.router.add_get(f"{prefix}/containers/{{id}}/json", show)
+        app.router.add_delete(f"{prefix}/containers/{{id}}", remove)
+    web.run_app(app, path=sys.argv[1], print=None, access_log=None)
+
+
+if __name__ == "__main__":
+    main()
