@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, ClassVar
 
-from agentd.core.edits import ContainerEdits, DeviceNode, DeviceRequest, EditMount
+from agentd.core.edits import ContainerEdits, DeviceNode, DeviceRequest, Mount
 
 __all__ = [
     "API_VERSION",
@@ -34,10 +34,10 @@ __all__ = [
     "DeviceInfo",
     "DeviceNode",
     "DeviceRequest",
-    "EditMount",
     "Features",
     "KernelEvent",
     "Measurement",
+    "Mount",
     "SettingProblem",
     "SlotTypeInfo",
     "unknown_settings",

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentd.core.kernel import Mount, Port
+from agentd.core.edits import Mount
+from agentd.core.kernel import Port
 from agentd.core.plan import LABEL_PREFIX, KernelPlan
 from agentd.core.record import SCHEMA
 from agentd.errors import Problem

@@ -15,7 +15,10 @@ of the steps before. Inside a tier, `agentd.core.distribute` divides the amount.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from functools import lru_cache
+from itertools import accumulate
+from operator import add
+from typing import NamedTuple, TypeAlias
 
 from agentd.core import distribute
 from agentd.core.devices import Device, Inventory, natural_key
@@ -48,10 +51,20 @@ __all__ = [
 ]
 
 
-class _Candidate(NamedTuple):
+class _Offer(NamedTuple):
+    """A usable device of a partition, and the most that its agent may hold of it."""
+
     device: Device
+    limit: int
+
+
+class _Candidate(NamedTuple):
+    """A device with room, in quanta of its slot; `position` is its natural order."""
+
     room: int
-    """What it can still give, in quanta of its slot."""
+    position: int
+    numa_node: int | None
+    device: Device
 
 
 def allocate(
@@ -93,118 +106,147 @@ def _step(
     near: frozenset[int],
     policy: Policy,
 ) -> list[Share] | None:
-    wanted = amount // slot_type.quantum
-    offering = inventory.by_slot.get(slot_type.name, ())
-    candidates = [
-        _Candidate(device, ledger.free(device, partition) // slot_type.quantum)
-        for device in offering
-        if device.device_id in partition.members
-    ]
-    parts = _divide(candidates, wanted, slot_type, near, policy)
+    quantum = slot_type.quantum
+    offers = _offers(inventory, partition, slot_type.name)
+    candidates = _candidates(ledger, partition, offers, quantum)
+    wanted = amount // quantum
+    is_whole = slot_type.kind is not SlotKind.COUNT or quantum == ONE
+    if is_whole or policy.allow_fragmentation:
+        parts = _divide(candidates, wanted, near, policy, is_whole=is_whole)
+    else:
+        capacities = [offer.limit // quantum for offer in offers]
+        parts = _divide_equally(candidates, capacities, wanted, near, policy)
     if parts is None:
         return None
     return [
-        Share(candidate.device.device_id, slot_type.name, slot_type.kind, part * slot_type.quantum)
-        for candidate, part in parts
-        if part
+        Share(candidate.device.device_id, slot_type.name, slot_type.kind, part * quantum)
+        for candidate, part in sorted(parts, key=lambda part: part[0].position)
     ]
 
 
+@lru_cache(maxsize=1024)
+def _offers(inventory: Inventory, partition: Partition, slot: SlotName) -> tuple[_Offer, ...]:
+    """Return the devices that may give a slot to an agent, ledger apart, in natural order.
+
+    Remembered for as long as inventory and partition are the same objects: it changes
+    with health and restarts, not with requests.
+    """
+    return tuple(
+        _Offer(device, limit)
+        for device in inventory.by_slot.get(slot, ())
+        if device.usable and (limit := partition.limit(device))
+    )
+
+
+def _candidates(
+    ledger: Ledger, partition: Partition, offers: Iterable[_Offer], quantum: int
+) -> list[_Candidate]:
+    held = ledger.held
+    return [
+        _Candidate(room, position, device.numa_node, device)
+        for position, (device, limit) in enumerate(offers)
+        if (
+            room := (ledger.free(device, partition) if device.device_id in held else limit)
+            // quantum
+        )
+    ]
+
+
+_Parts: TypeAlias = list[tuple[_Candidate, int]]
+
+
 def _divide(
-    candidates: Sequence[_Candidate],
+    candidates: list[_Candidate],
     wanted: int,
-    slot_type: SlotType,
     near: frozenset[int],
     policy: Policy,
-) -> list[tuple[_Candidate, int]] | None:
-    ordered = _alternating(candidates)
-    is_whole = slot_type.kind is not SlotKind.COUNT or slot_type.quantum == ONE
-    if not is_whole and not policy.allow_fragmentation:
-        capacities = [c.device.offered // slot_type.quantum for c in ordered]
-        return _unfragmented(ordered, capacities, wanted, near, policy)
-    if _room(ordered) < wanted:
+    *,
+    is_whole: bool,
+) -> _Parts | None:
+    if _room(candidates) < wanted:
         return None
     if policy.strategy is Strategy.FILL:
         rule = distribute.fill
     else:
         rule = distribute.evenly_whole if is_whole else distribute.evenly_shares
-    result: list[tuple[_Candidate, int]] = []
-    for tier in _tiers(ordered, wanted, near, policy):
+    result: _Parts = []
+    for tier in _tiers(candidates, wanted, near, policy):
         take = min(wanted, _room(tier))
-        result += zip(tier, rule([c.room for c in tier], take) if take else (), strict=False)
+        if take:
+            ordered = _alternating(tier)
+            parts = rule([candidate.room for candidate in ordered], take)
+            result += [pair for pair in zip(ordered, parts, strict=True) if pair[1]]
         wanted -= take
-    return _in_order(candidates, result)
+        if not wanted:
+            break
+    return result
 
 
-def _unfragmented(
-    ordered: Sequence[_Candidate],
+def _divide_equally(
+    candidates: list[_Candidate],
     capacities: Sequence[int],
     wanted: int,
     near: frozenset[int],
     policy: Policy,
-) -> list[tuple[_Candidate, int]] | None:
-    def parts_in(group: Sequence[_Candidate]) -> list[tuple[_Candidate, int]] | None:
-        parts = distribute.in_equal_parts([c.room for c in group], capacities, wanted)
-        return None if parts is None else list(zip(group, parts, strict=True))
-
-    reach: list[_Candidate] = []
-    for tier in _tiers(ordered, wanted, near, policy):
-        reach += tier
-        if (parts := parts_in(reach)) is not None:
-            return parts
+) -> _Parts | None:
+    """Give equal parts inside the first tier that can, else inside the first tiers together."""
+    tiers = _tiers(candidates, wanted, near, policy)
+    alone = tiers[:1] if near else tiers
+    for group in (*alone, *accumulate(tiers, add)):
+        ordered = _alternating(group)
+        rooms = [candidate.room for candidate in ordered]
+        if (parts := distribute.in_equal_parts(rooms, capacities, wanted)) is not None:
+            return [pair for pair in zip(ordered, parts, strict=True) if pair[1]]
     return None
 
 
-def _in_order(
-    candidates: Sequence[_Candidate], parts: Iterable[tuple[_Candidate, int]]
-) -> list[tuple[_Candidate, int]]:
-    rank = {candidate.device.device_id: n for n, candidate in enumerate(candidates)}
-    return sorted(parts, key=lambda part: rank[part[0].device.device_id])
-
-
 def _room(candidates: Iterable[_Candidate]) -> int:
-    return sum(candidate.room for candidate in candidates)
+    return sum([candidate.room for candidate in candidates])
 
 
-def _alternating(candidates: Sequence[_Candidate]) -> list[_Candidate]:
+def _alternating(candidates: list[_Candidate]) -> list[_Candidate]:
     """Order natural ids so that equally free devices alternate between NUMA nodes.
 
     Devices that are near everything come after those that have a node.
     """
-    seen: dict[tuple[int, int | None], int] = {}
+    if len({candidate.numa_node for candidate in candidates}) == 1:
+        return candidates
+    turns: dict[tuple[int, int | None], int] = {}
     keyed = []
-    for position, candidate in enumerate(candidates):
-        node = candidate.device.numa_node
-        turn = seen.get((candidate.room, node), 0)
-        seen[candidate.room, node] = turn + 1
-        keyed.append(((node is None, turn, node or 0, position), candidate))
-    return [candidate for _, candidate in sorted(keyed, key=lambda item: item[0])]
+    for candidate in candidates:
+        place = candidate.room, candidate.numa_node
+        turn = turns[place] = turns.get(place, 0) + 1
+        node = candidate.numa_node
+        keyed.append((node is None, turn, node or 0, candidate.position, candidate))
+    return [item[-1] for item in sorted(keyed)]
 
 
 def _tiers(
-    ordered: Sequence[_Candidate], wanted: int, near: frozenset[int], policy: Policy
+    candidates: list[_Candidate], wanted: int, near: frozenset[int], policy: Policy
 ) -> list[list[_Candidate]]:
     """Split candidates into groups, each to be used up before the next is touched."""
-    if near:
-        close = [c for c in ordered if c.device.numa_node is None or c.device.numa_node in near]
-        far = [c for c in ordered if c.device.numa_node not in {*near, None}]
-        if _room(close) >= wanted or policy.affinity is Affinity.INTERLEAVED:
-            return [close, far]
-        return [close, *_by_node(far)]
-    if policy.affinity is Affinity.INTERLEAVED:
-        return [list(ordered)]
-    return _by_node(ordered)
+    is_interleaved = policy.affinity is Affinity.INTERLEAVED
+    if not near:
+        return [candidates] if is_interleaved else _by_node(candidates)
+    close = [c for c in candidates if c.numa_node is None or c.numa_node in near]
+    if len(close) == len(candidates):
+        return [close]
+    far = [c for c in candidates if c.numa_node is not None and c.numa_node not in near]
+    if is_interleaved or _room(close) >= wanted:
+        return [close, far]
+    return [close, *_by_node(far)]
 
 
-def _by_node(ordered: Sequence[_Candidate]) -> list[list[_Candidate]]:
+def _by_node(candidates: Iterable[_Candidate]) -> list[list[_Candidate]]:
     """Group by NUMA node, the node with most room first; what is near everything joins it."""
-    rooms: dict[int, int] = {}
-    for candidate in ordered:
-        if (node := candidate.device.numa_node) is not None:
-            rooms[node] = rooms.get(node, 0) + candidate.room
-    order = sorted(rooms, key=lambda node: (-rooms[node], node))
-    if not order:
-        return [list(ordered)]
-    tiers = [[c for c in ordered if c.device.numa_node == node] for node in order]
-    tiers[0] = [c for c in ordered if c.device.numa_node in {None, order[0]}]
+    nodes: dict[int | None, list[_Candidate]] = {}
+    for candidate in candidates:
+        nodes.setdefault(candidate.numa_node, []).append(candidate)
+    anywhere = nodes.pop(None, [])
+    order = sorted(nodes, key=lambda node: (-_room(nodes[node]), node or 0))
+    tiers = [nodes[node] for node in order]
+    if not tiers:
+        return [anywhere]
+    if anywhere:
+        tiers[0] = sorted(tiers[0] + anywhere, key=lambda candidate: candidate.position)
     return tiers

@@ -92,9 +92,12 @@ class Device:
         return name in (self.device_id.id, self.stable_id, *self.aliases)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Inventory:
-    """All devices of the node, in natural order, and the slot types it knows."""
+    """All devices of the node, in natural order, and the slot types it knows.
+
+    Compared by identity: a changed inventory is another one.
+    """
 
     slot_types: Mapping[SlotName, SlotType]
     devices: tuple[Device, ...]

@@ -22,8 +22,8 @@ class DeviceNode:
 
 
 @dataclass(frozen=True, slots=True)
-class EditMount:
-    """A host file or folder that the device's software needs inside the kernel."""
+class Mount:
+    """A host file or folder inside the kernel."""
 
     source: str
     target: str
@@ -45,7 +45,7 @@ class ContainerEdits:
 
     env: Mapping[str, str] = field(default_factory=dict)
     device_nodes: tuple[DeviceNode, ...] = ()
-    mounts: tuple[EditMount, ...] = ()
+    mounts: tuple[Mount, ...] = ()
     cdi: tuple[str, ...] = ()
     device_requests: tuple[DeviceRequest, ...] = ()
     groups: tuple[str, ...] = ()

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from agentd.core.allocation import Allocation
+from agentd.core.edits import Mount
+from agentd.core.ledger import Allocation
 
 
 class KernelState(StrEnum):
@@ -56,15 +57,6 @@ TRANSITIONS: Mapping[KernelState, frozenset[KernelState]] = {
     S.LOST: frozenset({S.RUNNING, S.PAUSED, S.TERMINATED}),
     S.UNREADABLE: frozenset({S.STOPPING, S.TERMINATED, S.LOST}),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Mount:
-    """A host folder or file inside the kernel."""
-
-    source: str
-    target: str
-    read_only: bool = True
 
 
 @dataclass(frozen=True, slots=True)

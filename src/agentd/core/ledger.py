@@ -82,12 +82,15 @@ class Ledger:
             return self
         held = dict(self.held)
         for share in holding.allocation.shares:
-            holders = {k: s for k, s in held[share.device_id].items() if k != kernel_id}
+            holders = dict(held[share.device_id])
+            del holders[kernel_id]
             if holders:
                 held[share.device_id] = holders
             else:
                 del held[share.device_id]
-        return Ledger({k: h for k, h in self.holdings.items() if k != kernel_id}, held)
+        holdings = dict(self.holdings)
+        del holdings[kernel_id]
+        return Ledger(holdings, held)
 
     def holders(self, device_id: DeviceId) -> Mapping[str, Share]:
         """Return the kernels that hold something of a device, and what."""

@@ -25,14 +25,14 @@ DEFAULT_AGENT = "main"
 _SCALE = Decimal("0.000001")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Partition:
-    """The devices one agent may use, and how much of the memory."""
+    """The devices one agent may use, and how much of the memory; compared by identity."""
 
     agent_id: str
     devices: tuple[DeviceId, ...]
     memory_bytes: int
-    members: frozenset[DeviceId] = field(init=False, compare=False)
+    members: frozenset[DeviceId] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "members", frozenset(self.devices))

@@ -16,7 +16,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from typing_extensions import TypedDict
 
-from agentd.core.kernel import KernelSpec, Mount, Port
+from agentd.core.edits import Mount
+from agentd.core.kernel import KernelSpec, Port
 from agentd.core.slots import AmountError, WrittenFloat, parse_quantity
 from agentd.errors import InvalidRequest, Problem
 
