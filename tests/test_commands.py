@@ -48,6 +48,10 @@ async def test_a_day_with_agentctl(up: Daemon) -> None:
     assert "agent-1" in ctl(up, "inspect", "k1").stdout
     assert ctl(up, "logs", "k1").stdout == "b\n"
     assert "given" in ctl(up, "create", "agent-1", "--dry-run", "--", "true").stdout.lower()
+    assert "not needed" in ctl(up, "explain", "agent-1", "-s", "cpu=1").stdout
+    refused = ctl(up, "explain", "agent-1", "-s", "cuda.device=2", code=1)
+    assert "held by k1" in refused.stdout
+    assert "InsufficientResource" in refused.stderr
     assert "drained" in ctl(up, "drain", "cuda1").stdout
     assert "ok" in ctl(up, "undrain", "cuda/cuda1").stdout
     assert "terminated" in ctl(up, "stop", "k1", "--timeout", "0").stdout

@@ -212,15 +212,35 @@ def create(client: Client, agent: str, as_json: bool, **options: Any) -> None:  
         _print(_kernel_row(content), _KERNEL_COLUMNS, as_json=False)
 
 
+_EXPLAIN_COLUMNS = ["slot", "device", "free", "given", "reason"]
+
+
 def _print_decision(content: Mapping[str, Any]) -> None:
     from agentd.tables import print_rows  # noqa: PLC0415
 
-    for slot, rows in content["explain"].items():
-        given = content["allocation"].get(slot.partition(".")[0], {}).get(slot, {})
-        print_rows(
-            [{"slot": slot, **row, "given": given.get(row["device"])} for row in rows],
-            ["slot", "device", "free", "given", "considered", "reason"],
-        )
+    rows = [{"slot": slot, **row} for slot, rows in content["explain"].items() for row in rows]
+    print_rows(rows, _EXPLAIN_COLUMNS)
+
+
+@agentctl.command()
+@click.argument("agent")
+@click.option("--slot", "-s", "slot", multiple=True, metavar="NAME=AMOUNT", help="cuda.device=1")
+@json_option
+@click.pass_obj
+def explain(client: Client, agent: str, slot: Sequence[str], as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """Show which devices a kernel on AGENT would get, or why it would get none."""
+    path = f"/v1/agents/{quote(agent, safe='')}/kernels?dry_run=true"
+    try:
+        content = json.loads(client.open("POST", path, {"slots": _pairs(slot)}).read())
+    except RpcProblem as problem:
+        rows = problem.content.get("explain", ())
+        if rows and not as_json:
+            _print_decision({"explain": {problem.content["slot"]: rows}})
+        raise
+    if as_json:
+        click.echo(json.dumps(content, indent=1))
+    else:
+        _print_decision(content)
 
 
 _KERNEL_COLUMNS = [

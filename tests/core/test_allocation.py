@@ -169,7 +169,7 @@ def test_other_agents_devices_are_explained_not_given() -> None:
     with pytest.raises(InsufficientResource) as caught:
         allocate(Ledger(), node.inventory, node.partitions["a"], slots(cuda_device=2), EVENLY)
     assert [row["reason"] for row in caught.value.explain] == [
-        "too little",
+        "has 1 of the 2",
         "not in the partition of a",
     ]
 

@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeAlias
 
 from agentd.core import distribute
 from agentd.core.devices import Device, Inventory, natural_key
-from agentd.core.explain import explain, refusal
+from agentd.core.explain import Question, refusal
 from agentd.core.ledger import Allocation, Holding, Ledger, Share, release
 from agentd.core.partition import Partition
 from agentd.core.policy import Affinity, Policy, Strategy
@@ -46,7 +46,6 @@ __all__ = [
     "Share",
     "Strategy",
     "allocate",
-    "explain",
     "release",
 ]
 
@@ -85,7 +84,8 @@ def allocate(
         slot_type = inventory.slot_types[slot]
         chosen = _step(ledger, inventory, partition, slot_type, slots[slot], near, policy)
         if chosen is None:
-            raise refusal(ledger, inventory, partition, slot_type, slots[slot], policy)
+            question = Question(ledger, inventory, partition, slot_type, slots[slot], policy)
+            raise refusal(question)
         shares += chosen
         numa = (inventory.by_id[share.device_id].numa_node for share in chosen)
         near |= frozenset(node for node in numa if node is not None)

@@ -2,86 +2,116 @@
 
 from __future__ import annotations
 
-from agentd.core.devices import Device, Health, Inventory
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from agentd.core.devices import Device, DeviceId, Health, Inventory
 from agentd.core.ledger import Ledger
 from agentd.core.partition import Partition
-from agentd.core.policy import Policy
+from agentd.core.policy import Affinity, Policy
 from agentd.core.slots import SlotType, device_name_of, format_amount
 from agentd.errors import InsufficientResource
 
 
-def refusal(
-    ledger: Ledger,
-    inventory: Inventory,
-    partition: Partition,
-    slot_type: SlotType,
-    amount: int,
-    policy: Policy,
-) -> InsufficientResource:
-    """Return the error that refuses `amount` of a slot, with how every device was looked at."""
-    rows = explain(ledger, inventory, partition, slot_type, amount, policy)
-    free = sum(
-        ledger.free(device, partition) // slot_type.quantum * slot_type.quantum
-        for device in inventory.by_slot.get(slot_type.name, ())
-    )
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One slot of a request, and what there was when it was decided.
+
+    `given` is what each device gave, in base units; empty for a refusal.
+    """
+
+    ledger: Ledger
+    inventory: Inventory
+    partition: Partition
+    slot_type: SlotType
+    amount: int
+    policy: Policy
+    given: Mapping[DeviceId, int] = field(default_factory=dict)
+
+    def room(self, device: Device) -> int:
+        """Return what a device could give, in whole steps of the slot, in base units."""
+        if device.slot != self.slot_type.name:
+            return 0
+        free = self.ledger.free(device, self.partition)
+        return free // self.slot_type.quantum * self.slot_type.quantum
+
+    def written(self, amount: int) -> str:
+        """Return an amount of the slot as it goes over the wire."""
+        return format_amount(amount, self.slot_type.kind)
+
+
+def refusal(question: Question) -> InsufficientResource:
+    """Return the error that refuses a slot, with how every device was looked at."""
+    offering = question.inventory.by_slot.get(question.slot_type.name, ())
     return InsufficientResource(
-        slot_type.name,
-        format_amount(amount, slot_type.kind),
-        format_amount(free, slot_type.kind),
-        rows,
+        question.slot_type.name,
+        question.written(question.amount),
+        question.written(sum(question.room(device) for device in offering)),
+        explain(question),
     )
 
 
-def explain(
-    ledger: Ledger,
-    inventory: Inventory,
-    partition: Partition,
-    slot_type: SlotType,
-    amount: int,
-    policy: Policy,
-) -> list[dict[str, object]]:
-    """Return, for each device of the slot's device name: what was free, and why it did not do."""
-    rows = []
-    for device in inventory.by_name.get(device_name_of(slot_type.name), ()):
-        room = ledger.free(device, partition) // slot_type.quantum * slot_type.quantum
-        offers = device.slot == slot_type.name
-        considered = offers and device.device_id in partition.members and device.usable
-        rows.append(
-            {
-                "device": device.device_id.id,
-                "free": format_amount(room if offers else 0, slot_type.kind),
-                "considered": considered and room > 0,
-                "reason": _why_not(ledger, partition, device, slot_type, room, amount, policy),
-            }
-        )
-    return rows
+def explain(question: Question) -> list[dict[str, object]]:
+    """Return a row for each device of the slot's device name.
+
+    `free` and `given` are plain decimals; `considered` tells whether it could have given
+    something, `reason` why it gave nothing, or not enough.
+    """
+    devices = question.inventory.by_name.get(device_name_of(question.slot_type.name), ())
+    return [
+        {
+            "device": device.device_id.id,
+            "free": question.written(question.room(device)),
+            "considered": question.room(device) > 0,
+            "given": question.written(question.given.get(device.device_id, 0)),
+            "reason": _cannot_give(question, device) or _did_not_do(question, device),
+        }
+        for device in devices
+    ]
 
 
-def _why_not(  # noqa: PLR0911 - one line for each reason, in the order that counts
-    ledger: Ledger,
-    partition: Partition,
-    device: Device,
-    slot_type: SlotType,
-    room: int,
-    amount: int,
-    policy: Policy,
+def _cannot_give(  # noqa: PLR0911 - one line for each reason, the gravest first
+    question: Question, device: Device
 ) -> str:
-    if device.device_id not in partition.members:
-        return f"not in the partition of {partition.agent_id}"
+    """Return why a device can give nothing at all; empty if it can."""
+    ledger = question.ledger
+    if device.device_id not in question.partition.members:
+        return f"not in the partition of {question.partition.agent_id}"
     if device.gone:
         return f"gone: {device.reason}"
     if device.health is Health.UNHEALTHY:
         return f"unhealthy: {device.reason}"
     if device.drained:
         return "drained by an operator"
-    if device.slot != slot_type.name:
+    if device.slot != question.slot_type.name:
         return f"offers {device.slot}"
     if (holder := ledger.kept_back_by(device)) is not None:
-        share = ledger.holders(device.device_id)[holder]
-        return f"kept back: kernel {holder} holds {share.slot or 'an unreadable share'} of it"
-    holders = ", ".join(ledger.holders(device.device_id))
+        slot = ledger.holders(device.device_id)[holder].slot
+        return f"kept back: kernel {holder} holds {slot or 'an unreadable share'} of it"
+    return ""
+
+
+def _did_not_do(question: Question, device: Device) -> str:
+    """Return why a device that gives this slot did not do, or was not needed."""
+    room = question.room(device)
+    holders = ", ".join(question.ledger.holders(device.device_id))
+    if question.given:
+        return _not_chosen(question, device, room)
     if not room:
         return f"held by {holders}" if holders else "offers nothing"
-    if room >= amount and not policy.allow_fragmentation:
-        return "too few devices like it for equal parts"
-    return "too little" + (f"; the rest is held by {holders}" if holders else "")
+    if not question.policy.allow_fragmentation and room < question.amount:
+        return "too few devices with this much room for equal parts"
+    rest = f"; the rest is held by {holders}" if holders else ""
+    return f"has {question.written(room)} of the {question.written(question.amount)}{rest}"
+
+
+def _not_chosen(question: Question, device: Device, room: int) -> str:
+    if device.device_id in question.given:
+        return ""
+    if not room:
+        return f"held by {', '.join(question.ledger.holders(device.device_id))}"
+    nodes = {question.inventory.by_id[device_id].numa_node for device_id in question.given}
+    is_near = device.numa_node is None or device.numa_node in nodes or None in nodes
+    if question.policy.affinity is Affinity.PREFER_SINGLE_NODE and not is_near:
+        return f"on NUMA node {device.numa_node}; not needed"
+    return "not needed"

@@ -64,7 +64,7 @@ class KernelService:
         """Return an agent's partition; UnknownAgent if there is no such agent."""
         return self._planner.partition(agent_id)
 
-    def decide(self, spec: KernelSpec) -> tuple[Decision, dict[str, object]]:
+    def decide(self, spec: KernelSpec) -> tuple[Decision, dict[str, list[dict[str, object]]]]:
         """Return what a create would be given now, and why; changes nothing.
 
         Raises:
@@ -73,7 +73,8 @@ class KernelService:
         self._existing(spec)
         self._refuse_unless_open()
         decision = self._planner.decide(spec, self.table.ledger, self.default)
-        return decision, self._planner.explain(spec, self.table.ledger, self.default)
+        rows = self._planner.explain(spec, decision, self.table.ledger, self.default)
+        return decision, rows
 
     async def create(self, spec: KernelSpec, *, wait: bool = True) -> tuple[Kernel, bool]:
         """Create a kernel, or return the one that the same request created before.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from agentd.core.allocation import Allocation, Ledger, Policy, allocate, explain
+from agentd.core.allocation import Allocation, Ledger, Policy, allocate
+from agentd.core.explain import Question, explain
 from agentd.core.kernel import Kernel, KernelSpec
 from agentd.core.partition import Partition
 from agentd.core.plan import KernelPlan, NodeFacts, build_plan
@@ -65,16 +66,21 @@ class Planner:
         allocation = allocate(ledger, inventory, partition, slots, self._rules.policy)
         return Decision(slots.to_wire(inventory.slot_types), allocation)
 
-    def explain(self, spec: KernelSpec, ledger: Ledger, runtime: Runtime) -> dict[str, object]:
-        """Return for each slot how every device was looked at."""
-        inventory = self._devices.inventory
+    def explain(
+        self, spec: KernelSpec, decision: Decision, ledger: Ledger, runtime: Runtime
+    ) -> dict[str, list[dict[str, object]]]:
+        """Return for each slot of a decision how every device was looked at."""
+        inventory, policy = self._devices.inventory, self._rules.policy
         partition = self.partition(spec.agent_id)
-        return {
-            slot: explain(
-                ledger, inventory, partition, inventory.slot_types[slot], amount, self._rules.policy
+        rows = {}
+        for slot, amount in self._slots(spec, runtime).items():
+            shares = (share for share in decision.allocation.shares if share.slot == slot)
+            given = {share.device_id: share.amount for share in shares}
+            slot_type = inventory.slot_types[slot]
+            rows[slot] = explain(
+                Question(ledger, inventory, partition, slot_type, amount, policy, given)
             )
-            for slot, amount in self._slots(spec, runtime).items()
-        }
+        return rows
 
     def _slots(self, spec: KernelSpec, runtime: Runtime) -> ResourceSlots:
         statuses = self._plugins.statuses()
