@@ -105,11 +105,19 @@ class FakeRuntime:
         self._answer()
         self.kernels.pop(kernel_id, None)
 
+    async def discard(self, kernel_id: str, handle: str) -> bool:
+        self._answer()
+        found = self.kernels.get(kernel_id)
+        if found is not None and found.state in (FoundState.RUNNING, FoundState.PAUSED):
+            return False
+        self.kernels.pop(kernel_id, None)
+        return True
+
     async def list(self) -> Sequence[FoundKernel]:
         self._answer()
         return list(self.kernels.values())
 
-    async def find(self, kernel_id: str) -> FoundKernel | None:
+    async def find(self, kernel_id: str, handle: str | None = None) -> FoundKernel | None:
         self._answer()
         return self.kernels.get(kernel_id)
 

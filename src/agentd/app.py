@@ -47,8 +47,9 @@ DRAIN_TIMEOUT_S = 20.0
 async def open_plugins(loaded: Loaded) -> PluginHost:
     """Load and open the plugins as the configuration says.
 
+    What is wrong with their tables is reported by `discover`, beside all else.
+
     Raises:
-        ConfigRefused: a plugin's table is wrong.
         StartRefused: a required plugin is not ready.
     """
     settings = loaded.settings
@@ -56,14 +57,15 @@ async def open_plugins(loaded: Loaded) -> PluginHost:
     plugins = settings.plugins
     host = PluginHost(plugins.tables, plugins.allow, plugins.block, features=features)
     deadline = time.monotonic() + plugins.open_timeout
-    problems = await host.load(plugins.open_timeout)
-    if problems:
-        raise ConfigRefused(problems, str(loaded.path or "defaults"))
+    await host.load(plugins.open_timeout)
     await host.open(max(0.0, deadline - time.monotonic()))
     for status in host.statuses():
         if status.reason:
             log.warning("plugin.not_ready", plugin=status.name, reason=status.reason)
     if missing := host.failed_required():
+        await host.close()
+        if problems := host.problems():
+            raise ConfigRefused(problems, str(loaded.path or "defaults"))
         raise StartRefused("; ".join(missing))
     return host
 
@@ -82,10 +84,13 @@ def discover(loaded: Loaded, host: Host, plugins: PluginHost, memory: Memory) ->
         SLOT_TYPES,
         host.devices(declared.cpus, declared.mem),
     )
+    problems = plugins.problems()
     try:
         devices.discover()
     except ConfigRefused as error:
-        raise ConfigRefused(error.problems, str(loaded.path or "defaults")) from None
+        problems += error.problems
+    if problems:
+        raise ConfigRefused(problems, str(loaded.path or "defaults"))
     return devices
 
 
@@ -199,7 +204,7 @@ class Daemon:
         default = self._settings.node.runtime
         used = {default, *self._state.load_node().get("runtimes", ())}
         used |= {intent.runtime for intent in self._state.load_intents()}
-        if any(self._state.kernels.iterdir()):
+        if any(self._state.kernels.glob("[!.]*")):
             used.add("process")
         self._state.save_node(self._node_id, sorted(used))
         return {name: self._runtime(name, self._node_id) for name in sorted(used)}

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Coroutine
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -90,7 +91,8 @@ def _with_node(config_file: str | None, show: Callable[[Any, Any], _T]) -> _T:
     from agentd.adapters.state_dir import ReadOnlyState  # noqa: PLC0415
 
     async def look() -> _T:
-        plugins = await app.open_plugins(loaded)
+        with redirect_stdout(sys.stderr):  # a plugin that prints must not end up in our JSON
+            plugins = await app.open_plugins(loaded)
         try:
             memory = ReadOnlyState(loaded.settings.node.state_dir)
             return show(app.discover(loaded, probe(), plugins, memory), plugins)

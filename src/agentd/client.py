@@ -68,7 +68,6 @@ class Client:
         Raises:
             RpcProblem: the daemon refused, or cannot be reached.
         """
-        connection = self._connection()
         sent = dict(headers or {})
         if self._token:
             sent["Authorization"] = f"Bearer {self._token}"
@@ -76,29 +75,39 @@ class Client:
         if body is not None:
             data, sent["Content-Type"] = json.dumps(body).encode(), "application/json"
         try:
+            connection = self._connection()
             connection.request(method, path, data, sent)
             response = connection.getresponse()
-        except OSError as error:
-            where = self._url or self._socket_path
-            why = error.strerror or str(error)
-            raise RpcProblem({"code": "Unreachable", "detail": f"{where}: {why}"}) from None
-        if response.status >= http.client.BAD_REQUEST:
-            raise RpcProblem(_problem(response.read()))
+            if response.status >= http.client.BAD_REQUEST:
+                raise RpcProblem(_problem(response.read()))
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise self._unreachable(error) from None
         return response
+
+    def _unreachable(self, error: Exception) -> RpcProblem:
+        where = self._url or self._socket_path
+        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        return RpcProblem({"code": "Unreachable", "detail": f"{where}: {why}"})
 
     def call(self, method: str, path: str, body: object = None) -> Any:  # noqa: ANN401 - JSON
         """Call, and return the JSON of the answer; None if it has none."""
-        content = self.open(method, path, body).read()
-        return json.loads(content) if content else None
+        response = self.open(method, path, body)
+        try:
+            content = response.read()
+            return json.loads(content) if content else None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise self._unreachable(error) from None
 
     def _connection(self) -> http.client.HTTPConnection:
         if self._url is None:
             return _UnixConnection(self._socket_path)
         parts = urlsplit(self._url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("is no address; allowed: http://HOST:PORT, https://HOST:PORT")
         kind = (
             http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         )
-        return kind(parts.hostname or "127.0.0.1", parts.port)
+        return kind(parts.hostname, parts.port)
 
 
 def _problem(content: bytes) -> Mapping[str, Any]:
@@ -111,13 +120,18 @@ def _problem(content: bytes) -> Mapping[str, Any]:
 
 def socket_of(config: str | None) -> str:
     """Return the socket that a configuration names, without reading the rest of it."""
-    path = Path(config or os.environ.get("AGENTD_CONFIG", DEFAULT_CONFIG))
+    named = config or os.environ.get("AGENTD_CONFIG")
     if from_env := os.environ.get("AGENTD__RPC__SOCKET"):
         return from_env
+    path = Path(named or DEFAULT_CONFIG)
     try:
-        return str(tomllib.loads(path.read_text(encoding="utf-8"))["rpc"]["socket"])
-    except (OSError, ValueError, KeyError, TypeError):
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        if named:
+            why = getattr(error, "strerror", None) or f"is no TOML: {error}"
+            raise RpcProblem({"code": "Config", "detail": f"{path}: {why}"}) from None
         return DEFAULT_SOCKET
+    return str(content.get("rpc", {}).get("socket", DEFAULT_SOCKET))
 
 
 def held_under(split: Split, socket_path: Path) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ import click
 
 from agentd import __version__
 from agentd.client import Client, RpcProblem, socket_of
+from agentd.ctl_options import mounts, pairs, ports
 
 _CHUNK = 64 * 1024
 
@@ -36,7 +37,10 @@ def agentctl(
     token_file: str | None,
 ) -> None:
     """Look at a node, and run kernels on it."""
-    token = Path(token_file).read_text(encoding="utf-8").strip() if token_file else None
+    try:
+        token = Path(token_file).read_text(encoding="utf-8").strip() if token_file else None
+    except (OSError, ValueError) as error:
+        raise click.ClickException(f"{token_file}: {error}") from None
     context.obj = Client(socket_path or socket_of(config), url, token)
 
 
@@ -135,42 +139,6 @@ def slots(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes
     _print(rows, ["name", "kind", "quantum", "exclusive_group", "unit"], as_json=as_json)
 
 
-def _pairs(values: Sequence[str], separator: str = "=") -> dict[str, str]:
-    pairs = {}
-    for value in values:
-        name, found, rest = value.partition(separator)
-        if not found:
-            raise click.UsageError(f"{value!r} is not NAME{separator}VALUE")
-        pairs[name] = rest
-    return pairs
-
-
-def _mounts(values: Sequence[str]) -> list[dict[str, Any]]:
-    mounts = []
-    for value in values:
-        source, _, rest = value.partition(":")
-        target, _, mode = rest.partition(":")
-        if not target or mode not in ("", "ro", "rw"):
-            raise click.UsageError(f"{value!r} is not SOURCE:TARGET[:ro|:rw]")
-        mounts.append({"source": source, "target": target, "read_only": mode != "rw"})
-    return mounts
-
-
-def _ports(values: Sequence[str]) -> list[dict[str, Any]]:
-    ports = []
-    for value in values:
-        address, _, protocol = value.partition("/")
-        host, _, container = address.rpartition(":")
-        try:
-            port: dict[str, Any] = {"container": int(container), "protocol": protocol or "tcp"}
-            if host:
-                port["host"] = int(host)
-        except ValueError:
-            raise click.UsageError(f"{value!r} is not [HOST:]CONTAINER[/udp]") from None
-        ports.append(port)
-    return ports
-
-
 @agentctl.command(context_settings={"ignore_unknown_options": True})
 @click.argument("agent")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
@@ -191,11 +159,11 @@ def create(client: Client, agent: str, as_json: bool, **options: Any) -> None:  
     """Create a kernel on AGENT that runs COMMAND (after `--`)."""
     body = {
         "command": list(options["command"]),
-        "slots": _pairs(options["slot"]),
-        "env": _pairs(options["env"]),
-        "labels": _pairs(options["label"]),
-        "mounts": _mounts(options["mount"]),
-        "ports": _ports(options["port"]),
+        "slots": pairs(options["slot"]),
+        "env": pairs(options["env"]),
+        "labels": pairs(options["label"]),
+        "mounts": mounts(options["mount"]),
+        "ports": ports(options["port"]),
     }
     for name in ("kernel_id", "image", "working_dir", "user"):
         if options[name] is not None:
@@ -230,8 +198,9 @@ def _print_decision(content: Mapping[str, Any]) -> None:
 def explain(client: Client, agent: str, slot: Sequence[str], as_json: bool) -> None:  # noqa: FBT001 - click passes it
     """Show which devices a kernel on AGENT would get, or why it would get none."""
     path = f"/v1/agents/{quote(agent, safe='')}/kernels?dry_run=true"
+    body = {"slots": pairs(slot), "command": ["any"], "image": "any"}
     try:
-        content = json.loads(client.open("POST", path, {"slots": _pairs(slot)}).read())
+        content = json.loads(client.open("POST", path, body).read())
     except RpcProblem as problem:
         rows = problem.content.get("explain", ())
         if rows and not as_json:

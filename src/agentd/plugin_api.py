@@ -138,15 +138,13 @@ class SettingProblem:
 
 def unknown_settings(settings: Mapping[str, Any], known: Iterable[str]) -> list[SettingProblem]:
     """Return a problem, with the nearest known key, for each key that is not in `known`."""
-    known = list(known)
+    known = [*known, "plugin", "required"]
     problems = []
     for key in settings:
         if key not in known:
             near = get_close_matches(key, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}? " if near else ""
-            problems.append(
-                SettingProblem(key, f"unknown key; {hint}allowed: {', '.join(known) or 'none'}")
-            )
+            problems.append(SettingProblem(key, f"unknown key; {hint}allowed: {', '.join(known)}"))
     return problems
 
 

@@ -76,6 +76,10 @@ async def test_allow_and_block_hold_entry_point_names(allow, block) -> None:
         ("UnknownSlot", "offers 'x.y', which is no slot type of it"),
         ("BadHealth", "the health of d0 is 'so-so'"),
         ("Twice", "it lists the id bad0 twice"),
+        ("OddParent", "its parent: [5] where text belongs"),
+        ("OddAliases", "its aliases: 'GPU' where text belongs"),
+        ("OddNode", "the NUMA node of d0 is -1"),
+        ("OddEdits", "its variables: [1, 2] where text belongs"),
         ("ListsNonsense", "it lists 'cuda0' where DeviceInfo belongs"),
     ],
 )
@@ -95,13 +99,18 @@ async def test_a_plugin_that_is_not_installed_is_named_with_the_nearest() -> Non
 
 async def test_wrong_settings_are_listed_with_their_place() -> None:
     tables = [PluginTable(name="cuda", plugin="good", settings={"sped": 1, "x": 2})]
-    problems = await host(tables, good="Good").load(5)
+    made = host(tables, good="Good")
+    await made.load(5)
+    problems = made.problems()
     assert [problem.where for problem in problems] == ["plugins.cuda.sped", "plugins.cuda.x"]
 
 
-async def test_readiness_does_not_wait_for_a_late_plugin_and_it_joins_when_it_opens() -> None:
+@pytest.mark.parametrize("target", ["Late", "ListsSlowly", "MadeSlowly"])
+async def test_readiness_does_not_wait_for_a_late_plugin_and_it_joins_when_it_opens(
+    target: str,
+) -> None:
     zoo.release.clear()
-    made = host(late="Late", good="Good")
+    made = host(late=target, good="Good")
     states = await opened(made, 0.2)
     assert states["late"] == (PluginState.PENDING, "has not opened within 0.2 s")
     assert states["good"][0] is PluginState.READY

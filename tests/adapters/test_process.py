@@ -11,9 +11,10 @@ import pytest
 
 from agentd.adapters.cgroups import find_memory_groups
 from agentd.adapters.host import boot_id
-from agentd.adapters.proc import Proc, read_stat
-from agentd.adapters.process import ProcessRuntime
+from agentd.adapters.proc import Proc, read_stat, recovered
+from agentd.adapters.process import ProcessRuntime, _tail_offset
 from agentd.core.reconcile import FoundState
+from agentd.errors import KernelConflict
 from contracts.test_runtime import plan
 
 
@@ -145,3 +146,52 @@ async def test_the_kernel_s_memory_group_is_removed_with_it(runtime, folder) -> 
     assert str(identity(folder)["pid"]) in (group / "cgroup.procs").read_text().split()
     await runtime.remove("k1", "")
     assert not group.exists()
+
+
+@pytest.mark.parametrize("text", ['{"pid": 1', "", None])
+async def test_an_identity_that_cannot_be_read_is_recovered_from_the_kernel(
+    runtime, folder, text
+) -> None:
+    created = await create(runtime, "sleep", "1000")
+    path = folder / "kernels" / "k1" / "identity.json"
+    path.unlink()
+    if text is not None:
+        path.write_text(text)
+    found = await runtime.find("k1")
+    assert found is not None
+    assert (found.state, found.handle) == (FoundState.RUNNING, created.handle)
+    assert not await runtime.discard("k1", "")
+    assert Path(f"/proc/{created.handle}").exists()
+    await runtime.stop("k1", "", 0)
+    assert not Path(f"/proc/{created.handle}").exists()
+
+
+async def test_a_folder_that_is_not_ours_is_not_touched(runtime, folder) -> None:
+    theirs = folder / "kernels" / "k1"
+    theirs.mkdir()
+    (theirs / "record.json").write_text(plan("sleep", node="node-b").record)
+    with pytest.raises(KernelConflict):
+        await create(runtime, "sleep", "1000")
+    assert (theirs / "record.json").exists()
+
+
+async def test_cancelling_a_create_leaves_nothing(runtime, folder) -> None:
+    creating = asyncio.create_task(create(runtime, "sleep", "1000"))
+    while not (folder / "kernels" / "k1").exists():
+        await asyncio.sleep(0)
+    creating.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await creating
+    assert list((folder / "kernels").iterdir()) == []
+    assert recovered({"AGENTD_NODE": "node-a", "AGENTD_KERNEL": "k1"}, "") is None
+
+
+@pytest.mark.parametrize("lines", [0, 1, 2, 3, 5000, 99999])
+def test_the_last_lines_are_found_from_the_end(tmp_path: Path, lines: int) -> None:
+    path = tmp_path / "log"
+    content = b"".join(b"%d %s\n" % (n, b"x" * (n % 90)) for n in range(6000)) + b"no newline"
+    path.write_bytes(content)
+    with path.open("rb") as file:
+        file.seek(_tail_offset(file, lines))
+        assert file.read() == b"".join(content.splitlines(keepends=True)[6001 - lines :][-lines:]
+                                       if lines else [])  # fmt: skip

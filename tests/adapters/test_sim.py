@@ -10,7 +10,8 @@ from agentd_sim import SimPlugin
 async def listing(name: str = "cuda", **settings):
     table = PluginTable(name=name, plugin="sim", settings=settings)
     host = PluginHost([table], features=Features("process"))
-    assert await host.load(5) == []
+    await host.load(5)
+    assert host.problems() == []
     await host.open(5)
     (found,) = host.listings()
     return found
@@ -57,6 +58,10 @@ async def test_devices_one_by_one() -> None:
         ({"count": 1, "mode": []}, "mode"),
         ({"count": 1, "quantum": "2"}, "quantum"),
         ({"count": 1, "quantum": "x"}, "quantum"),
+        ({"count": 1, "quantum": "1e-2"}, "quantum"),
+        ({"count": 1, "quantum": "0.0000001"}, "quantum"),
+        ({"devices": [{"id": "a"}, {"id": "a"}]}, "devices"),
+        ({"devices": [{"id": "a", "capacity": "1e3"}]}, "devices.0.capacity"),
         ({"count": 1, "memory": "many"}, "memory"),
         ({"count": 1, "numa-nodes": 0}, "numa-nodes"),
         ({"count": 1, "cuont": 2}, "cuont"),

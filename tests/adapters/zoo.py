@@ -105,3 +105,29 @@ class ListsNonsense(Good):
 
 
 NotAPlugin = 42
+
+
+OddParent = lying("OddParent", parent=5)
+OddAliases = lying("OddAliases", aliases="GPU")
+OddNode = lying("OddNode", numa_node=-1)
+
+
+class OddEdits(Good):
+    def container_edits(
+        self, allocation: Sequence[AllocatedDevice], features: Features
+    ) -> ContainerEdits:
+        return ContainerEdits(env={1: 2})  # type: ignore[dict-item]
+
+
+class ListsSlowly(Good):
+    """A generator, which does its waiting when it is read."""
+
+    def list_devices(self) -> Sequence[DeviceInfo]:
+        release.wait(20)
+        yield from super().list_devices()  # type: ignore[misc]
+
+
+class MadeSlowly(Good):
+    def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
+        release.wait(20)
+        super().__init__(name, settings)

@@ -90,6 +90,9 @@ count = 2
     [
         ("[resource]\nallocation-mod = 1", "resource.allocation-mod: unknown key; did you mean"),
         ("[resource]\nallocation_mode = 1", "resource.allocation_mode: unknown key; did you mean"),
+        ("[node]\nid = 3", "node.id: 3 is no name"),
+        ('[rpc]\nsocket = ""', "rpc.socket: is empty"),
+        ('[resource]\ndefault-slots = { cpu = "0.5" }', "cpu: not a multiple of 1"),
         ("[nood]", "nood: unknown key; did you mean node? allowed: node, rpc, host"),
         ("[runtime.dokcer]", "runtime.dokcer: unknown key; did you mean docker?"),
         ('[node]\nruntime = "podman"', "node.runtime: Input should be 'docker' or 'process'"),
@@ -130,7 +133,7 @@ count = 2
             '[[agents]]\nid = "a"\n[agents.resource]\ndevices = { cpu = 1 }',
             "write cpu beside devices",
         ),
-        ("[plugins]\nallw = 1", "plugins: allw: unknown key; allowed: allow, block"),
+        ("[plugins]\nallw = 1", "plugins.allw: unknown key; did you mean allow? allowed: allow"),
         ("[plugins.cpu]\nx = 1", "cpu: is built in"),
         ("[plugins.Cuda]\nx = 1", "Cuda: is no device name"),
         ("[plugins.cuda]\nrequired = 1", "cuda.required: 1 is neither true nor false"),

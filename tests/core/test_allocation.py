@@ -192,6 +192,29 @@ def test_an_agent_s_memory_is_the_less_of_its_own_and_the_node_s() -> None:
     assert use(Ledger(), "gone", 9 * GIB).free(device, part) == 0
 
 
+def test_a_device_that_moved_is_not_free_for_its_new_agent_while_a_kernel_holds_a_part() -> None:
+    devices = [*cores(2), memory(), *gpus(1, slot="cuda.shares")]
+    node = split(
+        machine(*devices, quantum=CENT), SplitRules(AllocationMode.AUTO_SPLIT, (AgentRule("b"),))
+    )
+    ledger = held("cuda.shares", ONE // 2, agent="a")
+    with pytest.raises(InsufficientResource) as caught:
+        allocate(ledger, node.inventory, node.partitions["b"], slots(cuda_shares=0.2), EVENLY)
+    assert "held by k1 of another agent" in caught.value.explain[0]["reason"]
+    in_common = shared(node.inventory, "b")
+    assert allocate(
+        ledger, in_common.inventory, in_common.partitions["b"], slots(cuda_shares=0.2), EVENLY
+    )
+
+
+def test_equal_parts_are_sought_on_each_node_before_they_spread() -> None:
+    policy = Policy(Strategy.EVENLY, Affinity.PREFER_SINGLE_NODE, allow_fragmentation=False)
+    capacities = [1.0, 0.9, 0.9, 0.9, 0.9, 1.0, 1.0]
+    devices = gpus(*capacities, slot="cuda.shares", nodes=(0, 0, 0, 0, 0, 1, 1))
+    allocation = place([*cores(1), *devices], slots(cuda_shares=2), policy, CENT)
+    assert given_ids(allocation, "cuda") == {"cuda5": 1, "cuda6": 1}
+
+
 def test_releasing_twice_changes_nothing_and_is_reported() -> None:
     ledger = held("cuda.device", ONE)
     once, held_it = release(ledger, "k1")

@@ -193,6 +193,36 @@ def test_what_is_gone_or_failed_is_only_a_warning() -> None:
     assert "tpu: plugin tpu failed: no driver" in result.warnings
 
 
+def test_a_plugin_that_lists_nothing_is_known_all_the_same() -> None:
+    node = machine(*cores(4), memory())
+    node = replace(node, slot_types={**node.slot_types, **machine(*gpus(1)).slot_types})
+    assert split(node, manual(described("a", cuda="all"))).partitions
+    with pytest.raises(ConfigRefused, match="no cuda device 'cuda0'; available: none"):
+        split(node, manual(described("a", cuda=["cuda0"])))
+
+
+def test_a_reservation_and_the_rules_are_refused_together() -> None:
+    with pytest.raises(ConfigRefused) as caught:
+        split(NODE, manual(described("a", tpu=1), AgentRule("b"), reserved_cpu=99))
+    places = {problem.where for problem in caught.value.problems}
+    assert places >= {"resource.reserved-cpu", "agents.0.resource.devices.tpu", "agents.1"}
+
+
+def test_a_single_agent_has_the_scaling_factor_one() -> None:
+    for rules in (
+        manual(described("a", cpu=2, cuda=1)),
+        SplitRules(AllocationMode.AUTO_SPLIT, agents("a"), reserved_mem=1000001, align=2**24),
+    ):
+        assert set(split(NODE, rules).scaling_factors("a").values()) == {Decimal(1)}
+
+
+def test_agents_that_get_nothing_are_a_warning() -> None:
+    node = machine(*cores(1), memory(8 * GIB))
+    result = split(node, SplitRules(AllocationMode.AUTO_SPLIT, agents("a", "b"), align=8 * GIB))
+    assert any("agent b has no core" in warning for warning in result.warnings)
+    assert any("agent b has no memory" in warning for warning in result.warnings)
+
+
 def test_rules_of_agents_are_not_used_outside_manual_mode_and_said_so() -> None:
     result = split(NODE, SplitRules(AllocationMode.SHARED, (described("a", cpu=1),)))
     assert any("not used in shared mode" in warning for warning in result.warnings)

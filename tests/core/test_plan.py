@@ -4,7 +4,7 @@ from agentd.core.allocation import Allocation, Share
 from agentd.core.devices import MEMORY, DeviceId
 from agentd.core.edits import ContainerEdits, merged
 from agentd.core.kernel import TRANSITIONS, Kernel, KernelSpec, KernelState
-from agentd.core.plan import NodeFacts, build_plan
+from agentd.core.plan import NodeFacts, build_plan, kernel_name, refuse_reserved
 from agentd.core.slots import ONE, SlotKind
 from agentd.errors import InvalidRequest, RuntimeFailure
 
@@ -22,7 +22,7 @@ def core(name: str) -> Share:
 def test_a_plan_pins_to_its_cores_and_limits_to_its_memory() -> None:
     shares = Allocation((core("1"), Share(MEMORY, "mem", SlotKind.BYTES, 64)))
     plan = build_plan(spec(env={"A": "1"}), shares, ContainerEdits(env={"GPU": "0"}), NODE)
-    assert (plan.name, plan.cpus, plan.memory_bytes) == ("agentd-n-k1", ("1",), 64)
+    assert (plan.name, plan.cpus, plan.memory_bytes) == (kernel_name("n", "k1"), ("1",), 64)
     assert plan.env == {"A": "1", "GPU": "0"}
     assert plan.not_enforced == ("mem",)
 
@@ -41,14 +41,16 @@ def test_cores_that_are_not_there_are_not_pinned_and_said_so() -> None:
 
 def test_a_request_cannot_set_what_is_not_its_own() -> None:
     with pytest.raises(InvalidRequest) as caught:
-        build_plan(
-            spec(env={"GPU": "all", "AGENTD_X": "1"}, labels={"io.agentd.node": "x", "mine": "y"}),
-            Allocation(),
-            ContainerEdits(env={"GPU": "0"}),
-            NODE,
-        )
+        build_plan(spec(env={"GPU": "all"}), Allocation(), ContainerEdits(env={"GPU": "0"}), NODE)
+    assert [problem.where for problem in caught.value.problems] == ["env.GPU"]
+    with pytest.raises(InvalidRequest) as caught:
+        refuse_reserved(spec(env={"AGENTD_X": "1"}, labels={"io.agentd.node": "x", "mine": "y"}))
     places = [problem.where for problem in caught.value.problems]
-    assert places == ["env.GPU", "env.AGENTD_X", "labels.io.agentd.node"]
+    assert places == ["env.AGENTD_X", "labels.io.agentd.node"]
+
+
+def test_no_two_kernels_of_any_nodes_have_one_name() -> None:
+    assert kernel_name("a-b", "c") != kernel_name("a", "b-c")
 
 
 def test_what_gives_a_device_wins_over_what_hides_others() -> None:

@@ -83,6 +83,21 @@ def test_a_newer_schema_is_refused_and_unknown_members_are_not() -> None:
     assert decode(text.replace('"schema":1', '"schema":1,"extra":{"a":[1]}')) == RECORD
 
 
+@pytest.mark.parametrize("time", ["1e300", "NaN", "Infinity", "-1", '"x"', "null"])
+def test_a_time_that_cannot_be_shown_makes_a_record_unreadable(time) -> None:
+    text = encode(RECORD).replace('"created_at":5.0', f'"created_at":{time}')
+    with pytest.raises(RecordError, match="is no time"):
+        decode(text)
+
+
+def test_two_lost_devices_of_one_name_stay_two() -> None:
+    other = encode(replace(RECORD, kernel_id="k2", shares=(replace(GPU, stable_id="GPU-x"),)))
+    node = machine(*cores(4), memory())
+    actions = reconcile({}, [found(), found(kernel_id="k2", record=other)], node)
+    ids = [action.kernel.allocation.shares[0].device_id.id for action in actions]
+    assert len(set(ids)) == 2
+
+
 def test_an_unknown_kernel_is_adopted_with_its_devices() -> None:
     (action,) = reconcile({}, [found()], NODE)
     assert isinstance(action, Adopt)

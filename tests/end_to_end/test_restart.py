@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from agentd.core.plan import kernel_name
 from daemon import AGENTS, Daemon, gpus
 
 
@@ -208,7 +209,7 @@ async def test_an_unreadable_container_keeps_back_all_it_might_hold(dockered: Da
         "HostConfig": {"NetworkMode": "none", "CpusetCpus": "1", "Memory": 64 * 2**20},
     }
     engine = daemon.test_engine
-    made = engine.call("POST", f"/containers/create?name=agentd-{daemon.node}-k1", config)
+    made = engine.call("POST", f"/containers/create?name={kernel_name(daemon.node, 'k1')}", config)
     engine.call("POST", f"/containers/{made['Id']}/start")
     await daemon.restart()
     kernel = await daemon.get("/v1/kernels/k1")
@@ -237,7 +238,7 @@ async def test_a_container_that_never_started_is_removed(dockered: Daemon) -> No
     await daemon.stop()
     engine.call("DELETE", f"/containers/{kernel['container_id']}?force=1")
     config = {"Image": "agentd-test:1", "Labels": shown["Config"]["Labels"]}
-    engine.call("POST", f"/containers/create?name=agentd-{daemon.node}-k1", config)
+    engine.call("POST", f"/containers/create?name={kernel_name(daemon.node, 'k1')}", config)
     await daemon.start()
     assert await daemon.get("/v1/kernels") == []
     assert engine.containers() == []

@@ -114,6 +114,12 @@ async def test_a_body_over_the_limit_is_refused(up: Daemon) -> None:
     assert (answer.status, answer.json["code"]) == (413, "BodyTooLarge")
 
 
+async def test_a_body_that_is_not_what_its_encoding_says_is_refused(up: Daemon) -> None:
+    headers = {"Content-Encoding": "gzip"}
+    answer = await up.call("POST", "/v1/agents/agent-1/kernels", None, headers, b"no gzip")
+    assert (answer.status, answer.json["code"]) == (422, "InvalidRequest")
+
+
 async def test_amounts_are_read_as_they_were_written(up: Daemon) -> None:
     body = b'{"command": ["sleep", "9"], "slots": {"cpu": 1.0, "mem": 1048576.0}}'
     answer = await up.call("POST", "/v1/agents/agent-1/kernels", data=body)
@@ -213,6 +219,9 @@ async def test_tcp_needs_the_token_and_probes_do_not(plain: Daemon) -> None:
         assert (status, problem["code"]) == (401, "Unauthorized")
     for probe in ("/livez", "/readyz"):
         assert (await over_tcp(url + probe))[0] == 200
+    with socket.create_connection(("127.0.0.1", port)) as raw:
+        raw.sendall(b"GET /v1/node HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\xfe\r\n\r\n")
+        assert raw.recv(64).startswith(b"HTTP/1.1 401")
 
 
 async def test_tls_is_spoken_where_it_is_configured(plain: Daemon) -> None:

@@ -157,8 +157,123 @@ async def test_deleting_what_is_being_created_cancels_it_and_gives_back(rig: Rig
     await rig.service.remove("k1")
     assert rig.free_gpus == 2
     assert rig.states == {}
-    with pytest.raises(asyncio.CancelledError):
+    with pytest.raises(KernelConflict, match="deleted while it was being created"):
         await caller
+
+
+async def test_deleting_twice_does_not_interrupt_the_clean_up(rig: Rig) -> None:
+    cleaned = asyncio.Event()
+
+    async def create(plan, progress):
+        progress(KernelState.CREATING)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            cleaned.set()
+
+    rig.runtime.create = create
+    caller = asyncio.create_task(rig.service.create(rig.spec(cuda_device=2)))
+    while rig.states.get("k1") != "creating":
+        await asyncio.sleep(0)
+    removes = [asyncio.create_task(rig.service.remove("k1")) for _ in range(3)]
+    await asyncio.sleep(0)
+    late = asyncio.create_task(rig.service.remove("k1"))
+    await asyncio.gather(*removes, late, return_exceptions=True)
+    assert cleaned.is_set()
+    assert rig.free_gpus == 2
+    with pytest.raises(KernelConflict):
+        await caller
+
+
+async def test_what_cannot_be_removed_yet_is_held_and_tried_again(rig: Rig) -> None:
+    await rig.create(cuda_device=2)
+    cut_short = replace(rig.runtime.kernels["k1"], state=FoundState.CREATED)
+    after = Rig()
+    after.runtime.kernels["k1"] = cut_short
+    discard = after.runtime.discard
+
+    async def failing(*_: object) -> bool:
+        raise RuntimeFailure("500")
+
+    after.runtime.discard = failing
+    await after.adoption.relist(after.runtime)
+    assert (after.states, after.free_gpus) == ({"k1": "creating"}, 0)
+    assert after.service.not_listed == {}
+    after.runtime.discard = discard
+    await after.adoption.retry()
+    assert (after.states, after.free_gpus) == ({}, 2)
+
+
+async def test_what_was_to_be_removed_and_runs_after_all_is_adopted(watched: Rig) -> None:
+    await watched.create(cuda_device=1)
+    running = watched.runtime.kernels["k1"]
+    after = Rig()
+    after.runtime.kernels["k1"] = running
+    stale = replace(running, state=FoundState.CREATED)
+    lists = iter([[stale], [running]])
+
+    async def listing():
+        return next(lists)
+
+    after.runtime.list = listing
+    await after.adoption.relist(after.runtime)
+    assert "k1" in after.runtime.kernels
+    await after.adoption.observe(await after.service.operations.to_look_at())
+    assert after.states == {"k1": "running"}
+
+
+async def test_nothing_is_created_while_the_runtime_is_unavailable(rig: Rig) -> None:
+    rig.runtime.is_down = True
+    with pytest.raises(RuntimeUnavailable):
+        await rig.adoption.relist(rig.runtime)
+    rig.runtime.is_down = False
+    with pytest.raises(RuntimeUnavailable):
+        await rig.create()
+    await rig.adoption.retry()
+    assert (await rig.create()).state is KernelState.RUNNING
+
+
+async def test_a_name_that_is_gone_from_the_list_is_no_proof(rig: Rig) -> None:
+    await rig.create(cuda_device=1)
+
+    async def without() -> list:
+        return []
+
+    rig.runtime.list = without
+    await rig.adoption.relist(rig.runtime)
+    assert rig.states == {"k1": "running"}
+
+
+async def test_an_explicit_time_overtakes_a_stop_under_way(rig: Rig) -> None:
+    await rig.create()
+    killed = asyncio.Event()
+
+    async def stop(kernel_id: str, handle: str, timeout_s: float | None) -> None:
+        if timeout_s == 0:
+            killed.set()
+        await killed.wait()
+        rig.runtime.end(kernel_id, 137)
+
+    rig.runtime.stop = stop
+    slow = asyncio.create_task(rig.service.stop("k1", 3600))
+    while rig.states["k1"] != "stopping":
+        await asyncio.sleep(0)
+    await rig.service.remove("k1", 0)
+    await asyncio.gather(slow, return_exceptions=True)
+    assert rig.states == {}
+
+
+async def test_a_dry_run_refuses_what_the_create_would(rig: Rig) -> None:
+    empty = replace(rig.spec(), command=())
+    labelled = replace(rig.spec(), labels={"io.agentd.node": "x"})
+    for spec in (empty, labelled):
+        with pytest.raises(InvalidRequest):
+            await rig.service.decide(spec)
+        with pytest.raises(InvalidRequest):
+            await rig.service.create(spec, wait=False)
+    assert rig.states == {}
 
 
 async def test_an_unknown_outcome_stays_held_until_absence_is_proved(rig: Rig) -> None:

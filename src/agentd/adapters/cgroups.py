@@ -1,8 +1,9 @@
 """Memory limits for process kernels, by cgroup v1 or v2, where one can be written.
 
-Kernel groups live below the daemon's own cgroup. In v2 a group with processes cannot
-hand controllers down (Documentation/admin-guide/cgroup-v2.rst, "No Internal Process
-Constraint"), so there the daemon first moves into a leaf of its own.
+Kernel groups live in a folder at the top of the hierarchy, as those of the Docker Engine's
+cgroupfs driver do, and not below the service's own group: kernels outlive the service, and a
+v2 group that hands controllers down can hold no process (Documentation/admin-guide/cgroup-v2.rst,
+"No Internal Process Constraint"), so the next daemon could not be started in it.
 """
 
 from __future__ import annotations
@@ -69,26 +70,24 @@ def find_memory_groups(root: Path = Path("/")) -> MemoryGroups | None:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
-    paths = {controllers: path for _, controllers, path in (line.split(":", 2) for line in lines)}
+    controllers = {line.split(":", 2)[1] for line in lines}
     mount = root / "sys/fs/cgroup"
     try:
-        if "memory" in paths:
-            own = mount / "memory" / paths["memory"].lstrip("/")
-            return _writable(own if own.exists() else mount / "memory", "memory.limit_in_bytes")
+        if "memory" in controllers:
+            return _writable(mount / "memory", "memory.limit_in_bytes")
         if "memory" in (mount / "cgroup.controllers").read_text(encoding="ascii").split():
-            own = mount / paths.get("", "/").lstrip("/")
-            _delegate(own)
-            return _writable(own, "memory.max")
+            _hand_down(mount)
+            return _writable(mount, "memory.max")
     except OSError:
         return None
     return None
 
 
-def _writable(own: Path, limit_file: str) -> MemoryGroups:
-    parent = own if own.name == _PARENT else own / _PARENT
+def _writable(top: Path, limit_file: str) -> MemoryGroups:
+    parent = top / _PARENT
     parent.mkdir(exist_ok=True)
     if limit_file == "memory.max":
-        (parent / "cgroup.subtree_control").write_text("+memory", encoding="ascii")
+        _hand_down(parent)
     probe = parent / f"probe-{os.getpid()}"
     probe.mkdir(exist_ok=True)
     try:
@@ -98,15 +97,7 @@ def _writable(own: Path, limit_file: str) -> MemoryGroups:
     return MemoryGroups(parent, limit_file)
 
 
-def _delegate(own: Path) -> None:
-    """Let the daemon's own v2 group hand down the memory controller."""
-    control = own / "cgroup.subtree_control"
-    if "memory" in control.read_text(encoding="ascii").split():
-        return
-    try:
-        control.write_text("+memory", encoding="ascii")
-    except OSError:
-        leaf = own / "agentd-daemon"
-        leaf.mkdir(exist_ok=True)
-        (leaf / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
+def _hand_down(group: Path) -> None:
+    control = group / "cgroup.subtree_control"
+    if "memory" not in control.read_text(encoding="ascii").split():
         control.write_text("+memory", encoding="ascii")

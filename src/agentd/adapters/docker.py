@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +23,17 @@ import aiohttp
 from aiodocker import Docker, DockerError
 from aiodocker.containers import DockerContainer
 
+from agentd.adapters.docker_answers import (
+    CONFLICT,
+    CONNECTION_FAILED,
+    NOT_FOUND,
+    absent_is_fine,
+    is_lost_answer,
+    listing,
+    translated,
+    translating,
+    unknown,
+)
 from agentd.adapters.docker_config import (
     AGENT_LABEL,
     DEVICES_LABEL,
@@ -37,20 +48,13 @@ from agentd.core.kernel import Ending, KernelSpec, KernelState
 from agentd.core.plan import KernelPlan, kernel_name
 from agentd.core.reconcile import FoundKernel, FoundState
 from agentd.errors import (
-    AgentdError,
-    CommandNotFound,
     ImageNotFound,
     InvalidRequest,
-    OutcomeUnknown,
     Problem,
     RuntimeFailure,
     RuntimeUnavailable,
 )
 
-CONNECTION_FAILED = 900
-"""The status that aiodocker gives to a request without an answer."""
-
-NOT_FOUND, CONFLICT = 404, 409
 INSPECTS_AT_ONCE = 16
 _EVENTS = {"start", "die", "oom", "pause", "unpause", "destroy", "rename"}
 _STATES = {
@@ -104,20 +108,24 @@ class DockerRuntime:
         config = container_config(plan, self._network)
         try:
             container = await self._create(plan, config, progress)
-            await _uninterrupted(container.start())
+        except (DockerError, aiohttp.ClientError, OSError) as error:
+            if is_lost_answer(error):
+                raise unknown(plan, error) from error
+            raise translated(error, plan) from error
+        try:
+            await _to_the_end(container.start())
             shown = await container.show()
             _verify_devices(shown, plan.edits.device_nodes)
         except BaseException as error:
-            await self._undo(plan, error)
-            raise _translated(error, plan) from error
+            await self._undo(container, plan, error)
+            raise translated(error, plan) from error
         return self._found(shown)
 
     async def _create(
         self, plan: KernelPlan, config: dict[str, Any], progress: Callable[[KernelState], None]
     ) -> DockerContainer:
-        containers = self._docker.containers
         try:
-            return await _uninterrupted(containers.create(config, name=plan.name))
+            return await self._made(plan, config)
         except DockerError as error:
             if error.status != NOT_FOUND:
                 raise
@@ -127,43 +135,61 @@ class DockerRuntime:
             await self._docker.images.pull(image)
         except DockerError as error:
             if error.status == CONNECTION_FAILED:
-                raise
+                raise RuntimeUnavailable(error.message) from error
             raise ImageNotFound(f"image {image}: {error.message}") from error
         progress(KernelState.CREATING)
-        return await _uninterrupted(containers.create(config, name=plan.name))
+        return await self._made(plan, config)
 
-    async def _undo(self, plan: KernelPlan, error: BaseException) -> None:
-        """Leave nothing of a create that failed.
+    async def _made(self, plan: KernelPlan, config: dict[str, Any]) -> DockerContainer:
+        making = asyncio.ensure_future(self._docker.containers.create(config, name=plan.name))
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError as error:
+            await asyncio.wait([making])
+            if making.exception() is None:
+                await self._undo(making.result(), plan, error)
+            elif is_lost_answer(making.exception()):
+                raise unknown(plan, error) from error
+            raise
+
+    async def _undo(
+        self, container: DockerContainer, plan: KernelPlan, error: BaseException
+    ) -> None:
+        """Remove a container that was created and is not wanted; by id, never by name.
 
         Raises:
-            OutcomeUnknown: the engine was asked, and may have a container, or make one yet.
+            OutcomeUnknown: the engine does not confirm that it is gone.
         """
-        if isinstance(error, ImageNotFound) or _never_asked(error) or _is_refused_name(error):
-            return
         try:
-            await asyncio.shield(self._docker.containers.container(plan.name).delete(force=True))
-        except DockerError as failed:
-            is_settled = failed.status == NOT_FOUND and not _is_lost_answer(error)
-            if not is_settled:
-                kernel_id = plan.spec.kernel_id
-                raise OutcomeUnknown(
-                    f"the engine did not say what became of kernel {kernel_id}: {error}"
-                ) from error
+            await _to_the_end(container.delete(force=True, v=True))
+        except (DockerError, aiohttp.ClientError, OSError) as failed:
+            if not (isinstance(failed, DockerError) and failed.status == NOT_FOUND):
+                raise unknown(plan, error) from error
 
     async def stop(self, kernel_id: str, handle: str, timeout_s: float | None) -> None:
         grace_s = self._stop_timeout_s if timeout_s is None else timeout_s
-        with _translating(), _absent_is_fine():
+        with translating(), absent_is_fine():
             await self._docker.containers.container(handle).stop(t=math.ceil(grace_s))
 
     async def remove(self, kernel_id: str, handle: str) -> None:
         container = self._docker.containers.container(handle)
-        with _translating(), _absent_is_fine():
+        with translating(), absent_is_fine():
             try:
                 await container.delete(force=True, v=True)
             except DockerError as error:
                 if error.status != CONFLICT:
                     raise
                 await container.wait(condition="removed")  # somebody else is removing it
+
+    async def discard(self, kernel_id: str, handle: str) -> bool:
+        with translating(), absent_is_fine():
+            try:
+                await self._docker.containers.container(handle).delete(v=True)
+            except DockerError as error:
+                if error.status == CONFLICT:
+                    return False
+                raise
+        return True
 
     async def list(self) -> Sequence[FoundKernel]:
         filters = json.dumps({"label": [f"{NODE_LABEL}={self._node_id}"]})
@@ -173,7 +199,7 @@ class DockerRuntime:
             async with places:
                 return await self._shown(summary)
 
-        with _translating():
+        with listing():
             summaries = await self._docker.containers.list(all=True, filters=filters)
             answers = await asyncio.gather(*(shown(summary) for summary in summaries))
         ours = [answer for answer in answers if answer is not None and self._is_ours(answer)]
@@ -196,21 +222,23 @@ class DockerRuntime:
             "Config": {"Labels": listed.get("Labels", {})},
         }
 
-    async def find(self, kernel_id: str) -> FoundKernel | None:
-        name = kernel_name(self._node_id, kernel_id)
-        with _translating():
-            try:
-                shown = await self._docker.containers.container(name).show()
-            except DockerError as error:
-                if error.status == NOT_FOUND:
-                    return None
-                raise
-        return self._found(shown) if self._is_ours(shown) else None
+    async def find(self, kernel_id: str, handle: str | None = None) -> FoundKernel | None:
+        if handle and (shown := await self._inspected(handle)):
+            labels = shown["Config"].get("Labels") or {}
+            if (labels.get(NODE_LABEL), labels.get(KERNEL_LABEL)) == (self._node_id, kernel_id):
+                return self._found(shown)
+        shown = await self._inspected(kernel_name(self._node_id, kernel_id))
+        return self._found(shown) if shown and self._is_ours(shown) else None
+
+    async def _inspected(self, container: str) -> Mapping[str, Any] | None:
+        with listing(), absent_is_fine():
+            return await self._docker.containers.container(container).show()
+        return None
 
     async def follow(self) -> AsyncIterator[str]:
         filters = {"type": ["container"], "label": [f"{NODE_LABEL}={self._node_id}"]}
         params = {"filters": json.dumps(filters)}
-        with _translating():
+        with translating():
             async with self._docker._query(  # noqa: SLF001 - its events drop the moment of connection
                 "events", params=params, timeout=aiohttp.ClientTimeout()
             ) as response:
@@ -233,7 +261,7 @@ class DockerRuntime:
             "follow": "1" if follow else "0",
             "tail": "all" if tail is None else str(tail),
         }
-        with _translating():
+        with translating():
             async with self._docker._query(  # noqa: SLF001 - aiodocker decodes logs as UTF-8
                 f"containers/{handle}/logs", params=params, timeout=aiohttp.ClientTimeout()
             ) as response:
@@ -295,7 +323,7 @@ def _exists(path: str) -> bool:
     return True
 
 
-async def _uninterrupted(step: Awaitable[_T]) -> _T:
+async def _to_the_end(step: Awaitable[_T]) -> _T:
     """Let a step of the engine end before a cancellation takes effect."""
     task = asyncio.ensure_future(step)
     try:
@@ -303,61 +331,6 @@ async def _uninterrupted(step: Awaitable[_T]) -> _T:
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise
-
-
-def _never_asked(error: BaseException) -> bool:
-    return isinstance(error.__context__, aiohttp.ClientConnectorError)
-
-
-def _is_lost_answer(error: BaseException) -> bool:
-    if isinstance(error, DockerError):
-        return error.status == CONNECTION_FAILED
-    return isinstance(error, (aiohttp.ClientError, OSError, TimeoutError))
-
-
-def _is_refused_name(error: BaseException) -> bool:
-    return isinstance(error, DockerError) and error.status == CONFLICT
-
-
-def _translated(error: BaseException, plan: KernelPlan | None = None) -> BaseException:
-    """Return the error of agentd that says what the engine's means."""
-    if isinstance(error, DockerError):
-        if error.status == CONNECTION_FAILED:
-            return RuntimeUnavailable(error.message)
-        message = error.message
-        if plan is not None and _is_no_command(message):
-            command = plan.spec.command[0] if plan.spec.command else "the image's command"
-            return CommandNotFound(f"command {command!r}: {message.rpartition('exec: ')[2]}")
-        return RuntimeFailure(message)
-    if isinstance(error, AgentdError) or not isinstance(error, Exception):
-        return error
-    if isinstance(error, (aiohttp.ClientError, OSError, TimeoutError)):
-        return RuntimeUnavailable(f"{type(error).__name__}: {error}")
-    return error
-
-
-def _is_no_command(message: str) -> bool:
-    return "exec: " in message and any(
-        why in message
-        for why in ("executable file not found", "no such file or directory", "permission denied")
-    )
-
-
-@contextmanager
-def _translating() -> Iterator[None]:
-    try:
-        yield
-    except (DockerError, aiohttp.ClientError, OSError, TimeoutError) as error:
-        raise _translated(error) from error
-
-
-@contextmanager
-def _absent_is_fine() -> Iterator[None]:
-    try:
-        yield
-    except DockerError as error:
-        if error.status != NOT_FOUND:
-            raise
 
 
 def _seconds(text: str | None) -> float | None:

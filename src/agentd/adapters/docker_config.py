@@ -88,7 +88,11 @@ def _host_config(plan: KernelPlan, network: str) -> dict[str, Any]:
         ],
         "GroupAdd": list(edits.groups),
         "PortBindings": {
-            _port(port): [{"HostIp": PUBLISHED_ON, "HostPort": str(port.host or "")}]
+            _port(port): [
+                {"HostIp": PUBLISHED_ON, "HostPort": str(other.host or "")}
+                for other in plan.spec.ports
+                if _port(other) == _port(port)
+            ]
             for port in plan.spec.ports
         },
         "SecurityOpt": ["no-new-privileges"],

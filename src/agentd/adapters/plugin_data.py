@@ -7,7 +7,7 @@ with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from agentd.core.devices import ID_PATTERN, Device, DeviceId, Health
 from agentd.core.slots import (
@@ -19,7 +19,16 @@ from agentd.core.slots import (
     is_slot_name,
     parse_base_units,
 )
-from agentd.plugin_api import API_VERSION, AcceleratorPlugin, DeviceInfo, SlotTypeInfo
+from agentd.plugin_api import (
+    API_VERSION,
+    AcceleratorPlugin,
+    ContainerEdits,
+    DeviceInfo,
+    DeviceNode,
+    DeviceRequest,
+    Mount,
+    SlotTypeInfo,
+)
 from agentd.services.interfaces import PluginListing
 
 
@@ -70,6 +79,8 @@ def _slot_type(name: str, info: SlotTypeInfo) -> SlotType:
         raise PluginLie(
             f"{slot} is of kind {info.kind!r}; there are count, bytes, unique"
         ) from None
+    if info.exclusive_group is not None:
+        _expect_texts(f"{slot}: its exclusive group", [info.exclusive_group])
     largest = 1 if kind is SlotKind.BYTES else ONE
     if not 0 < quantum <= largest:
         raise PluginLie(f"the quantum of {slot} is {info.quantum}; allowed: more than 0, at most 1")
@@ -91,8 +102,14 @@ def _device(name: str, info: DeviceInfo, kinds: dict[str, SlotKind]) -> Device:
         raise PluginLie(f"{info.id} offers {info.capacity} of a unique slot")
     if info.health not in set(Health):
         raise PluginLie(f"the health of {info.id} is {info.health!r}")
-    if info.numa_node is not None and not isinstance(info.numa_node, int):
-        raise PluginLie(f"the NUMA node of {info.id} is {info.numa_node!r}")
+    _expect_texts(f"{info.id}: its aliases", info.aliases)
+    if info.parent is not None:
+        _expect_texts(f"{info.id}: its parent", [info.parent])
+    node = info.numa_node
+    if node is not None and not (isinstance(node, int) and node >= 0 and node is not True):
+        raise PluginLie(f"the NUMA node of {info.id} is {node!r}")
+    if not isinstance(info.attributes, Mapping):
+        raise PluginLie(f"the attributes of {info.id} are {info.attributes!r}")
     return Device(
         device_id=DeviceId(name, info.id),
         stable_id=info.stable_id,
@@ -112,6 +129,36 @@ def _device(name: str, info: DeviceInfo, kinds: dict[str, SlotKind]) -> Device:
 def _expect(value: object, wanted: type) -> None:
     if not isinstance(value, wanted):
         raise PluginLie(f"it lists {value!r} where {wanted.__name__} belongs")
+
+
+def _expect_texts(label: str, values: object) -> None:
+    if not isinstance(values, (list, tuple)) or not all(isinstance(v, str) for v in values):
+        raise PluginLie(f"{label}: {values!r} where text belongs")
+
+
+def checked_edits(edits: object) -> ContainerEdits:
+    """Return a plugin's container edits, if they are what a runtime can use.
+
+    Raises:
+        PluginLie: they are not.
+    """
+    if not isinstance(edits, ContainerEdits):
+        raise PluginLie(f"it answered {edits!r} for container edits")
+    if not isinstance(edits.env, Mapping):
+        raise PluginLie(f"its variables are {edits.env!r}")
+    _expect_texts("its variables", [*edits.env, *edits.env.values()])
+    for name in edits.env:
+        if not name or "=" in name or "\0" in name + edits.env[name]:
+            raise PluginLie(f"{name!r} is no name of a variable")
+    for label, values in (("CDI names", edits.cdi), ("groups", edits.groups)):
+        _expect_texts(f"its {label}", values)
+    for node in edits.device_nodes:
+        _expect(node, DeviceNode)
+    for mount in edits.mounts:
+        _expect(mount, Mount)
+    for request in edits.device_requests:
+        _expect(request, DeviceRequest)
+    return edits
 
 
 def _refuse_twice(label: str, values: Sequence[str]) -> None:

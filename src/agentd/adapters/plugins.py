@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from importlib_metadata import EntryPoint, entry_points
 
-from agentd.adapters.plugin_data import PluginLie, check_class, checked_listing
+from agentd.adapters.plugin_data import PluginLie, check_class, checked_edits, checked_listing
 from agentd.core.allocation import Allocation
 from agentd.core.devices import DeviceId
 from agentd.core.edits import ContainerEdits, merged
@@ -93,12 +93,15 @@ class PluginHost:
         self._is_late = False
         self._late: asyncio.Queue[str] = asyncio.Queue()
 
-    async def load(self, timeout_s: float) -> list[Problem]:
-        """Import every plugin and check its table; return what is wrong with the tables."""
+    async def load(self, timeout_s: float) -> None:
+        """Import every plugin and check its table."""
         tasks = [asyncio.create_task(self._load(instance)) for instance in self._instances]
         self._tasks = dict(zip((i.name for i in self._instances), tasks, strict=True))
         if tasks:
             await asyncio.wait(tasks, timeout=timeout_s)
+
+    def problems(self) -> list[Problem]:
+        """Return what is wrong with the plugins' tables."""
         return [problem for instance in self._instances for problem in instance.problems]
 
     async def open(self, timeout_s: float) -> None:
@@ -172,14 +175,11 @@ class PluginHost:
         if plugin is None:
             raise PluginUnavailable(f"plugin {name} is not ready")
         try:
-            edits = await _call(plugin.container_edits, devices, self._features)
+            return checked_edits(await _call(plugin.container_edits, devices, self._features))
         except Exception as error:
             raise PluginUnavailable(
                 f"plugin {name} does not say what its devices need: {_said(error)}"
             ) from error
-        if not isinstance(edits, ContainerEdits):
-            raise PluginUnavailable(f"plugin {name} answered {edits!r} for container edits")
-        return edits
 
     async def _load(self, instance: _Instance) -> None:
         if instance.state is not PluginState.PENDING:
@@ -196,7 +196,7 @@ class PluginHost:
                     f'needs a table of its own, such as [plugins.cuda] plugin = "{instance.plugin}"'
                 )
                 return
-            wrong = await _call(loaded.validate, instance.settings)
+            wrong = await _call(lambda: list(loaded.validate(instance.settings)))
             instance.problems = [
                 Problem(f"plugins.{instance.name}.{item.key}", item.why) for item in wrong
             ]
@@ -211,17 +211,15 @@ class PluginHost:
             return
         step = "open"
         try:
-            plugin = instance.loaded(instance.name, instance.settings)
+            plugin = await _call(instance.loaded, instance.name, instance.settings, timeout_s=None)
             await _call(plugin.open, timeout_s=None)
             step = "list"
-            types = await _call(plugin.slot_types)
+            types = await _call(lambda: list(plugin.slot_types()))
             instance_listing = checked_listing(
-                instance.name, types, await _call(plugin.list_devices)
+                instance.name, types, await _call(lambda: list(plugin.list_devices()))
             )
             step = "hiding edits"
-            hiding = await _call(plugin.container_edits, [], self._features)
-            if not isinstance(hiding, ContainerEdits):
-                raise PluginLie(f"it answered {hiding!r}")
+            hiding = checked_edits(await _call(plugin.container_edits, [], self._features))
         except Exception as error:  # noqa: BLE001 - the call into a plugin
             instance.fail(f"{step}: {_said(error)}")
         else:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from agentd.core.record import read_time
+
 
 class Stat(NamedTuple):
     """The fields of /proc/PID/stat that matter here; `start_time` in ticks since boot."""
@@ -81,7 +83,7 @@ class Identity:
             Proc(int(raw["pid"]), int(raw["start_time"])),
             Proc(int(raw["keeper_pid"]), int(raw["keeper_start_time"])),
             str(raw["boot_id"]),
-            float(raw["started_at"]),
+            read_time(raw["started_at"]),
         )
 
 
@@ -128,6 +130,30 @@ def members(identity: Identity, marks: Mapping[str, str]) -> list[Proc]:
             and (is_certain or marks.items() <= read_env(stat.pid).items())
         )
     ]
+
+
+def recovered(marks: Mapping[str, str], boot_id: str) -> Identity | None:
+    """Return the identity of a kernel from what its processes carry; None if none lives.
+
+    For a kernel whose identity cannot be read. The leader is the oldest that leads a session;
+    a keeper is known only as its parent.
+    """
+    mine = [s for s in _all_processes() if marks.items() <= read_env(s.pid).items()]
+    if not mine:
+        return None
+    leader = min(mine, key=lambda stat: (stat.session != stat.pid, stat.start_time))
+    parent = read_stat(leader.parent) if leader.parent > 1 else None
+    keeper = parent if parent and _is_keeper(parent.pid) else leader
+    return Identity(
+        Proc(leader.pid, leader.start_time), Proc(keeper.pid, keeper.start_time), boot_id, 0.0
+    )
+
+
+def _is_keeper(pid: int) -> bool:
+    try:
+        return b"shim.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _all_processes() -> Iterator[Stat]:

@@ -15,28 +15,26 @@ process (`shim`) outlives the daemon and keeps the exit status.
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import os
 import pwd
 import shutil
 import signal
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from agentd.adapters import shim
 from agentd.adapters.cgroups import KernelGroup, MemoryGroups
-from agentd.adapters.proc import Identity, Proc, members, read_env
+from agentd.adapters.proc import Identity, Proc, members, read_env, recovered
+from agentd.adapters.spawn import account, failure, spawn
 from agentd.core.kernel import Ending, KernelSpec, KernelState
 from agentd.core.plan import KernelPlan
 from agentd.core.reconcile import FoundKernel, FoundState
+from agentd.core.record import read_time
 from agentd.errors import (
-    AgentdError,
-    CommandNotFound,
     InvalidRequest,
+    KernelConflict,
     OutcomeUnknown,
     Problem,
     RuntimeFailure,
@@ -44,7 +42,6 @@ from agentd.errors import (
 )
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-SPAWN_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 10.0
 LOG_PAUSE_S = 0.2
 _CHUNK = 64 * 1024
@@ -63,7 +60,7 @@ class ProcessRuntime:
         self._node_id = node_id
         self._boot_id = boot_id
         self._groups = groups
-        self._account = _account(user) if os.geteuid() == 0 else None
+        self._account = account(user) if os.geteuid() == 0 else None
         self._user = user if self._account else pwd.getpwuid(os.geteuid()).pw_name
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._events: asyncio.Queue[str] = asyncio.Queue()
@@ -100,12 +97,17 @@ class ProcessRuntime:
         progress(KernelState.CREATING)
         try:
             folder.mkdir(mode=0o700)
+        except FileExistsError:
+            raise KernelConflict(f"{folder} is of a kernel that is not of this node") from None
+        except OSError as error:
+            raise RuntimeFailure(f"{folder}: {error.strerror}") from None
+        try:
             (folder / "record.json").write_text(plan.record, encoding="utf-8")
             group = self._group(folder, plan)
         except OSError as error:
             await self.remove(kernel_id, "")
             raise RuntimeFailure(f"{error.filename or folder}: {error.strerror}") from None
-        spawning = asyncio.create_task(asyncio.to_thread(_spawn, self._order(folder, plan, group)))
+        spawning = asyncio.create_task(asyncio.to_thread(spawn, self._order(folder, plan, group)))
         try:
             answer = await asyncio.shield(spawning)
         except asyncio.CancelledError:
@@ -114,7 +116,7 @@ class ProcessRuntime:
             raise
         if "pid" not in answer:
             await self.remove(kernel_id, "")
-            raise _failure(plan, answer)
+            raise failure(plan, answer)
         self._watch(kernel_id)
         if (found := await self.find(kernel_id)) is None:
             raise OutcomeUnknown(f"the folder of kernel {kernel_id} is gone")
@@ -123,8 +125,7 @@ class ProcessRuntime:
     def _group(self, folder: Path, plan: KernelPlan) -> KernelGroup | None:
         if self._groups is None:
             return None
-        name = f"{self._node_id}-{plan.spec.kernel_id}"
-        group = self._groups.create(name, plan.memory_bytes)
+        group = self._groups.create(plan.name, plan.memory_bytes)
         (folder / "group").write_text(str(group.folder), encoding="utf-8")
         return group
 
@@ -170,23 +171,34 @@ class ProcessRuntime:
         await identity.keeper.ended()
 
     async def remove(self, kernel_id: str, handle: str) -> None:
-        folder, trash = self._folder / kernel_id, self._folder / f".removed-{kernel_id}"
         await self.stop(kernel_id, handle, 0)
+        while not await self._taken_away(kernel_id):
+            await self.stop(kernel_id, handle, 0)  # its keeper was faster than we were
+
+    async def discard(self, kernel_id: str, handle: str) -> bool:
+        found = await self.find(kernel_id)
+        if found is not None and found.state is FoundState.RUNNING:
+            return False
+        return await self._taken_away(kernel_id)
+
+    async def _taken_away(self, kernel_id: str) -> bool:
+        """Remove the folder of a kernel that is not running; False if it began to run."""
+        folder, trash = self._folder / kernel_id, self._folder / f".removed-{kernel_id}"
         shutil.rmtree(trash, ignore_errors=True)
         before = self._identity(folder)
         try:
             folder.rename(trash)
         except FileNotFoundError:
-            return
+            return True
         except OSError as error:
             raise RuntimeFailure(f"{folder}: {error.strerror}") from None
         if before is None and self._identity(trash) is not None:
-            trash.rename(folder)  # its keeper was faster than we were: stop it first
-            await self.remove(kernel_id, handle)
-            return
+            trash.rename(folder)
+            return False
         if (group := _read(trash / "group")) is not None:
             await KernelGroup(Path(group)).remove()
         shutil.rmtree(trash, ignore_errors=True)
+        return True
 
     async def list(self) -> Sequence[FoundKernel]:
         try:
@@ -196,7 +208,7 @@ class ProcessRuntime:
         found = [await self.find(folder.name) for folder in sorted(folders)]
         return [item for item in found if item is not None]
 
-    async def find(self, kernel_id: str) -> FoundKernel | None:
+    async def find(self, kernel_id: str, handle: str | None = None) -> FoundKernel | None:
         folder = self._folder / kernel_id
         if not folder.is_dir():
             return None
@@ -221,8 +233,10 @@ class ProcessRuntime:
         )
 
     def _state(self, folder: Path, identity: Identity | None) -> tuple[FoundState, Ending]:
-        if identity is None:
+        if identity is None and not (folder / "identity.json").exists():
             return FoundState.CREATED, Ending()
+        if identity is None:
+            return FoundState.EXITED, Ending(reason="who it was cannot be read, and it is gone")
         if (text := _read(folder / "exit.json")) is not None:
             return FoundState.EXITED, _ending(text)
         if identity.boot_id != self._boot_id:
@@ -234,6 +248,8 @@ class ProcessRuntime:
         return FoundState.EXITED, lost if text is None else _ending(text)
 
     async def follow(self) -> AsyncIterator[str]:
+        for trash in self._folder.glob(".removed-*"):
+            shutil.rmtree(trash, ignore_errors=True)
         for item in await self.list():
             if item.state is FoundState.RUNNING:
                 self._watch(item.kernel_id)
@@ -244,22 +260,12 @@ class ProcessRuntime:
     async def logs(
         self, kernel_id: str, handle: str, *, follow: bool, tail: int | None
     ) -> AsyncIterator[bytes]:
-        try:
-            file = (self._folder / kernel_id / "output.log").open("rb")
-        except FileNotFoundError:
-            return
-        with file:
-            if tail is not None:
-                file.seek(_tail_offset(file.read(), tail))
-            is_running = follow
-            while True:
-                found = await self.find(kernel_id) if is_running else None
-                is_running = found is not None and found.state is FoundState.RUNNING
-                while chunk := file.read(_CHUNK):
-                    yield chunk
-                if not is_running:
-                    return
-                await asyncio.sleep(LOG_PAUSE_S)
+        async def is_running() -> bool:
+            found = await self.find(kernel_id) if follow else None
+            return found is not None and found.state is FoundState.RUNNING
+
+        async for chunk in _printed(self._folder / kernel_id / "output.log", tail, is_running):
+            yield chunk
 
     def _watch(self, kernel_id: str) -> None:
         if kernel_id not in self._watches:
@@ -286,60 +292,18 @@ class ProcessRuntime:
     def _identity(self, folder: Path) -> Identity | None:
         text = _read(folder / "identity.json")
         try:
-            return None if text is None else Identity.from_json(json.loads(text))
+            if text is not None:
+                return Identity.from_json(json.loads(text))
         except (ValueError, KeyError, TypeError):
-            return None
-
-
-def _account(user: str) -> dict[str, Any]:
-    """Return the ids of an account.
-
-    Raises:
-        InvalidRequest: there is none of that name.
-    """
-    try:
-        entry = pwd.getpwnam(user)
-    except KeyError:
-        raise InvalidRequest([Problem("runtime.process.user", f"no user {user!r} here")]) from None
-    groups = os.getgrouplist(entry.pw_name, entry.pw_gid)
-    return {"uid": entry.pw_uid, "gid": entry.pw_gid, "groups": groups}
-
-
-def _spawn(order: Mapping[str, Any]) -> dict[str, Any]:
-    """Start a keeper and return its answer: the kernel's identity, or why there is none."""
-    command = [sys.executable, "-I", "-S", shim.__file__]
-    try:
-        done = subprocess.run(  # noqa: S603 - our own program; the order goes over its input
-            command,
-            input=json.dumps(order).encode(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={},
-            start_new_session=True,
-            timeout=SPAWN_TIMEOUT_S,
-            check=False,
-        )
-        answer: dict[str, Any] = json.loads(done.stdout)
-    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        return {"step": "keeper", "why": f"{type(error).__name__}: {error}"}
-    return answer
-
-
-def _failure(plan: KernelPlan, answer: Mapping[str, Any]) -> AgentdError:
-    number = int(answer.get("errno", 0))
-    why = os.strerror(number) if number else str(answer.get("why", "it gave no reason"))
-    step = answer.get("step")
-    if step == "command" and number in (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR):
-        return CommandNotFound(f"command {plan.spec.command[0]!r}: {why}")
-    if step == "working_dir":
-        return InvalidRequest([Problem("working_dir", f"{plan.spec.working_dir!r}: {why}")])
-    return RuntimeFailure(f"the kernel did not start; {step}: {why}")
+            pass
+        return recovered(self._marks(folder.name.removeprefix(".removed-")), self._boot_id)
 
 
 def _terminate(identity: Identity, alive: Sequence[Proc]) -> None:
     """Ask the command's process group to end, or what is left if the command has ended."""
     if identity.leader in alive:
-        os.killpg(identity.leader.pid, signal.SIGTERM)
+        with suppress(ProcessLookupError):
+            os.killpg(identity.leader.pid, signal.SIGTERM)
     else:
         for process in alive:
             process.signal(signal.SIGTERM)
@@ -348,7 +312,8 @@ def _terminate(identity: Identity, alive: Sequence[Proc]) -> None:
 def _ending(text: str) -> Ending:
     try:
         raw = json.loads(text)
-        return Ending(int(raw["exit_code"]), bool(raw["oom_killed"]), float(raw["finished_at"]))
+        finished_at = read_time(raw["finished_at"])
+        return Ending(int(raw["exit_code"]), bool(raw["oom_killed"]), finished_at)
     except (ValueError, KeyError, TypeError) as error:
         return Ending(reason=f"its exit status cannot be read: {error}")
 
@@ -368,11 +333,38 @@ def _read(path: Path) -> str | None:
         return None
 
 
-def _tail_offset(content: bytes, lines: int) -> int:
-    """Return where the last `lines` lines begin."""
-    position = len(content) - content.endswith(b"\n")
-    for _ in range(lines):
-        position = content.rfind(b"\n", 0, max(position, 0))
-        if position < 0:
-            return 0
-    return position + 1 if lines else len(content)
+async def _printed(
+    path: Path, tail: int | None, is_running: Callable[[], Awaitable[bool]]
+) -> AsyncIterator[bytes]:
+    """Yield a file's bytes, and what is added to it for as long as its writer runs."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        if tail is not None:
+            file.seek(_tail_offset(file, tail))
+        goes_on = True
+        while goes_on:
+            goes_on = await is_running()
+            while chunk := file.read(_CHUNK):
+                yield chunk
+            if goes_on:
+                await asyncio.sleep(LOG_PAUSE_S)
+
+
+def _tail_offset(file: BinaryIO, lines: int) -> int:
+    """Return where the last `lines` lines begin, read backwards in blocks."""
+    position = end = file.seek(0, os.SEEK_END)
+    missing = lines
+    while position and missing:
+        start = max(0, position - _CHUNK)
+        file.seek(start)
+        block = file.read(position - start)
+        cut = len(block) - (position == end and block.endswith(b"\n"))
+        while missing and (cut := block.rfind(b"\n", 0, cut)) >= 0:
+            missing -= 1
+            if not missing:
+                return start + cut + 1
+        position = start
+    return position if lines else end

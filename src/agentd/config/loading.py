@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_settings import SettingsError
 
 from agentd.config.agents import AgentResources, devices_line
+from agentd.config.plugins import PluginSettings, table_problems
 from agentd.config.settings import Settings
 from agentd.core.slots import WrittenFloat
 from agentd.errors import ConfigRefused, Problem
@@ -88,12 +89,25 @@ def load_text(text: str, path: Path | None, environ: Mapping[str, str]) -> Loade
     try:
         settings = Settings(**values)
     except ValidationError as error:
-        problems += [_problem(item, values, environ) for item in error.errors()]
+        problems += [_problem(item, environ) for item in error.errors()]
+        settings = None
     except SettingsError as error:
         problems.append(Problem("environment", f"{error}: {error.__cause__}"))
-    if problems:
+        settings = None
+    extras = settings.plugins.model_extra if settings else values.get("plugins", {})
+    problems += [
+        Problem(f"plugins.{key}", why) for key, why in table_problems(_further_keys(extras or {}))
+    ]
+    if problems or settings is None:
         raise ConfigRefused(problems, source)
     return Loaded(settings, path, raw, environ)
+
+
+def _further_keys(plugins: object) -> dict[str, object]:
+    if not isinstance(plugins, Mapping):
+        return {}
+    known = PluginSettings.model_fields
+    return {key.lstrip(_UNKNOWN): raw for key, raw in plugins.items() if key not in known}
 
 
 def _unknown_variables(environ: Mapping[str, str]) -> Iterator[Problem]:
@@ -134,7 +148,7 @@ def _snake_below(value: object, model: type[BaseModel]) -> object:
     return _snake(value, model) if isinstance(value, dict) else value
 
 
-def _problem(item: Any, values: Mapping[str, Any], environ: Mapping[str, str]) -> Problem:  # noqa: ANN401 - pydantic's ErrorDetails
+def _problem(item: Any, environ: Mapping[str, str]) -> Problem:  # noqa: ANN401 - pydantic's ErrorDetails
     loc = tuple(str(part) for part in item["loc"])
     keys = tuple(part.lstrip(_UNKNOWN).replace("_", "-") for part in loc if not _is_union(part))
     where = _variable(keys, environ) or ".".join(
@@ -147,7 +161,6 @@ def _problem(item: Any, values: Mapping[str, Any], environ: Mapping[str, str]) -
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] not in ("value_error", "missing"):
         message = f"{message}, not {_shown(item['input'])}"
-    del values
     return Problem(where, message)
 
 
@@ -178,12 +191,14 @@ def _unknown_key(loc: tuple[str, ...], value: object, parent: type[BaseModel]) -
 
 
 def _variable(keys: tuple[str, ...], environ: Mapping[str, str]) -> str | None:
+    """Return the variable that sets a key, a part of it, or a table it stands in."""
     names = {name.upper(): name for name in environ}
     for end in range(len(keys), 0, -1):
         wanted = ENV_PREFIX + "__".join(keys[:end]).replace("-", "_").upper()
         if wanted in names:
             return names[wanted]
-    return None
+    below = ENV_PREFIX + "__".join(keys).replace("-", "_").upper() + "__"
+    return next((names[name] for name in names if name.startswith(below)), None)
 
 
 def _stands_in(raw: object, keys: tuple[str, ...]) -> bool:

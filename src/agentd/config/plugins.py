@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from agentd.config.section import DEVICE_NAME, Section
 from agentd.core.slots import CPU, MEM
@@ -33,24 +34,6 @@ class PluginSettings(BaseModel):
         default=5, description="Seconds that readiness waits for plugins."
     )
 
-    @model_validator(mode="after")
-    def _tables_are_tables(self) -> PluginSettings:
-        wrong = []
-        for name, raw in (self.model_extra or {}).items():
-            if not isinstance(raw, Mapping):
-                wrong.append(f"{name.lstrip('?')}: unknown key; allowed: {_PLUGIN_KEYS}")
-            elif name in (CPU, MEM):
-                wrong.append(f"{name}: is built in and has no table")
-            elif not DEVICE_NAME.fullmatch(name):
-                wrong.append(f"{name}: is no device name; allowed: a-z, then a-z, 0-9, '_', '-'")
-            elif not isinstance(raw.get("plugin", ""), str):
-                wrong.append(f"{name}.plugin: {raw['plugin']!r} is no entry-point name")
-            elif not isinstance(raw.get("required", False), bool):
-                wrong.append(f"{name}.required: {raw['required']!r} is neither true nor false")
-        if wrong:
-            raise ValueError("; ".join(wrong))
-        return self
-
     @property
     def tables(self) -> tuple[PluginTable, ...]:
         """The plugins' own tables, in the order of the file."""
@@ -65,4 +48,23 @@ class PluginSettings(BaseModel):
         )
 
 
-_PLUGIN_KEYS = "allow, block, open-timeout, and tables such as [plugins.cuda]"
+def table_problems(extras: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with the further keys of [plugins]: the key path, and why."""
+    for name, raw in extras.items():
+        if not isinstance(raw, Mapping):
+            near = get_close_matches(name, _KEYS, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}? " if near else ""
+            allowed = f"allowed: {', '.join(_KEYS)}, and tables such as [plugins.cuda]"
+            yield name, f"unknown key; {hint}{allowed}"
+        elif name in (CPU, MEM):
+            yield name, "is built in and has no table"
+        elif not DEVICE_NAME.fullmatch(name):
+            yield name, "is no device name; allowed: a-z, then a-z, 0-9, '_', '-'"
+        else:
+            if not isinstance(raw.get("plugin", ""), str):
+                yield f"{name}.plugin", f"{raw['plugin']!r} is no name of an entry point"
+            if not isinstance(raw.get("required", False), bool):
+                yield f"{name}.required", f"{raw['required']!r} is neither true nor false"
+
+
+_KEYS = ("allow", "block", "open-timeout")

@@ -37,9 +37,9 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
 
-def name(value: str | None) -> str | None:
+def name(value: object) -> object:
     """Let a name through, or None; ValueError says what is allowed."""
-    if value is not None and not NAME.fullmatch(value):
+    if value is not None and not (isinstance(value, str) and NAME.fullmatch(value)):
         raise ValueError(
             f"{value!r} is no name; allowed: 1 to 63 letters, digits, '_', '.' and '-',"
             " a letter or digit first"

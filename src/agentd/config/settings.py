@@ -27,7 +27,12 @@ from agentd.config.plugins import PluginSettings
 from agentd.config.section import DEFAULT_SLOTS, MAX_SOCKET_PATH, Name, Section, SizeBytes
 from agentd.core.policy import Affinity, Policy, Strategy
 from agentd.core.rules import AllocationMode, Ids, SplitRules, parse_device_rule
-from agentd.core.slots import CPU, MEM, SlotKind, parse_base_units
+from agentd.core.slots import CPU, MEM, ONE, AmountError, SlotKind, SlotType, parse_amount
+
+_SLOT_TYPES = {
+    CPU: SlotType(CPU, SlotKind.COUNT, ONE),
+    MEM: SlotType(MEM, SlotKind.BYTES, 1),
+}
 
 
 class NodeSettings(Section):
@@ -67,6 +72,8 @@ class RpcSettings(Section):
     @field_validator("socket")
     @classmethod
     def _short_enough(cls, value: Path) -> Path:
+        if value == Path():
+            raise ValueError('is empty; allowed: a path such as "/run/agentd/agentd.sock"')
         if len(str(value).encode()) > MAX_SOCKET_PATH:
             raise ValueError(
                 f"longer than {MAX_SOCKET_PATH} bytes, the most that a socket path has"
@@ -153,7 +160,9 @@ class DockerSettings(Section):
 class ProcessSettings(Section):
     """[runtime.process]: plain processes."""
 
-    user: str = Field(default="nobody", description="Whom kernels run as when agentd is root.")
+    user: Annotated[str, Field(min_length=1)] = Field(
+        default="nobody", description="Whom kernels run as when agentd is root."
+    )
 
 
 class RuntimeSettings(Section):
@@ -213,9 +222,15 @@ class ResourceSettings(Section):
         if unknown := sorted(set(value) - set(DEFAULT_SLOTS)):
             raise ValueError(f"{', '.join(unknown)}: only cpu and mem have defaults")
         slots = {**DEFAULT_SLOTS, **value}
-        parse_base_units(slots[CPU], SlotKind.COUNT)
-        if not parse_base_units(slots[MEM], SlotKind.BYTES):
-            raise ValueError("mem: a kernel without memory cannot run; give it more than zero")
+        wrong = []
+        for name, slot in _SLOT_TYPES.items():
+            try:
+                if not parse_amount(slots[name], slot) and name == MEM:
+                    wrong.append("mem: a kernel without memory cannot run; give it some")
+            except AmountError as error:
+                wrong.append(f"{name}: {error}")
+        if wrong:
+            raise ValueError("; ".join(wrong))
         return slots
 
 

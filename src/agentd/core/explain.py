@@ -88,6 +88,9 @@ def _cannot_give(  # noqa: PLR0911 - one line for each reason, the gravest first
     if (holder := ledger.kept_back_by(device)) is not None:
         slot = ledger.holders(device.device_id)[holder].slot
         return f"kept back: kernel {holder} holds {slot or 'an unreadable share'} of it"
+    strangers = ledger.strangers(device, question.partition)
+    if question.partition.is_exclusive and strangers:
+        return f"kept back: held by {', '.join(strangers)} of another agent"
     return ""
 
 

@@ -51,7 +51,7 @@ TRANSITIONS: Mapping[KernelState, frozenset[KernelState]] = {
     S.CREATING: frozenset({S.PULLING, S.RUNNING, S.TERMINATED, S.FAILED, S.LOST}),
     S.RUNNING: frozenset({S.PAUSED, S.STOPPING, S.TERMINATED, S.LOST}),
     S.PAUSED: frozenset({S.RUNNING, S.STOPPING, S.TERMINATED, S.LOST}),
-    S.STOPPING: frozenset({S.RUNNING, S.PAUSED, S.TERMINATED, S.LOST}),
+    S.STOPPING: frozenset({S.RUNNING, S.PAUSED, S.TERMINATED, S.LOST, S.UNREADABLE}),
     S.TERMINATED: frozenset({S.RUNNING, S.PAUSED, S.LOST}),
     S.FAILED: frozenset(),
     S.LOST: frozenset({S.RUNNING, S.PAUSED, S.TERMINATED}),

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from agentd.core.devices import Device, DeviceId
+from agentd.core.devices import MEMORY, Device, DeviceId
 from agentd.core.partition import Partition
 from agentd.core.slots import SlotKind, SlotName, format_amount
 
@@ -110,6 +110,13 @@ class Ledger:
         holders = self.holders(device.device_id).items()
         return next((k for k, share in holders if share.slot != device.slot), None)
 
+    def strangers(self, device: Device, partition: Partition) -> list[str]:
+        """Return kernels of other agents that hold something of a device, memory apart."""
+        if device.device_id == MEMORY:
+            return []
+        holders = self.holders(device.device_id)
+        return [k for k in holders if self.holdings[k].agent_id != partition.agent_id]
+
     def free(self, device: Device, partition: Partition) -> int:
         """Return what could be given to an agent from this device now, in base units."""
         if not device.usable or not (limit := partition.limit(device)):
@@ -117,6 +124,8 @@ class Ledger:
         if device.device_id not in self.held:
             return limit
         if self.kept_back_by(device) is not None:
+            return 0
+        if partition.is_exclusive and self.strangers(device, partition):
             return 0
         left = device.capacity - self.used(device.device_id)
         if limit < device.capacity:

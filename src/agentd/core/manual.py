@@ -24,8 +24,8 @@ from agentd.core.rules import (
     Size,
     SplitRules,
 )
-from agentd.core.slots import CPU
-from agentd.errors import ConfigRefused, Problem
+from agentd.core.slots import CPU, MEM
+from agentd.errors import Problem
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Pool:
     memory_bytes: int
     reserved: frozenset[DeviceId]
     unlisted: Mapping[str, str]
+    known_names: frozenset[str] = frozenset()
 
     @cached_property
     def by_name(self) -> Mapping[str, Sequence[Device]]:
@@ -53,12 +54,8 @@ class Seats:
     memory: dict[str, int]
 
 
-def seat_manually(pool: Pool, rules: SplitRules) -> Seats:
-    """Seat every agent as its rule says.
-
-    Raises:
-        ConfigRefused: with every rule that does not fit the pool.
-    """
+def seat_manually(pool: Pool, rules: SplitRules) -> tuple[Seats, list[Problem]]:
+    """Seat every agent as its rule says; return the seats, and every rule that does not fit."""
     return _Seating(pool, rules).run()
 
 
@@ -72,7 +69,7 @@ class _Seating:
         self._owner: dict[DeviceId, str] = {}
         self._seats: dict[str, list[DeviceId]] = {r.agent_id: [] for r in rules.agents}
 
-    def run(self) -> Seats:
+    def run(self) -> tuple[Seats, list[Problem]]:
         wanted = [
             (where, rule.agent_id, name, device_rule)
             for where, rule in self._described()
@@ -85,13 +82,15 @@ class _Seating:
             if not isinstance(rule, Ids):
                 self._seat_some(where, agent, name, rule)
         memory = self._memory()
-        if self._problems:
-            raise ConfigRefused(self._problems)
         order = {device.device_id: n for n, device in enumerate(self._pool.devices)}
-        return Seats(
+        seats = Seats(
             {agent: sorted(ids, key=order.__getitem__) for agent, ids in self._seats.items()},
             memory,
         )
+        return seats, self._problems
+
+    def _devices(self, name: str) -> Sequence[Device]:
+        return self._pool.by_name.get(name, ())
 
     def _refuse(self, where: str, why: str) -> None:
         self._problems.append(Problem(where, why))
@@ -112,10 +111,11 @@ class _Seating:
         else:
             yield CPU, rule.cpu
         for name, device_rule in rule.devices.items():
-            if name in self._pool.by_name:
+            if name in self._pool.known_names or name in self._pool.by_name:
                 yield name, device_rule
             elif name not in self._pool.unlisted:
-                have = ", ".join(n for n in self._pool.by_name if n != CPU) or "none"
+                names = self._pool.known_names | self._pool.by_name.keys()
+                have = ", ".join(sorted(names - {CPU, MEM})) or "none"
                 self._refuse(
                     f"{where}.devices.{name}", f"unknown device name {name!r}; available: {have}"
                 )
@@ -123,7 +123,7 @@ class _Seating:
     def _seat_named(self, where: str, agent: str, name: str, rule: Ids) -> None:
         path = _path(where, name)
         for wanted in rule.names:
-            device = next((d for d in self._pool.by_name[name] if d.answers_to(wanted)), None)
+            device = next((d for d in self._devices(name) if d.answers_to(wanted)), None)
             if device is None:
                 self._refuse(path, self._why_not_seated(name, wanted))
             elif (owner := self._owner.get(device.device_id)) is not None:
@@ -133,13 +133,14 @@ class _Seating:
                 self._give(device.device_id, agent)
 
     def _why_not_seated(self, name: str, wanted: str) -> str:
-        if DeviceId(name, wanted) in self._pool.reserved:
-            return f"core {wanted} is reserved (resource.reserved-cpu)"
-        have = ", ".join(d.device_id.id for d in self._pool.by_name[name])
+        if name == CPU and DeviceId(name, wanted.removeprefix("cpu-")) in self._pool.reserved:
+            have = ", ".join(d.device_id.id for d in self._devices(name))
+            return f"core {wanted} is reserved (resource.reserved-cpu); available: {have}"
+        have = ", ".join(d.device_id.id for d in self._devices(name)) or "none"
         return f"no {name} device {wanted!r}; available: {have}"
 
     def _seat_some(self, where: str, agent: str, name: str, rule: Count | Percent) -> None:
-        path, devices = _path(where, name), self._pool.by_name[name]
+        path, devices = _path(where, name), self._devices(name)
         if isinstance(rule, Count):
             count = rule.count
         else:

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from agentd.core.devices import MEMORY, Device, DeviceId, Inventory
 from agentd.core.manual import Pool, Seats, seat_manually
 from agentd.core.rules import AllocationMode, SplitRules
-from agentd.core.slots import CPU, ResourceSlots, SlotName
+from agentd.core.slots import CPU, ResourceSlots, SlotName, device_name_of
 from agentd.errors import ConfigRefused, Problem
 
 DEFAULT_AGENT = "main"
@@ -27,11 +27,15 @@ _SCALE = Decimal("0.000001")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partition:
-    """The devices one agent may use, and how much of the memory; compared by identity."""
+    """The devices one agent may use, and how much of the memory; compared by identity.
+
+    `is_exclusive` outside shared mode: nobody else is given anything of its devices.
+    """
 
     agent_id: str
     devices: tuple[DeviceId, ...]
     memory_bytes: int
+    is_exclusive: bool = False
     members: frozenset[DeviceId] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -77,9 +81,12 @@ class Split:
     def scaling_factors(self, agent_id: str) -> dict[SlotName, Decimal]:
         """Return, for each known slot, the agent's part of the node's amount.
 
-        Between 0 and 1, with six decimals at most; 0 where the node has none.
+        Between 0 and 1, with six decimals at most; 1 with a single agent, 0 where the node
+        has none.
         """
         mine, total = self.slots_of(agent_id), self.node_slots()
+        if len(self.partitions) == 1:
+            mine = total
         return {
             slot: (Decimal(mine[slot]) / total[slot]).quantize(_SCALE, ROUND_HALF_EVEN).normalize()
             if total[slot]
@@ -130,9 +137,9 @@ def split(
     Raises:
         ConfigRefused: the rules do not fit the devices; every reason is listed.
     """
-    reserved, reserved_mem = _reservation(inventory, rules)
+    reserved, problems = _reservation(inventory, rules)
     memory = inventory.by_id[MEMORY]
-    available = memory.capacity - reserved_mem
+    available = max(0, memory.capacity - rules.reserved_mem)
     inventory = inventory.with_device(replace(memory, capacity=available))
     pool = Pool(
         tuple(
@@ -143,6 +150,7 @@ def split(
         available,
         frozenset(reserved),
         unlisted,
+        frozenset(device_name_of(slot) for slot in inventory.slot_types),
     )
     if not rules.agents or rules.mode is AllocationMode.SHARED:
         agents = [rule.agent_id for rule in rules.agents] or [DEFAULT_AGENT]
@@ -151,11 +159,14 @@ def split(
     elif rules.mode is AllocationMode.AUTO_SPLIT:
         seats = _deal(pool, [rule.agent_id for rule in rules.agents], rules.align)
     else:
-        seats = seat_manually(pool, rules)
+        seats, wrong = seat_manually(pool, rules)
+        problems += wrong
+    if problems:
+        raise ConfigRefused(problems)
     return _split(inventory, rules, reserved, pool, seats)
 
 
-def _reservation(inventory: Inventory, rules: SplitRules) -> tuple[list[DeviceId], int]:
+def _reservation(inventory: Inventory, rules: SplitRules) -> tuple[list[DeviceId], list[Problem]]:
     problems = []
     cores = [d for d in inventory.by_name.get(CPU, ()) if not d.gone]
     wanted = rules.reserved_cpu
@@ -163,21 +174,20 @@ def _reservation(inventory: Inventory, rules: SplitRules) -> tuple[list[DeviceId
         reserved = [d.device_id for d in cores[:wanted]]
     else:
         known = {name: d.device_id for d in cores for name in (d.device_id.id, d.stable_id)}
-        reserved = [known[name] for name in wanted if name in known]
+        named = {known[name] for name in wanted if name in known}
+        reserved = [d.device_id for d in cores if d.device_id in named]
         if unknown := [name for name in wanted if name not in known]:
             have = ", ".join(d.device_id.id for d in cores)
             why = f"no core {', '.join(unknown)}; the node has {have}"
             problems.append(Problem("resource.reserved-cpu", why))
-    if len(set(reserved)) >= len(cores) or (isinstance(wanted, int) and wanted >= len(cores)):
+    if len(reserved) >= len(cores) or (isinstance(wanted, int) and wanted >= len(cores)):
         why = f"leaves no core; the node has {len(cores)}, reserve fewer"
         problems.append(Problem("resource.reserved-cpu", why))
     total = inventory.by_id[MEMORY].capacity
     if rules.reserved_mem >= total:
         why = f"{rules.reserved_mem} bytes leave no memory; the node has {total}"
         problems.append(Problem("resource.reserved-mem", why))
-    if problems:
-        raise ConfigRefused(problems)
-    return reserved, rules.reserved_mem
+    return reserved, problems
 
 
 def _deal(pool: Pool, agents: list[str], align: int) -> Seats:
@@ -186,6 +196,8 @@ def _deal(pool: Pool, agents: list[str], align: int) -> Seats:
         rest = iter(devices)
         for agent, share in zip(agents, split_units(len(devices), len(agents)), strict=True):
             seats[agent] += [next(rest).device_id for _ in range(share)]
+    if len(agents) == 1:
+        return Seats(seats, {agents[0]: pool.memory_bytes})
     units = split_units(pool.memory_bytes // align, len(agents))
     return Seats(seats, {a: unit * align for a, unit in zip(agents, units, strict=True)})
 
@@ -209,7 +221,12 @@ def _split(
         mode=rules.mode,
         inventory=inventory,
         partitions={
-            agent: Partition(agent, (*devices, MEMORY), seats.memory[agent])
+            agent: Partition(
+                agent,
+                (*devices, MEMORY),
+                seats.memory[agent],
+                is_exclusive=rules.mode is not AllocationMode.SHARED,
+            )
             for agent, devices in seats.devices.items()
         },
         reserved_cpu=tuple(device_id.id for device_id in reserved),
@@ -221,6 +238,7 @@ def _split(
             *_gone_warnings(inventory),
             *(_left_over(name, ids) for name, ids in unassigned.items()),
             *_ignored_rules(rules),
+            *_idle_agents(seats),
         ),
     )
 
@@ -242,6 +260,14 @@ def _ignored_rules(rules: SplitRules) -> Iterator[str]:
             if rule.described:
                 mode = rules.mode.value
                 yield f"[agents.resource] of {rule.agent_id} is not used in {mode} mode"
+
+
+def _idle_agents(seats: Seats) -> Iterator[str]:
+    for agent, devices in seats.devices.items():
+        if not any(device_id.name == CPU for device_id in devices):
+            yield f"agent {agent} has no core: there are more agents than cores"
+        if not seats.memory[agent]:
+            yield f"agent {agent} has no memory: there is less than one aligned unit for it"
 
 
 def _shown(device_id: DeviceId) -> str:

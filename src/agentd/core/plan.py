@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 
 from agentd.core.allocation import Allocation
 from agentd.core.edits import ContainerEdits
@@ -50,26 +51,21 @@ class KernelPlan:
 
 
 def kernel_name(node_id: str, kernel_id: str) -> str:
-    """Return the name under which an engine knows a kernel of this node."""
-    return f"agentd-{node_id}-{kernel_id}"
+    """Return the name under which an engine knows a kernel of this node.
+
+    The node stands in it as a digest: ids may contain any separator, and two nodes must never
+    mean the same container.
+    """
+    return f"agentd-{sha256(node_id.encode()).hexdigest()[:10]}-{kernel_id}"
 
 
-def build_plan(
-    spec: KernelSpec, allocation: Allocation, edits: ContainerEdits, node: NodeFacts
-) -> KernelPlan:
-    """Bring request, devices and edits together.
-
-    A kernel without cores of its own runs on all cores of its agent.
+def refuse_reserved(spec: KernelSpec) -> None:
+    """Refuse a request that sets what only agentd may set.
 
     Raises:
-        InvalidRequest: the request sets what only agentd or a plugin may set.
+        InvalidRequest: with every variable and label that it may not set.
     """
     if problems := [
-        *(
-            Problem(f"env.{name}", "is set by a plugin for the devices it gives")
-            for name in spec.env
-            if name in edits.env
-        ),
         *(
             Problem(f"env.{name}", f"names that start with {ENV_PREFIX} are agentd's own")
             for name in spec.env
@@ -80,6 +76,24 @@ def build_plan(
             for name in spec.labels
             if name.startswith(LABEL_PREFIX)
         ),
+    ]:
+        raise InvalidRequest(problems)
+
+
+def build_plan(
+    spec: KernelSpec, allocation: Allocation, edits: ContainerEdits, node: NodeFacts
+) -> KernelPlan:
+    """Bring request, devices and edits together.
+
+    A kernel without cores of its own runs on all cores of its agent.
+
+    Raises:
+        InvalidRequest: the request sets what only a plugin may set.
+    """
+    if problems := [
+        Problem(f"env.{name}", "is set by a plugin for the devices it gives")
+        for name in spec.env
+        if name in edits.env
     ]:
         raise InvalidRequest(problems)
     cores = tuple(share.device_id.id for share in allocation.devices_of(CPU)) or node.agent_cores

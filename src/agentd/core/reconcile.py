@@ -103,6 +103,8 @@ def reconcile(
             actions.append(RemoveNeverRan(item))
         elif action := _difference(known.get(kernel_id), item, inventory):
             actions.append(action)
+            for device in action.missing:
+                inventory = inventory.with_device(device)
     for kernel_id, kernel in known.items():
         if kernel_id in by_id or kernel_id in busy:
             continue
@@ -124,6 +126,7 @@ def _difference(before: Kernel | None, item: FoundKernel, inventory: Inventory) 
 
 
 _STATES = {
+    FoundState.CREATED: KernelState.CREATING,
     FoundState.RUNNING: KernelState.RUNNING,
     FoundState.PAUSED: KernelState.PAUSED,
     FoundState.EXITED: KernelState.TERMINATED,

@@ -19,6 +19,8 @@ from agentd.core.devices import ID_PATTERN, DeviceId, Inventory
 from agentd.core.slots import AmountError, SlotKind, format_amount, is_slot_name, parse_base_units
 
 SCHEMA = 1
+LAST_SECOND = 253_402_300_799
+"""The end of the year 9999, the last that can be shown."""
 
 
 class RecordError(ValueError):
@@ -102,7 +104,7 @@ def decode(text: str) -> Record:
             agent_id=_text(raw["agent_id"]),
             node_id=_text(raw["node_id"]),
             spec_hash=_text(raw["spec_hash"]),
-            created_at=float(raw["created_at"]),
+            created_at=read_time(raw["created_at"]),
             slots={_text(name): _text(amount) for name, amount in raw["slots"].items()},
             shares=tuple(_decode_share(item) for item in raw["allocation"]),
             not_enforced=tuple(_text(item) for item in raw.get("not_enforced", ())),
@@ -121,6 +123,17 @@ def _decode_share(raw: Mapping[str, object]) -> RecordedShare:
     amount = parse_base_units(_text(raw["amount"]), kind)
     share = Share(device_id, _text(raw["slot"]), kind, amount)
     return RecordedShare(share, _text(raw["stable_id"]))
+
+
+def read_time(raw: object) -> float:
+    """Read seconds since the epoch, from 1970 to 9999.
+
+    Raises:
+        RecordError: it is no such time.
+    """
+    if isinstance(raw, (int, float)) and 0 <= raw <= LAST_SECOND:
+        return float(raw)
+    raise RecordError(f"{raw!r} is no time")
 
 
 def _text(raw: object) -> str:

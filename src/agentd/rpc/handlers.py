@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping
 from typing import Any
 
+import structlog
 from aiohttp import web
 
 from agentd.core.kernel import Kernel
-from agentd.errors import InvalidRequest, NotReady, Problem
+from agentd.errors import AgentdError, InvalidRequest, NotReady, Problem
 from agentd.rpc import views
 from agentd.rpc.schemas import CreateKernelRequest, StopRequest, read_body
 from agentd.services.adoption import Adoption
 from agentd.services.interfaces import Plugins
 from agentd.services.kernels import KernelService
 
+log = structlog.get_logger()
+
 MAX_TIMEOUT_S = 86400.0
+LOG_PATIENCE_S = 1.0
+"""How long a follower waits for the first bytes before its answer begins."""
 _TRUE, _FALSE = ("true", "1", ""), ("false", "0")
 
 
@@ -104,10 +110,12 @@ class Handlers:
     async def create_kernel(self, request: web.Request) -> web.Response:
         """Create a kernel, or return the one that the same request created before."""
         agent_id = self._service.partition(request.match_info["agent"]).agent_id
-        body = read_body(CreateKernelRequest, await request.read())
+        body = read_body(CreateKernelRequest, await _body(request))
         spec = body.to_spec(agent_id)
         if _flag(request, "dry_run"):
-            decision, explain = self._service.decide(spec)
+            if known := self._service.existing(spec):
+                return answer(self._shown(known))
+            decision, explain = await self._service.decide(spec)
             allocation = decision.allocation.to_wire()
             return answer({"slots": decision.slots, "allocation": allocation, "explain": explain})
         is_async = _prefers_async(request)
@@ -133,7 +141,7 @@ class Handlers:
 
     async def stop_kernel(self, request: web.Request) -> web.Response:
         """End a kernel and keep it listed: TERM, then KILL."""
-        body = read_body(StopRequest, await request.read())
+        body = read_body(StopRequest, await _body(request))
         kernel = await self._service.stop(request.match_info["kernel"], body.timeout)
         return answer(self._shown(kernel))
 
@@ -146,18 +154,33 @@ class Handlers:
         """Stream what a kernel printed, byte for byte."""
         follow, tail = _flag(request, "follow"), _tail(request)
         chunks = self._service.logs(request.match_info["kernel"], follow=follow, tail=tail)
+        first = asyncio.ensure_future(anext(chunks, b""))
+        await asyncio.wait([first], timeout=LOG_PATIENCE_S)
+        if first.done():
+            first.result()  # a runtime that does not answer is still a problem here
         response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
-        first = await anext(chunks, b"") if not follow else b""
         await response.prepare(request)
-        if first:
-            await response.write(first)
-        async for chunk in chunks:
-            await response.write(chunk)
+        try:
+            await response.write(await first)
+            async for chunk in chunks:
+                await response.write(chunk)
+        except AgentdError as error:
+            log.warning("logs.cut", path=request.path, reason=str(error))
+            raise ConnectionResetError from error  # the stream is cut: too late for a problem
+        finally:
+            first.cancel()
         await response.write_eof()
         return response
 
     def _shown(self, kernel: Kernel) -> object:
         return views.kernel_view(kernel, self._service.devices.inventory)
+
+
+async def _body(request: web.Request) -> bytes:
+    try:
+        return await request.read()
+    except web.RequestPayloadError as error:
+        raise InvalidRequest([Problem("", f"the body cannot be read: {error}")]) from None
 
 
 def _prefers_async(request: web.Request) -> bool:

@@ -29,6 +29,7 @@ log = structlog.get_logger()
 MAX_BODY = 1024 * 1024
 SOCKET_MODE = 0o660
 SHUTDOWN_TIMEOUT_S = 3.0
+SERVER_ERROR = 500
 
 STATUSES = {
     "UnsupportedResource": 422,
@@ -148,7 +149,8 @@ class Server:
                 headers["Retry-After"] = str(error.retry_after_s)
             return problem(error.code, str(error), dict(error.facts()), headers)
         except web.HTTPException as error:
-            code = _HTTP_CODES.get(error.status, "Internal")
+            unnamed = "InvalidRequest" if error.status < SERVER_ERROR else "Internal"
+            code = _HTTP_CODES.get(error.status, unnamed)
             allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
             detail = f"{request.method} {request.path}: {error.reason}"
             if code == "BodyTooLarge":
@@ -173,7 +175,9 @@ class Server:
     def _has_token(self, request: web.Request) -> bool:
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         wanted = self._endpoint.token or ""
-        is_equal = hmac.compare_digest(given.strip().encode(), wanted.encode())
+        is_equal = hmac.compare_digest(
+            given.strip().encode(errors="surrogateescape"), wanted.encode()
+        )
         return scheme.lower() == "bearer" and bool(wanted) and is_equal
 
     @web.middleware

@@ -7,13 +7,14 @@ restarted or removed here. A runtime that cannot be asked is a state of the runt
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import structlog
 
 from agentd.core.devices import Inventory
-from agentd.core.kernel import Kernel, KernelState
+from agentd.core.kernel import LIVE, Kernel, KernelState
 from agentd.core.reconcile import (
     Action,
     Adopt,
@@ -21,6 +22,7 @@ from agentd.core.reconcile import (
     FoundKernel,
     MarkLost,
     RemoveNeverRan,
+    adopted,
     located,
     reconcile,
 )
@@ -88,7 +90,8 @@ class Adoption:
         service = self._service
         with service.operations.witnessed() as busy:
             try:
-                found = await runtime.list()
+                found = [*await runtime.list()]
+                found += await self._renamed(runtime, {item.kernel_id for item in found})
             except RuntimeUnavailable as error:
                 self.unavailable(runtime.name, str(error))
                 raise
@@ -96,15 +99,26 @@ class Adoption:
             now = service.clock()
             expired = [k for k, until in service.unknown_until.items() if until <= now]
             actions = reconcile(known, found, self._inventory, busy=busy, expired=expired)
-            unsettled = await self._settle(actions)
+            await self._settle(actions)
         for kernel_id in busy:
             service.operations.look_again(kernel_id)
-        if not unsettled:
-            service.not_listed.pop(runtime.name, None)
+        service.not_listed.pop(runtime.name, None)
         if self.statuses[runtime.name].state != "available":
             log.info("runtime.listed", runtime=runtime.name, kernels=len(found))
         self.statuses[runtime.name] = RuntimeStatus("available")
         self.first_try[runtime.name].set()
+
+    async def _renamed(self, runtime: Runtime, listed: set[str]) -> list[FoundKernel]:
+        """Look by handle for live kernels that a list is without: a name is no proof."""
+        missing = [
+            kernel
+            for kernel in self._service.table
+            if kernel.runtime == runtime.name
+            and kernel.state in LIVE
+            and kernel.kernel_id not in listed
+        ]
+        found = [await runtime.find(kernel.kernel_id, kernel.handle) for kernel in missing]
+        return [item for item in found if item is not None]
 
     async def observe(self, kernel_id: str) -> None:
         """Look at one kernel after something happened to it."""
@@ -114,7 +128,7 @@ class Adoption:
         with service.operations.witnessed() as busy:
             for runtime in runtimes:
                 try:
-                    found = await runtime.find(kernel_id)
+                    found = await runtime.find(kernel_id, known.handle if known else None)
                 except RuntimeUnavailable as error:
                     self.unavailable(runtime.name, str(error))
                     continue
@@ -125,17 +139,29 @@ class Adoption:
         if kernel_id in busy:
             service.operations.look_again(kernel_id)
 
+    async def retry(self) -> None:
+        """Ask again where a runtime did not answer, or a create has an unknown outcome."""
+        service = self._service
+        for name, runtime in service.runtimes.items():
+            is_down = self.statuses[name].state == "unavailable"
+            if is_down or service.unknown_until:
+                with suppress(RuntimeUnavailable):
+                    await self.relist(runtime)
+
     def unavailable(self, name: str, reason: str) -> None:
-        """Note that a runtime does not answer; says nothing about its kernels."""
+        """Note that a runtime does not answer; says nothing about its kernels.
+
+        Nothing is created before the next complete list: the runtime may have acted unseen.
+        """
         if self.statuses[name].state != "unavailable":
             log.warning("runtime.unavailable", runtime=name, reason=reason)
         self.statuses[name] = RuntimeStatus("unavailable", reason)
-        if name in self._service.not_listed:
-            self._service.not_listed[name] = reason
+        service = self._service
+        if name in service.not_listed or name == service.default.name:
+            service.not_listed[name] = reason
         self.first_try[name].set()
 
-    async def _settle(self, actions: Iterable[Action]) -> Sequence[FoundKernel]:
-        """Carry actions out; return what should have been removed and could not be."""
+    async def _settle(self, actions: Iterable[Action]) -> None:
         table, removals = self._service.table, []
         for action in actions:
             match action:
@@ -156,22 +182,28 @@ class Adoption:
                     log.info("kernel.never_born", kernel_id=kernel_id)
                 case RemoveNeverRan(found):
                     removals.append(found)
-        return [found for found in removals if not await self._remove_never_ran(found)]
+        for found in removals:
+            await self._remove_never_ran(found)
 
-    async def _remove_never_ran(self, found: FoundKernel) -> bool:
-        kernel_id = found.kernel_id
-        with self._service.operations.on(kernel_id):
+    async def _remove_never_ran(self, found: FoundKernel) -> None:
+        """Remove what was cut short; its share is held until that is confirmed."""
+        service, kernel_id = self._service, found.kernel_id
+        held = adopted(found, self._inventory)
+        service.devices.add_missing(held.missing)
+        service.table.put(held.kernel)
+        service.unknown_until[kernel_id] = service.clock() + GRACE_S
+        with service.operations.on(kernel_id):
             try:
-                await self._service.runtimes[found.runtime].remove(kernel_id, found.handle)
+                is_gone = await service.runtimes[found.runtime].discard(kernel_id, found.handle)
             except (RuntimeUnavailable, RuntimeFailure) as error:
                 log.warning("kernel.not_removed", kernel_id=kernel_id, reason=str(error))
-                return False
-            known = self._service.table.kernels.get(kernel_id)
-            if known is not None and known.handle in (None, found.handle):
-                self._service.table.drop(kernel_id)
-            self._known_now(kernel_id)
-        log.info("kernel.never_ran_removed", kernel_id=kernel_id)
-        return True
+                return
+            if is_gone:
+                service.table.drop(kernel_id)
+                self._known_now(kernel_id)
+                log.info("kernel.never_ran_removed", kernel_id=kernel_id)
+            else:
+                service.operations.look_again(kernel_id)
 
     def _known_now(self, kernel_id: str) -> None:
         self._service.unknown_until.pop(kernel_id, None)

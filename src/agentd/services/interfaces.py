@@ -118,8 +118,14 @@ class Runtime(Protocol):
         """
         ...
 
-    async def find(self, kernel_id: str) -> FoundKernel | None:
-        """Return one kernel; None only if it is proved not to be there.
+    async def discard(self, kernel_id: str, handle: str) -> bool:
+        """Remove a kernel that never ran; False, and nothing done, if it runs after all."""
+        ...
+
+    async def find(self, kernel_id: str, handle: str | None = None) -> FoundKernel | None:
+        """Return one kernel, under whatever name it goes now if its handle is given.
+
+        None only if it is proved not to be there.
 
         Raises:
             RuntimeUnavailable: that cannot be told now.

@@ -14,6 +14,7 @@ import structlog
 
 from agentd.core.kernel import LIVE, STARTING, Kernel, KernelSpec, KernelState
 from agentd.core.partition import Partition
+from agentd.core.plan import refuse_reserved
 from agentd.core.reconcile import adopted
 from agentd.errors import (
     Draining,
@@ -64,15 +65,15 @@ class KernelService:
         """Return an agent's partition; UnknownAgent if there is no such agent."""
         return self._planner.partition(agent_id)
 
-    def decide(self, spec: KernelSpec) -> tuple[Decision, dict[str, list[dict[str, object]]]]:
+    async def decide(self, spec: KernelSpec) -> tuple[Decision, dict[str, list[dict[str, object]]]]:
         """Return what a create would be given now, and why; changes nothing.
 
         Raises:
             RequestError, Unavailable: what the create would be refused with.
         """
-        self._existing(spec)
-        self._refuse_unless_open()
+        await self._check(spec)
         decision = self._planner.decide(spec, self.table.ledger, self.default)
+        await self._planner.plan(self._planned(spec, decision), spec, self.default)
         rows = self._planner.explain(spec, decision, self.table.ledger, self.default)
         return decision, rows
 
@@ -87,23 +88,40 @@ class KernelService:
                 apart, nothing is held.
         """
         self._planner.partition(spec.agent_id)
-        if self._existing(spec) is None:
-            self._refuse_unless_open()
-            await self.default.check(spec)
-        if (known := self._existing(spec)) is not None:
+        if self.existing(spec) is None:
+            await self._check(spec)
+        if (known := self.existing(spec)) is not None:
             task = self._starting.get(spec.kernel_id)
-            return (await asyncio.shield(task) if wait and task else known), False
-        kernel = self._commit(spec)
+            return (await self._outcome(task) if wait and task else known), False
+        decision = self._planner.decide(spec, self.table.ledger, self.default)
+        kernel = self._planned(spec, decision)
+        self.table.put(kernel)
         task = asyncio.create_task(self._start(kernel, spec, keep_failure=not wait))
         self._starting[spec.kernel_id] = task
         task.add_done_callback(lambda done: self._started(spec.kernel_id, done))
-        return (await asyncio.shield(task) if wait else kernel), True
+        return (await self._outcome(task) if wait else kernel), True
 
-    def _existing(self, spec: KernelSpec) -> Kernel | None:
+    async def _outcome(self, task: asyncio.Task[Kernel]) -> Kernel:
+        """Wait for a create, which goes on if the waiting is given up."""
+        await asyncio.wait([task])
+        if not task.cancelled():
+            return task.result()
+        if self._is_draining:
+            raise Draining("the daemon stopped before the kernel ran")
+        raise KernelConflict("the kernel was deleted while it was being created")
+
+    def existing(self, spec: KernelSpec) -> Kernel | None:
+        """Return the kernel that the same request made before; KernelConflict if another did."""
         known = self.table.kernels.get(spec.kernel_id)
         if known is not None and known.spec_hash != spec.spec_hash:
             raise KernelConflict(f"kernel {spec.kernel_id} exists, made by another request")
         return known
+
+    async def _check(self, spec: KernelSpec) -> None:
+        """Refuse what can be refused before anything is decided."""
+        self._refuse_unless_open()
+        refuse_reserved(spec)
+        await self.default.check(spec)
 
     def _refuse_unless_open(self) -> None:
         if self._is_draining:
@@ -113,9 +131,8 @@ class KernelService:
                 raise RuntimeUnavailable(f"runtime {name} is unavailable: {reason}")
             raise NotReady(f"the kernels of runtime {name} have not been listed yet")
 
-    def _commit(self, spec: KernelSpec) -> Kernel:
-        decision = self._planner.decide(spec, self.table.ledger, self.default)
-        kernel = Kernel(
+    def _planned(self, spec: KernelSpec, decision: Decision) -> Kernel:
+        return Kernel(
             kernel_id=spec.kernel_id,
             agent_id=spec.agent_id,
             state=KernelState.PREPARING,
@@ -125,8 +142,6 @@ class KernelService:
             slots=decision.slots,
             allocation=decision.allocation,
         )
-        self.table.put(kernel)
-        return kernel
 
     async def _start(self, kernel: Kernel, spec: KernelSpec, *, keep_failure: bool) -> Kernel:
         kernel_id = kernel.kernel_id
@@ -169,6 +184,7 @@ class KernelService:
             KernelConflict: it has not started yet.
             RuntimeUnavailable: the runtime cannot be asked; the kernel stays as it was.
         """
+        await self._overtake(kernel_id, timeout_s)
         async with self.operations.alone_on(kernel_id):
             kernel = self.table.get(kernel_id)
             if kernel.state in STARTING:
@@ -177,12 +193,18 @@ class KernelService:
                 await self._stop(kernel, timeout_s)
         return self.table.get(kernel_id)
 
+    async def _overtake(self, kernel_id: str, timeout_s: float | None) -> None:
+        """Cut a stop short that is under way, if a time is asked for explicitly."""
+        kernel = self.table.get(kernel_id)
+        if kernel.state is KernelState.STOPPING and timeout_s is not None:
+            await self.runtimes[kernel.runtime].stop(kernel_id, kernel.handle or "", timeout_s)
+
     async def _stop(self, kernel: Kernel, timeout_s: float | None) -> None:
         runtime = self.runtimes[kernel.runtime]
         self.table.put(kernel.moved_to(KernelState.STOPPING))
         try:
             await runtime.stop(kernel.kernel_id, kernel.handle or "", timeout_s)
-            found = await runtime.find(kernel.kernel_id)
+            found = await runtime.find(kernel.kernel_id, kernel.handle)
         except BaseException:
             self.table.put(kernel)
             raise
@@ -204,10 +226,11 @@ class KernelService:
             RuntimeUnavailable: the runtime cannot be asked; the kernel stays listed.
         """
         if task := self._starting.get(kernel_id):
-            task.cancel()
+            _cancel_once(task)
             await asyncio.wait([task])
             if kernel_id not in self.table.kernels:
                 return
+        await self._overtake(kernel_id, timeout_s)
         async with self.operations.alone_on(kernel_id):
             kernel = self.table.get(kernel_id)
             if kernel.state in STARTING:
@@ -237,5 +260,11 @@ class KernelService:
         if tasks := list(self._starting.values()):
             _, late = await asyncio.wait(tasks, timeout=timeout_s)
             for task in late:
-                task.cancel()
+                _cancel_once(task)
             await asyncio.wait(tasks, timeout=timeout_s)
+
+
+def _cancel_once(task: asyncio.Task[Kernel]) -> None:
+    """Cancel a create; a second cancellation would interrupt what cleans up after the first."""
+    if not task.cancelling():
+        task.cancel()

@@ -18,7 +18,7 @@ from agentd.services.kernels import KernelService
 log = structlog.get_logger()
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
-UNKNOWN_PAUSE_S = 1.0
+RETRY_PAUSE_S = 1.0
 
 
 class Monitor:
@@ -35,7 +35,7 @@ class Monitor:
             for runtime in self._service.runtimes.values():
                 group.create_task(self._follow(runtime), name=f"follow-{runtime.name}")
             group.create_task(self._forever(self._look_again), name="look-again")
-            group.create_task(self._forever(self._settle_unknown), name="settle-unknown")
+            group.create_task(self._forever(self._retry), name="retry")
             group.create_task(self._forever(self._join_late), name="join-late")
 
     async def _forever(self, loop: Callable[[], Awaitable[None]]) -> None:
@@ -70,17 +70,10 @@ class Monitor:
         while True:
             await self._adoption.observe(await self._service.operations.to_look_at())
 
-    async def _settle_unknown(self) -> None:
-        """While creates have an unknown outcome, ask the runtimes for complete lists."""
+    async def _retry(self) -> None:
         while True:
-            await asyncio.sleep(UNKNOWN_PAUSE_S)
-            if not self._service.unknown_until:
-                continue
-            for runtime in self._service.runtimes.values():
-                try:
-                    await self._adoption.relist(runtime)
-                except RuntimeUnavailable:
-                    continue
+            await asyncio.sleep(RETRY_PAUSE_S)
+            await self._adoption.retry()
 
     async def _join_late(self) -> None:
         async for name in self._plugins.late():

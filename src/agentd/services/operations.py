@@ -61,7 +61,8 @@ class Operations:
             self._witnesses = [other for other in self._witnesses if other is not seen]
 
     def look_again(self, kernel_id: str) -> None:
-        """Have a kernel looked at, once nobody works on it."""
+        """Have a kernel looked at, once nobody works on it; a list under way is out of date."""
+        self._witness(kernel_id)
         if kernel_id in self._busy:
             self._missed.add(kernel_id)
         else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Any, ClassVar
 
 from agentd.plugin_api import (
@@ -28,6 +28,7 @@ _DEVICE_KEYS = ("id", "stable-id", "capacity", "numa-node")
 _QUANTA = {"device": "1", "shares": "0.01"}
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 _SIZE = re.compile(r"([0-9]+)([kmgt]?)i?b?", re.IGNORECASE)
+_AMOUNT = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,6}0*)?")
 _MAX_COUNT = 4096
 
 
@@ -124,11 +125,12 @@ def _check_number(
     return [SettingProblem(key, f"{value!r} is not allowed; allowed: {low} to {high}")]
 
 
+def _is_amount(value: object) -> bool:
+    return isinstance(value, (int, str, float)) and _AMOUNT.fullmatch(str(value)) is not None
+
+
 def _is_quantum(value: object) -> bool:
-    try:
-        return 0 < Decimal(str(value)) <= 1
-    except InvalidOperation:
-        return False
+    return _is_amount(value) and 0 < Decimal(str(value)) <= 1
 
 
 def _check_devices(entries: object) -> list[SettingProblem]:
@@ -151,11 +153,11 @@ def _check_devices(entries: object) -> list[SettingProblem]:
             if not isinstance(value, str) or not _ID.fullmatch(value):
                 why = f"{value!r} is no id; allowed: letters, digits, and '_', '.', ':', '-'"
                 problems.append(SettingProblem(f"{where}.{key}", why))
-        try:
-            capacity = Decimal(str(entry.get("capacity", "1")))
-        except InvalidOperation:
-            capacity = Decimal(-1)
-        if not capacity.is_finite() or capacity < 0:
+        if not _is_amount(entry.get("capacity", "1")):
             why = f'{entry["capacity"]!r} is no amount; allowed: "1", "0.05" and the like'
             problems.append(SettingProblem(f"{where}.capacity", why))
+    for key in ("id", "stable-id"):
+        values = [entry[key] for entry in entries if isinstance(entry.get(key), str)]
+        if twice := sorted({value for value in values if values.count(value) > 1}):
+            problems.append(SettingProblem("devices", f"{key} {', '.join(twice)} stands twice"))
     return problems

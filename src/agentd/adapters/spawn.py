@@ -1,0 +1,64 @@
+"""Starting the keeper of a process kernel, and reading its answer."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pwd
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from agentd.adapters import shim
+from agentd.core.plan import KernelPlan
+from agentd.errors import AgentdError, CommandNotFound, InvalidRequest, Problem, RuntimeFailure
+
+SPAWN_TIMEOUT_S = 30.0
+
+
+def account(user: str) -> dict[str, Any]:
+    """Return the ids of an account.
+
+    Raises:
+        InvalidRequest: there is none of that name.
+    """
+    try:
+        entry = pwd.getpwnam(user)
+    except KeyError:
+        raise InvalidRequest([Problem("runtime.process.user", f"no user {user!r} here")]) from None
+    groups = os.getgrouplist(entry.pw_name, entry.pw_gid)
+    return {"uid": entry.pw_uid, "gid": entry.pw_gid, "groups": groups}
+
+
+def spawn(order: Mapping[str, Any]) -> dict[str, Any]:
+    """Start a keeper and return its answer: the kernel's identity, or why there is none."""
+    command = [sys.executable, "-I", "-S", shim.__file__]
+    try:
+        done = subprocess.run(  # noqa: S603 - our own program; the order goes over its input
+            command,
+            input=json.dumps(order).encode(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={},
+            start_new_session=True,
+            timeout=SPAWN_TIMEOUT_S,
+            check=False,
+        )
+        answer: dict[str, Any] = json.loads(done.stdout)
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        return {"step": "keeper", "why": f"{type(error).__name__}: {error}"}
+    return answer
+
+
+def failure(plan: KernelPlan, answer: Mapping[str, Any]) -> AgentdError:
+    """Return the error that says why a keeper did not start its kernel."""
+    number = int(answer.get("errno", 0))
+    why = os.strerror(number) if number else str(answer.get("why", "it gave no reason"))
+    step = answer.get("step")
+    if step == "command" and number in (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR):
+        return CommandNotFound(f"command {plan.spec.command[0]!r}: {why}")
+    if step == "working_dir":
+        return InvalidRequest([Problem("working_dir", f"{plan.spec.working_dir!r}: {why}")])
+    return RuntimeFailure(f"the kernel did not start; {step}: {why}")
