@@ -142,7 +142,8 @@ def test_what_was_never_started_is_removed() -> None:
 def test_only_a_complete_list_without_it_makes_a_kernel_lost() -> None:
     assert reconcile(known(), [], NODE) == [MarkLost("k1")]
     assert reconcile(known(), [], NODE, busy=["k1"]) == []
-    assert reconcile(known(KernelState.TERMINATED), [], NODE) == []
+    assert reconcile(known(KernelState.TERMINATED), [], NODE) == [MarkLost("k1")]
+    assert reconcile(known(KernelState.LOST), [], NODE) == []
     assert reconcile(known(KernelState.FAILED), [], NODE) == []
 
 

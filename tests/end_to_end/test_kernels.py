@@ -243,3 +243,62 @@ async def test_two_requests_with_one_name_at_once_make_one_kernel(daemon: Daemon
     answers = await asyncio.gather(*(daemon.create(kernel_id="k1") for _ in range(6)))
     assert sorted(answer.status for answer in answers) == [200] * 5 + [201]
     assert len({answer.json["container_id"] or answer.json["pid"] for answer in answers}) == 1
+
+
+async def test_deleting_again_and_again_during_a_create_leaves_nothing(daemon: Daemon) -> None:
+    await daemon.start()
+    for number in range(3):
+        name = f"k{number}"
+        creating = asyncio.create_task(daemon.create(kernel_id=name, slots={"cuda.device": 1}))
+        while not await daemon.get("/v1/kernels"):
+            pass
+        deletes = [daemon.call("DELETE", f"/v1/kernels/{name}?timeout=0") for _ in range(3)]
+        answers = [answer.status for answer in await asyncio.gather(*deletes)]
+        assert set(answers) <= {204, 404}
+        created = await creating
+        assert created.status in (201, 409)
+        assert await daemon.get("/v1/kernels") == []
+        assert await daemon.free("cuda.device") == "2"
+    if daemon.runtime == "docker":
+        assert daemon.test_engine.containers() == []
+    else:
+        assert list((daemon.folder / "state" / "kernels").iterdir()) == []
+
+
+@pytest.mark.docker
+async def test_a_container_renamed_by_hand_stays_charged(dockered: Daemon) -> None:
+    await dockered.start()
+    kernel = await dockered.running(kernel_id="k1", slots={"cuda.device": 1})
+    path = f"/containers/{kernel['container_id']}/rename?name=renamed"
+    dockered.test_engine.call("POST", path)
+    await dockered.running(kernel_id="k2")
+    assert (await dockered.get("/v1/kernels/k1"))["state"] == "running"
+    assert await dockered.free("cuda.device") == "1"
+
+
+@pytest.mark.docker
+async def test_a_container_removed_by_hand_is_lost_and_its_devices_come_back(dockered) -> None:
+    await dockered.start()
+    kernel = await dockered.running(kernel_id="k1", slots={"cuda.device": 2})
+    dockered.test_engine.call("DELETE", f"/containers/{kernel['container_id']}?force=1")
+    await dockered.until("k1", "lost")
+    assert await dockered.free("cuda.device") == "2"
+    assert (await dockered.call("DELETE", "/v1/kernels/k1")).status == 204
+
+
+@pytest.mark.docker
+async def test_paused_and_started_again_by_hand_is_described_truthfully(dockered) -> None:
+    await dockered.start()
+    kernel = await dockered.running(kernel_id="k1", slots={"cuda.device": 1})
+    container = f"/containers/{kernel['container_id']}"
+    dockered.test_engine.call("POST", f"{container}/pause")
+    await dockered.until("k1", "paused")
+    assert await dockered.free("cuda.device") == "1"
+    dockered.test_engine.call("POST", f"{container}/unpause")
+    await dockered.until("k1", "running")
+    dockered.test_engine.call("POST", f"{container}/kill")
+    await dockered.until("k1", "terminated")
+    dockered.test_engine.call("POST", f"{container}/start")
+    again = await dockered.until("k1", "running")
+    assert again["exit_code"] is None
+    assert await dockered.free("cuda.device") == "1"

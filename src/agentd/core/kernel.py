@@ -43,6 +43,9 @@ S = KernelState
 
 STARTING = frozenset({S.PREPARING, S.PULLING, S.CREATING})
 LIVE = frozenset({S.RUNNING, S.PAUSED, S.STOPPING, S.UNREADABLE})
+PRESENT = LIVE | {S.TERMINATED}
+"""States in which the runtime has something of the kernel."""
+
 ENDED = frozenset({S.TERMINATED, S.FAILED, S.LOST})
 
 TRANSITIONS: Mapping[KernelState, frozenset[KernelState]] = {

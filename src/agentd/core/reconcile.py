@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from agentd.core.devices import MEMORY, Device, DeviceId, Inventory
-from agentd.core.kernel import ENDED, LIVE, STARTING, Ending, Kernel, KernelState
+from agentd.core.kernel import ENDED, PRESENT, STARTING, Ending, Kernel, KernelState
 from agentd.core.ledger import UNREADABLE_SLOT, Allocation, Share
 from agentd.core.record import Record, RecordedShare, RecordError, decode, read_statement
 from agentd.core.slots import CPU, MEM, ONE, SlotKind, format_amount
@@ -108,7 +108,7 @@ def reconcile(
     for kernel_id, kernel in known.items():
         if kernel_id in by_id or kernel_id in busy:
             continue
-        if kernel.state in LIVE:
+        if kernel.state in PRESENT:
             actions.append(MarkLost(kernel_id))
         elif kernel.state in STARTING and kernel_id in expired:
             actions.append(DropUnborn(kernel_id))

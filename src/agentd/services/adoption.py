@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import structlog
 
 from agentd.core.devices import Inventory
-from agentd.core.kernel import LIVE, Kernel, KernelState
+from agentd.core.kernel import PRESENT, Kernel, KernelState
 from agentd.core.reconcile import (
     Action,
     Adopt,
@@ -109,12 +109,12 @@ class Adoption:
         self.first_try[runtime.name].set()
 
     async def _renamed(self, runtime: Runtime, listed: set[str]) -> list[FoundKernel]:
-        """Look by handle for live kernels that a list is without: a name is no proof."""
+        """Look by handle for kernels that a list is without: a name is no proof."""
         missing = [
             kernel
             for kernel in self._service.table
             if kernel.runtime == runtime.name
-            and kernel.state in LIVE
+            and kernel.state in PRESENT
             and kernel.kernel_id not in listed
         ]
         found = [await runtime.find(kernel.kernel_id, kernel.handle) for kernel in missing]
