@@ -6,6 +6,7 @@ Errors are one line with the problem's detail; the exit status is then 1.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -155,7 +156,7 @@ def slots(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes
 @click.option("--dry-run", is_flag=True, help="Decide and explain, change nothing.")
 @json_option
 @click.pass_obj
-def create(client: Client, agent: str, as_json: bool, **options: Any) -> None:  # noqa: ANN401, FBT001 - click passes them
+def create(client: Client, /, agent: str, as_json: bool, **options: Any) -> None:  # noqa: ANN401, FBT001 - click passes them
     """Create a kernel on AGENT that runs COMMAND (after `--`)."""
     body = {
         "command": list(options["command"]),
@@ -282,7 +283,7 @@ def logs(client: Client, kernel: str, follow: bool, tail: int | None) -> None:  
     """Print what a kernel printed."""
     query = urlencode({"follow": str(follow).lower(), "tail": "all" if tail is None else tail})
     response = client.open("GET", f"{_kernel_path(kernel)}/logs?{query}")
-    output = click.get_binary_stream("stdout")
+    output = sys.stdout.buffer
     while chunk := response.read1(_CHUNK):
         output.write(chunk)
         output.flush()
