@@ -1,6 +1,7 @@
 import json
 from decimal import Decimal
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -192,3 +193,16 @@ def test_slots_of_one_exclusive_group_refuse_each_other() -> None:
     assert parse_slots({"cuda.device": 1, "cuda.shares": 0}, TYPES)
     with pytest.raises(InvalidSlotCombination, match=r"cuda\.device and cuda\.shares"):
         parse_slots({"cuda.device": 1, "cuda.shares": "0.5"}, TYPES)
+
+
+def test_the_reference_tells_the_truth() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "slots.md").read_text()
+    code = text.partition("```python\n")[2].partition("```")[0]
+    names: dict[str, object] = {}
+    exec(code, names)  # noqa: S102 - our own page
+    asked = names["asked"]
+    assert isinstance(asked, ResourceSlots)
+    assert asked["cpu"] == 2 * ONE
+    assert asked.to_wire(names["types"]) == {
+        "cpu": "2", "cuda.shares": "0.25", "mem": "1610612736",
+    }  # fmt: skip
