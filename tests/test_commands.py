@@ -132,6 +132,12 @@ async def test_a_plan_tells_what_running_kernels_would_leave_held(up: Daemon) ->
     assert "would offer cuda.shares" in row["reason"]
 
 
+def test_a_live_plan_without_a_daemon_is_still_a_plan(config: Path) -> None:
+    plan = json.loads(run("agentd", "plan", "--config", str(config), "--live", "--json").stdout)
+    assert plan["agents"]
+    assert "what kernels hold is not known" in plan["warnings"][-1]
+
+
 def test_plugins_are_listed_with_their_state(config: Path) -> None:
     rows = json.loads(run("agentd", "plugins", "--config", str(config), "--json").stdout)
     states = {row["name"]: row["state"] for row in rows}

@@ -129,7 +129,11 @@ def plan(config_file: str | None, as_json: bool, live: bool) -> None:  # noqa: F
     if live:
         from agentd.client import held_under  # noqa: PLC0415
 
-        content["held"] = held_under(split, _settings(config_file).settings.rpc.socket)
+        try:
+            content["held"] = held_under(split, _settings(config_file).settings.rpc.socket)
+        except click.ClickException as error:
+            why = f"what kernels hold is not known: {error.format_message()}"
+            content["warnings"] = [*split.warnings, why]
     if as_json:
         click.echo(json.dumps(content, indent=1))
         return

@@ -7,6 +7,7 @@ of what a larger one offers.
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import os
 import socket
@@ -36,7 +37,7 @@ class RpcProblem(click.ClickException):
 
     def show(self, file: Any = None) -> None:  # noqa: ANN401 - click's signature
         del file
-        if "--json" in sys.argv:
+        if "--json" in itertools.takewhile(lambda word: word != "--", sys.argv):
             click.echo(json.dumps(self.content), err=True)
         else:
             click.echo(f"agentctl: {' '.join(self.format_message().split())}", err=True)

@@ -93,6 +93,13 @@ count = 2
         ("[node]\nid = 3", "node.id: 3 is no name"),
         ('[rpc]\nsocket = ""', "rpc.socket: is empty"),
         ('[resource]\ndefault-slots = { cpu = "0.5" }', "cpu: not a multiple of 1"),
+        ("[agents]\nid = 3", "agents: allowed: a list, not"),
+        ('[plugins]\nallow = "sim"', "plugins.allow: allowed: a list, not 'sim'"),
+        ("resource = 3", "resource: allowed: a table, not 3"),
+        (
+            '[[agents]]\nid = "a"\n[agents.resource]\ncuda = ["cuda0"]',
+            "agents.0.resource.cuda: unknown key; if it is a device name, write devices = { cuda",
+        ),
         ("[nood]", "nood: unknown key; did you mean node? allowed: node, rpc, host"),
         ("[runtime.dokcer]", "runtime.dokcer: unknown key; did you mean docker?"),
         ('[node]\nruntime = "podman"', "node.runtime: Input should be 'docker' or 'process'"),
@@ -112,7 +119,7 @@ count = 2
         ('[rpc]\nlisten = "0.0.0.0:1"\ntoken-file = "/t"', "beyond loopback needs tls-cert"),
         (f'[rpc]\nsocket = "/{"x" * 120}"', "rpc.socket: longer than 107 bytes"),
         ('[runtime.docker]\nallowed-mounts = ["data"]', "data is not absolute"),
-        ("[[agents]]", "agents.0.id: Field required"),
+        ("[[agents]]", "agents.0.id: is missing, and has no default"),
         ('[[agents]]\nid = "a"\n[[agents]]\nid = "a"', "agents: a stands twice"),
         (
             '[[agents]]\nid = "a"\n[agents.resource]\ncuda.shares = 0.5',

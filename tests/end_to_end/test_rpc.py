@@ -319,6 +319,26 @@ async def test_a_log_follower_does_not_hold_up_the_stop(up: Daemon) -> None:
     await asyncio.gather(following, return_exceptions=True)
 
 
+async def test_every_call_works_on_either_runtime(daemon: Daemon) -> None:
+    await daemon.start()
+    kernel = await daemon.running(kernel_id="k1", slots={"cuda.device": 1})
+    assert kernel["container_id" if daemon.runtime == "docker" else "pid"]
+    node = await daemon.get("/v1/node")
+    assert node["runtime"] == {"name": daemon.runtime, "state": "available", "reason": ""}
+    paths = {"{agent}": "agent-1", "{kernel}": "k1", "{device_name}": "cuda", "{id}": "cuda1"}
+    expected = {"create_kernel": 422, "forget_device": 409}
+    last = ("stop_kernel", "delete_kernel")
+    for route in sorted(ROUTES, key=lambda route: route.handler.__name__ in last):
+        path = route.path
+        for name, value in paths.items():
+            path = path.replace(name, value)
+        wanted = expected.get(route.handler.__name__, min(route.answers))
+        body = {"comand": []} if wanted == 422 else ({} if route.body else None)
+        answer = await daemon.call(route.method, path, body)
+        assert answer.status == wanted, (route, answer.content)
+    assert await daemon.get("/v1/kernels") == []
+
+
 @pytest.mark.docker
 async def test_an_engine_that_is_down_is_a_state_of_the_runtime(dockered: Daemon) -> None:
     engine_socket = dockered.engine

@@ -159,9 +159,27 @@ def _problem(item: Any, environ: Mapping[str, str]) -> Problem:  # noqa: ANN401 
     if item["type"] == "extra_forbidden":
         return Problem(where, _unknown_key(loc, item["input"], _parent(loc)))
     message = item["msg"].removeprefix("Value error, ")
+    message = _TYPES.get(item["type"], message)
     if item["type"] not in ("value_error", "missing"):
         message = f"{message}, not {_shown(item['input'])}"
     return Problem(where, message)
+
+
+_TYPES = {
+    "missing": "is missing, and has no default",
+    "tuple_type": "allowed: a list",
+    "dict_type": "allowed: a table",
+    "mapping_type": "allowed: a table",
+    "model_type": "allowed: a table",
+    "string_type": "allowed: text",
+    "int_type": "allowed: a whole number",
+    "int_parsing": "allowed: a whole number",
+    "bool_type": "allowed: true, false",
+    "bool_parsing": "allowed: true, false",
+    "float_type": "allowed: a number",
+    "float_parsing": "allowed: a number",
+}
+"""What pydantic's type errors come to in the words of a TOML file."""
 
 
 def _is_union(part: str) -> bool:
@@ -184,6 +202,8 @@ def _unknown_key(loc: tuple[str, ...], value: object, parent: type[BaseModel]) -
     key = loc[-1].lstrip(_UNKNOWN)
     if parent is AgentResources and (line := devices_line(key, value)):
         return line
+    if parent is AgentResources and isinstance(value, (list, str, int)):
+        return f"unknown key; if it is a device name, write devices = {{ {key} = … }}"
     known = [name.replace("_", "-") for name in parent.model_fields]
     near = get_close_matches(key.replace("_", "-"), known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}? " if near else ""
