@@ -19,7 +19,7 @@ import structlog
 
 from agentd.adapters.cgroups import find_memory_groups
 from agentd.adapters.docker import DockerRuntime
-from agentd.adapters.host import SLOT_TYPES, Host, boot_id, derived_node_id, probe
+from agentd.adapters.host import Host, boot_id, derived_node_id, probe
 from agentd.adapters.plugins import PluginHost
 from agentd.adapters.process import ProcessRuntime
 from agentd.adapters.state_dir import StateDir
@@ -27,6 +27,7 @@ from agentd.adapters.systemd import Notifier
 from agentd.config.loading import Loaded
 from agentd.config.settings import Settings
 from agentd.core.reconcile import FoundState
+from agentd.core.slots import BUILT_IN
 from agentd.errors import ConfigRefused, Problem, RuntimeUnavailable, StartRefused
 from agentd.plugin_api import Features
 from agentd.rpc.handlers import Handlers
@@ -81,7 +82,7 @@ def discover(loaded: Loaded, host: Host, plugins: PluginHost, memory: Memory) ->
         plugins,
         memory,
         loaded.settings.split_rules(),
-        SLOT_TYPES,
+        BUILT_IN,
         host.devices(declared.cpus, declared.mem),
     )
     problems = plugins.problems()

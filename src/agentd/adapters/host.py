@@ -14,12 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentd.core.devices import MEMORY, Device, DeviceId
-from agentd.core.slots import CPU, MEM, ONE, SlotKind, SlotType
-
-SLOT_TYPES = (
-    SlotType(CPU, SlotKind.COUNT, ONE, unit="core"),
-    SlotType(MEM, SlotKind.BYTES, 1, unit="byte"),
-)
+from agentd.core.slots import CPU, MEM, ONE, SlotKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,12 +27,7 @@ from agentd.config.plugins import PluginSettings
 from agentd.config.section import DEFAULT_SLOTS, MAX_SOCKET_PATH, Name, Section, SizeBytes
 from agentd.core.policy import Affinity, Policy, Strategy
 from agentd.core.rules import AllocationMode, Ids, SplitRules, parse_device_rule
-from agentd.core.slots import CPU, MEM, ONE, AmountError, SlotKind, SlotType, parse_amount
-
-_SLOT_TYPES = {
-    CPU: SlotType(CPU, SlotKind.COUNT, ONE),
-    MEM: SlotType(MEM, SlotKind.BYTES, 1),
-}
+from agentd.core.slots import BUILT_IN, MEM, AmountError, parse_amount
 
 
 class NodeSettings(Section):
@@ -223,12 +218,12 @@ class ResourceSettings(Section):
             raise ValueError(f"{', '.join(unknown)}: only cpu and mem have defaults")
         slots = {**DEFAULT_SLOTS, **value}
         wrong = []
-        for name, slot in _SLOT_TYPES.items():
+        for slot in BUILT_IN:
             try:
-                if not parse_amount(slots[name], slot) and name == MEM:
+                if not parse_amount(slots[slot.name], slot) and slot.name == MEM:
                     wrong.append("mem: a kernel without memory cannot run; give it some")
             except AmountError as error:
-                wrong.append(f"{name}: {error}")
+                wrong.append(f"{slot.name}: {error}")
         if wrong:
             raise ValueError("; ".join(wrong))
         return slots

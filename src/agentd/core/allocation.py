@@ -15,10 +15,10 @@ of the steps before. Inside a tier, `agentd.core.distribute` divides the amount.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from itertools import accumulate
 from operator import add
 from typing import NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 from agentd.core import distribute
 from agentd.core.devices import Device, Inventory, natural_key
@@ -124,18 +124,26 @@ def _step(
     ]
 
 
-@lru_cache(maxsize=1024)
+_known_offers: WeakKeyDictionary[
+    Inventory, dict[tuple[Partition, SlotName], tuple[_Offer, ...]]
+] = WeakKeyDictionary()
+
+
 def _offers(inventory: Inventory, partition: Partition, slot: SlotName) -> tuple[_Offer, ...]:
     """Return the devices that may give a slot to an agent, ledger apart, in natural order.
 
-    Remembered for as long as inventory and partition are the same objects: it changes
-    with health and restarts, not with requests.
+    Remembered for as long as the inventory lives: it changes with health and restarts, not
+    with requests.
     """
-    return tuple(
-        _Offer(device, limit)
-        for device in inventory.by_slot.get(slot, ())
-        if device.usable and (limit := partition.limit(device))
-    )
+    known = _known_offers.setdefault(inventory, {})
+    offers = known.get((partition, slot))
+    if offers is None:
+        offers = known[partition, slot] = tuple(
+            _Offer(device, limit)
+            for device in inventory.by_slot.get(slot, ())
+            if device.usable and (limit := partition.limit(device))
+        )
+    return offers
 
 
 def _candidates(

@@ -58,16 +58,17 @@ def explain(question: Question) -> list[dict[str, object]]:
     something, `reason` why it gave nothing, or not enough.
     """
     devices = question.inventory.by_name.get(device_name_of(question.slot_type.name), ())
-    return [
-        {
-            "device": device.device_id.id,
-            "free": question.written(question.room(device)),
-            "considered": question.room(device) > 0,
-            "given": question.written(question.given.get(device.device_id, 0)),
-            "reason": _cannot_give(question, device) or _did_not_do(question, device),
-        }
-        for device in devices
-    ]
+    return [_row(question, device, question.room(device)) for device in devices]
+
+
+def _row(question: Question, device: Device, room: int) -> dict[str, object]:
+    return {
+        "device": device.device_id.id,
+        "free": question.written(room),
+        "considered": room > 0,
+        "given": question.written(question.given.get(device.device_id, 0)),
+        "reason": _cannot_give(question, device) or _did_not_do(question, device, room),
+    }
 
 
 def _cannot_give(  # noqa: PLR0911 - one line for each reason, the gravest first
@@ -94,9 +95,8 @@ def _cannot_give(  # noqa: PLR0911 - one line for each reason, the gravest first
     return ""
 
 
-def _did_not_do(question: Question, device: Device) -> str:
+def _did_not_do(question: Question, device: Device, room: int) -> str:
     """Return why a device that gives this slot did not do, or was not needed."""
-    room = question.room(device)
     holders = ", ".join(question.ledger.holders(device.device_id))
     if question.given:
         return _not_chosen(question, device, room)

@@ -79,6 +79,13 @@ class SlotType:
     unit: str = ""
 
 
+BUILT_IN = (
+    SlotType(CPU, SlotKind.COUNT, ONE, unit="core"),
+    SlotType(MEM, SlotKind.BYTES, 1, unit="byte"),
+)
+"""The slots that every node knows, without any plugin."""
+
+
 def device_name_of(slot: SlotName) -> str:
     """Return the device name a slot belongs to: what stands before the first dot."""
     return slot.partition(".")[0]

@@ -99,7 +99,6 @@ class Server:
         self._handlers = handlers
         self._endpoint = endpoint
         self._runner: web.AppRunner | None = None
-        self.tcp_port: int | None = None
 
     async def start(self) -> None:
         """Listen.
@@ -131,7 +130,6 @@ class Server:
             raise StartRefused(
                 f"cannot listen on {end.host}:{end.port}: {error.strerror}"
             ) from None
-        self.tcp_port = runner.addresses[-1][1]
 
     async def stop(self) -> None:
         """Stop accepting, let open requests end, and remove the socket."""
