@@ -4,9 +4,38 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentd.core.distribute import evenly_shares, evenly_whole, fill, in_equal_parts
+from agentd.core import distribute
+from agentd.core.distribute import Part, alike
 
 ROOMS = st.lists(st.integers(0, 9), min_size=1, max_size=5)
+
+
+def dealt(rooms: list[int], parts: list[Part]) -> list[int]:
+    """Give the parts to single rooms, the first of each size first."""
+    result = [0] * len(rooms)
+    for part in parts:
+        fitting = [i for i, room in enumerate(rooms) if room == part.room and not result[i]]
+        assert 0 < part.devices <= len(fitting)
+        for i in fitting[: part.devices]:
+            result[i] = part.amount
+    return result
+
+
+def fill(rooms: list[int], amount: int) -> list[int]:
+    return dealt(rooms, distribute.fill(alike(rooms), amount))
+
+
+def evenly_whole(rooms: list[int], amount: int) -> list[int]:
+    return dealt(rooms, distribute.evenly_whole(alike(rooms), amount))
+
+
+def evenly_shares(rooms: list[int], amount: int) -> list[int]:
+    return dealt(rooms, distribute.evenly_shares(alike(rooms), amount))
+
+
+def in_equal_parts(rooms: list[int], capacities: list[int], amount: int) -> list[int] | None:
+    parts = distribute.in_equal_parts(alike(rooms), alike(capacities), amount)
+    return None if parts is None else dealt(rooms, parts)
 
 
 def shares(*amounts: float) -> list[int]:

@@ -118,6 +118,10 @@ class Node(RuleBasedStateMachine):
             assert 0 < share.amount <= free[share.device_id]
             assert share.amount % TYPES[share.slot].quantum == 0
         assert total == asked
+        written_anew = Ledger()
+        for name, holding in reversed(before.holdings.items()):
+            written_anew = written_anew.with_held(name, *holding)
+        assert allocate(written_anew, inventory, part, asked, policy) == given
         backwards = ResourceSlots(dict(reversed(list(request.items()))))
         assert allocate(before, inventory, part, backwards, policy) == given
         self.count += 1
@@ -177,6 +181,18 @@ class Node(RuleBasedStateMachine):
                     s.slot != device.slot for s in self.ledger.holders(device.device_id).values()
                 ):
                     assert free == 0
+
+    @invariant()
+    def what_is_kept_beside_the_ledger_is_what_its_holdings_say(self) -> None:
+        anew = Ledger()
+        for name, holding in self.ledger.holdings.items():
+            anew = anew.with_held(name, *holding)
+        assert anew == self.ledger
+        for part in self.split.partitions.values():
+            for slot_type in TYPES.values():
+                kept = self.ledger.shelf(self.split.inventory, part, slot_type)
+                built = anew.shelf(self.split.inventory, part, slot_type)
+                assert (kept.devices, kept.stacks) == (built.devices, built.stacks)
 
     @invariant()
     def outside_shared_mode_no_device_has_two_owners(self) -> None:

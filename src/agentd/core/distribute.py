@@ -1,9 +1,12 @@
 """Dividing one amount over rooms: the arithmetic beneath an allocation.
 
-Everything here counts in quanta: `rooms[i]` is what device i could still give,
-`amount` what is wanted, and the answer has one part for each room. Rooms come in
-the order of preference, which decides wherever a rule leaves a choice. Callers have
-checked that the rooms can hold the amount; `in_equal_parts` says None where they cannot.
+Everything here counts in quanta. `Rooms` are what devices could still give, smallest
+first, alike ones together: `[(30, 2), (90, 1)]` is two rooms of 30 and one of 90. The
+answer is in the same terms (`Part(90, 40, 1)`: one device with a room of 90 gives 40), so
+the cost grows with the sizes of room and not with the devices. Which of several devices
+alike is meant is the caller's business; the first part of a size goes to its first device.
+Callers have checked that the rooms can hold the amount; `in_equal_parts` says None where
+they cannot.
 
 The most equal parts (shares, strategy evenly) need no search over subsets. Write top(k)
 for the k freest rooms and let every part be the smaller of its room and a level:
@@ -21,152 +24,188 @@ for the k freest rooms and let every part be the smaller of its room and a level
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from typing import NamedTuple, TypeAlias
+
+Rooms: TypeAlias = Sequence[tuple[int, int]]
+"""(room, how many devices have it), smallest room first, none of them zero."""
 
 
-def fill(rooms: Sequence[int], amount: int) -> list[int]:
+class Part(NamedTuple):
+    """What each of so many `devices` with this `room` gives."""
+
+    room: int
+    amount: int
+    devices: int
+
+
+def alike(rooms: Iterable[int]) -> list[tuple[int, int]]:
+    """Return single rooms as `Rooms`; those without room are left out."""
+    return sorted(Counter(room for room in rooms if room).items())
+
+
+def fill(rooms: Rooms, amount: int) -> list[Part]:
     """Take all that is free in the freest room, then the next."""
-    parts = [0] * len(rooms)
-    for index in _freest_first(rooms):
-        parts[index] = min(rooms[index], amount)
-        amount -= parts[index]
+    parts: list[Part] = []
+    for room, count in reversed(rooms):
+        full = min(count, amount // room)
+        amount -= full * room
+        if full:
+            parts.append(Part(room, room, full))
+        if amount and full < count:
+            parts.append(Part(room, amount, 1))
+            amount = 0
         if not amount:
             break
     return parts
 
 
-def evenly_whole(rooms: Sequence[int], amount: int) -> list[int]:
-    """Share equally among the rooms that have any, the remainder to the freest ones."""
-    parts = [0] * len(rooms)
-    open_rooms = [index for index in _freest_first(rooms) if rooms[index]]
-    while amount:
-        share = amount // len(open_rooms)
-        full = [index for index in open_rooms if rooms[index] - parts[index] <= share]
-        if not full:
-            for position, index in enumerate(open_rooms):
-                extra = share + (position < amount % len(open_rooms))
-                parts[index] += extra
-            return parts
-        for index in full:
-            amount -= rooms[index] - parts[index]
-            parts[index] = rooms[index]
-        open_rooms = [index for index in open_rooms if parts[index] < rooms[index]]
+def evenly_whole(rooms: Rooms, amount: int) -> list[Part]:
+    """Share equally among all rooms, the remainder to the freest ones."""
+    parts: list[Part] = []
+    wide = sum([count for _, count in rooms])
+    for position, (room, count) in enumerate(rooms):
+        if room > amount // wide:
+            return parts + _alike_parts(rooms[position:], *divmod(amount, wide))
+        parts.append(Part(room, room, count))
+        amount -= room * count
+        wide -= count
     return parts
 
 
-def evenly_shares(rooms: Sequence[int], amount: int) -> list[int]:
+def _alike_parts(rooms: Rooms, part: int, one_more: int) -> list[Part]:
+    """Give every room `part`, and the `one_more` freest of them one quantum more."""
+    parts: list[Part] = []
+    for room, count in reversed(rooms):
+        larger = min(count, one_more)
+        one_more -= larger
+        if larger:
+            parts.append(Part(room, part + 1, larger))
+        if part and larger < count:
+            parts.append(Part(room, part, count - larger))
+        if not (part or one_more):
+            break
+    return parts
+
+
+def evenly_shares(rooms: Rooms, amount: int) -> list[Part]:
     """Give the tightest single room that holds it all, else the most equal parts.
 
     Most equal is the smallest difference between the largest and the smallest part, one
     quantum or less counting as equal; then the fewest rooms; then the least room in total.
     """
-    holding = [index for index, room in enumerate(rooms) if room >= amount]
-    if holding:
-        chosen = [min(holding, key=rooms.__getitem__)]
-    else:
-        chosen = _equal_rooms(rooms, amount, range(2, len(rooms) + 1)) or _most_equal(rooms, amount)
-    return _level(rooms, chosen, amount)
+    tightest = bisect_left(rooms, (amount, 0))
+    if tightest < len(rooms):
+        return [Part(rooms[tightest][0], amount, 1)]
+    counts = range(2, sum([count for _, count in rooms]) + 1)
+    chosen = _equal_rooms(rooms, amount, counts) or _most_equal(rooms, amount)
+    return evenly_whole(chosen, amount)
 
 
-def in_equal_parts(
-    rooms: Sequence[int], capacities: Sequence[int], amount: int
-) -> list[int] | None:
+def in_equal_parts(rooms: Rooms, capacities: Rooms, amount: int) -> list[Part] | None:
     """Give equal parts on the fewest devices that could hold it so if all were empty.
 
     None if there are not so many with room enough now.
     """
-    fewest = next(
-        (k for k in range(1, len(capacities) + 1) if _equal_rooms(capacities, amount, [k])), None
-    )
-    if fewest is None:
-        return None
-    chosen = _equal_rooms(rooms, amount, [fewest])
-    return _level(rooms, chosen, amount) if chosen else None
+    devices = sum([count for _, count in capacities])
+    on_empty = _equal_rooms(capacities, amount, range(1, devices + 1))
+    fewest = sum([count for _, count in on_empty])
+    chosen = _equal_rooms(rooms, amount, [fewest] if fewest else [])
+    return evenly_whole(chosen, amount) if chosen else None
 
 
-def _freest_first(rooms: Sequence[int]) -> list[int]:
-    return sorted(range(len(rooms)), key=lambda index: -rooms[index])
-
-
-def _equal_rooms(rooms: Sequence[int], amount: int, counts: Sequence[int]) -> list[int]:
+def _equal_rooms(rooms: Rooms, amount: int, counts: Iterable[int]) -> list[tuple[int, int]]:
     """Return the tightest rooms for parts one quantum apart at most, on the first count
     that has enough of them; empty if none has.
     """
-    ascending = sorted(range(len(rooms)), key=rooms.__getitem__)
+    from_here = [*accumulate([count for _, count in reversed(rooms)], initial=0)][::-1]
     for count in counts:
         part, larger = divmod(amount, count)
         if not part:
             break
-        exact = [index for index in ascending if rooms[index] == part][: count - larger]
-        above = [index for index in ascending if rooms[index] > part]
-        if len(exact) + len(above) >= count:
-            return exact + above[: count - len(exact)]
+        start = bisect_left(rooms, (part, 0))
+        exact = 0
+        if start < len(rooms) and rooms[start][0] == part:
+            exact = min(rooms[start][1], count - larger)
+            start += 1
+        if exact + from_here[start] >= count:
+            return [(part, exact)] * (exact > 0) + _first(rooms[start:], count - exact)
     return []
 
 
-def _most_equal(rooms: Sequence[int], amount: int) -> list[int]:
-    """Return the rooms of the most equal parts, no equal ones being possible."""
-    order = [index for index in _freest_first(rooms) if rooms[index]]
-    descending = [rooms[index] for index in order]
-    sums = list(accumulate(descending))
-    spread, count, level = min(
-        (_lowest_level(descending[:k], amount) - descending[k - 1], k, 0)
-        for k in range(1, len(order) + 1)
-        if sums[k - 1] >= amount
+def _first(rooms: Rooms, count: int) -> list[tuple[int, int]]:
+    """Return the first `count` of the rooms."""
+    chosen = []
+    for room, there in rooms:
+        if not count:
+            break
+        chosen.append((room, min(there, count)))
+        count -= chosen[-1][1]
+    return chosen
+
+
+def _most_equal(rooms: Rooms, amount: int) -> list[tuple[int, int]]:
+    """Return the rooms of the most equal parts, no equal ones being possible.
+
+    So the level is above the smallest room that is used, for any smallest room.
+    """
+    descending = rooms[::-1]
+    counts = [*accumulate([count for _, count in descending], initial=0)]
+    sums = [*accumulate([room * count for room, count in descending], initial=0)]
+
+    def level(last: int) -> tuple[int, int]:
+        """Return the lowest level if sizes 0 to `last` are used, and what larger ones give."""
+
+        def is_too_low(size: int) -> bool:
+            return descending[size][0] * counts[size] + sums[last + 1] - sums[size] < amount
+
+        cut = bisect_left(range(last + 1), x=True, key=is_too_low)
+        lowest = -(-(amount - sums[last + 1] + sums[cut]) // counts[cut])
+        return lowest, lowest * counts[cut] + sums[last] - sums[cut]
+
+    spread, needed, last = min(
+        (lowest - smallest, counts[last] + max(1, -(-(amount - larger) // smallest)), last)
+        for last, (smallest, _) in enumerate(descending)
+        if sums[last + 1] >= amount
+        for lowest, larger in [level(last)]
     )
-    smallest = descending[count - 1]
-    level = smallest + spread
-    slack = sum(min(room, level) for room in descending[:count]) - amount
-    larger = [index for index in order[:count] if rooms[index] > smallest]
-    exact = [index for index in order if rooms[index] == smallest]
-    spare = len(exact) - (count - len(larger))
-    dropped = _replaceable(rooms, larger, smallest, level, slack, spare)
-    kept = [index for index in larger if index not in dropped]
-    return kept + exact[: count - len(kept)]
+    smallest, there = descending[last]
+    used = needed - counts[last]
+    slack = level(last)[1] + used * smallest - amount
+    dropped = _replaceable(descending[:last], smallest, spread, slack, there - used)
+    kept = Counter(dict(descending[:last])) - dropped
+    return [(smallest, used + dropped.total()), *sorted(kept.items())]
 
 
-def _lowest_level(descending: Sequence[int], amount: int) -> int:
-    """Return the lowest level at which rooms cut off there hold the amount."""
-    below, wide = amount, len(descending)
-    for room in reversed(descending):
-        level = -(-below // wide)
-        if level <= room:
-            return level
-        below -= room
-        wide -= 1
-    return descending[0]
-
-
-def _replaceable(
-    rooms: Sequence[int],
-    larger: Sequence[int],
-    smallest: int,
-    level: int,
-    slack: int,
-    spare: int,
-) -> frozenset[int]:
+def _replaceable(larger: Rooms, smallest: int, spread: int, slack: int, spare: int) -> Counter[int]:
     """Return the larger rooms that spare ones of the smallest size can stand in for.
 
-    Frees the most room that the slack pays for; the first found of equal answers.
+    Frees the most room that the slack pays for. A room above the level costs the whole
+    spread, so the freest of those go first; one below costs what it frees, which leaves a
+    sum to be reached with as few rooms as possible. Slack is less than the number of rooms
+    above the level, or the level would be lower; that bounds the sums.
     """
-    best: dict[tuple[int, int], tuple[int, frozenset[int]]] = {(0, 0): (0, frozenset())}
-    for index in larger:
-        cost = min(rooms[index], level) - smallest
-        for (used, spent), (freed, dropped) in sorted(best.items(), reverse=True):
-            state = (used + 1, spent + cost)
-            gain = freed + rooms[index] - smallest
-            if state[0] <= spare and state[1] <= slack and gain > best.get(state, (0,))[0]:
-                best[state] = (gain, dropped | {index})
-    return max(best.values(), key=lambda item: item[0])[1]
-
-
-def _level(rooms: Sequence[int], chosen: Sequence[int], amount: int) -> list[int]:
-    """Raise the chosen rooms to one level, the larger parts to the freest."""
-    parts = [0] * len(rooms)
-    wide = len(chosen)
-    for index in sorted(chosen, key=lambda index: (rooms[index], -index)):
-        parts[index] = min(rooms[index], amount // wide)
-        amount -= parts[index]
-        wide -= 1
-    return parts
+    level = smallest + spread
+    above = [room for room, count in larger if room >= level for _ in range(count)]
+    fewest: dict[int, tuple[int, ...]] = {0: ()}
+    for room, count in larger:
+        cost = room - smallest
+        for _ in range(min(count, slack // cost, spare) if room < level else 0):
+            for total, rooms in sorted(fewest.items(), reverse=True):
+                reached = total + cost
+                known = fewest.get(reached)
+                if reached <= slack and (known is None or len(rooms) + 1 < len(known)):
+                    fewest[reached] = (*rooms, room)
+    best = max(
+        (
+            (*above[:taken], *rooms)
+            for taken in range(min(len(above), spare, slack // spread) + 1)
+            for total, rooms in fewest.items()
+            if total <= slack - taken * spread and len(rooms) <= spare - taken
+        ),
+        key=lambda rooms: sum(rooms) - smallest * len(rooms),
+    )
+    return Counter(best)

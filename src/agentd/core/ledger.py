@@ -6,13 +6,15 @@ the devices as they are now, and is never stored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-from agentd.core.devices import MEMORY, Device, DeviceId
+from agentd.core.devices import MEMORY, Device, DeviceId, Inventory
+from agentd.core.distribute import alike
 from agentd.core.partition import Partition
-from agentd.core.slots import SlotKind, SlotName, format_amount
+from agentd.core.shelf import Shelf
+from agentd.core.slots import SlotKind, SlotName, SlotType, format_amount
 
 UNREADABLE_SLOT: SlotName = ""
 """The slot of a share whose record cannot be read: it keeps back the whole device."""
@@ -55,42 +57,100 @@ class Holding(NamedTuple):
     allocation: Allocation
 
 
+class Tally(NamedTuple):
+    """How many kernels hold something, and how much together."""
+
+    kernels: int
+    amount: int
+
+
+_Tallies: TypeAlias = Mapping[tuple[str, SlotName], Tally]
+_ShelfKey: TypeAlias = tuple[Inventory, Partition, SlotName]
+
+
 @dataclass(frozen=True, slots=True)
 class Ledger:
     """Who holds how much of which device; immutable, one for the node.
 
-    `held` and `held_by` follow from `holdings` and are kept beside it so that a look-up
-    costs nothing.
+    Everything else follows from `holdings` and is kept beside it, and kept up with what a
+    kernel touches, so that no look-up has to go through kernels or devices: `held` is the
+    same by device, the tallies are its sums by agent and slot, and the shelves that were
+    asked for (see `agentd.core.shelf`) pass from each ledger to the next.
     """
 
     holdings: Mapping[str, Holding] = field(default_factory=dict)
     held: Mapping[DeviceId, Mapping[str, Share]] = field(default_factory=dict)
+    _tallies: Mapping[DeviceId, _Tallies] = field(default_factory=dict, repr=False)
+    _shelves: dict[_ShelfKey, Shelf] = field(default_factory=dict, repr=False, compare=False)
 
     def with_held(self, kernel_id: str, agent_id: str, allocation: Allocation) -> Ledger:
         """Return a ledger in which the kernel holds exactly this allocation."""
-        before = self.without(kernel_id) if kernel_id in self.holdings else self
-        held = dict(before.held)
+        if kernel_id in self.holdings:
+            return self.without(kernel_id).with_held(kernel_id, agent_id, allocation)
+        holdings = {**self.holdings, kernel_id: Holding(agent_id, allocation)}
+        held, tallies = dict(self.held), dict(self._tallies)
         for share in allocation.shares:
-            holders = held.get(share.device_id, {})
-            held[share.device_id] = {**holders, kernel_id: share}
-        return Ledger({**before.holdings, kernel_id: Holding(agent_id, allocation)}, held)
+            device_id = share.device_id
+            held[device_id] = {**held.get(device_id, {}), kernel_id: share}
+            tallies[device_id] = _counted(tallies.get(device_id, {}), agent_id, share, 1)
+        return self._next(holdings, held, tallies, allocation)
 
     def without(self, kernel_id: str) -> Ledger:
         """Return a ledger in which the kernel holds nothing; the same one if it held nothing."""
-        holding = self.holdings.get(kernel_id)
-        if holding is None:
+        if kernel_id not in self.holdings:
             return self
-        held = dict(self.held)
-        for share in holding.allocation.shares:
-            holders = dict(held[share.device_id])
-            del holders[kernel_id]
-            if holders:
-                held[share.device_id] = holders
-            else:
-                del held[share.device_id]
         holdings = dict(self.holdings)
-        del holdings[kernel_id]
-        return Ledger(holdings, held)
+        agent_id, allocation = holdings.pop(kernel_id)
+        held, tallies = dict(self.held), dict(self._tallies)
+        for share in allocation.shares:
+            device_id = share.device_id
+            holders = dict(held.pop(device_id))
+            del holders[kernel_id]
+            counted = _counted(tallies.pop(device_id), agent_id, share, -1)
+            if holders:
+                held[device_id], tallies[device_id] = holders, counted
+        return self._next(holdings, held, tallies, allocation)
+
+    def _next(
+        self,
+        holdings: Mapping[str, Holding],
+        held: Mapping[DeviceId, Mapping[str, Share]],
+        tallies: Mapping[DeviceId, _Tallies],
+        touched: Allocation,
+    ) -> Ledger:
+        shelves: dict[_ShelfKey, Shelf] = {}
+        after = Ledger(holdings, held, tallies, shelves)
+        device_ids = {share.device_id for share in touched.shares}
+        for key, shelf in self._shelves.items():
+            shelves[key] = _kept_up(shelf, key[1], device_ids, self, after)
+        return after
+
+    def shelf(self, inventory: Inventory, partition: Partition, slot_type: SlotType) -> Shelf:
+        """Return the devices that may give a slot to an agent, with their room now.
+
+        It is built once for an inventory; an older inventory's shelves are let go.
+        """
+        key = (inventory, partition, slot_type.name)
+        if (known := self._shelves.get(key)) is not None:
+            return known
+        for stale in [other for other in self._shelves if other[0] is not inventory]:
+            del self._shelves[stale]
+        devices = tuple(
+            device
+            for device in inventory.by_slot.get(slot_type.name, ())
+            if device.usable and partition.limit(device)
+        )
+        shelf = self._shelves[key] = Shelf(
+            devices,
+            {device.device_id: position for position, device in enumerate(devices)},
+            alike(partition.limit(device) // slot_type.quantum for device in devices),
+            slot_type.quantum,
+            {},
+        ).with_rooms(
+            (position, 0, self.free(device, partition) // slot_type.quantum)
+            for position, device in enumerate(devices)
+        )
+        return shelf
 
     def holders(self, device_id: DeviceId) -> Mapping[str, Share]:
         """Return the kernels that hold something of a device, and what."""
@@ -98,24 +158,28 @@ class Ledger:
 
     def used(self, device_id: DeviceId) -> int:
         """Return how much of a device is held, in its holders' units."""
-        return sum(share.amount for share in self.holders(device_id).values())
+        return sum(tally.amount for tally in self._tallies.get(device_id, {}).values())
 
     def used_by(self, agent_id: str, device_id: DeviceId) -> int:
         """Return how much of a device one agent's kernels hold."""
-        holders = self.holders(device_id).items()
-        return sum(s.amount for k, s in holders if self.holdings[k].agent_id == agent_id)
+        tallies = self._tallies.get(device_id, {}).items()
+        return sum(tally.amount for (agent, _), tally in tallies if agent == agent_id)
 
     def kept_back_by(self, device: Device) -> str | None:
         """Return a kernel that holds another slot of this device than it offers now."""
+        if all(slot == device.slot for _, slot in self._tallies.get(device.device_id, {})):
+            return None
         holders = self.holders(device.device_id).items()
-        return next((k for k, share in holders if share.slot != device.slot), None)
+        return next(k for k, share in holders if share.slot != device.slot)
 
     def strangers(self, device: Device, partition: Partition) -> list[str]:
         """Return kernels of other agents that hold something of a device, memory apart."""
-        if device.device_id == MEMORY:
+        mine = partition.agent_id
+        agents = {agent for agent, _ in self._tallies.get(device.device_id, {})}
+        if device.device_id == MEMORY or agents <= {mine}:
             return []
         holders = self.holders(device.device_id)
-        return [k for k in holders if self.holdings[k].agent_id != partition.agent_id]
+        return [k for k in holders if self.holdings[k].agent_id != mine]
 
     def free(self, device: Device, partition: Partition) -> int:
         """Return what could be given to an agent from this device now, in base units."""
@@ -131,6 +195,30 @@ class Ledger:
         if limit < device.capacity:
             left = min(left, limit - self.used_by(partition.agent_id, device.device_id))
         return max(0, left)
+
+
+def _kept_up(
+    shelf: Shelf, partition: Partition, device_ids: Iterable[DeviceId], before: Ledger, now: Ledger
+) -> Shelf:
+    positions = [shelf.positions[d] for d in device_ids if d in shelf.positions]
+    if not positions:
+        return shelf
+    devices = [(at, shelf.devices[at]) for at in positions]
+    return shelf.with_rooms(
+        (
+            at,
+            before.free(device, partition) // shelf.quantum,
+            now.free(device, partition) // shelf.quantum,
+        )
+        for at, device in devices
+    )
+
+
+def _counted(tallies: _Tallies, agent_id: str, share: Share, sign: int) -> _Tallies:
+    key = (agent_id, share.slot)
+    kernels, amount = tallies.get(key, Tally(0, 0))
+    counted = {**tallies, key: Tally(kernels + sign, amount + sign * share.amount)}
+    return {key: tally for key, tally in counted.items() if tally.kernels}
 
 
 def release(ledger: Ledger, kernel_id: str) -> tuple[Ledger, bool]:
