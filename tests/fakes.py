@@ -10,6 +10,7 @@ from agentd.core.kernel import Ending, KernelSpec, KernelState
 from agentd.core.plan import KernelPlan
 from agentd.core.reconcile import FoundKernel, FoundState
 from agentd.errors import CommandNotFound, InvalidRequest, Problem, RuntimeUnavailable
+from agentd.plugin_api import Features, Measurement
 from agentd.services.interfaces import Intent, PluginListing, PluginState, PluginStatus
 
 KNOWN_COMMANDS = ("sh", "sleep", "printf")
@@ -34,6 +35,9 @@ class FakeRuntime:
 
     async def close(self) -> None:
         self._followers.clear()
+
+    async def features(self) -> Features:
+        return Features(self.name)
 
     def _answer(self) -> None:
         if self.is_down:
@@ -145,6 +149,7 @@ class FakePlugins:
         self.pending: list[str] = []
         self.edits = ContainerEdits()
         self.failure: Exception | None = None
+        self.told: list[tuple[str, str]] = []
 
     def statuses(self) -> list[PluginStatus]:
         return [
@@ -156,11 +161,19 @@ class FakePlugins:
     def listings(self) -> list[PluginListing]:
         return self.ready
 
-    async def late(self) -> AsyncIterator[str]:
+    def measurements(self) -> dict[str, Sequence[Measurement]]:
+        return {}
+
+    async def changes(self) -> AsyncIterator[str]:
         await asyncio.Event().wait()
         yield ""
 
-    async def container_edits(self, allocation: object, stable_ids: object) -> ContainerEdits:
+    def tell(self, step: str, kernel_id: str, allocation: object, stable_ids: object) -> None:
+        self.told.append((step, kernel_id))
+
+    async def container_edits(
+        self, allocation: object, stable_ids: object, features: object
+    ) -> ContainerEdits:
         if self.failure is not None:
             raise self.failure
         return self.edits

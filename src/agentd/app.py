@@ -20,6 +20,7 @@ import structlog
 from agentd.adapters.cgroups import find_memory_groups
 from agentd.adapters.docker import DockerRuntime
 from agentd.adapters.host import Host, boot_id, derived_node_id, probe
+from agentd.adapters.plugin_instance import Pace
 from agentd.adapters.plugins import PluginHost
 from agentd.adapters.process import ProcessRuntime
 from agentd.adapters.state_dir import StateDir
@@ -54,12 +55,15 @@ async def open_plugins(loaded: Loaded) -> PluginHost:
         StartRefused: a required plugin is not ready.
     """
     settings = loaded.settings
-    features = Features(settings.node.runtime, device_requests=settings.node.runtime == "docker")
     plugins = settings.plugins
-    host = PluginHost(plugins.tables, plugins.allow, plugins.block, features=features)
-    deadline = time.monotonic() + plugins.open_timeout
-    await host.load(plugins.open_timeout)
-    await host.open(max(0.0, deadline - time.monotonic()))
+    host = PluginHost(
+        plugins.tables,
+        plugins.allow,
+        plugins.block,
+        features=Features(settings.node.runtime),
+        pace=Pace(plugins.call_timeout, plugins.health_interval),
+    )
+    await host.open(plugins.open_timeout)
     for status in host.statuses():
         if status.reason:
             log.warning("plugin.not_ready", plugin=status.name, reason=status.reason)

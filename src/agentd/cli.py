@@ -11,7 +11,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Coroutine
-from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -91,8 +90,7 @@ def _with_node(config_file: str | None, show: Callable[[Any, Any], _T]) -> _T:
     from agentd.adapters.state_dir import ReadOnlyState  # noqa: PLC0415
 
     async def look() -> _T:
-        with redirect_stdout(sys.stderr):  # a plugin that prints must not end up in our JSON
-            plugins = await app.open_plugins(loaded)
+        plugins = await app.open_plugins(loaded)
         try:
             memory = ReadOnlyState(loaded.settings.node.state_dir)
             return show(app.discover(loaded, probe(), plugins, memory), plugins)
@@ -157,7 +155,6 @@ def plugins(config_file: str | None, as_json: bool) -> None:  # noqa: FBT001 - c
         host = PluginHost(
             table.tables, table.allow, table.block, features=Features(loaded.settings.node.runtime)
         )
-        await host.load(table.open_timeout)
         await host.open(table.open_timeout)
         rows = [asdict(status) for status in host.statuses(everything=True)]
         await host.close()

@@ -97,11 +97,16 @@ class AllocatedDevice:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What runs the kernel (`docker`, `process`), and which ways to devices it takes."""
+    """What runs the kernel (`docker`, `process`), and which ways to devices it takes.
+
+    `cdi` says that names of the Container Device Interface are taken, from the specifications
+    in `cdi_spec_dirs`; `device_requests` that those of a vendor's driver are.
+    """
 
     runtime: str
     cdi: bool = False
     device_requests: bool = False
+    cdi_spec_dirs: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +198,16 @@ class AcceleratorPlugin(ABC):
     def measure(self) -> Sequence[Measurement]:
         """Return what the devices do now."""
         return ()
+
+    def wait_for_change(self, timeout_s: float) -> bool:
+        """Wait for something to happen to the devices; True if it did, within `timeout_s`.
+
+        For libraries that tell of events. Called again and again, in a thread of its own beside
+        the other methods; after True the devices are listed anew. Without it they are listed
+        now and then.
+        """
+        del timeout_s
+        return False
 
     def kernel_event(self, event: KernelEvent) -> None:  # noqa: B027 - the same
         """Learn of a kernel's life; nothing that happens here changes it."""

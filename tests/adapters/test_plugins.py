@@ -1,37 +1,79 @@
 import asyncio
-from collections.abc import Sequence
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 
 import pytest
 from importlib_metadata import EntryPoint
+from structlog.testing import capture_logs
 
-from adapters import zoo
+from agentd.adapters.plugin_instance import Pace
 from agentd.adapters.plugins import PluginHost, installed
 from agentd.config.plugins import PluginTable
 from agentd.core.allocation import Allocation, Share
 from agentd.core.devices import DeviceId
 from agentd.core.slots import ONE, SlotKind
 from agentd.errors import PluginUnavailable
-from agentd.plugin_api import ContainerEdits, Features
+from agentd.plugin_api import Features
 from agentd.services.interfaces import PluginState
+
+TESTS = Path(__file__).parents[1]
+PROCESS = Features("process")
 
 
 def point(name: str, target: str) -> EntryPoint:
     return EntryPoint(name, f"adapters.zoo:{target}", "agentd.accelerators")
 
 
-def host(tables: Sequence[PluginTable] = (), allow=(), block=(), **points: str) -> PluginHost:
-    entry_points = {name: point(name, target) for name, target in points.items()}
-    features = Features("process")
-    return PluginHost(tables, allow, block, features=features, points=entry_points)
+class Hosts:
+    """Makes plugin hosts, and closes them at the end."""
+
+    def __init__(self) -> None:
+        self.made: list[PluginHost] = []
+
+    def __call__(
+        self,
+        tables: Sequence[PluginTable] = (),
+        allow=(),
+        block=(),
+        call_timeout_s: float = 5.0,
+        **points: str,
+    ) -> PluginHost:
+        entry_points = {name: point(name, target) for name, target in points.items()}
+        pace = Pace(call_timeout_s, health_interval_s=0.1)
+        made = PluginHost(tables, allow, block, features=PROCESS, pace=pace, points=entry_points)
+        self.made.append(made)
+        return made
 
 
-async def opened(made: PluginHost, timeout_s: float = 5) -> dict[str, tuple[PluginState, str]]:
-    await made.load(timeout_s)
+@pytest.fixture
+async def host() -> AsyncIterator[Hosts]:
+    made = Hosts()
+    yield made
+    for each in made.made:
+        await each.close()
+
+
+async def opened(made: PluginHost, timeout_s: float = 10) -> dict[str, tuple[PluginState, str]]:
     await made.open(timeout_s)
     return {status.name: (status.state, status.reason) for status in made.statuses()}
 
 
-async def test_an_installed_plugin_loads_by_itself_under_its_own_name() -> None:
+def states(made: PluginHost) -> dict[str, PluginState]:
+    return {status.name: status.state for status in made.statuses()}
+
+
+async def until(made: PluginHost, name: str, holds: Callable[[], bool]) -> None:
+    """Follow the changes of a plugin until something holds."""
+    async with asyncio.timeout(10):
+        changes = made.changes()
+        while not holds():
+            assert await anext(changes) == name
+
+
+async def test_an_installed_plugin_loads_by_itself_under_its_own_name(host) -> None:
     made = host(good=("Good"), table_only="NeedsTable")
     assert await opened(made) == {"good": (PluginState.READY, "")}
     (listing,) = made.listings()
@@ -39,7 +81,9 @@ async def test_an_installed_plugin_loads_by_itself_under_its_own_name() -> None:
     assert listing.devices[0].device_id == ("good", "good0")
 
 
-async def test_one_entry_point_serves_several_tables_and_a_table_replaces_automatic_loading():
+async def test_one_entry_point_serves_several_tables_and_a_table_replaces_automatic_loading(
+    host,
+) -> None:
     tables = [
         PluginTable(name="cuda", plugin="good", settings={"speed": 1}),
         PluginTable(name="good", plugin="good"),
@@ -50,7 +94,7 @@ async def test_one_entry_point_serves_several_tables_and_a_table_replaces_automa
 
 
 @pytest.mark.parametrize(("allow", "block"), [(("a",), ()), ((), ("b",))])
-async def test_allow_and_block_hold_entry_point_names(allow, block) -> None:
+async def test_allow_and_block_hold_entry_point_names(host, allow, block) -> None:
     tables = [PluginTable(name="x", plugin="b")]
     states = await opened(host(tables, allow, block, a="Good", b="Good"))
     assert states["a"][0] is PluginState.READY
@@ -76,52 +120,54 @@ async def test_allow_and_block_hold_entry_point_names(allow, block) -> None:
         ("UnknownSlot", "offers 'x.y', which is no slot type of it"),
         ("BadHealth", "the health of d0 is 'so-so'"),
         ("Twice", "it lists the id bad0 twice"),
-        ("OddParent", "its parent: [5] where text belongs"),
-        ("OddAliases", "its aliases: 'GPU' where text belongs"),
+        ("OddParent", "Expected `str | null`, got `int` - at `$.devices[0].parent`"),
+        ("OddAliases", "Expected `array`, got `str` - at `$.devices[0].aliases`"),
         ("OddNode", "the NUMA node of d0 is -1"),
-        ("OddEdits", "its variables: [1, 2] where text belongs"),
-        ("ListsNonsense", "it lists 'cuda0' where DeviceInfo belongs"),
+        ("OddEdits", "Expected `str`, got `int`"),
+        ("ListsNonsense", "Expected `object`, got `str` - at `$.devices[0]`"),
+        ("CrashesAtOpen", "open: it was killed by SIGSEGV; next try in 1 s"),
+        ("LeavesAtOpen", "open: it exited with status 7; next try in 1 s"),
+        ("ClosesEverything", "open: "),
     ],
 )
-async def test_a_plugin_that_misbehaves_is_reported_and_left_out(target: str, why: str) -> None:
+async def test_a_plugin_that_misbehaves_is_reported_and_left_out(
+    host, target: str, why: str
+) -> None:
     made = host(good="Good", bad=target)
-    states = await opened(made)
-    assert states["good"][0] is PluginState.READY
-    assert states["bad"][0] is PluginState.FAILED
-    assert why in states["bad"][1]
+    seen = await opened(made)
+    assert seen["good"][0] is PluginState.READY
+    assert seen["bad"][0] is PluginState.FAILED
+    assert why in seen["bad"][1]
     assert [listing.name for listing in made.listings()] == ["good"]
 
 
-async def test_a_plugin_that_is_not_installed_is_named_with_the_nearest() -> None:
+async def test_a_plugin_that_is_not_installed_is_named_with_the_nearest(host) -> None:
     states = await opened(host([PluginTable(name="x", plugin="goood")], good="Good"))
     assert "did you mean good? installed: good" in states["x"][1]
 
 
-async def test_wrong_settings_are_listed_with_their_place() -> None:
+async def test_wrong_settings_are_listed_with_their_place(host) -> None:
     tables = [PluginTable(name="cuda", plugin="good", settings={"sped": 1, "x": 2})]
     made = host(tables, good="Good")
-    await made.load(5)
+    await made.open(5)
     problems = made.problems()
     assert [problem.where for problem in problems] == ["plugins.cuda.sped", "plugins.cuda.x"]
 
 
 @pytest.mark.parametrize("target", ["Late", "ListsSlowly", "MadeSlowly"])
 async def test_readiness_does_not_wait_for_a_late_plugin_and_it_joins_when_it_opens(
-    target: str,
+    host: Hosts, tmp_path: Path, target: str
 ) -> None:
-    zoo.release.clear()
-    made = host(late=target, good="Good")
-    states = await opened(made, 0.2)
-    assert states["late"] == (PluginState.PENDING, "has not opened within 0.2 s")
-    assert states["good"][0] is PluginState.READY
-    joining = made.late()
-    zoo.release.set()
-    async with asyncio.timeout(5):
-        assert await anext(joining) == "late"
-    assert {listing.name for listing in made.listings()} == {"late", "good"}
+    file = tmp_path / "go"
+    table = PluginTable(name="late", plugin="late", settings={"file": str(file)})
+    made = host([table], late=target)
+    assert await opened(made, 0.5) == {"late": (PluginState.PENDING, "has not opened within 0.5 s")}
+    file.touch()
+    await until(made, "late", lambda: states(made)["late"] is PluginState.READY)
+    assert [listing.name for listing in made.listings()] == ["late"]
 
 
-async def test_a_required_plugin_that_failed_is_reported_as_such() -> None:
+async def test_a_required_plugin_that_failed_is_reported_as_such(host) -> None:
     made = host([PluginTable(name="bad", plugin="bad", required=True)], bad="RaisesAtOpen")
     await opened(made)
     assert made.failed_required() == [
@@ -136,24 +182,133 @@ def given(*names: str) -> tuple[Allocation, dict[DeviceId, str]]:
     return Allocation(tuple(shares)), {share.device_id: "S" for share in shares}
 
 
-async def test_edits_give_what_was_allocated_and_hide_all_else() -> None:
+async def test_edits_give_what_was_allocated_and_hide_all_else(host) -> None:
     made = host(one="Good", two="Good")
     await opened(made)
-    assert (await made.container_edits(*given("one"))).env == {"ONE": "one0", "TWO": ""}
-    assert (await made.container_edits(*given())).env == {"ONE": "", "TWO": ""}
+    assert (await made.container_edits(*given("one"), PROCESS)).env == {"ONE": "one0", "TWO": ""}
+    assert (await made.container_edits(*given(), PROCESS)).env == {"ONE": "", "TWO": ""}
 
 
-async def test_edits_that_fail_are_the_plugin_s_fault_and_say_so(monkeypatch) -> None:
-    made = host(one="Good", two="Good")
+def scripted(tmp_path: Path, target: str = "Scripted") -> tuple[PluginTable, Path]:
+    file = tmp_path / "script"
+    file.write_text("fine")
+    return PluginTable(name="one", plugin=target, settings={"file": str(file)}), file
+
+
+async def test_edits_that_fail_are_the_plugin_s_fault_and_say_so(host, tmp_path) -> None:
+    table, file = scripted(tmp_path)
+    made = host([table], Scripted="Scripted", two="Good")
     await opened(made)
-
-    def broken(*_: object) -> ContainerEdits:
-        raise OSError("driver gone")
-
-    monkeypatch.setattr(zoo.Good, "container_edits", broken)
+    file.write_text("broken")
     with pytest.raises(PluginUnavailable, match=r"plugin one .* driver gone"):
-        await made.container_edits(*given("one"))
-    assert (await made.container_edits(*given())).env == {"ONE": "", "TWO": ""}
+        await made.container_edits(*given("one"), PROCESS)
+    assert (await made.container_edits(*given(), PROCESS)).env == {"ONE": "", "TWO": ""}
+
+
+def pid_of(made: PluginHost, name: str) -> int:
+    return made._instances[name]._process.pid
+
+
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [
+        ("crash", "it was killed by SIGKILL; next try in 1 s"),
+        ("hang", "listing: no answer within 0.5 s; next try in 1 s"),
+        ("raise", "list: OSError: the driver is gone; next try in 1 s"),
+    ],
+)
+async def test_a_plugin_that_is_lost_is_started_again_and_keeps_its_slots(
+    host, tmp_path, word, why
+) -> None:
+    table, file = scripted(tmp_path)
+    made = host([table], Scripted="Scripted", two="Good", call_timeout_s=0.5)
+    await opened(made)
+    first = pid_of(made, "one")
+    file.write_text(word)
+    await until(made, "one", lambda: states(made)["one"] is PluginState.FAILED)
+    status = made.statuses()[0]
+    assert (status.reason, status.slots) == (why, ("one.device",))
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+    with pytest.raises(PluginUnavailable, match="plugin one is failed"):
+        await made.container_edits(*given("one"), PROCESS)
+    assert (await made.container_edits(*given("two"), PROCESS)).env == {"ONE": "", "TWO": "two0"}
+    file.write_text("fine")
+    await until(made, "one", lambda: states(made)["one"] is PluginState.READY)
+    assert pid_of(made, "one") != first
+
+
+async def test_a_change_of_health_is_seen_without_being_told(host, tmp_path) -> None:
+    table, file = scripted(tmp_path)
+    made = host([table], Scripted="Scripted")
+    await opened(made)
+    file.write_text("sick")
+    await until(made, "one", lambda: made.listings()[0].devices[0].reason == "it coughs")
+
+
+async def test_a_plugin_that_has_events_is_listed_at_once(host, tmp_path, monkeypatch) -> None:
+    table, file = scripted(tmp_path, "TellsOfChanges")
+    made = host([table], TellsOfChanges="TellsOfChanges")
+    made._instances["one"]._pace = Pace(health_interval_s=3600)
+    await opened(made)
+    file.write_text("none")
+    await until(made, "one", lambda: made.listings()[0].devices == ())
+
+
+async def test_plugins_hear_of_their_kernels_in_order(host, tmp_path) -> None:
+    file = tmp_path / "heard"
+    made = host([PluginTable(name="one", plugin="h", settings={"file": str(file)})], h="Hears")
+    await opened(made)
+    for step in ("before-create", "after-start"):
+        made.tell(step, "k1", *given("one"))
+    await made.container_edits(*given("one"), PROCESS)
+    assert file.read_text() == "before-create k1 one0\nafter-start k1 one0\n"
+
+
+async def test_what_a_plugin_prints_goes_to_the_log_under_its_name_and_is_bounded(
+    host, capsys
+) -> None:
+    with capture_logs() as logged:
+        made = host(loud="Prints")
+        await opened(made)
+        await made.close()
+    lines = [entry for entry in logged if entry["event"] == "plugin.printed"]
+    assert {entry["plugin"] for entry in lines} == {"loud"}
+    assert lines[0]["text"] == "to standard output"
+    assert 10 < len(lines) <= 50
+
+
+async def test_a_plugin_s_process_dies_with_the_daemon() -> None:
+    """Whatever it is doing: here nothing, as it is stopped."""
+    code = """
+import asyncio, sys
+sys.path.insert(0, sys.argv[1])
+from agentd.adapters.plugin_process import PluginProcess
+async def main():
+    made = await PluginProcess.start("x", "adapters.zoo:Good", {}, lambda: None)
+    await made.call("load", timeout_s=10)
+    print(made.pid, flush=True)
+    await asyncio.sleep(1000)
+asyncio.run(main())
+"""
+    daemon = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, str(TESTS), stdout=asyncio.subprocess.PIPE
+    )
+    assert daemon.stdout is not None
+    pid = int(await daemon.stdout.readline())
+    os.kill(pid, signal.SIGSTOP)
+    daemon.kill()
+    await daemon.wait()
+    async with asyncio.timeout(10):
+        while alive(pid):
+            await asyncio.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
 
 
 def test_sim_is_installed_as_its_own_distribution() -> None:

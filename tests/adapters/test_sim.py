@@ -10,10 +10,10 @@ from agentd_sim import SimPlugin
 async def listing(name: str = "cuda", **settings):
     table = PluginTable(name=name, plugin="sim", settings=settings)
     host = PluginHost([table], features=Features("process"))
-    await host.load(5)
-    assert host.problems() == []
     await host.open(5)
+    assert host.problems() == []
     (found,) = host.listings()
+    await host.close()
     return found
 
 

@@ -1,7 +1,12 @@
 """Plugins that behave, and many that do not; entry points of the tests name them."""
 
-import threading
+import os
+import signal
+import sys
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from agentd.plugin_api import (
@@ -10,19 +15,26 @@ from agentd.plugin_api import (
     ContainerEdits,
     DeviceInfo,
     Features,
+    KernelEvent,
     SettingProblem,
     SlotTypeInfo,
 )
 
-release = threading.Event()
+
+def wait_for(settings: Mapping[str, Any]) -> None:
+    """Wait for a file to appear, as a slow driver would."""
+    while not Path(settings["file"]).exists():
+        time.sleep(0.01)
 
 
 class Good(AcceleratorPlugin):
-    """One device; knows one setting."""
+    """One device; knows two settings."""
 
     @classmethod
     def validate(cls, settings: Mapping[str, Any]) -> list[SettingProblem]:
-        return [SettingProblem(key, "unknown key") for key in settings if key != "speed"]
+        return [
+            SettingProblem(key, "unknown key") for key in settings if key not in ("speed", "file")
+        ]
 
     def open(self) -> None: ...
 
@@ -61,6 +73,76 @@ class StopsIteration(Good):
         raise StopIteration
 
 
+class CrashesAtOpen(Good):
+    def open(self) -> None:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
+class LeavesAtOpen(Good):
+    def open(self) -> None:
+        os._exit(7)
+
+
+class Scripted(Good):
+    """Does what the file says, at every listing: nothing, crash, hang, raise, sick, none, two."""
+
+    def _word(self) -> str:
+        return Path(self.settings["file"]).read_text().strip()
+
+    def list_devices(self) -> Sequence[DeviceInfo]:
+        word = self._word()
+        (device,) = super().list_devices()
+        if word == "crash":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if word == "hang":
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            time.sleep(1000)
+        if word == "raise":
+            raise OSError("the driver is gone")
+        if word == "sick":
+            return [replace(device, health="unhealthy", reason="it coughs")]
+        if word == "two":
+            other = replace(device, id=f"{self.name}1", stable_id="S-other")
+            return [device, other]
+        return [] if word == "none" else [device]
+
+    def container_edits(
+        self, allocation: Sequence[AllocatedDevice], features: Features
+    ) -> ContainerEdits:
+        if allocation and self._word() == "broken":
+            raise OSError("driver gone")
+        return super().container_edits(allocation, features)
+
+
+class TellsOfChanges(Scripted):
+    """Notices when the file changes."""
+
+    def wait_for_change(self, timeout_s: float) -> bool:
+        before, end = self._word(), time.monotonic() + timeout_s
+        while self._word() == before and time.monotonic() < end:
+            time.sleep(0.01)
+        return True
+
+
+class Hears(Good):
+    """Writes down what it is told of kernels."""
+
+    def kernel_event(self, event: KernelEvent) -> None:
+        with Path(self.settings["file"]).open("a") as file:
+            file.write(f"{event.step} {event.kernel_id} {event.devices[0].id}\n")
+
+
+class Prints(Good):
+    def open(self) -> None:
+        sys.stdout.write("to standard output\n")
+        sys.stderr.write("to standard error\n" * 1000)
+
+
+class ClosesEverything(Good):
+    def open(self) -> None:
+        os.closerange(3, 256)
+
+
 class RaisesAtList(Good):
     def list_devices(self) -> Sequence[DeviceInfo]:
         raise OSError("device lost")
@@ -68,7 +150,7 @@ class RaisesAtList(Good):
 
 class Late(Good):
     def open(self) -> None:
-        release.wait(20)
+        wait_for(self.settings)
 
 
 class OutsidePrefix(Good):
@@ -123,11 +205,11 @@ class ListsSlowly(Good):
     """A generator, which does its waiting when it is read."""
 
     def list_devices(self) -> Sequence[DeviceInfo]:
-        release.wait(20)
+        wait_for(self.settings)
         yield from super().list_devices()  # type: ignore[misc]
 
 
 class MadeSlowly(Good):
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
-        release.wait(20)
+        wait_for(settings)
         super().__init__(name, settings)

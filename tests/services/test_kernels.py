@@ -484,7 +484,7 @@ async def test_a_late_plugin_joins_without_moving_anything(rig: Rig) -> None:
     devices = tuple(replace(d, aliases=()) for d in gpus(1, slot="npu.device"))
     rig.plugins.ready.append(PluginListing("npu", (npu,), devices))
     before = rig.devices.generation
-    rig.devices.join_late("npu")
+    rig.devices.refresh("npu")
     assert rig.devices.generation > before
     assert rig.free_gpus == 1
     await rig.create("k2", npu_device=1)

@@ -54,6 +54,7 @@ from agentd.errors import (
     RuntimeFailure,
     RuntimeUnavailable,
 )
+from agentd.plugin_api import Features
 
 INSPECTS_AT_ONCE = 16
 _EVENTS = {"start", "die", "oom", "pause", "unpause", "destroy", "rename"}
@@ -89,10 +90,23 @@ class DockerRuntime:
         self._stop_timeout_s = stop_timeout_s
         self._connector = aiohttp.UnixConnector(str(socket), limit=0)
         self._docker = Docker("unix://localhost", connector=self._connector)
+        self._features: Features | None = None
 
     async def close(self) -> None:
         await self._docker.close()
         await self._connector.close()
+
+    async def features(self) -> Features:
+        if self._features is None:
+            try:
+                info = await self._docker.system.info()
+            except (DockerError, OSError, aiohttp.ClientError, TimeoutError):
+                return Features(self.name)
+            cdi_spec_dirs = tuple(map(str, info.get("CDISpecDirs") or ()))
+            self._features = Features(
+                self.name, bool(cdi_spec_dirs), device_requests=True, cdi_spec_dirs=cdi_spec_dirs
+            )
+        return self._features
 
     async def check(self, spec: KernelSpec) -> None:
         problems = list(mount_problems(spec.mounts, self._allowed_mounts))

@@ -1,13 +1,13 @@
 """What plugins say, checked and turned into the core's values.
 
-A plugin's answer is foreign data. Whatever does not hold (a slot outside its prefix, the
-same id twice, an amount that is none) makes the whole listing a lie, and the plugin fails
-with the reason.
+A plugin's answer is foreign data. Its types are checked as it is decoded; whatever else
+does not hold (a slot outside its prefix, the same id twice, an amount that is none) makes
+the whole listing a lie, and the plugin fails with the reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from agentd.core.devices import ID_PATTERN, Device, DeviceId, Health
 from agentd.core.slots import (
@@ -21,12 +21,8 @@ from agentd.core.slots import (
 )
 from agentd.plugin_api import (
     API_VERSION,
-    AcceleratorPlugin,
     ContainerEdits,
     DeviceInfo,
-    DeviceNode,
-    DeviceRequest,
-    Mount,
     SlotTypeInfo,
 )
 from agentd.services.interfaces import PluginListing
@@ -36,15 +32,10 @@ class PluginLie(Exception):
     """A plugin's answer breaks the contract; the message says how."""
 
 
-def check_class(loaded: object) -> type[AcceleratorPlugin]:
-    """Return what an entry point loaded, if it is a plugin this version can call."""
-    if not (isinstance(loaded, type) and issubclass(loaded, AcceleratorPlugin)):
-        raise PluginLie(f"its entry point is no AcceleratorPlugin but {loaded!r}")
-    if loaded.api_version != API_VERSION:
-        raise PluginLie(
-            f"it speaks plugin API {loaded.api_version}; this agentd speaks {API_VERSION}"
-        )
-    return loaded
+def check_version(version: object) -> None:
+    """Refuse a plugin that speaks another version of the API."""
+    if version != API_VERSION:
+        raise PluginLie(f"it speaks plugin API {version!r}; this agentd speaks {API_VERSION}")
 
 
 def checked_listing(
@@ -66,8 +57,7 @@ def checked_listing(
 
 
 def _slot_type(name: str, info: SlotTypeInfo) -> SlotType:
-    _expect(info, SlotTypeInfo)
-    slot = str(info.name)
+    slot = info.name
     if not is_slot_name(slot) or device_name_of(slot) != name:
         raise PluginLie(f"its slot {slot!r} is outside its prefix {name!r}")
     try:
@@ -79,18 +69,15 @@ def _slot_type(name: str, info: SlotTypeInfo) -> SlotType:
         raise PluginLie(
             f"{slot} is of kind {info.kind!r}; there are count, bytes, unique"
         ) from None
-    if info.exclusive_group is not None:
-        _expect_texts(f"{slot}: its exclusive group", [info.exclusive_group])
     largest = 1 if kind is SlotKind.BYTES else ONE
     if not 0 < quantum <= largest:
         raise PluginLie(f"the quantum of {slot} is {info.quantum}; allowed: more than 0, at most 1")
-    return SlotType(slot, kind, quantum, info.exclusive_group, str(info.unit))
+    return SlotType(slot, kind, quantum, info.exclusive_group, info.unit)
 
 
 def _device(name: str, info: DeviceInfo, kinds: dict[str, SlotKind]) -> Device:
-    _expect(info, DeviceInfo)
     for label, value in (("id", info.id), ("stable id", info.stable_id)):
-        if not isinstance(value, str) or not ID_PATTERN.fullmatch(value):
+        if not ID_PATTERN.fullmatch(value):
             raise PluginLie(f"its {label} {value!r} is none; allowed: letters, digits, '_.:-'")
     if info.slot not in kinds:
         raise PluginLie(f"device {info.id} offers {info.slot!r}, which is no slot type of it")
@@ -102,14 +89,8 @@ def _device(name: str, info: DeviceInfo, kinds: dict[str, SlotKind]) -> Device:
         raise PluginLie(f"{info.id} offers {info.capacity} of a unique slot")
     if info.health not in set(Health):
         raise PluginLie(f"the health of {info.id} is {info.health!r}")
-    _expect_texts(f"{info.id}: its aliases", info.aliases)
-    if info.parent is not None:
-        _expect_texts(f"{info.id}: its parent", [info.parent])
-    node = info.numa_node
-    if node is not None and not (isinstance(node, int) and node >= 0 and node is not True):
-        raise PluginLie(f"the NUMA node of {info.id} is {node!r}")
-    if not isinstance(info.attributes, Mapping):
-        raise PluginLie(f"the attributes of {info.id} are {info.attributes!r}")
+    if info.numa_node is not None and info.numa_node < 0:
+        raise PluginLie(f"the NUMA node of {info.id} is {info.numa_node}")
     return Device(
         device_id=DeviceId(name, info.id),
         stable_id=info.stable_id,
@@ -117,47 +98,33 @@ def _device(name: str, info: DeviceInfo, kinds: dict[str, SlotKind]) -> Device:
         kind=kinds[info.slot],
         capacity=capacity,
         numa_node=info.numa_node,
-        aliases=tuple(str(alias) for alias in info.aliases),
+        aliases=tuple(info.aliases),
         parent=info.parent,
-        model=str(info.model),
+        model=info.model,
         health=Health(info.health),
-        reason=str(info.reason),
-        attributes={str(key): str(value) for key, value in info.attributes.items()},
+        reason=info.reason,
+        attributes=dict(info.attributes),
     )
 
 
-def _expect(value: object, wanted: type) -> None:
-    if not isinstance(value, wanted):
-        raise PluginLie(f"it lists {value!r} where {wanted.__name__} belongs")
-
-
-def _expect_texts(label: str, values: object) -> None:
-    if not isinstance(values, (list, tuple)) or not all(isinstance(v, str) for v in values):
-        raise PluginLie(f"{label}: {values!r} where text belongs")
-
-
-def checked_edits(edits: object) -> ContainerEdits:
+def checked_edits(edits: ContainerEdits) -> ContainerEdits:
     """Return a plugin's container edits, if they are what a runtime can use.
 
     Raises:
         PluginLie: they are not.
     """
-    if not isinstance(edits, ContainerEdits):
-        raise PluginLie(f"it answered {edits!r} for container edits")
-    if not isinstance(edits.env, Mapping):
-        raise PluginLie(f"its variables are {edits.env!r}")
-    _expect_texts("its variables", [*edits.env, *edits.env.values()])
-    for name in edits.env:
-        if not name or "=" in name or "\0" in name + edits.env[name]:
-            raise PluginLie(f"{name!r} is no name of a variable")
-    for label, values in (("CDI names", edits.cdi), ("groups", edits.groups)):
-        _expect_texts(f"its {label}", values)
+    for name, value in edits.env.items():
+        if not name or "=" in name or "\0" in name + value:
+            raise PluginLie(f"{name!r} is no name of a variable, or its value is none")
     for node in edits.device_nodes:
-        _expect(node, DeviceNode)
-    for mount in edits.mounts:
-        _expect(mount, Mount)
-    for request in edits.device_requests:
-        _expect(request, DeviceRequest)
+        if not set(node.permissions) <= set("rwm") or not node.permissions:
+            raise PluginLie(f"the permissions of {node.host_path} are {node.permissions!r}")
+    paths = [node.host_path for node in edits.device_nodes]
+    paths += [node.container_path for node in edits.device_nodes]
+    paths += [path for mount in edits.mounts for path in (mount.source, mount.target)]
+    for path in paths:
+        if not path.startswith("/") or "\0" in path or ".." in path.split("/"):
+            raise PluginLie(f"{path!r} is no absolute path")
     return edits
 
 

@@ -20,7 +20,7 @@ import os
 import pwd
 import shutil
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -40,6 +40,7 @@ from agentd.errors import (
     RuntimeFailure,
     RuntimeUnavailable,
 )
+from agentd.plugin_api import Features
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 STOP_TIMEOUT_S = 10.0
@@ -71,18 +72,11 @@ class ProcessRuntime:
             task.cancel()
         await asyncio.gather(*self._watches.values(), return_exceptions=True)
 
+    async def features(self) -> Features:
+        return Features(self.name)
+
     async def check(self, spec: KernelSpec) -> None:
-        problems = []
-        if not spec.command:
-            problems.append(Problem("command", "is empty; the process runtime runs a command"))
-        if spec.mounts:
-            problems.append(Problem("mounts", "the process runtime mounts nothing"))
-        if spec.ports:
-            problems.append(Problem("ports", "the process runtime forwards no ports"))
-        if spec.user not in (None, self._user):
-            why = f"kernels run as {self._user} here (runtime.process.user)"
-            problems.append(Problem("user", why))
-        if problems:
+        if problems := list(_problems(spec, self._user)):
             raise InvalidRequest(problems)
 
     async def create(
@@ -368,3 +362,14 @@ def _tail_offset(file: BinaryIO, lines: int) -> int:
                 return start + cut + 1
         position = start
     return position if lines else end
+
+
+def _problems(spec: KernelSpec, user: str) -> Iterator[Problem]:
+    if not spec.command:
+        yield Problem("command", "is empty; the process runtime runs a command")
+    if spec.mounts:
+        yield Problem("mounts", "the process runtime mounts nothing")
+    if spec.ports:
+        yield Problem("ports", "the process runtime forwards no ports")
+    if spec.user not in (None, user):
+        yield Problem("user", f"kernels run as {user} here (runtime.process.user)")

@@ -33,6 +33,12 @@ class PluginSettings(BaseModel):
     open_timeout: Annotated[float, Field(gt=0, le=3600)] = Field(
         default=5, description="Seconds that readiness waits for plugins."
     )
+    call_timeout: Annotated[float, Field(gt=0, le=3600)] = Field(
+        default=10, description="Seconds that a plugin has for an answer; it is ended otherwise."
+    )
+    health_interval: Annotated[float, Field(ge=0.1, le=3600)] = Field(
+        default=10, description="Seconds between two looks at the devices' health."
+    )
 
     @property
     def tables(self) -> tuple[PluginTable, ...]:
@@ -67,4 +73,4 @@ def table_problems(extras: Mapping[str, object]) -> Iterator[tuple[str, str]]:
                 yield f"{name}.required", f"{raw['required']!r} is neither true nor false"
 
 
-_KEYS = ("allow", "block", "open-timeout")
+_KEYS = ("allow", "block", "open-timeout", "call-timeout", "health-interval")

@@ -137,10 +137,71 @@ class Inventory:
         others = (d for d in self.devices if d.device_id != device.device_id)
         return Inventory.of(self.slot_types.values(), (*others, device))
 
+    def with_listing(self, name: str, listed: Iterable[Device]) -> tuple[Inventory, list[str]]:
+        """Return the inventory with one device name's health as it is listed now, and warnings.
+
+        The same inventory if nothing changed. Slots and capacities stay what they were at the
+        start: a device that is not listed any more, or lists another slot, is gone until it is
+        back, and one that was never there before is left out, with a warning.
+        """
+        now = {device.stable_id: device for device in listed}
+        known = {device.stable_id for device in self.by_name.get(name, ())}
+        warnings = [
+            f"{device.device_id} ({stable_id}) appeared; it joins when agentd is restarted"
+            for stable_id, device in now.items()
+            if stable_id not in known
+        ]
+        devices = (
+            _as_listed(d, now.get(d.stable_id)) if d.device_id.name == name else d
+            for d in self.devices
+        )
+        return self._with(devices), warnings
+
+    def with_health_unknown(self, name: str, reason: str) -> Inventory:
+        """Return the inventory with nothing known of one device name's health."""
+        return self._with(
+            replace(device, health=Health.UNKNOWN, reason=reason)
+            if device.device_id.name == name and not device.gone
+            else device
+            for device in self.devices
+        )
+
+    def _with(self, devices: Iterable[Device]) -> Inventory:
+        changed = tuple(with_shared_health([*devices]))
+        return self if changed == self.devices else Inventory(self.slot_types, changed)
+
     def without(self, device_id: DeviceId) -> Inventory:
         """Return an inventory that does not know `device_id`."""
         kept = (d for d in self.devices if d.device_id != device_id)
         return Inventory.of(self.slot_types.values(), kept)
+
+
+def _as_listed(device: Device, now: Device | None) -> Device:
+    if now is None:
+        return replace(device, gone=True, reason="no longer listed by its plugin")
+    if now.slot != device.slot:
+        why = f"offers {now.slot} now; it joins when agentd is restarted"
+        return replace(device, gone=True, reason=why)
+    return replace(device, gone=False, health=now.health, reason=now.reason)
+
+
+def with_shared_health(devices: Sequence[Device]) -> list[Device]:
+    """Make everything on one physical device unhealthy as soon as one thing on it is.
+
+    What is on one physical device has the same parent, or is the parent of the others.
+    """
+    bad = {
+        device.parent or device.stable_id: device
+        for device in devices
+        if device.health is Health.UNHEALTHY and not device.gone
+    }
+    return [
+        replace(device, health=Health.UNHEALTHY, reason=f"{cause.device_id}: {cause.reason}")
+        if (cause := bad.get(device.parent or device.stable_id)) is not None
+        and device.health is not Health.UNHEALTHY
+        else device
+        for device in devices
+    ]
 
 
 def served_once(plugins: Sequence[Sequence[Device]]) -> tuple[list[Device], list[str]]:

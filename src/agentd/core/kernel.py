@@ -135,3 +135,21 @@ class Kernel:
         if state is not self.state and state not in TRANSITIONS[self.state]:
             raise ValueError(f"kernel {self.kernel_id} cannot go from {self.state} to {state}")
         return replace(self, state=state, **changes)
+
+
+def step_between(before: Kernel | None, now: Kernel | None) -> str | None:
+    """Return the step in a kernel's life that lies between two looks at it, if there is one.
+
+    `before-create`, `after-start`, `before-stop` or `after-stop`; an adopted kernel took its
+    first steps earlier.
+    """
+    was, state = before.state if before else None, now.state if now else None
+    if was is None and state is KernelState.PREPARING:
+        return "before-create"
+    if was in STARTING and state is KernelState.RUNNING:
+        return "after-start"
+    if was in LIVE and state is KernelState.STOPPING and was is not state:
+        return "before-stop"
+    if was in LIVE and (state is None or state in ENDED):
+        return "after-stop"
+    return None

@@ -11,18 +11,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+import structlog
+
 from agentd.core.devices import (
     MEMORY,
     Device,
     Inventory,
     served_once,
     with_remembered,
+    with_shared_health,
 )
 from agentd.core.partition import Split, split
 from agentd.core.rules import SplitRules
 from agentd.core.slots import SlotType
 from agentd.errors import ConfigRefused, KernelConflict, UnknownDevice
 from agentd.services.interfaces import Memory, Plugins, PluginState
+
+log = structlog.get_logger()
 
 
 class NodeDevices:
@@ -43,6 +48,9 @@ class NodeDevices:
         self._host_devices = tuple(host_devices)
         self._split: Split | None = None
         self._warnings: tuple[str, ...] = ()
+        self._news: dict[str, tuple[str, ...]] = {}
+        self._joined: frozenset[str] = frozenset()
+        self._withheld: set[str] = set()
         self.generation = 0
 
     @property
@@ -63,7 +71,8 @@ class NodeDevices:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What the operator should know, the partition's warnings included."""
-        return (*self._warnings, *self.split.warnings)
+        news = (warning for warnings in self._news.values() for warning in warnings)
+        return (*self._warnings, *news, *self.split.warnings)
 
     def discover(self) -> None:
         """Bring listings, host and memory together, and divide them.
@@ -74,8 +83,25 @@ class NodeDevices:
         self._split, self._warnings = self._discovered()
         self._changed()
 
-    def join_late(self, name: str) -> None:
-        """Take in a plugin that opened, or failed, after the start."""
+    def refresh(self, name: str) -> None:
+        """Take in what a plugin says now: it opened late, its devices changed, or it is lost."""
+        status = next((s for s in self._plugins.statuses() if s.name == name), None)
+        listing = next((item for item in self._plugins.listings() if item.name == name), None)
+        if listing is None or name not in self._joined:
+            self._join_late(name)
+            return
+        if status is not None and status.state is PluginState.READY:
+            listed = [d for d in listing.devices if d.stable_id not in self._withheld]
+            inventory, news = self.inventory.with_listing(name, listed)
+        else:
+            why = status.reason if status else "it is gone"
+            inventory, news = self.inventory.with_health_unknown(name, f"plugin {name}: {why}"), []
+        self._news[name] = tuple(news)
+        if inventory is not self.inventory:
+            log.info("devices.changed", plugin=name, generation=self.generation + 1)
+            self._replace_inventory(inventory)
+
+    def _join_late(self, name: str) -> None:
         try:
             joined, warnings = self._discovered()
         except ConfigRefused as error:
@@ -87,16 +113,21 @@ class NodeDevices:
         self._split, self._warnings = joined, warnings
         self.add_missing(extra)
         self._changed()
+        log.info("plugin.joined", plugin=name)
 
     def _discovered(self) -> tuple[Split, tuple[str, ...]]:
         listings = self._plugins.listings()
         kept, warnings = served_once([listing.devices for listing in listings])
-        devices = with_remembered([*self._host_devices, *kept], self._memory.load_devices())
+        served = {device.stable_id for device in kept}
+        self._joined = frozenset(listing.name for listing in listings)
+        self._withheld = {d.stable_id for item in listings for d in item.devices} - served
+        listed = with_shared_health([*self._host_devices, *kept])
+        devices = with_remembered(listed, self._memory.load_devices())
         types = [*self._host_types, *(slot for item in listings for slot in item.slot_types)]
         unlisted = {
             status.name: f"plugin {status.state.value}: {status.reason}"
             for status in self._plugins.statuses()
-            if status.state is not PluginState.READY
+            if status.name not in self._joined
         }
         return split(Inventory.of(types, devices), self._rules, unlisted), tuple(warnings)
 

@@ -14,6 +14,7 @@ from agentd.core.kernel import KernelSpec, KernelState
 from agentd.core.plan import KernelPlan
 from agentd.core.reconcile import FoundKernel
 from agentd.core.slots import SlotType
+from agentd.plugin_api import Features, Measurement
 
 
 class PluginState(StrEnum):
@@ -54,12 +55,22 @@ class Plugins(Protocol):
         """Return what the ready plugins offer, in the order in which they take precedence."""
         ...
 
-    def late(self) -> AsyncIterator[str]:
-        """Yield the name of each plugin that becomes ready, or fails, after readiness."""
+    def measurements(self) -> Mapping[str, Sequence[Measurement]]:
+        """Return what was last measured, by device name."""
+        ...
+
+    def changes(self) -> AsyncIterator[str]:
+        """Yield a plugin's name when its state or its devices changed after readiness."""
+        ...
+
+    def tell(
+        self, step: str, kernel_id: str, allocation: Allocation, stable_ids: Mapping[DeviceId, str]
+    ) -> None:
+        """Let the plugins of an allocation know of a step in its kernel's life; waits for none."""
         ...
 
     async def container_edits(
-        self, allocation: Allocation, stable_ids: Mapping[DeviceId, str]
+        self, allocation: Allocation, stable_ids: Mapping[DeviceId, str], features: Features
     ) -> ContainerEdits:
         """Return what a kernel needs for its devices, and what hides all others from it.
 
@@ -77,6 +88,10 @@ class Runtime(Protocol):
     unenforced: frozenset[str]
 
     async def close(self) -> None: ...
+
+    async def features(self) -> Features:
+        """Return the ways to devices that this runtime takes; what cannot be told is not there."""
+        ...
 
     async def check(self, spec: KernelSpec) -> None:
         """Refuse what this runtime cannot do, before anything is decided.

@@ -49,7 +49,7 @@ class KernelService:
         clock: Clock,
     ) -> None:
         self.devices = devices
-        self.table = KernelTable()
+        self.table = KernelTable(planner.tell_plugins)
         self.operations = Operations()
         self.runtimes = runtimes
         self.default = runtimes[default_runtime]

@@ -1,4 +1,4 @@
-"""What goes on while nobody asks: following runtimes, settling, taking late plugins in.
+"""What goes on while nobody asks: following runtimes, settling, watching devices.
 
 One task group. A loop that fails is logged and goes on; only cancellation ends it.
 """
@@ -36,7 +36,7 @@ class Monitor:
                 group.create_task(self._follow(runtime), name=f"follow-{runtime.name}")
             group.create_task(self._forever(self._look_again), name="look-again")
             group.create_task(self._forever(self._retry), name="retry")
-            group.create_task(self._forever(self._join_late), name="join-late")
+            group.create_task(self._forever(self._watch_devices), name="watch-devices")
 
     async def _forever(self, loop: Callable[[], Awaitable[None]]) -> None:
         while True:
@@ -75,7 +75,6 @@ class Monitor:
             await asyncio.sleep(RETRY_PAUSE_S)
             await self._adoption.retry()
 
-    async def _join_late(self) -> None:
-        async for name in self._plugins.late():
-            self._service.devices.join_late(name)
-            log.info("plugin.joined", plugin=name)
+    async def _watch_devices(self) -> None:
+        async for name in self._plugins.changes():
+            self._service.devices.refresh(name)

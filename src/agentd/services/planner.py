@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from agentd.core.allocation import Allocation, Ledger, Policy, allocate
 from agentd.core.explain import Question, explain
-from agentd.core.kernel import Kernel, KernelSpec
+from agentd.core.kernel import Kernel, KernelSpec, step_between
 from agentd.core.partition import Partition
 from agentd.core.plan import KernelPlan, NodeFacts, build_plan
 from agentd.core.record import Record, encode, recorded_shares, statement
@@ -96,6 +96,19 @@ class Planner:
             raise InvalidSlotAmount([Problem("slots.mem", why)])
         return slots
 
+    def tell_plugins(self, before: Kernel | None, now: Kernel | None) -> None:
+        """Let the plugins know of the step between two states of a kernel, if it is one."""
+        kernel = now or before
+        step = step_between(before, now)
+        if kernel is None or step is None or not kernel.allocation.shares:
+            return
+        stable_ids = {
+            device_id: device.stable_id
+            for share in kernel.allocation.shares
+            if (device := self._devices.inventory.by_id.get(device_id := share.device_id))
+        }
+        self._plugins.tell(step, kernel.kernel_id, kernel.allocation, stable_ids)
+
     async def plan(self, kernel: Kernel, spec: KernelSpec, runtime: Runtime) -> KernelPlan:
         """Ask the plugins, and bring everything together.
 
@@ -106,7 +119,9 @@ class Planner:
         inventory = self._devices.inventory
         shares = recorded_shares(kernel.allocation, inventory)
         edits = await self._plugins.container_edits(
-            kernel.allocation, {item.share.device_id: item.stable_id for item in shares}
+            kernel.allocation,
+            {item.share.device_id: item.stable_id for item in shares},
+            await runtime.features(),
         )
         cores = [d.id for d in self.partition(spec.agent_id).devices if d.name == CPU]
         node = NodeFacts(

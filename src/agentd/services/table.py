@@ -6,18 +6,23 @@ allocation; one that ended, or is dropped, with nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
+from typing import TypeAlias
 
 from agentd.core.allocation import Ledger
 from agentd.core.kernel import Kernel
 from agentd.errors import UnknownKernel
 
+Changed: TypeAlias = Callable[[Kernel | None, Kernel | None], None]
+"""Hears of every change: the kernel before and after, None where there is none."""
+
 
 class KernelTable:
     """Kernels by id, and what they hold."""
 
-    def __init__(self) -> None:
+    def __init__(self, changed: Changed) -> None:
+        self._changed = changed
         self._kernels: dict[str, Kernel] = {}
         self._ledger = Ledger()
 
@@ -44,6 +49,7 @@ class KernelTable:
 
     def put(self, kernel: Kernel) -> None:
         """Take a kernel as it is now, and charge or release what it holds."""
+        before = self._kernels.get(kernel.kernel_id)
         self._kernels[kernel.kernel_id] = kernel
         holding = self._ledger.holdings.get(kernel.kernel_id)
         if not kernel.holds:
@@ -52,8 +58,11 @@ class KernelTable:
             self._ledger = self._ledger.with_held(
                 kernel.kernel_id, kernel.agent_id, kernel.allocation
             )
+        self._changed(before, kernel)
 
     def drop(self, kernel_id: str) -> None:
         """Forget a kernel; what it held is free. Dropping twice changes nothing."""
-        self._kernels.pop(kernel_id, None)
+        before = self._kernels.pop(kernel_id, None)
         self._ledger = self._ledger.without(kernel_id)
+        if before is not None:
+            self._changed(before, None)
