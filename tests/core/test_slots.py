@@ -176,7 +176,7 @@ def test_unknown_slots_are_dropped_when_zero_and_all_named_when_not() -> None:
 
 def test_an_unknown_slot_of_a_late_plugin_can_be_retried() -> None:
     with pytest.raises(PluginUnavailable):
-        parse_slots({"tpu.chip": 1}, TYPES, pending=["tpu"])
+        parse_slots({"tpu.chip": 1}, TYPES, pending={"tpu": "has not opened within 5 s"})
 
 
 def test_every_wrong_amount_is_listed_with_its_place() -> None:

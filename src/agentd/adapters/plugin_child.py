@@ -36,7 +36,7 @@ from agentd.adapters.plugin_wire import (
     framed,
     receive,
 )
-from agentd.plugin_api import AcceleratorPlugin, AllocatedDevice, Features, KernelEvent
+from agentd.plugin_api import API_VERSION, AcceleratorPlugin, AllocatedDevice, Features, KernelEvent
 
 _PR_SET_PDEATHSIG = 1
 _EVENT_WAIT_S = 60.0
@@ -100,6 +100,8 @@ class Host:
 
     def open(self) -> None:
         plugin = self._loaded(self._order.name, self._order.settings)
+        if plugin.api_version != API_VERSION:
+            raise TypeError(f"it speaks plugin API {plugin.api_version}, not {API_VERSION}")
         plugin.open()
         self._plugin = plugin
         if _overrides(type(plugin), "wait_for_change"):

@@ -10,7 +10,7 @@ amounts that can.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import StrEnum
@@ -296,13 +296,13 @@ def parse_slots(
     raw: Mapping[str, object],
     types: Mapping[SlotName, SlotType],
     *,
-    pending: Iterable[str] = (),
+    pending: Mapping[str, str] = MappingProxyType({}),
     failed: Mapping[str, str] = MappingProxyType({}),
 ) -> ResourceSlots:
     """Read a request's slots: amounts first, then whether this node knows them.
 
     `pending` holds device names whose plugin has not opened yet, `failed` those whose
-    plugin failed, with the reason.
+    plugin failed; both with the reason.
 
     Raises:
         InvalidSlotAmount: some cannot be read; every one of them is listed.
@@ -322,7 +322,7 @@ def parse_slots(
     if problems:
         raise InvalidSlotAmount(problems)
     if late := sorted({device_name_of(name) for name in unknown} & set(pending)):
-        raise PluginUnavailable(f"plugin {late[0]} has not opened yet")
+        raise PluginUnavailable(f"plugin {late[0]} is pending: {pending[late[0]]}")
     if unknown:
         names = {device_name_of(name) for name in unknown}
         raise UnsupportedResource(

@@ -87,7 +87,7 @@ class Planner:
         slots = parse_slots(
             {**self._rules.default_slots, **spec.slots},
             self._devices.inventory.slot_types,
-            pending=[s.name for s in statuses if s.state is PluginState.PENDING],
+            pending={s.name: s.reason for s in statuses if s.state is PluginState.PENDING},
             failed={s.name: s.reason for s in statuses if s.state is PluginState.FAILED},
         )
         least = max(1, runtime.minimum_memory_bytes)

@@ -1,5 +1,9 @@
 """Simulated accelerators: any number of devices under any name, from settings alone.
 
+`health-file` names a file of lines such as `cuda0 unhealthy it coughs` or `cuda1 gone`, read at
+every listing; devices that it does not name are healthy. How to make the plugin misbehave
+stands in `agentd_sim.faults`.
+
 Stable ids follow from the table's name and the device's id, not from the mode, so that
 a change from whole devices to shares is a change of slot on the same physical device.
 """
@@ -8,10 +12,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from decimal import Decimal
+from pathlib import Path
 from typing import Any, ClassVar
 
 from agentd.plugin_api import (
+    API_VERSION,
     AcceleratorPlugin,
     AllocatedDevice,
     ContainerEdits,
@@ -22,8 +29,9 @@ from agentd.plugin_api import (
     SlotTypeInfo,
     unknown_settings,
 )
+from agentd_sim import faults
 
-_KEYS = ("count", "mode", "quantum", "memory", "numa-nodes", "devices")
+_KEYS = ("count", "mode", "quantum", "memory", "numa-nodes", "devices", "health-file", *faults.KEYS)
 _DEVICE_KEYS = ("id", "stable-id", "capacity", "numa-node")
 _QUANTA = {"device": "1", "shares": "0.01"}
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
@@ -54,16 +62,51 @@ class SimPlugin(AcceleratorPlugin):
         if not isinstance(memory, (int, str)) or not _SIZE.fullmatch(str(memory)):
             why = f'{memory!r} is no size; allowed: "80g" and the like'
             problems.append(SettingProblem("memory", why))
+        if not isinstance(settings.get("health-file", ""), str):
+            problems.append(SettingProblem("health-file", "allowed: the path of a file"))
+        problems += faults.problems(settings)
+        if not problems:
+            faults.Faults(settings).reached("import")
         return problems + _check_devices(settings.get("devices", []))
 
+    def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
+        super().__init__(name, settings)
+        self._faults = faults.Faults(settings)
+        if settings.get("lie") == "other-api":
+            self.api_version = API_VERSION + 1  # type: ignore[misc]
+
     def open(self) -> None:
-        """Nothing to connect to."""
+        self._faults.reached("open")
+
+    def close(self) -> None:
+        self._faults.reached("close")
 
     def slot_types(self) -> Sequence[SlotTypeInfo]:
         quantum = str(self.settings.get("quantum", _QUANTA[self._mode]))
-        return [SlotTypeInfo(self._slot, "count", quantum, exclusive_group="mode")]
+        slot = "cpu" if self.settings.get("lie") == "prefix" else self._slot
+        return [SlotTypeInfo(slot, "count", quantum, exclusive_group="mode")]
 
     def list_devices(self) -> Sequence[DeviceInfo]:
+        self._faults.reached("list")
+        said = self._health()
+        devices = [
+            replace(device, health=state, reason=reason)
+            for device in self._devices()
+            for state, reason in [said.get(device.id, ("healthy", ""))]
+            if state != "gone"
+        ]
+        return faults.untrue(self.settings.get("lie"), devices)
+
+    def _health(self) -> dict[str, tuple[str, str]]:
+        """Return what the health file says: by id, the state and the reason."""
+        file = self.settings.get("health-file")
+        if file is None or not Path(file).exists():
+            return {}
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+        words = [line.split(maxsplit=2) for line in lines if line.strip()]
+        return {device_id: (state, " ".join(rest)) for device_id, state, *rest in words}
+
+    def _devices(self) -> Sequence[DeviceInfo]:
         entries = self.settings.get("devices")
         if entries is None:
             entries = [{"id": f"{self.name}{n}"} for n in range(self.settings["count"])]
@@ -85,10 +128,13 @@ class SimPlugin(AcceleratorPlugin):
         self, allocation: Sequence[AllocatedDevice], features: Features
     ) -> ContainerEdits:
         del features
+        if allocation:
+            self._faults.reached("edits")
         variable = f"{self.name.upper().replace('-', '_')}_VISIBLE_DEVICES"
         return ContainerEdits(env={variable: ",".join(device.id for device in allocation)})
 
     def measure(self) -> Sequence[Measurement]:
+        self._faults.reached("measure")
         return [
             Measurement(
                 device.stable_id,
@@ -96,7 +142,7 @@ class SimPlugin(AcceleratorPlugin):
                 memory_used_bytes=0,
                 memory_total_bytes=self._memory_bytes,
             )
-            for device in self.list_devices()
+            for device in self._devices()
         ]
 
     @property

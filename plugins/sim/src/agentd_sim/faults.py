@@ -1,0 +1,83 @@
+"""Misbehaviour on request, so that what contains plugins can be seen at work.
+
+    fault = "hang"           raise, hang, exit, crash, flood
+    fault-at = "list"        import, open, list, edits, measure, close
+    fault-after = 2          so many of these calls go well first
+    lie = "negative"         twice, odd-id, negative, nan, huge, prefix, other-api
+
+`import` acts while the table is checked, the first moment at which settings are known.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from agentd.plugin_api import DeviceInfo, SettingProblem
+
+FAULTS = ("raise", "hang", "exit", "crash", "flood")
+PLACES = ("import", "open", "list", "edits", "measure", "close")
+LIES = ("twice", "odd-id", "negative", "nan", "huge", "prefix", "other-api")
+KEYS = ("fault", "fault-at", "fault-after", "lie")
+_FLOOD_LINES = 200_000
+
+
+def problems(settings: Mapping[str, Any]) -> list[SettingProblem]:
+    """Return what is wrong with the keys of this module."""
+    found = []
+    for key, allowed in (("fault", FAULTS), ("fault-at", PLACES), ("lie", LIES)):
+        if key in settings and settings[key] not in allowed:
+            why = f"{settings[key]!r} is not allowed; allowed: {', '.join(allowed)}"
+            found.append(SettingProblem(key, why))
+    if ("fault" in settings) != ("fault-at" in settings):
+        found.append(SettingProblem("fault", "fault and fault-at belong together"))
+    after = settings.get("fault-after", 0)
+    if not isinstance(after, int) or isinstance(after, bool) or after < 0:
+        found.append(SettingProblem("fault-after", f"{after!r} is no number of calls"))
+    return found
+
+
+class Faults:
+    """Counts calls, and does what the settings ask for when the time has come."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._fault = settings.get("fault")
+        self._at = settings.get("fault-at")
+        self._after = settings.get("fault-after", 0)
+        self._calls: Counter[str] = Counter()
+
+    def reached(self, place: str) -> None:
+        """Misbehave if this is the place."""
+        self._calls[place] += 1
+        if place != self._at or self._calls[place] <= self._after:
+            return
+        if self._fault == "raise":
+            raise RuntimeError(f"the simulated driver fails at {place}")
+        if self._fault == "hang":
+            while True:
+                time.sleep(3600)
+        if self._fault == "exit":
+            os._exit(3)
+        if self._fault == "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        sys.stdout.write("the simulated driver has much to say\n" * _FLOOD_LINES)
+        sys.stdout.flush()
+
+
+def untrue(lie: str | None, devices: Sequence[DeviceInfo]) -> list[DeviceInfo]:
+    """Return a listing with the lie that the settings ask for."""
+    if lie == "twice":
+        return [*devices, *devices[:1]]
+    changes: dict[str | None, dict[str, Any]] = {
+        "odd-id": {"id": "no id/at all"},
+        "negative": {"capacity": "-1"},
+        "nan": {"capacity": "NaN"},
+        "huge": {"capacity": "9" * 400},
+    }
+    return [replace(device, **changes.get(lie, {})) for device in devices]
