@@ -49,7 +49,9 @@ def devices(name: str, count: int, slot: str, numa_nodes: int) -> list[Device]:
     ]
 
 
-def node(count: int, *, shares: bool, cores: int = 0) -> tuple[Inventory, Partition]:
+def node(
+    count: int, *, shares: bool, cores: int = 0, agents: int = 1
+) -> tuple[Inventory, *tuple[Partition, ...]]:
     slot = "cuda.shares" if shares else "cuda.device"
     memory = Device(MEMORY, "mem", "mem", SlotKind.BYTES, 2**40)
     everything = [
@@ -62,9 +64,10 @@ def node(count: int, *, shares: bool, cores: int = 0) -> tuple[Inventory, Partit
         SlotType("cpu", SlotKind.COUNT, ONE),
         SlotType("mem", SlotKind.BYTES, 1),
     ]
-    rules = SplitRules(AllocationMode.SHARED, (AgentRule("a"),))
+    names = ["a", *(f"agent-{n}" for n in range(1, agents))]
+    rules = SplitRules(AllocationMode.SHARED, tuple(AgentRule(name) for name in names))
     parts = split(Inventory.of(types, everything), rules)
-    return parts.inventory, parts.partitions["a"]
+    return parts.inventory, *parts.partitions.values()
 
 
 def half_full(inventory: Inventory, name: str, *, shares: bool) -> Ledger:
@@ -153,14 +156,16 @@ def allocating(
     return operation
 
 
-def whole_request(kernels: int) -> dict[str, float]:
-    """On a node whose memory is held by so many other kernels."""
-    inventory, partition = node(64, shares=False, cores=256)
+def whole_request(kernels: int, agents: int) -> dict[str, float]:
+    """On a node whose memory is held by so many other kernels, shared by so many agents."""
+    inventory, partition, *others = node(64, shares=False, cores=256, agents=agents)
     ledger = half_full(inventory, "cuda", shares=False)
     for n in range(kernels):
         share = Share(MEMORY, "mem", SlotKind.BYTES, 2**20)
         ledger = ledger.with_held(f"mem-{n}", "a", Allocation((share,)))
     request = ResourceSlots({"cuda.device": ONE, "cpu": 4 * ONE, "mem": 2**30})
+    for other in others:
+        allocate(ledger, inventory, other, request, Policy())
     return row(timed(allocating(ledger, inventory, partition, request, Strategy.EVENLY)))
 
 
@@ -175,9 +180,9 @@ def main() -> None:
             kind = "shares" if shares else "whole"
             name = f"{count} {kind} {strategy.value} {'half' if half else 'one'}"
             results[name] = one_case(count, strategy, shares=shares, half=half)
-    for kernels in (0, 1000):
-        name = f"64 GPUs 256 cores, {kernels} kernels"
-        results[name] = whole_request(kernels)
+    for kernels, agents in ((0, 1), (1000, 1), (0, 64)):
+        name = f"64 GPUs 256 cores, {kernels} kernels, {agents} agents"
+        results[name] = whole_request(kernels, agents)
     if options.json:
         print(json.dumps(results))
         return

@@ -49,6 +49,8 @@ async def test_a_day_with_agentctl(up: Daemon) -> None:
     assert ctl(up, "logs", "k1").stdout == "b\n"
     assert "given" in ctl(up, "create", "agent-1", "--dry-run", "--", "true").stdout.lower()
     assert "not needed" in ctl(up, "explain", "agent-1", "-s", "cpu=1").stdout
+    again = ["create", "agent-1", "--id", "k1", "-s", "cuda.device=1", "-e", "A=b", "--dry-run"]
+    assert "k1" in ctl(up, *again, "--", "sh", "-c", "echo $A; exec sleep 1000").stdout
     refused = ctl(up, "explain", "agent-1", "-s", "cuda.device=2", code=1)
     assert "held by k1" in refused.stdout
     assert "InsufficientResource" in refused.stderr

@@ -175,7 +175,7 @@ def create(client: Client, /, agent: str, as_json: bool, **options: Any) -> None
     content = json.loads(client.open("POST", path, body, headers).read())
     if as_json:
         click.echo(json.dumps(content, indent=1))
-    elif options["dry_run"]:
+    elif options["dry_run"] and "explain" in content:
         _print_decision(content)
     else:
         _print(_kernel_row(content), _KERNEL_COLUMNS, as_json=False)
@@ -185,9 +185,18 @@ _EXPLAIN_COLUMNS = ["slot", "device", "free", "given", "reason"]
 
 
 def _print_decision(content: Mapping[str, Any]) -> None:
-    from agentd.tables import print_rows  # noqa: PLC0415
+    from agentd.tables import amount, print_rows  # noqa: PLC0415
 
-    rows = [{"slot": slot, **row} for slot, rows in content["explain"].items() for row in rows]
+    rows = [
+        {
+            **row,
+            "slot": slot,
+            "free": amount(slot, row["free"]),
+            "given": amount(slot, row["given"]),
+        }
+        for slot, rows in content["explain"].items()
+        for row in rows
+    ]
     print_rows(rows, _EXPLAIN_COLUMNS)
 
 

@@ -116,6 +116,7 @@ async def test_allow_and_block_hold_entry_point_names(host, allow, block) -> Non
         ("NegativeAmount", "the capacity of d0: '-1' is negative"),
         ("NanAmount", "not finite"),
         ("HugeAmount", "too large"),
+        ("HalfUnique", "a unique slot is given whole"),
         ("OddId", "its id 'a/b c' is none"),
         ("UnknownSlot", "offers 'x.y', which is no slot type of it"),
         ("BadHealth", "the health of d0 is 'so-so'"),

@@ -176,6 +176,11 @@ UnknownSlot = lying("UnknownSlot", slot="x.y")
 BadHealth = lying("BadHealth", health="so-so")
 
 
+class HalfUnique(Good):
+    def slot_types(self) -> Sequence[SlotTypeInfo]:
+        return [SlotTypeInfo(f"{self.name}.device", "unique", "0.5")]
+
+
 class Twice(Good):
     def list_devices(self) -> Sequence[DeviceInfo]:
         return [*super().list_devices(), *super().list_devices()]

@@ -215,6 +215,72 @@ def test_equal_parts_are_sought_on_each_node_before_they_spread() -> None:
     assert given_ids(allocation, "cuda") == {"cuda5": 1, "cuda6": 1}
 
 
+def reasons(devices, asked, policy=EVENLY, quantum=ONE, ledger=None) -> list[str]:
+    with pytest.raises(InsufficientResource) as caught:
+        place(devices, asked, policy, quantum, ledger)
+    return [str(row["reason"]) for row in caught.value.explain]
+
+
+def test_a_refusal_without_fragmentation_speaks_of_equal_parts_only_where_it_is_for_want_of_them():
+    whole = Policy(allow_fragmentation=False)
+    assert reasons([*cores(2)], slots(cpu=3), whole) == ["has 1 of the 3"] * 2
+    assert reasons([*cores(1), *gpus(1)], slots(cuda_device=2), whole) == ["has 1 of the 2"]
+    shares = [*cores(1), *gpus(1, 1, slot="cuda.shares")]
+    used = held("cuda.shares", 40 * CENT)
+    assert reasons(shares, slots(cuda_shares=1.5), whole, CENT, used) == [
+        "has 0.6, too little for an equal part of 0.75; the rest is held by k1",
+        "has enough for an equal part of 0.75, and too few others do",
+    ]
+    assert reasons(shares, slots(cuda_shares=1.7), whole, CENT, used) == [
+        "has 0.6 of the 1.7; the rest is held by k1",
+        "has 1 of the 1.7",
+    ]
+
+
+def test_a_part_of_the_memory_that_is_used_up_is_the_agent_s_own_doing() -> None:
+    rules = SplitRules(AllocationMode.AUTO_SPLIT, (AgentRule("a"), AgentRule("b")))
+    node = split(machine(*cores(2), memory(8 * GIB)), rules)
+
+    def reason(ledger: Ledger, amount: int) -> str:
+        with pytest.raises(InsufficientResource) as caught:
+            part = node.partitions["a"]
+            allocate(ledger, node.inventory, part, ResourceSlots({"mem": amount}), EVENLY)
+        return str(caught.value.explain[0]["reason"])
+
+    def use(ledger: Ledger, agent: str, amount: int) -> Ledger:
+        share = Share(MEMORY, "mem", SlotKind.BYTES, amount)
+        return ledger.with_held(f"k-{agent}", agent, Allocation((share,)))
+
+    other = use(Ledger(), "b", GIB)
+    assert reason(other, 5 * GIB).endswith(f"the agent's part of it is {4 * GIB}")
+    mine = use(other, "a", 4 * GIB)
+    assert reason(mine, GIB) == f"the agent's part of {4 * GIB} is held by k-a"
+
+
+def test_devices_near_everything_count_with_each_node_that_is_tried_alone() -> None:
+    policy = Policy(Strategy.EVENLY, Affinity.PREFER_SINGLE_NODE, allow_fragmentation=False)
+    nodes = (0, 0, 0, 0, 0, 1, 1, None)
+    devices = [*cores(1), *gpus(1, 1, 1, 1, 1, 1, 1, 1, slot="cuda.shares", nodes=nodes)]
+    used = Ledger()
+    for number, amount in enumerate((5, 40, 40, 40, 40)):
+        share = Share(
+            DeviceId("cuda", f"cuda{number}"), "cuda.shares", SlotKind.COUNT, amount * CENT
+        )
+        used = used.with_held(f"k{number}", "a", Allocation((share,)))
+    allocation = place(devices, slots(cuda_shares=2.85), policy, CENT, used)
+    assert sorted(given_ids(allocation, "cuda")) == ["cuda5", "cuda6", "cuda7"]
+
+
+def test_agents_that_share_all_devices_share_what_is_kept_beside_the_ledger() -> None:
+    node = shared(machine(*cores(4), *gpus(1, 1), memory()), *"abcdefgh")
+    ledger = Ledger()
+    for agent, part in node.partitions.items():
+        given = allocate(ledger, node.inventory, part, slots(cpu=0.0), EVENLY)
+        ledger = ledger.with_held(agent, agent, given)
+        ledger.shelf(node.inventory, part, node.inventory.slot_types["cpu"])
+    assert len(ledger._shelves) == 1
+
+
 def test_releasing_twice_changes_nothing_and_is_reported() -> None:
     ledger = held("cuda.device", ONE)
     once, held_it = release(ledger, "k1")

@@ -163,7 +163,7 @@ def test_manual_mode_follows_the_rules() -> None:
         (
             [described("a", cuda="30%")],
             "agents.0.resource.devices.cuda",
-            "30% of 5 devices is 1.5, no whole number; the nearest are 1 (20%) and 2 (40%)",
+            "30% of 5 devices is no whole number; the nearest counts are 1 (20%) and 2 (40%)",
         ),
         ([described("a", cuda=6)], "agents.0.resource.devices.cuda", "6 cuda devices for a, of 5"),
         ([described("a", cpu=9)], "agents.0.resource.cpu", "7 are left"),

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from agentd.core.allocation import Allocation, Ledger, Share
 from agentd.core.devices import DeviceId
 from agentd.core.kernel import Ending, Kernel, KernelState
+from agentd.core.ledger import UNREADABLE_SLOT
 from agentd.core.reconcile import (
     Adopt,
     DropUnborn,
@@ -15,6 +16,7 @@ from agentd.core.reconcile import (
     MarkLost,
     RemoveNeverRan,
     adopted,
+    located,
     reconcile,
 )
 from agentd.core.record import (
@@ -195,3 +197,16 @@ def test_what_cannot_be_read_at_all_keeps_back_what_it_might_hold() -> None:
     assert all(ledger.kept_back_by(d) for d in NODE.devices)
     ended = adopted(found(FoundState.EXITED, record="", statement=""), NODE).kernel
     assert ended.state is KernelState.TERMINATED
+
+
+def test_a_device_that_a_damaged_record_names_twice_is_charged_once_and_comes_back() -> None:
+    device = NODE.by_name["cuda"][0]
+    share = Share(device.device_id, device.slot, device.kind, 1000)
+    twice = [RecordedShare(share, device.stable_id)] * 2
+    allocation, _ = located(twice, NODE)
+    ledger = Ledger().with_held("k1", "a", allocation)
+    assert ledger.used(device.device_id) == 2000
+    assert ledger.without("k1") == Ledger()
+    other = RecordedShare(share._replace(slot="old.slot"), device.stable_id)
+    (merged,) = located([twice[0], other], NODE)[0].shares
+    assert merged.slot == UNREADABLE_SLOT

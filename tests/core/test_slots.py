@@ -87,7 +87,7 @@ def test_amounts_that_are_accepted(slot, raw, amount) -> None:
         (CPU, "0.5", "nearest amounts are 0 and 1"),
         (CPU, "2.5", "nearest amounts are 2 and 3"),
         (SHARES, "0.675", "multiple of 0.01; the nearest amounts are 0.67 and 0.68"),
-        (SHARES, "0.0000001", "nearest amounts are 0 and 0.000001"),
+        (SHARES, "0.0000001", "nearest amounts are 0 and 0.01"),
         (MEM, "0.5", "nearest amounts are 0 and 1"),
         (MEM, "1.0001k", "nearest amounts are 1024 and 1025"),
         (MEM, "9" * 30, "too large"),
@@ -206,3 +206,19 @@ def test_the_reference_tells_the_truth() -> None:
     assert asked.to_wire(names["types"]) == {
         "cpu": "2", "cuda.shares": "0.25", "mem": "1610612736",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("raw", ["1ib", "512 ", "1\u212a", "1G\u0130B", "1 ", " 1g"])
+def test_a_size_is_written_in_ascii_with_a_unit_and_no_blanks_around(raw: str) -> None:
+    with pytest.raises(AmountError, match="is no amount"):
+        parse_amount(raw, TYPES["mem"])
+
+
+def test_the_nearest_amounts_can_be_asked_for() -> None:
+    with pytest.raises(AmountError, match="not a multiple of 1; the nearest amounts are 1 and 2"):
+        parse_amount("1.0000001", TYPES["cpu"])
+
+
+def test_adding_refuses_what_the_constructor_refuses() -> None:
+    with pytest.raises(TypeError):
+        ResourceSlots() + {"cpu": True}

@@ -69,6 +69,8 @@ def _slot_type(name: str, info: SlotTypeInfo) -> SlotType:
         raise PluginLie(
             f"{slot} is of kind {info.kind!r}; there are count, bytes, unique"
         ) from None
+    if kind is SlotKind.UNIQUE and quantum != ONE:
+        raise PluginLie(f"the quantum of {slot} is {info.quantum}; a unique slot is given whole")
     largest = 1 if kind is SlotKind.BYTES else ONE
     if not 0 < quantum <= largest:
         raise PluginLie(f"the quantum of {slot} is {info.quantum}; allowed: more than 0, at most 1")

@@ -84,6 +84,9 @@ def load_text(text: str, path: Path | None, environ: Mapping[str, str]) -> Loade
         raw = tomllib.loads(text, parse_float=WrittenFloat)
     except tomllib.TOMLDecodeError as error:
         raise ConfigRefused([Problem("", f"is no TOML: {error}")], source) from None
+    except (ValueError, RecursionError):
+        why = "holds a number of over 4300 digits, or is nested too deeply"
+        raise ConfigRefused([Problem("", why)], source) from None
     problems = list(_unknown_variables(environ))
     values = _snake(raw, Settings)
     try:

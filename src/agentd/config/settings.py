@@ -27,7 +27,7 @@ from agentd.config.plugins import PluginSettings
 from agentd.config.section import DEFAULT_SLOTS, MAX_SOCKET_PATH, Name, Section, SizeBytes
 from agentd.core.policy import Affinity, Policy, Strategy
 from agentd.core.rules import AllocationMode, Ids, SplitRules, parse_device_rule
-from agentd.core.slots import BUILT_IN, MEM, AmountError, parse_amount
+from agentd.core.slots import BUILT_IN, MEM, AmountError, WrittenFloat, parse_amount
 
 
 class NodeSettings(Section):
@@ -231,6 +231,10 @@ class ResourceSettings(Section):
 
 class _Environment(EnvSettingsSource):
     """The environment; values in plugins' tables, whose types it cannot know, are JSON or text."""
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:  # noqa: ANN401 - JSON
+        del field_name, field
+        return json.loads(value, parse_float=WrittenFloat)
 
     def explode_env_vars(
         self, field_name: str, field: FieldInfo, env_vars: Mapping[str, str | None]

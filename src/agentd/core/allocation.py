@@ -28,12 +28,11 @@ from agentd.core.shelf import Shelf, Stacks, given, rooms, total
 from agentd.core.slots import (
     CPU,
     MEM,
-    ONE,
     ResourceSlots,
-    SlotKind,
     SlotName,
     SlotType,
     device_name_of,
+    is_divisible,
 )
 
 __all__ = [
@@ -89,7 +88,7 @@ def _step(
     policy: Policy,
 ) -> list[Share] | None:
     wanted = amount // shelf.quantum
-    is_whole = slot_type.kind is not SlotKind.COUNT or shelf.quantum == ONE
+    is_whole = not is_divisible(slot_type)
     if total(shelf.stacks) < wanted:
         return None
     tiers = _tiers(shelf.stacks, wanted, near, policy)
@@ -97,7 +96,8 @@ def _step(
     if is_whole or policy.allow_fragmentation:
         parts = _divide(tiers, wanted, policy.strategy, is_whole=is_whole)
     else:
-        alone = tiers[:1] if near else tiers
+        anywhere: Stacks = {None: shelf.stacks[None]} if None in shelf.stacks else {}
+        alone = tiers[:1] if near else [tier | anywhere for tier in tiers]
         parts = _divide_equally([*alone, *accumulate(tiers, or_)], shelf.capacities, wanted)
     if parts is None:
         return None

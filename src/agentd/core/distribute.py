@@ -110,11 +110,16 @@ def in_equal_parts(rooms: Rooms, capacities: Rooms, amount: int) -> list[Part] |
 
     None if there are not so many with room enough now.
     """
+    count = fewest(capacities, amount)
+    chosen = _equal_rooms(rooms, amount, [count] if count else [])
+    return evenly_whole(chosen, amount) if chosen else None
+
+
+def fewest(capacities: Rooms, amount: int) -> int:
+    """Return how few devices could hold the amount in equal parts; 0 if all cannot."""
     devices = sum([count for _, count in capacities])
     on_empty = _equal_rooms(capacities, amount, range(1, devices + 1))
-    fewest = sum([count for _, count in on_empty])
-    chosen = _equal_rooms(rooms, amount, [fewest] if fewest else [])
-    return evenly_whole(chosen, amount) if chosen else None
+    return sum([count for _, count in on_empty])
 
 
 def _equal_rooms(rooms: Rooms, amount: int, counts: Iterable[int]) -> list[tuple[int, int]]:

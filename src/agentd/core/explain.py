@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from agentd.core.devices import Device, DeviceId, Health, Inventory
+from agentd.core.distribute import fewest
 from agentd.core.ledger import Ledger
 from agentd.core.partition import Partition
 from agentd.core.policy import Affinity, Policy
-from agentd.core.slots import SlotType, device_name_of, format_amount
+from agentd.core.shelf import total
+from agentd.core.slots import SlotType, device_name_of, format_amount, is_divisible
 from agentd.errors import InsufficientResource
 
 
@@ -96,25 +98,73 @@ def _cannot_give(  # noqa: PLR0911 - one line for each reason, the gravest first
 
 
 def _did_not_do(question: Question, device: Device, room: int) -> str:
-    """Return why a device that gives this slot did not do, or was not needed."""
-    holders = ", ".join(question.ledger.holders(device.device_id))
-    if question.given:
-        return _not_chosen(question, device, room)
-    if not room:
-        return f"held by {holders}" if holders else "offers nothing"
-    if not question.policy.allow_fragmentation and room < question.amount:
-        return "too few devices with this much room for equal parts"
-    rest = f"; the rest is held by {holders}" if holders else ""
-    return f"has {question.written(room)} of the {question.written(question.amount)}{rest}"
-
-
-def _not_chosen(question: Question, device: Device, room: int) -> str:
+    """Return why a device that offers this slot gave nothing, or not enough; empty if it gave."""
     if device.device_id in question.given:
         return ""
     if not room:
-        return f"held by {', '.join(question.ledger.holders(device.device_id))}"
+        return _used_up(question, device)
+    if question.given:
+        return _not_chosen(question, device, room)
+    has = f"has {question.written(room)} of the {question.written(question.amount)}"
+    if part := _equal_part(question):
+        least = question.written(part)
+        has = (
+            f"has enough for an equal part of {least}, and too few others do"
+            if room >= part
+            else f"has {question.written(room)}, too little for an equal part of {least}"
+        )
+    return has + _rest(question, device)
+
+
+def _used_up(question: Question, device: Device) -> str:
+    holders = question.ledger.holders(device.device_id)
+    if not holders:
+        return "offers nothing"
+    mine = _mine(question, device)
+    if mine is None:
+        return f"held by {', '.join(holders)}"
+    limit = question.written(question.partition.limit(device))
+    return f"the agent's part of {limit} is held by {', '.join(mine)}"
+
+
+def _rest(question: Question, device: Device) -> str:
+    """Say what the device would have beyond its room, and who has that."""
+    holders = question.ledger.holders(device.device_id)
+    limit = question.partition.limit(device)
+    mine = _mine(question, device)
+    if mine is None:
+        return f"; the rest is held by {', '.join(holders)}" if holders else ""
+    part = f"; the agent's part of it is {question.written(limit)}"
+    return part + (f", the rest held by {', '.join(mine)}" if mine else "")
+
+
+def _mine(question: Question, device: Device) -> list[str] | None:
+    """Return the agent's own holders if its part, and not the device, is what is used up."""
+    ledger, agent = question.ledger, question.partition.agent_id
+    limit = question.partition.limit(device)
+    left = device.capacity - ledger.used(device.device_id)
+    if limit >= device.capacity or limit - ledger.used_by(agent, device.device_id) > left:
+        return None
+    return [k for k in ledger.holders(device.device_id) if ledger.holdings[k].agent_id == agent]
+
+
+def _equal_part(question: Question) -> int:
+    """Return the least equal part, if it is for want of equal parts that a slot is refused."""
+    slot_type = question.slot_type
+    if question.policy.allow_fragmentation or not is_divisible(slot_type):
+        return 0
+    shelf = question.ledger.shelf(question.inventory, question.partition, slot_type)
+    wanted = question.amount // slot_type.quantum
+    if total(shelf.stacks) < wanted or not (count := fewest(shelf.capacities, wanted)):
+        return 0
+    return wanted // count * slot_type.quantum
+
+
+def _not_chosen(question: Question, device: Device, room: int) -> str:
     nodes = {question.inventory.by_id[device_id].numa_node for device_id in question.given}
     is_near = device.numa_node is None or device.numa_node in nodes or None in nodes
     if question.policy.affinity is Affinity.PREFER_SINGLE_NODE and not is_near:
         return f"on NUMA node {device.numa_node}; not needed"
+    if room < min(question.given.values()):
+        return f"too small: has {question.written(room)}{_rest(question, device)}"
     return "not needed"

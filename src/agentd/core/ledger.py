@@ -65,7 +65,8 @@ class Tally(NamedTuple):
 
 
 _Tallies: TypeAlias = Mapping[tuple[str, SlotName], Tally]
-_ShelfKey: TypeAlias = tuple[Inventory, Partition, SlotName]
+_Shelves: TypeAlias = dict[tuple[Inventory, str, SlotName], tuple[Partition, Shelf]]
+"""Keyed by agent where partitions are exclusive; in shared mode all see the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class Ledger:
     holdings: Mapping[str, Holding] = field(default_factory=dict)
     held: Mapping[DeviceId, Mapping[str, Share]] = field(default_factory=dict)
     _tallies: Mapping[DeviceId, _Tallies] = field(default_factory=dict, repr=False)
-    _shelves: dict[_ShelfKey, Shelf] = field(default_factory=dict, repr=False, compare=False)
+    _shelves: _Shelves = field(default_factory=dict, repr=False, compare=False)
 
     def with_held(self, kernel_id: str, agent_id: str, allocation: Allocation) -> Ledger:
         """Return a ledger in which the kernel holds exactly this allocation."""
@@ -118,21 +119,22 @@ class Ledger:
         tallies: Mapping[DeviceId, _Tallies],
         touched: Allocation,
     ) -> Ledger:
-        shelves: dict[_ShelfKey, Shelf] = {}
+        shelves: _Shelves = {}
         after = Ledger(holdings, held, tallies, shelves)
         device_ids = {share.device_id for share in touched.shares}
-        for key, shelf in self._shelves.items():
-            shelves[key] = _kept_up(shelf, key[1], device_ids, self, after)
+        for key, (partition, shelf) in self._shelves.items():
+            shelves[key] = (partition, _kept_up(shelf, partition, device_ids, self, after))
         return after
 
     def shelf(self, inventory: Inventory, partition: Partition, slot_type: SlotType) -> Shelf:
         """Return the devices that may give a slot to an agent, with their room now.
 
-        It is built once for an inventory; an older inventory's shelves are let go.
+        One of several devices is kept; an older inventory's are let go.
         """
-        key = (inventory, partition, slot_type.name)
-        if (known := self._shelves.get(key)) is not None:
-            return known
+        agent = partition.agent_id if partition.is_exclusive else ""
+        key = (inventory, agent, slot_type.name)
+        if (known := self._shelves.get(key)) is not None and known[0].members == partition.members:
+            return known[1]
         for stale in [other for other in self._shelves if other[0] is not inventory]:
             del self._shelves[stale]
         devices = tuple(
@@ -140,7 +142,7 @@ class Ledger:
             for device in inventory.by_slot.get(slot_type.name, ())
             if device.usable and partition.limit(device)
         )
-        shelf = self._shelves[key] = Shelf(
+        shelf = Shelf(
             devices,
             {device.device_id: position for position, device in enumerate(devices)},
             alike(partition.limit(device) // slot_type.quantum for device in devices),
@@ -150,6 +152,8 @@ class Ledger:
             (position, 0, self.free(device, partition) // slot_type.quantum)
             for position, device in enumerate(devices)
         )
+        if len(devices) > 1:
+            self._shelves[key] = (partition, shelf)
         return shelf
 
     def holders(self, device_id: DeviceId) -> Mapping[str, Share]:

@@ -167,10 +167,11 @@ class _Seating:
                 continue
             amount = self._memory_bytes(rule.mem)
             if not amount:
-                self._refuse(
-                    f"agents.{index}.resource.mem",
-                    f"agent {rule.agent_id} has no mem; give it a size or a percentage",
-                )
+                why = "give it a size or a percentage"
+                if isinstance(rule.mem, Percent):
+                    why = f"{rule.mem} is less than memory-align-size, {self._rules.align} bytes"
+                where = f"agents.{index}.resource.mem"
+                self._refuse(where, f"agent {rule.agent_id} has no mem; {why}")
             amounts[rule.agent_id] = amount
         if sum(amounts.values()) > self._pool.memory_bytes:
             parts = " + ".join(f"{amount} for {agent}" for agent, amount in amounts.items())
@@ -201,6 +202,13 @@ def _is_nothing(rule: DeviceRule) -> bool:
 def _nearest_counts(rule: Percent, exact: Fraction, total: int) -> str:
     low, high = int(exact), int(exact) + 1
     return (
-        f"{rule} of {total} devices is {float(exact):g}, no whole number; the nearest are"
-        f" {low} ({100 * low / total:g}%) and {high} ({100 * high / total:g}%)"
+        f"{rule} of {total} devices is no whole number; the nearest counts are"
+        f" {_with_percent(low, total)} and {_with_percent(high, total)}"
     )
+
+
+def _with_percent(count: int, total: int) -> str:
+    """Return a count, with the percentage that means it if one can be written."""
+    percent = Fraction(100 * count, total)
+    decimals = format(float(percent), "g")
+    return f"{count} ({decimals}%)" if Fraction(decimals) == percent else str(count)

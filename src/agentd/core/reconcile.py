@@ -211,7 +211,20 @@ def located(
             device = _gone(recorded, inventory)
             missing[stable_id] = device
         placed.append(share._replace(device_id=device.device_id))
-    return Allocation(tuple(placed)), tuple(missing.values())
+    return Allocation(_one_for_each_device(placed)), tuple(missing.values())
+
+
+def _one_for_each_device(shares: Iterable[Share]) -> tuple[Share, ...]:
+    """Add up what a damaged record says of one device twice; of two slots, hold it whole."""
+    merged: dict[DeviceId, Share] = {}
+    for share in shares:
+        other = merged.get(share.device_id)
+        if other is not None and other.slot == share.slot:
+            share = share._replace(amount=share.amount + other.amount)  # noqa: PLW2901 - the sum
+        elif other is not None:
+            share = share._replace(slot=UNREADABLE_SLOT, amount=0)  # noqa: PLW2901 - the whole
+        merged[share.device_id] = share
+    return tuple(merged.values())
 
 
 def _gone(recorded: RecordedShare, inventory: Inventory) -> Device:

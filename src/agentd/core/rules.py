@@ -118,7 +118,7 @@ def parse_memory_rule(raw: object) -> MemoryRule:
     Raises:
         ValueError: it has none of the forms in `MEMORY_RULE_FORMS`.
     """
-    if isinstance(raw, str) and (percent := _parse_percent(raw)):
+    if isinstance(raw, str) and (percent := _parse_percent(raw)) is not None:
         return percent
     try:
         return Size(parse_base_units(raw, SlotKind.BYTES))
@@ -129,6 +129,8 @@ def parse_memory_rule(raw: object) -> MemoryRule:
 def _parse_percent(text: str) -> Percent | None:
     match = _PERCENT.fullmatch(text.strip())
     if not match:
+        if text.rstrip().endswith("%"):
+            raise ValueError(f'{text!r} is no percentage; allowed: "50%", "33.3%", 0 to 100')
         return None
     percent = Fraction(match[1])
     if percent > 100:  # noqa: PLR2004 - a percentage

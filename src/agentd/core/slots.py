@@ -40,7 +40,7 @@ MAX_TEXT = 64
 CPU, MEM = "cpu", "mem"
 
 _PLAIN = re.compile(r"[0-9]+(?:\.[0-9]+)?")
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kmgtpe])?(?:i?b)?", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(?:([kmgtpe])(?:i?b)?|b)", re.IGNORECASE | re.ASCII)
 _EXPONENT = re.compile(r"[+-]?[0-9.]+e[+-]?[0-9]+", re.IGNORECASE)
 _SLOT_NAME = re.compile(r"[a-z][a-z0-9_-]*(?:\.[A-Za-z0-9][A-Za-z0-9._:+-]*)?")
 
@@ -96,6 +96,11 @@ def is_slot_name(text: str) -> bool:
     return _SLOT_NAME.fullmatch(text) is not None
 
 
+def is_divisible(slot: SlotType) -> bool:
+    """Tell whether parts of one device are given: a count in steps below 1."""
+    return slot.kind is SlotKind.COUNT and slot.quantum < ONE
+
+
 @dataclass(frozen=True, slots=True)
 class Quantity:
     """A number as it was written, before it is known which slot it is for."""
@@ -137,9 +142,9 @@ def _text_of(raw: object) -> str:
     if isinstance(raw, float):
         text = str(getattr(raw, "text", repr(raw)))
     elif isinstance(raw, int):
-        if abs(raw) > MAX_AMOUNT:
-            raise AmountError(f"too large; at most {MAX_AMOUNT}")
-        text = str(raw)
+        if raw < 0:
+            raise AmountError(f"'{max(raw, -MAX_AMOUNT)}' is negative")
+        text = str(raw) if raw <= MAX_AMOUNT else "9" * MAX_TEXT
     elif isinstance(raw, (str, Decimal)):
         text = str(raw)
     else:
@@ -175,7 +180,7 @@ def parse_amount(raw: object, slot: SlotType) -> int:
         AmountError: no amount at all, or none this slot is given in; the message
             then names the two nearest that are.
     """
-    amount = parse_base_units(raw, slot.kind)
+    amount = parse_base_units(raw, slot.kind, slot.quantum)
     if slot.kind is SlotKind.UNIQUE and amount not in (0, ONE):
         raise AmountError(f"{format_amount(amount, slot.kind)} of a unique slot; ask for 1 or 0")
     if amount % slot.quantum:
@@ -183,8 +188,10 @@ def parse_amount(raw: object, slot: SlotType) -> int:
     return amount
 
 
-def parse_base_units(raw: object, kind: SlotKind) -> int:
-    """Return the amount in base units of `kind`, whatever the quantum.
+def parse_base_units(raw: object, kind: SlotKind, quantum: int = 1) -> int:
+    """Return the amount in base units of `kind`.
+
+    `quantum` serves the message alone, which names amounts that can be asked for.
 
     Raises:
         AmountError: no amount, finer than the base unit, or too large.
@@ -196,7 +203,7 @@ def parse_base_units(raw: object, kind: SlotKind) -> int:
     if exact > MAX_AMOUNT:
         raise AmountError(f"too large; at most {format_amount(MAX_AMOUNT, kind)}")
     if exact.denominator != 1:
-        raise AmountError(_nearest(exact, 1, kind))
+        raise AmountError(_nearest(exact, quantum, kind))
     return int(exact)
 
 
@@ -245,6 +252,7 @@ class ResourceSlots(Mapping[SlotName, int]):
         Raises:
             InvalidSlotAmount: some cannot be read; every one of them is listed.
             UnsupportedResource: some slots are not in `types` and not zero.
+            InvalidSlotCombination: two slots exclude each other.
         """
         return parse_slots(raw, types)
 
@@ -271,8 +279,9 @@ class ResourceSlots(Mapping[SlotName, int]):
         return self._combined(other, -1)
 
     def _combined(self, other: Mapping[SlotName, int], sign: int) -> ResourceSlots:
+        other = ResourceSlots(other)
         names = self._amounts.keys() | other.keys()
-        return ResourceSlots({name: self[name] + sign * other.get(name, 0) for name in names})
+        return ResourceSlots({name: self[name] + sign * other[name] for name in names})
 
     def __le__(self, other: Mapping[SlotName, int]) -> bool:
         return all(amount >= 0 for amount in (ResourceSlots(other) - self).values())

@@ -252,8 +252,11 @@ def read_body(model: type[_B], raw: bytes) -> _B:
     """
     try:
         content = json.loads(raw or b"{}", parse_float=WrittenFloat)
-    except (ValueError, RecursionError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest([Problem("", f"the body is no JSON: {error}")]) from None
+    except (ValueError, RecursionError):
+        why = "the body holds a number of over 4300 digits, or is nested too deeply"
+        raise InvalidRequest([Problem("", why)]) from None
     if not isinstance(content, dict):
         raise InvalidRequest([Problem("", "the body is no JSON object")])
     try:
