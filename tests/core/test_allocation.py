@@ -242,9 +242,9 @@ def test_a_part_of_the_memory_that_is_used_up_is_the_agent_s_own_doing() -> None
     node = split(machine(*cores(2), memory(8 * GIB)), rules)
 
     def reason(ledger: Ledger, amount: int) -> str:
+        part, asked = node.partitions["a"], ResourceSlots({"mem": amount})
         with pytest.raises(InsufficientResource) as caught:
-            part = node.partitions["a"]
-            allocate(ledger, node.inventory, part, ResourceSlots({"mem": amount}), EVENLY)
+            allocate(ledger, node.inventory, part, asked, EVENLY)
         return str(caught.value.explain[0]["reason"])
 
     def use(ledger: Ledger, agent: str, amount: int) -> Ledger:
