@@ -4,7 +4,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := pyproject.toml plugins/sim/pyproject.toml
+PLUGINS := $(wildcard plugins/*)
+SOURCES := pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 
 .PHONY: demo test check unit bench clean
 
@@ -35,9 +36,9 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: $(SOURCES) | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable . --editable plugins/sim
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable . $(PLUGINS:%=--editable %)
 	touch $@
 
 $(VENV)/.installed-dev: $(SOURCES) | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' --editable plugins/sim
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' $(PLUGINS:%=--editable %)
 	touch $@ $(VENV)/.installed

@@ -1,0 +1,208 @@
+"""NVIDIA GPUs: whole (`cuda.device`), in shares (`cuda.shares`), or as MIG parts.
+
+`cuda0` is for people; the UUID is the identity, so that another order after a reboot
+confuses nothing, and the PCI address an alias. A GPU in MIG mode offers its parts alone, each
+a unique slot such as `cuda.device:1g.10gb-mig`.
+
+Health: an Xid event makes a GPU unhealthy, unless it is one that jobs cause. Where the driver
+tells what recovery it needs, that decides, and the GPU is back when none is needed any
+more; else it stays unhealthy until agentd is restarted.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from decimal import Decimal
+from typing import Any
+
+import pynvml
+
+from agentd.plugin_api import (
+    AcceleratorPlugin,
+    AllocatedDevice,
+    ContainerEdits,
+    DeviceInfo,
+    DeviceRequest,
+    Features,
+    Measurement,
+    SettingProblem,
+    SlotTypeInfo,
+    unknown_settings,
+)
+from agentd_cuda import cdi, nvml
+
+_KEYS = ("mode", "quantum", "ignored-xids")
+_MODES = ("device", "shares")
+_QUANTUM = re.compile(r"0?\.[0-9]{1,6}|1(?:\.0+)?|0\.[0-9]{1,6}")
+APPLICATION_XIDS = (13, 31, 43, 45, 68, 109)
+"""Xids that a job causes and the GPU survives: those NVIDIA's own k8s-device-plugin ignores."""
+XID_HOLDS_S = 60.0
+"""How long an Xid counts at least, whatever the driver says of recovery."""
+_WAIT_MS = 5000
+
+
+class CudaPlugin(AcceleratorPlugin):
+    """GPUs as NVML lists them."""
+
+    @classmethod
+    def validate(cls, settings: Mapping[str, Any]) -> list[SettingProblem]:
+        problems = unknown_settings(settings, _KEYS)
+        if settings.get("mode", "device") not in _MODES:
+            why = f"{settings['mode']!r} is no mode; allowed: {', '.join(_MODES)}"
+            problems.append(SettingProblem("mode", why))
+        quantum = str(settings.get("quantum", "1"))
+        if not _QUANTUM.fullmatch(quantum) or not 0 < Decimal(quantum) <= 1:
+            why = f'{quantum!r} is no quantum; allowed: more than 0 and at most 1, such as "0.01"'
+            problems.append(SettingProblem("quantum", why))
+        xids = settings.get("ignored-xids", [])
+        if not isinstance(xids, list) or not all(type(xid) is int for xid in xids):
+            problems.append(SettingProblem("ignored-xids", "allowed: a list of Xid numbers"))
+        return problems
+
+    def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
+        super().__init__(name, settings)
+        self._ignored = frozenset(settings.get("ignored-xids", APPLICATION_XIDS))
+        self._events: Any = None
+        self._xids: dict[str, tuple[int, float]] = {}
+        self._last: dict[int, nvml.Gpu] = {}
+
+    def open(self) -> None:
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError_LibraryNotFound:
+            raise RuntimeError(
+                "no NVIDIA driver here: libnvidia-ml.so.1 is not installed"
+            ) from None
+        self._events = nvml.asked(pynvml.nvmlEventSetCreate)
+        for _, handle in nvml.handles():
+            supported = nvml.asked(pynvml.nvmlDeviceGetSupportedEventTypes, handle) or 0
+            wanted = supported & pynvml.nvmlEventTypeXidCriticalError
+            if self._events is not None and wanted:
+                nvml.asked(pynvml.nvmlDeviceRegisterEvents, handle, wanted, self._events)
+
+    def close(self) -> None:
+        pynvml.nvmlShutdown()
+
+    def slot_types(self) -> Sequence[SlotTypeInfo]:
+        mode = str(self.settings.get("mode", "device"))
+        default = "1" if mode == "device" else "0.01"
+        quantum = str(self.settings.get("quantum", default))
+        profiles = {part.profile for gpu in self._gpus() for part in gpu.parts}
+        return [
+            SlotTypeInfo(f"{self.name}.{mode}", "count", quantum, "mode", unit="GPU"),
+            *(SlotTypeInfo(self._mig_slot(profile), "unique") for profile in sorted(profiles)),
+        ]
+
+    def _mig_slot(self, profile: str) -> str:
+        return f"{self.name}.device:{profile}-mig"
+
+    def list_devices(self) -> Sequence[DeviceInfo]:
+        return [device for gpu in self._gpus() for device in self._devices(gpu)]
+
+    def _devices(self, gpu: nvml.Gpu) -> Sequence[DeviceInfo]:
+        trouble = self._trouble(gpu)
+        whole = DeviceInfo(
+            id=f"{self.name}{gpu.index}",
+            stable_id=gpu.uuid,
+            slot=f"{self.name}.{self.settings.get('mode', 'device')}",
+            aliases=[gpu.pci],
+            model=gpu.model,
+            numa_node=nvml.numa_node(gpu.pci),
+            health="unhealthy" if trouble else "healthy",
+            reason=trouble,
+            attributes={"memory": str(gpu.memory_bytes)},
+        )
+        if not gpu.is_mig:
+            return [whole]
+        return [
+            replace(
+                whole,
+                id=f"{whole.id}:{part.place}",
+                stable_id=part.uuid,
+                slot=self._mig_slot(part.profile),
+                aliases=[],
+                parent=gpu.uuid,
+                attributes={"memory": str(part.memory_bytes), "profile": part.profile},
+            )
+            for part in gpu.parts
+        ]
+
+    def _gpus(self) -> list[nvml.Gpu]:
+        """Read all GPUs; one that answers no more is shown as it was last, and why."""
+        found = []
+        for index, handle in nvml.handles():
+            try:
+                gpu = nvml.read(index, handle)
+            except pynvml.NVMLError as error:
+                if index not in self._last:
+                    continue
+                found.append(replace(self._last[index], trouble=f"it does not answer: {error}"))
+                continue
+            self._last[index] = gpu
+            found.append(gpu)
+        return found
+
+    def _trouble(self, gpu: nvml.Gpu) -> str:
+        if gpu.trouble:
+            return gpu.trouble
+        xid, since = self._xids.get(gpu.uuid, (0, 0.0))
+        if xid and gpu.tells_recovery and time.monotonic() - since > XID_HOLDS_S:
+            del self._xids[gpu.uuid]
+            return ""
+        return f"Xid {xid}" if xid else ""
+
+    def wait_for_change(self, timeout_s: float) -> bool:
+        if self._events is None:
+            time.sleep(timeout_s)
+            return False
+        try:
+            event = pynvml.nvmlEventSetWait(self._events, min(_WAIT_MS, int(timeout_s * 1000)))
+            uuid = pynvml.nvmlDeviceGetUUID(event.device)
+        except pynvml.NVMLError_Timeout:
+            return False
+        except pynvml.NVMLError:
+            time.sleep(1)
+            return True
+        xid = int(event.eventData)
+        if xid in self._ignored:
+            return False
+        self._xids[uuid] = (xid, time.monotonic())
+        return True
+
+    def container_edits(
+        self, allocation: Sequence[AllocatedDevice], features: Features
+    ) -> ContainerEdits:
+        if not allocation:
+            return ContainerEdits(
+                env={"NVIDIA_VISIBLE_DEVICES": "void", "CUDA_VISIBLE_DEVICES": ""}
+            )
+        uuids = tuple(device.stable_id for device in allocation)
+        visible = ",".join(uuids)
+        env = {"CUDA_VISIBLE_DEVICES": visible, "NVIDIA_VISIBLE_DEVICES": visible}
+        if features.cdi and (names := cdi.resolved(uuids, features.cdi_spec_dirs)):
+            return ContainerEdits(env={**env, "NVIDIA_VISIBLE_DEVICES": "void"}, cdi=names)
+        if features.device_requests:
+            return ContainerEdits(env=env, device_requests=(DeviceRequest("nvidia", uuids),))
+        return ContainerEdits(env={**env, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
+
+    def measure(self) -> Sequence[Measurement]:
+        found = []
+        for _, handle in nvml.handles():
+            try:
+                load = nvml.load_of(handle)
+            except pynvml.NVMLError:
+                continue
+            found.append(
+                Measurement(
+                    load.uuid,
+                    load.utilization,
+                    load.used_bytes,
+                    load.total_bytes,
+                    load.temperature,
+                    load.power,
+                )
+            )
+        return found

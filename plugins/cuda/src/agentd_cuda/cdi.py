@@ -1,0 +1,35 @@
+"""Names of the Container Device Interface for GPUs, where the engine's folders have them.
+
+Format: https://github.com/cncf-tags/container-device-interface/blob/main/SPEC.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import yaml
+
+KIND = "nvidia.com/gpu"
+
+
+def resolved(uuids: Sequence[str], spec_dirs: Sequence[str]) -> tuple[str, ...]:
+    """Return the full names of all GPUs, or nothing unless every one of them is specified.
+
+    Only names by UUID count: an index may mean another GPU since the file was written.
+    """
+    known = set(_names(spec_dirs))
+    return tuple(f"{KIND}={uuid}" for uuid in uuids) if known.issuperset(uuids) else ()
+
+
+def _names(spec_dirs: Sequence[str]) -> Iterator[str]:
+    for folder in map(Path, spec_dirs):
+        for file in sorted((*folder.glob("*.json"), *folder.glob("*.yaml"))):
+            try:
+                content = yaml.safe_load(file.read_text(encoding="utf-8"))
+            except (OSError, ValueError, yaml.YAMLError):
+                continue
+            if isinstance(content, dict) and content.get("kind") == KIND:
+                for device in content.get("devices") or ():
+                    if isinstance(device, dict):
+                        yield str(device.get("name", ""))

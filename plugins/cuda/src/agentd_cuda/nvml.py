@@ -1,0 +1,178 @@
+"""What NVML says of the GPUs, as plain values; nothing else touches `pynvml`.
+
+API: https://docs.nvidia.com/deploy/nvml-api/. A call that a driver does not know or a
+GPU does not support has no answer (None); a GPU that is lost says so for itself alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pynvml
+
+_T = TypeVar("_T")
+_RECOVERY = {1: "a GPU reset", 2: "a reboot", 3: "a peer-to-peer drain", 4: "a drain and a reset"}
+"""NVML_FI_DEV_GET_GPU_RECOVERY_ACTION; 0 is none."""
+_UNSUPPORTED = (
+    pynvml.NVML_ERROR_NOT_SUPPORTED,
+    pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
+    pynvml.NVML_ERROR_INVALID_ARGUMENT,
+    pynvml.NVML_ERROR_NO_PERMISSION,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A MIG device: its place on its GPU, and its profile, such as `1g.10gb`."""
+
+    place: int
+    uuid: str
+    profile: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU; `trouble` says why it cannot be used, and `is_mig` that only its parts can."""
+
+    index: int
+    uuid: str
+    pci: str
+    model: str = ""
+    memory_bytes: int = 0
+    is_mig: bool = False
+    parts: tuple[Part, ...] = ()
+    trouble: str = ""
+    tells_recovery: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a GPU does now: percent, bytes, degrees Celsius, watts."""
+
+    uuid: str
+    utilization: float | None
+    used_bytes: int | None
+    total_bytes: int | None
+    temperature: float | None
+    power: float | None
+
+
+def asked(function: Callable[..., _T], *arguments: object) -> _T | None:
+    """Return what NVML answers, None where driver or GPU do not know the question.
+
+    Raises:
+        NVMLError: any other failure.
+    """
+    try:
+        return function(*arguments)
+    except pynvml.NVMLError as error:
+        if error.value in _UNSUPPORTED:
+            return None
+        raise
+
+
+def pci_address(bus_id: str) -> str:
+    """Return a PCI address as the kernel writes it: `00000000:3B:00.0` is `0000:3b:00.0`."""
+    domain, _, rest = bus_id.lower().partition(":")
+    return f"{domain[-4:]}:{rest}"
+
+
+def numa_node(pci: str, sysfs: Path = Path("/sys")) -> int | None:
+    """Return the NUMA node the kernel gives a PCI device; None where it gives none (-1)."""
+    try:
+        text = (sysfs / "bus/pci/devices" / pci / "numa_node").read_text(encoding="ascii")
+    except OSError:
+        return None
+    return node if (node := int(text)) >= 0 else None
+
+
+def handles() -> Iterator[tuple[int, Any]]:
+    """Yield the index and handle of each GPU that can be reached at all."""
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        try:
+            yield index, pynvml.nvmlDeviceGetHandleByIndex(index)
+        except pynvml.NVMLError:
+            continue
+
+
+def read(index: int, handle: Any) -> Gpu:  # noqa: ANN401 - opaque
+    """Return what there is to know of a GPU.
+
+    Raises:
+        NVMLError: it does not answer; it may be lost.
+    """
+    memory = asked(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    total = int(memory.total) if memory else 0
+    mode = asked(pynvml.nvmlDeviceGetMigMode, handle)
+    is_mig = bool(mode and mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE)
+    action = _recovery_action(handle)
+    return Gpu(
+        index=index,
+        uuid=pynvml.nvmlDeviceGetUUID(handle),
+        pci=pci_address(pynvml.nvmlDeviceGetPciInfo(handle).busId),
+        model=asked(pynvml.nvmlDeviceGetName, handle) or "",
+        memory_bytes=total,
+        is_mig=is_mig,
+        parts=tuple(_parts(handle, total)) if is_mig else (),
+        trouble=f"the driver asks for {_RECOVERY.get(action, 'its recovery')}" if action else "",
+        tells_recovery=action is not None,
+    )
+
+
+def _recovery_action(handle: Any) -> int | None:  # noqa: ANN401 - opaque
+    field = getattr(pynvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
+    if field is None:
+        return None
+    values = asked(pynvml.nvmlDeviceGetFieldValues, handle, [field])
+    if not values or values[0].nvmlReturn != pynvml.NVML_SUCCESS:
+        return None
+    return int(values[0].value.uiVal)
+
+
+def _parts(handle: Any, total_bytes: int) -> Iterator[Part]:  # noqa: ANN401 - opaque
+    for place in range(asked(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
+        try:
+            part = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)
+        except pynvml.NVMLError as error:
+            if error.value in (pynvml.NVML_ERROR_NOT_FOUND, *_UNSUPPORTED):
+                continue
+            raise
+        attributes = pynvml.nvmlDeviceGetAttributes(part)
+        memory_bytes = int(attributes.memorySizeMB) << 20
+        gpu, compute = attributes.gpuInstanceSliceCount, attributes.computeInstanceSliceCount
+        profile = profile_name(gpu, compute, memory_bytes, total_bytes)
+        yield Part(place, pynvml.nvmlDeviceGetUUID(part), profile, memory_bytes)
+
+
+def profile_name(gpu_slices: int, compute_slices: int, memory_bytes: int, total_bytes: int) -> str:
+    """Return a MIG profile as NVIDIA names it, such as `1g.10gb` or `1c.3g.40gb`.
+
+    The memory is the GPU's, in whole GiB, times the part's eighths, rounded up, as in NVIDIA's
+    go-nvlib (pkg/nvlib/device/mig_profile.go).
+    """
+    eighths = ceil(Fraction(memory_bytes * 8, total_bytes)) if total_bytes else 0
+    gib = round(Fraction(eighths, 8) * ceil(Fraction(total_bytes, 2**30)))
+    lead = "" if compute_slices == gpu_slices else f"{compute_slices}c."
+    return f"{lead}{gpu_slices}g.{gib}gb"
+
+
+def load_of(handle: Any) -> Load:  # noqa: ANN401 - opaque
+    """Return what a GPU does now."""
+    rates = asked(pynvml.nvmlDeviceGetUtilizationRates, handle)
+    memory = asked(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    temperature = asked(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
+    milliwatts = asked(pynvml.nvmlDeviceGetPowerUsage, handle)
+    return Load(
+        pynvml.nvmlDeviceGetUUID(handle),
+        None if rates is None else float(rates.gpu),
+        None if memory is None else int(memory.used),
+        None if memory is None else int(memory.total),
+        None if temperature is None else float(temperature),
+        None if milliwatts is None else milliwatts / 1000,
+    )

@@ -1,0 +1,260 @@
+"""The cuda plugin and the real `pynvml`, against a library that this test compiles."""
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from agentd.adapters.plugin_instance import Pace
+from agentd.adapters.plugins import PluginHost
+from agentd.config.plugins import PluginTable
+from agentd.core.devices import Device, DeviceId, Health
+from agentd.core.ledger import Allocation, Share
+from agentd.core.slots import ONE, SlotKind
+from agentd.plugin_api import Features, Measurement
+from agentd.services.interfaces import PluginState
+from agentd_cuda import CudaPlugin, nvml
+
+SOURCE = Path(__file__).parents[1] / "native" / "nvml.c"
+HEALTHY = """driver 570.124.06
+init 0
+gpu uuid=GPU-aaaa pci=00000000:3B:00.0 mem=85899345920 used=1024 util=7 temp=41 power=70500 \
+lost=0 mig=0 recovery=0 events=8 name=NVIDIA H100 80GB HBM3
+gpu uuid=GPU-bbbb pci=00000000:5E:00.0 mem=85899345920 used=0 util=0 temp=40 power=70000 \
+lost=0 mig=0 recovery=-1 events=8 name=NVIDIA H100 80GB HBM3
+"""
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a libnvidia-ml.so.1 that does what a file says."""
+    if shutil.which("gcc") is None:
+        if os.environ.get("AGENTD_REQUIRE_ALL"):
+            pytest.fail("gcc is not installed")
+        pytest.skip("gcc is not installed")
+    folder = tmp_path_factory.mktemp("nvml")
+    command = ["gcc", "-shared", "-fPIC", "-o", folder / "libnvidia-ml.so.1", SOURCE, "-lpthread"]
+    subprocess.run(command, check=True)
+    return folder
+
+
+class Node:
+    """GPUs as the file says, and the plugin that lists them."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.hosts: list[PluginHost] = []
+
+    def say(self, text: str) -> None:
+        new = self.file.with_suffix(".new")
+        new.write_text(text)
+        new.replace(self.file)
+
+    async def plugin(self, **settings) -> PluginHost:
+        table = PluginTable(name="cuda", plugin="cuda", settings=settings)
+        host = PluginHost(
+            [table], ["cuda"], features=Features("docker"), pace=Pace(5, health_interval_s=0.1)
+        )
+        self.hosts.append(host)
+        await host.open(10)
+        return host
+
+
+@pytest.fixture
+async def node(library: Path, tmp_path: Path, monkeypatch) -> AsyncIterator[Node]:
+    made = Node(tmp_path / "gpus")
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(library))
+    monkeypatch.setenv("FAKE_NVML_FILE", str(made.file))
+    made.say(HEALTHY)
+    yield made
+    for host in made.hosts:
+        await host.close()
+
+
+def devices(host: PluginHost) -> list[Device]:
+    return list(host.listings()[0].devices)
+
+
+async def until(host: PluginHost, holds: Callable[[list[Device]], bool]) -> list[Device]:
+    async with asyncio.timeout(15):
+        changes = host.changes()
+        while not holds(devices(host)):
+            await anext(changes)
+    return devices(host)
+
+
+async def test_a_healthy_node(node: Node) -> None:
+    host = await node.plugin()
+    first, second = devices(host)
+    assert (first.device_id.id, first.stable_id) == ("cuda0", "GPU-aaaa")
+    assert first.aliases == ("0000:3b:00.0",)
+    assert (first.slot, first.capacity, first.health) == ("cuda.device", ONE, Health.HEALTHY)
+    assert first.model == "NVIDIA H100 80GB HBM3"
+    assert second.stable_id == "GPU-bbbb"
+    async with asyncio.timeout(10):
+        while not host.measurements():
+            await asyncio.sleep(0.02)
+    measured = host.measurements()["cuda"][0]
+    assert measured == Measurement("GPU-aaaa", 7.0, 1024, 85899345920, 41.0, 70.5)
+
+
+async def test_shares_by_setting(node: Node) -> None:
+    host = await node.plugin(mode="shares", quantum="0.1")
+    (slot,) = host.listings()[0].slot_types
+    assert (slot.name, slot.quantum, slot.exclusive_group) == ("cuda.shares", ONE // 10, "mode")
+
+
+async def test_no_library_is_one_line_and_offers_nothing(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    host = await Node(tmp_path / "none").plugin()
+    if host.listings():
+        pytest.skip("this machine has a real NVIDIA driver")
+    (status,) = host.statuses()
+    assert status.state is PluginState.FAILED
+    assert "no NVIDIA driver here: libnvidia-ml.so.1 is not installed" in status.reason
+    await host.close()
+
+
+async def test_a_driver_that_is_not_loaded_says_so(node: Node) -> None:
+    node.say(HEALTHY.replace("init 0", "init 9"))
+    host = await node.plugin()
+    (status,) = host.statuses()
+    assert (status.state, host.listings()) == (PluginState.FAILED, [])
+    assert "Driver Not Loaded" in status.reason
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        "nvmlDeviceGetMigMode",
+        "nvmlDeviceGetFieldValues",
+        "nvmlDeviceGetPowerUsage",
+        "nvmlEventSetCreate",
+        "nvmlDeviceGetSupportedEventTypes",
+    ],
+)
+async def test_an_old_driver_that_lacks_a_function_still_serves(node: Node, function: str) -> None:
+    node.say(f"{HEALTHY}fail {function} 13\n")
+    host = await node.plugin()
+    assert [d.stable_id for d in devices(host)] == ["GPU-aaaa", "GPU-bbbb"]
+
+
+async def test_a_gpu_in_mig_mode_offers_its_parts_alone(node: Node) -> None:
+    mig = HEALTHY.replace("lost=0 mig=0 recovery=0", "lost=0 mig=1 maxmig=7 recovery=0")
+    node.say(mig + (
+        "mig gpu=0 idx=0 uuid=MIG-1 gi=1 ci=0 gslices=1 cslices=1 mem_mb=9984 name=x\n"
+        "mig gpu=0 idx=2 uuid=MIG-2 gi=2 ci=0 gslices=3 cslices=3 mem_mb=40448 name=x\n"
+    ))  # fmt: skip
+    host = await node.plugin()
+    small, large, whole = devices(host)
+    assert (small.device_id.id, small.stable_id, small.parent) == ("cuda0:0", "MIG-1", "GPU-aaaa")
+    assert (small.slot, small.kind) == ("cuda.device:1g.10gb-mig", SlotKind.UNIQUE)
+    assert (large.device_id.id, large.slot) == ("cuda0:2", "cuda.device:3g.40gb-mig")
+    assert (whole.device_id.id, whole.slot) == ("cuda1", "cuda.device")
+
+
+@pytest.mark.parametrize(
+    ("slices", "memory_mib", "profile"),
+    [((1, 1), 9984, "1g.10gb"), ((3, 3), 40448, "3g.40gb"), ((3, 1), 40448, "1c.3g.40gb"),
+     ((7, 7), 81920, "7g.80gb")],
+)  # fmt: skip
+def test_profiles_are_named_as_nvidia_names_them(slices, memory_mib, profile) -> None:
+    assert nvml.profile_name(*slices, memory_mib << 20, 80 << 30) == profile
+
+
+async def test_an_xid_makes_a_gpu_unhealthy_at_once_and_a_job_s_own_fault_does_not(
+    node: Node,
+) -> None:
+    host = await node.plugin()
+    node.say(HEALTHY + "xid id=1 gpu=1 code=31 gi=4294967295 ci=4294967295\n"
+             "xid id=2 gpu=0 code=79 gi=4294967295 ci=4294967295\n")  # fmt: skip
+    first, second = await until(host, lambda found: found[0].health is Health.UNHEALTHY)
+    assert (first.reason, second.health) == ("Xid 79", Health.HEALTHY)
+
+
+async def test_the_driver_s_wish_for_a_reset_counts_until_it_is_fulfilled(node: Node) -> None:
+    host = await node.plugin()
+    node.say(HEALTHY.replace("recovery=0", "recovery=1"))
+    first, _ = await until(host, lambda found: found[0].health is Health.UNHEALTHY)
+    assert first.reason == "the driver asks for a GPU reset"
+    node.say(HEALTHY)
+    await until(host, lambda found: found[0].health is Health.HEALTHY)
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+async def test_a_lost_gpu_harms_no_other(node: Node, lost: int) -> None:
+    host = await node.plugin()
+    node.say(HEALTHY.replace("lost=0", f"lost={lost}", 1))
+    found = await until(host, lambda found: found[0].health is not Health.HEALTHY or len(found) < 2)
+    assert found[-1].stable_id == "GPU-bbbb"
+    assert found[-1].health is Health.HEALTHY
+    if lost == 2:
+        assert "lost" in found[0].reason.lower()
+
+
+async def test_another_order_after_a_reboot_keeps_the_identities(node: Node) -> None:
+    before = {d.stable_id: d.aliases for d in devices(await node.plugin())}
+    head, first, second = HEALTHY.strip().rsplit("\ngpu ", 2)
+    node.say(f"{head}\ngpu {second}\ngpu {first}\n")
+    after = devices(await node.plugin())
+    assert [d.stable_id for d in after] == ["GPU-bbbb", "GPU-aaaa"]
+    assert {d.stable_id: d.aliases for d in after} == before
+
+
+def given(*uuids: str) -> tuple[Allocation, dict[DeviceId, str]]:
+    ids = [DeviceId("cuda", f"cuda{n}") for n in range(len(uuids))]
+    shares = tuple(Share(i, "cuda.device", SlotKind.COUNT, ONE) for i in ids)
+    return Allocation(shares), dict(zip(ids, uuids, strict=True))
+
+
+async def test_edits_name_gpus_by_uuid_in_the_best_way_that_the_engine_takes(
+    node: Node, tmp_path: Path
+) -> None:
+    host = await node.plugin()
+    two = given("GPU-aaaa", "GPU-bbbb")
+    none = await host.container_edits(*given(), Features("docker", device_requests=True))
+    assert none.env == {"NVIDIA_VISIBLE_DEVICES": "void", "CUDA_VISIBLE_DEVICES": ""}
+    assert not none.device_requests
+    requests = await host.container_edits(*two, Features("docker", device_requests=True))
+    assert requests.device_requests[0].device_ids == ("GPU-aaaa", "GPU-bbbb")
+    assert requests.env["NVIDIA_VISIBLE_DEVICES"] == "GPU-aaaa,GPU-bbbb"
+    spec = {"kind": "nvidia.com/gpu", "devices": [{"name": "GPU-aaaa"}, {"name": "0"}]}
+    (tmp_path / "nvidia.yaml").write_text(json.dumps(spec))
+    with_cdi = Features("docker", cdi=True, device_requests=True, cdi_spec_dirs=[str(tmp_path)])
+    one = await host.container_edits(*given("GPU-aaaa"), with_cdi)
+    assert (one.cdi, one.device_requests) == (("nvidia.com/gpu=GPU-aaaa",), ())
+    assert one.env["NVIDIA_VISIBLE_DEVICES"] == "void"
+    assert (await host.container_edits(*two, with_cdi)).device_requests
+    plain = await host.container_edits(*two, Features("process"))
+    assert plain.env["CUDA_VISIBLE_DEVICES"] == "GPU-aaaa,GPU-bbbb"
+
+
+def test_the_numa_node_comes_from_the_kernel(tmp_path: Path) -> None:
+    folder = tmp_path / "bus/pci/devices/0000:3b:00.0"
+    folder.mkdir(parents=True)
+    for text, node in (("1\n", 1), ("-1\n", None)):
+        (folder / "numa_node").write_text(text)
+        assert nvml.numa_node("0000:3b:00.0", tmp_path) == node
+    assert nvml.numa_node("0000:ff:00.0", tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"mode": "half"}, "mode"),
+        ({"quantum": "2"}, "quantum"),
+        ({"quantum": "0"}, "quantum"),
+        ({"quantum": "1e-2"}, "quantum"),
+        ({"ignored-xids": ["13"]}, "ignored-xids"),
+        ({"ignored-xids": 13}, "ignored-xids"),
+        ({"moed": 1}, "moed"),
+    ],
+)
+def test_wrong_settings_are_named(settings, key) -> None:
+    assert key in [problem.key for problem in CudaPlugin.validate(settings)]
+    assert CudaPlugin.validate({"mode": "shares", "quantum": "0.05", "ignored-xids": [13]}) == []
