@@ -2,8 +2,18 @@ from dataclasses import replace
 
 import pytest
 
-from agentd.core.devices import DeviceId, natural_key, served_once, with_remembered
-from core.machines import gpus
+from agentd.core.devices import (
+    Device,
+    DeviceId,
+    Health,
+    Inventory,
+    natural_key,
+    served_once,
+    with_remembered,
+    with_shared_health,
+)
+from agentd.core.slots import ONE
+from core.machines import cores, gpus
 
 
 def ids(devices) -> dict[str, str]:
@@ -58,3 +68,51 @@ def test_a_physical_device_that_two_plugins_offer_is_served_by_the_first(change)
 def test_parts_of_one_parent_under_one_plugin_are_different_devices() -> None:
     parts = [replace(d, parent="GPU-x", aliases=()) for d in gpus(1, 1)]
     assert served_once([parts]) == (parts, [])
+
+
+def listed(*ids: str, **changes: object) -> list[Device]:
+    devices = [replace(d, **changes) for d in gpus(1, 1, 1)]
+    return [d for d in devices if d.device_id.id in ids]
+
+
+def test_a_listing_changes_health_and_presence_and_nothing_else() -> None:
+    inventory = Inventory.of([], [*cores(1), *gpus(1, 1)])
+    same, news = inventory.with_listing("cuda", listed("cuda0", "cuda1"))
+    assert (same is inventory, news) == (True, [])
+    sick, _ = inventory.with_listing(
+        "cuda", listed("cuda0", health=Health.UNHEALTHY, reason="hot", capacity=7)
+    )
+    core, first, second = sick.devices
+    assert core.health is Health.HEALTHY
+    assert (first.health, first.reason, first.capacity) == (Health.UNHEALTHY, "hot", ONE)
+    assert (second.gone, second.reason) == (True, "no longer listed by its plugin")
+    back, _ = sick.with_listing("cuda", listed("cuda0", "cuda1"))
+    assert back.devices == inventory.devices
+
+
+def test_what_appears_waits_for_a_restart_and_another_slot_is_gone() -> None:
+    inventory = Inventory.of([], gpus(1, 1))
+    same, news = inventory.with_listing("cuda", listed("cuda0", "cuda1", "cuda2"))
+    assert same is inventory
+    assert news == ["cuda/cuda2 (GPU-cuda-2) appeared; it joins when agentd is restarted"]
+    other, _ = inventory.with_listing("cuda", listed("cuda0", "cuda1", slot="cuda.shares"))
+    assert {d.reason for d in other.devices} == {
+        "offers cuda.shares now; it joins when agentd is restarted"
+    }
+
+
+def test_unknown_health_is_said_and_takes_nothing_away() -> None:
+    inventory = Inventory.of([], gpus(1)).with_health_unknown("cuda", "plugin cuda: lost")
+    (device,) = inventory.devices
+    assert (device.health, device.reason, device.usable) == (
+        Health.UNKNOWN, "plugin cuda: lost", True
+    )  # fmt: skip
+
+
+def test_health_belongs_to_the_physical_device() -> None:
+    parts = [replace(d, parent="GPU-p") for d in gpus(1, 1)]
+    parts[0] = replace(parts[0], health=Health.UNHEALTHY, reason="Xid 79")
+    other = gpus(1, slot="npu.device")
+    shared = with_shared_health([*parts, *other])
+    assert [d.health.value for d in shared] == ["unhealthy", "unhealthy", "healthy"]
+    assert shared[1].reason == "cuda/cuda0: Xid 79"

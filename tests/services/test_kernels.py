@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from agentd.core.devices import Health
+from agentd.core.devices import DeviceId, Health
 from agentd.core.kernel import Kernel, KernelSpec, KernelState
 from agentd.core.policy import Policy
 from agentd.core.reconcile import FoundState
@@ -488,6 +488,36 @@ async def test_a_late_plugin_joins_without_moving_anything(rig: Rig) -> None:
     assert rig.devices.generation > before
     assert rig.free_gpus == 1
     await rig.create("k2", npu_device=1)
+
+
+async def test_what_a_plugin_says_later_changes_devices_and_the_generation_only_then(rig) -> None:
+    await rig.create(cuda_device=1)
+    first, second = gpus(1, 1)
+    before = rig.devices.generation
+    rig.devices.refresh("cuda")
+    assert rig.devices.generation == before
+    sick = replace(second, health=Health.UNHEALTHY, reason="Xid 79")
+    third = replace(second, device_id=DeviceId("cuda", "cuda7"), stable_id="GPU-new")
+    rig.plugins.ready = [PluginListing("cuda", (CUDA,), (first, sick, third))]
+    rig.devices.refresh("cuda")
+    assert (rig.devices.generation, rig.free_gpus) == (before + 1, 0)
+    assert any("GPU-new) appeared" in warning for warning in rig.devices.warnings)
+    rig.plugins.ready = [PluginListing("cuda", (CUDA,), (first, second))]
+    rig.devices.refresh("cuda")
+    assert rig.free_gpus == 1
+    assert not any("appeared" in warning for warning in rig.devices.warnings)
+
+
+async def test_plugins_hear_of_each_step_of_a_kernel_once(rig: Rig) -> None:
+    await rig.create(cuda_device=1)
+    await rig.service.stop("k1")
+    await rig.service.remove("k1")
+    assert rig.plugins.told == [
+        ("before-create", "k1"),
+        ("after-start", "k1"),
+        ("before-stop", "k1"),
+        ("after-stop", "k1"),
+    ]
 
 
 async def test_64_creates_at_once_share_out_every_device_once(rig: Rig) -> None:
