@@ -1,0 +1,146 @@
+"""The generic plugin on device files that really can be opened."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from agentd.adapters.plugin_instance import Pace
+from agentd.adapters.plugins import PluginHost
+from agentd.config.plugins import PluginTable
+from agentd.core.devices import DeviceId
+from agentd.core.ledger import Allocation, Share
+from agentd.core.slots import ONE, SlotKind
+from agentd.errors import PluginUnavailable
+from agentd.plugin_api import DeviceNode, Features, Mount
+from agentd_generic import GenericPlugin
+
+PROCESS = Features("process")
+
+
+def node(path: Path, minor: int = 3) -> Path:
+    """A device file; the null device's number 1:3, or another memory device's."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, minor))
+    except PermissionError:
+        if os.environ.get("AGENTD_REQUIRE_ALL"):
+            raise
+        pytest.skip("device files need root")
+    return path
+
+
+def on_the_bus(sysfs: Path, pci: str, char: str, vendor: str = "1ae0", numa: int = 1) -> None:
+    """Make the kernel say that a character device is behind a PCI device."""
+    real = sysfs / "devices/pci0000:00" / pci
+    (real / "accel").mkdir(parents=True)
+    (real / "vendor").write_text(f"0x{vendor}\n")
+    (real / "numa_node").write_text(f"{numa}\n")
+    for link, target in (("bus/pci/devices/" + pci, real), ("dev/char/" + char, real / "accel")):
+        (sysfs / link).parent.mkdir(parents=True, exist_ok=True)
+        (sysfs / link).symlink_to(target)
+
+
+async def opened(**settings) -> PluginHost:
+    table = PluginTable(name="tpu", plugin="generic", settings=settings)
+    host = PluginHost([table], ["generic"], features=PROCESS, pace=Pace(5, 0.1))
+    await host.open(10)
+    return host
+
+
+def given(*stable_ids: str) -> tuple[Allocation, dict[DeviceId, str]]:
+    ids = [DeviceId("tpu", f"tpu{n}") for n in range(len(stable_ids))]
+    shares = tuple(Share(i, "tpu.device", SlotKind.COUNT, ONE) for i in ids)
+    return Allocation(shares), dict(zip(ids, stable_ids, strict=True))
+
+
+async def test_a_table_alone_makes_devices_with_their_place_and_what_goes_along(
+    tmp_path: Path,
+) -> None:
+    dev, sysfs = tmp_path / "dev", tmp_path / "sys"
+    files = [node(dev / f"accel{n}", minor) for n, minor in ((2, 3), (10, 5))]
+    (dev / "accel7").write_text("no device")
+    on_the_bus(sysfs, "0000:00:05.0", "1:3")
+    host = await opened(
+        devices=[f"{dev}/accel[0-9]*"],
+        sysfs=str(sysfs),
+        companions=[f"{dev}/control"],
+        **{"per-device": [f"{dev}/accel_ctl{{id}}"], "hidden-env": {"TPU_VISIBLE_CHIPS": ""}},
+        env={"TPU_VISIBLE_CHIPS": "{ids}", "P": "{paths}", "U": "x {uuids}", "N": "{places}"},
+        mounts=["/usr/lib/tpu"],
+        groups=["render"],
+    )
+    first, second = sorted(host.listings()[0].devices, key=lambda d: d.numa_node is None)
+    assert (first.device_id.id, first.stable_id, first.numa_node) == ("tpu2", "0000:00:05.0", 1)
+    assert (second.device_id.id, second.numa_node) == ("tpu10", None)
+    edits = await host.container_edits(*given(first.stable_id, second.stable_id), PROCESS)
+    assert edits.env == {
+        "TPU_VISIBLE_CHIPS": "2,10",
+        "P": f"{files[0]},{files[1]}",
+        "U": f"x 0000:00:05.0,{second.stable_id}",
+        "N": "0,1",
+    }
+    paths = [*map(str, files), f"{dev}/accel_ctl2", f"{dev}/accel_ctl10", f"{dev}/control"]
+    assert edits.device_nodes == tuple(DeviceNode(path, path) for path in paths)
+    assert edits.mounts == (Mount("/usr/lib/tpu", "/usr/lib/tpu"),)
+    assert edits.groups == ("render",)
+    assert (await host.container_edits(*given(), PROCESS)).env == {"TPU_VISIBLE_CHIPS": ""}
+    await host.close()
+
+
+async def test_other_vendors_devices_under_the_same_glob_are_left_out(tmp_path: Path) -> None:
+    dev, sysfs = tmp_path / "dev", tmp_path / "sys"
+    node(dev / "accel/accel0", 3)
+    node(dev / "accel/accel1", 5)
+    on_the_bus(sysfs, "0000:00:05.0", "1:3", vendor="1da3")
+    on_the_bus(sysfs, "0000:00:06.0", "1:5", vendor="8086")
+    settings = {"devices": [f"{dev}/accel/accel*"], "sysfs": str(sysfs), "pci-vendors": ["0x1DA3"]}
+    host = await opened(**settings)
+    assert [d.stable_id for d in host.listings()[0].devices] == ["0000:00:05.0"]
+    await host.close()
+
+
+async def test_a_vfio_group_is_the_one_device_in_it(tmp_path: Path) -> None:
+    dev, sysfs = tmp_path / "dev", tmp_path / "sys"
+    node(dev / "vfio/12", 3)
+    node(dev / "vfio/vfio", 5)
+    on_the_bus(sysfs, "0000:00:07.0", "9:9")
+    (sysfs / "kernel/iommu_groups/12/devices/0000:00:07.0").mkdir(parents=True)
+    host = await opened(devices=[f"{dev}/vfio/[0-9]*"], sysfs=str(sysfs))
+    (device,) = host.listings()[0].devices
+    assert (device.device_id.id, device.stable_id, device.numa_node) == (
+        "tpu12", "0000:00:07.0", 1
+    )  # fmt: skip
+    await host.close()
+
+
+async def test_a_file_that_vanishes_is_a_device_that_is_gone(tmp_path: Path) -> None:
+    file = node(tmp_path / "accel0")
+    host = await opened(devices=[f"{tmp_path}/accel*"])
+    (device,) = host.listings()[0].devices
+    file.unlink()
+    with pytest.raises(PluginUnavailable, match="the device file of tpu0 is not there"):
+        await host.container_edits(*given(device.stable_id), PROCESS)
+    changes = host.changes()
+    while host.listings()[0].devices:
+        await anext(changes)
+    await host.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({}, "devices"),
+        ({"devices": "/dev/accel0"}, "devices"),
+        ({"devices": ["dev/accel0"]}, "devices"),
+        ({"devices": ["/dev/../accel0"]}, "devices"),
+        ({"devices": ["/dev/a"], "env": {"A": "{idz}"}}, "env.A"),
+        ({"devices": ["/dev/a"], "env": {"A": 1}}, "env"),
+        ({"devices": ["/dev/a"], "slot": "A.b"}, "slot"),
+        ({"devices": ["/dev/a"], "companion": []}, "companion"),
+        ({"devices": ["/dev/a"], "model": 1}, "model"),
+    ],
+)
+def test_wrong_settings_are_named(settings, key) -> None:
+    assert key in [problem.key for problem in GenericPlugin.validate(settings)]
