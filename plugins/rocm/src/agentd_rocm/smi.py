@@ -1,0 +1,122 @@
+"""What AMD SMI says of the GPUs, through `pyrsmi`, with its quirks kept here.
+
+- It passes 64-bit handles without declaring them, and `ctypes` cuts those to 32 bits: the
+  library then knows no GPU (https://github.com/ROCm/pyrsmi/issues/28). The arguments are
+  declared here before it is initialised.
+- It answers -1 or "" where it fails; here that is None.
+- It has no temperature; the library is asked directly.
+- Its unique id is the PCI address, so the address is what identifies a GPU here, until the
+  kernel tells a serial number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pyrsmi import rocml
+
+_P, _I = ctypes.c_void_p, ctypes.c_int
+_ARGUMENTS = {
+    "amdsmi_get_processor_handles": [_P, _P, _P],
+    "amdsmi_get_gpu_device_uuid": [_P, _P, _P],
+    "amdsmi_get_gpu_asic_info": [_P, _P],
+    "amdsmi_get_gpu_device_bdf": [_P, _P],
+    "amdsmi_get_gpu_activity": [_P, _P],
+    "amdsmi_get_power_info": [_P, _P],
+    "amdsmi_get_gpu_topo_numa_affinity": [_P, _P],
+    "amdsmi_topo_get_numa_node_number": [_P, _P],
+    "amdsmi_get_gpu_memory_total": [_P, _I, _P],
+    "amdsmi_get_gpu_memory_usage": [_P, _I, _P],
+    "amdsmi_get_temp_metric": [_P, _I, _I, _P],
+}
+_EDGE, _CURRENT = 0, 0
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU as the library lists it."""
+
+    index: int
+    pci: str
+    model: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a GPU does now: percent, bytes, degrees Celsius, watts."""
+
+    utilization: float | None
+    used_bytes: int | None
+    total_bytes: int | None
+    temperature: float | None
+    power: float | None
+
+
+def initialise() -> None:
+    """Load the library and start it.
+
+    Raises:
+        RuntimeError: there is no driver or no library; in one line.
+    """
+    try:
+        rocml._load_rocm_library()  # noqa: SLF001 - see the module's first quirk
+        for name, arguments in _ARGUMENTS.items():
+            if (function := getattr(rocml.rocm_lib, name, None)) is not None:
+                function.argtypes = arguments
+        rocml.smi_initialize()
+    except Exception as error:  # noqa: BLE001 - pyrsmi raises whatever comes its way
+        raise RuntimeError(f"no AMD driver here: {error or type(error).__name__}") from None
+
+
+def shut_down() -> None:
+    """Let go of the library."""
+    rocml.smi_shutdown()
+
+
+def gpus() -> Iterator[Gpu]:
+    """Yield the GPUs that answer."""
+    for index in range(rocml.smi_get_device_count()):
+        address = rocml.smi_get_device_pci_id(index)
+        if address is None or address < 0:
+            continue
+        memory = _known(rocml.smi_get_device_memory_total(index))
+        model = rocml.smi_get_device_name(index)
+        yield Gpu(index, pci_address(address), model if isinstance(model, str) else "", memory or 0)
+
+
+def pci_address(packed: int) -> str:
+    """Return an address as Linux writes it; domain from bit 16, bus 8, device 3, function 0."""
+    domain, bus, device = packed >> 16, packed >> 8 & 0xFF, packed >> 3 & 0x1F
+    return f"{domain:04x}:{bus:02x}:{device:02x}.{packed & 7}"
+
+
+def load_of(index: int) -> Load:
+    """Return what a GPU does now."""
+    utilization = _known(rocml.smi_get_device_utilization(index))
+    power = _known(rocml.smi_get_device_average_power(index))
+    return Load(
+        None if utilization is None else float(utilization),
+        _known(rocml.smi_get_device_memory_used(index)),
+        _known(rocml.smi_get_device_memory_total(index)),
+        _temperature(index),
+        None if power is None else float(power),
+    )
+
+
+def _temperature(index: int) -> float | None:
+    ask: Any = getattr(rocml.rocm_lib, "amdsmi_get_temp_metric", None)
+    if ask is None:
+        return None
+    degrees = ctypes.c_int64()
+    handle = rocml._get_processor_handle(index)  # noqa: SLF001 - there is no public way to it
+    return (
+        float(degrees.value) if ask(handle, _EDGE, _CURRENT, ctypes.byref(degrees)) == 0 else None
+    )
+
+
+def _known(value: Any) -> int | None:  # noqa: ANN401 - whatever pyrsmi answers
+    return int(value) if isinstance(value, (int, float)) and value >= 0 else None

@@ -1,0 +1,129 @@
+"""The rocm plugin and the real `pyrsmi`, against a library that this test compiles."""
+
+import asyncio
+import os
+import shutil
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from agentd.adapters.plugin_instance import Pace
+from agentd.adapters.plugins import PluginHost
+from agentd.config.plugins import PluginTable
+from agentd.core.devices import Device, DeviceId
+from agentd.core.ledger import Allocation, Share
+from agentd.core.slots import ONE, SlotKind
+from agentd.plugin_api import Features, Measurement
+from agentd.services.interfaces import PluginState
+from agentd_rocm import RocmPlugin
+
+SOURCE = Path(__file__).parents[1] / "native" / "amdsmi.c"
+GPUS = """handles big
+stderr libdrm: amdgpu.ids: No such file
+gpu uuid=56ff74a1-0000-1000-80a2-f6ed0b5ee5f9 pci=0000:c1:00.0 mem=206141652992 used=297086976 \
+util=12 temp=44 power=137 numa=1 lost=0 name=AMD Instinct MI300X OAM
+gpu pci=0002:05:1f.7 mem=1024 numa=-1 lost=0 name=AMD Other
+"""
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A ROCm folder with a library that does what a file says, and a driver that is loaded."""
+    if shutil.which("gcc") is None:
+        if os.environ.get("AGENTD_REQUIRE_ALL"):
+            pytest.fail("gcc is not installed")
+        pytest.skip("gcc is not installed")
+    folder = tmp_path_factory.mktemp("rocm")
+    (folder / "lib").mkdir()
+    library = folder / "lib" / "libamd_smi.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, SOURCE], check=True)
+    (folder / "bin").mkdir()
+    cat = folder / "bin" / "cat"
+    cat.write_text("#!/bin/sh\necho live\n")
+    cat.chmod(0o755)
+    sysfs = folder / "sys/bus/pci/devices/0000:c1:00.0"
+    (sysfs / "drm/renderD129").mkdir(parents=True)
+    (sysfs / "unique_id").write_text("a2f6ed0b5ee5f900\n")
+    (sysfs / "numa_node").write_text("1\n")
+    return folder
+
+
+@pytest.fixture
+async def host(root: Path, tmp_path: Path, monkeypatch) -> AsyncIterator[PluginHost]:
+    file = tmp_path / "gpus"
+    file.write_text(GPUS)
+    monkeypatch.setenv("ROCM_PATH", str(root))
+    monkeypatch.setenv("FAKE_AMDSMI_FILE", str(file))
+    monkeypatch.setenv("PATH", f"{root}/bin:{os.environ['PATH']}")
+    made = plugin(sysfs=str(root / "sys"))
+    await made.open(10)
+    yield made
+    await made.close()
+
+
+def plugin(**settings) -> PluginHost:
+    table = PluginTable(name="rocm", plugin="rocm", settings=settings)
+    return PluginHost([table], ["rocm"], features=Features("docker"), pace=Pace(5, 0.1))
+
+
+def devices(host: PluginHost) -> list[Device]:
+    assert host.listings(), host.statuses()
+    return list(host.listings()[0].devices)
+
+
+async def test_gpus_are_found_and_named_for_good(host: PluginHost) -> None:
+    first, second = devices(host)
+    assert (first.device_id.id, first.stable_id) == ("rocm0", "GPU-a2f6ed0b5ee5f900")
+    assert (first.aliases, first.numa_node) == (("0000:c1:00.0",), 1)
+    assert first.model == "AMD Instinct MI300X OAM"
+    assert first.attributes["memory"] == "206141652992"
+    assert (second.stable_id, second.numa_node) == ("0002:05:1f.7", None)
+
+
+async def test_measurements(host: PluginHost) -> None:
+    async with asyncio.timeout(10):
+        while not host.measurements():
+            await asyncio.sleep(0.02)
+    measured = host.measurements()["rocm"][0]
+    assert measured == Measurement(
+        "GPU-a2f6ed0b5ee5f900", 12.0, 297086976, 206141652992, 44.0, 137.0
+    )
+
+
+def given(*stable_ids: str) -> tuple[Allocation, dict[DeviceId, str]]:
+    ids = [DeviceId("rocm", f"rocm{n}") for n in range(len(stable_ids))]
+    shares = tuple(Share(i, "rocm.device", SlotKind.COUNT, ONE) for i in ids)
+    return Allocation(shares), dict(zip(ids, stable_ids, strict=True))
+
+
+async def test_edits(host: PluginHost) -> None:
+    one = given("GPU-a2f6ed0b5ee5f900")
+    docker = await host.container_edits(*one, Features("docker"))
+    assert [node.host_path for node in docker.device_nodes] == ["/dev/kfd", "/dev/dri/renderD129"]
+    assert (docker.env, docker.groups) == ({"ROCR_VISIBLE_DEVICES": "0"}, ("render",))
+    process = await host.container_edits(*one, Features("process"))
+    assert process.env == {"ROCR_VISIBLE_DEVICES": "GPU-a2f6ed0b5ee5f900"}
+    hidden = await host.container_edits(*given(), Features("docker"))
+    assert hidden.env == {"ROCR_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+
+
+async def test_no_library_is_one_line_and_offers_nothing(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("ROCM_PATH", str(tmp_path))
+    made = plugin()
+    await made.open(10)
+    (status,) = made.statuses()
+    await made.close()
+    assert status.state is PluginState.FAILED
+    assert "open: RuntimeError: no AMD driver here: " in status.reason
+    assert made.listings() == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [({"mode": "x"}, "mode"), ({"quantum": "0"}, "quantum"), ({"groups": "render"}, "groups"),
+     ({"grups": []}, "grups")],
+)  # fmt: skip
+def test_wrong_settings_are_named(settings, key) -> None:
+    assert key in [problem.key for problem in RocmPlugin.validate(settings)]
