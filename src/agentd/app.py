@@ -46,6 +46,19 @@ FIRST_LIST_TIMEOUT_S = 20.0
 DRAIN_TIMEOUT_S = 20.0
 
 
+def pace_of(settings: Settings) -> Pace:
+    """Return the deadlines and intervals that plugins are held to."""
+    return Pace(settings.plugins.call_timeout, settings.plugins.health_interval)
+
+
+def plugin_host(settings: Settings) -> PluginHost:
+    """Return the plugins that the configuration asks for, none of them started."""
+    plugins, features = settings.plugins, Features(settings.node.runtime)
+    return PluginHost(
+        plugins.tables, plugins.allow, plugins.block, features=features, pace=pace_of(settings)
+    )
+
+
 async def open_plugins(loaded: Loaded) -> PluginHost:
     """Load and open the plugins as the configuration says.
 
@@ -55,18 +68,8 @@ async def open_plugins(loaded: Loaded) -> PluginHost:
         StartRefused: a required plugin is not ready.
     """
     settings = loaded.settings
-    plugins = settings.plugins
-    host = PluginHost(
-        plugins.tables,
-        plugins.allow,
-        plugins.block,
-        features=Features(settings.node.runtime),
-        pace=Pace(plugins.call_timeout, plugins.health_interval),
-    )
-    await host.open(plugins.open_timeout)
-    for status in host.statuses():
-        if status.reason:
-            log.warning("plugin.not_ready", plugin=status.name, reason=status.reason)
+    host = plugin_host(settings)
+    await host.open(settings.plugins.open_timeout)
     if missing := host.failed_required():
         await host.close()
         if problems := host.problems():
@@ -165,6 +168,10 @@ class Daemon:
     ) -> KernelService:
         host = probe()
         devices = discover(self._loaded, host, plugins, self._state)
+        for status in plugins.statuses():
+            if status.reason:
+                say = log.warning if status.has_table else log.info
+                say("plugin.not_ready", plugin=status.name, reason=status.reason)
         for warning in devices.warnings:
             log.warning("node.warning", warning=warning)
         runtimes = self._runtimes()

@@ -147,15 +147,11 @@ def plugins(config_file: str | None, as_json: bool) -> None:  # noqa: FBT001 - c
     """List the accelerator plugins, opened as the daemon would."""
     loaded = _settings(config_file)
     log.configure("error")
-    from agentd.adapters.plugins import PluginHost  # noqa: PLC0415
-    from agentd.plugin_api import Features  # noqa: PLC0415
+    from agentd import app  # noqa: PLC0415 - see above
 
     async def look() -> list[dict[str, Any]]:
-        table = loaded.settings.plugins
-        host = PluginHost(
-            table.tables, table.allow, table.block, features=Features(loaded.settings.node.runtime)
-        )
-        await host.open(table.open_timeout)
+        host = app.plugin_host(loaded.settings)
+        await host.open(loaded.settings.plugins.open_timeout)
         rows = [asdict(status) for status in host.statuses(everything=True)]
         await host.close()
         return rows
@@ -167,6 +163,38 @@ def plugins(config_file: str | None, as_json: bool) -> None:  # noqa: FBT001 - c
     from agentd.tables import print_rows  # noqa: PLC0415
 
     print_rows(rows, ["name", "plugin", "state", "slots", "reason"])
+
+
+@agentd.group()
+def plugin() -> None:
+    """Try a plugin."""
+
+
+@plugin.command()
+@config_option
+@json_option
+@click.argument("name")
+def check(config_file: str | None, as_json: bool, name: str) -> None:  # noqa: FBT001 - click passes it
+    """Run the conformance suite against plugin NAME: a table of the file, or an entry point."""
+    loaded = _settings(config_file)
+    log.configure("error")
+    from agentd import app  # noqa: PLC0415 - see above
+    from agentd.adapters.plugin_check import Conformance  # noqa: PLC0415
+    from agentd.tables import print_rows  # noqa: PLC0415
+
+    host = app.plugin_host(loaded.settings)
+    try:
+        wanted = host.wanted(name)
+    except LookupError as error:
+        raise click.ClickException(str(error)) from None
+    findings = _run(Conformance(wanted, app.pace_of(loaded.settings)).run())
+    rows = [asdict(finding) for finding in findings]
+    if as_json:
+        click.echo(json.dumps(rows, indent=1))
+    else:
+        shown = [{**row, "passed": "yes" if row["passed"] else "NO"} for row in rows]
+        print_rows(shown, ["check", "passed", "detail"])
+    sys.exit(0 if all(row["passed"] for row in rows) else 1)
 
 
 @agentd.group()

@@ -1,5 +1,6 @@
 """Plugins that behave, and many that do not; entry points of the tests name them."""
 
+import importlib
 import os
 import signal
 import sys
@@ -141,6 +142,24 @@ class Prints(Good):
 class ClosesEverything(Good):
     def open(self) -> None:
         os.closerange(3, 256)
+
+
+class Moves(Good):
+    """Its device has another id at every listing."""
+
+    listings = 0
+
+    def list_devices(self) -> Sequence[DeviceInfo]:
+        Moves.listings += 1
+        return [replace(d, id=f"{d.id}{Moves.listings}") for d in super().list_devices()]
+
+
+def __getattr__(name: str) -> type[Good]:
+    """Make a plugin that looks into agentd, only where it is asked for."""
+    if name != "LooksInside":
+        raise AttributeError(name)
+    importlib.import_module("agentd.core.reconcile")
+    return Good
 
 
 class RaisesAtList(Good):

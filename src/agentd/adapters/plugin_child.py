@@ -81,6 +81,7 @@ class Host:
 
     def load(self) -> Facts:
         module, _, attributes = self._order.target.partition(":")
+        before = set(sys.modules)
         loaded: Any = importlib.import_module(module)
         for attribute in filter(None, attributes.split(".")):
             loaded = getattr(loaded, attribute)
@@ -93,6 +94,7 @@ class Host:
             _overrides(loaded, "wait_for_change"),
             _overrides(loaded, "measure"),
             _overrides(loaded, "kernel_event"),
+            sorted(name for name in {*sys.modules} - before if name.startswith("agentd.")),
         )
 
     def validate(self) -> Sequence[Any]:

@@ -91,7 +91,9 @@ class PluginInstance:
     def status(self) -> PluginStatus:
         slots = tuple(slot.name for slot in self.listing.slot_types) if self.listing else ()
         wanted = self.wanted
-        return PluginStatus(wanted.name, wanted.plugin, self.state, self.reason, slots)
+        return PluginStatus(
+            wanted.name, wanted.plugin, self.state, self.reason, slots, wanted.has_table
+        )
 
     @property
     def is_silent(self) -> bool:

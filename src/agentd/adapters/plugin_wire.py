@@ -71,6 +71,7 @@ class Facts:
     has_events: bool
     has_measurements: bool
     hears_kernels: bool
+    imports_of_agentd: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,20 @@ class PluginHost:
                 instance.settle(state, reason)
             self._instances[wanted.name] = instance
 
+    def wanted(self, name: str) -> Wanted:
+        """Return what would run under a device name.
+
+        Raises:
+            LookupError: nothing would; the message says what there is.
+        """
+        instance = self._instances.get(name)
+        if instance is None:
+            have = ", ".join(self._instances) or "none"
+            raise LookupError(f"no plugin {name!r}; there are {have}")
+        if not instance.wanted.target:
+            raise LookupError(instance.reason)
+        return instance.wanted
+
     def _note(self, name: str) -> None:
         if self._is_open:
             self._changed.put_nowait(name)

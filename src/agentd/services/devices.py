@@ -124,10 +124,12 @@ class NodeDevices:
         listed = with_shared_health([*self._host_devices, *kept])
         devices = with_remembered(listed, self._memory.load_devices())
         types = [*self._host_types, *(slot for item in listings for slot in item.slot_types)]
+        missed = {name for rule in self._rules.agents for name in rule.devices}
+        missed |= {device.device_id.name for device in devices}
         unlisted = {
             status.name: f"plugin {status.state.value}: {status.reason}"
             for status in self._plugins.statuses()
-            if status.name not in self._joined
+            if status.name not in self._joined and (status.has_table or status.name in missed)
         }
         return split(Inventory.of(types, devices), self._rules, unlisted), tuple(warnings)
 

@@ -28,13 +28,17 @@ class PluginState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PluginStatus:
-    """A plugin instance: its device name, its entry point, and how it does."""
+    """A plugin instance: its device name, its entry point, and how it does.
+
+    One without a table was loaded because it is installed; nobody misses it where it fails.
+    """
 
     name: str
     plugin: str
     state: PluginState
     reason: str = ""
     slots: tuple[str, ...] = ()
+    has_table: bool = True
 
 
 @dataclass(frozen=True, slots=True)
