@@ -1,14 +1,15 @@
 import asyncio
 import os
-import signal
-import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+import re
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from importlib_metadata import EntryPoint
 from structlog.testing import capture_logs
 
+from adapters.unkillable import hold, let_go
+from agentd.adapters import plugin_process
 from agentd.adapters.plugin_instance import Pace
 from agentd.adapters.plugins import PluginHost, installed
 from agentd.config.plugins import PluginTable
@@ -19,7 +20,6 @@ from agentd.errors import PluginUnavailable
 from agentd.plugin_api import Features
 from agentd.services.interfaces import PluginState
 
-TESTS = Path(__file__).parents[1]
 PROCESS = Features("process")
 
 
@@ -39,11 +39,13 @@ class Hosts:
         allow=(),
         block=(),
         call_timeout_s: float = 5.0,
-        **points: str,
+        most_memory_bytes: int = Pace.most_memory_bytes,
+        points: Mapping[str, EntryPoint] | None = None,
+        **targets: str,
     ) -> PluginHost:
-        entry_points = {name: point(name, target) for name, target in points.items()}
-        pace = Pace(call_timeout_s, health_interval_s=0.1)
-        made = PluginHost(tables, allow, block, features=PROCESS, pace=pace, points=entry_points)
+        points = points or {name: point(name, target) for name, target in targets.items()}
+        pace = Pace(call_timeout_s, 0.1, most_memory_bytes)
+        made = PluginHost(tables, allow, block, features=PROCESS, pace=pace, points=points)
         self.made.append(made)
         return made
 
@@ -71,6 +73,10 @@ async def until(made: PluginHost, name: str, holds: Callable[[], bool]) -> None:
         changes = made.changes()
         while not holds():
             assert await anext(changes) == name
+
+
+async def until_ready(made: PluginHost, name: str) -> None:
+    await until(made, name, lambda: states(made)[name] is PluginState.READY)
 
 
 async def test_an_installed_plugin_loads_by_itself_under_its_own_name(host) -> None:
@@ -140,6 +146,34 @@ async def test_a_plugin_that_misbehaves_is_reported_and_left_out(
     assert seen["bad"][0] is PluginState.FAILED
     assert why in seen["bad"][1]
     assert [listing.name for listing in made.listings()] == ["good"]
+
+
+@pytest.mark.parametrize(
+    ("source", "state", "why"),
+    [
+        ("1 / 0", PluginState.FAILED, "import: ZeroDivisionError: division by zero"),
+        ("import nothing_of_this_name", PluginState.FAILED, "import: ModuleNotFoundError"),
+        ("def", PluginState.FAILED, "import: SyntaxError"),
+        ("import os; os._exit(4)", PluginState.FAILED, "import: it exited with status 4"),
+        ("import os; os.abort()", PluginState.FAILED, "import: it was killed by SIGABRT"),
+        ("import sys; sys.exit()", PluginState.FAILED, "import: SystemExit"),
+        ("import time; time.sleep(1000)", PluginState.PENDING, "has not opened within 2 s"),
+        ("print('hello'); from adapters.zoo import Good as Plugin", PluginState.READY, ""),
+    ],
+)
+async def test_a_module_that_misbehaves_at_import_harms_nothing(
+    host, tmp_path, monkeypatch, source, state, why
+) -> None:
+    (tmp_path / "odd.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    points = {
+        "bad": EntryPoint("bad", "odd:Plugin", "agentd.accelerators"),
+        "good": point("good", "Good"),
+    }
+    seen = await opened(host(points=points), 2)
+    assert seen["good"][0] is PluginState.READY
+    assert seen["bad"][0] is state
+    assert seen["bad"][1].startswith(why)
 
 
 async def test_a_plugin_that_is_not_installed_is_named_with_the_nearest(host) -> None:
@@ -239,6 +273,41 @@ async def test_a_plugin_that_is_lost_is_started_again_and_keeps_its_slots(
     assert pid_of(made, "one") != first
 
 
+async def test_a_plugin_that_leaks_is_started_again(host, tmp_path) -> None:
+    table, file = scripted(tmp_path)
+    made = host([table], Scripted="Scripted", most_memory_bytes=128 << 20)
+    await opened(made)
+    file.write_text("leak")
+    await until(made, "one", lambda: states(made)["one"] is PluginState.FAILED)
+    assert re.fullmatch(r"it uses \d+ MiB of memory; next try in 1 s", made.statuses()[0].reason)
+    file.write_text("fine")
+    await until(made, "one", lambda: states(made)["one"] is PluginState.READY)
+
+
+async def test_a_process_that_cannot_be_killed_is_left_behind_and_never_a_third(
+    host, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(plugin_process, "KILL_PATIENCE_S", 0.2)
+    table, file = scripted(tmp_path)
+    made = host([table], Scripted="Scripted", two="Good", call_timeout_s=0.5)
+    pids = []
+    for _ in range(2):
+        await (until_ready(made, "one") if pids else opened(made))
+        pids.append(pid_of(made, "one"))
+        hold(pids[-1])
+        file.write_text("hang")
+        await until(made, "one", lambda: states(made)["one"] is PluginState.FAILED)
+        reason = made.statuses()[0].reason
+        assert f"process {pids[-1]} cannot be killed, left behind; next try in" in reason
+        file.write_text("fine")
+    await until(made, "one", lambda: made.statuses()[0].reason.startswith("its processes"))
+    assert f"its processes {pids[0]}, {pids[1]} cannot be killed" in made.statuses()[0].reason
+    assert states(made)["two"] is PluginState.READY
+    for pid in pids:
+        let_go(pid)
+    await until_ready(made, "one")
+
+
 async def test_a_change_of_health_is_seen_without_being_told(host, tmp_path) -> None:
     table, file = scripted(tmp_path)
     made = host([table], Scripted="Scripted")
@@ -277,39 +346,6 @@ async def test_what_a_plugin_prints_goes_to_the_log_under_its_name_and_is_bounde
     assert {entry["plugin"] for entry in lines} == {"loud"}
     assert lines[0]["text"] == "to standard output"
     assert 10 < len(lines) <= 50
-
-
-async def test_a_plugin_s_process_dies_with_the_daemon() -> None:
-    """Whatever it is doing: here nothing, as it is stopped."""
-    code = """
-import asyncio, sys
-sys.path.insert(0, sys.argv[1])
-from agentd.adapters.plugin_process import PluginProcess
-async def main():
-    made = await PluginProcess.start("x", "adapters.zoo:Good", {}, lambda: None)
-    await made.call("load", timeout_s=10)
-    print(made.pid, flush=True)
-    await asyncio.sleep(1000)
-asyncio.run(main())
-"""
-    daemon = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", code, str(TESTS), stdout=asyncio.subprocess.PIPE
-    )
-    assert daemon.stdout is not None
-    pid = int(await daemon.stdout.readline())
-    os.kill(pid, signal.SIGSTOP)
-    daemon.kill()
-    await daemon.wait()
-    async with asyncio.timeout(10):
-        while alive(pid):
-            await asyncio.sleep(0.01)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
 
 
 def test_sim_is_installed_as_its_own_distribution() -> None:

@@ -4,6 +4,7 @@ import importlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -85,7 +86,13 @@ class LeavesAtOpen(Good):
 
 
 class Scripted(Good):
-    """Does what the file says, at every listing: nothing, crash, hang, raise, sick, none, two."""
+    """Does what the file says, at every listing: crash, hang, leak, raise, sick, none, two."""
+
+    leaked: ClassVar[list[bytes]] = []
+    _never = threading.Event()
+
+    def open(self) -> None:
+        threading.Thread(target=self._never.wait, daemon=True).start()
 
     def _word(self) -> str:
         return Path(self.settings["file"]).read_text().strip()
@@ -98,6 +105,8 @@ class Scripted(Good):
         if word == "hang":
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             time.sleep(1000)
+        if word == "leak":
+            self.leaked.append(b"x" * (32 << 20))
         if word == "raise":
             raise OSError("the driver is gone")
         if word == "sick":

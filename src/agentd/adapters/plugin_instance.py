@@ -39,8 +39,6 @@ LOAD_TIMEOUT_S, OPEN_TIMEOUT_S, CLOSE_TIMEOUT_S = 60.0, 120.0, 2.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
 LONG_ENOUGH_S = 60.0
 """A process that lived so long starts the pauses anew."""
-MAX_MEMORY_BYTES = 1 << 30
-"""A plugin's process that has grown beyond this leaks, and is started again."""
 MAX_LEFT_BEHIND = 2
 """No further process is started while so many of one plugin cannot be killed."""
 
@@ -59,10 +57,13 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Pace:
-    """How long a call may take, and how often devices are looked at (seconds)."""
+    """How long a call may take, how often devices are looked at (seconds), and the resident
+    memory beyond which a process leaks, and is started again.
+    """
 
     call_timeout_s: float = 10.0
     health_interval_s: float = 10.0
+    most_memory_bytes: int = 1 << 30
 
 
 class PluginInstance:
@@ -186,7 +187,7 @@ class PluginInstance:
             self._woken.clear()
             if process.lost.is_set():
                 raise PluginLost(process.reason)
-            if (used := process.memory_bytes()) > MAX_MEMORY_BYTES:
+            if (used := process.memory_bytes()) > self._pace.most_memory_bytes:
                 raise PluginLost(f"it uses {used >> 20} MiB of memory")
             await self._look(process)
 
