@@ -1,7 +1,7 @@
 """Stand-ins for the outside; the runtime passes the same contract suite as the real ones."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 from agentd.core.devices import Device
@@ -11,7 +11,14 @@ from agentd.core.plan import KernelPlan
 from agentd.core.reconcile import FoundKernel, FoundState
 from agentd.errors import CommandNotFound, InvalidRequest, Problem, RuntimeUnavailable
 from agentd.plugin_api import Features, Measurement
-from agentd.services.interfaces import Intent, PluginListing, PluginState, PluginStatus
+from agentd.services.interfaces import (
+    Intent,
+    LogQuery,
+    PluginListing,
+    PluginState,
+    PluginStatus,
+    Progress,
+)
 
 KNOWN_COMMANDS = ("sh", "sleep", "printf")
 
@@ -21,7 +28,6 @@ class FakeRuntime:
 
     name = "fake"
     minimum_memory_bytes = 1
-    unenforced: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
         self.kernels: dict[str, FoundKernel] = {}
@@ -36,6 +42,9 @@ class FakeRuntime:
     async def close(self) -> None:
         self._followers.clear()
 
+    def unenforced(self, spec: KernelSpec) -> frozenset[str]:
+        return frozenset()
+
     async def features(self) -> Features:
         return Features(self.name)
 
@@ -47,9 +56,7 @@ class FakeRuntime:
         if not spec.command:
             raise InvalidRequest([Problem("command", "is empty")])
 
-    async def create(
-        self, plan: KernelPlan, progress: Callable[[KernelState], None]
-    ) -> FoundKernel:
+    async def create(self, plan: KernelPlan, progress: Progress) -> FoundKernel:
         self._answer()
         progress(KernelState.CREATING)
         if self.gate is not None:
@@ -133,11 +140,9 @@ class FakeRuntime:
         while True:
             yield await events.get()
 
-    async def logs(
-        self, kernel_id: str, handle: str, *, follow: bool, tail: int | None
-    ) -> AsyncIterator[bytes]:
+    async def logs(self, kernel_id: str, handle: str, query: LogQuery) -> AsyncIterator[bytes]:
         lines = self.output[kernel_id].splitlines(keepends=True)
-        yield b"".join(lines if tail is None else lines[len(lines) - tail :])
+        yield b"".join(lines if query.tail is None else lines[len(lines) - query.tail :])
 
 
 class FakePlugins:

@@ -19,13 +19,15 @@ import structlog
 
 from agentd.adapters.cgroups import find_memory_groups
 from agentd.adapters.docker import DockerRuntime
-from agentd.adapters.host import Host, boot_id, derived_node_id, probe
+from agentd.adapters.docker_config import DockerRules
+from agentd.adapters.host import Host, boot_id, derived_node_id, is_port_free, probe
 from agentd.adapters.plugin_instance import Pace
 from agentd.adapters.plugins import PluginHost
 from agentd.adapters.process import ProcessRuntime
 from agentd.adapters.state_dir import StateDir
 from agentd.adapters.systemd import Notifier
 from agentd.config.loading import Loaded
+from agentd.config.runtimes import DockerSettings
 from agentd.config.settings import Settings
 from agentd.core.reconcile import FoundState
 from agentd.core.slots import BUILT_IN
@@ -178,7 +180,14 @@ class Daemon:
         for runtime in runtimes.values():
             stack.push_async_callback(runtime.close)
         slots = self._settings.resource.default_slots
-        rules = NodeRules(self._node_id, self._settings.policy(), slots, host.real_cores)
+        rules = NodeRules(
+            self._node_id,
+            self._settings.policy(),
+            slots,
+            host.real_cores,
+            self._settings.runtime.docker.ports,
+            is_port_free,
+        )
         planner = Planner(devices, plugins, rules)
         default = self._settings.node.runtime
         return KernelService(devices, planner, runtimes, default, self._state, time.time)
@@ -224,9 +233,7 @@ class Daemon:
     def _runtime(self, name: str, node_id: str) -> Runtime:
         if name == "docker":
             docker = self._settings.runtime.docker
-            return DockerRuntime(
-                docker.socket, node_id, docker.network, docker.allowed_mounts, docker.stop_timeout
-            )
+            return DockerRuntime(docker.socket, node_id, _docker_rules(docker))
         user = self._settings.runtime.process.user
         return ProcessRuntime(self._state.kernels, node_id, user, boot_id(), find_memory_groups())
 
@@ -270,6 +277,20 @@ async def _running(monitor: Monitor) -> AsyncIterator[None]:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
+
+
+def _docker_rules(docker: DockerSettings) -> DockerRules:
+    return DockerRules(
+        network=docker.network,
+        allowed_networks=docker.allowed_networks,
+        allowed_mounts=docker.allowed_mounts,
+        capabilities=docker.capabilities,
+        pids_limit=docker.pids_limit,
+        log_max_size=docker.log_max_size,
+        log_max_files=docker.log_max_files,
+        registry_auth=docker.registry_auth,
+        stop_timeout_s=docker.stop_timeout,
+    )
 
 
 def _lock_folder() -> Path:

@@ -7,6 +7,7 @@ from aiodocker import DockerError
 from aiodocker.containers import DockerContainer
 
 from agentd.adapters.docker import DockerRuntime
+from agentd.adapters.docker_config import DockerRules
 from agentd.core.plan import kernel_name
 from agentd.errors import InvalidRequest, OutcomeUnknown, RuntimeUnavailable
 from contracts.test_runtime import plan
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.docker
 
 @pytest.fixture
 async def runtime(engine: Engine) -> AsyncIterator[DockerRuntime]:
-    made = DockerRuntime(engine.socket, "node-a", "none", (), 5)
+    made = DockerRuntime(engine.socket, "node-a", DockerRules("none", stop_timeout_s=5))
     yield made
     await made.close()
     engine.clean()
@@ -41,13 +42,13 @@ async def test_an_engine_that_dies_after_the_start_leaves_the_outcome_unknown(
 async def test_a_create_without_an_answer_leaves_the_outcome_unknown(
     runtime: DockerRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(type(runtime._docker.containers), "create", lost)
+    monkeypatch.setattr(runtime, "_asked", lost)
     with pytest.raises(OutcomeUnknown):
         await runtime.create(plan("sleep", "1000"), lambda _: None)
 
 
 async def test_an_engine_that_was_never_reached_was_asked_nothing(folder) -> None:
-    runtime = DockerRuntime(folder / "none.sock", "node-a", "none", (), 5)
+    runtime = DockerRuntime(folder / "none.sock", "node-a", DockerRules("none", stop_timeout_s=5))
     with pytest.raises(RuntimeUnavailable) as caught:
         await runtime.create(plan("sleep", "1000"), lambda _: None)
     assert not isinstance(caught.value, OutcomeUnknown)

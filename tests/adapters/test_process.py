@@ -11,10 +11,12 @@ import pytest
 
 from agentd.adapters.cgroups import find_memory_groups
 from agentd.adapters.host import boot_id
+from agentd.adapters.output import tail_offset
 from agentd.adapters.proc import Proc, read_stat, recovered
-from agentd.adapters.process import ProcessRuntime, _tail_offset
+from agentd.adapters.process import ProcessRuntime
 from agentd.core.reconcile import FoundState
 from agentd.errors import KernelConflict
+from agentd.services.interfaces import LogQuery
 from contracts.test_runtime import plan
 
 
@@ -75,7 +77,7 @@ async def test_a_kernel_has_ended_only_when_nothing_of_it_is_left(runtime, folde
 
 async def test_one_that_ignores_term_is_killed_after_its_grace(runtime) -> None:
     found = await create(runtime, "sh", "-c", "trap '' TERM; echo ready; sleep 1000; sleep 1000")
-    assert await anext(runtime.logs("k1", found.handle, follow=True, tail=None)) == b"ready\n"
+    assert await anext(runtime.logs("k1", found.handle, LogQuery(follow=True))) == b"ready\n"
     await runtime.stop("k1", found.handle, 0.2)
     ended = await runtime.find("k1")
     assert ended is not None
@@ -139,7 +141,7 @@ async def test_a_folder_without_identity_never_ran(runtime, folder) -> None:
 
 async def test_the_kernel_s_memory_group_is_removed_with_it(runtime, folder) -> None:
     if find_memory_groups() is None:
-        assert "mem" in runtime.unenforced
+        assert "mem" in runtime.unenforced(plan("sleep").spec)
         return
     await create(runtime, "sleep", "1000")
     group = Path((folder / "kernels" / "k1" / "group").read_text())
@@ -192,6 +194,6 @@ def test_the_last_lines_are_found_from_the_end(tmp_path: Path, lines: int) -> No
     content = b"".join(b"%d %s\n" % (n, b"x" * (n % 90)) for n in range(6000)) + b"no newline"
     path.write_bytes(content)
     with path.open("rb") as file:
-        file.seek(_tail_offset(file, lines))
+        file.seek(tail_offset(file, lines))
         assert file.read() == b"".join(content.splitlines(keepends=True)[6001 - lines :][-lines:]
                                        if lines else [])  # fmt: skip

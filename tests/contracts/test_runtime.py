@@ -11,6 +11,7 @@ import pytest
 
 from agentd.adapters.cgroups import find_memory_groups
 from agentd.adapters.docker import DockerRuntime
+from agentd.adapters.docker_config import DockerRules
 from agentd.adapters.host import boot_id, probe
 from agentd.adapters.process import ProcessRuntime
 from agentd.core.allocation import Allocation, Share
@@ -22,7 +23,7 @@ from agentd.core.reconcile import FoundKernel, FoundState
 from agentd.core.record import Record, RecordedShare, encode, statement
 from agentd.core.slots import ONE, SlotKind
 from agentd.errors import CommandNotFound, InvalidRequest
-from agentd.services.interfaces import Runtime
+from agentd.services.interfaces import LogQuery, Runtime
 from engine import IMAGE
 from fakes import FakeRuntime
 
@@ -68,7 +69,8 @@ async def rig(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Rig
     for node in ("node-a", "node-b"):
         if request.param == "docker":
             engine = request.getfixturevalue("engine")
-            runtimes.append(DockerRuntime(engine.socket, node, "none", (), 5))
+            rules = DockerRules("none", stop_timeout_s=5)
+            runtimes.append(DockerRuntime(engine.socket, node, rules))
         elif request.param == "process":
             groups = find_memory_groups()
             kernels = folder / "kernels"
@@ -147,7 +149,7 @@ async def test_logs_are_given_byte_for_byte_and_by_the_last_lines(rig: Rig) -> N
     await rig.until_ended("k1")
 
     async def read(*, follow: bool, tail: int | None) -> bytes:
-        chunks = rig.runtime.logs("k1", created.handle, follow=follow, tail=tail)
+        chunks = rig.runtime.logs("k1", created.handle, LogQuery(follow, tail))
         return b"".join([chunk async for chunk in chunks])
 
     assert await read(follow=False, tail=None) == b"one\ntwo\n\xffthree\n"

@@ -8,7 +8,7 @@ from agentd.core.plan import NodeFacts, build_plan, kernel_name, refuse_reserved
 from agentd.core.slots import ONE, SlotKind
 from agentd.errors import InvalidRequest, RuntimeFailure
 
-NODE = NodeFacts("n", ("0", "1", "9"), frozenset({"0", "1"}), frozenset({"image", "mem"}))
+NODE = NodeFacts("n", ("0", "1", "9"), frozenset({"0", "1"}), frozenset({"mem"}))
 
 
 def spec(**members) -> KernelSpec:
@@ -36,7 +36,7 @@ def test_a_kernel_without_cores_of_its_own_runs_on_the_agent_s() -> None:
 def test_cores_that_are_not_there_are_not_pinned_and_said_so() -> None:
     plan = build_plan(spec(image="i"), Allocation((core("9"),)), ContainerEdits(), NODE)
     assert plan.cpus == ()
-    assert plan.not_enforced == ("cpu", "image", "mem")
+    assert plan.not_enforced == ("cpu", "mem")
 
 
 def test_a_request_cannot_set_what_is_not_its_own() -> None:

@@ -7,6 +7,7 @@ import pytest
 from agentd.core.devices import DeviceId, Health
 from agentd.core.kernel import Kernel, KernelSpec, KernelState
 from agentd.core.policy import Policy
+from agentd.core.ports import PortRange
 from agentd.core.reconcile import FoundState
 from agentd.core.rules import AgentRule, AllocationMode, SplitRules
 from agentd.core.slots import ONE, SlotKind, SlotType
@@ -50,7 +51,8 @@ class Rig:
         host = [*cores(4), memory(8 * GIB)]
         self.devices = NodeDevices(self.plugins, self.memory, rules, (CPU, MEM), host)
         self.devices.discover()
-        node = NodeRules("n", Policy(), {"cpu": 1, "mem": "256m"}, frozenset("0123"))
+        slots, real = {"cpu": 1, "mem": "256m"}, frozenset("0123")
+        node = NodeRules("n", Policy(), slots, real, PortRange(), lambda *_: True)
         self.service = KernelService(
             self.devices,
             Planner(self.devices, self.plugins, node),

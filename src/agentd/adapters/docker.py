@@ -13,9 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
-from datetime import datetime
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,41 +27,33 @@ from agentd.adapters.docker_answers import (
     NOT_FOUND,
     absent_is_fine,
     is_lost_answer,
+    is_no_image,
     listing,
     translated,
     translating,
     unknown,
 )
 from agentd.adapters.docker_config import (
-    AGENT_LABEL,
-    DEVICES_LABEL,
     KERNEL_LABEL,
     NODE_LABEL,
-    RECORD_LABEL,
+    UNPUBLISHED,
+    DockerRules,
     container_config,
-    mount_problems,
 )
-from agentd.core.edits import DeviceNode
-from agentd.core.kernel import Ending, KernelSpec, KernelState
+from agentd.adapters.docker_engine import EngineFacts, engine_facts
+from agentd.adapters.docker_images import Images
+from agentd.adapters.docker_inspect import found_kernel, labels_of, verify
+from agentd.adapters.docker_mounts import resolved
+from agentd.core.container import PullPolicy
+from agentd.core.kernel import KernelSpec, KernelState
 from agentd.core.plan import KernelPlan, kernel_name
-from agentd.core.reconcile import FoundKernel, FoundState
-from agentd.errors import (
-    ImageNotFound,
-    InvalidRequest,
-    Problem,
-    RuntimeFailure,
-    RuntimeUnavailable,
-)
+from agentd.core.reconcile import FoundKernel
+from agentd.errors import ImageNotFound, InvalidRequest
 from agentd.plugin_api import Features
+from agentd.services.interfaces import LogQuery, LogStream, Progress
 
 INSPECTS_AT_ONCE = 16
 _EVENTS = {"start", "die", "oom", "pause", "unpause", "destroy", "rename"}
-_STATES = {
-    "created": FoundState.CREATED,
-    "running": FoundState.RUNNING,
-    "restarting": FoundState.RUNNING,
-    "paused": FoundState.PAUSED,
-}
 _T = TypeVar("_T")
 
 
@@ -74,54 +64,51 @@ class DockerRuntime:
     minimum_memory_bytes = 6 * 2**20
     """The engine refuses less (Engine 20.10, "Minimum memory limit allowed is 6MB")."""
 
-    unenforced: frozenset[str] = frozenset()
-
-    def __init__(
-        self,
-        socket: Path,
-        node_id: str,
-        network: str,
-        allowed_mounts: Sequence[Path],
-        stop_timeout_s: float,
-    ) -> None:
+    def __init__(self, socket: Path, node_id: str, rules: DockerRules) -> None:
         self._node_id = node_id
-        self._network = network
-        self._allowed_mounts = tuple(allowed_mounts)
-        self._stop_timeout_s = stop_timeout_s
+        self._rules = rules
         self._connector = aiohttp.UnixConnector(str(socket), limit=0)
         self._docker = Docker("unix://localhost", connector=self._connector)
-        self._features: Features | None = None
+        self._images = Images(self._docker, rules.registry_auth)
+        self._facts: EngineFacts | None = None
 
     async def close(self) -> None:
         await self._docker.close()
         await self._connector.close()
 
     async def features(self) -> Features:
-        if self._features is None:
-            try:
+        return (await self._engine()).features
+
+    async def _engine(self) -> EngineFacts:
+        """Return what this engine can do; asked once for each connection to its events."""
+        if self._facts is None:
+            with listing():
                 info = await self._docker.system.info()
-            except (DockerError, OSError, aiohttp.ClientError, TimeoutError):
-                return Features(self.name)
-            cdi_spec_dirs = tuple(map(str, info.get("CDISpecDirs") or ()))
-            self._features = Features(
-                self.name, bool(cdi_spec_dirs), device_requests=True, cdi_spec_dirs=cdi_spec_dirs
-            )
-        return self._features
+                version = await self._docker.version()
+            self._facts = engine_facts(info, version)
+        return self._facts
+
+    def unenforced(self, spec: KernelSpec) -> frozenset[str]:
+        missing = self._facts.unenforced if self._facts else frozenset[str]()
+        publishes = self._rules.network_of(spec) not in UNPUBLISHED
+        return missing if publishes or not spec.ports else missing | {"ports"}
 
     async def check(self, spec: KernelSpec) -> None:
-        problems = list(mount_problems(spec.mounts, self._allowed_mounts))
-        if not spec.image:
-            problems.append(Problem("image", "is missing; the docker runtime runs images"))
+        problems = list(self._rules.problems(spec))
+        try:
+            resolved(spec.mounts, self._rules.allowed_mounts)
+        except InvalidRequest as error:
+            problems += error.problems
         if problems:
             raise InvalidRequest(problems)
 
-    async def create(
-        self, plan: KernelPlan, progress: Callable[[KernelState], None]
-    ) -> FoundKernel:
-        progress(KernelState.CREATING)
-        config = container_config(plan, self._network)
+    async def create(self, plan: KernelPlan, progress: Progress) -> FoundKernel:
+        engine = await self._engine()
+        engine.refuse_what_it_cannot(plan.edits)
+        sources = resolved(plan.spec.mounts, self._rules.allowed_mounts)
+        config = container_config(plan, self._rules, sources)
         try:
-            container = await self._create(plan, config, progress)
+            container = await self._create(plan, config, progress, engine.platform)
         except (DockerError, aiohttp.ClientError, OSError) as error:
             if is_lost_answer(error):
                 raise unknown(plan, error) from error
@@ -129,33 +116,41 @@ class DockerRuntime:
         try:
             await _to_the_end(container.start())
             shown = await container.show()
-            _verify_devices(shown, plan.edits.device_nodes)
+            verify(shown, config["HostConfig"], plan.edits.device_nodes, sources)
         except BaseException as error:
             await self._undo(container, plan, error)
             raise translated(error, plan) from error
-        return self._found(shown)
+        return found_kernel(shown)
 
     async def _create(
-        self, plan: KernelPlan, config: dict[str, Any], progress: Callable[[KernelState], None]
+        self, plan: KernelPlan, config: dict[str, Any], progress: Progress, native: str
     ) -> DockerContainer:
-        try:
-            return await self._made(plan, config)
-        except DockerError as error:
-            if error.status != NOT_FOUND:
-                raise
+        options, image = plan.spec.container, plan.spec.image or ""
+        platform = options.platform or native
+        if options.pull_policy is not PullPolicy.ALWAYS:
+            progress(KernelState.CREATING)
+            try:
+                return await self._made(plan, config, platform)
+            except DockerError as error:
+                if not is_no_image(error):
+                    raise
+                if options.pull_policy is PullPolicy.NEVER:
+                    why = f"{error.message}, and pull_policy is never"
+                    raise ImageNotFound(f"image {image}: {why}") from error
         progress(KernelState.PULLING)
-        image = plan.spec.image or ""
-        try:
-            await self._docker.images.pull(image)
-        except DockerError as error:
-            if error.status == CONNECTION_FAILED:
-                raise RuntimeUnavailable(error.message) from error
-            raise ImageNotFound(f"image {image}: {error.message}") from error
+        await self._images.pull(image, platform, lambda pull: progress(KernelState.PULLING, pull))
         progress(KernelState.CREATING)
-        return await self._made(plan, config)
+        try:
+            return await self._made(plan, config, platform)
+        except DockerError as error:
+            if not is_no_image(error):
+                raise
+            raise ImageNotFound(f"image {image}: {error.message}") from error
 
-    async def _made(self, plan: KernelPlan, config: dict[str, Any]) -> DockerContainer:
-        making = asyncio.ensure_future(self._docker.containers.create(config, name=plan.name))
+    async def _made(
+        self, plan: KernelPlan, config: dict[str, Any], platform: str
+    ) -> DockerContainer:
+        making = asyncio.ensure_future(self._asked(plan.name, config, platform))
         try:
             return await asyncio.shield(making)
         except asyncio.CancelledError as error:
@@ -165,6 +160,15 @@ class DockerRuntime:
             elif is_lost_answer(making.exception()):
                 raise unknown(plan, error) from error
             raise
+
+    async def _asked(self, name: str, config: dict[str, Any], platform: str) -> DockerContainer:
+        made = await self._docker._query_json(  # noqa: SLF001 - its create takes no platform
+            "containers/create",
+            method="POST",
+            data=json.dumps(config).encode(),
+            params={"name": name, "platform": platform},
+        )
+        return self._docker.containers.container(made["Id"])
 
     async def _undo(
         self, container: DockerContainer, plan: KernelPlan, error: BaseException
@@ -181,7 +185,7 @@ class DockerRuntime:
                 raise unknown(plan, error) from error
 
     async def stop(self, kernel_id: str, handle: str, timeout_s: float | None) -> None:
-        grace_s = self._stop_timeout_s if timeout_s is None else timeout_s
+        grace_s = self._rules.stop_timeout_s if timeout_s is None else timeout_s
         with translating(), absent_is_fine():
             await self._docker.containers.container(handle).stop(t=math.ceil(grace_s))
 
@@ -217,7 +221,7 @@ class DockerRuntime:
             summaries = await self._docker.containers.list(all=True, filters=filters)
             answers = await asyncio.gather(*(shown(summary) for summary in summaries))
         ours = [answer for answer in answers if answer is not None and self._is_ours(answer)]
-        return [self._found(answer) for answer in ours]
+        return [found_kernel(answer) for answer in ours]
 
     async def _shown(self, summary: DockerContainer) -> Mapping[str, Any] | None:
         """Inspect one container of a list; what the list said of it if that fails alone."""
@@ -238,11 +242,11 @@ class DockerRuntime:
 
     async def find(self, kernel_id: str, handle: str | None = None) -> FoundKernel | None:
         if handle and (shown := await self._inspected(handle)):
-            labels = shown["Config"].get("Labels") or {}
+            labels = labels_of(shown)
             if (labels.get(NODE_LABEL), labels.get(KERNEL_LABEL)) == (self._node_id, kernel_id):
-                return self._found(shown)
+                return found_kernel(shown)
         shown = await self._inspected(kernel_name(self._node_id, kernel_id))
-        return self._found(shown) if shown and self._is_ours(shown) else None
+        return found_kernel(shown) if shown and self._is_ours(shown) else None
 
     async def _inspected(self, container: str) -> Mapping[str, Any] | None:
         with listing(), absent_is_fine():
@@ -253,6 +257,7 @@ class DockerRuntime:
         filters = {"type": ["container"], "label": [f"{NODE_LABEL}={self._node_id}"]}
         params = {"filters": json.dumps(filters)}
         with translating():
+            self._facts = None
             async with self._docker._query(  # noqa: SLF001 - its events drop the moment of connection
                 "events", params=params, timeout=aiohttp.ClientTimeout()
             ) as response:
@@ -266,14 +271,13 @@ class DockerRuntime:
                 finally:
                     response.close()
 
-    async def logs(
-        self, kernel_id: str, handle: str, *, follow: bool, tail: int | None
-    ) -> AsyncIterator[bytes]:
+    async def logs(self, kernel_id: str, handle: str, query: LogQuery) -> AsyncIterator[bytes]:
         params = {
-            "stdout": "1",
-            "stderr": "1",
-            "follow": "1" if follow else "0",
-            "tail": "all" if tail is None else str(tail),
+            **{stream.value: str(int(stream in query.streams)) for stream in LogStream},
+            "follow": str(int(query.follow)),
+            "tail": "all" if query.tail is None else str(query.tail),
+            "timestamps": str(int(query.timestamps)),
+            "since": "0" if query.since is None else f"{query.since:.9f}",
         }
         with translating():
             async with self._docker._query(  # noqa: SLF001 - aiodocker decodes logs as UTF-8
@@ -286,55 +290,9 @@ class DockerRuntime:
                     response.close()
 
     def _is_ours(self, shown: Mapping[str, Any]) -> bool:
-        labels = shown["Config"].get("Labels") or {}
+        labels = labels_of(shown)
         expected = kernel_name(self._node_id, labels.get(KERNEL_LABEL, ""))
         return labels.get(NODE_LABEL) == self._node_id and shown["Name"] == f"/{expected}"
-
-    def _found(self, shown: Mapping[str, Any]) -> FoundKernel:
-        labels, state = shown["Config"].get("Labels") or {}, shown["State"]
-        limits = shown.get("HostConfig", {})
-        cores = limits.get("CpusetCpus")
-        return FoundKernel(
-            kernel_id=labels[KERNEL_LABEL],
-            agent_id=labels.get(AGENT_LABEL, ""),
-            runtime=self.name,
-            handle=shown["Id"],
-            state=_STATES.get(state["Status"], FoundState.EXITED),
-            record=labels.get(RECORD_LABEL, ""),
-            statement=labels.get(DEVICES_LABEL, ""),
-            started_at=_seconds(state.get("StartedAt")),
-            ending=Ending(
-                exit_code=state.get("ExitCode"),
-                oom_killed=bool(state.get("OOMKilled")),
-                finished_at=_seconds(state.get("FinishedAt")),
-                reason=state.get("Error") or "",
-            ),
-            cores=tuple(cores.split(",")) if cores else None,
-            memory_bytes=limits.get("Memory") or None,
-        )
-
-
-def _verify_devices(shown: Mapping[str, Any], nodes: Sequence[DeviceNode]) -> None:
-    """See from inside that every device file is there.
-
-    Raises:
-        RuntimeFailure: one is not; the engine dropped it.
-    """
-    pid = shown["State"].get("Pid")
-    for node in nodes if pid else ():
-        path = f"/proc/{pid}/root/{node.container_path.lstrip('/')}"
-        with suppress(PermissionError, ProcessLookupError):
-            if not _exists(path) and _exists(f"/proc/{pid}/root"):
-                raise RuntimeFailure(f"the engine started it without {node.container_path}")
-
-
-def _exists(path: str) -> bool:
-    """Tell whether a path is there; PermissionError where that cannot be told."""
-    try:
-        Path(path).stat()
-    except FileNotFoundError:
-        return False
-    return True
 
 
 async def _to_the_end(step: Awaitable[_T]) -> _T:
@@ -345,14 +303,6 @@ async def _to_the_end(step: Awaitable[_T]) -> _T:
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise
-
-
-def _seconds(text: str | None) -> float | None:
-    """Read the engine's time, nanoseconds and all; None for its zero time."""
-    if not text or text.startswith("0001-"):
-        return None
-    whole, _, rest = text.rstrip("Z").partition(".")
-    return datetime.fromisoformat(f"{whole}+00:00").timestamp() + float(f"0.{rest or 0}")
 
 
 async def _payloads(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:

@@ -36,6 +36,11 @@ def was_never_asked(error: BaseException) -> bool:
     return isinstance(error.__context__, aiohttp.ClientConnectorError)
 
 
+def is_no_image(error: DockerError) -> bool:
+    """Tell whether a create failed for want of the image, or of one for the platform."""
+    return error.status == NOT_FOUND and "image" in error.message.lower()
+
+
 def is_lost_answer(error: BaseException | None) -> bool:
     """Tell whether the engine was asked and its answer did not come."""
     if isinstance(error, DockerError):

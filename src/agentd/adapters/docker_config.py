@@ -1,17 +1,17 @@
-"""From a plan to the JSON that creates a container; pure but for resolving mounts.
+"""From a plan to the JSON that creates a container; pure.
 
 Source of the members: the Engine API's ContainerCreate.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentd.core.edits import Mount
-from agentd.core.kernel import Port
+from agentd.adapters.docker_mounts import Source
+from agentd.core.kernel import KernelSpec, Port
 from agentd.core.plan import LABEL_PREFIX, KernelPlan
 from agentd.core.record import SCHEMA
 from agentd.errors import Problem
@@ -23,14 +23,51 @@ KERNEL_LABEL = f"{LABEL_PREFIX}kernel"
 RECORD_LABEL = f"{LABEL_PREFIX}record"
 DEVICES_LABEL = f"{LABEL_PREFIX}devices"
 
-PUBLISHED_ON = "127.0.0.1"
-
 LOG_DRIVER = "local"
 """Keeps bytes as they are and rotates by itself; the engine's default, json-file, does neither."""
 
+UNPUBLISHED = ("none", "host")
+"""Networks on which the engine publishes no ports."""
 
-def container_config(plan: KernelPlan, network: str) -> dict[str, Any]:
-    """Return the body of the engine's create call."""
+
+@dataclass(frozen=True, slots=True)
+class DockerRules:
+    """What the operator lets kernels have; see `[runtime.docker]`."""
+
+    network: str
+    allowed_networks: tuple[str, ...] = ()
+    allowed_mounts: tuple[Path, ...] = ()
+    capabilities: tuple[str, ...] = ()
+    pids_limit: int = 4096
+    log_max_size: int = 20 * 2**20
+    log_max_files: int = 5
+    registry_auth: Path | None = None
+    stop_timeout_s: float = 10.0
+
+    def network_of(self, spec: KernelSpec) -> str:
+        return spec.container.network or self.network
+
+    def problems(self, spec: KernelSpec) -> Iterator[Problem]:
+        """Yield what of a request these rules, or any engine, refuse."""
+        if not spec.image:
+            yield Problem("image", "is missing; the docker runtime runs images")
+        networks = (self.network, *self.allowed_networks)
+        if self.network_of(spec) not in networks:
+            why = f"{spec.container.network!r} is not allowed; allowed: {', '.join(networks)}"
+            yield Problem("network", why)
+        if (spec.container.pids_limit or 0) > self.pids_limit:
+            why = f"{spec.container.pids_limit} are too many; allowed: up to {self.pids_limit}"
+            yield Problem("pids_limit", why)
+        targets = [mount.target for mount in spec.mounts]
+        targets += [tmpfs.target for tmpfs in spec.container.tmpfs]
+        for target in sorted({target for target in targets if targets.count(target) > 1}):
+            yield Problem("mounts", f"{target} is mounted twice")
+
+
+def container_config(
+    plan: KernelPlan, rules: DockerRules, sources: Sequence[Source]
+) -> dict[str, Any]:
+    """Return the body of the engine's create call; `sources` are those of the spec's mounts."""
     spec = plan.spec
     config: dict[str, Any] = {
         "Image": spec.image,
@@ -44,8 +81,26 @@ def container_config(plan: KernelPlan, network: str) -> dict[str, Any]:
             RECORD_LABEL: plan.record,
             DEVICES_LABEL: plan.statement,
         },
-        "ExposedPorts": {_port(port): {} for port in spec.ports},
-        "HostConfig": _host_config(plan, network),
+        "ExposedPorts": {_port(port): {} for port in plan.ports},
+        "HostConfig": {
+            **_limits(plan, rules),
+            **_devices(plan),
+            "NetworkMode": rules.network_of(spec),
+            "IpcMode": "private",
+            "Mounts": _mounts(plan, sources),
+            "PortBindings": _bindings(plan.ports),
+            "CapDrop": ["ALL"],
+            "CapAdd": list(rules.capabilities),
+            "SecurityOpt": ["no-new-privileges"],
+            "RestartPolicy": {"Name": "no"},
+            "LogConfig": {
+                "Type": LOG_DRIVER,
+                "Config": {
+                    "max-size": str(rules.log_max_size),
+                    "max-file": str(rules.log_max_files),
+                },
+            },
+        },
     }
     if spec.command:
         config["Cmd"] = list(spec.command)
@@ -56,13 +111,26 @@ def container_config(plan: KernelPlan, network: str) -> dict[str, Any]:
     return config
 
 
-def _host_config(plan: KernelPlan, network: str) -> dict[str, Any]:
-    edits = plan.edits
-    return {
-        "NetworkMode": network,
+def _limits(plan: KernelPlan, rules: DockerRules) -> dict[str, Any]:
+    options = plan.spec.container
+    limits: dict[str, Any] = {
         "CpusetCpus": ",".join(plan.cpus),
         "Memory": plan.memory_bytes,
         "MemorySwap": plan.memory_bytes,
+        "PidsLimit": options.pids_limit or rules.pids_limit,
+        "Ulimits": [
+            {"Name": name, "Soft": limit.soft, "Hard": limit.hard}
+            for name, limit in options.ulimits.items()
+        ],
+    }
+    if options.shm_size is not None:
+        limits["ShmSize"] = options.shm_size
+    return limits
+
+
+def _devices(plan: KernelPlan) -> dict[str, Any]:
+    edits = plan.edits
+    return {
         "Devices": [
             {
                 "PathOnHost": node.host_path,
@@ -82,42 +150,37 @@ def _host_config(plan: KernelPlan, network: str) -> dict[str, Any]:
                 for request in edits.device_requests
             ),
         ],
-        "Mounts": [
-            *(_mount(os.path.realpath(m.source), m.target, m.read_only) for m in plan.spec.mounts),
-            *(_mount(m.source, m.target, m.read_only) for m in edits.mounts),
-        ],
         "GroupAdd": list(edits.groups),
-        "PortBindings": {
-            _port(port): [
-                {"HostIp": PUBLISHED_ON, "HostPort": str(other.host or "")}
-                for other in plan.spec.ports
-                if _port(other) == _port(port)
-            ]
-            for port in plan.spec.ports
-        },
-        "SecurityOpt": ["no-new-privileges"],
-        "RestartPolicy": {"Name": "no"},
-        "LogConfig": {"Type": LOG_DRIVER},
     }
+
+
+def _mounts(plan: KernelPlan, sources: Sequence[Source]) -> list[dict[str, Any]]:
+    wanted = zip(plan.spec.mounts, sources, strict=True)
+    return [
+        *(_bind(source.path, mount.target, mount.read_only) for mount, source in wanted),
+        *(_bind(mount.source, mount.target, mount.read_only) for mount in plan.edits.mounts),
+        *(
+            {
+                "Type": "tmpfs",
+                "Target": tmpfs.target,
+                "TmpfsOptions": {"SizeBytes": tmpfs.size} if tmpfs.size else {},
+            }
+            for tmpfs in plan.spec.container.tmpfs
+        ),
+    ]
+
+
+def _bind(source: str, target: str, read_only: bool) -> dict[str, Any]:  # noqa: FBT001 - a member of the value
+    return {"Type": "bind", "Source": source, "Target": target, "ReadOnly": read_only}
+
+
+def _bindings(ports: Sequence[Port]) -> dict[str, list[dict[str, str]]]:
+    bindings: dict[str, list[dict[str, str]]] = {}
+    for port in ports:
+        bound = {"HostIp": port.address, "HostPort": str(port.host or "")}
+        bindings.setdefault(_port(port), []).append(bound)
+    return bindings
 
 
 def _port(port: Port) -> str:
     return f"{port.container}/{port.protocol}"
-
-
-def _mount(source: str, target: str, read_only: bool) -> dict[str, Any]:  # noqa: FBT001 - a member of the value
-    return {"Type": "bind", "Source": source, "Target": target, "ReadOnly": read_only}
-
-
-def mount_problems(mounts: Sequence[Mount], allowed: Sequence[Path]) -> Iterator[Problem]:
-    """Yield what is wrong with a request's mounts, symlinks and `..` resolved."""
-    folders = [Path(os.path.realpath(folder)) for folder in allowed]
-    for index, mount in enumerate(mounts):
-        source = Path(os.path.realpath(mount.source))
-        where = f"mounts.{index}.source"
-        if not any(source == folder or folder in source.parents for folder in folders):
-            have = ", ".join(map(str, allowed)) or "none"
-            why = f"{mount.source} is below no allowed folder; allowed-mounts: {have}"
-            yield Problem(where, why)
-        elif not source.exists():
-            yield Problem(where, f"{mount.source} does not exist")

@@ -6,8 +6,10 @@ Sources: the affinity mask (sched_getaffinity(2)), /sys/devices/system/node for 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -46,6 +48,20 @@ class Host:
     def real_cores(self) -> frozenset[str]:
         """Ids of the cores that a kernel can be pinned to."""
         return frozenset(str(core) for core in self.cores)
+
+
+def is_port_free(address: str, protocol: str, port: int) -> bool:
+    """Tell whether nobody listens on a port of this node; True where that cannot be told."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    kind = socket.SOCK_DGRAM if protocol == "udp" else socket.SOCK_STREAM
+    with socket.socket(family, kind) as probe:
+        if kind == socket.SOCK_STREAM:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError as error:
+            return error.errno != errno.EADDRINUSE
+    return True
 
 
 def _invented(found: list[int], cpus: int) -> list[int]:

@@ -20,12 +20,13 @@ import os
 import pwd
 import shutil
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from agentd.adapters.cgroups import KernelGroup, MemoryGroups
+from agentd.adapters.output import printed, unkept
 from agentd.adapters.proc import Identity, Proc, members, read_env, recovered
 from agentd.adapters.spawn import account, failure, spawn
 from agentd.core.kernel import Ending, KernelSpec, KernelState
@@ -41,11 +42,10 @@ from agentd.errors import (
     RuntimeUnavailable,
 )
 from agentd.plugin_api import Features
+from agentd.services.interfaces import LogQuery, Progress
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 STOP_TIMEOUT_S = 10.0
-LOG_PAUSE_S = 0.2
-_CHUNK = 64 * 1024
 
 
 class ProcessRuntime:
@@ -65,12 +65,15 @@ class ProcessRuntime:
         self._user = user if self._account else pwd.getpwuid(os.geteuid()).pw_name
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._events: asyncio.Queue[str] = asyncio.Queue()
-        self.unenforced = frozenset({"image"} if groups else {"image", "mem"})
 
     async def close(self) -> None:
         for task in self._watches.values():
             task.cancel()
         await asyncio.gather(*self._watches.values(), return_exceptions=True)
+
+    def unenforced(self, spec: KernelSpec) -> frozenset[str]:
+        missing = {"image": spec.image is not None, "mem": self._groups is None}
+        return frozenset(name for name, is_missing in missing.items() if is_missing)
 
     async def features(self) -> Features:
         return Features(self.name)
@@ -79,9 +82,7 @@ class ProcessRuntime:
         if problems := list(_problems(spec, self._user)):
             raise InvalidRequest(problems)
 
-    async def create(
-        self, plan: KernelPlan, progress: Callable[[KernelState], None]
-    ) -> FoundKernel:
+    async def create(self, plan: KernelPlan, progress: Progress) -> FoundKernel:
         kernel_id = plan.spec.kernel_id
         folder = self._folder / kernel_id
         if plan.edits.mounts or plan.edits.cdi or plan.edits.device_requests:
@@ -139,6 +140,10 @@ class ProcessRuntime:
             "working_dir": plan.spec.working_dir or "/",
             "user": self._account,
             "cgroup_procs": str(group.procs) if group else "",
+            "ulimits": {
+                name: [limit.soft, limit.hard]
+                for name, limit in plan.spec.container.ulimits.items()
+            },
             "oom_file": str(group.oom_file) if group else "",
         }
 
@@ -251,14 +256,16 @@ class ProcessRuntime:
         while True:
             yield await self._events.get()
 
-    async def logs(
-        self, kernel_id: str, handle: str, *, follow: bool, tail: int | None
-    ) -> AsyncIterator[bytes]:
+    async def logs(self, kernel_id: str, handle: str, query: LogQuery) -> AsyncIterator[bytes]:
+        if problems := list(unkept(query)):
+            raise InvalidRequest(problems)
+
         async def is_running() -> bool:
-            found = await self.find(kernel_id) if follow else None
+            found = await self.find(kernel_id) if query.follow else None
             return found is not None and found.state is FoundState.RUNNING
 
-        async for chunk in _printed(self._folder / kernel_id / "output.log", tail, is_running):
+        output = self._folder / kernel_id / "output.log"
+        async for chunk in printed(output, query.tail, is_running):
             yield chunk
 
     def _watch(self, kernel_id: str) -> None:
@@ -327,43 +334,6 @@ def _read(path: Path) -> str | None:
         return None
 
 
-async def _printed(
-    path: Path, tail: int | None, is_running: Callable[[], Awaitable[bool]]
-) -> AsyncIterator[bytes]:
-    """Yield a file's bytes, and what is added to it for as long as its writer runs."""
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        return
-    with file:
-        if tail is not None:
-            file.seek(_tail_offset(file, tail))
-        goes_on = True
-        while goes_on:
-            goes_on = await is_running()
-            while chunk := file.read(_CHUNK):
-                yield chunk
-            if goes_on:
-                await asyncio.sleep(LOG_PAUSE_S)
-
-
-def _tail_offset(file: BinaryIO, lines: int) -> int:
-    """Return where the last `lines` lines begin, read backwards in blocks."""
-    position = end = file.seek(0, os.SEEK_END)
-    missing = lines
-    while position and missing:
-        start = max(0, position - _CHUNK)
-        file.seek(start)
-        block = file.read(position - start)
-        cut = len(block) - (position == end and block.endswith(b"\n"))
-        while missing and (cut := block.rfind(b"\n", 0, cut)) >= 0:
-            missing -= 1
-            if not missing:
-                return start + cut + 1
-        position = start
-    return position if lines else end
-
-
 def _problems(spec: KernelSpec, user: str) -> Iterator[Problem]:
     if not spec.command:
         yield Problem("command", "is empty; the process runtime runs a command")
@@ -371,5 +341,15 @@ def _problems(spec: KernelSpec, user: str) -> Iterator[Problem]:
         yield Problem("mounts", "the process runtime mounts nothing")
     if spec.ports:
         yield Problem("ports", "the process runtime forwards no ports")
+    needs_container = {
+        "network": spec.container.network,
+        "tmpfs": spec.container.tmpfs,
+        "shm_size": spec.container.shm_size,
+        "pids_limit": spec.container.pids_limit,
+        "platform": spec.container.platform,
+    }
+    for member, value in needs_container.items():
+        if value:
+            yield Problem(member, "the process runtime has no containers")
     if spec.user not in (None, user):
         yield Problem("user", f"kernels run as {user} here (runtime.process.user)")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -89,6 +90,9 @@ def run(order: dict[str, Any], libc: ctypes.CDLL, go: int, failure: int) -> None
         step = "cpus"
         if order["cpus"]:
             os.sched_setaffinity(0, order["cpus"])
+        step = "ulimits"
+        for name, limits in order["ulimits"].items():
+            resource.setrlimit(getattr(resource, "RLIMIT_" + name.upper()), tuple(limits))
         step = "log"
         log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
         os.dup2(log, 1)

@@ -32,6 +32,7 @@ _EXAMPLES = {
     "rpc.token-file": '"/etc/agentd/token"',
     "rpc.tls-cert": '"/etc/agentd/tls.crt"',
     "rpc.tls-key": '"/etc/agentd/tls.key"',
+    "runtime.docker.registry-auth": '"/etc/agentd/registry.json"',
     "host.cpus": "8",
     "host.mem": '"32g"',
 }
@@ -94,7 +95,7 @@ def _toml(key: str, value: object) -> str:
         value = str(value)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if key in ("memory-align-size", "reserved-mem") and value:
+    if key in ("memory-align-size", "reserved-mem", "log-max-size") and value:
         value = f"{int(str(value)) // 2**20}m"
     if isinstance(value, tuple):
         value = list(value)

@@ -24,6 +24,7 @@ from pydantic_settings import (
 
 from agentd.config.agents import AgentSettings
 from agentd.config.plugins import PluginSettings
+from agentd.config.runtimes import RuntimeSettings
 from agentd.config.section import DEFAULT_SLOTS, MAX_SOCKET_PATH, Name, Section, SizeBytes
 from agentd.core.policy import Affinity, Policy, Strategy
 from agentd.core.rules import AllocationMode, Ids, SplitRules, parse_device_rule
@@ -127,44 +128,6 @@ class HostSettings(Section):
         if value == 0:
             raise ValueError("a node has some memory; allowed: 1 or more bytes")
         return value
-
-
-class DockerSettings(Section):
-    """[runtime.docker]: the Docker Engine."""
-
-    socket: Path = Field(default=Path("/var/run/docker.sock"), description="The engine's socket.")
-    network: str = Field(
-        default="bridge",
-        description='Default network of a kernel: "bridge", "none", "host" or a network\'s name.',
-    )
-    allowed_mounts: tuple[Path, ...] = Field(
-        default=(), description="Host folders that a request may mount from."
-    )
-    stop_timeout: Annotated[float, Field(ge=0, le=86400)] = Field(
-        default=10, description="Seconds between TERM and KILL."
-    )
-
-    @field_validator("allowed_mounts")
-    @classmethod
-    def _absolute(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
-        if relative := [str(path) for path in value if not path.is_absolute()]:
-            raise ValueError(f"{', '.join(relative)} is not absolute; allowed: /data and the like")
-        return value
-
-
-class ProcessSettings(Section):
-    """[runtime.process]: plain processes."""
-
-    user: Annotated[str, Field(min_length=1)] = Field(
-        default="nobody", description="Whom kernels run as when agentd is root."
-    )
-
-
-class RuntimeSettings(Section):
-    """[runtime]: settings of each runtime."""
-
-    docker: DockerSettings = DockerSettings()
-    process: ProcessSettings = ProcessSettings()
 
 
 class ResourceSettings(Section):

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from agentd.core.container import ContainerOptions
 from agentd.core.edits import Mount
 from agentd.core.ledger import Allocation
 
@@ -64,11 +65,15 @@ TRANSITIONS: Mapping[KernelState, frozenset[KernelState]] = {
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A port of the kernel that the node forwards; `host` None lets the engine choose."""
+    """A port of the kernel that the node forwards; `host` None leaves the choice to the node.
+
+    `address` is where it is published, once it is.
+    """
 
     container: int
     host: int | None = None
     protocol: str = "tcp"
+    address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,15 @@ class KernelSpec:
     labels: Mapping[str, str] = field(default_factory=dict)
     working_dir: str | None = None
     user: str | None = None
+    container: ContainerOptions = field(default_factory=ContainerOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """How far the download of an image is, in bytes; the total grows as layers are learnt of."""
+
+    current: int = 0
+    total: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +129,13 @@ class Kernel:
     runtime: str
     slots: Mapping[str, str] = field(default_factory=dict)
     allocation: Allocation = field(default_factory=Allocation)
+    ports: tuple[Port, ...] = ()
     handle: str | None = None
     started_at: float | None = None
     ending: Ending = field(default_factory=Ending)
     not_enforced: tuple[str, ...] = ()
     reason: str = ""
+    pull: Pull | None = None
 
     @property
     def holds(self) -> bool:

@@ -12,12 +12,25 @@ from hashlib import sha256
 
 from agentd.core.allocation import Allocation
 from agentd.core.edits import ContainerEdits
-from agentd.core.kernel import KernelSpec
+from agentd.core.kernel import KernelSpec, Port
 from agentd.core.slots import CPU, MEM
 from agentd.errors import InvalidRequest, Problem
 
 LABEL_PREFIX = "io.agentd."
 ENV_PREFIX = "AGENTD_"
+
+DEVICE_HOOKS: Mapping[str, str] = {
+    "NVIDIA_VISIBLE_DEVICES": "void",
+    "NVIDIA_MIG_CONFIG_DEVICES": "",
+    "NVIDIA_MIG_MONITOR_DEVICES": "",
+    "NVIDIA_IMEX_CHANNELS": "",
+    "AMD_VISIBLE_DEVICES": "void",
+    "ASCEND_VISIBLE_DEVICES": "void",
+    "HABANA_VISIBLE_DEVICES": "void",
+}
+"""Variables by which the hooks of container runtimes give devices, and the values that give
+none. An image may ask for all of them; only a plugin's edits decide, also where the plugin
+is not there. (NVIDIA Container Toolkit, "Specialized Configurations"; the others follow it.)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +61,7 @@ class KernelPlan:
     not_enforced: tuple[str, ...]
     record: str = ""
     statement: str = ""
+    ports: tuple[Port, ...] = ()
 
 
 def kernel_name(node_id: str, kernel_id: str) -> str:
@@ -72,6 +86,11 @@ def refuse_reserved(spec: KernelSpec) -> None:
             if name.startswith(ENV_PREFIX)
         ),
         *(
+            Problem(f"env.{name}", "gives devices past what is allocated; ask for slots instead")
+            for name in spec.env
+            if name in DEVICE_HOOKS
+        ),
+        *(
             Problem(f"labels.{name}", f"labels that start with {LABEL_PREFIX} are agentd's own")
             for name in spec.labels
             if name.startswith(LABEL_PREFIX)
@@ -81,7 +100,11 @@ def refuse_reserved(spec: KernelSpec) -> None:
 
 
 def build_plan(
-    spec: KernelSpec, allocation: Allocation, edits: ContainerEdits, node: NodeFacts
+    spec: KernelSpec,
+    allocation: Allocation,
+    edits: ContainerEdits,
+    node: NodeFacts,
+    ports: tuple[Port, ...] = (),
 ) -> KernelPlan:
     """Bring request, devices and edits together.
 
@@ -101,15 +124,24 @@ def build_plan(
     missing = set(node.unenforced)
     if len(pinned) < len(cores):
         missing.add(CPU)
-    if spec.image is None:
-        missing.discard("image")
     return KernelPlan(
         spec=spec,
         name=kernel_name(node.node_id, spec.kernel_id),
         node_id=node.node_id,
-        env={**spec.env, **edits.env},
+        env={**_hooks(spec, edits), **spec.env, **edits.env},
         cpus=pinned,
         memory_bytes=sum(share.amount for share in allocation.devices_of(MEM)),
         edits=edits,
         not_enforced=tuple(sorted(missing)),
+        ports=ports,
     )
+
+
+def _hooks(spec: KernelSpec, edits: ContainerEdits) -> Mapping[str, str]:
+    """Return what closes the hooks that no plugin's edits use; the engine fills in its own."""
+    if spec.image is None:
+        return {}
+    used = {request.driver.upper() for request in edits.device_requests}
+    return {
+        name: value for name, value in DEVICE_HOOKS.items() if name.partition("_")[0] not in used
+    }

@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from agentd.core.devices import MEMORY, Device, DeviceId, Inventory
-from agentd.core.kernel import ENDED, PRESENT, STARTING, Ending, Kernel, KernelState
+from agentd.core.kernel import ENDED, PRESENT, STARTING, Ending, Kernel, KernelState, Port
 from agentd.core.ledger import UNREADABLE_SLOT, Allocation, Share
 from agentd.core.record import Record, RecordedShare, RecordError, decode, read_statement
 from agentd.core.slots import CPU, MEM, ONE, SlotKind, format_amount
@@ -36,8 +36,8 @@ class FoundState(StrEnum):
 class FoundKernel:
     """A kernel of this node as a runtime found it.
 
-    `cores` and `memory_bytes` are what the runtime holds it to, where it can tell; they
-    matter only if neither `record` nor `statement` can be read.
+    `cores`, `memory_bytes` and `ports` are what the runtime holds it to, where it can tell;
+    they matter only if `record` cannot be read.
     """
 
     kernel_id: str
@@ -51,6 +51,7 @@ class FoundKernel:
     ending: Ending = field(default_factory=Ending)
     cores: tuple[str, ...] | None = None
     memory_bytes: int | None = None
+    ports: tuple[Port, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +151,7 @@ def adopted(item: FoundKernel, inventory: Inventory) -> Adopt:
         handle=item.handle,
         started_at=item.started_at,
         ending=item.ending if item.state is FoundState.EXITED else Ending(),
+        ports=item.ports,
     )
     try:
         record = _own_record(item)
@@ -164,6 +166,7 @@ def adopted(item: FoundKernel, inventory: Inventory) -> Adopt:
         slots=record.slots,
         allocation=allocation,
         not_enforced=record.not_enforced,
+        ports=record.ports,
     )
     return Adopt(kernel, missing)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from agentd.core.allocation import Allocation, Share
 from agentd.core.devices import ID_PATTERN, DeviceId, Inventory
+from agentd.core.kernel import Port
 from agentd.core.slots import AmountError, SlotKind, format_amount, is_slot_name, parse_base_units
 
 SCHEMA = 1
@@ -47,6 +48,7 @@ class Record:
     slots: Mapping[str, str]
     shares: tuple[RecordedShare, ...]
     not_enforced: tuple[str, ...] = ()
+    ports: tuple[Port, ...] = ()
 
 
 def recorded_shares(allocation: Allocation, inventory: Inventory) -> tuple[RecordedShare, ...]:
@@ -70,6 +72,15 @@ def encode(record: Record) -> str:
             "slots": dict(record.slots),
             "allocation": [_encode_share(item) for item in record.shares],
             "not_enforced": list(record.not_enforced),
+            "ports": [
+                {
+                    "container": p.container,
+                    "host": p.host,
+                    "protocol": p.protocol,
+                    "address": p.address,
+                }
+                for p in record.ports
+            ],
         },
         separators=(",", ":"),
     )
@@ -108,6 +119,7 @@ def decode(text: str) -> Record:
             slots={_text(name): _text(amount) for name, amount in raw["slots"].items()},
             shares=tuple(_decode_share(item) for item in raw["allocation"]),
             not_enforced=tuple(_text(item) for item in raw.get("not_enforced", ())),
+            ports=tuple(_decode_port(item) for item in raw.get("ports", ())),
         )
     except RecordError:
         raise
@@ -123,6 +135,22 @@ def _decode_share(raw: Mapping[str, object]) -> RecordedShare:
     amount = parse_base_units(_text(raw["amount"]), kind)
     share = Share(device_id, _text(raw["slot"]), kind, amount)
     return RecordedShare(share, _text(raw["stable_id"]))
+
+
+def _decode_port(raw: Mapping[str, object]) -> Port:
+    host = raw["host"]
+    return Port(
+        _number(raw["container"]),
+        None if host is None else _number(host),
+        _text(raw["protocol"]),
+        _text(raw["address"]),
+    )
+
+
+def _number(raw: object) -> int:
+    if isinstance(raw, bool) or not isinstance(raw, int):
+        raise RecordError(f"{raw!r} stands where a number belongs")
+    return raw
 
 
 def read_time(raw: object) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,8 +10,9 @@ import structlog
 from aiohttp import web
 
 from agentd.core.kernel import Kernel
-from agentd.errors import AgentdError, InvalidRequest, NotReady, Problem
+from agentd.errors import AgentdError, NotReady
 from agentd.rpc import views
+from agentd.rpc.queries import body_of, prefers_async, read_flag, read_log_query, read_timeout
 from agentd.rpc.schemas import CreateKernelRequest, StopRequest, read_body
 from agentd.services.adoption import Adoption
 from agentd.services.interfaces import Plugins
@@ -20,10 +20,8 @@ from agentd.services.kernels import KernelService
 
 log = structlog.get_logger()
 
-MAX_TIMEOUT_S = 86400.0
 LOG_PATIENCE_S = 1.0
 """How long a follower waits for the first bytes before its answer begins."""
-_TRUE, _FALSE = ("true", "1", ""), ("false", "0")
 
 
 def answer(
@@ -110,15 +108,15 @@ class Handlers:
     async def create_kernel(self, request: web.Request) -> web.Response:
         """Create a kernel, or return the one that the same request created before."""
         agent_id = self._service.partition(request.match_info["agent"]).agent_id
-        body = read_body(CreateKernelRequest, await _body(request))
+        body = read_body(CreateKernelRequest, await body_of(request))
         spec = body.to_spec(agent_id)
-        if _flag(request, "dry_run"):
+        if read_flag(request.query, "dry_run"):
             if known := self._service.existing(spec):
                 return answer(self._shown(known))
             decision, explain = await self._service.decide(spec)
             allocation = decision.allocation.to_wire()
             return answer({"slots": decision.slots, "allocation": allocation, "explain": explain})
-        is_async = _prefers_async(request)
+        is_async = prefers_async(request)
         kernel, is_new = await self._service.create(spec, wait=not is_async)
         headers = {"Location": f"/v1/kernels/{kernel.kernel_id}"}
         if is_async:
@@ -141,19 +139,18 @@ class Handlers:
 
     async def stop_kernel(self, request: web.Request) -> web.Response:
         """End a kernel and keep it listed: TERM, then KILL."""
-        body = read_body(StopRequest, await _body(request))
+        body = read_body(StopRequest, await body_of(request))
         kernel = await self._service.stop(request.match_info["kernel"], body.timeout)
         return answer(self._shown(kernel))
 
     async def delete_kernel(self, request: web.Request) -> web.Response:
         """Stop a kernel if need be, and remove it."""
-        await self._service.remove(request.match_info["kernel"], _timeout(request))
+        await self._service.remove(request.match_info["kernel"], read_timeout(request.query))
         return web.Response(status=204)
 
     async def get_logs(self, request: web.Request) -> web.StreamResponse:
         """Stream what a kernel printed, byte for byte."""
-        follow, tail = _flag(request, "follow"), _tail(request)
-        chunks = self._service.logs(request.match_info["kernel"], follow=follow, tail=tail)
+        chunks = self._service.logs(request.match_info["kernel"], read_log_query(request.query))
         first = asyncio.ensure_future(anext(chunks, b""))
         await asyncio.wait([first], timeout=LOG_PATIENCE_S)
         if first.done():
@@ -174,48 +171,3 @@ class Handlers:
 
     def _shown(self, kernel: Kernel) -> object:
         return views.kernel_view(kernel, self._service.devices.inventory)
-
-
-async def _body(request: web.Request) -> bytes:
-    try:
-        return await request.read()
-    except web.RequestPayloadError as error:
-        raise InvalidRequest([Problem("", f"the body cannot be read: {error}")]) from None
-
-
-def _prefers_async(request: web.Request) -> bool:
-    """Read the Prefer header (RFC 7240)."""
-    preferences = ",".join(request.headers.getall("Prefer", [])).split(",")
-    return any(item.split(";")[0].strip().lower() == "respond-async" for item in preferences)
-
-
-def _flag(request: web.Request, name: str) -> bool:
-    value = request.query.get(name, "false").lower()
-    if value not in _TRUE + _FALSE:
-        raise InvalidRequest([Problem(name, f"{value!r} is neither; allowed: true, false")])
-    return value in _TRUE
-
-
-def _timeout(request: web.Request) -> float | None:
-    text = request.query.get("timeout")
-    if text is None:
-        return None
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds <= MAX_TIMEOUT_S:
-        why = f"{text!r} is no time; allowed: 0 to {MAX_TIMEOUT_S:g} seconds"
-        raise InvalidRequest([Problem("timeout", why)])
-    return seconds
-
-
-def _tail(request: web.Request) -> int | None:
-    text = request.query.get("tail", "all")
-    if text == "all":
-        return None
-    if not (text.isascii() and text.isdigit() and len(text) < 10):  # noqa: PLR2004 - a thousand million lines
-        raise InvalidRequest(
-            [Problem("tail", f'{text!r} is no number of lines; allowed: 100, "all"')]
-        )
-    return int(text)

@@ -41,6 +41,7 @@ class Route:
     body: type[Body] | None = None
 
 
+LOG_QUERY = ("follow", "tail", "since", "timestamps", "stream")
 H = Handlers
 ROUTES: Sequence[Route] = (
     Route("GET", "/v1/node", H.get_node, {200: NodeView}),
@@ -64,7 +65,7 @@ ROUTES: Sequence[Route] = (
     Route("GET", "/v1/kernels/{kernel}", H.get_kernel, {200: KernelView}),
     Route("POST", "/v1/kernels/{kernel}/stop", H.stop_kernel, {200: KernelView}, (), StopRequest),
     Route("DELETE", "/v1/kernels/{kernel}", H.delete_kernel, {204: None}, ("timeout",)),
-    Route("GET", "/v1/kernels/{kernel}/logs", H.get_logs, {200: None}, ("follow", "tail")),
+    Route("GET", "/v1/kernels/{kernel}/logs", H.get_logs, {200: None}, LOG_QUERY),
     Route("GET", "/v1/openapi.json", H.get_openapi, {200: dict[str, Any]}),
     Route("GET", "/livez", H.livez, {200: dict[str, str]}),
     Route("GET", "/readyz", H.readyz, {200: dict[str, str]}),

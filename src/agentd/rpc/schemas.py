@@ -13,12 +13,13 @@ from difflib import get_close_matches
 from hashlib import sha256
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 from typing_extensions import TypedDict
 
+from agentd.core.container import ContainerOptions, PullPolicy, Tmpfs, Ulimit
 from agentd.core.edits import Mount
 from agentd.core.kernel import KernelSpec, Port
-from agentd.core.slots import AmountError, WrittenFloat, parse_quantity
+from agentd.core.slots import AmountError, SlotKind, WrittenFloat, parse_base_units, parse_quantity
 from agentd.errors import InvalidRequest, Problem
 
 KERNEL_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
@@ -27,6 +28,25 @@ _NO_NUL = re.compile(r"^[^\x00]*$")
 Text = Annotated[str, Field(max_length=32768, pattern=_NO_NUL.pattern)]
 Amount = str
 """A plain decimal without trailing zeros."""
+
+MAX_LIMIT = 2**63 - 1
+_ULIMITS = "core cpu data fsize locks memlock msgqueue nice nofile nproc rss rtprio rttime \
+sigpending stack"
+"""The names that an engine takes (setrlimit(2) without its RLIMIT_)."""
+
+
+def _size(raw: object) -> int:
+    try:
+        size = parse_base_units(raw, SlotKind.BYTES)
+    except AmountError as error:
+        raise ValueError(str(error)) from None
+    if not 0 < size <= MAX_LIMIT:
+        raise ValueError('a size is more than 0 bytes, such as "64m"')
+    return size
+
+
+Size = Annotated[int, BeforeValidator(_size, json_schema_input_type=int | str)]
+"""Bytes, as a number or as text such as "64m"."""
 
 
 class Body(BaseModel):
@@ -51,6 +71,24 @@ class PortRequest(Body):
     protocol: Literal["tcp", "udp"] = "tcp"
 
 
+class TmpfsRequest(Body):
+    """A folder in memory, which counts as the kernel's memory."""
+
+    target: Annotated[Text, Field(pattern=r"^/[^\x00,]*$")]
+    size: Size | None = None
+
+
+class UlimitRequest(Body):
+    """A limit of setrlimit(2); -1 is none."""
+
+    soft: Annotated[int, Field(ge=-1, le=MAX_LIMIT)]
+    hard: Annotated[int, Field(ge=-1, le=MAX_LIMIT)]
+
+
+def _limits(raw: object) -> object:
+    return {"soft": raw, "hard": raw} if isinstance(raw, int) else raw
+
+
 class CreateKernelRequest(Body):
     """A kernel to create. Slots that are absent are zero; absent cpu and mem take defaults."""
 
@@ -64,6 +102,23 @@ class CreateKernelRequest(Body):
     labels: dict[Annotated[str, Field(min_length=1)], Text] = {}
     working_dir: Annotated[str, Field(pattern=r"^/[^\x00]*$")] | None = None
     user: Annotated[Text, Field(min_length=1)] | None = None
+    pull_policy: Literal["missing", "always", "never"] = "missing"
+    platform: Annotated[str, Field(pattern=r"^[a-z0-9_]+/[a-z0-9_]+(/[a-z0-9_]+)?$")] | None = None
+    network: Annotated[Text, Field(min_length=1)] | None = None
+    tmpfs: list[TmpfsRequest] = []
+    shm_size: Size | None = None
+    pids_limit: Annotated[int, Field(ge=1, le=2**22)] | None = None
+    ulimits: dict[str, Annotated[UlimitRequest, BeforeValidator(_limits)]] = {}
+
+    @field_validator("ulimits")
+    @classmethod
+    def _known_limits(cls, value: dict[str, UlimitRequest]) -> dict[str, UlimitRequest]:
+        for name, limit in value.items():
+            if name not in _ULIMITS.split():
+                raise ValueError(f"{name!r} is no limit; allowed: {', '.join(_ULIMITS.split())}")
+            if limit.hard != -1 and not -1 < limit.soft <= limit.hard:
+                raise ValueError(f"the soft limit of {name} is above its hard limit")
+        return value
 
     @field_validator("command")
     @classmethod
@@ -87,12 +142,29 @@ class CreateKernelRequest(Body):
             labels=self.labels,
             working_dir=self.working_dir,
             user=self.user,
+            container=ContainerOptions(
+                pull_policy=PullPolicy(self.pull_policy),
+                platform=self.platform,
+                network=self.network,
+                tmpfs=tuple(Tmpfs(t.target, t.size) for t in self.tmpfs),
+                shm_size=self.shm_size,
+                pids_limit=self.pids_limit,
+                ulimits={name: Ulimit(u.soft, u.hard) for name, u in self.ulimits.items()},
+            ),
         )
 
     def _hash(self, agent_id: str) -> str:
+        """Return what is equal for equal requests, also in records of earlier versions."""
         content = self.model_dump(exclude={"kernel_id", "slots"})
+        for name in _ADDED:
+            if content[name] == type(self).model_fields[name].default:
+                del content[name]
         content |= {"agent_id": agent_id, "slots": _canonical(self.slots)}
         return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+_ADDED = ("pull_policy", "platform", "network", "tmpfs", "shm_size", "pids_limit", "ulimits")
+"""Members that the first version did not have; where they say nothing the hash is as it was."""
 
 
 def _canonical(slots: Mapping[str, object]) -> dict[str, str]:
@@ -115,6 +187,22 @@ class StopRequest(Body):
     timeout: Annotated[float, Field(ge=0, le=86400, strict=False)] | None = None
 
 
+class PortView(TypedDict):
+    """A port of a kernel, and where on the node it is published."""
+
+    container: int
+    host: int | None
+    protocol: str
+    address: str
+
+
+class PullView(TypedDict):
+    """How far the download of an image is, in bytes; the total grows as layers are learnt of."""
+
+    current: int
+    total: int
+
+
 class KernelView(TypedDict):
     """A kernel. `allocation` is device name -> slot -> device id -> amount."""
 
@@ -128,6 +216,7 @@ class KernelView(TypedDict):
     allocation: dict[str, dict[str, dict[str, Amount]]]
     unknown_slots: dict[str, Amount]
     degraded: list[str]
+    ports: list[PortView]
     container_id: str | None
     pid: int | None
     created_at: str
@@ -135,6 +224,7 @@ class KernelView(TypedDict):
     finished_at: str | None
     exit_code: int | None
     oom_killed: bool
+    pull: PullView | None
     reason: str
     not_enforced: list[str]
 

@@ -43,6 +43,10 @@ def kernel_view(kernel: Kernel, inventory: Inventory) -> KernelView:
             if kernel.holds and name not in inventory.slot_types
         },
         "degraded": _degraded(kernel, inventory) if kernel.holds else [],
+        "ports": [
+            {"container": p.container, "host": p.host, "protocol": p.protocol, "address": p.address}
+            for p in kernel.ports
+        ],
         "container_id": kernel.handle if kernel.runtime == "docker" else None,
         "pid": int(kernel.handle) if kernel.runtime == "process" and kernel.handle else None,
         "created_at": _time(kernel.created_at) or "",
@@ -50,6 +54,9 @@ def kernel_view(kernel: Kernel, inventory: Inventory) -> KernelView:
         "finished_at": _time(kernel.ending.finished_at),
         "exit_code": kernel.ending.exit_code,
         "oom_killed": kernel.ending.oom_killed,
+        "pull": {"current": kernel.pull.current, "total": kernel.pull.total}
+        if kernel.pull
+        else None,
         "reason": kernel.reason or kernel.ending.reason,
         "not_enforced": list(kernel.not_enforced),
     }

@@ -72,6 +72,7 @@ class Adoption:
                     runtime=intent.runtime,
                     slots=record.slots,
                     allocation=allocation,
+                    ports=record.ports,
                     reason="cut short by a restart; its outcome is not known yet",
                 )
             )

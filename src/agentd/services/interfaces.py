@@ -10,7 +10,7 @@ from typing import Protocol
 from agentd.core.allocation import Allocation
 from agentd.core.devices import Device, DeviceId
 from agentd.core.edits import ContainerEdits
-from agentd.core.kernel import KernelSpec, KernelState
+from agentd.core.kernel import KernelSpec, KernelState, Pull
 from agentd.core.plan import KernelPlan
 from agentd.core.reconcile import FoundKernel
 from agentd.core.slots import SlotType
@@ -84,12 +84,42 @@ class Plugins(Protocol):
         ...
 
 
+class Progress(Protocol):
+    """Hears of the steps of a create, and while it pulls, how far that is."""
+
+    def __call__(self, state: KernelState, pull: Pull | None = None) -> None: ...
+
+
+class LogStream(StrEnum):
+    """Which of a kernel's two streams."""
+
+    STDOUT = "stdout"
+    STDERR = "stderr"
+
+
+@dataclass(frozen=True, slots=True)
+class LogQuery:
+    """What of a log is wanted: the last `tail` lines, of those after `since` (the epoch)."""
+
+    follow: bool = False
+    tail: int | None = None
+    since: float | None = None
+    timestamps: bool = False
+    streams: frozenset[LogStream] = frozenset(LogStream)
+
+
 class Runtime(Protocol):
     """What runs kernels. The contract suite in tests/contracts holds every one to this."""
 
     name: str
     minimum_memory_bytes: int
-    unenforced: frozenset[str]
+
+    def unenforced(self, spec: KernelSpec) -> frozenset[str]:
+        """Return what of a request this runtime cannot hold a kernel to on this node.
+
+        Names of slots and members of the request; asked after `features`.
+        """
+        ...
 
     async def close(self) -> None: ...
 
@@ -105,9 +135,7 @@ class Runtime(Protocol):
         """
         ...
 
-    async def create(
-        self, plan: KernelPlan, progress: Callable[[KernelState], None]
-    ) -> FoundKernel:
+    async def create(self, plan: KernelPlan, progress: Progress) -> FoundKernel:
         """Create and start a kernel; if this raises anything but OutcomeUnknown, nothing is left.
 
         Raises:
@@ -159,10 +187,12 @@ class Runtime(Protocol):
         """
         ...
 
-    def logs(
-        self, kernel_id: str, handle: str, *, follow: bool, tail: int | None
-    ) -> AsyncIterator[bytes]:
-        """Yield what the kernel printed, both streams, byte for byte; `tail` counts lines."""
+    def logs(self, kernel_id: str, handle: str, query: LogQuery) -> AsyncIterator[bytes]:
+        """Yield what the kernel printed, byte for byte.
+
+        Raises:
+            InvalidRequest: this runtime does not keep what the query asks for.
+        """
         ...
 
 

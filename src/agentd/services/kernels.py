@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Mapping
 
 import structlog
 
-from agentd.core.kernel import LIVE, STARTING, Kernel, KernelSpec, KernelState
+from agentd.core.kernel import LIVE, STARTING, Kernel, KernelSpec, KernelState, Pull
 from agentd.core.partition import Partition
 from agentd.core.plan import refuse_reserved
 from agentd.core.reconcile import adopted
@@ -25,7 +25,7 @@ from agentd.errors import (
     UnknownKernel,
 )
 from agentd.services.devices import NodeDevices
-from agentd.services.interfaces import Clock, Intent, Memory, Runtime
+from agentd.services.interfaces import Clock, Intent, LogQuery, Memory, Runtime
 from agentd.services.operations import Operations
 from agentd.services.planner import Decision, Planner
 from agentd.services.table import KernelTable
@@ -72,7 +72,7 @@ class KernelService:
             RequestError, Unavailable: what the create would be refused with.
         """
         await self._check(spec)
-        decision = self._planner.decide(spec, self.table.ledger, self.default)
+        decision = self._planner.decide(spec, self.table, self.default)
         await self._planner.plan(self._planned(spec, decision), spec, self.default)
         rows = self._planner.explain(spec, decision, self.table.ledger, self.default)
         return decision, rows
@@ -93,7 +93,7 @@ class KernelService:
         if (known := self.existing(spec)) is not None:
             task = self._starting.get(spec.kernel_id)
             return (await self._outcome(task) if wait and task else known), False
-        decision = self._planner.decide(spec, self.table.ledger, self.default)
+        decision = self._planner.decide(spec, self.table, self.default)
         kernel = self._planned(spec, decision)
         self.table.put(kernel)
         task = asyncio.create_task(self._start(kernel, spec, keep_failure=not wait))
@@ -141,6 +141,7 @@ class KernelService:
             runtime=self.default.name,
             slots=decision.slots,
             allocation=decision.allocation,
+            ports=decision.ports,
         )
 
     async def _start(self, kernel: Kernel, spec: KernelSpec, *, keep_failure: bool) -> Kernel:
@@ -149,7 +150,9 @@ class KernelService:
             try:
                 plan = await self._planner.plan(kernel, spec, self.default)
                 self.memory.save_intent(Intent(kernel_id, self.default.name, plan.record))
-                found = await self.default.create(plan, lambda s: self._progress(kernel_id, s))
+                found = await self.default.create(
+                    plan, lambda state, pull=None: self._progress(kernel_id, state, pull)
+                )
             except OutcomeUnknown:
                 self.unknown_until[kernel_id] = self.clock() + GRACE_S
                 raise
@@ -168,8 +171,8 @@ class KernelService:
         log.info("kernel.created", kernel_id=kernel_id, agent_id=kernel.agent_id)
         return running
 
-    def _progress(self, kernel_id: str, state: KernelState) -> None:
-        self.table.put(self.table.get(kernel_id).moved_to(state))
+    def _progress(self, kernel_id: str, state: KernelState, pull: Pull | None) -> None:
+        self.table.put(self.table.get(kernel_id).moved_to(state, pull=pull))
 
     def _started(self, kernel_id: str, task: asyncio.Task[Kernel]) -> None:
         self._starting.pop(kernel_id, None)
@@ -242,7 +245,7 @@ class KernelService:
             self.table.drop(kernel_id)
         log.info("kernel.removed", kernel_id=kernel_id)
 
-    def logs(self, kernel_id: str, *, follow: bool, tail: int | None) -> AsyncIterator[bytes]:
+    def logs(self, kernel_id: str, query: LogQuery) -> AsyncIterator[bytes]:
         """Yield what a kernel printed.
 
         Raises:
@@ -252,7 +255,7 @@ class KernelService:
         if kernel.handle is None:
             raise UnknownKernel(f"kernel {kernel_id} has not started and has no logs")
         runtime = self.runtimes[kernel.runtime]
-        return runtime.logs(kernel_id, kernel.handle, follow=follow, tail=tail)
+        return runtime.logs(kernel_id, kernel.handle, query)
 
     async def drain(self, timeout_s: float) -> None:
         """Take no more creates, and wait for those under way; cancel what is late."""

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from agentd.core.allocation import Allocation, Ledger, Policy, allocate
 from agentd.core.explain import Question, explain
-from agentd.core.kernel import Kernel, KernelSpec, step_between
+from agentd.core.kernel import Kernel, KernelSpec, Port, step_between
 from agentd.core.partition import Partition
 from agentd.core.plan import KernelPlan, NodeFacts, build_plan
+from agentd.core.ports import HostPort, PortRange, hand_out
 from agentd.core.record import Record, encode, recorded_shares, statement
 from agentd.core.slots import CPU, MEM, ResourceSlots, parse_slots
 from agentd.errors import InvalidSlotAmount, Problem, UnknownAgent
 from agentd.services.devices import NodeDevices
 from agentd.services.interfaces import Plugins, PluginState, Runtime
+from agentd.services.table import KernelTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +27,18 @@ class NodeRules:
     policy: Policy
     default_slots: Mapping[str, object]
     real_cores: frozenset[str]
+    ports: PortRange
+    is_port_free: Callable[[str, str, int], bool]
+    """Whether nobody else on the node listens there: address, protocol, port."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a kernel is given: plain decimals by slot, and the devices."""
+    """What a kernel is given: plain decimals by slot, the devices, and ports of the node."""
 
     slots: Mapping[str, str]
     allocation: Allocation
+    ports: tuple[Port, ...] = ()
 
 
 class Planner:
@@ -54,8 +60,8 @@ class Planner:
             raise UnknownAgent(f"no agent {agent_id} on this node; it has {', '.join(partitions)}")
         return partitions[agent_id]
 
-    def decide(self, spec: KernelSpec, ledger: Ledger, runtime: Runtime) -> Decision:
-        """Choose slots and devices for a request; changes nothing.
+    def decide(self, spec: KernelSpec, table: KernelTable, runtime: Runtime) -> Decision:
+        """Choose slots, devices and ports for a request; changes nothing.
 
         Raises:
             RequestError, PluginUnavailable: it cannot be granted.
@@ -63,8 +69,24 @@ class Planner:
         inventory = self._devices.inventory
         slots = self._slots(spec, runtime)
         partition = self.partition(spec.agent_id)
-        allocation = allocate(ledger, inventory, partition, slots, self._rules.policy)
-        return Decision(slots.to_wire(inventory.slot_types), allocation)
+        allocation = allocate(table.ledger, inventory, partition, slots, self._rules.policy)
+        ports = self._ports(spec, table.ports)
+        return Decision(slots.to_wire(inventory.slot_types), allocation, ports)
+
+    def _ports(self, spec: KernelSpec, holders: Mapping[HostPort, str]) -> tuple[Port, ...]:
+        """Hand out ports, leaving out what something else on the node listens on."""
+        allowed, busy = self._rules.ports, set[HostPort]()
+        while True:
+            ports = hand_out(spec.ports, holders, busy, allowed)
+            found = {
+                (port.protocol, port.host)
+                for port in ports
+                if port.host
+                and not self._rules.is_port_free(port.address, port.protocol, port.host)
+            }
+            if not found:
+                return ports
+            busy |= found
 
     def explain(
         self, spec: KernelSpec, decision: Decision, ledger: Ledger, runtime: Runtime
@@ -118,16 +140,17 @@ class Planner:
         """
         inventory = self._devices.inventory
         shares = recorded_shares(kernel.allocation, inventory)
+        features = await runtime.features()
         edits = await self._plugins.container_edits(
             kernel.allocation,
             {item.share.device_id: item.stable_id for item in shares},
-            await runtime.features(),
+            features,
         )
         cores = [d.id for d in self.partition(spec.agent_id).devices if d.name == CPU]
         node = NodeFacts(
-            self._rules.node_id, tuple(cores), self._rules.real_cores, runtime.unenforced
+            self._rules.node_id, tuple(cores), self._rules.real_cores, runtime.unenforced(spec)
         )
-        plan = build_plan(spec, kernel.allocation, edits, node)
+        plan = build_plan(spec, kernel.allocation, edits, node, kernel.ports)
         record = Record(
             kernel_id=kernel.kernel_id,
             agent_id=kernel.agent_id,
@@ -137,5 +160,6 @@ class Planner:
             slots=kernel.slots,
             shares=shares,
             not_enforced=plan.not_enforced,
+            ports=kernel.ports,
         )
         return replace(plan, record=encode(record), statement=statement(shares))

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from agentd.core.allocation import Ledger
 from agentd.core.kernel import Kernel
+from agentd.core.ports import HostPort
 from agentd.errors import UnknownKernel
 
 Changed: TypeAlias = Callable[[Kernel | None, Kernel | None], None]
@@ -25,10 +26,16 @@ class KernelTable:
         self._changed = changed
         self._kernels: dict[str, Kernel] = {}
         self._ledger = Ledger()
+        self._ports: dict[HostPort, str] = {}
 
     @property
     def ledger(self) -> Ledger:
         return self._ledger
+
+    @property
+    def ports(self) -> Mapping[HostPort, str]:
+        """The node's ports that kernels hold, and which kernel."""
+        return self._ports
 
     @property
     def kernels(self) -> Mapping[str, Kernel]:
@@ -58,11 +65,22 @@ class KernelTable:
             self._ledger = self._ledger.with_held(
                 kernel.kernel_id, kernel.agent_id, kernel.allocation
             )
+        self._give_back_ports(before)
+        if kernel.holds:
+            self._ports |= {(p.protocol, p.host): kernel.kernel_id for p in kernel.ports if p.host}
         self._changed(before, kernel)
 
     def drop(self, kernel_id: str) -> None:
         """Forget a kernel; what it held is free. Dropping twice changes nothing."""
         before = self._kernels.pop(kernel_id, None)
         self._ledger = self._ledger.without(kernel_id)
+        self._give_back_ports(before)
         if before is not None:
             self._changed(before, None)
+
+    def _give_back_ports(self, kernel: Kernel | None) -> None:
+        if kernel is None:
+            return
+        for port in kernel.ports:
+            if port.host and self._ports.get((port.protocol, port.host)) == kernel.kernel_id:
+                del self._ports[port.protocol, port.host]

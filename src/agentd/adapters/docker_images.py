@@ -1,0 +1,153 @@
+"""Fetching images: one pull of each at a time, shared by all who wait for it.
+
+The engine stops a pull when its caller hangs up, so a pull for which nobody waits any more
+is cancelled. Credentials come from a file of the operator, in the form of Docker's
+`config.json` (`{"auths": {"registry.example:5000": {"auth": "<base64 of user:password>"}}}`),
+read at each pull.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from base64 import b64decode
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import structlog
+from aiodocker import Docker, DockerError
+
+from agentd.adapters.docker_answers import CONNECTION_FAILED
+from agentd.core.kernel import Pull
+from agentd.errors import ImageNotFound, RuntimeUnavailable
+
+log = structlog.get_logger()
+
+DOCKER_HUB = "https://index.docker.io/v1/"
+_DONE = ("Download complete", "Pull complete", "Already exists")
+_COMPLETE = "Status: "
+"""How the last line of a pull begins that was not cut short."""
+
+Listener = Callable[[Pull], None]
+
+
+@dataclass(slots=True)
+class _Shared:
+    """A pull under way, and who waits for it."""
+
+    task: asyncio.Task[None]
+    listeners: list[Listener] = field(default_factory=list)
+
+
+class Images:
+    """The images of an engine."""
+
+    def __init__(self, docker: Docker, registry_auth: Path | None) -> None:
+        self._docker = docker
+        self._registry_auth = registry_auth
+        self._pulls: dict[tuple[str, str | None], _Shared] = {}
+
+    async def pull(self, image: str, platform: str | None, listener: Listener) -> None:
+        """Fetch an image, or wait for the pull that is under way; `listener` hears how far.
+
+        Raises:
+            ImageNotFound: it is not to be had.
+            RuntimeUnavailable: the engine did not answer.
+        """
+        key = (image, platform)
+        shared = self._pulls.get(key)
+        if shared is None:
+            shared = self._pulls[key] = _Shared(asyncio.create_task(self._pull(image, platform)))
+            shared.task.add_done_callback(lambda _: self._pulls.pop(key, None))
+        shared.listeners.append(listener)
+        try:
+            await asyncio.shield(shared.task)
+        finally:
+            shared.listeners.remove(listener)
+            if not shared.listeners and not shared.task.done():
+                self._pulls.pop(key, None)
+                shared.task.cancel()
+
+    async def _pull(self, image: str, platform: str | None) -> None:
+        layers: dict[str, Pull] = {}
+        log.info("image.pulling", image=image)
+        try:
+            last = ""
+            auth = self._credentials(image)
+            name = image if auth is None or "/" in image else f"docker.io/library/{image}"
+            async for line in self._docker.images.pull(
+                name, auth=auth, platform=platform, stream=True, timeout=None
+            ):
+                last = line.get("status", "")
+                if _took(layers, line):
+                    self._tell((image, platform), layers)
+            if not last.startswith(_COMPLETE):
+                raise RuntimeUnavailable(f"the pull of {image} was cut short")
+        except DockerError as error:
+            if error.status == CONNECTION_FAILED:
+                raise RuntimeUnavailable(error.message) from error
+            raise ImageNotFound(f"image {image}: {error.message}") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise RuntimeUnavailable(f"the pull of {image} was cut: {error}") from error
+        log.info("image.pulled", image=image)
+
+    def _tell(self, key: tuple[str, str | None], layers: Mapping[str, Pull]) -> None:
+        if shared := self._pulls.get(key):
+            current = sum(layer.current for layer in layers.values())
+            total = sum(layer.total for layer in layers.values())
+            for listener in list(shared.listeners):
+                listener(Pull(current, total))
+
+    def _credentials(self, image: str) -> dict[str, Any] | None:
+        """Return what the operator's file says of an image's registry.
+
+        Raises:
+            ImageNotFound: the file cannot be read; a pull without it could fetch another image.
+        """
+        if self._registry_auth is None:
+            return None
+        registry = registry_of(image)
+        try:
+            auths = json.loads(self._registry_auth.read_text(encoding="utf-8")).get("auths", {})
+            names = (registry, f"https://{registry}", f"https://{registry}/v1/")
+            entry = next((_login(auths[name]) for name in names if name in auths), None)
+        except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
+            why = f"runtime.docker.registry-auth {self._registry_auth} cannot be read: {error}"
+            raise ImageNotFound(f"image {image}: {why}") from None
+        if entry is None:
+            return None
+        return {**entry, "serveraddress": registry}
+
+
+def _login(entry: Mapping[str, str]) -> dict[str, str]:
+    if "identitytoken" in entry:
+        return {"identitytoken": entry["identitytoken"]}
+    if "auth" not in entry:
+        return {"username": entry["username"], "password": entry["password"]}
+    user, _, password = b64decode(entry["auth"]).decode().partition(":")
+    return {"username": user, "password": password}
+
+
+def registry_of(image: str) -> str:
+    """Return the registry that an image's name means: its first part if that is a host."""
+    first, found, _ = image.partition("/")
+    is_host = bool(found) and (bool({".", ":"} & set(first)) or first == "localhost")
+    return first if is_host else DOCKER_HUB
+
+
+def _took(layers: dict[str, Pull], line: Mapping[str, Any]) -> bool:
+    """Note what a line of the engine says of a layer; True if that tells how far the pull is."""
+    layer, status = line.get("id", ""), line.get("status", "")
+    if status == "Downloading":
+        detail = line.get("progressDetail") or {}
+        with suppress(TypeError, ValueError):
+            layers[layer] = Pull(int(detail.get("current", 0)), int(detail.get("total", 0)))
+            return True
+    if status in _DONE and layer in layers:
+        layers[layer] = Pull(layers[layer].total, layers[layer].total)
+        return True
+    return False

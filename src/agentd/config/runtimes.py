@@ -1,0 +1,114 @@
+"""[runtime]: the settings of each runtime."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, field_validator
+
+from agentd.config.section import Section, SizeBytes
+from agentd.core.ports import PortRange
+
+CAPABILITIES = (
+    "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL",
+    "NET_BIND_SERVICE", "SETGID", "SETUID", "SYS_CHROOT",
+)  # fmt: skip
+"""The engine's default less what a job does not need: raw sockets, device nodes, the audit
+log, and capabilities of files and of others."""
+
+_CAPABILITY = re.compile(r"[A-Z][A-Z_]+")
+
+
+class DockerSettings(Section):
+    """[runtime.docker]: the Docker Engine."""
+
+    socket: Path = Field(default=Path("/var/run/docker.sock"), description="The engine's socket.")
+    network: str = Field(
+        default="bridge",
+        description='Default network of a kernel: "bridge", "none", "host" or a network\'s name.',
+    )
+    allowed_mounts: tuple[Path, ...] = Field(
+        default=(), description="Host folders that a request may mount from."
+    )
+    allowed_networks: tuple[str, ...] = Field(
+        default=(), description="Networks besides the default one that a request may name."
+    )
+    publish_address: str = Field(
+        default="127.0.0.1", description="Address of the node on which ports are published."
+    )
+    publish_ports: str = Field(
+        default="1024-65535", description="Ports of the node that are handed out."
+    )
+    capabilities: tuple[str, ...] = Field(
+        default=CAPABILITIES, description="What root in a kernel may do; all others are dropped."
+    )
+    pids_limit: Annotated[int, Field(ge=1, le=2**22)] = Field(
+        default=4096, description="Most processes of a kernel; a request may ask for fewer."
+    )
+    log_max_size: SizeBytes = Field(
+        default=20 * 2**20, description="Size at which the engine begins a new file of a log."
+    )
+    log_max_files: Annotated[int, Field(ge=1, le=1000)] = Field(
+        default=5, description="Files that are kept of each kernel's log."
+    )
+    registry_auth: Path | None = Field(
+        default=None,
+        description="Credentials of registries, in the form of Docker's config.json.",
+    )
+    stop_timeout: Annotated[float, Field(ge=0, le=86400)] = Field(
+        default=10, description="Seconds between TERM and KILL."
+    )
+
+    @field_validator("publish_address")
+    @classmethod
+    def _an_address(cls, value: str) -> str:
+        try:
+            return str(ipaddress.ip_address(value))
+        except ValueError:
+            raise ValueError(f"{value!r} is no address; allowed: 127.0.0.1, 0.0.0.0, ::") from None
+
+    @field_validator("publish_ports")
+    @classmethod
+    def _a_range(cls, value: str) -> str:
+        first, _, last = value.partition("-")
+        if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) < 2**16):
+            raise ValueError(f'{value!r} is no range of ports; allowed: "30000-32767"')
+        return value
+
+    @field_validator("capabilities")
+    @classmethod
+    def _names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if wrong := [name for name in value if not _CAPABILITY.fullmatch(name)]:
+            raise ValueError(f'{", ".join(wrong)} is no capability; allowed: "CHOWN" and the like')
+        return value
+
+    @property
+    def ports(self) -> PortRange:
+        """What ports are handed out from."""
+        first, _, last = self.publish_ports.partition("-")
+        return PortRange(self.publish_address, int(first), int(last))
+
+    @field_validator("allowed_mounts")
+    @classmethod
+    def _absolute(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
+        if relative := [str(path) for path in value if not path.is_absolute()]:
+            raise ValueError(f"{', '.join(relative)} is not absolute; allowed: /data and the like")
+        return value
+
+
+class ProcessSettings(Section):
+    """[runtime.process]: plain processes."""
+
+    user: Annotated[str, Field(min_length=1)] = Field(
+        default="nobody", description="Whom kernels run as when agentd is root."
+    )
+
+
+class RuntimeSettings(Section):
+    """[runtime]: settings of each runtime."""
+
+    docker: DockerSettings = DockerSettings()
+    process: ProcessSettings = ProcessSettings()

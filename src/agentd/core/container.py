@@ -1,0 +1,44 @@
+"""What a request may say about the container around its command; meaningless without one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class PullPolicy(StrEnum):
+    """When an image is fetched from its registry."""
+
+    MISSING = "missing"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+@dataclass(frozen=True, slots=True)
+class Tmpfs:
+    """A folder in memory; `size` bytes, or None for the engine's limit (half of the memory)."""
+
+    target: str
+    size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ulimit:
+    """A limit of setrlimit(2); -1 is none."""
+
+    soft: int
+    hard: int
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerOptions:
+    """Options of a container; None leaves the choice to the node."""
+
+    pull_policy: PullPolicy = PullPolicy.MISSING
+    platform: str | None = None
+    network: str | None = None
+    tmpfs: tuple[Tmpfs, ...] = ()
+    shm_size: int | None = None
+    pids_limit: int | None = None
+    ulimits: Mapping[str, Ulimit] = field(default_factory=dict)
