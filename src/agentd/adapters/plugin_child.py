@@ -53,6 +53,7 @@ class Host:
         self._sending = threading.Lock()
         self._class: type[AcceleratorPlugin] | None = None
         self._plugin: AcceleratorPlugin | None = None
+        self._is_open = False
 
     def serve(self) -> None:
         """Answer calls until the channel ends."""
@@ -101,11 +102,11 @@ class Host:
         return list(self._loaded.validate(self._order.settings))
 
     def open(self) -> None:
-        plugin = self._loaded(self._order.name, self._order.settings)
+        plugin = self._made
         if plugin.api_version != API_VERSION:
             raise TypeError(f"it speaks plugin API {plugin.api_version}, not {API_VERSION}")
         plugin.open()
-        self._plugin = plugin
+        self._is_open = True
         if _overrides(type(plugin), "wait_for_change"):
             threading.Thread(target=self._watch, name="events", daemon=True).start()
 
@@ -114,7 +115,8 @@ class Host:
 
     def container_edits(self, allocation: object, features: object) -> object:
         given = msgspec.convert(allocation, type=list[AllocatedDevice])
-        return self._opened.container_edits(given, msgspec.convert(features, type=Features))
+        plugin = self._opened if given else self._made
+        return plugin.container_edits(given, msgspec.convert(features, type=Features))
 
     def measure(self) -> Sequence[object]:
         return list(self._opened.measure())
@@ -132,10 +134,16 @@ class Host:
         return self._class
 
     @property
-    def _opened(self) -> AcceleratorPlugin:
+    def _made(self) -> AcceleratorPlugin:
         if self._plugin is None:
-            raise LookupError("the plugin is not open")
+            self._plugin = self._loaded(self._order.name, self._order.settings)
         return self._plugin
+
+    @property
+    def _opened(self) -> AcceleratorPlugin:
+        if not self._is_open:
+            raise LookupError("the plugin is not open")
+        return self._made
 
     def _watch(self) -> None:
         """Tell of changes for as long as the plugin can wait for them."""
@@ -156,7 +164,10 @@ def _overrides(loaded: type[AcceleratorPlugin], method: str) -> bool:
 
 def said(error: BaseException) -> str:
     """Return an exception's type and text, in one line."""
-    text = " ".join(str(error).split())
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # noqa: BLE001 - the text of a plugin's error
+        text = "it cannot say why"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

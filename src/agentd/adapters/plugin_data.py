@@ -7,8 +7,11 @@ the whole listing a lie, and the plugin fails with the reason.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
+from agentd.adapters.plugin_output import one_line
 from agentd.core.devices import ID_PATTERN, Device, DeviceId, Health
 from agentd.core.slots import (
     ONE,
@@ -26,6 +29,9 @@ from agentd.plugin_api import (
     SlotTypeInfo,
 )
 from agentd.services.interfaces import PluginListing
+
+MAX_DEVICES = 4096
+_MAX_ALIASES, _MAX_ATTRIBUTES = 16, 64
 
 
 class PluginLie(Exception):
@@ -50,7 +56,10 @@ def checked_listing(
     kinds = {slot.name: slot.kind for slot in types}
     if len(kinds) < len(types):
         raise PluginLie("it lists a slot type twice")
-    devices = tuple(_device(name, info, kinds) for info in device_infos)
+    infos = list(device_infos)
+    if len(infos) > MAX_DEVICES:
+        raise PluginLie(f"it lists {len(infos)} devices; allowed: up to {MAX_DEVICES}")
+    devices = tuple(_device(name, info, kinds) for info in infos)
     _refuse_twice("id", [device.device_id.id for device in devices])
     _refuse_twice("stable id", [device.stable_id for device in devices])
     return PluginListing(name, types, devices)
@@ -78,9 +87,13 @@ def _slot_type(name: str, info: SlotTypeInfo) -> SlotType:
 
 
 def _device(name: str, info: DeviceInfo, kinds: dict[str, SlotKind]) -> Device:
-    for label, value in (("id", info.id), ("stable id", info.stable_id)):
+    names = [("id", info.id), ("stable id", info.stable_id)]
+    names += [("parent", info.parent)] if info.parent is not None else []
+    names += [("alias", alias) for alias in info.aliases[:_MAX_ALIASES]]
+    for label, value in names:
         if not ID_PATTERN.fullmatch(value):
-            raise PluginLie(f"its {label} {value!r} is none; allowed: letters, digits, '_.:-'")
+            shown = one_line(repr(value), 160)
+            raise PluginLie(f"its {label} {shown} is none; allowed: letters, digits, '_.:-'")
     if info.slot not in kinds:
         raise PluginLie(f"device {info.id} offers {info.slot!r}, which is no slot type of it")
     try:
@@ -100,12 +113,15 @@ def _device(name: str, info: DeviceInfo, kinds: dict[str, SlotKind]) -> Device:
         kind=kinds[info.slot],
         capacity=capacity,
         numa_node=info.numa_node,
-        aliases=tuple(info.aliases),
+        aliases=tuple(info.aliases[:_MAX_ALIASES]),
         parent=info.parent,
-        model=info.model,
+        model=one_line(info.model),
         health=Health(info.health),
-        reason=info.reason,
-        attributes=dict(info.attributes),
+        reason=one_line(info.reason),
+        attributes={
+            one_line(key): one_line(value)
+            for key, value in islice(info.attributes.items(), _MAX_ATTRIBUTES)
+        },
     )
 
 
@@ -131,5 +147,5 @@ def checked_edits(edits: ContainerEdits) -> ContainerEdits:
 
 
 def _refuse_twice(label: str, values: Sequence[str]) -> None:
-    if twice := sorted({value for value in values if values.count(value) > 1}):
+    if twice := sorted(value for value, count in Counter(values).items() if count > 1):
         raise PluginLie(f"it lists the {label} {', '.join(twice)} twice")

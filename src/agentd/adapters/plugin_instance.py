@@ -13,8 +13,9 @@ slots for good; later listings are its devices' health.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,7 +39,9 @@ log = structlog.get_logger()
 LOAD_TIMEOUT_S, OPEN_TIMEOUT_S, CLOSE_TIMEOUT_S = 60.0, 120.0, 2.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
 LONG_ENOUGH_S = 60.0
-"""A process that lived so long starts the pauses anew."""
+"""A process that was ready for so long starts the pauses anew."""
+MAX_EVENTS_WAITING = 16
+"""A plugin that is slow to hear of kernels misses what is more than this behind."""
 MAX_LEFT_BEHIND = 2
 """No further process is started while so many of one plugin cannot be killed."""
 
@@ -77,7 +80,7 @@ class PluginInstance:
         self.reason = ""
         self.problems: list[Problem] = []
         self.listing: PluginListing | None = None
-        self.hiding = ContainerEdits()
+        self.hiding: ContainerEdits | None = None
         self.measurements: Sequence[Measurement] = ()
         self.settled = asyncio.Event()
         self._features = features
@@ -87,6 +90,9 @@ class PluginInstance:
         self._process: PluginProcess | None = None
         self._left_behind: list[PluginProcess] = []
         self._woken = asyncio.Event()
+        self._ready_since: float | None = None
+        self._seen: tuple[Listing, PluginListing] | None = None
+        self._events_waiting = 0
 
     @property
     def status(self) -> PluginStatus:
@@ -110,7 +116,7 @@ class PluginInstance:
         """Keep the plugin up until cancelled, or until it is known that it cannot be."""
         pause_s = FIRST_PAUSE_S
         while True:
-            began = time.monotonic()
+            self._ready_since = None
             try:
                 await self._bring_up()
                 await self._follow()
@@ -121,9 +127,12 @@ class PluginInstance:
                     return
             except PluginLost as error:
                 await self._give_up(str(error))
+            except Exception as error:
+                log.exception("plugin.failed", plugin=self.wanted.name)
+                await self._give_up(f"{type(error).__name__}: {error}")
             if self.is_silent:
                 return
-            if time.monotonic() - began > LONG_ENOUGH_S:
+            if self._ready_since and time.monotonic() - self._ready_since > LONG_ENOUGH_S:
                 pause_s = FIRST_PAUSE_S
             self.reason += f"; next try in {pause_s:g} s"
             log.warning("plugin.lost", plugin=self.wanted.name, reason=self.reason)
@@ -137,6 +146,7 @@ class PluginInstance:
             pids = ", ".join(str(process.pid) for process in self._left_behind)
             raise PluginLost(f"its processes {pids} cannot be killed")
         wanted = self.wanted
+        self._refuse_large_numbers()
         self._process = process = await PluginProcess.start(
             wanted.name, wanted.target, wanted.settings, self._woken.set
         )
@@ -149,20 +159,42 @@ class PluginInstance:
                 self.settle(PluginState.BLOCKED, f"needs a table of its own, such as {example}")
                 await self.close()
                 return
+            step = "settings"
             await self._validate(process)
+            step = "hiding edits"
+            with contextlib.suppress(PluginRefused, PluginLie):
+                self.hiding = await self._hiding(process)
             step = "open"
             await process.call("open", timeout_s=OPEN_TIMEOUT_S)
             step = "list"
             listing = await self._listed(process)
             step = "hiding edits"
-            hiding = await self._call("container_edits", [], self._features)
+            self.hiding = await self._hiding(process)
         except (PluginRefused, PluginLie, PluginLost) as error:
             raise type(error)(f"{step}: {error}") from None
         first = self.listing or listing
         self.listing = replace(first, devices=listing.devices)
-        self.hiding = ContainerEdits(env=checked_edits(hiding).env)
+        self._ready_since = time.monotonic()
         self.settle(PluginState.READY, "")
         self._tell_changed(wanted.name)
+
+    def _refuse_large_numbers(self) -> None:
+        """Refuse what cannot cross the channel.
+
+        Raises:
+            PluginLie: a number of the settings is too large.
+        """
+        where = f"plugins.{self.wanted.name}"
+        why = "is too large a number; allowed: up to 64 bits"
+        self.problems = [Problem(key, why) for key in _large_numbers(where, self.wanted.settings)]
+        if self.problems:
+            raise PluginLie("; ".join(map(str, self.problems)))
+
+    async def _hiding(self, process: PluginProcess) -> ContainerEdits:
+        """Ask what hides the plugin's devices; before it is open too, as it may never be."""
+        timeout_s = self._pace.call_timeout_s
+        edits = await process.call("container_edits", [], self._features, timeout_s=timeout_s)
+        return ContainerEdits(env=checked_edits(edits).env)
 
     async def _validate(self, process: PluginProcess) -> None:
         wrong = await process.call("validate", timeout_s=self._pace.call_timeout_s)
@@ -173,7 +205,12 @@ class PluginInstance:
 
     async def _listed(self, process: PluginProcess) -> PluginListing:
         found: Listing = await process.call("listing", timeout_s=self._pace.call_timeout_s)
-        return checked_listing(self.wanted.name, found.slot_types, found.devices)
+        if self._seen is None or self._seen[0] is not found:
+            self._seen = (
+                found,
+                checked_listing(self.wanted.name, found.slot_types, found.devices),
+            )
+        return self._seen[1]
 
     async def _follow(self) -> None:
         """Look at the devices now and then, and at once when the plugin tells of a change."""
@@ -221,7 +258,12 @@ class PluginInstance:
     async def _call(self, method: str, *arguments: object) -> Any:  # noqa: ANN401 - by RESULTS
         if self._process is None:
             raise PluginLost(self.reason)
-        return await self._process.call(method, *arguments, timeout_s=self._pace.call_timeout_s)
+        timeout_s = self._pace.call_timeout_s
+        try:
+            async with asyncio.timeout(2 * timeout_s):
+                return await self._process.call(method, *arguments, timeout_s=timeout_s)
+        except TimeoutError:
+            raise PluginLost(f"it is busy with other calls for over {2 * timeout_s:g} s") from None
 
     async def container_edits(
         self, devices: Sequence[AllocatedDevice], features: Features
@@ -245,12 +287,17 @@ class PluginInstance:
         """Let the plugin know of a kernel's life; what comes of it changes nothing."""
         if self._process is None or self._facts is None or not self._facts.hears_kernels:
             return
+        if self._events_waiting >= MAX_EVENTS_WAITING:
+            log.warning("plugin.event_dropped", plugin=self.wanted.name, step=event.step)
+            return
         timeout_s = self._pace.call_timeout_s
+        self._events_waiting += 1
         self._process.begin("kernel_event", event, timeout_s=timeout_s).add_done_callback(
             self._told
         )
 
     def _told(self, call: asyncio.Task[None]) -> None:
+        self._events_waiting -= 1
         if not call.cancelled() and (error := call.exception()) is not None:
             log.warning("plugin.event_failed", plugin=self.wanted.name, reason=str(error))
 
@@ -261,7 +308,22 @@ class PluginInstance:
             return
         if self.state is PluginState.READY:
             try:
-                await process.call("close", timeout_s=CLOSE_TIMEOUT_S)
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await process.call("close", timeout_s=CLOSE_TIMEOUT_S)
+            except TimeoutError:
+                log.warning("plugin.not_closed", plugin=self.wanted.name, reason="it is busy")
             except (PluginRefused, PluginLost) as error:
                 log.warning("plugin.not_closed", plugin=self.wanted.name, reason=str(error))
         await process.end("the daemon stops")
+
+
+def _large_numbers(where: str, value: object) -> Iterator[str]:
+    """Yield the key paths of numbers beyond 64 bits."""
+    if isinstance(value, Mapping):
+        for key, below in value.items():
+            yield from _large_numbers(f"{where}.{key}", below)
+    elif isinstance(value, (list, tuple)):
+        for index, below in enumerate(value):
+            yield from _large_numbers(f"{where}.{index}", below)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        yield where

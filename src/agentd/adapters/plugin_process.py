@@ -17,11 +17,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import msgspec
 import structlog
 
+from agentd.adapters.plugin_helpers import MARK, end_marked, new_mark
+from agentd.adapters.plugin_output import PluginOutput, one_line
 from agentd.adapters.plugin_wire import (
     LENGTH_BYTES,
     MAX_FRAME_BYTES,
@@ -34,14 +36,12 @@ from agentd.adapters.plugin_wire import (
     Order,
     framed,
 )
+from agentd.adapters.proc import Proc, read_stat
 
 log = structlog.get_logger()
 
 KILL_PATIENCE_S = 2.0
 _OWN_END_S = 0.2
-_MAX_LINE = 2000
-_LINES_AT_ONCE, _QUIET_S = 50, 10.0
-_LAST_READS = 16
 _NOT_FOR_PLUGINS = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID")
 
 
@@ -57,9 +57,10 @@ class PluginProcess:
     """A plugin's process; made by `start`, ended by `end`."""
 
     def __init__(
-        self, name: str, popen: subprocess.Popen[bytes], changed: Callable[[], None]
+        self, name: str, popen: subprocess.Popen[bytes], mark: str, changed: Callable[[], None]
     ) -> None:
         self._name = name
+        self._mark = mark
         self._popen = popen
         self._changed = changed
         self._numbers = 0
@@ -68,7 +69,9 @@ class PluginProcess:
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._exchanges: set[asyncio.Task[Any]] = set()
-        self._output = _Output(name)
+        self._output = PluginOutput(name)
+        self._last: dict[str, tuple[bytes, Any]] = {}
+        self._watching: asyncio.Task[None] | None = None
         self._is_ending = False
         self.lost = asyncio.Event()
         self.reason = ""
@@ -82,17 +85,21 @@ class PluginProcess:
         Raises:
             PluginLost: it does not start.
         """
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                popen = _popen(name, theirs)
-            except OSError as error:
-                ours.close()
-                raise PluginLost(f"its process does not start: {error.strerror}") from None
-        made = cls(name, popen, changed)
+        order = framed(Order(PROTOCOL, [*filter(None, sys.path)], target, name, _plain(settings)))
+        mark = new_mark()
+        try:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                try:
+                    popen = _popen(name, theirs, mark)
+                except OSError:
+                    ours.close()
+                    raise
+        except OSError as error:
+            raise PluginLost(f"its process does not start: {error.strerror}") from None
+        made = cls(name, popen, mark, changed)
         await made._connect(ours)
-        order = Order(PROTOCOL, [*filter(None, sys.path)], target, name, _plain(settings))
-        made._write(framed(order))
+        made._write(order)
         return made
 
     @property
@@ -102,8 +109,17 @@ class PluginProcess:
     async def _connect(self, channel: socket.socket) -> None:
         reader, self._writer = await asyncio.open_connection(sock=channel)
         self._reading = asyncio.create_task(self._read(reader), name=f"plugin-{self._name}")
+        self._watching = asyncio.create_task(self._watch(), name=f"plugin-end-{self._name}")
         if self._popen.stdout is not None:
             self._output.follow(self._popen.stdout)
+
+    async def _watch(self) -> None:
+        """See the process end, also where a copy of it keeps the channel open."""
+        stat = read_stat(self.pid)
+        if stat is not None:
+            await Proc(stat.pid, stat.start_time).ended()
+        await asyncio.sleep(_OWN_END_S)  # what it said last is read first
+        await self.end()
 
     async def call(self, method: str, *arguments: object, timeout_s: float) -> Any:  # noqa: ANN401 - by RESULTS
         """Call a method, and return what RESULTS says of it.
@@ -141,11 +157,21 @@ class PluginProcess:
             finally:
                 self._answer = None
         if answer.error is not None:
-            raise PluginRefused(answer.error)
+            raise PluginRefused(one_line(answer.error))
+        return self._decoded(method, bytes(answer.result))
+
+    def _decoded(self, method: str, result: bytes) -> Any:  # noqa: ANN401 - as `call`
+        """Read a result; one that is the same as the last time is the same value."""
+        last = self._last.get(method)
+        if last is not None and last[0] == result:
+            return last[1]
         try:
-            return msgspec.msgpack.decode(answer.result, type=RESULTS[method])
-        except (msgspec.DecodeError, ValueError) as error:
-            raise PluginRefused(f"it answered {method} with what is no answer: {error}") from None
+            value = msgspec.msgpack.decode(result, type=RESULTS[method])
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            why = f"it answered {method} with what is no answer: {error}"
+            raise PluginRefused(one_line(why)) from None
+        self._last[method] = (result, value)
+        return value
 
     def _write(self, frame: bytes) -> None:
         if self._writer is not None and not self._writer.is_closing():
@@ -163,7 +189,7 @@ class PluginProcess:
                 self._took(msgspec.msgpack.decode(body, type=Message))
         except (asyncio.IncompleteReadError, OSError):
             pass
-        except (msgspec.DecodeError, ValueError) as error:
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             why = f"it sent what is no message: {error}"
         await self.end(why)
 
@@ -186,12 +212,14 @@ class PluginProcess:
             if await self._exit_status(KILL_PATIENCE_S) is None:
                 why = f"{why or 'it was ended'}; process {self.pid} cannot be killed, left behind"
                 log.error("plugin.abandoned", plugin=self._name, pid=self.pid)
+        await asyncio.to_thread(end_marked, self._mark)
         self.reason = why or _how_it_ended(status)
         self._output.close()
         if self._writer is not None:
             self._writer.close()
-        if self._reading is not None and self._reading is not asyncio.current_task():
-            self._reading.cancel()
+        for task in (self._reading, self._watching):
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(PluginLost(self.reason))
         self.lost.set()
@@ -219,8 +247,9 @@ class PluginProcess:
         return status
 
 
-def _popen(name: str, channel: socket.socket) -> subprocess.Popen[bytes]:
+def _popen(name: str, channel: socket.socket, mark: str) -> subprocess.Popen[bytes]:
     environ = {k: v for k, v in os.environ.items() if k not in _NOT_FOR_PLUGINS}
+    environ |= {"PYTHONUNBUFFERED": "1", MARK: mark}
     return subprocess.Popen(  # noqa: S603 - our own program
         [
             *(sys.executable, "-P", "-m", "agentd.adapters.plugin_child"),
@@ -231,7 +260,7 @@ def _popen(name: str, channel: socket.socket) -> subprocess.Popen[bytes]:
         stderr=subprocess.STDOUT,
         pass_fds=(channel.fileno(),),
         cwd="/",
-        env={**environ, "PYTHONUNBUFFERED": "1"},
+        env=environ,
         start_new_session=True,
         bufsize=0,
     )
@@ -257,60 +286,3 @@ def _how_it_ended(status: int | None) -> str:
         return f"it was killed by {signal.Signals(-status).name}"
     except ValueError:
         return f"it was killed by signal {-status}"
-
-
-class _Output:
-    """What a plugin prints goes to the log under its name, so much at a time."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._file: IO[bytes] | None = None
-        self._rest = b""
-        self._window_end = 0.0
-        self._lines = 0
-
-    def follow(self, file: IO[bytes]) -> None:
-        os.set_blocking(file.fileno(), False)
-        self._file = file
-        asyncio.get_running_loop().add_reader(file, self._readable)
-
-    def _readable(self) -> bool:
-        """Take what there is; False if there is nothing, or nothing more to come."""
-        if self._file is None:
-            return False
-        try:
-            chunk = os.read(self._file.fileno(), 1 << 16)
-        except BlockingIOError:
-            return False
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
-        if len(self._rest) > _MAX_LINE or not chunk:
-            lines, self._rest = [*lines, self._rest], b""
-        for line in lines:
-            self._say(line)
-        if not chunk:
-            self._let_go()
-        return bool(chunk)
-
-    def _say(self, line: bytes) -> None:
-        text = line[:_MAX_LINE].decode(errors="replace").strip()
-        now = time.monotonic()
-        if now >= self._window_end:
-            if (more := self._lines - _LINES_AT_ONCE) > 0:
-                log.warning("plugin.printed_more", plugin=self._name, lines=more)
-            self._window_end, self._lines = now + _QUIET_S, 0
-        self._lines += bool(text)
-        if text and self._lines <= _LINES_AT_ONCE:
-            log.info("plugin.printed", plugin=self._name, text=text)
-
-    def close(self) -> None:
-        """Take what is left, a bounded part of it, and follow no more."""
-        for _ in range(_LAST_READS):
-            if not self._readable():
-                break
-        self._let_go()
-
-    def _let_go(self) -> None:
-        if self._file is not None:
-            asyncio.get_running_loop().remove_reader(self._file)
-            self._file.close()
-            self._file = None

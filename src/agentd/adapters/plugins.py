@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from importlib_metadata import EntryPoint, entry_points
 
+from agentd.adapters.plugin_helpers import end_left_over
 from agentd.adapters.plugin_instance import Pace, PluginInstance, Wanted
 from agentd.core.allocation import Allocation
 from agentd.core.devices import DeviceId
@@ -93,6 +94,7 @@ class PluginHost:
 
     async def open(self, timeout_s: float) -> None:
         """Bring every plugin up, all at once, waiting no longer than `timeout_s`."""
+        await asyncio.to_thread(end_left_over)
         waiting = [i for i in self._instances.values() if not i.settled.is_set()]
         self._tasks = [
             asyncio.create_task(instance.run(), name=f"plugin-{instance.wanted.name}")
@@ -146,7 +148,7 @@ class PluginHost:
             if name not in (CPU, MEM)
         ]
         instances = self._instances.items()
-        hiding = [i.hiding for name, i in instances if i.listing and name not in names]
+        hiding = [i.hiding for name, i in instances if i.hiding and name not in names]
         return merged(hiding, giving)
 
     async def _edits_of(

@@ -118,7 +118,7 @@ def members(identity: Identity, marks: Mapping[str, str]) -> list[Proc]:
     Where neither command nor keeper lives, a session of that number may be somebody
     else's: then a process counts only if its environment carries `marks`.
     """
-    everyone = list(_all_processes())
+    everyone = list(all_processes())
     is_certain = identity.leader.is_alive() or identity.keeper.is_alive()
     kept = _descendants(identity.keeper.pid, everyone) if identity.keeper.is_alive() else set()
     return [
@@ -138,7 +138,7 @@ def recovered(marks: Mapping[str, str], boot_id: str) -> Identity | None:
     For a kernel whose identity cannot be read. The leader is the oldest that leads a session;
     a keeper is known only as its parent.
     """
-    mine = [s for s in _all_processes() if marks.items() <= read_env(s.pid).items()]
+    mine = [s for s in all_processes() if marks.items() <= read_env(s.pid).items()]
     if not mine:
         return None
     leader = min(mine, key=lambda stat: (stat.session != stat.pid, stat.start_time))
@@ -156,7 +156,8 @@ def _is_keeper(pid: int) -> bool:
         return False
 
 
-def _all_processes() -> Iterator[Stat]:
+def all_processes() -> Iterator[Stat]:
+    """Yield every process of the machine that has not ended."""
     for name in os.listdir("/proc"):  # noqa: PTH208 - a scan of all processes, three times as fast
         if name.isdigit() and (stat := read_stat(int(name))) and stat.state not in "ZX":
             yield stat

@@ -169,6 +169,7 @@ def _to_json(device: Device) -> dict[str, object]:
         "parent": device.parent,
         "model": device.model,
         "drained": device.drained,
+        "former": list(device.former),
     }
 
 
@@ -186,6 +187,7 @@ def _devices(raw: Mapping[str, Any]) -> list[Device]:
             model=item["model"],
             health=Health.UNKNOWN,
             drained=bool(item["drained"]),
+            former=tuple(item.get("former", ())),
         )
         for item in raw["devices"]
     ]

@@ -14,11 +14,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple
 
 from agentd.core.slots import SlotKind, SlotName, SlotType
 
 _DIGITS = re.compile(r"([0-9]+)")
+_LAST_NUMBER = re.compile(r"[0-9]+[^0-9]*$")
 ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 """What ids and stable ids look like: they stand in labels and records as they are."""
 
@@ -32,6 +34,11 @@ class DeviceId(NamedTuple):
     def __str__(self) -> str:
         return f"{self.name}/{self.id}"
 
+
+MAX_NEWS = 8
+"""Newcomers under one device name that are warned of one by one."""
+
+MAX_FORMER = 64
 
 MEMORY = DeviceId("mem", "root")
 """The node's memory: the one device that is divided by amount."""
@@ -72,6 +79,8 @@ class Device:
     gone: bool = False
     drained: bool = False
     attributes: Mapping[str, str] = field(default_factory=dict)
+    former: tuple[str, ...] = ()
+    """Stable ids under which the same physical thing was offered before."""
 
     @property
     def usable(self) -> bool:
@@ -119,6 +128,20 @@ class Inventory:
         return {device.stable_id: device for device in self.devices}
 
     @cached_property
+    def by_identity(self) -> Mapping[str, Device]:
+        """Devices by stable id, else by one that they had before, else by alias."""
+        found: dict[str, Device] = {}
+        for device in self.devices:
+            found |= dict.fromkeys(device.aliases, device)
+        for device in self.devices:
+            found |= dict.fromkeys(device.former, device)
+        return {**found, **self.by_stable_id}
+
+    def parts_of(self, stable_id: str) -> list[Device]:
+        """Return the devices that are parts of a physical one."""
+        return [device for device in self.devices if device.parent == stable_id]
+
+    @cached_property
     def by_slot(self) -> Mapping[SlotName, tuple[Device, ...]]:
         slots: dict[SlotName, list[Device]] = {}
         for device in self.devices:
@@ -146,11 +169,14 @@ class Inventory:
         """
         now = {device.stable_id: device for device in listed}
         known = {device.stable_id for device in self.by_name.get(name, ())}
+        new = [device for stable_id, device in now.items() if stable_id not in known]
         warnings = [
-            f"{device.device_id} ({stable_id}) appeared; it joins when agentd is restarted"
-            for stable_id, device in now.items()
-            if stable_id not in known
+            f"{d.device_id} ({d.stable_id}) appeared; it joins when agentd is restarted"
+            for d in new[:MAX_NEWS]
         ]
+        if len(new) > MAX_NEWS:
+            more = len(new) - MAX_NEWS
+            warnings.append(f"{more} more of {name} appeared; they join when agentd is restarted")
         devices = (
             _as_listed(d, now.get(d.stable_id)) if d.device_id.name == name else d
             for d in self.devices
@@ -158,10 +184,15 @@ class Inventory:
         return self._with(devices), warnings
 
     def with_health_unknown(self, name: str, reason: str) -> Inventory:
-        """Return the inventory with nothing known of one device name's health."""
+        """Return the inventory with nothing known of one device name's health.
+
+        What was unhealthy stays so: losing who told of a fault does not mend it.
+        """
         return self._with(
             replace(device, health=Health.UNKNOWN, reason=reason)
-            if device.device_id.name == name and not device.gone
+            if device.device_id.name == name
+            and not device.gone
+            and device.health is not Health.UNHEALTHY
             else device
             for device in self.devices
         )
@@ -228,18 +259,26 @@ def served_once(plugins: Sequence[Sequence[Device]]) -> tuple[list[Device], list
     return kept, warnings
 
 
-def with_remembered(listed: Iterable[Device], remembered: Iterable[Device]) -> list[Device]:
+def with_remembered(
+    listed: Iterable[Device],
+    remembered: Iterable[Device],
+    late: Mapping[str, str] = MappingProxyType({}),
+) -> list[Device]:
     """Give listed devices the ids they had before, and add those that are missing as gone.
 
     A remembered id is never given to another device while its owner is missing; a new
-    device whose suggested id is taken gets the next number that is free.
+    device whose suggested id is taken gets the next number that is free. A missing device
+    that is offered in another form now (a part of a GPU as the GPU, or by another plugin) is
+    no device of its own any more: its stable id is a `former` one of what offers it. Of those
+    whose plugin may list them yet (`late`: why) it is not known whether they are there.
     """
     past = {device.stable_id: device for device in remembered}
-    listed = list(listed)
+    listed = _with_former([*listed], past)
     present = {device.stable_id for device in listed}
+    present |= {former for device in listed for former in device.former}
     missing = [device for device in past.values() if device.stable_id not in present]
     taken = {device.device_id for device in missing}
-    result = [replace(device, gone=True, reason="not found on the node") for device in missing]
+    result = [_missing(device, late.get(device.device_id.name)) for device in missing]
     fresh = []
     for device in listed:
         before = past.get(device.stable_id)
@@ -255,10 +294,48 @@ def with_remembered(listed: Iterable[Device], remembered: Iterable[Device]) -> l
     return result
 
 
+def _missing(device: Device, why: str | None) -> Device:
+    if why is None:
+        return replace(device, gone=True, health=Health.HEALTHY, reason="not found on the node")
+    return replace(device, gone=True, health=Health.UNKNOWN, reason=why)
+
+
+def _with_former(listed: list[Device], past: Mapping[str, Device]) -> list[Device]:
+    """Note on each listed device the stable ids of what it was before."""
+    owners = {key: device for device in listed for key in (device.stable_id, *device.aliases)}
+    former: dict[str, list[str]] = {}
+    for stable_id, device in past.items():
+        now = owners.get(stable_id) or _other_form(device, owners)
+        if now is not None:
+            mine = [*device.former, *([] if now.stable_id == stable_id else [stable_id])]
+            former.setdefault(now.stable_id, []).extend(mine)
+    return [
+        replace(device, former=tuple(dict.fromkeys(former[device.stable_id]))[-MAX_FORMER:])
+        if device.stable_id in former
+        else device
+        for device in listed
+    ]
+
+
+def _other_form(device: Device, owners: Mapping[str, Device]) -> Device | None:
+    """Return what a missing device is offered as now.
+
+    An alias alone does not tell under the same plugin: another GPU may stand in its slot.
+    """
+    for key in (device.parent, *device.aliases):
+        now = owners.get(key or "")
+        if now is not None and (
+            now.stable_id == key or now.device_id.name != device.device_id.name
+        ):
+            return now
+    return None
+
+
 def _free_id(wanted: DeviceId, taken: set[DeviceId]) -> DeviceId:
-    stem, number = _DIGITS.split(wanted.id)[0] or wanted.name, 0
+    """Return the wanted id, or with the next number in place of its last one that is free."""
+    stem, count = _LAST_NUMBER.sub("", wanted.id) or wanted.name, 0
     device_id = wanted
     while device_id in taken:
-        device_id = DeviceId(wanted.name, f"{stem}{number}")
-        number += 1
+        device_id = DeviceId(wanted.name, f"{stem}{count}")
+        count += 1
     return device_id

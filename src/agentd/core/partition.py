@@ -99,6 +99,39 @@ class Split:
         return replace(self, inventory=inventory)
 
 
+def joined(
+    before: Split,
+    name: str,
+    inventory: Inventory,
+    rules: SplitRules,
+    unlisted: Mapping[str, str] = MappingProxyType({}),
+) -> Split:
+    """Divide one device name that came late; everything else stays where it is seated.
+
+    `inventory` has the late devices, and the memory as `before` left it.
+
+    Raises:
+        ConfigRefused: the rules do not fit the devices.
+    """
+    memory = inventory.by_id[MEMORY]
+    whole = replace(memory, capacity=memory.capacity + before.reserved_mem)
+    fresh = split(inventory.with_device(whole), rules, unlisted)
+
+    def merged(old: Iterable[DeviceId], new: Iterable[DeviceId]) -> tuple[DeviceId, ...]:
+        kept = (device_id for device_id in old if device_id.name != name)
+        return (*kept, *(device_id for device_id in new if device_id.name == name))
+
+    late = {name: fresh.unassigned[name]} if name in fresh.unassigned else {}
+    return replace(
+        fresh,
+        partitions={
+            agent: replace(part, devices=merged(part.devices, fresh.partitions[agent].devices))
+            for agent, part in before.partitions.items()
+        },
+        unassigned={k: v for k, v in before.unassigned.items() if k != name} | late,
+    )
+
+
 def _slots(devices: Iterable[Device], limit: Callable[[Device], int]) -> ResourceSlots:
     amounts: dict[SlotName, int] = {}
     for device in devices:

@@ -203,17 +203,22 @@ def located(
 ) -> tuple[Allocation, tuple[Device, ...]]:
     """Charge recorded shares to the physical devices, by stable id.
 
-    Devices that the inventory does not know come back beside the allocation, as gone.
+    Devices that the inventory does not know come back beside the allocation, as gone. One
+    that was taken apart since holds back all of its parts.
     """
     placed: list[Share] = []
     missing: dict[str, Device] = {}
     for recorded in shares:
         share, stable_id = recorded.share, recorded.stable_id
-        device = inventory.by_stable_id.get(stable_id) or missing.get(stable_id)
+        device = inventory.by_identity.get(stable_id) or missing.get(stable_id)
         if device is None:
             device = _gone(recorded, inventory)
             missing[stable_id] = device
         placed.append(share._replace(device_id=device.device_id))
+        placed += (
+            Share(part.device_id, UNREADABLE_SLOT, part.kind, 0)
+            for part in inventory.parts_of(stable_id)
+        )
     return Allocation(_one_for_each_device(placed)), tuple(missing.values())
 
 

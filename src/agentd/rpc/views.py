@@ -68,7 +68,8 @@ def _degraded(kernel: Kernel, inventory: Inventory) -> list[str]:
     return [
         f"{device.device_id}: {'gone' if device.gone else 'unhealthy'}: {device.reason}"
         for device in devices
-        if device.gone or device.health is Health.UNHEALTHY
+        if (device.gone and device.health is not Health.UNKNOWN)
+        or device.health is Health.UNHEALTHY
     ]
 
 
@@ -113,7 +114,7 @@ def _device_state(device: Device, ledger: Ledger) -> tuple[DeviceState, str]:
         return "unhealthy", device.reason
     if (holder := ledger.kept_back_by(device)) is not None:
         slot = ledger.holders(device.device_id)[holder].slot
-        what = f"{slot} of it" if slot else "an unreadable share of it"
+        what = f"{slot} of it" if slot else "it, or what it is a part of"
         return "held", f"kernel {holder} holds {what}; nothing new until it ends"
     if (used := ledger.used(device.device_id)) > device.capacity:
         over = format_amount(used - device.capacity, device.kind)

@@ -14,18 +14,18 @@ from dataclasses import replace
 import structlog
 
 from agentd.core.devices import (
-    MEMORY,
     Device,
+    Health,
     Inventory,
     served_once,
     with_remembered,
     with_shared_health,
 )
-from agentd.core.partition import Split, split
+from agentd.core.partition import Split, joined, split
 from agentd.core.rules import SplitRules
 from agentd.core.slots import SlotType
 from agentd.errors import ConfigRefused, KernelConflict, UnknownDevice
-from agentd.services.interfaces import Memory, Plugins, PluginState
+from agentd.services.interfaces import Memory, PluginListing, Plugins, PluginState
 
 log = structlog.get_logger()
 
@@ -50,7 +50,7 @@ class NodeDevices:
         self._warnings: tuple[str, ...] = ()
         self._news: dict[str, tuple[str, ...]] = {}
         self._joined: frozenset[str] = frozenset()
-        self._withheld: set[str] = set()
+        self._withheld: frozenset[tuple[str, str]] = frozenset()
         self.generation = 0
 
     @property
@@ -87,11 +87,13 @@ class NodeDevices:
         """Take in what a plugin says now: it opened late, its devices changed, or it is lost."""
         status = next((s for s in self._plugins.statuses() if s.name == name), None)
         listing = next((item for item in self._plugins.listings() if item.name == name), None)
-        if listing is None or name not in self._joined:
-            self._join_late(name)
+        if listing is None:
+            return
+        if name not in self._joined:
+            self._join_late(listing)
             return
         if status is not None and status.state is PluginState.READY:
-            listed = [d for d in listing.devices if d.stable_id not in self._withheld]
+            listed = [d for d in listing.devices if (name, d.stable_id) not in self._withheld]
             inventory, news = self.inventory.with_listing(name, listed)
         else:
             why = status.reason if status else "it is gone"
@@ -101,37 +103,63 @@ class NodeDevices:
             log.info("devices.changed", plugin=name, generation=self.generation + 1)
             self._replace_inventory(inventory)
 
-    def _join_late(self, name: str) -> None:
+    def _join_late(self, listing: PluginListing) -> None:
+        """Take in a plugin that opened late; nothing that is there already moves.
+
+        What another plugin serves, or is remembered to have served, stays with that one.
+        """
+        name, before = listing.name, self.inventory
+        others = [d for d in before.devices if d.device_id.name != name]
+        kept, warnings = served_once([others, listing.devices])
+        late = [device for device in kept if device.device_id.name == name]
+        devices = [*others, *with_remembered(late, before.by_name.get(name, ()))]
+        types = [*before.slot_types.values(), *listing.slot_types]
+        inventory = Inventory.of(types, with_shared_health(devices))
         try:
-            joined, warnings = self._discovered()
+            split = joined(self.split, name, inventory, self._rules, self._unlisted(devices))
         except ConfigRefused as error:
             why = f"plugin {name} opened late and does not fit: {'; '.join(error.lines())}"
-            self._warnings = (*self._warnings, why)
+            self._news[name] = (why,)
             return
-        known = {d.stable_id for d in joined.inventory.devices}
-        extra = [d for d in self.inventory.devices if d.stable_id not in known]
-        self._split, self._warnings = joined, warnings
-        self.add_missing(extra)
+        self._note_served(listing, late)
+        self._split, self._news[name] = split, tuple(warnings)
         self._changed()
         log.info("plugin.joined", plugin=name)
 
     def _discovered(self) -> tuple[Split, tuple[str, ...]]:
         listings = self._plugins.listings()
         kept, warnings = served_once([listing.devices for listing in listings])
-        served = {device.stable_id for device in kept}
-        self._joined = frozenset(listing.name for listing in listings)
-        self._withheld = {d.stable_id for item in listings for d in item.devices} - served
+        for listing in listings:
+            self._note_served(listing, kept)
         listed = with_shared_health([*self._host_devices, *kept])
-        devices = with_remembered(listed, self._memory.load_devices())
+        remembered = self._memory.load_devices()
+        why = {
+            status.name: f"plugin {status.name} is {status.state.value}: {status.reason}"
+            for status in self._plugins.statuses()
+            if status.state is PluginState.PENDING
+        }
+        devices = with_remembered(listed, remembered, why)
         types = [*self._host_types, *(slot for item in listings for slot in item.slot_types)]
+        found = split(Inventory.of(types, devices), self._rules, self._unlisted(devices))
+        return found, tuple(warnings)
+
+    def _note_served(self, listing: PluginListing, kept: Iterable[Device]) -> None:
+        served = {(d.device_id.name, d.stable_id) for d in kept}
+        listed = {(listing.name, device.stable_id) for device in listing.devices}
+        self._joined |= {listing.name}
+        self._withheld |= listed - served
+
+    def _unlisted(self, devices: Iterable[Device]) -> dict[str, str]:
+        """Return why there is no listing, for each plugin of which one is missed."""
         missed = {name for rule in self._rules.agents for name in rule.devices}
         missed |= {device.device_id.name for device in devices}
-        unlisted = {
+        return {
             status.name: f"plugin {status.state.value}: {status.reason}"
             for status in self._plugins.statuses()
-            if status.name not in self._joined and (status.has_table or status.name in missed)
+            if status.state is not PluginState.READY
+            and status.name not in self._joined
+            and (status.has_table or status.name in missed)
         }
-        return split(Inventory.of(types, devices), self._rules, unlisted), tuple(warnings)
 
     def find(self, name: str, device_id: str) -> Device:
         """Return a device by id, stable id or alias.
@@ -152,8 +180,10 @@ class NodeDevices:
         Raises:
             UnknownDevice: there is none.
         """
-        device = replace(self.find(name, device_id), drained=drained)
-        self._replace_inventory(self.inventory.with_device(device))
+        device = self.find(name, device_id)
+        if device.drained is not drained:
+            device = replace(device, drained=drained)
+            self._replace_inventory(self.inventory.with_device(device))
         return device
 
     def forget(self, name: str, device_id: str, *, holders: Iterable[str]) -> None:
@@ -166,6 +196,9 @@ class NodeDevices:
         device = self.find(name, device_id)
         if not device.gone:
             raise KernelConflict(f"{device.device_id} is not gone; only what is gone is forgotten")
+        if device.health is Health.UNKNOWN:
+            why = f"whether {device.device_id} is gone cannot be told: {device.reason}"
+            raise KernelConflict(why)
         if held := ", ".join(holders):
             raise KernelConflict(f"{device.device_id} is held by {held}")
         self._replace_inventory(self.inventory.without(device.device_id))
@@ -174,7 +207,7 @@ class NodeDevices:
         """Take in devices that only kernels know of."""
         inventory = self.inventory
         for device in devices:
-            if device.stable_id not in inventory.by_stable_id:
+            if device.stable_id not in inventory.by_identity:
                 inventory = inventory.with_device(device)
         if inventory is not self.inventory:
             self._replace_inventory(inventory)
@@ -185,4 +218,4 @@ class NodeDevices:
 
     def _changed(self) -> None:
         self.generation += 1
-        self._memory.save_devices([d for d in self.inventory.devices if d.device_id != MEMORY])
+        self._memory.save_devices(self.inventory.devices)
