@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from agentd.adapters.plugin_instance import Pace
 from agentd.adapters.plugins import PluginHost
@@ -103,6 +104,54 @@ async def test_a_healthy_node(node: Node) -> None:
     assert measured == Measurement("GPU-aaaa", 7.0, 1024, 85899345920, 41.0, 70.5)
 
 
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        "fail nvmlDeviceRegisterEvents 999 0",
+        "fail nvmlDeviceGetSupportedEventTypes 15 0",
+        "fail nvmlEventSetCreate 999",
+        "fail nvmlDeviceGetName 999 0",
+        "fail nvmlDeviceGetMigMode 15 0",
+        "fail nvmlDeviceGetMemoryInfo 15 0",
+    ],
+)
+async def test_one_bad_gpu_at_the_start_harms_no_other(node: Node, trouble: str) -> None:
+    node.say(f"{HEALTHY}{trouble}\n")
+    host = await node.plugin()
+    first, second = devices(host)
+    assert (first.stable_id, second.stable_id) == ("GPU-aaaa", "GPU-bbbb")
+    assert second.health is Health.HEALTHY
+    if "Event" not in trouble:
+        assert first.health is Health.UNHEALTHY
+        assert first.reason.startswith("it does not answer")
+
+
+async def test_a_gpu_that_is_lost_at_the_start_is_left_out_and_said_so(node: Node) -> None:
+    node.say(HEALTHY.replace("lost=0", "lost=2", 1))
+    with capture_logs() as logged:
+        host = await node.plugin()
+        assert [d.stable_id for d in devices(host)] == ["GPU-bbbb"]
+        await host.close()
+    assert any("GPU 0 is left out" in entry.get("text", "") for entry in logged)
+
+
+async def test_an_xid_of_a_gpu_that_is_lost_with_it_counts(node: Node) -> None:
+    host = await node.plugin()
+    gone = HEALTHY.replace("lost=0", "lost=2", 1)
+    node.say(f"{gone}xid id=1 gpu=0 code=79 gi=4294967295 ci=4294967295\n")
+    await until(host, lambda found: found[0].health is Health.UNHEALTHY)
+    node.say(HEALTHY.replace("recovery=0", "recovery=-1", 1))
+    await until(host, lambda found: found[0].reason == "Xid 79")
+
+
+async def test_without_gpus_kernels_see_none_even_if_the_driver_fails(node: Node) -> None:
+    node.say(HEALTHY.replace("init 0", "init 9"))
+    host = await node.plugin()
+    assert host.statuses()[0].state is PluginState.FAILED
+    edits = await host.container_edits(Allocation(()), {}, Features("process"))
+    assert edits.env == {"NVIDIA_VISIBLE_DEVICES": "void", "CUDA_VISIBLE_DEVICES": ""}
+
+
 async def test_shares_by_setting(node: Node) -> None:
     host = await node.plugin(mode="shares", quantum="0.1")
     (slot,) = host.listings()[0].slot_types
@@ -165,6 +214,12 @@ async def test_a_gpu_in_mig_mode_offers_its_parts_alone(node: Node) -> None:
 )  # fmt: skip
 def test_profiles_are_named_as_nvidia_names_them(slices, memory_mib, profile) -> None:
     assert nvml.profile_name(*slices, memory_mib << 20, 80 << 30) == profile
+
+
+def test_half_a_gib_is_rounded_up_as_nvidia_does() -> None:
+    assert nvml.profile_name(3, 3, 69632 << 20, 143771 << 20) == "3g.71gb"
+    assert nvml.profile_name(1, 1, 22500 << 20, 183359 << 20) == "1g.23gb"
+    assert nvml.pci_address("00010000:E1:00.0") == "10000:e1:00.0"
 
 
 async def test_an_xid_makes_a_gpu_unhealthy_at_once_and_a_job_s_own_fault_does_not(

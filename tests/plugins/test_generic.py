@@ -1,5 +1,6 @@
 """The generic plugin on device files that really can be opened."""
 
+import grp
 import os
 import stat
 from pathlib import Path
@@ -34,7 +35,7 @@ def node(path: Path, minor: int = 3) -> Path:
 def on_the_bus(sysfs: Path, pci: str, char: str, vendor: str = "1ae0", numa: int = 1) -> None:
     """Make the kernel say that a character device is behind a PCI device."""
     real = sysfs / "devices/pci0000:00" / pci
-    (real / "accel").mkdir(parents=True)
+    (real / "accel").mkdir(parents=True, exist_ok=True)
     (real / "vendor").write_text(f"0x{vendor}\n")
     (real / "numa_node").write_text(f"{numa}\n")
     for link, target in (("bus/pci/devices/" + pci, real), ("dev/char/" + char, real / "accel")):
@@ -115,6 +116,53 @@ async def test_a_vfio_group_is_the_one_device_in_it(tmp_path: Path) -> None:
     await host.close()
 
 
+async def test_many_names_of_one_file_are_one_device(tmp_path: Path) -> None:
+    file = node(tmp_path / "a/accel0")
+    (tmp_path / "a/accel1").symlink_to(file)
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    host = await opened(devices=[f"{tmp_path}/a/accel*", f"{tmp_path}/b/accel*"])
+    assert [d.device_id.id for d in host.listings()[0].devices] == ["tpu0"]
+    await host.close()
+
+
+async def test_one_odd_file_harms_no_other(tmp_path: Path) -> None:
+    """The same number twice, a name that is no id, two files of one PCI function."""
+    sysfs = tmp_path / "sys"
+    files = [
+        node(tmp_path / name, 3 + n) for n, name in enumerate(("x/a0", "y/a0", "x/a1", "x/a2"))
+    ]
+    node(tmp_path / "x/a 3")
+    on_the_bus(sysfs, "0000:00:05.0", "1:5")
+    (sysfs / "dev/char/1:6").symlink_to(sysfs / "dev/char/1:5")
+    host = await opened(devices=[f"{tmp_path}/[xy]/a*"], sysfs=str(sysfs))
+    found = {d.device_id.id: d.stable_id for d in host.listings()[0].devices}
+    assert len(found) == len(set(found.values())) == len(files)
+    assert {"tpu1", "tpu2"} < set(found)
+    await host.close()
+
+
+async def test_places_are_those_that_the_kernel_sees(tmp_path: Path) -> None:
+    for n in (2, 10):
+        node(tmp_path / f"accel{n}", n)
+    host = await opened(devices=[f"{tmp_path}/accel*"], env={"CHIPS": "{places}"})
+    last = host.listings()[0].devices[1]
+    assert last.device_id.id == "tpu10"
+    one = given(last.stable_id)
+    assert (await host.container_edits(*one, Features("docker"))).env == {"CHIPS": "0"}
+    assert (await host.container_edits(*one, PROCESS)).env == {"CHIPS": "1"}
+    assert (await host.container_edits(*given(), PROCESS)).env == {"CHIPS": ""}
+    await host.close()
+
+
+async def test_groups_are_the_node_s(tmp_path: Path) -> None:
+    node(tmp_path / "accel0")
+    host = await opened(devices=[f"{tmp_path}/accel*"], groups=["daemon", "no-such-group"])
+    (device,) = host.listings()[0].devices
+    edits = await host.container_edits(*given(device.stable_id), Features("docker"))
+    assert edits.groups == (str(grp.getgrnam("daemon").gr_gid), "no-such-group")
+    await host.close()
+
+
 async def test_a_file_that_vanishes_is_a_device_that_is_gone(tmp_path: Path) -> None:
     file = node(tmp_path / "accel0")
     host = await opened(devices=[f"{tmp_path}/accel*"])
@@ -137,6 +185,12 @@ async def test_a_file_that_vanishes_is_a_device_that_is_gone(tmp_path: Path) -> 
         ({"devices": ["/dev/../accel0"]}, "devices"),
         ({"devices": ["/dev/a"], "env": {"A": "{idz}"}}, "env.A"),
         ({"devices": ["/dev/a"], "env": {"A": 1}}, "env"),
+        ({"devices": ["/"]}, "devices"),
+        ({"devices": ["/dev/**foo"]}, "devices"),
+        ({"devices": ["/dev/a"], "env": {"A=B": "x"}}, "env.A=B"),
+        ({"devices": ["/dev/a"], "hidden-env": {"A": "{ids}"}}, "hidden-env.A"),
+        ({"devices": ["/dev/a"], "per-device": ["/dev/{ids}"]}, "per-device"),
+        ({"devices": ["/dev/a"], "companions": ["/dev/b*"]}, "companions"),
         ({"devices": ["/dev/a"], "slot": "A.b"}, "slot"),
         ({"devices": ["/dev/a"], "companion": []}, "companion"),
         ({"devices": ["/dev/a"], "model": 1}, "model"),

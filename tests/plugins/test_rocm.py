@@ -17,7 +17,7 @@ from agentd.core.ledger import Allocation, Share
 from agentd.core.slots import ONE, SlotKind
 from agentd.plugin_api import Features, Measurement
 from agentd.services.interfaces import PluginState
-from agentd_rocm import RocmPlugin
+from agentd_rocm import RocmPlugin, smi
 
 SOURCE = Path(__file__).parents[1] / "native" / "amdsmi.c"
 GPUS = """handles big
@@ -102,11 +102,22 @@ async def test_edits(host: PluginHost) -> None:
     one = given("GPU-a2f6ed0b5ee5f900")
     docker = await host.container_edits(*one, Features("docker"))
     assert [node.host_path for node in docker.device_nodes] == ["/dev/kfd", "/dev/dri/renderD129"]
-    assert (docker.env, docker.groups) == ({"ROCR_VISIBLE_DEVICES": "0"}, ("render",))
+    assert (docker.env, docker.groups) == (
+        {"ROCR_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "0"},
+        (),
+    )
     process = await host.container_edits(*one, Features("process"))
-    assert process.env == {"ROCR_VISIBLE_DEVICES": "GPU-a2f6ed0b5ee5f900"}
+    visible = {"ROCR_VISIBLE_DEVICES": "GPU-a2f6ed0b5ee5f900", "HIP_VISIBLE_DEVICES": "0"}
+    assert process.env == visible
     hidden = await host.container_edits(*given(), Features("docker"))
     assert hidden.env == {"ROCR_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+
+
+async def test_what_is_not_available_is_not_a_number(host: PluginHost) -> None:
+    assert smi._known(2**16 - 1) is None
+    assert smi._known(2**32 - 1) is None
+    assert smi._known(137) == 137
+    assert smi.pci_address(3 << 32 | 0xC1 << 8) == "0003:c1:00.0"
 
 
 async def test_no_library_is_one_line_and_offers_nothing(tmp_path: Path, monkeypatch) -> None:

@@ -36,6 +36,9 @@ def labels_of(shown: Mapping[str, Any]) -> Mapping[str, str]:
 def found_kernel(shown: Mapping[str, Any]) -> FoundKernel:
     """Return the kernel that a container of ours is."""
     labels, state = labels_of(shown), shown["State"]
+    started_at, finished_at = _seconds(state.get("StartedAt")), _seconds(state.get("FinishedAt"))
+    if started_at and finished_at and _STATES.get(state["Status"]) is None:
+        finished_at = max(started_at, finished_at)  # the engine notes a start after it
     limits = shown.get("HostConfig", {})
     cores = limits.get("CpusetCpus")
     return FoundKernel(
@@ -46,11 +49,11 @@ def found_kernel(shown: Mapping[str, Any]) -> FoundKernel:
         state=_STATES.get(state["Status"], FoundState.EXITED),
         record=labels.get(RECORD_LABEL, ""),
         statement=labels.get(DEVICES_LABEL, ""),
-        started_at=_seconds(state.get("StartedAt")),
+        started_at=started_at,
         ending=Ending(
             exit_code=state.get("ExitCode"),
             oom_killed=bool(state.get("OOMKilled")),
-            finished_at=_seconds(state.get("FinishedAt")),
+            finished_at=finished_at,
             reason=state.get("Error") or "",
         ),
         cores=tuple(cores.split(",")) if cores else None,

@@ -6,11 +6,12 @@ a unique slot such as `cuda.device:1g.10gb-mig`.
 
 Health: an Xid event makes a GPU unhealthy, unless it is one that jobs cause. Where the driver
 tells what recovery it needs, that decides, and the GPU is back when none is needed any
-more; else it stays unhealthy until agentd is restarted.
+more; else it stays unhealthy until the plugin's process is started again.
 """
 
 from __future__ import annotations
 
+import ctypes
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -36,7 +37,7 @@ from agentd_cuda import cdi, nvml
 
 _KEYS = ("mode", "quantum", "ignored-xids")
 _MODES = ("device", "shares")
-_QUANTUM = re.compile(r"0?\.[0-9]{1,6}|1(?:\.0+)?|0\.[0-9]{1,6}")
+_QUANTUM = re.compile(r"1(?:\.0+)?|0\.[0-9]{1,6}")
 APPLICATION_XIDS = (13, 31, 43, 45, 68, 109)
 """Xids that a job causes and the GPU survives: those NVIDIA's own k8s-device-plugin ignores."""
 XID_HOLDS_S = 60.0
@@ -53,7 +54,7 @@ class CudaPlugin(AcceleratorPlugin):
         if settings.get("mode", "device") not in _MODES:
             why = f"{settings['mode']!r} is no mode; allowed: {', '.join(_MODES)}"
             problems.append(SettingProblem("mode", why))
-        quantum = str(settings.get("quantum", "1"))
+        quantum = _decimal(settings.get("quantum", "1"))
         if not _QUANTUM.fullmatch(quantum) or not 0 < Decimal(quantum) <= 1:
             why = f'{quantum!r} is no quantum; allowed: more than 0 and at most 1, such as "0.01"'
             problems.append(SettingProblem("quantum", why))
@@ -68,6 +69,8 @@ class CudaPlugin(AcceleratorPlugin):
         self._events: Any = None
         self._xids: dict[str, tuple[int, float]] = {}
         self._last: dict[int, nvml.Gpu] = {}
+        self._uuids: dict[int | None, str] = {}
+        self._failed_waits = 0
 
     def open(self) -> None:
         try:
@@ -76,12 +79,21 @@ class CudaPlugin(AcceleratorPlugin):
             raise RuntimeError(
                 "no NVIDIA driver here: libnvidia-ml.so.1 is not installed"
             ) from None
-        self._events = nvml.asked(pynvml.nvmlEventSetCreate)
-        for _, handle in nvml.handles():
-            supported = nvml.asked(pynvml.nvmlDeviceGetSupportedEventTypes, handle) or 0
-            wanted = supported & pynvml.nvmlEventTypeXidCriticalError
-            if self._events is not None and wanted:
-                nvml.asked(pynvml.nvmlDeviceRegisterEvents, handle, wanted, self._events)
+        try:
+            self._events = nvml.asked(pynvml.nvmlEventSetCreate)
+        except pynvml.NVMLError as error:
+            nvml.note(f"no events: {error}")
+        for index, handle in nvml.handles() if self._events is not None else ():
+            try:
+                self._register(handle)
+            except pynvml.NVMLError as error:
+                nvml.note(f"no events of GPU {index}: {error}")
+
+    def _register(self, handle: Any) -> None:  # noqa: ANN401 - opaque
+        self._uuids[_address(handle)] = pynvml.nvmlDeviceGetUUID(handle)
+        supported = nvml.asked(pynvml.nvmlDeviceGetSupportedEventTypes, handle) or 0
+        if wanted := supported & pynvml.nvmlEventTypeXidCriticalError:
+            nvml.asked(pynvml.nvmlDeviceRegisterEvents, handle, wanted, self._events)
 
     def close(self) -> None:
         pynvml.nvmlShutdown()
@@ -89,11 +101,14 @@ class CudaPlugin(AcceleratorPlugin):
     def slot_types(self) -> Sequence[SlotTypeInfo]:
         mode = str(self.settings.get("mode", "device"))
         default = "1" if mode == "device" else "0.01"
-        quantum = str(self.settings.get("quantum", default))
+        quantum = _decimal(self.settings.get("quantum", default))
         profiles = {part.profile for gpu in self._gpus() for part in gpu.parts}
         return [
             SlotTypeInfo(f"{self.name}.{mode}", "count", quantum, "mode", unit="GPU"),
-            *(SlotTypeInfo(self._mig_slot(profile), "unique") for profile in sorted(profiles)),
+            *(
+                SlotTypeInfo(self._mig_slot(profile), "unique", exclusive_group="mode")
+                for profile in sorted(profiles)
+            ),
         ]
 
     def _mig_slot(self, profile: str) -> str:
@@ -121,7 +136,7 @@ class CudaPlugin(AcceleratorPlugin):
             replace(
                 whole,
                 id=f"{whole.id}:{part.place}",
-                stable_id=part.uuid,
+                stable_id=part.uuid.replace("/", ":"),
                 slot=self._mig_slot(part.profile),
                 aliases=[],
                 parent=gpu.uuid,
@@ -138,6 +153,7 @@ class CudaPlugin(AcceleratorPlugin):
                 gpu = nvml.read(index, handle)
             except pynvml.NVMLError as error:
                 if index not in self._last:
+                    nvml.note(f"GPU {index} is left out, it does not say who it is: {error}")
                     continue
                 found.append(replace(self._last[index], trouble=f"it does not answer: {error}"))
                 continue
@@ -160,14 +176,17 @@ class CudaPlugin(AcceleratorPlugin):
             return False
         try:
             event = pynvml.nvmlEventSetWait(self._events, min(_WAIT_MS, int(timeout_s * 1000)))
-            uuid = pynvml.nvmlDeviceGetUUID(event.device)
         except pynvml.NVMLError_Timeout:
             return False
-        except pynvml.NVMLError:
-            time.sleep(1)
-            return True
+        except pynvml.NVMLError as error:
+            nvml.note(f"waiting for events fails: {error}")
+            self._failed_waits += 1
+            time.sleep(min(timeout_s, 2.0**self._failed_waits))
+            return self._failed_waits == 1
+        self._failed_waits = 0
+        uuid = self._uuids.get(_address(event.device))
         xid = int(event.eventData)
-        if xid in self._ignored:
+        if uuid is None or xid in self._ignored:
             return False
         self._xids[uuid] = (xid, time.monotonic())
         return True
@@ -179,7 +198,7 @@ class CudaPlugin(AcceleratorPlugin):
             return ContainerEdits(
                 env={"NVIDIA_VISIBLE_DEVICES": "void", "CUDA_VISIBLE_DEVICES": ""}
             )
-        uuids = tuple(device.stable_id for device in allocation)
+        uuids = tuple(_uuid(device.stable_id) for device in allocation)
         visible = ",".join(uuids)
         env = {"CUDA_VISIBLE_DEVICES": visible, "NVIDIA_VISIBLE_DEVICES": visible}
         if features.cdi and (names := cdi.resolved(uuids, features.cdi_spec_dirs)):
@@ -206,3 +225,18 @@ class CudaPlugin(AcceleratorPlugin):
                 )
             )
         return found
+
+
+def _decimal(value: object) -> str:
+    """Return a number of the settings as a plain decimal: TOML reads 0.00001 as 1e-05."""
+    return format(Decimal(str(value)), "f") if isinstance(value, float) else str(value)
+
+
+def _uuid(stable_id: str) -> str:
+    """Return what NVIDIA calls a device: drivers before R470 have `MIG-GPU-…/1/0`."""
+    return stable_id.replace(":", "/") if stable_id.startswith("MIG-GPU-") else stable_id
+
+
+def _address(handle: Any) -> int | None:  # noqa: ANN401 - opaque
+    """Return what tells one GPU's handle from another's, also when the GPU is lost."""
+    return ctypes.cast(handle, ctypes.c_void_p).value

@@ -27,9 +27,10 @@ def _names(spec_dirs: Sequence[str]) -> Iterator[str]:
         for file in sorted((*folder.glob("*.json"), *folder.glob("*.yaml"))):
             try:
                 content = yaml.safe_load(file.read_text(encoding="utf-8"))
-            except (OSError, ValueError, yaml.YAMLError):
+            except (OSError, ValueError, RecursionError, yaml.YAMLError):
                 continue
             if isinstance(content, dict) and content.get("kind") == KIND:
-                for device in content.get("devices") or ():
+                devices = content.get("devices")
+                for device in devices if isinstance(devices, list) else ():
                     if isinstance(device, dict):
                         yield str(device.get("name", ""))

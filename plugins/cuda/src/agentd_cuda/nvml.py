@@ -7,9 +7,9 @@ GPU does not support has no answer (None); a GPU that is lost says so for itself
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import ceil
+from math import ceil, floor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -77,10 +77,20 @@ def asked(function: Callable[..., _T], *arguments: object) -> _T | None:
         raise
 
 
+_noted: set[str] = set()
+
+
+def note(text: str) -> None:
+    """Say something in the log, once."""
+    if text not in _noted:
+        _noted.add(text)
+        print(text, flush=True)  # noqa: T201 - a plugin's output is the daemon's log
+
+
 def pci_address(bus_id: str) -> str:
     """Return a PCI address as the kernel writes it: `00000000:3B:00.0` is `0000:3b:00.0`."""
     domain, _, rest = bus_id.lower().partition(":")
-    return f"{domain[-4:]}:{rest}"
+    return f"{int(domain, 16):04x}:{rest}"
 
 
 def numa_node(pci: str, sysfs: Path = Path("/sys")) -> int | None:
@@ -102,20 +112,27 @@ def handles() -> Iterator[tuple[int, Any]]:
 
 
 def read(index: int, handle: Any) -> Gpu:  # noqa: ANN401 - opaque
-    """Return what there is to know of a GPU.
+    """Return what there is to know of a GPU; of one that says only who it is, that.
 
     Raises:
-        NVMLError: it does not answer; it may be lost.
+        NVMLError: it does not even say who it is.
     """
+    uuid = pynvml.nvmlDeviceGetUUID(handle)
+    pci = pci_address(pynvml.nvmlDeviceGetPciInfo(handle).busId)
+    try:
+        return _read(Gpu(index, uuid, pci), handle)
+    except pynvml.NVMLError as error:
+        return Gpu(index, uuid, pci, trouble=f"it does not answer: {error}")
+
+
+def _read(gpu: Gpu, handle: Any) -> Gpu:  # noqa: ANN401 - opaque
     memory = asked(pynvml.nvmlDeviceGetMemoryInfo, handle)
     total = int(memory.total) if memory else 0
     mode = asked(pynvml.nvmlDeviceGetMigMode, handle)
     is_mig = bool(mode and mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE)
     action = _recovery_action(handle)
-    return Gpu(
-        index=index,
-        uuid=pynvml.nvmlDeviceGetUUID(handle),
-        pci=pci_address(pynvml.nvmlDeviceGetPciInfo(handle).busId),
+    return replace(
+        gpu,
         model=asked(pynvml.nvmlDeviceGetName, handle) or "",
         memory_bytes=total,
         is_mig=is_mig,
@@ -143,7 +160,11 @@ def _parts(handle: Any, total_bytes: int) -> Iterator[Part]:  # noqa: ANN401 - o
             if error.value in (pynvml.NVML_ERROR_NOT_FOUND, *_UNSUPPORTED):
                 continue
             raise
-        attributes = pynvml.nvmlDeviceGetAttributes(part)
+        try:
+            attributes = pynvml.nvmlDeviceGetAttributes(part)
+        except pynvml.NVMLError as error:
+            note(f"MIG device {place} does not tell its profile: {error}")
+            continue
         memory_bytes = int(attributes.memorySizeMB) << 20
         gpu, compute = attributes.gpuInstanceSliceCount, attributes.computeInstanceSliceCount
         profile = profile_name(gpu, compute, memory_bytes, total_bytes)
@@ -153,11 +174,12 @@ def _parts(handle: Any, total_bytes: int) -> Iterator[Part]:  # noqa: ANN401 - o
 def profile_name(gpu_slices: int, compute_slices: int, memory_bytes: int, total_bytes: int) -> str:
     """Return a MIG profile as NVIDIA names it, such as `1g.10gb` or `1c.3g.40gb`.
 
-    The memory is the GPU's, in whole GiB, times the part's eighths, rounded up, as in NVIDIA's
-    go-nvlib (pkg/nvlib/device/mig_profile.go).
+    The memory is the GPU's, in whole GiB, times the part's eighths, rounded up; a half of
+    a GiB is rounded up too, as Go's math.Round does in NVIDIA's go-nvlib
+    (pkg/nvlib/device/mig_profile.go).
     """
     eighths = ceil(Fraction(memory_bytes * 8, total_bytes)) if total_bytes else 0
-    gib = round(Fraction(eighths, 8) * ceil(Fraction(total_bytes, 2**30)))
+    gib = floor(Fraction(eighths, 8) * ceil(Fraction(total_bytes, 2**30)) + Fraction(1, 2))
     lead = "" if compute_slices == gpu_slices else f"{compute_slices}c."
     return f"{lead}{gpu_slices}g.{gib}gb"
 

@@ -7,21 +7,26 @@
     companions = ["/dev/vfio/vfio"]      # files that always go along
     per-device = ["/dev/x_ctl{id}"]      # files that go along with their device
     env = { TPU_VISIBLE_CHIPS = "{ids}" }    # {ids}, {paths}, {uuids}, {places}: comma-separated
-    hidden-env = { TPU_VISIBLE_CHIPS = "" }  # for kernels without one
+    hidden-env = { TPU_VISIBLE_CHIPS = "" }  # for kernels without one; this is the default
     mounts = ["/usr/lib/vendor"]         # read-only, at the same place
-    groups = ["render"]
+    groups = ["render"]                  # of this node: a kernel gets their numbers
     model = "TPU v5e"
     slot = "device"                      # the slot is NAME.device
 
-A device's identity is its PCI address, where sysfs tells one, else its path. It is
-healthy as long as its file is there and gone when it is not.
+`{places}` counts from zero in a container, which sees its own devices alone, and among all
+devices of the node in a plain process, which sees them all.
+
+A device's identity is its PCI address, where sysfs tells one that no other file has, else
+the path that its file really has. It is healthy as long as its file is there and gone when it
+is not. A file whose name cannot stand in an id is left out, and said so in the log.
 """
 
 from __future__ import annotations
 
+import grp
 import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -46,6 +51,7 @@ _TEXTS = ("model", "slot", "sysfs")
 _FIELDS = ("ids", "paths", "uuids", "places")
 _FIELD = re.compile(r"\{([^{}]*)\}")
 _NUMBER = re.compile(r"([0-9]+)[^0-9]*$")
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,100}")
 _SLOT = re.compile(r"[a-z][a-z0-9_-]{0,30}")
 
 
@@ -57,6 +63,10 @@ class _Found:
     number: str
     pci: str | None
     numa_node: int | None
+
+    @property
+    def stable_id(self) -> str:
+        return self.pci or _as_id(self.path)
 
 
 class GenericPlugin(AcceleratorPlugin):
@@ -73,9 +83,7 @@ class GenericPlugin(AcceleratorPlugin):
                 problems.append(SettingProblem(key, 'allowed: a list such as ["/dev/accel*"]'))
             elif key in ("devices", "companions", "per-device", "mounts"):
                 problems += [
-                    SettingProblem(key, f"{item!r} is no absolute path")
-                    for item in value
-                    if not item.startswith("/") or ".." in item.split("/")
+                    SettingProblem(key, why) for item in value if (why := _wrong_path(key, item))
                 ]
         if not settings.get("devices"):
             problems.append(SettingProblem("devices", 'is missing; such as ["/dev/accel[0-9]*"]'))
@@ -90,6 +98,8 @@ class GenericPlugin(AcceleratorPlugin):
 
     def open(self) -> None:
         self._sysfs = Sysfs(Path(self.settings.get("sysfs", "/sys")))
+        self._groups = tuple(map(_group_number, self.settings.get("groups", ())))
+        self._noted: set[str] = set()
 
     def slot_types(self) -> Sequence[SlotTypeInfo]:
         return [SlotTypeInfo(self._slot)]
@@ -98,29 +108,44 @@ class GenericPlugin(AcceleratorPlugin):
     def _slot(self) -> str:
         return f"{self.name}.{self.settings.get('slot', 'device')}"
 
-    def _found(self) -> Iterator[_Found]:
+    def _found(self) -> list[_Found]:
+        """Find the device files, each once, however many names lead to it."""
         vendors = {
             vendor.lower().removeprefix("0x") for vendor in self.settings.get("pci-vendors", ())
         }
-        seen = set()
-        for pattern in self.settings["devices"]:
-            for path in sorted(Path("/").glob(pattern.lstrip("/"))):
-                if path in seen or not _is_device(path):
-                    continue
-                seen.add(path)
-                pci = self._sysfs.pci_address(path)
-                if vendors and (pci is None or self._sysfs.vendor(pci) not in vendors):
-                    continue
-                match = _NUMBER.search(path.name)
-                number = match[1] if match else path.name
-                node = self._sysfs.numa_node(pci) if pci else None
-                yield _Found(str(path), number, pci, node)
+        files = dict.fromkeys(
+            path.resolve()
+            for pattern in self.settings["devices"]
+            for path in sorted(Path("/").glob(pattern.lstrip("/")), key=_natural)
+            if _is_device(path)
+        )
+        addresses = {path: self._sysfs.pci_address(path) for path in files}
+        numbers = {path: match[1] for path in files if (match := _NUMBER.search(path.name))}
+        found = []
+        for path, pci in addresses.items():
+            if vendors and (pci is None or self._sysfs.vendor(pci) not in vendors):
+                continue
+            if not _ID.fullmatch(_as_id(str(path))):
+                self._note(f"{str(path)!r} is left out: its name cannot stand in an id")
+                continue
+            number = numbers.get(path, path.name)
+            if [*numbers.values()].count(number) > 1:
+                number = f":{_as_id(str(path))}"
+            is_alone = [*addresses.values()].count(pci) == 1
+            node = self._sysfs.numa_node(pci) if pci else None
+            found.append(_Found(str(path), number, pci if is_alone else None, node))
+        return found
+
+    def _note(self, text: str) -> None:
+        if text not in self._noted:
+            self._noted.add(text)
+            print(text, flush=True)  # noqa: T201 - a plugin's output is the daemon's log
 
     def list_devices(self) -> Sequence[DeviceInfo]:
         return [
             DeviceInfo(
                 id=f"{self.name}{found.number}",
-                stable_id=found.pci or _as_id(found.path),
+                stable_id=found.stable_id,
                 slot=self._slot,
                 aliases=[_as_id(found.path)] if found.pci else [],
                 model=str(self.settings.get("model", "")),
@@ -133,10 +158,11 @@ class GenericPlugin(AcceleratorPlugin):
     def container_edits(
         self, allocation: Sequence[AllocatedDevice], features: Features
     ) -> ContainerEdits:
-        del features
+        templates = self.settings.get("env", {})
         if not allocation:
-            return ContainerEdits(env=dict(self.settings.get("hidden-env", {})))
-        there = {found.pci or _as_id(found.path): found for found in self._found()}
+            hidden = {name: "" for name, template in templates.items() if _FIELD.search(template)}
+            return ContainerEdits(env=dict(self.settings.get("hidden-env", hidden)))
+        there = {found.stable_id: found for found in self._found()}
         if missing := [device.id for device in allocation if device.stable_id not in there]:
             raise LookupError(f"the device file of {', '.join(missing)} is not there")
         given = [there[device.stable_id] for device in allocation]
@@ -148,31 +174,71 @@ class GenericPlugin(AcceleratorPlugin):
             "ids": [found.number for found in given],
             "paths": [found.path for found in given],
             "uuids": [device.stable_id for device in allocation],
-            "places": [str(place) for place in range(len(given))],
+            "places": [
+                str([*there.values()].index(found) if features.runtime == "process" else place)
+                for place, found in enumerate(given)
+            ],
         }
         filled = {key: ",".join(items) for key, items in values.items()}
         return ContainerEdits(
             env={
                 name: _FIELD.sub(lambda match: filled[match[1]], template)
-                for name, template in self.settings.get("env", {}).items()
+                for name, template in templates.items()
             },
             device_nodes=tuple(DeviceNode(path, path) for path in dict.fromkeys(paths)),
             mounts=tuple(Mount(path, path) for path in self.settings.get("mounts", ())),
-            groups=tuple(self.settings.get("groups", ())),
+            groups=self._groups,
         )
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    parts = re.split(r"([0-9]+)", str(path))
+    return [(int(part), "") if part.isdigit() else (0, part) for part in parts]
+
+
+def _wrong_path(key: str, item: str) -> str:
+    """Say what is wrong with a path or pattern of the settings; empty if nothing is."""
+    if not item.startswith("/") or ".." in item.split("/") or not item.strip("/"):
+        return f"{item!r} is no absolute path of a file"
+    if key == "devices":
+        try:
+            next(Path("/nonexistent").glob(item.lstrip("/")), None)
+        except (ValueError, NotImplementedError) as error:
+            return f"{item!r} is no pattern: {error}"
+    elif set(item) & set("*?["):
+        return f"{item!r} is a pattern; allowed: the path of one file"
+    if fields := [field for field in _FIELD.findall(item) if (key, field) != ("per-device", "id")]:
+        allowed = "{id}" if key == "per-device" else "none"
+        return f"{{{fields[0]}}} is unknown; allowed: {allowed}"
+    return ""
 
 
 def _env_problems(key: str, value: object) -> list[SettingProblem]:
     if not isinstance(value, Mapping) or not all(isinstance(text, str) for text in value.values()):
         return [SettingProblem(key, 'allowed: a table such as { NAME = "{ids}" }')]
+    fields = _FIELDS if key == "env" else ()
+    allowed = ", ".join(f"{{{field}}}" for field in fields) or "plain text"
     return [
-        SettingProblem(
-            f"{key}.{name}", f"{{{field}}} is unknown; allowed: {{{'}, {'.join(_FIELDS)}}}"
-        )
-        for name, template in value.items()
-        for field in _FIELD.findall(template)
-        if field not in _FIELDS
+        *(
+            SettingProblem(f"{key}.{name}", "is no name of a variable")
+            for name in value
+            if not name or "=" in name or "\0" in name
+        ),
+        *(
+            SettingProblem(f"{key}.{name}", f"{{{field}}} is unknown; allowed: {allowed}")
+            for name, template in value.items()
+            for field in _FIELD.findall(template)
+            if field not in fields
+        ),
     ]
+
+
+def _group_number(name: str) -> str:
+    """Return a group's number on this node, as an image has its own; the name if it has none."""
+    try:
+        return str(grp.getgrnam(name).gr_gid)
+    except KeyError:
+        return name
 
 
 def _is_device(path: Path) -> bool:

@@ -1,6 +1,6 @@
 """What the kernel says of a device file: the PCI device behind it, its vendor, its NUMA node.
 
-A character device is found by its numbers under `/sys/dev/char` (sysfs-devices(5)); the PCI
+A device is found by its numbers under `/sys/dev/char` or `block`; the PCI
 address is the nearest folder above it that is named like one. A VFIO group has no PCI device
 above it and names its members under `/sys/kernel/iommu_groups`.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from pathlib import Path
 
 _PCI = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
@@ -27,10 +28,11 @@ class Sysfs:
             names = sorted(path.name for path in members.glob("*"))
             return names[0] if len(names) == 1 and _PCI.fullmatch(names[0]) else None
         try:
-            numbers = device_file.stat().st_rdev
+            status = device_file.stat()
         except OSError:
             return None
-        link = self._root / "dev/char" / f"{os.major(numbers)}:{os.minor(numbers)}"
+        numbers, kind = status.st_rdev, "block" if stat.S_ISBLK(status.st_mode) else "char"
+        link = self._root / "dev" / kind / f"{os.major(numbers)}:{os.minor(numbers)}"
         for folder in (link.resolve(), (link / "device").resolve()):
             for name in reversed(folder.parts):
                 if _PCI.fullmatch(name):

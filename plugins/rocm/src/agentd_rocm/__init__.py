@@ -2,12 +2,16 @@
 
 `rocm0` is for people. The identity is the number that the kernel's driver tells of the chip
 (`unique_id` in sysfs), or else the PCI address, which is an alias otherwise. A kernel gets
-`/dev/kfd`, the render nodes of its GPUs and the group that owns them; the GPUs are numbered
+`/dev/kfd`, the render nodes of its GPUs and the groups that own them; the GPUs are numbered
 from zero inside a container, where only they are visible, and named outside.
+
+A GPU in compute partitions is several processors of one PCI address, each with a render node;
+the second and later ones are told apart by their place on it.
 """
 
 from __future__ import annotations
 
+import grp
 import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
@@ -50,6 +54,8 @@ class RocmPlugin(AcceleratorPlugin):
         groups = settings.get("groups", [])
         if not isinstance(groups, list) or not all(isinstance(group, str) for group in groups):
             problems.append(SettingProblem("groups", 'allowed: a list such as ["render"]'))
+        if not isinstance(settings.get("sysfs", ""), str):
+            problems.append(SettingProblem("sysfs", "allowed: the path of a folder"))
         return problems
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
@@ -72,22 +78,28 @@ class RocmPlugin(AcceleratorPlugin):
         return str(self.settings.get("mode", "device"))
 
     def list_devices(self) -> Sequence[DeviceInfo]:
-        return [
-            DeviceInfo(
-                id=f"{self.name}{gpu.index}",
-                stable_id=self._identity(gpu.pci),
-                slot=f"{self.name}.{self._mode}",
-                aliases=[gpu.pci] if self._unique_id(gpu.pci) else [],
-                model=gpu.model,
-                numa_node=self._numa_node(gpu.pci),
-                attributes={"memory": str(gpu.memory_bytes), "pci": gpu.pci},
+        found = []
+        for gpu in smi.gpus():
+            node = self._render_node(gpu)
+            found.append(
+                DeviceInfo(
+                    id=f"{self.name}{gpu.index}",
+                    stable_id=self._identity(gpu),
+                    slot=f"{self.name}.{self._mode}",
+                    aliases=[gpu.pci] if self._unique_id(gpu.pci) and not gpu.place else [],
+                    model=gpu.model,
+                    numa_node=self._numa_node(gpu.pci),
+                    health="healthy" if node else "unhealthy",
+                    reason="" if node else f"{gpu.pci} has no render node in sysfs",
+                    attributes={"memory": str(gpu.memory_bytes), "pci": gpu.pci},
+                )
             )
-            for gpu in smi.gpus()
-        ]
+        return found
 
-    def _identity(self, pci: str) -> str:
-        unique = self._unique_id(pci)
-        return f"GPU-{unique}" if unique else pci
+    def _identity(self, gpu: smi.Gpu) -> str:
+        unique = self._unique_id(gpu.pci)
+        whole = f"GPU-{unique}" if unique else gpu.pci
+        return f"{whole}-p{gpu.place}" if gpu.place else whole
 
     def _unique_id(self, pci: str) -> str:
         text = self._text(pci, "unique_id")
@@ -108,36 +120,40 @@ class RocmPlugin(AcceleratorPlugin):
     ) -> ContainerEdits:
         if not allocation:
             return ContainerEdits(env={"ROCR_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""})
-        there = {self._identity(gpu.pci): gpu for gpu in smi.gpus()}
+        there = {self._identity(gpu): gpu for gpu in smi.gpus()}
         if missing := [device.id for device in allocation if device.stable_id not in there]:
             raise LookupError(f"{', '.join(missing)} does not answer")
         given = [there[device.stable_id] for device in allocation]
+        places = ",".join(str(place) for place in range(len(given)))
+        nodes = [_KFD, *filter(None, (self._render_node(gpu) for gpu in given))]
+        if len(nodes) <= len(given):
+            raise LookupError(f"{', '.join(d.id for d in allocation)}: no render node in sysfs")
+        groups = self.settings.get("groups", [])
+        numbers = [*map(_group_number, groups)] if groups else _owners(nodes)
         if features.runtime == "process":
-            return ContainerEdits(env={"ROCR_VISIBLE_DEVICES": ",".join(map(self._named, given))})
-        nodes = [_KFD, *(self._render_node(gpu.pci, gpu.index) for gpu in given)]
-        visible = ",".join(str(place) for place in range(len(given)))
+            named = ",".join(map(self._named, given))
+            env = {"ROCR_VISIBLE_DEVICES": named, "HIP_VISIBLE_DEVICES": places}
+            return ContainerEdits(env=env, groups=tuple(numbers))
         return ContainerEdits(
-            env={"ROCR_VISIBLE_DEVICES": visible},
+            env={"ROCR_VISIBLE_DEVICES": places, "HIP_VISIBLE_DEVICES": places},
             device_nodes=tuple(DeviceNode(node, node) for node in nodes),
-            groups=tuple(self.settings.get("groups", ["render"])),
+            groups=tuple(numbers),
         )
 
     def _named(self, gpu: smi.Gpu) -> str:
         """Return how the runtime names a GPU from outside: its serial number, or its place."""
         unique = self._unique_id(gpu.pci)
-        return f"GPU-{unique}" if unique else str(gpu.index)
+        return f"GPU-{unique}" if unique and not gpu.place else str(gpu.index)
 
-    def _render_node(self, pci: str, index: int) -> str:
-        nodes = sorted((self._sysfs / pci / "drm").glob("renderD*"))
-        if not nodes:
-            raise LookupError(f"{self.name}{index} ({pci}) has no render node in sysfs")
-        return f"/dev/dri/{nodes[0].name}"
+    def _render_node(self, gpu: smi.Gpu) -> str | None:
+        names = sorted(path.name for path in (self._sysfs / gpu.pci / "drm").glob("renderD*"))
+        return f"/dev/dri/{names[gpu.place]}" if gpu.place < len(names) else None
 
     def measure(self) -> Sequence[Measurement]:
         loads = [(gpu, smi.load_of(gpu.index)) for gpu in smi.gpus()]
         return [
             Measurement(
-                self._identity(gpu.pci),
+                self._identity(gpu),
                 load.utilization,
                 load.used_bytes,
                 load.total_bytes,
@@ -146,3 +162,22 @@ class RocmPlugin(AcceleratorPlugin):
             )
             for gpu, load in loads
         ]
+
+
+def _owners(nodes: Sequence[str]) -> list[str]:
+    """Return the numbers of the groups that own device files, root's apart."""
+    found = []
+    for node in nodes:
+        try:
+            found.append(Path(node).stat().st_gid)
+        except OSError:
+            continue
+    return [str(number) for number in dict.fromkeys(found) if number]
+
+
+def _group_number(name: str) -> str:
+    """Return a group's number on this node, as an image has its own; the name if it has none."""
+    try:
+        return str(grp.getgrnam(name).gr_gid)
+    except KeyError:
+        return name

@@ -12,6 +12,8 @@
 from __future__ import annotations
 
 import ctypes
+import logging
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +34,10 @@ _ARGUMENTS = {
     "amdsmi_get_gpu_memory_usage": [_P, _I, _P],
     "amdsmi_get_temp_metric": [_P, _I, _I, _P],
 }
-_EDGE, _CURRENT = 0, 0
+_SENSORS, _CURRENT = (0, 1), 0
+"""Edge, and hotspot where there is none at the edge."""
+_UNKNOWN = {2**bits - 1 for bits in (16, 32, 64)}
+"""AMD SMI's "not available": every bit is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,8 @@ class Gpu:
     pci: str
     model: str
     memory_bytes: int
+    place: int = 0
+    """Its place among the processors of one PCI address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +69,7 @@ def initialise() -> None:
     Raises:
         RuntimeError: there is no driver or no library; in one line.
     """
+    logging.disable(logging.ERROR)  # pyrsmi logs every metric that a GPU does not have
     try:
         rocml._load_rocm_library()  # noqa: SLF001 - see the module's first quirk
         for name, arguments in _ARGUMENTS.items():
@@ -79,18 +87,25 @@ def shut_down() -> None:
 
 def gpus() -> Iterator[Gpu]:
     """Yield the GPUs that answer."""
+    places: Counter[str] = Counter()
     for index in range(rocml.smi_get_device_count()):
         address = rocml.smi_get_device_pci_id(index)
         if address is None or address < 0:
             continue
         memory = _known(rocml.smi_get_device_memory_total(index))
         model = rocml.smi_get_device_name(index)
-        yield Gpu(index, pci_address(address), model if isinstance(model, str) else "", memory or 0)
+        pci = pci_address(address)
+        name = model if isinstance(model, str) else ""
+        yield Gpu(index, pci, name, memory or 0, places[pci])
+        places[pci] += 1
 
 
 def pci_address(packed: int) -> str:
-    """Return an address as Linux writes it; domain from bit 16, bus 8, device 3, function 0."""
-    domain, bus, device = packed >> 16, packed >> 8 & 0xFF, packed >> 3 & 0x1F
+    """Return an address as Linux writes it; bus from bit 8, device 3, function 0.
+
+    The domain is from bit 16, or where pyrsmi goes through the `amdsmi` package, from bit 32.
+    """
+    domain, bus, device = packed >> 32 or packed >> 16, packed >> 8 & 0xFF, packed >> 3 & 0x1F
     return f"{domain:04x}:{bus:02x}:{device:02x}.{packed & 7}"
 
 
@@ -113,10 +128,12 @@ def _temperature(index: int) -> float | None:
         return None
     degrees = ctypes.c_int64()
     handle = rocml._get_processor_handle(index)  # noqa: SLF001 - there is no public way to it
-    return (
-        float(degrees.value) if ask(handle, _EDGE, _CURRENT, ctypes.byref(degrees)) == 0 else None
-    )
+    for sensor in _SENSORS:
+        if ask(handle, sensor, _CURRENT, ctypes.byref(degrees)) == 0:
+            return float(degrees.value)
+    return None
 
 
 def _known(value: Any) -> int | None:  # noqa: ANN401 - whatever pyrsmi answers
-    return int(value) if isinstance(value, (int, float)) and value >= 0 else None
+    is_known = isinstance(value, (int, float)) and value >= 0 and value not in _UNKNOWN
+    return int(value) if is_known else None
