@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agentd import plugin_api
-from agentd.adapters.plugin_check import Conformance
+from agentd.adapters.plugin_check import Conformance, imports_of_agentd
 from agentd.adapters.plugin_instance import Pace, Wanted
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "write-a-plugin.md"
@@ -34,11 +34,23 @@ async def test_a_good_plugin_passes_every_check() -> None:
         ("ListsNonsense", "it lists slots and devices", "Expected `object`, got `str`"),
         ("Moves", "ids are the same in two listings", "S-one"),
         ("OddEdits", "it says how to hide its devices", "Expected `str`, got `int`"),
+        ("MovesSlots", "slot types are the same in two listings", "they are others"),
+        ("Deaf", "it hears of kernels", "RuntimeError: not now"),
         ("LooksInside", "it imports agentd.plugin_api alone", "agentd.core.reconcile"),
     ],
 )
 async def test_what_fails_is_named_with_the_reason(target: str, check: str, why: str) -> None:
     assert why in (await failures(target))[check]
+
+
+def test_imports_of_agentd_are_found_wherever_they_stand(tmp_path: Path) -> None:
+    (tmp_path / "__init__.py").write_text("from agentd.plugin_api import Features\nimport os\n")
+    (tmp_path / "late.py").write_text(
+        "def f():\n    import agentd.errors\n    from agentd import client\n"
+        "    from agentd.core.slots import ONE\n"
+    )
+    found = imports_of_agentd(tmp_path / "__init__.py")
+    assert found == {"agentd.errors", "agentd.client", "agentd.core.slots"}
 
 
 async def test_wrong_settings_fail() -> None:

@@ -1,4 +1,5 @@
 import asyncio
+import errno
 import os
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -9,9 +10,10 @@ from importlib_metadata import EntryPoint
 from structlog.testing import capture_logs
 
 from adapters.unkillable import hold, let_go
-from agentd.adapters import plugin_process
+from agentd.adapters import plugin_instance, plugin_process
 from agentd.adapters.plugin_instance import Pace
 from agentd.adapters.plugins import PluginHost, installed
+from agentd.adapters.proc import all_processes
 from agentd.config.plugins import PluginTable
 from agentd.core.allocation import Allocation, Share
 from agentd.core.devices import DeviceId
@@ -284,6 +286,84 @@ async def test_a_plugin_that_leaks_is_started_again(host, tmp_path) -> None:
     assert re.fullmatch(r"it uses \d+ MiB of memory; next try in 1 s", made.statuses()[0].reason)
     file.write_text("fine")
     await until(made, "one", lambda: states(made)["one"] is PluginState.READY)
+
+
+def helpers(nap: str) -> list[int]:
+    return [
+        stat.pid
+        for stat in all_processes()
+        if Path(f"/proc/{stat.pid}/cmdline").read_bytes().split(b"\0")[:2]
+        == [b"sleep", nap.encode()]
+    ]
+
+
+@pytest.mark.parametrize("word", ["crash", "hang"])
+async def test_what_a_plugin_started_ends_with_it(host, tmp_path, word) -> None:
+    nap = f"{10**6 + int(tmp_path.stat().st_ino)}"
+    file = tmp_path / "script"
+    file.write_text("fine")
+    settings = {"file": str(file), "nap": nap}
+    made = host([PluginTable(name="one", plugin="w", settings=settings)], w="WithHelpers",
+                call_timeout_s=0.5)  # fmt: skip
+    await opened(made)
+    assert len(helpers(nap)) == 3
+    file.write_text(word)
+    await until(made, "one", lambda: states(made)["one"] is PluginState.FAILED)
+    assert helpers(nap) == []
+    file.write_text("fine")
+    await until_ready(made, "one")
+    await made.close()
+    assert helpers(nap) == []
+
+
+async def test_no_more_descriptors_is_not_the_end_of_a_plugin(host, tmp_path, monkeypatch) -> None:
+    table, file = scripted(tmp_path)
+    made = host([table], Scripted="Scripted")
+    await opened(made)
+
+    def none_left(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(plugin_process.socket, "socketpair", none_left)
+    file.write_text("crash")
+    await until(made, "one", lambda: "Too many open files" in made.statuses()[0].reason)
+    monkeypatch.undo()
+    file.write_text("fine")
+    await until_ready(made, "one")
+
+
+async def test_a_number_beyond_64_bits_is_named_with_its_key(host) -> None:
+    made = host([PluginTable(name="one", plugin="g", settings={"speed": [2**64]})], g="Good")
+    seen = await opened(made)
+    assert seen["one"][0] is PluginState.FAILED
+    assert [problem.where for problem in made.problems()] == ["plugins.one.speed.0"]
+
+
+async def test_a_hung_call_does_not_hold_up_the_end(host, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(plugin_instance, "CLOSE_TIMEOUT_S", 0.1)
+    table, file = scripted(tmp_path)
+    made = host([table], Scripted="Scripted", call_timeout_s=600)
+    await opened(made)
+    file.write_text("hang")
+    instance = made._instances["one"]
+    async with asyncio.timeout(10):
+        while not instance._process._turn.locked():
+            await asyncio.sleep(0.01)
+        await made.close()
+
+
+async def test_a_plugin_that_is_slow_to_hear_holds_up_no_create(host, tmp_path) -> None:
+    gate = tmp_path / "gate"
+    settings = {"file": str(tmp_path / "heard"), "gate": str(gate)}
+    made = host([PluginTable(name="one", plugin="s", settings=settings)], s="SlowToHear",
+                call_timeout_s=600)  # fmt: skip
+    await opened(made)
+    with capture_logs() as logged:
+        for n in range(plugin_instance.MAX_EVENTS_WAITING + 3):
+            made.tell("after-start", f"k{n}", *given("one"))
+    assert [entry["event"] for entry in logged] == 3 * ["plugin.event_dropped"]
+    gate.touch()
+    assert (await made.container_edits(*given("one"), PROCESS)).env["ONE"] == "one0"
 
 
 async def test_a_process_that_cannot_be_killed_is_left_behind_and_never_a_third(

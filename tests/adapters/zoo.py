@@ -3,6 +3,7 @@
 import importlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -35,7 +36,9 @@ class Good(AcceleratorPlugin):
     @classmethod
     def validate(cls, settings: Mapping[str, Any]) -> list[SettingProblem]:
         return [
-            SettingProblem(key, "unknown key") for key in settings if key not in ("speed", "file")
+            SettingProblem(key, "unknown key")
+            for key in settings
+            if key not in ("speed", "file", "gate", "nap")
         ]
 
     def open(self) -> None: ...
@@ -140,6 +143,38 @@ class Hears(Good):
     def kernel_event(self, event: KernelEvent) -> None:
         with Path(self.settings["file"]).open("a") as file:
             file.write(f"{event.step} {event.kernel_id} {event.devices[0].id}\n")
+
+
+class Deaf(Good):
+    def kernel_event(self, event: KernelEvent) -> None:
+        raise RuntimeError("not now")
+
+
+class MovesSlots(Good):
+    """Its slots are others at every listing."""
+
+    listings = 0
+
+    def slot_types(self) -> Sequence[SlotTypeInfo]:
+        MovesSlots.listings += 1
+        return [*super().slot_types(), SlotTypeInfo(f"{self.name}.x{MovesSlots.listings}")]
+
+
+class SlowToHear(Hears):
+    """Takes its time with each event."""
+
+    def kernel_event(self, event: KernelEvent) -> None:
+        wait_for({"file": self.settings["gate"]})
+        super().kernel_event(event)
+
+
+class WithHelpers(Scripted):
+    """Starts programs in its own group, in another, and in a session of their own."""
+
+    def open(self) -> None:
+        super().open()
+        for options in ({}, {"process_group": 0}, {"start_new_session": True}):
+            subprocess.Popen(["sleep", self.settings["nap"]], **options)
 
 
 class Prints(Good):

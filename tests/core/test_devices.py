@@ -49,6 +49,50 @@ def test_a_drain_is_remembered_with_the_physical_device() -> None:
     assert device.device_id == ("gpu", "gpu0")
 
 
+def part(n: int, uuid: str = "MIG") -> Device:
+    whole = gpus(1)[0]
+    return replace(
+        whole,
+        device_id=DeviceId("cuda", f"cuda0:{n}"),
+        stable_id=f"{uuid}-{n}",
+        parent=whole.stable_id,
+        aliases=(),
+    )
+
+
+def test_a_gpu_that_was_parts_answers_for_them() -> None:
+    (gpu,) = with_remembered(gpus(1), [part(0), part(1)])
+    assert (gpu.device_id.id, gpu.former) == ("cuda0", ("MIG-0", "MIG-1"))
+    (again,) = with_remembered(gpus(1), [gpu])
+    assert again.former == gpu.former
+    inventory = Inventory.of([], [again])
+    assert inventory.by_identity["MIG-1"] is again
+
+
+def test_a_device_that_another_plugin_serves_now_is_one_device() -> None:
+    other = replace(gpus(1)[0], device_id=DeviceId("gpu", "gpu0"), stable_id="0000:00:00.0")
+    (device,) = with_remembered(gpus(1), [other])
+    assert (device.device_id.id, device.former) == ("cuda0", ("0000:00:00.0",))
+
+
+def test_new_parts_are_named_as_parts() -> None:
+    found = with_remembered([part(0, "NEW")], [part(0), part(1)])
+    assert [d.device_id.id for d in found if not d.gone] == ["cuda0:2"]
+
+
+def test_of_what_may_come_yet_it_is_not_known_whether_it_is_gone() -> None:
+    late, gone = with_remembered([], [*gpus(1), part(0)], {})[0], with_remembered([], gpus(1))[0]
+    assert late.health is gone.health is Health.HEALTHY
+    (late,) = with_remembered([], gpus(1), {"cuda": "plugin cuda is pending"})
+    assert (late.gone, late.health, late.reason) == (True, Health.UNKNOWN, "plugin cuda is pending")
+
+
+def test_losing_who_told_of_a_fault_does_not_mend_it() -> None:
+    sick = [replace(gpus(1)[0], health=Health.UNHEALTHY, reason="Xid 79")]
+    inventory = Inventory.of([], sick).with_health_unknown("cuda", "plugin cuda: lost")
+    assert inventory.devices[0].reason == "Xid 79"
+
+
 @pytest.mark.parametrize(
     "change",
     [

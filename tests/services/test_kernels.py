@@ -492,6 +492,67 @@ async def test_a_late_plugin_joins_without_moving_anything(rig: Rig) -> None:
     await rig.create("k2", npu_device=1)
 
 
+async def test_a_late_plugin_takes_nothing_from_the_one_that_serves(rig: Rig) -> None:
+    """Also where it comes first in the order of plugins; the next start decides anew."""
+    await rig.create(cuda_device=2)
+    npu = SlotType("npu.device", SlotKind.COUNT, ONE)
+    same = [replace(d, device_id=DeviceId("npu", d.device_id.id)) for d in gpus(1, 1)]
+    new = replace(same[0], device_id=DeviceId("npu", "npu9"), stable_id="N", aliases=())
+    rig.plugins.ready.insert(0, PluginListing("npu", (npu,), (*same, new)))
+    rig.devices.refresh("npu")
+    assert [d.stable_id for d in rig.devices.inventory.by_name["npu"]] == ["N"]
+    assert len(rig.devices.inventory.by_name["cuda"]) == 2
+    assert rig.free_gpus == 0
+    assert sum("withheld" in warning for warning in rig.devices.warnings) == 2
+    rig.devices.refresh("npu")
+    assert not any("appeared" in warning for warning in rig.devices.warnings)
+    again = Rig(rig.memory)
+    again.plugins.ready = rig.plugins.ready
+    again.devices.discover()
+    again.runtime = rig.runtime
+    again.service.runtimes = {"fake": rig.runtime}
+    await again.adoption.relist(rig.runtime)
+    assert [d.stable_id for d in again.devices.inventory.by_name["npu"]][0] == "GPU-cuda-0"
+    ledger = again.service.table.ledger
+    assert all(ledger.holders(d.device_id) for d in again.devices.inventory.by_name["npu"][:2])
+    with pytest.raises(InsufficientResource):
+        await again.create("k2", npu_device=2)
+
+
+async def test_a_neighbour_that_keeps_failing_changes_nothing(rig: Rig) -> None:
+    rig.plugins.failed["bad"] = "it was killed"
+    extra = replace(gpus(1)[0], device_id=DeviceId("cuda", "cuda9"), stable_id="X", aliases=())
+    ready = rig.plugins.ready[0]
+    rig.plugins.ready[0] = replace(ready, devices=(*ready.devices, extra))
+    before = rig.devices.generation
+    for _ in range(3):
+        rig.devices.refresh("bad")
+    assert (rig.devices.generation, len(rig.devices.inventory.by_name["cuda"])) == (before, 2)
+
+
+async def test_whole_gpus_that_are_parts_now_hold_back_their_parts(rig: Rig) -> None:
+    kernel = await rig.create(cuda_device=1)
+    held = kernel.allocation.devices_of("cuda")[0].device_id.id
+    mig = SlotType("cuda.device:1g-mig", SlotKind.UNIQUE, ONE)
+    first, second = gpus(1, 1)
+    taken = next(d for d in (first, second) if d.device_id.id == held)
+    parts = tuple(
+        replace(
+            taken, device_id=DeviceId("cuda", f"{held}:{n}"), stable_id=f"MIG-{n}", slot=mig.name,
+            kind=SlotKind.UNIQUE, parent=taken.stable_id, aliases=(),
+        )
+        for n in range(2)
+    )  # fmt: skip
+    again = Rig(rig.memory)
+    again.plugins.ready = [PluginListing("cuda", (CUDA, mig), parts)]
+    again.devices.discover()
+    again.service.runtimes = {"fake": rig.runtime}
+    await again.adoption.relist(rig.runtime)
+    spec = replace(rig.spec("k2"), slots={"cuda.device:1g-mig": 1}, spec_hash="other")
+    with pytest.raises(InsufficientResource):
+        await again.service.create(spec)
+
+
 async def test_what_a_plugin_says_later_changes_devices_and_the_generation_only_then(rig) -> None:
     await rig.create(cuda_device=1)
     first, second = gpus(1, 1)

@@ -43,7 +43,7 @@ from agentd.adapters.docker_config import (
 from agentd.adapters.docker_engine import EngineFacts, engine_facts
 from agentd.adapters.docker_images import Images
 from agentd.adapters.docker_inspect import found_kernel, labels_of, verify
-from agentd.adapters.docker_mounts import resolved
+from agentd.adapters.docker_mounts import refuse_missing, resolved
 from agentd.core.container import PullPolicy
 from agentd.core.kernel import KernelSpec, KernelState
 from agentd.core.plan import KernelPlan, kernel_name
@@ -105,6 +105,7 @@ class DockerRuntime:
     async def create(self, plan: KernelPlan, progress: Progress) -> FoundKernel:
         engine = await self._engine()
         engine.refuse_what_it_cannot(plan.edits)
+        refuse_missing(plan.edits)
         sources = resolved(plan.spec.mounts, self._rules.allowed_mounts)
         config = container_config(plan, self._rules, sources)
         try:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from agentd.core.edits import Mount
+from agentd.core.edits import ContainerEdits, Mount
 from agentd.errors import InvalidRequest, Problem, RuntimeFailure
 
 _OCTAL = re.compile(r"\\([0-7]{3})")
@@ -55,6 +55,21 @@ def resolved(mounts: Sequence[Mount], allowed: Sequence[Path]) -> list[Source]:
     if problems:
         raise InvalidRequest(problems)
     return sources
+
+
+def refuse_missing(edits: ContainerEdits) -> None:
+    """Refuse edits that name files of the node that are not there.
+
+    Raises:
+        RuntimeFailure: a plugin's device or mount is missing.
+    """
+    for path in (*(m.source for m in edits.mounts), *(n.host_path for n in edits.device_nodes)):
+        try:
+            is_there = Path(path).exists()
+        except OSError:
+            continue
+        if not is_there:
+            raise RuntimeFailure(f"{path}, which its devices need, is not on this node")
 
 
 def _opened(path: str) -> Source:

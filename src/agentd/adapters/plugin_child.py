@@ -96,6 +96,7 @@ class Host:
             _overrides(loaded, "measure"),
             _overrides(loaded, "kernel_event"),
             sorted(name for name in {*sys.modules} - before if name.startswith("agentd.")),
+            getattr(sys.modules.get(module), "__file__", None) or "",
         )
 
     def validate(self) -> Sequence[Any]:

@@ -72,6 +72,7 @@ class Facts:
     has_measurements: bool
     hears_kernels: bool
     imports_of_agentd: Sequence[str] = ()
+    file: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,8 @@ from typing import Any
 from agentd.adapters.cgroups import KernelGroup, MemoryGroups
 from agentd.adapters.output import printed, unkept
 from agentd.adapters.proc import Identity, Proc, members, read_env, recovered
-from agentd.adapters.spawn import account, failure, spawn
+from agentd.adapters.spawn import account, failure, spawn, with_groups
+from agentd.core.edits import ContainerEdits
 from agentd.core.kernel import Ending, KernelSpec, KernelState
 from agentd.core.plan import KernelPlan
 from agentd.core.reconcile import FoundKernel, FoundState
@@ -85,10 +86,7 @@ class ProcessRuntime:
     async def create(self, plan: KernelPlan, progress: Progress) -> FoundKernel:
         kernel_id = plan.spec.kernel_id
         folder = self._folder / kernel_id
-        if plan.edits.mounts or plan.edits.cdi or plan.edits.device_requests:
-            raise RuntimeFailure(
-                "its devices need mounts or CDI, which plain processes do not have"
-            )
+        _refuse_what_needs_a_container(plan.edits)
         progress(KernelState.CREATING)
         try:
             folder.mkdir(mode=0o700)
@@ -138,7 +136,7 @@ class ProcessRuntime:
             "cpus": [int(core) for core in plan.cpus],
             "log": str(folder / "output.log"),
             "working_dir": plan.spec.working_dir or "/",
-            "user": self._account,
+            "user": with_groups(self._account, plan.edits.groups),
             "cgroup_procs": str(group.procs) if group else "",
             "ulimits": {
                 name: [limit.soft, limit.hard]
@@ -332,6 +330,14 @@ def _read(path: Path) -> str | None:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
+
+
+def _refuse_what_needs_a_container(edits: ContainerEdits) -> None:
+    moved = [mount for mount in edits.mounts if mount.source != mount.target]
+    if moved or edits.cdi or edits.device_requests:
+        raise RuntimeFailure(
+            "its devices need files at other places or CDI, which plain processes do not have"
+        )
 
 
 def _problems(spec: KernelSpec, user: str) -> Iterator[Problem]:

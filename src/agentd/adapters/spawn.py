@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import grp
 import json
 import os
 import pwd
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentd.adapters import shim
@@ -30,6 +31,21 @@ def account(user: str) -> dict[str, Any]:
         raise InvalidRequest([Problem("runtime.process.user", f"no user {user!r} here")]) from None
     groups = os.getgrouplist(entry.pw_name, entry.pw_gid)
     return {"uid": entry.pw_uid, "gid": entry.pw_gid, "groups": groups}
+
+
+def with_groups(user: Mapping[str, Any] | None, names: Sequence[str]) -> Mapping[str, Any] | None:
+    """Return an account with further groups, those that this node has."""
+    if user is None:
+        return None
+    numbers = [int(name) if name.isdecimal() else _group_number(name) for name in names]
+    return {**user, "groups": [*user["groups"], *(n for n in numbers if n is not None)]}
+
+
+def _group_number(name: str) -> int | None:
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        return None
 
 
 def spawn(order: Mapping[str, Any]) -> dict[str, Any]:

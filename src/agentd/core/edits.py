@@ -66,8 +66,8 @@ def merged(hiding: Iterable[ContainerEdits], giving: Iterable[ContainerEdits]) -
     hidden = {name: value for edits in hiding for name, value in edits.env.items()}
     return ContainerEdits(
         env={**hidden, **env},
-        device_nodes=tuple(node for edits in giving for node in edits.device_nodes),
-        mounts=tuple(mount for edits in giving for mount in edits.mounts),
+        device_nodes=tuple(dict.fromkeys(node for e in giving for node in e.device_nodes)),
+        mounts=tuple(dict.fromkeys(mount for edits in giving for mount in edits.mounts)),
         cdi=tuple(name for edits in giving for name in edits.cdi),
         device_requests=tuple(req for edits in giving for req in edits.device_requests),
         groups=tuple(dict.fromkeys(group for edits in giving for group in edits.groups)),
