@@ -292,8 +292,7 @@ def helpers(nap: str) -> list[int]:
     return [
         stat.pid
         for stat in all_processes()
-        if Path(f"/proc/{stat.pid}/cmdline").read_bytes().split(b"\0")[:2]
-        == [b"sleep", nap.encode()]
+        if Path(f"/proc/{stat.pid}/cmdline").read_bytes() == f"sleep\0{nap}\0".encode()
     ]
 
 
