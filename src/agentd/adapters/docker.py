@@ -1,9 +1,10 @@
 """Kernels as containers of a Docker Engine, through aiodocker.
 
-The labels on a container are the truth about it. A container is ours only if its name is
-the one that its labels call for: an image made from a kernel inherits the labels, and
-not the name. Only a "not found" from the engine proves that a container is gone;
-everything else that goes wrong is a state of the engine.
+The labels on a container are the truth about it. A container is ours if its name is the one
+that its labels call for, or if it does not have them from its image: an image made from a
+kernel inherits the labels, and a container of it is nobody's kernel. Only a "not found" from
+the engine proves that a container is gone; everything else that goes wrong is a state of
+the engine.
 
 API: https://docs.docker.com/reference/api/engine/version/v1.41/
 """
@@ -36,6 +37,7 @@ from agentd.adapters.docker_answers import (
 from agentd.adapters.docker_config import (
     KERNEL_LABEL,
     NODE_LABEL,
+    RECORD_LABEL,
     UNPUBLISHED,
     DockerRules,
     container_config,
@@ -221,8 +223,13 @@ class DockerRuntime:
         with listing():
             summaries = await self._docker.containers.list(all=True, filters=filters)
             answers = await asyncio.gather(*(shown(summary) for summary in summaries))
-        ours = [answer for answer in answers if answer is not None and self._is_ours(answer)]
-        return [found_kernel(answer) for answer in ours]
+            there = [answer for answer in answers if answer is not None]
+            ours = {labels_of(a)[KERNEL_LABEL]: a for a in there if self._fits(a)}
+            for answer in there:
+                kernel_id = labels_of(answer).get(KERNEL_LABEL)
+                if kernel_id and kernel_id not in ours and await self._was_renamed(answer):
+                    ours[kernel_id] = answer
+        return [found_kernel(answer) for answer in ours.values()]
 
     async def _shown(self, summary: DockerContainer) -> Mapping[str, Any] | None:
         """Inspect one container of a list; what the list said of it if that fails alone."""
@@ -247,7 +254,15 @@ class DockerRuntime:
             if (labels.get(NODE_LABEL), labels.get(KERNEL_LABEL)) == (self._node_id, kernel_id):
                 return found_kernel(shown)
         shown = await self._inspected(kernel_name(self._node_id, kernel_id))
-        return found_kernel(shown) if shown and self._is_ours(shown) else None
+        return found_kernel(shown) if shown and self._fits(shown) else None
+
+    async def _was_renamed(self, shown: Mapping[str, Any]) -> bool:
+        """Tell a kernel that somebody renamed from a container that inherits its image's labels."""
+        with absent_is_fine():
+            image = await self._docker.images.inspect(shown["Image"])
+            inherited = (image.get("Config") or {}).get("Labels") or {}
+            return inherited.get(RECORD_LABEL) != labels_of(shown).get(RECORD_LABEL)
+        return True
 
     async def _inspected(self, container: str) -> Mapping[str, Any] | None:
         with listing(), absent_is_fine():
@@ -278,7 +293,7 @@ class DockerRuntime:
             "follow": str(int(query.follow)),
             "tail": "all" if query.tail is None else str(query.tail),
             "timestamps": str(int(query.timestamps)),
-            "since": "0" if query.since is None else f"{query.since:.9f}",
+            "since": f"{query.since_ns // 10**9}.{query.since_ns % 10**9:09d}",
         }
         with translating():
             async with self._docker._query(  # noqa: SLF001 - aiodocker decodes logs as UTF-8
@@ -290,7 +305,8 @@ class DockerRuntime:
                 finally:
                     response.close()
 
-    def _is_ours(self, shown: Mapping[str, Any]) -> bool:
+    def _fits(self, shown: Mapping[str, Any]) -> bool:
+        """Tell whether a container's name is the one that its labels call for."""
         labels = labels_of(shown)
         expected = kernel_name(self._node_id, labels.get(KERNEL_LABEL, ""))
         return labels.get(NODE_LABEL) == self._node_id and shown["Name"] == f"/{expected}"

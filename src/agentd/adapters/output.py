@@ -54,7 +54,7 @@ def tail_offset(file: BinaryIO, lines: int) -> int:
 
 def unkept(query: LogQuery) -> Iterator[Problem]:
     """Yield what of a query this runtime does not keep."""
-    if query.since is not None:
+    if query.since_ns:
         yield Problem("since", "the process runtime keeps no times of lines")
     if query.timestamps:
         yield Problem("timestamps", "the process runtime keeps no times of lines")

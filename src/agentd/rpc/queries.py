@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 
 from aiohttp import web
 
@@ -12,6 +13,9 @@ from agentd.errors import InvalidRequest, Problem
 from agentd.services.interfaces import LogQuery, LogStream
 
 MAX_TIMEOUT_S = 86400.0
+_TIME = re.compile(
+    r"([0-9]{1,12}|[0-9-]{10}T[0-9:]{8})(?:\.([0-9]{1,9}))?(Z|[+-][0-9]{2}:[0-9]{2})?"
+)
 _TRUE, _FALSE = ("true", "1", ""), ("false", "0")
 
 
@@ -62,7 +66,7 @@ def read_log_query(query: Mapping[str, str]) -> LogQuery:
     return LogQuery(
         follow=read_flag(query, "follow"),
         tail=_tail(query),
-        since=_since(query),
+        since_ns=_since(query),
         timestamps=read_flag(query, "timestamps"),
         streams=frozenset(LogStream) if stream == "both" else frozenset({LogStream(stream)}),
     )
@@ -79,21 +83,22 @@ def _tail(query: Mapping[str, str]) -> int | None:
     return int(text)
 
 
-def _since(query: Mapping[str, str]) -> float | None:
-    text = query.get("since")
-    if text is None:
-        return None
-    seconds = _number(text)
-    if math.isnan(seconds):
-        try:
-            moment = datetime.fromisoformat(text.replace(" ", "+"))
-            seconds = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
-        except (ValueError, OverflowError):
-            seconds = math.nan
-    if not 0 <= seconds < 2**40:
-        why = f"{text!r} is no time; allowed: 2026-11-21T12:00:00Z, or seconds since 1970"
-        raise InvalidRequest([Problem("since", why)])
-    return seconds
+def _since(query: Mapping[str, str]) -> int:
+    """Return nanoseconds since 1970: the engine's own times have as many digits."""
+    text = query.get("since", "0").replace(" ", "+")  # a plus sign in a query is a blank
+    lead, fraction, zone = match.groups("") if (match := _TIME.fullmatch(text)) else ("", "", "")
+    try:
+        if "T" in lead:
+            moment = datetime.fromisoformat(lead + (zone or "Z"))
+            seconds = int(moment.timestamp())
+        else:
+            seconds = int(lead)
+        if not zone or "T" in lead:
+            return seconds * 10**9 + int(fraction.ljust(9, "0"))
+    except (ValueError, OverflowError):
+        pass
+    why = f"{text!r} is no time; allowed: 2026-11-21T12:00:00Z, or seconds since 1970"
+    raise InvalidRequest([Problem("since", why)])
 
 
 def _number(text: str) -> float:

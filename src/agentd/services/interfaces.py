@@ -99,11 +99,11 @@ class LogStream(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LogQuery:
-    """What of a log is wanted: the last `tail` lines, of those after `since` (the epoch)."""
+    """What of a log is wanted: the last `tail` lines, of those since a time (ns, the epoch)."""
 
     follow: bool = False
     tail: int | None = None
-    since: float | None = None
+    since_ns: int = 0
     timestamps: bool = False
     streams: frozenset[LogStream] = frozenset(LogStream)
 

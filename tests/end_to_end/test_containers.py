@@ -1,0 +1,318 @@
+"""What a kernel may ask of a container, and what it gets whatever it asks."""
+
+import json
+import os
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from daemon import AGENTS, Daemon, gpus
+from engine import Engine
+from engine_proxy import EngineProxy
+
+pytestmark = pytest.mark.docker
+MOUNTABLE = 'allowed-mounts = ["{folder}/data"]\n'
+
+
+@pytest.fixture
+async def proxied(engine: Engine, folder: Path) -> AsyncIterator[tuple[Daemon, EngineProxy]]:
+    """agentd, and between it and the engine a proxy."""
+    proxy = EngineProxy(folder / "proxy.sock", engine.socket)
+    await proxy.start()
+    made = Daemon(folder, "docker", engine)
+    made.engine = proxy.path
+    yield made, proxy
+    proxy.clear()
+    if not proxy.path.exists():
+        await proxy.start()
+    await made.close()
+    await proxy.stop()
+
+
+def inspected(engine: Engine, kernel: dict) -> dict:
+    return engine.call("GET", f"/containers/{kernel['container_id']}/json")
+
+
+async def printed(daemon: Daemon, script: str, **body: object) -> str:
+    """What a script prints in a kernel with these members."""
+    answer = await daemon.create(kernel_id="printer", command=["sh", "-c", script], **body)
+    assert answer.status == 201, answer.content
+    await daemon.until("printer", "terminated")
+    log = await daemon.call("GET", "/v1/kernels/printer/logs")
+    await daemon.call("DELETE", "/v1/kernels/printer")
+    return log.content.decode()
+
+
+async def test_defaults_are_safe_and_seen_from_inside(dockered: Daemon, engine: Engine) -> None:
+    await dockered.start()
+    script = "grep -E 'CapBnd|NoNewPrivs|Cpus_allowed_list' /proc/self/status; id -u"
+    status = dict(line.split(":\t") for line in (await printed(dockered, script)).splitlines()[:-1])
+    kept = {0, 1, 3, 4, 5, 6, 7, 10, 18}  # linux/capability.h: CHOWN … SETUID, NET_BIND_SERVICE, …
+    assert {bit for bit in range(64) if int(status["CapBnd"], 16) >> bit & 1} == kept
+    assert status["NoNewPrivs"] == "1"
+    kernel = await dockered.running(kernel_id="k1")
+    host = inspected(engine, kernel)["HostConfig"]
+    assert not host["Privileged"]
+    assert (host["PidMode"], host["IpcMode"], host["UTSMode"]) == ("", "private", "")
+    assert host["RestartPolicy"]["Name"] == "no"
+    assert host["PidsLimit"] == 4096
+    assert host["LogConfig"] == {
+        "Type": "local", "Config": {"max-size": str(20 << 20), "max-file": "5"}
+    }  # fmt: skip
+
+
+async def test_the_operator_widens_and_a_request_cannot(dockered: Daemon) -> None:
+    await dockered.start('capabilities = ["CHOWN", "NET_RAW"]\npids-limit = 99\n' + AGENTS)
+    assert "CapBnd:\t0000000000002001" in await printed(dockered, "cat /proc/self/status")
+    for member in ("privileged", "cap_add", "capabilities", "security_opt", "pid_mode"):
+        answer = await dockered.create(**{member: True})
+        assert (answer.status, answer.json["code"]) == (422, "InvalidRequest")
+        assert answer.json["errors"][0]["where"] == member
+    answer = await dockered.create(pids_limit=100)
+    assert answer.json["errors"] == [
+        {"where": "pids_limit", "why": "100 are too many; allowed: up to 99"}
+    ]
+
+
+async def test_memory_folders_and_limits_are_as_asked(dockered: Daemon, engine: Engine) -> None:
+    await dockered.start()
+    script = "df -k /scratch /dev/shm | grep -v Filesystem; ulimit -n; ulimit -Hn; ulimit -c"
+    lines = (
+        await printed(
+            dockered,
+            script,
+            tmpfs=[{"target": "/scratch", "size": "3m"}],
+            shm_size="5m",
+            ulimits={"nofile": {"soft": 100, "hard": 200}, "core": 0},
+            pids_limit=20,
+        )
+    ).splitlines()
+    assert [line.split()[1] for line in lines[:2]] == ["3072", "5120"]
+    assert lines[2:] == ["100", "200", "0"]
+    forks = "sh -c 'sleep 0 & sleep 0 & sleep 0 & sleep 0' 2>&1; true"
+    assert "can't fork" in await printed(dockered, forks, pids_limit=2)
+
+
+@pytest.mark.parametrize(
+    ("body", "where"),
+    [
+        ({"network": "bridge"}, "network"),
+        ({"network": "host"}, "network"),
+        ({"network": "container:other"}, "network"),
+        ({"pull_policy": "sometimes"}, "pull_policy"),
+        ({"platform": "linux"}, "platform"),
+        ({"shm_size": 0}, "shm_size"),
+        ({"shm_size": "much"}, "shm_size"),
+        ({"tmpfs": [{"target": "scratch"}]}, "tmpfs.0.target"),
+        ({"tmpfs": [{"target": "/a"}, {"target": "/a"}]}, "mounts"),
+        ({"ulimits": {"files": 1}}, "ulimits"),
+        ({"ulimits": {"nofile": {"soft": 2, "hard": 1}}}, "ulimits"),
+        ({"pids_limit": 0}, "pids_limit"),
+        ({"mounts": [{"source": "/etc", "target": "/x"}]}, "mounts.0.source"),
+        ({"env": {"NVIDIA_VISIBLE_DEVICES": "all"}}, "env.NVIDIA_VISIBLE_DEVICES"),
+        ({"env": {"AMD_VISIBLE_DEVICES": "0"}}, "env.AMD_VISIBLE_DEVICES"),
+        ({"labels": {"io.agentd.node": "other"}}, "labels.io.agentd.node"),
+    ],
+)
+async def test_what_is_refused_is_named_and_leaves_nothing(
+    dockered: Daemon, engine: Engine, body, where
+) -> None:
+    await dockered.start(AGENTS)
+    answer = await dockered.create(**body)
+    assert (answer.status, answer.json["code"]) == (422, "InvalidRequest")
+    assert where in [error["where"] for error in answer.json["errors"]]
+    assert await dockered.get("/v1/kernels") == engine.containers() == []
+
+
+async def test_an_image_gets_no_devices_past_what_was_allocated(
+    dockered: Daemon, engine: Engine
+) -> None:
+    """Also where no plugin knows the variable: the engine's hooks would obey the image."""
+    greedy = "ENV%20NVIDIA_VISIBLE_DEVICES=all%20HABANA_VISIBLE_DEVICES=all"
+    engine.import_image("greedy:1", f"&changes={greedy}")
+    await dockered.start(AGENTS)
+    env = await printed(dockered, "env", image="greedy:1")
+    assert "NVIDIA_VISIBLE_DEVICES=void" in env
+    assert "HABANA_VISIBLE_DEVICES=void" in env
+
+
+async def test_mounts_are_read_only_unless_asked_and_only_below_what_is_allowed(
+    dockered: Daemon, folder: Path
+) -> None:
+    data = folder / "data"
+    data.mkdir()
+    (data / "file").write_text("hello\n")
+    (folder / "data2").mkdir()
+    (data / "out").symlink_to(folder / "data2")
+    await dockered.start(MOUNTABLE.format(folder=folder) + AGENTS)
+    mount = {"source": str(data), "target": "/data"}
+    assert "hello" in await printed(dockered, "cat /data/file", mounts=[mount])
+    script = "touch /data/new 2>&1; echo more >> /data/file 2>&1; true"
+    assert "Read-only" in await printed(dockered, script, mounts=[mount])
+    await printed(dockered, "echo more >> /data/file", mounts=[{**mount, "read_only": False}])
+    assert (data / "file").read_text() == "hello\nmore\n"
+    for source in (f"{data}/../data2", f"{data}/out", f"{folder}/data2", "/"):
+        answer = await dockered.create(mounts=[{"source": source, "target": "/data"}])
+        assert "is below no allowed folder" in answer.json["detail"], source
+    answer = await dockered.create(mounts=[{"source": f"{data}/none", "target": "/data"}])
+    assert "does not exist" in answer.json["detail"]
+
+
+async def test_a_folder_that_is_exchanged_before_the_mount_is_found_out(
+    proxied: tuple[Daemon, EngineProxy], engine: Engine, folder: Path
+) -> None:
+    daemon, proxy = proxied
+    data = folder / "data"
+    (data / "mine").mkdir(parents=True)
+
+    def exchange(_: dict) -> None:
+        (data / "mine").rmdir()
+        (data / "mine").symlink_to("/etc")
+
+    await daemon.start(MOUNTABLE.format(folder=folder) + AGENTS)
+    proxy.rule("POST .*/containers/create", proxy.change(exchange))
+    answer = await daemon.create(mounts=[{"source": str(data / "mine"), "target": "/data"}])
+    assert (answer.status, answer.json["code"]) == (502, "RuntimeFailure")
+    assert "was exchanged while the kernel was created" in answer.json["detail"]
+    assert engine.containers() == []
+
+
+@pytest.mark.parametrize("drop", ["Devices", "CpusetCpus", "Memory"])
+async def test_a_kernel_never_runs_without_what_it_was_given(
+    proxied: tuple[Daemon, EngineProxy], engine: Engine, folder: Path, drop: str
+) -> None:
+    daemon, proxy = proxied
+    file = folder / "acc0"
+    os.mknod(file, 0o666 | 0o020000, os.makedev(1, 3))
+    table = f'[plugins.acc]\nplugin = "generic"\ndevices = ["{folder}/acc*"]\n'
+    await daemon.start(AGENTS + table)
+    proxy.rule("POST .*/containers/create", proxy.change(lambda body: strip(body, drop)))
+    answer = await daemon.create(slots={"acc.device": 1, "cpu": 1, "mem": "64m"})
+    assert (answer.status, answer.json["code"]) == (502, "RuntimeFailure")
+    assert "the engine started it with" in answer.json["detail"]
+    assert engine.containers() == []
+    assert await daemon.free("acc.device") == "1"
+
+
+def strip(body: dict, member: str) -> None:
+    body["HostConfig"].pop(member)
+    if member == "Memory":
+        body["HostConfig"].pop("MemorySwap")
+
+
+async def test_an_engine_that_does_not_say_what_it_can_is_not_asked_to_create(
+    proxied: tuple[Daemon, EngineProxy], engine: Engine
+) -> None:
+    daemon, proxy = proxied
+    await daemon.start()
+    proxy.rule("GET .*/info", proxy.fail, always=True)
+    answer = await daemon.create(slots={"cuda.device": 1})
+    assert (answer.status, answer.json["code"]) == (503, "RuntimeUnavailable")
+    assert engine.containers() == []
+    proxy.clear()
+    assert (await daemon.create(slots={"cuda.device": 1})).status == 201
+
+
+async def test_ports_are_handed_out_given_back_and_listed(dockered: Daemon, engine: Engine) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        taken = other.getsockname()[1]
+        free = next(p for p in range(20_000, 30_000) if is_free(p) and is_free(p + 1))
+        ports = f'publish-ports = "{free}-{free + 1}"\n'
+        await dockered.start(ports + AGENTS)
+        first = await dockered.running(kernel_id="k1", ports=[{"container": 80}])
+        assert first["ports"] == [
+            {"container": 80, "host": free, "protocol": "tcp", "address": "127.0.0.1"}
+        ]
+        assert first["not_enforced"] == ["ports"]  # the tests' network publishes none
+        bound = inspected(engine, first)["HostConfig"]["PortBindings"]
+        assert bound == {"80/tcp": [{"HostIp": "127.0.0.1", "HostPort": str(free)}]}
+        second = await dockered.running(
+            kernel_id="k2", ports=[{"container": 80}, {"container": 53, "protocol": "udp"}]
+        )
+        assert [port["host"] for port in second["ports"]] == [free + 1, free]
+        none = await dockered.create(ports=[{"container": 80}])
+        assert (none.status, none.json["code"], none.json["slot"]) == (
+            409, "InsufficientResource", "ports"
+        )  # fmt: skip
+        named = await dockered.create(ports=[{"container": 80, "host": free}])
+        assert "held by kernel k1" in json.dumps(named.json["explain"])
+        outside = await dockered.create(ports=[{"container": 80, "host": taken}])
+        assert outside.json["errors"][0]["where"] == "ports.0.host"
+        await dockered.restart()
+        assert (await dockered.get("/v1/kernels/k2"))["ports"] == second["ports"]
+        assert (await dockered.create(ports=[{"container": 80, "host": free}])).status == 409
+        await dockered.call("DELETE", "/v1/kernels/k1?timeout=0")
+        again = await dockered.running(kernel_id="k3", ports=[{"container": 80}])
+        assert again["ports"][0]["host"] == free
+        await dockered.restart(f'publish-ports = "{taken}-{taken}"\n' + AGENTS)
+        busy = await dockered.create(ports=[{"container": 80, "host": taken}])
+        assert "in use outside agentd" not in busy.json["detail"]
+        assert busy.json["slot"] == "ports"
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+async def test_logs_by_stream_time_and_tail(dockered: Daemon) -> None:
+    await dockered.start()
+    script = "echo one; echo two >&2; sleep 0.05; echo three"
+    await dockered.running(kernel_id="k1", command=["sh", "-c", script])
+    ended = await dockered.until("k1", "terminated")
+
+    async def log(query: str) -> bytes:
+        answer = await dockered.call("GET", f"/v1/kernels/k1/logs?{query}")
+        assert answer.status == 200, answer.content
+        return answer.content
+
+    assert await log("stream=stdout") == b"one\nthree\n"
+    assert await log("stream=stderr") == b"two\n"
+    assert await log("tail=1") == b"three\n"
+    stamped = (await log("timestamps=true&stream=stdout")).decode().splitlines()
+    assert [line.split(" ", 1)[1] for line in stamped] == ["one", "three"]
+    assert await log(f"since={stamped[1].split(' ')[0]}") == b"three\n"
+    assert await log(f"since={ended['finished_at'].replace('2026', '2030')}") == b""
+    for query in ("since=later", "stream=both,none", "tail=-1", "timestamps=maybe"):
+        assert (await dockered.call("GET", f"/v1/kernels/k1/logs?{query}")).status == 422
+
+
+async def test_a_container_renamed_by_hand_is_ours_after_a_restart_too(
+    dockered: Daemon, engine: Engine
+) -> None:
+    await dockered.start()
+    kernel = await dockered.running(kernel_id="k1", slots={"cuda.device": 1})
+    engine.call("POST", f"/containers/{kernel['container_id']}/rename?name=renamed")
+    await dockered.restart()
+    after = await dockered.get("/v1/kernels/k1")
+    assert (after["state"], after["container_id"]) == ("running", kernel["container_id"])
+    assert await dockered.free("cuda.device") == "1"
+    await dockered.call("DELETE", "/v1/kernels/k1?timeout=0")
+    assert engine.containers() == []
+
+
+async def test_labels_inherited_from_an_image_make_no_kernel(
+    dockered: Daemon, engine: Engine
+) -> None:
+    await dockered.start()
+    kernel = await dockered.running(kernel_id="k1", slots={"cuda.device": 1})
+    engine.call("POST", f"/commit?container={kernel['container_id']}&repo=child&tag=1")
+    body = {"Image": "child:1", "Cmd": ["sleep", "1000"], "HostConfig": {"NetworkMode": "none"}}
+    other = engine.call("POST", "/containers/create?name=not-ours", body)["Id"]
+    engine.call("POST", f"/containers/{other}/start")
+    await dockered.restart()
+    assert [k["kernel_id"] for k in await dockered.get("/v1/kernels")] == ["k1"]
+    assert await dockered.free("cuda.device") == "1"
+    await dockered.call("DELETE", "/v1/kernels/k1?timeout=0")
+    second = await dockered.running(kernel_id="k2", image="child:1", slots={"cuda.device": 1})
+    await dockered.restart(AGENTS + gpus())
+    assert [k["kernel_id"] for k in await dockered.get("/v1/kernels")] == ["k2"]
+    assert (await dockered.get("/v1/kernels/k2"))["container_id"] == second["container_id"]
+    assert other in [container["Id"] for container in engine.containers()]
