@@ -90,7 +90,7 @@ class Engine:
     def import_image(self, name: str = IMAGE, changes: str = "") -> None:
         repository, _, tag = name.partition(":")
         path = f"/images/create?fromSrc=-&repo={repository}&tag={tag}{changes}"
-        self.call("POST", path, _busybox(), raw=True)
+        self.call("POST", path, rootfs(), raw=True)
 
     def containers(self) -> list[dict[str, Any]]:
         return self.call("GET", "/containers/json?all=1")
@@ -100,7 +100,7 @@ class Engine:
             self.call("DELETE", f"/containers/{container['Id']}?force=1&v=1", raw=True)
 
 
-def _busybox() -> bytes:
+def rootfs() -> bytes:
     """A root folder of busybox and the links to its applets."""
     path = shutil.which("busybox") or ""
     applets = subprocess.run([path, "--list"], capture_output=True, text=True, check=True).stdout

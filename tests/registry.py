@@ -28,7 +28,6 @@ class Registry:
         self.blobs: dict[str, bytes] = {}
         self.manifests: dict[str, bytes] = {}
         self.layers_begun = 0
-        self.layers_cut = 0
         self._login = login
         self._runner: web.AppRunner | None = None
         self.port = 0
@@ -99,24 +98,14 @@ class Registry:
             return web.Response(body=blob)
         self.layers_begun += 1
         response = web.StreamResponse(headers={"Content-Length": str(len(blob))})
-        try:
-            await response.prepare(request)
-            half = len(blob) // 2
-            for start in range(0, len(blob), _CHUNK):
-                if start >= half:
-                    await self._until_open(request)
-                await response.write(blob[start : min(start + _CHUNK, len(blob))])
-            await response.write_eof()
-        except (ConnectionError, asyncio.CancelledError):
-            self.layers_cut += 1
-            raise
+        await response.prepare(request)
+        half = len(blob) // 2
+        for start in range(0, len(blob), _CHUNK):
+            if start >= half:
+                await self.gate.wait()
+            await response.write(blob[start : min(start + _CHUNK, len(blob))])
+        await response.write_eof()
         return response
-
-    async def _until_open(self, request: web.Request) -> None:
-        while not self.gate.is_set():
-            if request.transport is None or request.transport.is_closing():
-                raise ConnectionResetError
-            await asyncio.sleep(0.02)
 
 
 def _digest(content: bytes) -> str:

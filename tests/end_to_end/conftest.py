@@ -5,6 +5,7 @@ import pytest
 
 from daemon import Daemon
 from engine import Engine
+from engine_proxy import EngineProxy
 
 
 @pytest.fixture(params=["process", pytest.param("docker", marks=pytest.mark.docker)])
@@ -30,3 +31,18 @@ async def plain(folder: Path) -> AsyncIterator[Daemon]:
     made = Daemon(folder, "process")
     yield made
     await made.close()
+
+
+@pytest.fixture
+async def proxied(engine: Engine, folder: Path) -> AsyncIterator[tuple[Daemon, EngineProxy]]:
+    """agentd, and between it and the engine a proxy."""
+    proxy = EngineProxy(folder / "proxy.sock", engine.socket)
+    await proxy.start()
+    made = Daemon(folder, "docker", engine)
+    made.engine = proxy.path
+    yield made, proxy
+    proxy.clear()
+    if not proxy.path.exists():
+        await proxy.start()
+    await made.close()
+    await proxy.stop()

@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -14,21 +13,6 @@ from engine_proxy import EngineProxy
 
 pytestmark = pytest.mark.docker
 MOUNTABLE = 'allowed-mounts = ["{folder}/data"]\n'
-
-
-@pytest.fixture
-async def proxied(engine: Engine, folder: Path) -> AsyncIterator[tuple[Daemon, EngineProxy]]:
-    """agentd, and between it and the engine a proxy."""
-    proxy = EngineProxy(folder / "proxy.sock", engine.socket)
-    await proxy.start()
-    made = Daemon(folder, "docker", engine)
-    made.engine = proxy.path
-    yield made, proxy
-    proxy.clear()
-    if not proxy.path.exists():
-        await proxy.start()
-    await made.close()
-    await proxy.stop()
 
 
 def inspected(engine: Engine, kernel: dict) -> dict:

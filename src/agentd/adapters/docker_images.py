@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from base64 import b64decode
-from collections.abc import Callable, Mapping
+import time
+from base64 import b64decode, urlsafe_b64encode
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import aiohttp
 import structlog
@@ -30,9 +31,13 @@ log = structlog.get_logger()
 DOCKER_HUB = "https://index.docker.io/v1/"
 _DONE = ("Download complete", "Pull complete", "Already exists")
 _COMPLETE = "Status: "
-"""How the last line of a pull begins that was not cut short."""
+"""How a line begins that a pull has which was not cut short."""
 
-Listener = Callable[[Pull], None]
+_PAUSE_S = 0.2
+"""How often it is told how far a pull is."""
+
+Listener: TypeAlias = Callable[[Pull], None]
+_Key: TypeAlias = tuple[str, str | None]
 
 
 @dataclass(slots=True)
@@ -41,6 +46,7 @@ class _Shared:
 
     task: asyncio.Task[None]
     listeners: list[Listener] = field(default_factory=list)
+    quiet_until: float = 0.0
 
 
 class Images:
@@ -49,7 +55,7 @@ class Images:
     def __init__(self, docker: Docker, registry_auth: Path | None) -> None:
         self._docker = docker
         self._registry_auth = registry_auth
-        self._pulls: dict[tuple[str, str | None], _Shared] = {}
+        self._pulls: dict[_Key, _Shared] = {}
 
     async def pull(self, image: str, platform: str | None, listener: Listener) -> None:
         """Fetch an image, or wait for the pull that is under way; `listener` hears how far.
@@ -62,7 +68,7 @@ class Images:
         shared = self._pulls.get(key)
         if shared is None:
             shared = self._pulls[key] = _Shared(asyncio.create_task(self._pull(image, platform)))
-            shared.task.add_done_callback(lambda _: self._pulls.pop(key, None))
+            shared.task.add_done_callback(lambda task: self._forget(key, task))
         shared.listeners.append(listener)
         try:
             await asyncio.shield(shared.task)
@@ -72,31 +78,56 @@ class Images:
                 self._pulls.pop(key, None)
                 shared.task.cancel()
 
+    def _forget(self, key: _Key, task: asyncio.Task[None]) -> None:
+        if key in self._pulls and self._pulls[key].task is task:
+            del self._pulls[key]
+
     async def _pull(self, image: str, platform: str | None) -> None:
         layers: dict[str, Pull] = {}
         log.info("image.pulling", image=image)
         try:
-            last = ""
-            auth = self._credentials(image)
-            name = image if auth is None or "/" in image else f"docker.io/library/{image}"
-            async for line in self._docker.images.pull(
-                name, auth=auth, platform=platform, stream=True, timeout=None
-            ):
-                last = line.get("status", "")
+            is_complete = False
+            async for line in self._lines(image, platform):
+                if "error" in line:
+                    raise ImageNotFound(f"image {image}: {line['error']}")
+                is_complete |= line.get("status", "").startswith(_COMPLETE)
                 if _took(layers, line):
                     self._tell((image, platform), layers)
-            if not last.startswith(_COMPLETE):
+            if not is_complete:
                 raise RuntimeUnavailable(f"the pull of {image} was cut short")
         except DockerError as error:
             if error.status == CONNECTION_FAILED:
                 raise RuntimeUnavailable(error.message) from error
             raise ImageNotFound(f"image {image}: {error.message}") from error
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError, ValueError) as error:
             raise RuntimeUnavailable(f"the pull of {image} was cut: {error}") from error
         log.info("image.pulled", image=image)
 
-    def _tell(self, key: tuple[str, str | None], layers: Mapping[str, Pull]) -> None:
-        if shared := self._pulls.get(key):
+    async def _lines(self, image: str, platform: str | None) -> AsyncIterator[dict[str, Any]]:
+        """Ask for a pull, and yield what the engine says of it; hangs up when it is given up."""
+        is_tagged = bool({":", "@"} & set(image.rpartition("/")[2]))
+        params = {"fromImage": image if is_tagged else f"{image}:latest"}
+        if platform:
+            params["platform"] = platform
+        credentials = self._credentials(image)
+        headers = {"X-Registry-Auth": _header(credentials)} if credentials else {}
+        async with self._docker._query(  # noqa: SLF001 - its pull does not hang up when cancelled
+            "images/create",
+            "POST",
+            params=params,
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(),
+        ) as response:
+            try:
+                async for line in response.content:
+                    yield json.loads(line)
+            finally:
+                response.close()
+
+    def _tell(self, key: _Key, layers: Mapping[str, Pull]) -> None:
+        shared, now = self._pulls.get(key), time.monotonic()
+        if shared is not None and now >= shared.quiet_until:
+            shared.quiet_until = now + _PAUSE_S
             current = sum(layer.current for layer in layers.values())
             total = sum(layer.total for layer in layers.values())
             for listener in list(shared.listeners):
@@ -121,6 +152,10 @@ class Images:
         if entry is None:
             return None
         return {**entry, "serveraddress": registry}
+
+
+def _header(credentials: Mapping[str, str]) -> str:
+    return urlsafe_b64encode(json.dumps(credentials).encode()).decode()
 
 
 def _login(entry: Mapping[str, str]) -> dict[str, str]:
