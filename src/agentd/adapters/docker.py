@@ -46,16 +46,16 @@ from agentd.adapters.docker_engine import EngineFacts, engine_facts
 from agentd.adapters.docker_images import Images
 from agentd.adapters.docker_inspect import found_kernel, labels_of, verify
 from agentd.adapters.docker_mounts import refuse_missing, resolved
+from agentd.adapters.docker_streams import events, printed
 from agentd.core.container import PullPolicy
 from agentd.core.kernel import KernelSpec, KernelState
 from agentd.core.plan import KernelPlan, kernel_name
 from agentd.core.reconcile import FoundKernel
 from agentd.errors import ImageNotFound, InvalidRequest
 from agentd.plugin_api import Features
-from agentd.services.interfaces import LogQuery, LogStream, Progress
+from agentd.services.interfaces import LogQuery, Progress
 
 INSPECTS_AT_ONCE = 16
-_EVENTS = {"start", "die", "oom", "pause", "unpause", "destroy", "rename"}
 _T = TypeVar("_T")
 
 
@@ -270,40 +270,13 @@ class DockerRuntime:
         return None
 
     async def follow(self) -> AsyncIterator[str]:
-        filters = {"type": ["container"], "label": [f"{NODE_LABEL}={self._node_id}"]}
-        params = {"filters": json.dumps(filters)}
-        with translating():
-            self._facts = None
-            async with self._docker._query(  # noqa: SLF001 - its events drop the moment of connection
-                "events", params=params, timeout=aiohttp.ClientTimeout()
-            ) as response:
-                try:
-                    yield ""
-                    async for line in response.content:
-                        event = json.loads(line)
-                        attributes = event.get("Actor", {}).get("Attributes", {})
-                        if event.get("Action") in _EVENTS and KERNEL_LABEL in attributes:
-                            yield attributes[KERNEL_LABEL]
-                finally:
-                    response.close()
+        self._facts = None  # an engine that was restarted may be another one
+        async for kernel_id in events(self._docker, self._node_id):
+            yield kernel_id
 
     async def logs(self, kernel_id: str, handle: str, query: LogQuery) -> AsyncIterator[bytes]:
-        params = {
-            **{stream.value: str(int(stream in query.streams)) for stream in LogStream},
-            "follow": str(int(query.follow)),
-            "tail": "all" if query.tail is None else str(query.tail),
-            "timestamps": str(int(query.timestamps)),
-            "since": f"{query.since_ns // 10**9}.{query.since_ns % 10**9:09d}",
-        }
-        with translating():
-            async with self._docker._query(  # noqa: SLF001 - aiodocker decodes logs as UTF-8
-                f"containers/{handle}/logs", params=params, timeout=aiohttp.ClientTimeout()
-            ) as response:
-                try:
-                    async for chunk in _payloads(response.content):
-                        yield chunk
-                finally:
-                    response.close()
+        async for chunk in printed(self._docker, handle, query):
+            yield chunk
 
     def _fits(self, shown: Mapping[str, Any]) -> bool:
         """Tell whether a container's name is the one that its labels call for."""
@@ -320,19 +293,3 @@ async def _to_the_end(step: Awaitable[_T]) -> _T:
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise
-
-
-async def _payloads(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Take the frames off a log: 8 bytes of header (stream, 0, 0, 0, big-endian length)."""
-    while True:
-        try:
-            header = await stream.readexactly(8)
-            left = int.from_bytes(header[4:], "big")
-            while left:
-                chunk = await stream.read(min(left, 64 * 1024))
-                if not chunk:
-                    return
-                left -= len(chunk)
-                yield chunk
-        except asyncio.IncompleteReadError:
-            return
