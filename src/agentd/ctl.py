@@ -16,7 +16,8 @@ import click
 
 from agentd import __version__
 from agentd.client import Client, RpcProblem, socket_of
-from agentd.ctl_options import mounts, pairs, ports
+from agentd.ctl_create import create, explain
+from agentd.ctl_options import KERNEL_COLUMNS, event_line, json_option, kernel_row, print_answer
 
 _CHUNK = 64 * 1024
 
@@ -43,18 +44,6 @@ def agentctl(
     except (OSError, ValueError) as error:
         raise click.ClickException(f"{token_file}: {error}") from None
     context.obj = Client(socket_path or socket_of(config), url, token)
-
-
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-
-
-def _print(content: Any, columns: Sequence[str], *, as_json: bool) -> None:  # noqa: ANN401 - JSON, and click's flag
-    if as_json:
-        click.echo(json.dumps(content, indent=1))
-        return
-    from agentd.tables import print_rows  # noqa: PLC0415 - rich is slow to load
-
-    print_rows(content if isinstance(content, list) else [content], columns)
 
 
 @agentctl.command()
@@ -98,7 +87,7 @@ def devices(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click pass
         "holders",
         "reason",
     ]
-    _print(rows, columns, as_json=as_json)
+    print_answer(rows, columns, as_json=as_json)
 
 
 def _holders(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,7 +117,7 @@ def agents(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passe
             }
             for row in rows
         ]
-    _print(rows, ["agent", "devices", "free", "capacity", "scaling_factors"], as_json=as_json)
+    print_answer(rows, ["agent", "devices", "free", "capacity", "scaling_factors"], as_json=as_json)
 
 
 @agentctl.command()
@@ -137,119 +126,11 @@ def agents(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passe
 def slots(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes it
     """List the slots that the node knows."""
     rows = client.call("GET", "/v1/slot-types")
-    _print(rows, ["name", "kind", "quantum", "exclusive_group", "unit"], as_json=as_json)
+    print_answer(rows, ["name", "kind", "quantum", "exclusive_group", "unit"], as_json=as_json)
 
 
-@agentctl.command(context_settings={"ignore_unknown_options": True})
-@click.argument("agent")
-@click.argument("command", nargs=-1, type=click.UNPROCESSED)
-@click.option("--id", "kernel_id", help="Name of the kernel; default: one is made up.")
-@click.option("--image", help="Image; the docker runtime needs one.")
-@click.option("--slot", "-s", "slot", multiple=True, metavar="NAME=AMOUNT", help="cuda.device=1")
-@click.option("--env", "-e", multiple=True, metavar="NAME=VALUE")
-@click.option("--label", multiple=True, metavar="NAME=VALUE")
-@click.option("--mount", multiple=True, metavar="SOURCE:TARGET[:rw]")
-@click.option("--port", "-p", multiple=True, metavar="[HOST:]CONTAINER[/udp]")
-@click.option("--workdir", "working_dir")
-@click.option("--user")
-@click.option("--async", "is_async", is_flag=True, help="Do not wait until it runs.")
-@click.option("--dry-run", is_flag=True, help="Decide and explain, change nothing.")
-@json_option
-@click.pass_obj
-def create(client: Client, /, agent: str, as_json: bool, **options: Any) -> None:  # noqa: ANN401, FBT001 - click passes them
-    """Create a kernel on AGENT that runs COMMAND (after `--`)."""
-    body = {
-        "command": list(options["command"]),
-        "slots": pairs(options["slot"]),
-        "env": pairs(options["env"]),
-        "labels": pairs(options["label"]),
-        "mounts": mounts(options["mount"]),
-        "ports": ports(options["port"]),
-    }
-    for name in ("kernel_id", "image", "working_dir", "user"):
-        if options[name] is not None:
-            body[name] = options[name]
-    query = "?dry_run=true" if options["dry_run"] else ""
-    headers = {"Prefer": "respond-async"} if options["is_async"] else {}
-    path = f"/v1/agents/{quote(agent, safe='')}/kernels{query}"
-    content = json.loads(client.open("POST", path, body, headers).read())
-    if as_json:
-        click.echo(json.dumps(content, indent=1))
-    elif options["dry_run"] and "explain" in content:
-        _print_decision(content)
-    else:
-        _print(_kernel_row(content), _KERNEL_COLUMNS, as_json=False)
-
-
-_EXPLAIN_COLUMNS = ["slot", "device", "free", "given", "reason"]
-
-
-def _print_decision(content: Mapping[str, Any]) -> None:
-    from agentd.tables import amount, print_rows  # noqa: PLC0415
-
-    rows = [
-        {
-            **row,
-            "slot": slot,
-            "free": amount(slot, row["free"]),
-            "given": amount(slot, row["given"]),
-        }
-        for slot, rows in content["explain"].items()
-        for row in rows
-    ]
-    print_rows(rows, _EXPLAIN_COLUMNS)
-
-
-@agentctl.command()
-@click.argument("agent")
-@click.option("--slot", "-s", "slot", multiple=True, metavar="NAME=AMOUNT", help="cuda.device=1")
-@json_option
-@click.pass_obj
-def explain(client: Client, agent: str, slot: Sequence[str], as_json: bool) -> None:  # noqa: FBT001 - click passes it
-    """Show which devices a kernel on AGENT would get, or why it would get none."""
-    path = f"/v1/agents/{quote(agent, safe='')}/kernels?dry_run=true"
-    body = {"slots": pairs(slot), "command": ["any"], "image": "any"}
-    try:
-        content = json.loads(client.open("POST", path, body).read())
-    except RpcProblem as problem:
-        rows = problem.content.get("explain", ())
-        if rows and not as_json:
-            _print_decision({"explain": {problem.content["slot"]: rows}})
-        raise
-    if as_json:
-        click.echo(json.dumps(content, indent=1))
-    else:
-        _print_decision(content)
-
-
-_KERNEL_COLUMNS = [
-    "kernel",
-    "agent",
-    "state",
-    "slots",
-    "devices",
-    "exit_code",
-    "created_at",
-    "reason",
-]
-
-
-def _kernel_row(kernel: Mapping[str, Any]) -> dict[str, Any]:
-    from agentd.tables import compact  # noqa: PLC0415
-
-    devices = [
-        f"{name} {compact(list(ids))}"
-        for name, by_slot in kernel["allocation"].items()
-        for ids in by_slot.values()
-        if name != "mem"
-    ]
-    return {
-        **kernel,
-        "kernel": kernel["kernel_id"],
-        "agent": kernel["agent_id"],
-        "devices": devices,
-        "reason": "; ".join(filter(None, [kernel["reason"], *kernel["degraded"]])) or None,
-    }
+agentctl.add_command(create)
+agentctl.add_command(explain)
 
 
 @agentctl.command()
@@ -260,8 +141,8 @@ def ls(client: Client, agent: str | None, as_json: bool) -> None:  # noqa: FBT00
     """List kernels."""
     path = f"/v1/agents/{quote(agent, safe='')}/kernels" if agent else "/v1/kernels"
     rows = client.call("GET", path)
-    _print(
-        rows if as_json else [_kernel_row(row) for row in rows], _KERNEL_COLUMNS, as_json=as_json
+    print_answer(
+        rows if as_json else [kernel_row(row) for row in rows], KERNEL_COLUMNS, as_json=as_json
     )
 
 
@@ -287,15 +168,38 @@ def inspect(client: Client, kernel: str, as_json: bool) -> None:  # noqa: FBT001
 @click.argument("kernel")
 @click.option("--follow", "-f", is_flag=True, help="Go on until the kernel ends.")
 @click.option("--tail", type=click.IntRange(min=0), help="Only the last lines.")
+@click.option("--since", metavar="TIME", help="Only lines since 2026-11-21T12:00:00Z.")
+@click.option("--timestamps", "-t", is_flag=True, help="When each line was printed, before it.")
+@click.option("--stream", type=click.Choice(["both", "stdout", "stderr"]))
 @click.pass_obj
-def logs(client: Client, kernel: str, follow: bool, tail: int | None) -> None:  # noqa: FBT001 - click passes it
+def logs(client: Client, /, kernel: str, follow: bool, tail: int | None, **options: Any) -> None:  # noqa: ANN401, FBT001 - click passes them
     """Print what a kernel printed."""
-    query = urlencode({"follow": str(follow).lower(), "tail": "all" if tail is None else tail})
+    wanted = {"tail": "all" if tail is None else tail, "follow": str(follow).lower()}
+    wanted |= {name: value for name, value in options.items() if value}
+    query = urlencode(wanted)
     response = client.open("GET", f"{_kernel_path(kernel)}/logs?{query}")
     output = sys.stdout.buffer
     while chunk := response.read1(_CHUNK):
         output.write(chunk)
         output.flush()
+
+
+@agentctl.command()
+@json_option
+@click.pass_obj
+def events(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """Print what happens on the node, until interrupted."""
+    name = ""
+    for raw in client.open("GET", "/v1/events"):
+        member, _, value = raw.decode().rstrip("\n").partition(": ")
+        if member == "event":
+            name = value
+        elif member == "data":
+            content = json.loads(value)
+            if as_json:
+                click.echo(json.dumps({"event": name, "data": content}))
+            else:
+                click.echo(f"{name} {event_line(content)}")
 
 
 @agentctl.command()
@@ -307,7 +211,7 @@ def stop(client: Client, kernel: str, timeout: float | None, as_json: bool) -> N
     """End a kernel, and keep it listed."""
     body = {} if timeout is None else {"timeout": timeout}
     content = client.call("POST", f"{_kernel_path(kernel)}/stop", body)
-    _print(content if as_json else _kernel_row(content), _KERNEL_COLUMNS, as_json=as_json)
+    print_answer(content if as_json else kernel_row(content), KERNEL_COLUMNS, as_json=as_json)
 
 
 @agentctl.command()
@@ -351,7 +255,7 @@ def forget(client: Client, device: str) -> None:
 
 def _print_device(row: Mapping[str, Any], *, as_json: bool) -> None:
     shown = row if as_json else {**row, "device": f"{row['device_name']}/{row['id']}"}
-    _print(shown, ["device", "state", "agents", "reason"], as_json=as_json)
+    print_answer(shown, ["device", "state", "agents", "reason"], as_json=as_json)
 
 
 def _kernel_path(kernel: str) -> str:

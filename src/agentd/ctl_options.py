@@ -1,11 +1,14 @@
-"""How `agentctl create` reads what stands in one option: pairs, mounts, ports."""
+"""What the commands of `agentctl` share: reading options, and printing answers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 def pairs(values: Sequence[str], separator: str = "=") -> dict[str, str]:
@@ -47,3 +50,74 @@ def ports(values: Sequence[str]) -> list[dict[str, Any]]:
             raise click.UsageError(f"{value!r} is not [HOST:]CONTAINER[/udp]") from None
         ports.append(port)
     return ports
+
+
+def tmpfs(values: Sequence[str]) -> list[dict[str, Any]]:
+    """Read TARGET[:SIZE]."""
+    folders = []
+    for value in values:
+        target, _, size = value.partition(":")
+        folders.append({"target": target, **({"size": size} if size else {})})
+    return folders
+
+
+def ulimits(values: Sequence[str]) -> dict[str, Any]:
+    """Read NAME=SOFT[:HARD]."""
+    limits: dict[str, Any] = {}
+    for name, value in pairs(values).items():
+        soft, _, hard = value.partition(":")
+        try:
+            limits[name] = {"soft": int(soft), "hard": int(hard or soft)}
+        except ValueError:
+            raise click.UsageError(f"{name}={value} is not NAME=SOFT[:HARD]") from None
+    return limits
+
+
+def print_answer(content: Any, columns: Sequence[str], *, as_json: bool) -> None:  # noqa: ANN401 - JSON, and click's flag
+    """Print an answer as JSON, or as a table with these columns."""
+    if as_json:
+        click.echo(json.dumps(content, indent=1))
+        return
+    from agentd.tables import print_rows  # noqa: PLC0415 - rich is slow to load
+
+    print_rows(content if isinstance(content, list) else [content], columns)
+
+
+KERNEL_COLUMNS = [
+    "kernel",
+    "agent",
+    "state",
+    "slots",
+    "devices",
+    "exit_code",
+    "created_at",
+    "reason",
+]
+
+
+def kernel_row(kernel: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a kernel with its columns for people."""
+    from agentd.tables import compact  # noqa: PLC0415
+
+    devices = [
+        f"{name} {compact(list(ids))}"
+        for name, by_slot in kernel["allocation"].items()
+        for ids in by_slot.values()
+        if name != "mem"
+    ]
+    return {
+        **kernel,
+        "kernel": kernel["kernel_id"],
+        "agent": kernel["agent_id"],
+        "devices": devices,
+        "reason": "; ".join(filter(None, [kernel["reason"], *kernel["degraded"]])) or None,
+    }
+
+
+def event_line(content: Mapping[str, Any]) -> str:
+    """Return an event's data in one line: what it is about, its state, and why."""
+    subject = content.get("kernel_id") or content.get("name") or content.get("id", "")
+    pull = content.get("pull")
+    done = f"{pull['current']} of {pull['total']} bytes" if pull else ""
+    words = (subject, content.get("state"), content.get("reason"), done)
+    return " ".join(word for word in words if word)

@@ -328,7 +328,8 @@ async def test_every_call_works_on_either_runtime(daemon: Daemon) -> None:
     paths = {"{agent}": "agent-1", "{kernel}": "k1", "{device_name}": "cuda", "{id}": "cuda1"}
     expected = {"create_kernel": 422, "forget_device": 409}
     last = ("stop_kernel", "delete_kernel")
-    for route in sorted(ROUTES, key=lambda route: route.handler.__name__ in last):
+    ending = [route for route in ROUTES if route.path != "/v1/events"]
+    for route in sorted(ending, key=lambda route: route.handler.__name__ in last):
         path = route.path
         for name, value in paths.items():
             path = path.replace(name, value)

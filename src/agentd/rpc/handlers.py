@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,18 +9,18 @@ import structlog
 from aiohttp import web
 
 from agentd.core.kernel import Kernel
-from agentd.errors import AgentdError, NotReady
+from agentd.errors import NotReady
 from agentd.rpc import views
+from agentd.rpc.metrics import CONTENT_TYPE, exposition
 from agentd.rpc.queries import body_of, prefers_async, read_flag, read_log_query, read_timeout
 from agentd.rpc.schemas import CreateKernelRequest, StopRequest, read_body
+from agentd.rpc.streams import stream_events, stream_log
 from agentd.services.adoption import Adoption
+from agentd.services.events import Event
 from agentd.services.interfaces import Plugins
 from agentd.services.kernels import KernelService
 
 log = structlog.get_logger()
-
-LOG_PATIENCE_S = 1.0
-"""How long a follower waits for the first bytes before its answer begins."""
 
 
 def answer(
@@ -150,24 +149,23 @@ class Handlers:
 
     async def get_logs(self, request: web.Request) -> web.StreamResponse:
         """Stream what a kernel printed, byte for byte."""
-        chunks = self._service.logs(request.match_info["kernel"], read_log_query(request.query))
-        first = asyncio.ensure_future(anext(chunks, b""))
-        await asyncio.wait([first], timeout=LOG_PATIENCE_S)
-        if first.done():
-            first.result()  # a runtime that does not answer is still a problem here
-        response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
-        await response.prepare(request)
-        try:
-            await response.write(await first)
-            async for chunk in chunks:
-                await response.write(chunk)
-        except AgentdError as error:
-            log.warning("logs.cut", path=request.path, reason=str(error))
-            raise ConnectionResetError from error  # the stream is cut: too late for a problem
-        finally:
-            first.cancel()
-        await response.write_eof()
-        return response
+        kernel_id = request.match_info["kernel"]
+        return await stream_log(
+            request, self._service.logs(kernel_id, read_log_query(request.query))
+        )
+
+    async def get_events(self, request: web.Request) -> web.StreamResponse:
+        """Stream what happens to kernels, devices, plugins and runtimes, as server-sent events."""
+        return await stream_events(request, self._service.events, self._shown_event)
+
+    def _shown_event(self, event: Event) -> object:
+        split, ledger = self._service.devices.split, self._service.table.ledger
+        return views.event_view(event, split, ledger)
+
+    async def get_metrics(self, _: web.Request) -> web.Response:
+        """Show the node in the Prometheus exposition format."""
+        text = exposition(self._node_id, self._service, self._adoption, self._plugins)
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     def _shown(self, kernel: Kernel) -> object:
         return views.kernel_view(kernel, self._service.devices.inventory)

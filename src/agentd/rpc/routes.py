@@ -66,7 +66,9 @@ ROUTES: Sequence[Route] = (
     Route("POST", "/v1/kernels/{kernel}/stop", H.stop_kernel, {200: KernelView}, (), StopRequest),
     Route("DELETE", "/v1/kernels/{kernel}", H.delete_kernel, {204: None}, ("timeout",)),
     Route("GET", "/v1/kernels/{kernel}/logs", H.get_logs, {200: None}, LOG_QUERY),
+    Route("GET", "/v1/events", H.get_events, {200: None}, ("last_event_id",)),
     Route("GET", "/v1/openapi.json", H.get_openapi, {200: dict[str, Any]}),
+    Route("GET", "/metrics", H.get_metrics, {200: None}),
     Route("GET", "/livez", H.livez, {200: dict[str, str]}),
     Route("GET", "/readyz", H.readyz, {200: dict[str, str]}),
 )

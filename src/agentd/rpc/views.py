@@ -22,8 +22,9 @@ from agentd.rpc.schemas import (
     SlotTypeView,
     SlotUseView,
 )
-from agentd.services.adoption import Adoption
-from agentd.services.interfaces import Plugins
+from agentd.services.adoption import Adoption, RuntimeStatus
+from agentd.services.events import Event, EventKind
+from agentd.services.interfaces import Plugins, PluginStatus
 from agentd.services.kernels import KernelService
 
 DeviceState: TypeAlias = Literal["ok", "held", "unhealthy", "drained", "gone", "overcommitted"]
@@ -177,18 +178,39 @@ def slot_type_view(slot: SlotType) -> SlotTypeView:
     }
 
 
+def plugin_view(status: PluginStatus) -> PluginView:
+    """Return a plugin and how it does."""
+    return {
+        "name": status.name,
+        "plugin": status.plugin,
+        "state": status.state.value,
+        "reason": status.reason,
+        "slots": list(status.slots),
+    }
+
+
 def plugin_views(plugins: Plugins) -> list[PluginView]:
     """Return every plugin and how it does."""
-    return [
-        {
-            "name": status.name,
-            "plugin": status.plugin,
-            "state": status.state.value,
-            "reason": status.reason,
-            "slots": list(status.slots),
-        }
-        for status in plugins.statuses()
-    ]
+    return [plugin_view(status) for status in plugins.statuses()]
+
+
+def event_view(event: Event, split: Split, ledger: Ledger) -> object:
+    """Return what an event carries: the thing as it was just then, as its own call shows it."""
+    shown: object = {"reason": str(event.value)}
+    match event.kind, event.value:
+        case EventKind.KERNEL, Kernel() as kernel:
+            shown = kernel_view(kernel, split.inventory)
+        case EventKind.KERNEL_REMOVED, Kernel() as kernel:
+            shown = {"kernel_id": kernel.kernel_id, "agent_id": kernel.agent_id}
+        case EventKind.DEVICE, Device() as device:
+            shown = device_view(device, split, ledger)
+        case EventKind.DEVICE_REMOVED, Device() as device:
+            shown = {"device_name": device.device_id.name, "id": device.device_id.id}
+        case EventKind.PLUGIN, PluginStatus() as status:
+            shown = plugin_view(status)
+        case EventKind.RUNTIME, (str(name), RuntimeStatus() as runtime):
+            shown = {"name": name, "state": runtime.state, "reason": runtime.reason}
+    return shown
 
 
 def node_view(

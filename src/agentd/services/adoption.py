@@ -28,6 +28,7 @@ from agentd.core.reconcile import (
 )
 from agentd.core.record import RecordError, decode
 from agentd.errors import RuntimeFailure, RuntimeUnavailable
+from agentd.services.events import EventKind
 from agentd.services.interfaces import Runtime
 from agentd.services.kernels import GRACE_S, KernelService
 
@@ -106,7 +107,7 @@ class Adoption:
         service.not_listed.pop(runtime.name, None)
         if self.statuses[runtime.name].state != "available":
             log.info("runtime.listed", runtime=runtime.name, kernels=len(found))
-        self.statuses[runtime.name] = RuntimeStatus("available")
+        self._note(runtime.name, RuntimeStatus("available"))
         self.first_try[runtime.name].set()
 
     async def _renamed(self, runtime: Runtime, listed: set[str]) -> list[FoundKernel]:
@@ -156,11 +157,16 @@ class Adoption:
         """
         if self.statuses[name].state != "unavailable":
             log.warning("runtime.unavailable", runtime=name, reason=reason)
-        self.statuses[name] = RuntimeStatus("unavailable", reason)
+        self._note(name, RuntimeStatus("unavailable", reason))
         service = self._service
         if name in service.not_listed or name == service.default.name:
             service.not_listed[name] = reason
         self.first_try[name].set()
+
+    def _note(self, name: str, status: RuntimeStatus) -> None:
+        if self.statuses[name].state != status.state:
+            self._service.events.publish(EventKind.RUNTIME, (name, status))
+        self.statuses[name] = status
 
     async def _settle(self, actions: Iterable[Action]) -> None:
         table, removals = self._service.table, []

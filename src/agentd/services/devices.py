@@ -25,6 +25,7 @@ from agentd.core.partition import Split, joined, split
 from agentd.core.rules import SplitRules
 from agentd.core.slots import SlotType
 from agentd.errors import ConfigRefused, KernelConflict, UnknownDevice
+from agentd.services.events import EventKind, EventLog
 from agentd.services.interfaces import Memory, PluginListing, Plugins, PluginState
 
 log = structlog.get_logger()
@@ -49,6 +50,7 @@ class NodeDevices:
         self._split: Split | None = None
         self._warnings: tuple[str, ...] = ()
         self._news: dict[str, tuple[str, ...]] = {}
+        self.events = EventLog()
         self._joined: frozenset[str] = frozenset()
         self._withheld: frozenset[tuple[str, str]] = frozenset()
         self.generation = 0
@@ -124,6 +126,7 @@ class NodeDevices:
         self._note_served(listing, late)
         self._split, self._news[name] = split, tuple(warnings)
         self._changed()
+        self._tell(before, split.inventory)
         log.info("plugin.joined", plugin=name)
 
     def _discovered(self) -> tuple[Split, tuple[str, ...]]:
@@ -212,9 +215,19 @@ class NodeDevices:
         if inventory is not self.inventory:
             self._replace_inventory(inventory)
 
+    def _tell(self, before: Inventory, now: Inventory) -> None:
+        for device_id, device in now.by_id.items():
+            if before.by_id.get(device_id) != device:
+                self.events.publish(EventKind.DEVICE, device)
+        for device_id, device in before.by_id.items():
+            if device_id not in now.by_id:
+                self.events.publish(EventKind.DEVICE_REMOVED, device)
+
     def _replace_inventory(self, inventory: Inventory) -> None:
+        before = self.inventory
         self._split = self.split.with_inventory(inventory)
         self._changed()
+        self._tell(before, inventory)
 
     def _changed(self) -> None:
         self.generation += 1

@@ -25,6 +25,7 @@ from agentd.errors import (
     UnknownKernel,
 )
 from agentd.services.devices import NodeDevices
+from agentd.services.events import EventKind
 from agentd.services.interfaces import Clock, Intent, LogQuery, Memory, Runtime
 from agentd.services.operations import Operations
 from agentd.services.planner import Decision, Planner
@@ -49,7 +50,8 @@ class KernelService:
         clock: Clock,
     ) -> None:
         self.devices = devices
-        self.table = KernelTable(planner.tell_plugins)
+        self.events = devices.events
+        self.table = KernelTable(self._changed)
         self.operations = Operations()
         self.runtimes = runtimes
         self.default = runtimes[default_runtime]
@@ -60,6 +62,13 @@ class KernelService:
         self._planner = planner
         self._starting: dict[str, asyncio.Task[Kernel]] = {}
         self._is_draining = False
+
+    def _changed(self, before: Kernel | None, now: Kernel | None) -> None:
+        self._planner.tell_plugins(before, now)
+        if now is None:
+            self.events.publish(EventKind.KERNEL_REMOVED, before)
+        elif now != before:
+            self.events.publish(EventKind.KERNEL, now)
 
     def partition(self, agent_id: str) -> Partition:
         """Return an agent's partition; UnknownAgent if there is no such agent."""
@@ -260,6 +269,7 @@ class KernelService:
     async def drain(self, timeout_s: float) -> None:
         """Take no more creates, and wait for those under way; cancel what is late."""
         self._is_draining = True
+        self.events.close()
         if tasks := list(self._starting.values()):
             _, late = await asyncio.wait(tasks, timeout=timeout_s)
             for task in late:

@@ -12,6 +12,7 @@ import structlog
 
 from agentd.errors import RuntimeUnavailable
 from agentd.services.adoption import Adoption
+from agentd.services.events import EventKind
 from agentd.services.interfaces import Plugins, Runtime
 from agentd.services.kernels import KernelService
 
@@ -76,5 +77,10 @@ class Monitor:
             await self._adoption.retry()
 
     async def _watch_devices(self) -> None:
+        told = {status.name: status for status in self._plugins.statuses()}
         async for name in self._plugins.changes():
             self._service.devices.refresh(name)
+            for status in self._plugins.statuses():
+                if status.name == name and status != told.get(name):
+                    told[name] = status
+                    self._service.events.publish(EventKind.PLUGIN, status)

@@ -1,0 +1,106 @@
+"""The node in the Prometheus exposition format, made when it is asked for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from agentd import __version__
+from agentd.rpc import views
+from agentd.services.adoption import Adoption
+from agentd.services.interfaces import Plugins, PluginState
+from agentd.services.kernels import KernelService
+
+if TYPE_CHECKING:
+    from prometheus_client.core import GaugeMetricFamily
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_MEASURED = {
+    "utilization_percent": "How busy a device is",
+    "memory_used_bytes": "Memory of a device in use",
+    "memory_total_bytes": "Memory of a device",
+    "temperature_c": "Temperature of a device in degrees Celsius",
+    "power_w": "Power that a device draws in watts",
+}
+
+
+def exposition(node_id: str, service: KernelService, adoption: Adoption, plugins: Plugins) -> bytes:
+    """Return all metrics of the node as text."""
+    from prometheus_client import CollectorRegistry, generate_latest  # noqa: PLC0415 - 5 MiB
+
+    class Node:
+        def collect(self) -> Iterator[GaugeMetricFamily]:
+            yield from _node(node_id, service, adoption, plugins)
+            yield from _kernels(service)
+            yield from _slots(service)
+            yield from _devices(service, plugins)
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Node())
+    return generate_latest(registry)
+
+
+def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+    from prometheus_client.core import GaugeMetricFamily  # noqa: PLC0415 - see above
+
+    return GaugeMetricFamily(f"agentd_{name}", text, labels=labels)
+
+
+def _node(
+    node_id: str, service: KernelService, adoption: Adoption, plugins: Plugins
+) -> Iterator[GaugeMetricFamily]:
+    info = _gauge("info", "The node and its daemon", "node", "version")
+    info.add_metric([node_id, __version__], 1)
+    yield info
+    generation = _gauge("inventory_generation", "Rises with each change of the devices")
+    generation.add_metric([], service.devices.generation)
+    yield generation
+    warnings = _gauge("warnings", "What GET /v1/node warns of")
+    warnings.add_metric([], len(service.devices.warnings))
+    yield warnings
+    runtimes = _gauge("runtime_available", "Whether a runtime answers", "runtime")
+    for name, status in adoption.statuses.items():
+        runtimes.add_metric([name], status.state == "available")
+    yield runtimes
+    ready = _gauge("plugin_ready", "Whether a plugin is ready", "plugin")
+    for plugin in plugins.statuses():
+        ready.add_metric([plugin.name], plugin.state is PluginState.READY)
+    yield ready
+
+
+def _kernels(service: KernelService) -> Iterator[GaugeMetricFamily]:
+    kernels = _gauge("kernels", "Kernels by agent and state", "agent", "state")
+    counts = Counter((kernel.agent_id, kernel.state) for kernel in service.table)
+    for (agent, state), count in sorted(counts.items()):
+        kernels.add_metric([agent, state.value], count)
+    yield kernels
+
+
+def _slots(service: KernelService) -> Iterator[GaugeMetricFamily]:
+    split, ledger = service.devices.split, service.table.ledger
+    uses = {agent: views.agent_view(agent, split, ledger)["slots"] for agent in split.partitions}
+    for member in ("capacity", "allocated", "free"):
+        gauge = _gauge(f"slot_{member}", f"{member.title()} of an agent's slot", "agent", "slot")
+        for agent, slots in uses.items():
+            for slot, use in slots.items():
+                gauge.add_metric([agent, slot], float(use[member]))
+        yield gauge
+
+
+def _devices(service: KernelService, plugins: Plugins) -> Iterator[GaugeMetricFamily]:
+    split, ledger = service.devices.split, service.table.ledger
+    states = _gauge("device_state", "1 for the state a device is in", "device_name", "id", "state")
+    accelerators = [d for d in split.inventory.devices if d.device_id.name not in ("cpu", "mem")]
+    for device in accelerators:
+        state = views.device_view(device, split, ledger)["state"]
+        states.add_metric([*device.device_id, state], 1)
+    yield states
+    ids = {device.stable_id: device.device_id.id for device in accelerators}
+    measured = [(name, item) for name, items in plugins.measurements().items() for item in items]
+    for member, text in _MEASURED.items():
+        gauge = _gauge(f"device_{member}", text, "device_name", "id", "stable_id")
+        for name, item in measured:
+            if (value := getattr(item, member)) is not None:
+                gauge.add_metric([name, ids.get(item.stable_id, ""), item.stable_id], value)
+        yield gauge

@@ -1,0 +1,144 @@
+"""What happens on a node, as it happens: server-sent events and metrics."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+from agentd.services.events import KEPT
+from daemon import AGENTS, Daemon, gpus
+
+
+@asynccontextmanager
+async def listening(
+    daemon: Daemon, last_id: str | None = None
+) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
+    connector = aiohttp.UnixConnector(str(daemon.folder / "agentd.sock"))
+    headers = {"Last-Event-ID": last_id} if last_id else {}
+    async with (
+        aiohttp.ClientSession(connector=connector) as session,
+        session.get("http://agentd/v1/events", headers=headers) as response,
+    ):
+        assert response.status == 200
+        assert response.headers["Content-Type"] == "text/event-stream"
+
+        async def frames() -> AsyncIterator[dict[str, Any]]:
+            frame: dict[str, Any] = {}
+            async for raw in response.content:
+                name, _, value = raw.decode().rstrip("\n").partition(": ")
+                if name in ("id", "event"):
+                    frame[name] = value
+                elif name == "data":
+                    frame[name] = json.loads(value)
+                elif frame:
+                    yield frame
+                    frame = {}
+
+        assert (await response.content.readline()).startswith(b":")
+        yield frames()
+
+
+async def until(frames: AsyncIterator[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
+    """Events up to the first of which these members of the data, or its name, are so."""
+    found = []
+    async with asyncio.timeout(20):
+        async for frame in frames:
+            found.append(frame)
+            if wanted.items() <= {**frame["data"], "event": frame["event"]}.items():
+                return found
+    raise AssertionError(found)
+
+
+async def test_the_life_of_a_kernel_is_told_in_order(daemon: Daemon) -> None:
+    await daemon.start()
+    async with listening(daemon) as frames:
+        kernel = await daemon.running(kernel_id="k1", slots={"cuda.device": 1})
+        begun = await until(frames, kernel_id="k1", state="running")
+        states = [frame["data"]["state"] for frame in begun]
+        assert states == ["preparing", "creating", "running"]
+        assert begun[-1]["data"] == kernel
+        await daemon.call("POST", "/v1/kernels/k1/stop", {"timeout": 0})
+        ended = await until(frames, state="terminated")
+        assert [frame["data"]["state"] for frame in ended] == ["stopping", "terminated"]
+        await daemon.call("DELETE", "/v1/kernels/k1")
+        removed = await until(frames, event="kernel-removed")
+        assert removed[-1]["data"] == {"kernel_id": "k1", "agent_id": "agent-1"}
+        await daemon.call("POST", "/v1/devices/cuda/cuda0/drain")
+        (drained,) = await until(frames, event="device")
+        assert (drained["data"]["id"], drained["data"]["state"]) == ("cuda0", "drained")
+
+
+async def test_a_listener_goes_on_where_it_was_or_is_told_to_look_anew(plain: Daemon) -> None:
+    await plain.start()
+    async with listening(plain) as frames:
+        for kernel_id in ("k1", "k2"):
+            await plain.running(kernel_id=kernel_id)
+        seen = await until(frames, kernel_id="k2", state="running")
+    third = seen[2]
+    async with listening(plain, third["id"]) as frames:
+        assert await until(frames, kernel_id="k2", state="running") == seen[3:]
+    for other in ("nonsense", "other-3", f"{third['id'].split('-')[0]}-99999"):
+        async with listening(plain, other) as frames:
+            assert (await anext(frames))["event"] == "reset"
+    await plain.restart()
+    async with listening(plain, third["id"]) as frames:
+        assert (await anext(frames))["event"] == "reset"
+
+
+async def test_a_reader_that_takes_nothing_is_dropped_and_holds_up_nobody(plain: Daemon) -> None:
+    await plain.start()
+    with socket.socket(socket.AF_UNIX) as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.connect(str(plain.folder / "agentd.sock"))
+        reader.sendall(b"GET /v1/events HTTP/1.1\r\nHost: x\r\n\r\n")
+        for _ in range(KEPT // 2):
+            for step in ("drain", "undrain"):
+                answer = await plain.call("POST", f"/v1/devices/cuda/cuda0/{step}")
+                assert answer.status == 200
+            if "events.listener_dropped" in plain.log:
+                break
+        async with asyncio.timeout(30):
+            while "events.listener_dropped" not in plain.log:
+                await plain.call("GET", "/livez")
+
+
+async def test_open_streams_do_not_hold_up_the_end(plain: Daemon) -> None:
+    await plain.start()
+    async with listening(plain) as frames:
+        assert await asyncio.wait_for(plain.stop(), 5) == 0
+        assert [frame async for frame in frames] == []
+
+
+async def test_plugins_and_runtimes_are_told_of(plain: Daemon) -> None:
+    health = plain.folder / "health"
+    health.write_text("")
+    table = gpus().replace("[plugins.cuda]", "[plugins]\nhealth-interval = 0.1\n[plugins.cuda]")
+    await plain.start(AGENTS + table + f'health-file = "{health}"\n')
+    async with listening(plain) as frames:
+        health.write_text("cuda0 unhealthy it coughs\n")
+        (sick,) = await until(frames, event="device")
+        assert (sick["data"]["state"], sick["data"]["reason"]) == ("unhealthy", "it coughs")
+
+
+async def test_metrics(plain: Daemon) -> None:
+    await plain.start()
+    await plain.running(kernel_id="k1", slots={"cuda.device": 1, "mem": "1g"})
+    answer = await plain.call("GET", "/metrics")
+    assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    samples = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(answer.content.decode())
+        for sample in family.samples
+    }
+    assert samples["agentd_kernels", "agent-1", "running"] == 1
+    assert samples["agentd_slot_allocated", "agent-1", "cuda.device"] == 1
+    assert samples["agentd_slot_free", "agent-2", "cuda.device"] == 1
+    assert samples["agentd_slot_allocated", "agent-1", "mem"] == 2**30
+    assert samples["agentd_plugin_ready", "cuda"] == 1
+    assert samples["agentd_runtime_available", "process"] == 1
+    assert samples["agentd_device_state", "cuda", "cuda1", "ok"] == 1
