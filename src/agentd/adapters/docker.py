@@ -26,7 +26,9 @@ from agentd.adapters.docker_answers import (
     CONFLICT,
     CONNECTION_FAILED,
     NOT_FOUND,
+    NoAnswer,
     absent_is_fine,
+    answered,
     is_lost_answer,
     is_no_image,
     listing,
@@ -44,7 +46,7 @@ from agentd.adapters.docker_config import (
 )
 from agentd.adapters.docker_engine import EngineFacts, engine_facts
 from agentd.adapters.docker_images import Images
-from agentd.adapters.docker_inspect import found_kernel, labels_of, verify
+from agentd.adapters.docker_inspect import found_kernel, inspected, labels_of, verify
 from agentd.adapters.docker_mounts import refuse_missing, resolved
 from agentd.adapters.docker_streams import events, printed
 from agentd.core.container import PullPolicy
@@ -73,6 +75,8 @@ class DockerRuntime:
         self._docker = Docker("unix://localhost", connector=self._connector)
         self._images = Images(self._docker, rules.registry_auth)
         self._facts: EngineFacts | None = None
+        self._own: set[tuple[str, str]] = set()
+        """Events that our own creates will cause, and that tell nothing new."""
 
     async def close(self) -> None:
         await self._docker.close()
@@ -110,17 +114,21 @@ class DockerRuntime:
         refuse_missing(plan.edits)
         sources = resolved(plan.spec.mounts, self._rules.allowed_mounts)
         config = container_config(plan, self._rules, sources)
+        own = {("create", plan.name), ("start", plan.name)}
+        self._own |= own
         try:
             container = await self._create(plan, config, progress, engine.platform)
-        except (DockerError, aiohttp.ClientError, OSError) as error:
+        except BaseException as error:
+            self._own -= own
             if is_lost_answer(error):
                 raise unknown(plan, error) from error
             raise translated(error, plan) from error
         try:
             await _to_the_end(container.start())
-            shown = await container.show()
+            shown = inspected(await answered(container.show()))
             verify(shown, config["HostConfig"], plan.edits.device_nodes, sources)
         except BaseException as error:
+            self._own -= own
             await self._undo(container, plan, error)
             raise translated(error, plan) from error
         return found_kernel(shown)
@@ -165,12 +173,15 @@ class DockerRuntime:
             raise
 
     async def _asked(self, name: str, config: dict[str, Any], platform: str) -> DockerContainer:
-        made = await self._docker._query_json(  # noqa: SLF001 - its create takes no platform
+        asking = self._docker._query_json(  # noqa: SLF001 - its create takes no platform
             "containers/create",
             method="POST",
             data=json.dumps(config).encode(),
             params={"name": name, "platform": platform},
         )
+        made = await answered(asking)
+        if not isinstance(made, dict) or not isinstance(made.get("Id"), str):
+            raise NoAnswer("the engine's answer to a create is none")
         return self._docker.containers.container(made["Id"])
 
     async def _undo(
@@ -234,7 +245,7 @@ class DockerRuntime:
     async def _shown(self, summary: DockerContainer) -> Mapping[str, Any] | None:
         """Inspect one container of a list; what the list said of it if that fails alone."""
         try:
-            return await self._docker.containers.container(summary.id).show()
+            return inspected(await answered(self._docker.containers.container(summary.id).show()))
         except DockerError as error:
             if error.status == NOT_FOUND:
                 return None
@@ -266,13 +277,18 @@ class DockerRuntime:
 
     async def _inspected(self, container: str) -> Mapping[str, Any] | None:
         with listing(), absent_is_fine():
-            return await self._docker.containers.container(container).show()
+            return inspected(await answered(self._docker.containers.container(container).show()))
         return None
 
     async def follow(self) -> AsyncIterator[str]:
         self._facts = None  # an engine that was restarted may be another one
-        async for kernel_id in events(self._docker, self._node_id):
-            yield kernel_id
+        self._own.clear()
+        async for event in events(self._docker, self._node_id):
+            own = (event.action, event.container)
+            if own in self._own:
+                self._own.discard(own)
+            else:
+                yield event.kernel_id
 
     async def logs(self, kernel_id: str, handle: str, query: LogQuery) -> AsyncIterator[bytes]:
         async for chunk in printed(self._docker, handle, query):

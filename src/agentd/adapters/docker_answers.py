@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import aiohttp
 from aiodocker import DockerError
@@ -19,10 +20,27 @@ from agentd.errors import (
     RuntimeUnavailable,
 )
 
+_T = TypeVar("_T")
 CONNECTION_FAILED = 900
 """The status that aiodocker gives to a request without an answer."""
 
 BAD_REQUEST, NOT_FOUND, CONFLICT = 400, 404, 409
+
+
+class NoAnswer(aiohttp.ClientError):
+    """The engine, or what stands in its place, said something that is no answer."""
+
+
+async def answered(asking: Awaitable[_T]) -> _T:
+    """Wait for aiodocker's answer; it raises TypeError or ValueError for what is none.
+
+    Raises:
+        NoAnswer: in their place.
+    """
+    try:
+        return await asking
+    except (TypeError, ValueError, KeyError) as error:
+        raise NoAnswer(f"the engine's answer is none: {error}") from error
 
 
 def unknown(plan: KernelPlan, error: BaseException) -> OutcomeUnknown:
@@ -93,6 +111,8 @@ def listing() -> Iterator[None]:
             yield
     except RuntimeFailure as error:
         raise RuntimeUnavailable(f"the engine failed: {error}") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RuntimeUnavailable(f"the engine's answer is none: {error!r}") from error
 
 
 @contextmanager

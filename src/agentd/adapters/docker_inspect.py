@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from agentd.adapters.docker_answers import NoAnswer
 from agentd.adapters.docker_config import (
     AGENT_LABEL,
     DEVICES_LABEL,
@@ -20,12 +21,24 @@ from agentd.core.kernel import Ending, Port
 from agentd.core.reconcile import FoundKernel, FoundState
 from agentd.errors import RuntimeFailure
 
+_MEMBERS = {"Id", "Name", "State", "Config", "HostConfig"}
 _STATES = {
     "created": FoundState.CREATED,
     "running": FoundState.RUNNING,
     "restarting": FoundState.RUNNING,
     "paused": FoundState.PAUSED,
 }
+
+
+def inspected(shown: object) -> Mapping[str, Any]:
+    """Return what an engine says of a container, if it is that.
+
+    Raises:
+        NoAnswer: it is something else.
+    """
+    if isinstance(shown, Mapping) and shown.keys() >= _MEMBERS:
+        return shown
+    raise NoAnswer("the engine's answer to an inspect is none")
 
 
 def labels_of(shown: Mapping[str, Any]) -> Mapping[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from typing import NamedTuple
 
 import aiohttp
 from aiodocker import Docker
@@ -17,11 +18,22 @@ from agentd.adapters.docker_answers import translating
 from agentd.adapters.docker_config import KERNEL_LABEL, NODE_LABEL
 from agentd.services.interfaces import LogQuery, LogStream
 
-_EVENTS = {"start", "die", "oom", "pause", "unpause", "destroy", "rename"}
+_ACTIONS = {"create", "start", "die", "oom", "pause", "unpause", "destroy", "rename"}
 
 
-async def events(docker: Docker, node_id: str) -> AsyncIterator[str]:
-    """Yield the id of each kernel that something happened to; "" once connected.
+class ContainerEvent(NamedTuple):
+    """What happened to which container of which kernel."""
+
+    action: str
+    container: str
+    kernel_id: str
+
+
+CONNECTED = ContainerEvent("", "", "")
+
+
+async def events(docker: Docker, node_id: str) -> AsyncIterator[ContainerEvent]:
+    """Yield what happens to a node's containers; `CONNECTED` first.
 
     Raises:
         RuntimeUnavailable: the connection could not be made, or broke.
@@ -33,14 +45,23 @@ async def events(docker: Docker, node_id: str) -> AsyncIterator[str]:
             "events", params=params, timeout=aiohttp.ClientTimeout()
         ) as response:
             try:
-                yield ""
+                yield CONNECTED
                 async for line in response.content:
-                    event = json.loads(line)
-                    attributes = event.get("Actor", {}).get("Attributes", {})
-                    if event.get("Action") in _EVENTS and KERNEL_LABEL in attributes:
-                        yield attributes[KERNEL_LABEL]
+                    if event := _event(line):
+                        yield event
             finally:
                 response.close()
+
+
+def _event(line: bytes) -> ContainerEvent | None:
+    try:
+        raw = json.loads(line)
+        action, attributes = raw["Action"], raw["Actor"]["Attributes"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    if action not in _ACTIONS or KERNEL_LABEL not in attributes:
+        return None
+    return ContainerEvent(action, str(attributes.get("name", "")), attributes[KERNEL_LABEL])
 
 
 async def printed(docker: Docker, container: str, query: LogQuery) -> AsyncIterator[bytes]:

@@ -1,0 +1,249 @@
+"""An engine that misbehaves, by a proxy before a real one: no orphan, nothing given twice."""
+
+import asyncio
+import random
+import signal
+from typing import Any
+
+import pytest
+
+from daemon import AGENTS, Daemon, gpus
+from engine import Engine
+from engine_proxy import EngineProxy
+
+pytestmark = pytest.mark.docker
+ONE_GPU = AGENTS + gpus(1)
+ASK = {"kernel_id": "k1", "slots": {"cuda.device": 1}}
+
+
+@pytest.fixture
+async def node(proxied: tuple[Daemon, EngineProxy], engine: Engine) -> tuple[Daemon, EngineProxy]:
+    """agentd with one GPU behind the proxy; what the engine has is cleaned up first."""
+    engine.clean()
+    daemon, proxy = proxied
+    await daemon.start(ONE_GPU)
+    return daemon, proxy
+
+
+async def settled(daemon: Daemon, engine: Engine, *, containers: int, free: str) -> None:
+    """Wait until the engine has so many containers, and the node so many free GPUs."""
+    async with asyncio.timeout(20):
+        while (len(engine.containers()), await daemon.free("cuda.device")) != (containers, free):
+            await asyncio.sleep(0.05)
+
+
+async def available(daemon: Daemon) -> None:
+    async with asyncio.timeout(20):
+        while (await daemon.get("/v1/node"))["runtime"]["state"] != "available":
+            await asyncio.sleep(0.05)
+
+
+def counted(node: dict[str, Any], engine: Engine) -> int:
+    return sum(c["State"] == "running" for c in engine.containers())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "how"),
+    [
+        ("POST .*/containers/create", "lose"),
+        ("POST .*/containers/create", "refuse"),
+        ("POST .*/containers/create", "fail"),
+        ("POST .*/containers/create", "nonsense"),
+        ("POST .*/start", "lose"),
+        ("POST .*/start", "refuse"),
+        ("POST .*/start", "fail"),
+        ("GET .*/containers/[0-9a-f]{64}/json", "fail"),
+        ("GET .*/containers/[0-9a-f]{64}/json", "nonsense"),
+    ],
+)
+async def test_a_create_that_goes_wrong_leaves_nothing(node, engine: Engine, pattern, how) -> None:
+    daemon, proxy = node
+    proxy.rule(pattern, getattr(proxy, how))
+    answer = await daemon.create(**ASK)
+    assert answer.status in (502, 503), answer.content
+    await settled(daemon, engine, containers=0, free="1")
+    await available(daemon)
+    assert await daemon.get("/v1/kernels") == []
+    again = await daemon.running(**ASK)
+    assert again["state"] == "running"
+
+
+async def test_a_removal_without_an_answer_keeps_the_share_until_it_is_known(
+    node, engine: Engine
+) -> None:
+    """The start fails, and so does what would undo the create."""
+    daemon, proxy = node
+    proxy.rule("POST .*/start", proxy.fail)
+    proxy.rule("DELETE .*/containers/", proxy.refuse, always=True)
+    proxy.rule("GET .*/containers/json", proxy.fail, always=True)
+    answer = await daemon.create(**ASK)
+    assert (answer.status, answer.json["code"]) == (503, "RuntimeUnavailable")
+    assert (len(engine.containers()), await daemon.free("cuda.device")) == (1, "0")
+    proxy.clear()
+    await settled(daemon, engine, containers=0, free="1")
+
+
+@pytest.mark.parametrize("before", [True, False])
+async def test_an_engine_that_finishes_a_create_after_agentd_died(
+    node, engine: Engine, before: bool
+) -> None:
+    daemon, proxy = node
+    gate = asyncio.Event()
+    proxy.rule("POST .*/containers/create", proxy.stall(gate, before=before))
+    creating = asyncio.create_task(daemon.create(**ASK))
+    async with asyncio.timeout(20):
+        while not any("containers/create" in asked for asked in proxy.asked):
+            await asyncio.sleep(0.02)
+        while not before and not engine.containers():
+            await asyncio.sleep(0.02)
+    await daemon.stop(signal.SIGKILL)
+    creating.cancel()
+    await daemon.start(ONE_GPU)
+    if before:
+        assert await daemon.free("cuda.device") == "0"
+        assert (await daemon.get("/v1/kernels/k1"))["state"] == "creating"
+        assert (await daemon.create(kernel_id="k2", slots={"cuda.device": 1})).status == 409
+    gate.set()
+    await settled(daemon, engine, containers=0, free="1")
+    assert await daemon.get("/v1/kernels") == []
+
+
+async def test_a_create_that_arrives_after_its_grace_is_removed_too(node, engine: Engine) -> None:
+    daemon, proxy = node
+    gate = asyncio.Event()
+    proxy.rule("POST .*/containers/create", proxy.stall(gate, before=True))
+    creating = asyncio.create_task(daemon.create(**ASK))
+    async with asyncio.timeout(20):
+        while not any("containers/create" in asked for asked in proxy.asked):
+            await asyncio.sleep(0.02)
+    await daemon.stop(signal.SIGKILL)
+    creating.cancel()
+    await daemon.start(ONE_GPU)
+    await settled(daemon, engine, containers=0, free="1")  # the grace has passed
+    second = await daemon.running(kernel_id="k2", slots={"cuda.device": 1})
+    gate.set()
+    async with asyncio.timeout(20):
+        while "kernel.never_ran_removed" not in daemon.log:
+            await asyncio.sleep(0.05)
+    assert [c["Id"] for c in engine.containers()] == [second["container_id"]]
+
+
+async def test_an_engine_that_cannot_be_reached_is_a_state_of_the_runtime(
+    node, engine: Engine
+) -> None:
+    daemon, proxy = node
+    script = "trap 'exit 7' USR1; while :; do sleep 0.05; done"
+    kernel = await daemon.running(command=["sh", "-c", script], **ASK)
+    await proxy.stop()
+    async with asyncio.timeout(20):
+        while (await daemon.get("/v1/node"))["runtime"]["state"] != "unavailable":
+            await asyncio.sleep(0.05)
+    refused = await daemon.create(kernel_id="k2")
+    assert (refused.status, refused.json["code"]) == (503, "RuntimeUnavailable")
+    assert "Retry-After" in refused.headers
+    for call in (("POST", "/v1/kernels/k1/stop"), ("DELETE", "/v1/kernels/k1")):
+        answer = await daemon.call(*call)
+        assert (answer.status, answer.json["code"]) == (503, "RuntimeUnavailable")
+    engine.call("POST", f"/containers/{kernel['container_id']}/kill?signal=USR1")
+    assert (await daemon.get("/v1/kernels/k1"))["state"] == "running"
+    assert await daemon.free("cuda.device") == "0"
+    await proxy.start()
+    ended = await daemon.until("k1", "terminated")
+    assert (ended["exit_code"], ended["oom_killed"]) == (7, False)
+    await settled(daemon, engine, containers=1, free="1")
+
+
+@pytest.mark.parametrize("how", ["fail", "nonsense", "refuse"])
+async def test_a_list_that_goes_wrong_loses_no_kernel(node, engine: Engine, how: str) -> None:
+    daemon, proxy = node
+    kernel = await daemon.running(**ASK)
+    proxy.rule("GET .*/containers/json", getattr(proxy, how), always=True)
+    await proxy.cut()
+    async with asyncio.timeout(20):
+        while (await daemon.get("/v1/node"))["runtime"]["state"] != "unavailable":
+            await asyncio.sleep(0.05)
+    assert (await daemon.get("/v1/kernels/k1"))["state"] == "running"
+    assert await daemon.free("cuda.device") == "0"
+    proxy.clear()
+    await available(daemon)
+    assert (await daemon.get("/v1/kernels/k1"))["container_id"] == kernel["container_id"]
+
+
+async def test_what_happened_while_the_stream_was_cut_is_seen(node, engine: Engine) -> None:
+    daemon, proxy = node
+    kernel = await daemon.running(**ASK)
+    gate = asyncio.Event()
+    proxy.rule("GET .*/events", proxy.stall(gate, before=True))
+    await proxy.cut()
+    engine.call("POST", f"/containers/{kernel['container_id']}/kill")
+    gate.set()
+    ended = await daemon.until("k1", "terminated")
+    assert ended["exit_code"] == 137
+    assert ended["oom_killed"] is False
+
+
+async def test_events_twice_and_out_of_order_change_nothing(node, engine: Engine) -> None:
+    """Held back, each sent twice, in a random order."""
+    daemon, proxy = node
+    held: list[bytes] = []
+    shuffle = random.Random(7).shuffle  # noqa: S311 - an order of events
+
+    def mixed(line: bytes) -> list[bytes]:
+        held.extend((line, line))
+        if len(held) < 8:
+            return []
+        shuffle(held)
+        sent, held[:] = held[:], []
+        return sent
+
+    proxy.event_filter = mixed
+    await proxy.cut()
+    await available(daemon)
+    kernel = await daemon.running(**ASK)
+    for action in ("pause", "unpause", "restart?t=0", "pause", "unpause"):
+        engine.call("POST", f"/containers/{kernel['container_id']}/{action}")
+    assert (await daemon.until("k1", "running"))["container_id"] == kernel["container_id"]
+    engine.call("POST", f"/containers/{kernel['container_id']}/kill")
+    proxy.event_filter = lambda line: [line]
+    engine.call("POST", f"/containers/{kernel['container_id']}/start")
+    engine.call("POST", f"/containers/{kernel['container_id']}/kill")
+    await daemon.until("k1", "terminated")
+    await settled(daemon, engine, containers=1, free="1")
+
+
+async def test_a_delete_without_an_answer_can_be_asked_again(node, engine: Engine) -> None:
+    daemon, proxy = node
+    await daemon.running(**ASK)
+    proxy.rule("DELETE .*/containers/", proxy.lose)
+    answer = await daemon.call("DELETE", "/v1/kernels/k1?timeout=0")
+    assert answer.status in (204, 503)  # it may have been asked again already
+    await settled(daemon, engine, containers=0, free="1")
+    again = await daemon.call("DELETE", "/v1/kernels/k1?timeout=0")
+    assert again.status in (204, 404)
+    assert await daemon.get("/v1/kernels") == []
+
+
+async def test_a_slow_engine_holds_up_nobody_else(node, engine: Engine) -> None:
+    daemon, proxy = node
+    gate = asyncio.Event()
+    proxy.rule("POST .*/start", proxy.stall(gate, before=True))
+    creating = asyncio.create_task(daemon.create(**ASK))
+    async with asyncio.timeout(20):
+        while not any(asked.endswith("/start") for asked in proxy.asked):
+            await asyncio.sleep(0.02)
+    assert (await daemon.get("/v1/kernels/k1"))["state"] == "creating"
+    await daemon.running(kernel_id="k2")
+    await daemon.call("DELETE", "/v1/kernels/k2?timeout=0")
+    gate.set()
+    assert (await creating).status == 201
+
+
+async def test_an_engine_is_asked_for_no_more_than_is_needed(node, engine: Engine) -> None:
+    daemon, proxy = node
+    await daemon.running(kernel_id="warm")
+    await asyncio.sleep(0.3)
+    proxy.asked.clear()
+    await daemon.running(**ASK)
+    await asyncio.sleep(0.5)
+    asked = [line.split("?")[0].rpartition("/")[2] for line in proxy.asked]
+    assert asked == ["create", "start", "json"]
