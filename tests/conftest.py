@@ -19,14 +19,25 @@ structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
 
 @pytest.fixture(scope="session")
 def engine() -> Iterator[engines.Engine]:
-    """A Docker Engine; skipped where there is none, unless AGENTD_REQUIRE_ALL says not to."""
-    if lacks := engines.missing():
+    """The installed Docker Engine; skipped where there is none, if that is allowed."""
+    yield from running_engine()
+
+
+@pytest.fixture(scope="session")
+def engine26() -> Iterator[engines.Engine]:
+    """An Engine 26 that takes names of the Container Device Interface."""
+    yield from running_engine(engines.NEWER, cdi=True)
+
+
+def running_engine(programs: Path | None = None, *, cdi: bool = False) -> Iterator[engines.Engine]:
+    """Start an engine, and stop it; AGENTD_REQUIRE_ALL forbids to skip what needs it."""
+    if lacks := engines.missing(programs):
         why = f"no Docker Engine can be started here; missing: {', '.join(lacks)}"
         if os.environ.get("AGENTD_REQUIRE_ALL"):
             pytest.fail(why)
         pytest.skip(why)
     folder = Path(tempfile.mkdtemp(prefix="agentd-engine-", dir="/tmp"))
-    running = engines.Engine(folder)
+    running = engines.Engine(folder, programs, cdi=cdi)
     try:
         running.start()
         running.import_image()

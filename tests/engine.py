@@ -18,27 +18,47 @@ IMAGE = "agentd-test:1"
 NEEDED = ("dockerd", "containerd", "runc", "busybox")
 
 
-def missing() -> list[str]:
+NEWER = Path(os.environ.get("AGENTD_ENGINE_26", "/opt/agentd-engine-26"))
+"""Where Debian 13's docker.io and containerd are unpacked; `.ci/run` does it."""
+
+
+def missing(programs: Path | None = None) -> list[str]:
     """What this machine lacks for an engine; empty if it has all."""
     lacks = [name for name in NEEDED if shutil.which(name) is None]
+    if programs is not None and not (programs / "usr/sbin/dockerd").exists():
+        lacks.append(f"Engine 26 in {programs}")
     return lacks if os.geteuid() == 0 else [*lacks, "root"]
 
 
 class Engine:
-    """dockerd with folders of its own, live-restore on, and one small image."""
+    """dockerd with folders of its own, live-restore on, and one small image.
 
-    def __init__(self, folder: Path) -> None:
+    `programs` is where another engine than the installed one is unpacked; `cdi` lets it take
+    names of the Container Device Interface, from specifications in `cdi_specs`.
+    """
+
+    def __init__(self, folder: Path, programs: Path | None = None, *, cdi: bool = False) -> None:
         self.folder = folder
+        self.cdi_specs = folder / "cdi"
+        self._programs = programs
+        self._config = {"features": {"cdi": True}, "cdi-spec-dirs": [str(self.cdi_specs)]}
+        if not cdi:
+            self._config = {}
         self.socket = folder / "docker.sock"
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        (self.folder / "none.json").write_text("{}")
+        self.cdi_specs.mkdir(exist_ok=True)
+        (self.folder / "none.json").write_text(json.dumps(self._config))
+        env = dict(os.environ)
+        if self._programs is not None:
+            found = [self._programs / "usr/sbin", self._programs / "usr/bin"]
+            env["PATH"] = ":".join([*map(str, found), env["PATH"]])
         (self.folder / "docker.pid").unlink(missing_ok=True)
         with (self.folder / "dockerd.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [
-                    "dockerd",
+                    shutil.which("dockerd", path=env["PATH"]) or "dockerd",
                     f"--data-root={self.folder}/data",
                     f"--exec-root={self.folder}/exec",
                     f"--host=unix://{self.socket}",
@@ -53,6 +73,7 @@ class Engine:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                env=env,
             )
         self._wait()
 

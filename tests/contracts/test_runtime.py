@@ -63,12 +63,17 @@ class Rig:
         return found
 
 
-@pytest.fixture(params=["fake", "process", pytest.param("docker", marks=pytest.mark.docker)])
+ENGINES = {"docker-20.10": "engine", "docker-26.1": "engine26"}
+
+
+@pytest.fixture(
+    params=["fake", "process", *(pytest.param(n, marks=pytest.mark.docker) for n in ENGINES)]
+)
 async def rig(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Rig]:
     runtimes: list[Runtime] = []
     for node in ("node-a", "node-b"):
-        if request.param == "docker":
-            engine = request.getfixturevalue("engine")
+        if request.param in ENGINES:
+            engine = request.getfixturevalue(ENGINES[request.param])
             rules = DockerRules("none", stop_timeout_s=5)
             runtimes.append(DockerRuntime(engine.socket, node, rules))
         elif request.param == "process":

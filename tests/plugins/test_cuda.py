@@ -2,9 +2,6 @@
 
 import asyncio
 import json
-import os
-import shutil
-import subprocess
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -20,8 +17,8 @@ from agentd.core.slots import ONE, SlotKind
 from agentd.plugin_api import Features, Measurement
 from agentd.services.interfaces import PluginState
 from agentd_cuda import CudaPlugin, nvml
+from native.libraries import nvml_library
 
-SOURCE = Path(__file__).parents[1] / "native" / "nvml.c"
 HEALTHY = """driver 570.124.06
 init 0
 gpu uuid=GPU-aaaa pci=00000000:3B:00.0 mem=85899345920 used=1024 util=7 temp=41 power=70500 \
@@ -33,15 +30,7 @@ lost=0 mig=0 recovery=-1 events=8 name=NVIDIA H100 80GB HBM3
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a libnvidia-ml.so.1 that does what a file says."""
-    if shutil.which("gcc") is None:
-        if os.environ.get("AGENTD_REQUIRE_ALL"):
-            pytest.fail("gcc is not installed")
-        pytest.skip("gcc is not installed")
-    folder = tmp_path_factory.mktemp("nvml")
-    command = ["gcc", "-shared", "-fPIC", "-o", folder / "libnvidia-ml.so.1", SOURCE, "-lpthread"]
-    subprocess.run(command, check=True)
-    return folder
+    return nvml_library(tmp_path_factory)
 
 
 class Node:

@@ -1,0 +1,148 @@
+"""GPUs by the Container Device Interface: the real `pynvml`, a real Engine 26, device files."""
+
+import json
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentd.adapters.docker_engine import engine_facts
+from agentd.core.edits import ContainerEdits, DeviceRequest
+from agentd.errors import RuntimeFailure
+from daemon import AGENTS, Daemon
+from engine import Engine
+from engine_proxy import EngineProxy
+from native.libraries import nvml_library
+
+pytestmark = pytest.mark.docker
+GPUS = """driver 570.124.06
+init 0
+gpu uuid=GPU-aaaa pci=00000000:3B:00.0 mem=85899345920 used=0 util=0 temp=40 power=70000 \
+lost=0 mig=0 recovery=0 events=8 name=NVIDIA H100 80GB HBM3
+gpu uuid=GPU-bbbb pci=00000000:5E:00.0 mem=85899345920 used=0 util=0 temp=40 power=70000 \
+lost=0 mig=0 recovery=0 events=8 name=NVIDIA H100 80GB HBM3
+"""
+
+
+class Node:
+    """agentd with two GPUs of NVML, an engine with their specification, a proxy between them."""
+
+    def __init__(self, daemon: Daemon, proxy: EngineProxy, engine: Engine) -> None:
+        self.daemon, self.proxy, self.engine = daemon, proxy, engine
+
+    def specify(self, *uuids: str) -> None:
+        """Say what the engine is to do for these GPUs, as `nvidia-ctk cdi generate` does."""
+        for number in range(2):
+            file = self.engine.folder / f"nvidia{number}"
+            if not file.exists():
+                os.mknod(file, 0o666 | 0o020000, os.makedev(1, 3 + 2 * number))
+        devices = [
+            {"name": uuid, "containerEdits": {"deviceNodes": [_node(self.engine.folder, n)]}}
+            for n, uuid in enumerate(uuids)
+        ]
+        spec = {"cdiVersion": "0.5.0", "kind": "nvidia.com/gpu", "devices": devices,
+                "containerEdits": {"env": ["SPECIFIED=yes"]}}  # fmt: skip
+        (self.engine.cdi_specs / "nvidia.json").write_text(json.dumps(spec))
+
+
+def _node(folder: Path, number: int) -> dict[str, Any]:
+    return {"path": f"/dev/nvidia{number}", "hostPath": str(folder / f"nvidia{number}")}
+
+
+@pytest.fixture
+async def node(
+    engine26: Engine, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Node]:
+    proxy = EngineProxy(folder / "proxy.sock", engine26.socket)
+    await proxy.start()
+    daemon = Daemon(folder, "docker", engine26)
+    daemon.engine = proxy.path
+    made = Node(daemon, proxy, engine26)
+    made.specify("GPU-aaaa", "GPU-bbbb")
+    (folder / "gpus").write_text(GPUS)
+    await daemon.start(
+        AGENTS + "[plugins.cuda]\n",
+        LD_LIBRARY_PATH=str(nvml_library(tmp_path_factory)),
+        FAKE_NVML_FILE=str(folder / "gpus"),
+    )
+    yield made
+    proxy.clear()
+    await daemon.close()
+    await proxy.stop()
+    engine26.clean()
+
+
+async def output(daemon: Daemon, script: str, **body: Any) -> str:
+    answer = await daemon.create(kernel_id="k1", command=["sh", "-c", script], **body)
+    assert answer.status == 201, answer.content
+    await daemon.until("k1", "terminated")
+    log = await daemon.call("GET", "/v1/kernels/k1/logs")
+    await daemon.call("DELETE", "/v1/kernels/k1")
+    return log.content.decode()
+
+
+async def test_a_kernel_has_its_gpu_and_no_other(node: Node) -> None:
+    script = "exec 2>&1; ls /dev | grep nvidia; env; head -c 1 /dev/nvidia1 | od -An -tx1"
+    await node.daemon.running(kernel_id="first", slots={"cuda.device": 1})
+    seen = await output(node.daemon, script, slots={"cuda.device": 1})
+    assert "nvidia1" in seen
+    assert "nvidia0" not in seen
+    assert " 00\n" in seen  # the file is the device, and can be read
+    for line in ("SPECIFIED=yes", "CUDA_VISIBLE_DEVICES=GPU-bbbb", "NVIDIA_VISIBLE_DEVICES=void"):
+        assert line in seen
+    none = await output(node.daemon, script)
+    assert "No such file or directory" in none
+    assert "nvidia0" not in none
+    assert "SPECIFIED" not in none
+
+
+async def test_a_kernel_never_runs_without_the_names_it_was_given(node: Node) -> None:
+    """As with Podman's socket, which drops device requests without a word."""
+    node.proxy.rule(
+        "POST .*/containers/create",
+        node.proxy.change(lambda body: body["HostConfig"].pop("DeviceRequests")),
+    )
+    answer = await node.daemon.create(slots={"cuda.device": 1})
+    assert (answer.status, answer.json["code"]) == (502, "RuntimeFailure")
+    assert "the engine started it without cdi nvidia.com/gpu=GPU-" in answer.json["detail"]
+    assert node.engine.containers() == []
+    assert await node.daemon.free("cuda.device") == "2"
+
+
+async def test_a_gpu_that_is_not_specified_is_asked_of_the_driver(node: Node) -> None:
+    """Which this engine has not: the create fails, and leaves nothing."""
+    node.specify("GPU-aaaa")
+    await node.daemon.running(kernel_id="first", slots={"cuda.device": 1})
+    answer = await node.daemon.create(slots={"cuda.device": 1})
+    assert (answer.status, answer.json["code"]) == (502, "RuntimeFailure")
+    assert "device driver" in answer.json["detail"]
+    assert len(node.engine.containers()) == 1
+    assert await node.daemon.free("cuda.device") == "1"
+
+
+async def test_a_specification_that_is_gone_fails_at_the_start_and_leaves_nothing(
+    node: Node,
+) -> None:
+    def forget(_: dict[str, Any]) -> None:
+        (node.engine.cdi_specs / "nvidia.json").unlink()
+
+    node.proxy.rule("POST .*/containers/create", node.proxy.change(forget))
+    answer = await node.daemon.create(slots={"cuda.device": 1})
+    assert (answer.status, answer.json["code"]) == (502, "RuntimeFailure")
+    assert node.engine.containers() == []
+    assert await node.daemon.free("cuda.device") == "2"
+
+
+@pytest.mark.parametrize(
+    ("edits", "why"),
+    [
+        (ContainerEdits(cdi=("nvidia.com/gpu=0",)), "takes no CDI names"),
+        (ContainerEdits(device_requests=(DeviceRequest("nvidia", ("0",)),)), "no device requests"),
+    ],
+)
+def test_what_an_engine_does_not_know_is_refused_before_the_create(edits, why) -> None:
+    old = engine_facts({}, {"ApiVersion": "1.39", "Os": "linux", "Arch": "amd64"})
+    with pytest.raises(RuntimeFailure, match=why):
+        old.refuse_what_it_cannot(edits)
