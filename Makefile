@@ -28,6 +28,7 @@ unit: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/create.py --json
 	$(BIN)/python benchmarks/plugins.py --json
+	$(BIN)/python benchmarks/scale.py --json
 
 clean:
 	rm -rf $(VENV) build .hypothesis .mypy_cache .ruff_cache .import_linter_cache

@@ -3,7 +3,8 @@
     python benchmarks/create.py [--pairs 50] [--json]
 
 Starts an engine of its own (needs root, dockerd, containerd, runc and busybox) and prints:
-create through agentd against the engine's create + start, in pairs; agentd's own share
+create through agentd against the engine's create + start, in pairs, one at a time and eight
+at once; agentd's own share
 against a stand-in that answers at once, and the engine calls of one create; the memory (PSS)
 of the idle daemon; and the time from start to ready with 100 containers to adopt.
 """
@@ -102,6 +103,28 @@ async def pairs(daemon: Daemon, engine: Engine, count: int) -> dict[str, Any]:
     }
 
 
+async def at_once(daemon: Daemon, engine: Engine, count: int, width: int = 8) -> dict[str, Any]:
+    """The time of `width` creates together, through agentd and through the engine, in pairs."""
+    agentd, raw = Caller(daemon.folder / "agentd.sock"), Caller(engine.socket)
+    ours, theirs = [], []
+    for n in range(count + 1):
+        names = [f"b{n}-{w}" for w in range(width)]
+        before = time.perf_counter()
+        await asyncio.gather(*(through_agentd(agentd, name) for name in names))
+        ours.append(time.perf_counter() - before)
+        for name in names:
+            await delete(agentd, name)
+        theirs.append(max(await asyncio.gather(*(through_engine(raw, f"r{x}") for x in names))))
+    for caller in (agentd, raw):
+        await caller.session.close()
+    ratios = sorted(a / b for a, b in zip(ours[1:], theirs[1:], strict=True))
+    return {
+        "agentd": spread(ours[1:]),
+        "engine": spread(theirs[1:]),
+        "ratio": {"median": round(statistics.median(ratios), 3), "max": round(ratios[-1], 3)},
+    }
+
+
 async def own_share(folder: Path, count: int) -> dict[str, Any]:
     """Create against a stand-in, less what the stand-in alone takes for the same calls."""
     path = folder / "stand-in.sock"
@@ -182,6 +205,7 @@ async def main() -> None:
         await daemon.start(AGENTS + gpus())
         results["idle_pss_mib"] = pss_mib(daemon.process.pid)
         results["create"] = await pairs(daemon, engine, options.pairs)
+        results["create_8_at_once"] = await at_once(daemon, engine, options.pairs // 4)
         results["pss_after_mib"] = pss_mib(daemon.process.pid)
         results["adoption"] = await adoption(daemon, options.containers)
         await daemon.stop()

@@ -7,12 +7,15 @@ its own, so that what is measured is agentd alone.
 import asyncio
 import json
 import sys
+from hashlib import sha256
 from typing import Any
 
 from aiohttp import web
 
 containers: dict[str, dict[str, Any]] = {}
+"""By name and by id."""
 calls: list[str] = []
+listeners: set[web.StreamResponse] = set()
 
 
 def answer(content: object, status: int = 200) -> web.Response:
@@ -20,39 +23,54 @@ def answer(content: object, status: int = 200) -> web.Response:
 
 
 async def version(_: web.Request) -> web.Response:
-    return answer({"ApiVersion": "1.41"})
+    return answer({"ApiVersion": "1.41", "Os": "linux", "Arch": "amd64"})
+
+
+async def info(_: web.Request) -> web.Response:
+    return answer({"MemoryLimit": True, "CPUSet": True, "PidsLimit": True})
+
+
+async def happened(action: str, found: dict[str, Any]) -> None:
+    """Tell of an event, as an engine does before it answers."""
+    attributes = {"name": found["Name"][1:], **found["Config"]["Labels"]}
+    event = {"Action": action, "Actor": {"ID": found["Id"], "Attributes": attributes}}
+    for listener in list(listeners):
+        await listener.write(json.dumps(event).encode() + b"\n")
 
 
 async def create(request: web.Request) -> web.Response:
     calls.append("create")
     name, config = request.query["name"], await request.json()
-    containers[name] = {
-        "Id": f"{len(containers):064x}",
+    found = {
+        "Id": sha256(name.encode()).hexdigest(),
         "Name": f"/{name}",
         "Config": {"Labels": config["Labels"]},
         "HostConfig": config["HostConfig"],
         "State": {"Status": "created", "ExitCode": 0, "Pid": 0},
     }
-    return answer({"Id": name}, 201)
+    containers[name] = containers[found["Id"]] = found
+    await happened("create", found)
+    return answer({"Id": found["Id"], "Warnings": []}, 201)
 
 
 def container(request: web.Request) -> dict[str, Any]:
-    wanted = request.match_info["id"]
-    found = [c for name, c in containers.items() if wanted in (name, c["Id"])]
-    if not found:
+    found = containers.get(request.match_info["id"])
+    if found is None:
         text = '{"message": "No such container"}'
         raise web.HTTPNotFound(text=text, content_type="application/json")
-    return found[0]
+    return found
 
 
 async def start(request: web.Request) -> web.Response:
     calls.append("start")
-    container(request)["State"] = {
+    found = container(request)
+    found["State"] = {
         "Status": "running",
         "Pid": 0,
         "ExitCode": 0,
         "StartedAt": "2026-01-01T00:00:00.5Z",
     }
+    await happened("start", found)
     return web.Response(status=204)
 
 
@@ -63,23 +81,31 @@ async def show(request: web.Request) -> web.Response:
 
 async def stop(request: web.Request) -> web.Response:
     container(request)["State"] |= {"Status": "exited", "ExitCode": 143}
+    await happened("die", container(request))
     return web.Response(status=204)
 
 
 async def remove(request: web.Request) -> web.Response:
-    containers.pop(container(request)["Name"][1:])
+    found = container(request)
+    del containers[found["Name"][1:]], containers[found["Id"]]
+    await happened("destroy", found)
     return web.Response(status=204)
 
 
 async def listing(_: web.Request) -> web.Response:
-    entries = [{"Id": c["Id"], "Names": [c["Name"]], **c["Config"]} for c in containers.values()]
+    found = {c["Id"]: c for c in containers.values()}.values()
+    entries = [{"Id": c["Id"], "Names": [c["Name"]], **c["Config"]} for c in found]
     return answer(entries)
 
 
 async def events(request: web.Request) -> web.StreamResponse:
     response = web.StreamResponse()
     await response.prepare(request)
-    await asyncio.Event().wait()
+    listeners.add(response)
+    try:
+        await asyncio.Event().wait()
+    finally:
+        listeners.discard(response)
     return response
 
 
@@ -94,6 +120,8 @@ def main() -> None:
     app.router.add_get("/version", version)
     app.router.add_get("/counted", counted)
     for prefix in ("/v1.41",):
+        app.router.add_get(f"{prefix}/version", version)
+        app.router.add_get(f"{prefix}/info", info)
         app.router.add_post(f"{prefix}/containers/create", create)
         app.router.add_get(f"{prefix}/containers/json", listing)
         app.router.add_get(f"{prefix}/events", events)

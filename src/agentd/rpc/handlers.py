@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import structlog
+import msgspec
 from aiohttp import web
 
 from agentd.core.kernel import Kernel
@@ -20,14 +20,13 @@ from agentd.services.events import Event
 from agentd.services.interfaces import Plugins
 from agentd.services.kernels import KernelService
 
-log = structlog.get_logger()
-
 
 def answer(
     content: object, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> web.Response:
     """Return a JSON answer."""
-    return web.json_response(content, status=status, headers=headers)
+    body = msgspec.json.encode(content)
+    return web.Response(body=body, status=status, headers=headers, content_type="application/json")
 
 
 class Handlers:
