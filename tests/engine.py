@@ -37,8 +37,19 @@ class Engine:
     names of the Container Device Interface, from specifications in `cdi_specs`.
     """
 
-    def __init__(self, folder: Path, programs: Path | None = None, *, cdi: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        programs: Path | None = None,
+        *,
+        cdi: bool = False,
+        live_restore: bool = True,
+        own_containerd: bool = False,
+    ) -> None:
         self.folder = folder
+        self.live_restore = live_restore
+        self._own_containerd = own_containerd
+        self._containerd: subprocess.Popen[bytes] | None = None
         self.cdi_specs = folder / "cdi"
         self._programs = programs
         self._config = {"features": {"cdi": True}, "cdi-spec-dirs": [str(self.cdi_specs)]}
@@ -55,6 +66,8 @@ class Engine:
             found = [self._programs / "usr/sbin", self._programs / "usr/bin"]
             env["PATH"] = ":".join([*map(str, found), env["PATH"]])
         (self.folder / "docker.pid").unlink(missing_ok=True)
+        if self._own_containerd and self._containerd is None:
+            self._start_containerd(env)
         with (self.folder / "dockerd.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [
@@ -68,7 +81,8 @@ class Engine:
                     "--iptables=false",
                     "--ip6tables=false",
                     "--bridge=none",
-                    "--live-restore",
+                    *(["--live-restore"] if self.live_restore else []),
+                    *([f"--containerd={self._address}"] if self._own_containerd else []),
                 ],
                 stdout=log,
                 stderr=log,
@@ -76,6 +90,29 @@ class Engine:
                 env=env,
             )
         self._wait()
+
+    @property
+    def _address(self) -> Path:
+        return self.folder / "containerd.sock"
+
+    def _start_containerd(self, env: dict[str, str]) -> None:
+        """Run containerd apart, so that it outlives a dockerd that is killed."""
+        (self.folder / "containerd.toml").write_text(
+            f'version = 2\nroot = "{self.folder}/c-root"\nstate = "{self.folder}/c-state"\n'
+            f'disabled_plugins = ["io.containerd.grpc.v1.cri"]\n'
+            f'[grpc]\naddress = "{self._address}"\n'
+        )
+        with (self.folder / "containerd.log").open("ab") as log:
+            self._containerd = subprocess.Popen(
+                ["containerd", f"--config={self.folder}/containerd.toml"],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=env,
+            )
+        deadline = time.monotonic() + 30
+        while not self._address.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def _wait(self) -> None:
         deadline = time.monotonic() + 60
@@ -96,6 +133,14 @@ class Engine:
             self._process.send_signal(signal_number)
             self._process.wait(30)
             self._process = None
+
+    def end(self) -> None:
+        """Stop for good, containerd too."""
+        self.stop()
+        if self._containerd is not None:
+            self._containerd.terminate()
+            self._containerd.wait(30)
+            self._containerd = None
 
     def call(self, method: str, path: str, body: Any = None, *, raw: bool = False) -> Any:
         connection = http.client.HTTPConnection("localhost")

@@ -8,7 +8,9 @@ import base64
 import gzip
 import json
 import os
+from collections.abc import Mapping
 from hashlib import sha256
+from types import MappingProxyType
 from typing import Any
 
 from aiohttp import web
@@ -48,7 +50,15 @@ class Registry:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    def image(self, name: str, tar: bytes, *, architecture: str = "", padding: int = 0) -> str:
+    def image(
+        self,
+        name: str,
+        tar: bytes,
+        *,
+        architecture: str = "",
+        padding: int = 0,
+        settings: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
         """Offer an image, and return its full name; `padding` random bytes make it larger."""
         if padding:
             tar = _with_file(tar, os.urandom(padding))
@@ -56,7 +66,7 @@ class Registry:
         config: dict[str, Any] = {
             "architecture": architecture or {"aarch64": "arm64"}.get(os.uname().machine, "amd64"),
             "os": "linux",
-            "config": {"Env": ["PATH=/bin"]},
+            "config": {"Env": ["PATH=/bin"], **settings},
             "rootfs": {"type": "layers", "diff_ids": [_digest(tar)]},
         }
         content = json.dumps(config).encode()

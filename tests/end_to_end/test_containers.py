@@ -300,3 +300,22 @@ async def test_labels_inherited_from_an_image_make_no_kernel(
     assert [k["kernel_id"] for k in await dockered.get("/v1/kernels")] == ["k2"]
     assert (await dockered.get("/v1/kernels/k2"))["container_id"] == second["container_id"]
     assert other in [container["Id"] for container in engine.containers()]
+
+
+async def test_two_nodes_share_an_engine_and_see_their_own_alone(
+    dockered: Daemon, engine: Engine, tmp_path: Path
+) -> None:
+    (tmp_path / "o").mkdir()
+    other = Daemon(tmp_path / "o", "docker", engine)
+    await dockered.start()
+    await other.start()
+    try:
+        first = await dockered.running(kernel_id="k1", slots={"cuda.device": 1})
+        second = await other.running(kernel_id="k1", slots={"cuda.device": 1})
+        assert first["container_id"] != second["container_id"]
+        await other.call("DELETE", "/v1/kernels/k1?timeout=0")
+        await dockered.restart()
+        assert (await dockered.get("/v1/kernels/k1"))["container_id"] == first["container_id"]
+        assert await other.get("/v1/kernels") == []
+    finally:
+        await other.close()

@@ -143,3 +143,16 @@ async def test_an_image_for_another_platform_is_refused(
     assert "platform" in answer.json["detail"]
     assert engine.containers() == []
     assert await dockered.free("cuda.device") == "2"
+
+
+async def test_a_stop_sends_the_image_s_own_signal(dockered: Daemon, registry: Registry) -> None:
+    image = registry.image("interrupted", rootfs(), settings={"StopSignal": "SIGINT"})
+    await dockered.start()
+    script = "trap 'exit 5' INT; trap 'exit 6' TERM; while :; do sleep 0.05; done"
+    await dockered.running(kernel_id="k1", image=image, command=["sh", "-c", script])
+    await dockered.running(kernel_id="k2", command=["sh", "-c", script])
+    codes = [
+        (await dockered.call("POST", f"/v1/kernels/{name}/stop")).json["exit_code"]
+        for name in ("k1", "k2")
+    ]
+    assert codes == [5, 6]

@@ -1,0 +1,92 @@
+"""An engine that dies and comes back, with its containers alive and without."""
+
+import asyncio
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from daemon import AGENTS, Daemon, gpus
+from engine import Engine, missing
+
+pytestmark = pytest.mark.docker
+SCRIPT = "trap 'exit 7' USR1; while :; do sleep 0.05; done"
+
+
+@pytest.fixture(params=[True, False], ids=["live-restore", "plain"])
+async def mortal(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Daemon]:
+    """agentd with two GPUs, on an engine of its own that may be killed."""
+    if lacks := missing():
+        (pytest.fail if os.environ.get("AGENTD_REQUIRE_ALL") else pytest.skip)(", ".join(lacks))
+    home = Path(tempfile.mkdtemp(prefix="agentd-engine-", dir="/tmp"))
+    engine = Engine(home, live_restore=request.param, own_containerd=True)
+    engine.start()
+    engine.import_image()
+    daemon = Daemon(folder, "docker", engine)
+    await daemon.start(AGENTS + gpus(2))
+    yield daemon
+    await daemon.close()
+    engine.clean()
+    engine.end()
+    shutil.rmtree(home, ignore_errors=True)
+
+
+async def reaches(daemon: Daemon, state: str) -> None:
+    async with asyncio.timeout(30):
+        while (await daemon.get("/v1/node"))["runtime"]["state"] != state:
+            await asyncio.sleep(0.05)
+
+
+async def test_kernels_are_as_they_are_when_the_engine_is_back(mortal: Daemon) -> None:
+    engine = mortal.test_engine
+    one, two = [
+        await mortal.running(kernel_id=name, command=["sh", "-c", SCRIPT], slots={"cuda.device": 1})
+        for name in ("k1", "k2")
+    ]
+    pids = [mortal.main_pid(kernel, engine) for kernel in (one, two)]
+    await asyncio.to_thread(engine.stop, signal.SIGKILL)
+    await reaches(mortal, "unavailable")
+    refused = await mortal.create(kernel_id="k3")
+    assert (refused.status, refused.json["code"]) == (503, "RuntimeUnavailable")
+    assert [k["state"] for k in await mortal.get("/v1/kernels")] == ["running", "running"]
+    assert await mortal.free("cuda.device") == "0"
+    os.kill(pids[0], signal.SIGUSR1)
+    await asyncio.to_thread(engine.start)
+    await reaches(mortal, "available")
+    ended = await mortal.until("k1", "terminated")
+    assert ended["oom_killed"] is False
+    if engine.live_restore:
+        assert ended["exit_code"] == 7
+        other = await mortal.get("/v1/kernels/k2")
+        assert (other["state"], mortal.main_pid(other, engine)) == ("running", pids[1])
+        assert await mortal.free("cuda.device") == "1"
+    else:
+        await mortal.until("k2", "terminated")
+        assert await mortal.free("cuda.device") == "2"
+    assert (await mortal.create(kernel_id="k3", slots={"cuda.device": 1})).status == 201
+
+
+async def test_an_engine_and_agentd_that_die_together_lose_nothing(mortal: Daemon) -> None:
+    engine = mortal.test_engine
+    kernel = await mortal.running(
+        kernel_id="k1", command=["sh", "-c", SCRIPT], slots={"cuda.device": 1}
+    )
+    pid = mortal.main_pid(kernel, engine)
+    await asyncio.to_thread(engine.stop, signal.SIGKILL)
+    await mortal.stop(signal.SIGKILL)
+    await mortal.start()
+    assert (await mortal.get("/v1/node"))["runtime"]["state"] == "unavailable"
+    assert (await mortal.create(slots={"cuda.device": 2})).status == 503
+    await asyncio.to_thread(engine.start)
+    await reaches(mortal, "available")
+    after = await mortal.get("/v1/kernels/k1")
+    assert after["container_id"] == kernel["container_id"]
+    if engine.live_restore:
+        assert (after["state"], mortal.main_pid(after, engine)) == ("running", pid)
+        assert await mortal.free("cuda.device") == "1"
+    else:
+        await mortal.until("k1", "terminated")
