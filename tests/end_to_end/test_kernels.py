@@ -305,3 +305,27 @@ async def test_paused_and_started_again_by_hand_is_described_truthfully(dockered
     again = await dockered.until("k1", "running")
     assert again["exit_code"] is None
     assert await dockered.free("cuda.device") == "1"
+
+
+async def test_limits_of_setrlimit_are_held_on_either_runtime(daemon: Daemon) -> None:
+    await daemon.start()
+    script = "ulimit -n; ulimit -Hn; ulimit -c"
+    ulimits = {"nofile": {"soft": 100, "hard": 200}, "core": 0}
+    answer = await daemon.create(kernel_id="k1", command=["sh", "-c", script], ulimits=ulimits)
+    assert answer.status == 201, answer.content
+    await daemon.until("k1", "terminated")
+    log = await daemon.call("GET", "/v1/kernels/k1/logs")
+    assert log.content == b"100\n200\n0\n"
+
+
+async def test_what_needs_a_container_is_refused_by_the_process_runtime(plain: Daemon) -> None:
+    await plain.start()
+    answer = await plain.create(tmpfs=[{"target": "/a"}], shm_size="1m", pids_limit=5, network="n")
+    assert [error["where"] for error in answer.json["errors"]] == [
+        "network", "tmpfs", "shm_size", "pids_limit"
+    ]  # fmt: skip
+    for query in ("since=1", "timestamps=true", "stream=stderr"):
+        await plain.running(kernel_id="k1")
+        answer = await plain.call("GET", f"/v1/kernels/k1/logs?{query}")
+        assert (answer.status, answer.json["code"]) == (422, "InvalidRequest")
+        await plain.call("DELETE", "/v1/kernels/k1?timeout=0")
