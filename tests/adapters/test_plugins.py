@@ -324,6 +324,7 @@ async def test_no_more_descriptors_is_not_the_end_of_a_plugin(host, tmp_path, mo
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(plugin_process.socket, "socketpair", none_left)
+    monkeypatch.setattr(plugin_instance, "LONGEST_PAUSE_S", 0.1)
     file.write_text("crash")
     await until(made, "one", lambda: "Too many open files" in made.statuses()[0].reason)
     monkeypatch.undo()
@@ -369,6 +370,7 @@ async def test_a_process_that_cannot_be_killed_is_left_behind_and_never_a_third(
     host, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setattr(plugin_process, "KILL_PATIENCE_S", 0.2)
+    monkeypatch.setattr(plugin_instance, "FIRST_PAUSE_S", 0.1)
     table, file = scripted(tmp_path)
     made = host([table], Scripted="Scripted", two="Good", call_timeout_s=0.5)
     pids = []
