@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from agentd.core.allocation import Allocation, Ledger, Share
 from agentd.core.devices import DeviceId
-from agentd.core.kernel import Ending, Kernel, KernelState
+from agentd.core.kernel import Ending, Kernel, KernelState, Port
 from agentd.core.ledger import UNREADABLE_SLOT
 from agentd.core.reconcile import (
     Adopt,
@@ -125,7 +125,10 @@ def test_an_unknown_kernel_is_adopted_with_its_devices() -> None:
     ],
 )
 def test_a_known_kernel_follows_what_is_found(state, before, after) -> None:
-    actions = reconcile(known(before), [found(state)], NODE)
+    kernels = known(before)
+    if after is None and before is KernelState.TERMINATED:
+        kernels = {k: replace(v, ending=found(state).ending) for k, v in kernels.items()}
+    actions = reconcile(kernels, [found(state)], NODE)
     if after is None:
         assert actions == []
         return
@@ -210,3 +213,26 @@ def test_a_device_that_a_damaged_record_names_twice_is_charged_once_and_comes_ba
     other = RecordedShare(share._replace(slot="old.slot"), device.stable_id)
     (merged,) = located([twice[0], other], NODE)[0].shares
     assert merged.slot == UNREADABLE_SLOT
+
+
+def test_an_ending_that_was_not_known_is_learnt_and_a_list_s_entry_teaches_nothing() -> None:
+    ended = known(KernelState.TERMINATED)
+    (action,) = reconcile(ended, [found(FoundState.EXITED)], NODE)
+    assert isinstance(action, Adopt)
+    assert action.kernel.ending == found(FoundState.EXITED).ending
+    partial = replace(found(FoundState.EXITED), ending=Ending(), started_at=None, is_partial=True)
+    assert reconcile({"k1": action.kernel}, [partial], NODE) == []
+
+
+def test_a_restart_by_hand_is_seen_by_its_time() -> None:
+    again = replace(found(), started_at=99.0)
+    (action,) = reconcile(known(KernelState.RUNNING), [again], NODE)
+    assert isinstance(action, Adopt)
+    assert (action.kernel.state, action.kernel.started_at) == (KernelState.RUNNING, 99.0)
+
+
+def test_ports_of_a_record_without_them_are_the_runtime_s() -> None:
+    ports = (Port(80, 30000, "tcp", "127.0.0.1"),)
+    (action,) = reconcile({}, [replace(found(), ports=ports)], NODE)
+    assert isinstance(action, Adopt)
+    assert action.kernel.ports == ports

@@ -1,8 +1,10 @@
 """What a kernel may ask of a container, and what it gets whatever it asks."""
 
+import asyncio
 import json
 import os
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -43,7 +45,7 @@ async def test_defaults_are_safe_and_seen_from_inside(dockered: Daemon, engine: 
     assert host["RestartPolicy"]["Name"] == "no"
     assert host["PidsLimit"] == 4096
     assert host["LogConfig"] == {
-        "Type": "local", "Config": {"max-size": str(20 << 20), "max-file": "5"}
+        "Type": "local", "Config": {"max-size": str(20 << 20), "max-file": "5", "compress": "true"}
     }  # fmt: skip
 
 
@@ -300,6 +302,7 @@ async def test_labels_inherited_from_an_image_make_no_kernel(
     assert [k["kernel_id"] for k in await dockered.get("/v1/kernels")] == ["k2"]
     assert (await dockered.get("/v1/kernels/k2"))["container_id"] == second["container_id"]
     assert other in [container["Id"] for container in engine.containers()]
+    engine.call("DELETE", f"/containers/{other}?force=1", raw=True)
 
 
 async def test_two_nodes_share_an_engine_and_see_their_own_alone(
@@ -319,3 +322,92 @@ async def test_two_nodes_share_an_engine_and_see_their_own_alone(
         assert await other.get("/v1/kernels") == []
     finally:
         await other.close()
+
+
+async def test_a_link_that_is_exchanged_during_a_pull_is_not_followed(
+    proxied: tuple[Daemon, EngineProxy], engine: Engine, folder: Path
+) -> None:
+    """Two links to one file, so that the file is there whichever of them is exchanged."""
+    daemon, proxy = proxied
+    data = folder / "data"
+    data.mkdir()
+    (data / "f1").write_text("mine")
+    (data / "f2").hardlink_to(data / "f1")
+    (folder / "secret").write_text("secret")
+
+    def exchange(_: dict) -> None:
+        (data / "f2").unlink()
+        (data / "f2").symlink_to(folder / "secret")
+
+    await daemon.start(MOUNTABLE.format(folder=folder) + AGENTS)
+    for command in (["sleep", "100"], ["cat", "/b"]):
+        proxy.rule("POST .*/containers/create", proxy.change(exchange))
+        answer = await daemon.create(
+            command=command,
+            mounts=[
+                {"source": str(data / "f1"), "target": "/a"},
+                {"source": str(data / "f2"), "target": "/b"},
+            ],
+        )
+        assert (answer.status, answer.json["code"]) == (502, "RuntimeFailure"), command
+        assert engine.containers() == []
+        (data / "f2").unlink()
+        (data / "f2").hardlink_to(data / "f1")
+
+
+async def test_what_is_mounted_below_a_read_only_folder_cannot_be_written(
+    dockered: Daemon, folder: Path
+) -> None:
+    below = folder / "data" / "below"
+    below.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "none", below], check=True)
+    try:
+        await dockered.start(MOUNTABLE.format(folder=folder) + AGENTS)
+        mount = {"source": str(folder / "data"), "target": "/d"}
+        await printed(dockered, "touch /d/below/x; true", mounts=[mount])
+        assert not (below / "x").exists()
+    finally:
+        subprocess.run(["umount", below], check=True)
+
+
+async def test_a_restart_by_hand_is_told_with_its_own_times(
+    dockered: Daemon, engine: Engine
+) -> None:
+    await dockered.start()
+    kernel = await dockered.running(kernel_id="k1", command=["sleep", "1000"])
+    engine.call("POST", f"/containers/{kernel['container_id']}/restart?t=0")
+    async with asyncio.timeout(10):
+        while (await dockered.get("/v1/kernels/k1"))["started_at"] == kernel["started_at"]:
+            await asyncio.sleep(0.05)
+
+
+async def test_followers_of_a_quiet_log_leave_nothing_behind(dockered: Daemon) -> None:
+    await dockered.start()
+    await dockered.running(kernel_id="k1")
+    assert dockered.process is not None
+    descriptors = Path(f"/proc/{dockered.process.pid}/fd")
+    await dockered.call("GET", "/livez")
+    before = len([*descriptors.iterdir()])
+    for _ in range(5):
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.connect(str(dockered.folder / "agentd.sock"))
+            caller.sendall(b"GET /v1/kernels/k1/logs?follow=true HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert caller.recv(64).startswith(b"HTTP/1.1 200")
+    async with asyncio.timeout(20):
+        while len([*descriptors.iterdir()]) > before:
+            await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("body", "where"),
+    [
+        ({"ports": [{"container": 1}] * 257}, "ports"),
+        ({"tmpfs": [{"target": f"/{n}"} for n in range(257)]}, "tmpfs"),
+        ({"labels": {f"l{n}": "x" * 32000 for n in range(3)}}, "labels"),
+    ],
+)
+async def test_no_request_is_large_enough_to_hold_up_the_node(dockered, body, where) -> None:
+    await dockered.start()
+    answer = await dockered.create(**body)
+    assert (answer.status, answer.json["code"]) == (422, "InvalidRequest")
+    assert [error["where"] for error in answer.json["errors"]] == [where]

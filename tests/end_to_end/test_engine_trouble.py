@@ -247,3 +247,42 @@ async def test_an_engine_is_asked_for_no_more_than_is_needed(node, engine: Engin
     await asyncio.sleep(0.5)
     asked = [line.split("?")[0].rpartition("/")[2] for line in proxy.asked]
     assert asked == ["create", "start", "json"]
+
+
+async def test_a_start_by_hand_is_never_taken_for_our_own(node, engine: Engine) -> None:
+    """Creates whose events nobody hears must hide no later one."""
+    daemon, proxy = node
+    gate = asyncio.Event()
+    proxy.rule("GET .*/events", proxy.stall(gate, before=True))
+    await proxy.cut()
+    async with asyncio.timeout(20):
+        while (await daemon.get("/v1/node"))["runtime"]["state"] != "unavailable":
+            await asyncio.sleep(0.05)
+    assert (await daemon.create(**ASK)).status == 503  # nobody would hear of it
+    gate.set()
+    await available(daemon)
+    kernel = await daemon.running(**ASK)
+    for _ in range(2):
+        engine.call("POST", f"/containers/{kernel['container_id']}/kill")
+        await daemon.until("k1", "terminated")
+        engine.call("POST", f"/containers/{kernel['container_id']}/start")
+        await daemon.until("k1", "running")
+    assert await daemon.free("cuda.device") == "0"
+
+
+async def test_one_inspect_that_hangs_holds_up_no_other_kernel(node, engine: Engine) -> None:
+    daemon, proxy = node
+    stuck = await daemon.running(kernel_id="stuck")
+    other = await daemon.running(**ASK)
+    gate = asyncio.Event()
+    pattern = f"GET .*/containers/{stuck['container_id']}/json"
+    proxy.rule(pattern, proxy.stall(gate, before=True), always=True)
+    for kernel in (stuck, other):
+        engine.call("POST", f"/containers/{kernel['container_id']}/kill")
+    await daemon.until("k1", "terminated")
+    await available(daemon)
+    assert await daemon.free("cuda.device") == "1"
+    gate.set()
+    async with asyncio.timeout(40):
+        while (await daemon.get("/v1/kernels/stuck"))["exit_code"] != 137:
+            await asyncio.sleep(0.1)

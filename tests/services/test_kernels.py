@@ -62,6 +62,7 @@ class Rig:
             lambda: self.now,
         )
         self.adoption = Adoption(self.service)
+        self.adoption.listening.add("fake")
 
     def spec(self, kernel_id: str = "k1", agent: str = "a", *command: str, **slots) -> KernelSpec:
         amounts = {name.replace("_", "."): amount for name, amount in slots.items()}
@@ -595,3 +596,37 @@ async def test_64_creates_at_once_share_out_every_device_once(rig: Rig) -> None:
     answers = await asyncio.gather(*creates, return_exceptions=True)
     assert sum(isinstance(answer, Kernel) for answer in answers) == 2
     assert sum(isinstance(answer, InsufficientResource) for answer in answers) == 62
+
+
+async def test_a_retry_of_what_is_not_known_yet_is_told_so(rig: Rig) -> None:
+    rig.runtime.fail_create = OutcomeUnknown("lost")
+    spec = rig.spec(cuda_device=1)
+    with pytest.raises(OutcomeUnknown):
+        await rig.service.create(spec)
+    with pytest.raises(RuntimeUnavailable, match="not known yet"):
+        await rig.service.create(spec)
+    rig.now += GRACE_S
+    await rig.adoption.relist(rig.runtime)
+    assert rig.states == {}
+
+
+async def test_who_did_not_wait_sees_what_became_of_a_lost_create(rig: Rig) -> None:
+    rig.runtime.fail_create = OutcomeUnknown("lost")
+    await rig.service.create(rig.spec(cuda_device=1), wait=False)
+    await settled(rig, "k1", "creating")
+    while "k1" not in rig.service.unknown_until:
+        await asyncio.sleep(0)
+    rig.now += GRACE_S
+    await rig.adoption.relist(rig.runtime)
+    assert rig.states == {"k1": "failed"}
+    assert rig.free_gpus == 2
+
+
+async def test_a_runtime_that_nobody_follows_is_not_made_available_by_a_list(rig: Rig) -> None:
+    rig.adoption.listening.clear()
+    rig.adoption.unavailable("fake", "its events ended")
+    await rig.adoption.retry()
+    assert rig.adoption.statuses["fake"].state == "unavailable"
+    rig.adoption.listening.add("fake")
+    await rig.adoption.retry()
+    assert rig.adoption.statuses["fake"].state == "available"

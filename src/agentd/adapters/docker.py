@@ -47,8 +47,8 @@ from agentd.adapters.docker_config import (
 from agentd.adapters.docker_engine import EngineFacts, engine_facts
 from agentd.adapters.docker_images import Images
 from agentd.adapters.docker_inspect import found_kernel, inspected, labels_of, verify
-from agentd.adapters.docker_mounts import refuse_missing, resolved
-from agentd.adapters.docker_streams import events, printed
+from agentd.adapters.docker_mounts import Source, refuse_missing, resolved
+from agentd.adapters.docker_streams import CONNECTED, OwnEvents, events, printed
 from agentd.core.container import PullPolicy
 from agentd.core.kernel import KernelSpec, KernelState
 from agentd.core.plan import KernelPlan, kernel_name
@@ -58,7 +58,30 @@ from agentd.plugin_api import Features
 from agentd.services.interfaces import LogQuery, Progress
 
 INSPECTS_AT_ONCE = 16
+ASK_TIMEOUT_S = 5.0
+"""How long an engine may take to say what is; to do something it takes as long as it takes."""
 _T = TypeVar("_T")
+
+
+class _Attempt:
+    """One create on its way: its mounts are looked up right before each time it is asked for."""
+
+    def __init__(self, plan: KernelPlan, engine: EngineFacts, rules: DockerRules) -> None:
+        self.plan = plan
+        self.platform = plan.spec.container.platform or engine.platform
+        self.sources: list[Source] = []
+        self.config: dict[str, Any] = {}
+        self._engine = engine
+        self._rules = rules
+
+    def look(self) -> None:
+        """Make the engine's request from how things are now.
+
+        Raises:
+            InvalidRequest: a mount leads elsewhere than it may.
+        """
+        self.sources = resolved(self.plan.spec.mounts, self._rules.allowed_mounts)
+        self.config = container_config(self.plan, self._rules, self.sources, self._engine)
 
 
 class DockerRuntime:
@@ -75,8 +98,7 @@ class DockerRuntime:
         self._docker = Docker("unix://localhost", connector=self._connector)
         self._images = Images(self._docker, rules.registry_auth)
         self._facts: EngineFacts | None = None
-        self._own: set[tuple[str, str]] = set()
-        """Events that our own creates will cause, and that tell nothing new."""
+        self._own = OwnEvents()
 
     async def close(self) -> None:
         await self._docker.close()
@@ -89,8 +111,9 @@ class DockerRuntime:
         """Return what this engine can do; asked once for each connection to its events."""
         if self._facts is None:
             with listing():
-                info = await self._docker.system.info()
-                version = await self._docker.version()
+                async with asyncio.timeout(ASK_TIMEOUT_S):
+                    info = await self._docker.system.info()
+                    version = await self._docker.version()
             self._facts = engine_facts(info, version)
         return self._facts
 
@@ -112,36 +135,32 @@ class DockerRuntime:
         engine = await self._engine()
         engine.refuse_what_it_cannot(plan.edits)
         refuse_missing(plan.edits)
-        sources = resolved(plan.spec.mounts, self._rules.allowed_mounts)
-        config = container_config(plan, self._rules, sources)
-        own = {("create", plan.name), ("start", plan.name)}
-        self._own |= own
+        attempt = _Attempt(plan, engine, self._rules)
+        self._own.expect(plan.name)
         try:
-            container = await self._create(plan, config, progress, engine.platform)
+            container = await self._create(attempt, progress)
         except BaseException as error:
-            self._own -= own
+            self._own.forget(plan.name)
             if is_lost_answer(error):
                 raise unknown(plan, error) from error
             raise translated(error, plan) from error
         try:
             await _to_the_end(container.start())
             shown = inspected(await answered(container.show()))
-            verify(shown, config["HostConfig"], plan.edits.device_nodes, sources)
+            verify(shown, attempt.config["HostConfig"], plan, attempt.sources)
         except BaseException as error:
-            self._own -= own
+            self._own.forget(plan.name)
             await self._undo(container, plan, error)
             raise translated(error, plan) from error
         return found_kernel(shown)
 
-    async def _create(
-        self, plan: KernelPlan, config: dict[str, Any], progress: Progress, native: str
-    ) -> DockerContainer:
+    async def _create(self, attempt: _Attempt, progress: Progress) -> DockerContainer:
+        plan = attempt.plan
         options, image = plan.spec.container, plan.spec.image or ""
-        platform = options.platform or native
         if options.pull_policy is not PullPolicy.ALWAYS:
             progress(KernelState.CREATING)
             try:
-                return await self._made(plan, config, platform)
+                return await self._made(attempt)
             except DockerError as error:
                 if not is_no_image(error):
                     raise
@@ -149,19 +168,22 @@ class DockerRuntime:
                     why = f"{error.message}, and pull_policy is never"
                     raise ImageNotFound(f"image {image}: {why}") from error
         progress(KernelState.PULLING)
-        await self._images.pull(image, platform, lambda pull: progress(KernelState.PULLING, pull))
+        await self._images.pull(
+            image, attempt.platform, lambda pull: progress(KernelState.PULLING, pull)
+        )
         progress(KernelState.CREATING)
         try:
-            return await self._made(plan, config, platform)
+            return await self._made(attempt)
         except DockerError as error:
             if not is_no_image(error):
                 raise
             raise ImageNotFound(f"image {image}: {error.message}") from error
 
-    async def _made(
-        self, plan: KernelPlan, config: dict[str, Any], platform: str
-    ) -> DockerContainer:
-        making = asyncio.ensure_future(self._asked(plan.name, config, platform))
+    async def _made(self, attempt: _Attempt) -> DockerContainer:
+        attempt.look()
+        plan = attempt.plan
+        asking = self._asked(plan.name, attempt.config, attempt.platform)
+        making = asyncio.ensure_future(asking)
         try:
             return await asyncio.shield(making)
         except asyncio.CancelledError as error:
@@ -245,7 +267,11 @@ class DockerRuntime:
     async def _shown(self, summary: DockerContainer) -> Mapping[str, Any] | None:
         """Inspect one container of a list; what the list said of it if that fails alone."""
         try:
-            return inspected(await answered(self._docker.containers.container(summary.id).show()))
+            async with asyncio.timeout(ASK_TIMEOUT_S):
+                asking = self._docker.containers.container(summary.id).show()
+                return inspected(await answered(asking))
+        except (TimeoutError, NoAnswer):
+            pass
         except DockerError as error:
             if error.status == NOT_FOUND:
                 return None
@@ -277,18 +303,21 @@ class DockerRuntime:
 
     async def _inspected(self, container: str) -> Mapping[str, Any] | None:
         with listing(), absent_is_fine():
-            return inspected(await answered(self._docker.containers.container(container).show()))
+            async with asyncio.timeout(ASK_TIMEOUT_S):
+                asking = self._docker.containers.container(container).show()
+                return inspected(await answered(asking))
         return None
 
     async def follow(self) -> AsyncIterator[str]:
         self._facts = None  # an engine that was restarted may be another one
-        self._own.clear()
-        async for event in events(self._docker, self._node_id):
-            own = (event.action, event.container)
-            if own in self._own:
-                self._own.discard(own)
-            else:
-                yield event.kernel_id
+        try:
+            async for event in events(self._docker, self._node_id):
+                if event is CONNECTED:
+                    self._own.listen()
+                if not self._own.is_own(event):
+                    yield event.kernel_id
+        finally:
+            self._own.stop_listening()
 
     async def logs(self, kernel_id: str, handle: str, query: LogQuery) -> AsyncIterator[bytes]:
         async for chunk in printed(self._docker, handle, query):

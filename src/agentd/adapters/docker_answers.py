@@ -20,6 +20,9 @@ from agentd.errors import (
     RuntimeUnavailable,
 )
 
+_PASSES = ("port is already allocated", "address already in use")
+"""What somebody else on the node did first; asked again, another port is chosen."""
+
 _T = TypeVar("_T")
 CONNECTION_FAILED = 900
 """The status that aiodocker gives to a request without an answer."""
@@ -74,6 +77,8 @@ def translated(  # noqa: PLR0911 - one line for each meaning
         if error.status == CONNECTION_FAILED:
             return RuntimeUnavailable(error.message)
         message = error.message
+        if any(why in message for why in _PASSES):
+            return RuntimeUnavailable(message)
         if plan is not None and _is_no_command(message):
             command = plan.spec.command[0] if plan.spec.command else "the image's command"
             return CommandNotFound(f"command {command!r}: {message.rpartition('exec: ')[2]}")

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentd.adapters.docker_engine import EngineFacts
 from agentd.adapters.docker_mounts import Source
+from agentd.core.edits import Mount
 from agentd.core.kernel import KernelSpec, Port
 from agentd.core.plan import LABEL_PREFIX, KernelPlan
 from agentd.core.record import SCHEMA
@@ -65,7 +67,7 @@ class DockerRules:
 
 
 def container_config(
-    plan: KernelPlan, rules: DockerRules, sources: Sequence[Source]
+    plan: KernelPlan, rules: DockerRules, sources: Sequence[Source], engine: EngineFacts
 ) -> dict[str, Any]:
     """Return the body of the engine's create call; `sources` are those of the spec's mounts."""
     spec = plan.spec
@@ -87,7 +89,8 @@ def container_config(
             **_devices(plan),
             "NetworkMode": rules.network_of(spec),
             "IpcMode": "private",
-            "Mounts": _mounts(plan, sources),
+            "CgroupnsMode": "private",
+            "Mounts": _mounts(plan, sources, engine),
             "PortBindings": _bindings(plan.ports),
             "CapDrop": ["ALL"],
             "CapAdd": list(rules.capabilities),
@@ -98,6 +101,7 @@ def container_config(
                 "Config": {
                     "max-size": str(rules.log_max_size),
                     "max-file": str(rules.log_max_files),
+                    "compress": str(rules.log_max_files > 1).lower(),
                 },
             },
         },
@@ -154,11 +158,15 @@ def _devices(plan: KernelPlan) -> dict[str, Any]:
     }
 
 
-def _mounts(plan: KernelPlan, sources: Sequence[Source]) -> list[dict[str, Any]]:
-    wanted = zip(plan.spec.mounts, sources, strict=True)
+def _mounts(
+    plan: KernelPlan, sources: Sequence[Source], engine: EngineFacts
+) -> list[dict[str, Any]]:
+    wanted = [
+        *zip((source.path for source in sources), plan.spec.mounts, strict=True),
+        *((mount.source, mount) for mount in plan.edits.mounts),
+    ]
     return [
-        *(_bind(source.path, mount.target, mount.read_only) for mount, source in wanted),
-        *(_bind(mount.source, mount.target, mount.read_only) for mount in plan.edits.mounts),
+        *(_bind(source, mount, engine) for source, mount in wanted),
         *(
             {
                 "Type": "tmpfs",
@@ -170,8 +178,18 @@ def _mounts(plan: KernelPlan, sources: Sequence[Source]) -> list[dict[str, Any]]
     ]
 
 
-def _bind(source: str, target: str, read_only: bool) -> dict[str, Any]:  # noqa: FBT001 - a member of the value
-    return {"Type": "bind", "Source": source, "Target": target, "ReadOnly": read_only}
+def _bind(source: str, mount: Mount, engine: EngineFacts) -> dict[str, Any]:
+    """Return a bind mount; what else is mounted below a read-only one is read-only, or left out."""
+    bound: dict[str, Any] = {
+        "Type": "bind",
+        "Source": source,
+        "Target": mount.target,
+        "ReadOnly": mount.read_only,
+    }
+    if mount.read_only:
+        member = "ReadOnlyForceRecursive" if engine.reads_recursively else "NonRecursive"
+        bound["BindOptions"] = {member: True}
+    return bound
 
 
 def _bindings(ports: Sequence[Port]) -> dict[str, list[dict[str, str]]]:

@@ -11,7 +11,7 @@ from agentd.errors import RuntimeFailure
 from agentd.plugin_api import Features
 
 _LIMITS = {"MemoryLimit": "mem", "CPUSet": "cpu", "PidsLimit": "pids_limit"}
-_DEVICE_REQUESTS_SINCE = (1, 40)
+_DEVICE_REQUESTS_SINCE, _READ_ONLY_BELOW_SINCE = (1, 40), (1, 44)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,8 @@ class EngineFacts:
     features: Features
     platform: str
     unenforced: frozenset[str]
+    reads_recursively: bool = False
+    """Whether a read-only mount can be made to hold for what is mounted below it, too."""
 
     def refuse_what_it_cannot(self, edits: ContainerEdits) -> None:
         """Refuse, before anything is created, ways to devices that this engine does not know.
@@ -51,4 +53,4 @@ def engine_facts(info: Mapping[str, Any], version: Mapping[str, Any]) -> EngineF
     )
     platform = f"{version.get('Os', 'linux')}/{version.get('Arch', '')}".rstrip("/")
     missing = {slot for member, slot in _LIMITS.items() if info.get(member) is False}
-    return EngineFacts(features, platform, frozenset(missing))
+    return EngineFacts(features, platform, frozenset(missing), api >= _READ_ONLY_BELOW_SINCE)

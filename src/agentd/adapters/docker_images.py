@@ -24,11 +24,12 @@ from aiodocker import Docker, DockerError
 
 from agentd.adapters.docker_answers import CONNECTION_FAILED
 from agentd.core.kernel import Pull
-from agentd.errors import ImageNotFound, RuntimeUnavailable
+from agentd.errors import ImageNotFound, RuntimeFailure, RuntimeUnavailable
 
 log = structlog.get_logger()
 
 DOCKER_HUB = "https://index.docker.io/v1/"
+_HUB_NAMES = ("docker.io", "index.docker.io", "registry-1.docker.io")
 _DONE = ("Download complete", "Pull complete", "Already exists")
 _COMPLETE = "Status: "
 """How a line begins that a pull has which was not cut short."""
@@ -64,6 +65,7 @@ class Images:
             ImageNotFound: it is not to be had.
             RuntimeUnavailable: the engine did not answer.
         """
+        image = _tagged(image)
         key = (image, platform)
         shared = self._pulls.get(key)
         if shared is None:
@@ -105,8 +107,7 @@ class Images:
 
     async def _lines(self, image: str, platform: str | None) -> AsyncIterator[dict[str, Any]]:
         """Ask for a pull, and yield what the engine says of it; hangs up when it is given up."""
-        is_tagged = bool({":", "@"} & set(image.rpartition("/")[2]))
-        params = {"fromImage": image if is_tagged else f"{image}:latest"}
+        params = {"fromImage": image}
         if platform:
             params["platform"] = platform
         credentials = self._credentials(image)
@@ -137,7 +138,7 @@ class Images:
         """Return what the operator's file says of an image's registry.
 
         Raises:
-            ImageNotFound: the file cannot be read; a pull without it could fetch another image.
+            RuntimeFailure: the file cannot be read; a pull without it could fetch another image.
         """
         if self._registry_auth is None:
             return None
@@ -148,7 +149,7 @@ class Images:
             entry = next((_login(auths[name]) for name in names if name in auths), None)
         except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
             why = f"runtime.docker.registry-auth {self._registry_auth} cannot be read: {error}"
-            raise ImageNotFound(f"image {image}: {why}") from None
+            raise RuntimeFailure(f"image {image}: {why}") from None
         if entry is None:
             return None
         return {**entry, "serveraddress": registry}
@@ -158,7 +159,14 @@ def _header(credentials: Mapping[str, str]) -> str:
     return urlsafe_b64encode(json.dumps(credentials).encode()).decode()
 
 
-def _login(entry: Mapping[str, str]) -> dict[str, str]:
+def _tagged(image: str) -> str:
+    return image if {":", "@"} & set(image.rpartition("/")[2]) else f"{image}:latest"
+
+
+def _login(entry: Mapping[str, str]) -> dict[str, str] | None:
+    """Return what an entry says; None if its credentials are kept by a helper, or nowhere."""
+    if not entry:
+        return None
     if "identitytoken" in entry:
         return {"identitytoken": entry["identitytoken"]}
     if "auth" not in entry:
@@ -170,6 +178,8 @@ def _login(entry: Mapping[str, str]) -> dict[str, str]:
 def registry_of(image: str) -> str:
     """Return the registry that an image's name means: its first part if that is a host."""
     first, found, _ = image.partition("/")
+    if first in _HUB_NAMES:
+        return DOCKER_HUB
     is_host = bool(found) and (bool({".", ":"} & set(first)) or first == "localhost")
     return first if is_host else DOCKER_HUB
 

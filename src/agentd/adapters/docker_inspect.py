@@ -15,9 +15,10 @@ from agentd.adapters.docker_config import (
     KERNEL_LABEL,
     RECORD_LABEL,
 )
-from agentd.adapters.docker_mounts import Source, verify_mounts
+from agentd.adapters.docker_mounts import Source, refuse_exchanged, verify_mounts
 from agentd.core.edits import DeviceNode
 from agentd.core.kernel import Ending, Port
+from agentd.core.plan import KernelPlan
 from agentd.core.reconcile import FoundKernel, FoundState
 from agentd.errors import RuntimeFailure
 
@@ -72,6 +73,7 @@ def found_kernel(shown: Mapping[str, Any]) -> FoundKernel:
         cores=tuple(cores.split(",")) if cores else None,
         memory_bytes=limits.get("Memory") or None,
         ports=tuple(_ports(limits.get("PortBindings") or {})),
+        is_partial="HostConfig" not in shown,
     )
 
 
@@ -95,10 +97,12 @@ def _seconds(text: str | None) -> float | None:
 def verify(
     shown: Mapping[str, Any],
     asked: Mapping[str, Any],
-    nodes: Sequence[DeviceNode],
+    plan: KernelPlan,
     sources: Sequence[Source],
 ) -> None:
     """See that a started container has what it was to have; `asked` is the create's HostConfig.
+
+    Of a command that has ended already only what the engine says can be seen.
 
     Raises:
         RuntimeFailure: the engine dropped or changed something.
@@ -109,16 +113,25 @@ def verify(
         if _request(request) not in requests:
             ids = ", ".join(request["DeviceIDs"])
             raise RuntimeFailure(f"the engine started it without {request['Driver']} {ids}")
+    nodes = [_node(item) for item in has.get("Devices") or ()]
+    for node in asked["Devices"]:
+        if _node(node) not in nodes:
+            raise RuntimeFailure(f"the engine started it without {node['PathInContainer']}")
     for limit in ("CpusetCpus", "Memory"):
         if (has.get(limit) or 0) != (asked[limit] or 0):
             why = f"{limit} is {has.get(limit)!r}, not {asked[limit]!r}"
             raise RuntimeFailure(f"the engine started it with another limit: {why}")
     if pid := shown["State"].get("Pid"):
         with suppress(PermissionError, ProcessLookupError, FileNotFoundError):
-            verify_mounts(pid, sources)
-        for node in nodes:
+            verify_mounts(pid, plan.spec.mounts, sources)
+        for device_node in plan.edits.device_nodes:
             with suppress(PermissionError, ProcessLookupError):
-                _verify_node(pid, node)
+                _verify_node(pid, device_node)
+    refuse_exchanged(plan.spec.mounts, sources)
+
+
+def _node(node: Mapping[str, Any]) -> tuple[str, str]:
+    return node.get("PathOnHost") or "", node.get("PathInContainer") or ""
 
 
 def _request(request: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:

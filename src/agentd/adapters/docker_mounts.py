@@ -1,15 +1,19 @@
 """Host folders in containers: only what the operator allows, and only what was looked at.
 
-A path can change between the look at it and the engine's mount. So the file that a path
-leads to is known by device and inode (stat(2)), and looked for among the mounts of the
-started container; one that is not there was exchanged meanwhile.
+A path can change between the look at it and the engine's mount, as somebody who may write
+there can. So the file that a path leads to is known by device and inode (stat(2)); it is looked
+up right before the engine is asked, looked for at its place in the started container, and its
+path is followed once more: a kernel whose mount was exchanged is removed. What such a
+kernel did in the moments before cannot be undone; the operator allows folders in which nobody
+who is not trusted may replace what is there.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,21 +87,49 @@ def _opened(path: str) -> Source:
         os.close(descriptor)
 
 
-def verify_mounts(pid: int, sources: Collection[Source]) -> None:
-    """See that a container has mounted the very files that were looked at.
+def refuse_exchanged(mounts: Sequence[Mount], sources: Sequence[Source]) -> None:
+    """See that every path still leads to the file that it led to.
+
+    Raises:
+        RuntimeFailure: one was exchanged meanwhile.
+    """
+    for mount, source in zip(mounts, sources, strict=True):
+        try:
+            now = _opened(mount.source)
+        except OSError:
+            now = None
+        if now != source:
+            raise _exchanged(mount)
+
+
+def verify_mounts(pid: int, mounts: Sequence[Mount], sources: Sequence[Source]) -> None:
+    """See that a container has mounted the very files that were looked at, each at its target.
+
+    A target that is reached by a link of the image has another name there; then as many
+    mounts of the file must be there as were asked for.
 
     Raises:
         RuntimeFailure: one was exchanged before the engine mounted it.
         PermissionError, FileNotFoundError: it cannot be told, or the container has ended.
     """
-    mounted = set(_mounted(pid)) if sources else set()
-    for source in sources:
-        if (source.device, source.inode) not in mounted:
-            raise RuntimeFailure(f"{source.path} was exchanged while the kernel was created")
+    if not mounts:
+        return
+    mounted = list(_mounted(pid))
+    at = dict(mounted)
+    counts = Counter(identity for _, identity in mounted)
+    for mount, source in zip(mounts, sources, strict=True):
+        identity = (source.device, source.inode)
+        counts[identity] -= 1
+        if counts[identity] < 0 or at.get(os.path.normpath(mount.target), identity) != identity:
+            raise _exchanged(mount)
 
 
-def _mounted(pid: int) -> Iterator[tuple[int, int]]:
-    """Yield device and inode of every mount point that a process sees (proc_pid_mountinfo(5))."""
+def _exchanged(mount: Mount) -> RuntimeFailure:
+    return RuntimeFailure(f"{mount.source} was exchanged while the kernel was created")
+
+
+def _mounted(pid: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield each mount point that a process sees, with device and inode (proc_pid_mountinfo(5))."""
     for line in Path(f"/proc/{pid}/mountinfo").read_bytes().splitlines():
         escaped = line.split(b" ")[4].decode("ascii", "surrogateescape")
         point = _OCTAL.sub(lambda m: chr(int(m[1], 8)), escaped)
@@ -105,4 +137,4 @@ def _mounted(pid: int) -> Iterator[tuple[int, int]]:
             found = Path(f"/proc/{pid}/root{point}").lstat()
         except (PermissionError, FileNotFoundError):
             continue
-        yield found.st_dev, found.st_ino
+        yield point, (found.st_dev, found.st_ino)

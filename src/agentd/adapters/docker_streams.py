@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ from agentd.adapters.docker_answers import translating
 from agentd.adapters.docker_config import KERNEL_LABEL, NODE_LABEL
 from agentd.services.interfaces import LogQuery, LogStream
 
+_EXPECTED_S = 600.0
+_LONGEST_LINE = 8 << 20
 _ACTIONS = {"create", "start", "die", "oom", "pause", "unpause", "destroy", "rename"}
 
 
@@ -30,6 +33,43 @@ class ContainerEvent(NamedTuple):
 
 
 CONNECTED = ContainerEvent("", "", "")
+
+
+class OwnEvents:
+    """Events that our own creates cause, and that tell nothing new.
+
+    Each is expected once, for a while, and only by one who listens: an event that was
+    expected and never came must not hide a later one of the same name.
+    """
+
+    def __init__(self) -> None:
+        self._until: dict[tuple[str, str], float] = {}
+        self._is_listening = False
+
+    def listen(self) -> None:
+        self._until.clear()
+        self._is_listening = True
+
+    def stop_listening(self) -> None:
+        self._is_listening = False
+        self._until.clear()
+
+    def expect(self, container: str) -> None:
+        """Expect a container's create and start."""
+        if self._is_listening:
+            until = time.monotonic() + _EXPECTED_S
+            self._until |= {("create", container): until, ("start", container): until}
+
+    def forget(self, container: str) -> None:
+        """Expect nothing of a container any more."""
+        for action in ("create", "start"):
+            self._until.pop((action, container), None)
+
+    def is_own(self, event: ContainerEvent) -> bool:
+        """Tell whether an event was expected; it is not expected again."""
+        if event.action in ("die", "destroy"):
+            self.forget(event.container)
+        return self._until.pop((event.action, event.container), 0.0) > time.monotonic()
 
 
 async def events(docker: Docker, node_id: str) -> AsyncIterator[ContainerEvent]:
@@ -46,11 +86,22 @@ async def events(docker: Docker, node_id: str) -> AsyncIterator[ContainerEvent]:
         ) as response:
             try:
                 yield CONNECTED
-                async for line in response.content:
+                async for line in _lines(response.content):
                     if event := _event(line):
                         yield event
             finally:
                 response.close()
+
+
+async def _lines(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Yield lines; an event carries all labels, and a whole command line, so they may be long."""
+    rest = b""
+    async for chunk in stream.iter_any():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line
+        if len(rest) > _LONGEST_LINE:
+            raise aiohttp.ClientPayloadError("the engine's event does not end")
 
 
 def _event(line: bytes) -> ContainerEvent | None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
-import re
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
-from agentd.config.section import Section, SizeBytes
+from agentd.config.section import Section, SizeBytes, no_flag
 from agentd.core.ports import PortRange
 
 CAPABILITIES = (
@@ -19,7 +18,50 @@ CAPABILITIES = (
 """The engine's default less what a job does not need: raw sockets, device nodes, the audit
 log, and capabilities of files and of others."""
 
-_CAPABILITY = re.compile(r"[A-Z][A-Z_]+")
+_ALL_CAPABILITIES = [
+    "AUDIT_CONTROL",
+    "AUDIT_READ",
+    "AUDIT_WRITE",
+    "BLOCK_SUSPEND",
+    "BPF",
+    "CHECKPOINT_RESTORE",
+    "CHOWN",
+    "DAC_OVERRIDE",
+    "DAC_READ_SEARCH",
+    "FOWNER",
+    "FSETID",
+    "IPC_LOCK",
+    "IPC_OWNER",
+    "KILL",
+    "LEASE",
+    "LINUX_IMMUTABLE",
+    "MAC_ADMIN",
+    "MAC_OVERRIDE",
+    "MKNOD",
+    "NET_ADMIN",
+    "NET_BIND_SERVICE",
+    "NET_BROADCAST",
+    "NET_RAW",
+    "PERFMON",
+    "SETFCAP",
+    "SETGID",
+    "SETPCAP",
+    "SETUID",
+    "SYSLOG",
+    "SYS_ADMIN",
+    "SYS_BOOT",
+    "SYS_CHROOT",
+    "SYS_MODULE",
+    "SYS_NICE",
+    "SYS_PACCT",
+    "SYS_PTRACE",
+    "SYS_RAWIO",
+    "SYS_RESOURCE",
+    "SYS_TIME",
+    "SYS_TTY_CONFIG",
+    "WAKE_ALARM",
+]
+"""Source: capabilities(7)."""
 
 
 class DockerSettings(Section):
@@ -33,7 +75,7 @@ class DockerSettings(Section):
     allowed_mounts: tuple[Path, ...] = Field(
         default=(), description="Host folders that a request may mount from."
     )
-    allowed_networks: tuple[str, ...] = Field(
+    allowed_networks: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         default=(), description="Networks besides the default one that a request may name."
     )
     publish_address: str = Field(
@@ -45,13 +87,13 @@ class DockerSettings(Section):
     capabilities: tuple[str, ...] = Field(
         default=CAPABILITIES, description="What root in a kernel may do; all others are dropped."
     )
-    pids_limit: Annotated[int, Field(ge=1, le=2**22)] = Field(
+    pids_limit: Annotated[int, BeforeValidator(no_flag), Field(ge=1, le=2**22)] = Field(
         default=4096, description="Most processes of a kernel; a request may ask for fewer."
     )
-    log_max_size: SizeBytes = Field(
+    log_max_size: Annotated[SizeBytes, Field(ge=4096)] = Field(
         default=20 * 2**20, description="Size at which the engine begins a new file of a log."
     )
-    log_max_files: Annotated[int, Field(ge=1, le=1000)] = Field(
+    log_max_files: Annotated[int, BeforeValidator(no_flag), Field(ge=1, le=1000)] = Field(
         default=5, description="Files that are kept of each kernel's log."
     )
     registry_auth: Path | None = Field(
@@ -66,7 +108,9 @@ class DockerSettings(Section):
     @classmethod
     def _an_address(cls, value: str) -> str:
         try:
-            return str(ipaddress.ip_address(value))
+            if "%" not in value:
+                return str(ipaddress.ip_address(value))
+            raise ValueError
         except ValueError:
             raise ValueError(f"{value!r} is no address; allowed: 127.0.0.1, 0.0.0.0, ::") from None
 
@@ -81,8 +125,10 @@ class DockerSettings(Section):
     @field_validator("capabilities")
     @classmethod
     def _names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if wrong := [name for name in value if not _CAPABILITY.fullmatch(name)]:
-            raise ValueError(f'{", ".join(wrong)} is no capability; allowed: "CHOWN" and the like')
+        if wrong := [name for name in value if name not in _ALL_CAPABILITIES]:
+            raise ValueError(
+                f"{', '.join(wrong)} is no capability; allowed: {', '.join(_ALL_CAPABILITIES)}"
+            )
         return value
 
     @property

@@ -28,6 +28,13 @@ def size(raw: object) -> int:
         ) from None
 
 
+def no_flag(value: object) -> object:
+    """Let a number through, and not true or false, which Python counts as numbers."""
+    if isinstance(value, bool):
+        raise ValueError(f"{str(value).lower()} is no number")  # noqa: TRY004 - pydantic's way
+    return value
+
+
 SizeBytes = Annotated[int, BeforeValidator(size)]
 
 

@@ -37,7 +37,8 @@ class FoundKernel:
     """A kernel of this node as a runtime found it.
 
     `cores`, `memory_bytes` and `ports` are what the runtime holds it to, where it can tell;
-    they matter only if `record` cannot be read.
+    they matter only if `record` cannot be read. One that `is_partial` was only listed, and
+    its times and ending are not known.
     """
 
     kernel_id: str
@@ -52,6 +53,7 @@ class FoundKernel:
     cores: tuple[str, ...] | None = None
     memory_bytes: int | None = None
     ports: tuple[Port, ...] = ()
+    is_partial: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +122,12 @@ def _difference(before: Kernel | None, item: FoundKernel, inventory: Inventory) 
     state = _STATES[item.state]
     if before is None or before.state in STARTING or before.handle != item.handle:
         return adopted(item, inventory)
-    if before.state is state or (before.state, state) in _SAME:
-        return None
     ending = item.ending if state in ENDED else Ending()
+    if before.state is state or (before.state, state) in _SAME:
+        is_same = (item.started_at, ending) == (before.started_at, before.ending)
+        if is_same or item.is_partial:
+            return None
+        state = before.state
     return Adopt(before.moved_to(state, ending=ending, started_at=item.started_at))
 
 
@@ -166,7 +171,7 @@ def adopted(item: FoundKernel, inventory: Inventory) -> Adopt:
         slots=record.slots,
         allocation=allocation,
         not_enforced=record.not_enforced,
-        ports=record.ports,
+        ports=record.ports or item.ports,
     )
     return Adopt(kernel, missing)
 

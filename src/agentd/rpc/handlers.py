@@ -19,6 +19,7 @@ from agentd.services.adoption import Adoption
 from agentd.services.events import Event
 from agentd.services.interfaces import Plugins
 from agentd.services.kernels import KernelService
+from agentd.services.logs import logs_of
 
 
 def answer(
@@ -150,7 +151,7 @@ class Handlers:
         """Stream what a kernel printed, byte for byte."""
         kernel_id = request.match_info["kernel"]
         return await stream_log(
-            request, self._service.logs(kernel_id, read_log_query(request.query))
+            request, logs_of(self._service, kernel_id, read_log_query(request.query))
         )
 
     async def get_events(self, request: web.Request) -> web.StreamResponse:

@@ -30,6 +30,9 @@ Amount = str
 """A plain decimal without trailing zeros."""
 
 MAX_LIMIT = 2**63 - 1
+MAX_ITEMS = 256
+MAX_LABELS = 64 * 1024
+"""Characters of all labels: an engine repeats them in every event."""
 _ULIMITS = "core cpu data fsize locks memlock msgqueue nice nofile nproc rss rtprio rttime \
 sigpending stack"
 """The names that an engine takes (setrlimit(2) without its RLIMIT_)."""
@@ -97,15 +100,15 @@ class CreateKernelRequest(Body):
     command: list[Text] = []
     env: dict[Annotated[str, Field(pattern=r"^[^=\x00]+$")], Text] = {}
     slots: dict[str, Any] = {}
-    mounts: list[MountRequest] = []
-    ports: list[PortRequest] = []
+    mounts: Annotated[list[MountRequest], Field(max_length=MAX_ITEMS)] = []
+    ports: Annotated[list[PortRequest], Field(max_length=MAX_ITEMS)] = []
     labels: dict[Annotated[str, Field(min_length=1)], Text] = {}
     working_dir: Annotated[str, Field(pattern=r"^/[^\x00]*$")] | None = None
     user: Annotated[Text, Field(min_length=1)] | None = None
     pull_policy: Literal["missing", "always", "never"] = "missing"
     platform: Annotated[str, Field(pattern=r"^[a-z0-9_]+/[a-z0-9_]+(/[a-z0-9_]+)?$")] | None = None
     network: Annotated[Text, Field(min_length=1)] | None = None
-    tmpfs: list[TmpfsRequest] = []
+    tmpfs: Annotated[list[TmpfsRequest], Field(max_length=MAX_ITEMS)] = []
     shm_size: Size | None = None
     pids_limit: Annotated[int, Field(ge=1, le=2**22)] | None = None
     ulimits: dict[str, Annotated[UlimitRequest, BeforeValidator(_limits)]] = {}
@@ -118,6 +121,13 @@ class CreateKernelRequest(Body):
                 raise ValueError(f"{name!r} is no limit; allowed: {', '.join(_ULIMITS.split())}")
             if limit.hard != -1 and not -1 < limit.soft <= limit.hard:
                 raise ValueError(f"the soft limit of {name} is above its hard limit")
+        return value
+
+    @field_validator("labels")
+    @classmethod
+    def _not_too_long(cls, value: dict[str, str]) -> dict[str, str]:
+        if (size := sum(len(name) + len(text) for name, text in value.items())) > MAX_LABELS:
+            raise ValueError(f"{size} characters are too many; allowed: {MAX_LABELS} in all")
         return value
 
     @field_validator("command")

@@ -27,23 +27,36 @@ WRITE_PATIENCE_S = 10.0
 
 async def stream_log(request: web.Request, chunks: AsyncIterator[bytes]) -> web.StreamResponse:
     """Answer with the bytes of a log, as they come."""
-    first = asyncio.ensure_future(anext(chunks, b""))
-    await asyncio.wait([first], timeout=LOG_PATIENCE_S)
-    if first.done():
-        first.result()  # a runtime that does not answer is still a problem here
+    reading = asyncio.ensure_future(anext(chunks, b""))
+    await asyncio.wait([reading], timeout=LOG_PATIENCE_S)
+    if reading.done():
+        reading.result()  # a runtime that does not answer is still a problem here
     response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
     await response.prepare(request)
     try:
-        await response.write(await first)
-        async for chunk in chunks:
+        while chunk := await _while_connected(request, reading):
             await response.write(chunk)
+            reading = asyncio.ensure_future(anext(chunks, b""))
     except AgentdError as error:
         log.warning("logs.cut", path=request.path, reason=str(error))
         raise ConnectionResetError from error  # the stream is cut: too late for a problem
     finally:
-        first.cancel()
+        reading.cancel()
     await response.write_eof()
     return response
+
+
+async def _while_connected(request: web.Request, reading: asyncio.Future[bytes]) -> bytes:
+    """Wait for bytes as long as somebody wants them.
+
+    Raises:
+        ConnectionResetError: the caller hung up.
+    """
+    while not reading.done():
+        await asyncio.wait([reading], timeout=LOG_PATIENCE_S)
+        if request.transport is None or request.transport.is_closing():
+            raise ConnectionResetError
+    return reading.result()
 
 
 async def stream_events(

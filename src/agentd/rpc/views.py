@@ -46,7 +46,7 @@ def kernel_view(kernel: Kernel, inventory: Inventory) -> KernelView:
         "degraded": _degraded(kernel, inventory) if kernel.holds else [],
         "ports": [
             {"container": p.container, "host": p.host, "protocol": p.protocol, "address": p.address}
-            for p in kernel.ports
+            for p in (kernel.ports if kernel.holds else ())
         ],
         "container_id": kernel.handle if kernel.runtime == "docker" else None,
         "pid": int(kernel.handle) if kernel.runtime == "process" and kernel.handle else None,

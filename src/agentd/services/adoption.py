@@ -34,6 +34,9 @@ from agentd.services.kernels import GRACE_S, KernelService
 
 log = structlog.get_logger()
 
+PARTIAL_PAUSE_S = 10.0
+"""How often kernels that a runtime only listed are looked at again."""
+
 
 @dataclass(frozen=True, slots=True)
 class RuntimeStatus:
@@ -50,6 +53,10 @@ class Adoption:
         self._service = service
         self.statuses = {name: RuntimeStatus("starting") for name in service.runtimes}
         self.first_try = {name: asyncio.Event() for name in service.runtimes}
+        self.listening: set[str] = set()
+        """Runtimes whose events are followed at the moment."""
+        self._partial: set[str] = set()
+        self._partial_again = 0.0
 
     def recall_intents(self) -> None:
         """Hold the shares of creates that the last daemon did not see the end of."""
@@ -102,6 +109,7 @@ class Adoption:
             expired = [k for k, until in service.unknown_until.items() if until <= now]
             actions = reconcile(known, found, self._inventory, busy=busy, expired=expired)
             await self._settle(actions)
+            self._partial |= {item.kernel_id for item in found if item.is_partial}
         for kernel_id in busy:
             service.operations.look_again(kernel_id)
         service.not_listed.pop(runtime.name, None)
@@ -146,9 +154,14 @@ class Adoption:
         service = self._service
         for name, runtime in service.runtimes.items():
             is_down = self.statuses[name].state == "unavailable"
-            if is_down or service.unknown_until:
+            if name in self.listening and (is_down or service.unknown_until):
                 with suppress(RuntimeUnavailable):
                     await self.relist(runtime)
+        if self._partial and service.clock() >= self._partial_again:
+            self._partial_again = service.clock() + PARTIAL_PAUSE_S
+            partial, self._partial = self._partial, set()
+            for kernel_id in partial:
+                service.operations.look_again(kernel_id)
 
     def unavailable(self, name: str, reason: str) -> None:
         """Note that a runtime does not answer; says nothing about its kernels.
@@ -184,7 +197,7 @@ class Adoption:
                     table.put(table.get(kernel_id).moved_to(KernelState.LOST, reason=reason))
                     log.warning("kernel.lost", kernel_id=kernel_id)
                 case DropUnborn(kernel_id):
-                    table.drop(kernel_id)
+                    self._service.never_born(kernel_id)
                     self._known_now(kernel_id)
                     log.info("kernel.never_born", kernel_id=kernel_id)
                 case RemoveNeverRan(found):

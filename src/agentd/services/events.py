@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
+_DIGITS = 19
 KEPT = 4096
 """How many events of the past are kept, and how far a listener may be behind."""
 
@@ -129,7 +130,7 @@ class EventLog:
             return []
         epoch, _, number = last_id.rpartition("-")
         first = self._past[0].number if self._past else self._number + 1
-        is_known = number.isdecimal() and epoch == self.epoch
+        is_known = number.isdecimal() and len(number) < _DIGITS and epoch == self.epoch
         if is_known and first - 1 <= int(number) <= self._number:
             return [event for event in self._past if event.number > int(number)]
         why = "what happened since is not kept; list anew"

@@ -8,7 +8,7 @@ the outcome is unknown the share stays held until `Adoption` settles it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 
 import structlog
 
@@ -22,11 +22,10 @@ from agentd.errors import (
     NotReady,
     OutcomeUnknown,
     RuntimeUnavailable,
-    UnknownKernel,
 )
 from agentd.services.devices import NodeDevices
 from agentd.services.events import EventKind
-from agentd.services.interfaces import Clock, Intent, LogQuery, Memory, Runtime
+from agentd.services.interfaces import Clock, Intent, Memory, Runtime
 from agentd.services.operations import Operations
 from agentd.services.planner import Decision, Planner
 from agentd.services.table import KernelTable
@@ -61,6 +60,7 @@ class KernelService:
         self.not_listed: dict[str, str] = dict.fromkeys(runtimes, "")
         self._planner = planner
         self._starting: dict[str, asyncio.Task[Kernel]] = {}
+        self._keep_failure: set[str] = set()
         self._is_draining = False
 
     def _changed(self, before: Kernel | None, now: Kernel | None) -> None:
@@ -101,6 +101,10 @@ class KernelService:
             await self._check(spec)
         if (known := self.existing(spec)) is not None:
             task = self._starting.get(spec.kernel_id)
+            if task is None and known.state in STARTING:
+                raise RuntimeUnavailable(
+                    f"what became of an earlier create of {spec.kernel_id} is not known yet"
+                )
             return (await self._outcome(task) if wait and task else known), False
         decision = self._planner.decide(spec, self.table, self.default)
         kernel = self._planned(spec, decision)
@@ -164,6 +168,8 @@ class KernelService:
                 )
             except OutcomeUnknown:
                 self.unknown_until[kernel_id] = self.clock() + GRACE_S
+                if keep_failure:
+                    self._keep_failure.add(kernel_id)
                 raise
             except BaseException as error:
                 self.memory.drop_intent(kernel_id)
@@ -179,6 +185,15 @@ class KernelService:
             self.memory.drop_intent(kernel_id)
         log.info("kernel.created", kernel_id=kernel_id, agent_id=kernel.agent_id)
         return running
+
+    def never_born(self, kernel_id: str) -> None:
+        """Note that a create of unknown outcome left nothing; who did not wait is to see that."""
+        if kernel_id not in self._keep_failure:
+            self.table.drop(kernel_id)
+            return
+        self._keep_failure.discard(kernel_id)
+        reason = "the runtime lost it before it ran"
+        self.table.put(self.table.get(kernel_id).moved_to(KernelState.FAILED, reason=reason))
 
     def _progress(self, kernel_id: str, state: KernelState, pull: Pull | None) -> None:
         self.table.put(self.table.get(kernel_id).moved_to(state, pull=pull))
@@ -253,18 +268,6 @@ class KernelService:
                 await self.runtimes[kernel.runtime].remove(kernel_id, kernel.handle)
             self.table.drop(kernel_id)
         log.info("kernel.removed", kernel_id=kernel_id)
-
-    def logs(self, kernel_id: str, query: LogQuery) -> AsyncIterator[bytes]:
-        """Yield what a kernel printed.
-
-        Raises:
-            UnknownKernel: there is none, or it has not started.
-        """
-        kernel = self.table.get(kernel_id)
-        if kernel.handle is None:
-            raise UnknownKernel(f"kernel {kernel_id} has not started and has no logs")
-        runtime = self.runtimes[kernel.runtime]
-        return runtime.logs(kernel_id, kernel.handle, query)
 
     async def drain(self, timeout_s: float) -> None:
         """Take no more creates, and wait for those under way; cancel what is late."""

@@ -55,6 +55,7 @@ class Monitor:
                     if kernel_id:
                         self._service.operations.look_again(kernel_id)
                     else:
+                        self._adoption.listening.add(runtime.name)
                         await self._adoption.relist(runtime)
                         pause_s = FIRST_PAUSE_S
                 reason = "its events ended"
@@ -63,6 +64,7 @@ class Monitor:
             except Exception as error:
                 log.exception("monitor.failed", loop=f"follow {runtime.name}")
                 reason = f"{type(error).__name__}: {error}"
+            self._adoption.listening.discard(runtime.name)
             self._adoption.unavailable(runtime.name, reason)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

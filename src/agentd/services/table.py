@@ -67,7 +67,7 @@ class KernelTable:
             )
         self._give_back_ports(before)
         if kernel.holds:
-            self._ports |= {(p.protocol, p.host): kernel.kernel_id for p in kernel.ports if p.host}
+            self._take_ports(kernel)
         self._changed(before, kernel)
 
     def drop(self, kernel_id: str) -> None:
@@ -84,3 +84,12 @@ class KernelTable:
         for port in kernel.ports:
             if port.host and self._ports.get((port.protocol, port.host)) == kernel.kernel_id:
                 del self._ports[port.protocol, port.host]
+        for other in self if kernel.ports else ():
+            if other.holds and other.ports and other.kernel_id != kernel.kernel_id:
+                self._take_ports(other)
+
+    def _take_ports(self, kernel: Kernel) -> None:
+        """Note a kernel's ports; one that another holds (after a start by hand) stays there."""
+        for port in kernel.ports:
+            if port.host:
+                self._ports.setdefault((port.protocol, port.host), kernel.kernel_id)
