@@ -411,3 +411,13 @@ async def test_no_request_is_large_enough_to_hold_up_the_node(dockered, body, wh
     answer = await dockered.create(**body)
     assert (answer.status, answer.json["code"]) == (422, "InvalidRequest")
     assert [error["where"] for error in answer.json["errors"]] == [where]
+
+
+async def test_a_user_whom_the_image_does_not_know_is_the_caller_s_to_mend(
+    dockered: Daemon, engine: Engine
+) -> None:
+    await dockered.start()
+    answer = await dockered.create(user="nobody-of-this-name")
+    assert (answer.status, answer.json["code"]) == (422, "InvalidRequest")
+    assert answer.json["errors"][0]["where"] == "user"
+    assert engine.containers() == []

@@ -82,6 +82,8 @@ def translated(  # noqa: PLR0911 - one line for each meaning
         if plan is not None and _is_no_command(message):
             command = plan.spec.command[0] if plan.spec.command else "the image's command"
             return CommandNotFound(f"command {command!r}: {message.rpartition('exec: ')[2]}")
+        if plan is not None and plan.spec.user and "unable to find user" in message:
+            return InvalidRequest([Problem("user", message)])
         if plan is not None and error.status == BAD_REQUEST:
             return InvalidRequest([Problem("", message)])
         return RuntimeFailure(message)
