@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from agentd.core.devices import Inventory
 from agentd.core.kernel import Kernel
 from agentd.errors import NotReady
 from agentd.rpc import views
@@ -42,6 +43,7 @@ class Handlers:
         self._plugins = plugins
         self.openapi: Mapping[str, Any] = {}
         self.is_ready = False
+        self._kernels: dict[str, tuple[Kernel, Inventory, bytes]] = {}
 
     async def livez(self, _: web.Request) -> web.Response:
         """Tell that the process answers."""
@@ -130,7 +132,20 @@ class Handlers:
         if agent is not None and not kernels:
             self._service.partition(agent)
         kernels.sort(key=lambda kernel: (kernel.created_at, kernel.kernel_id))
-        return answer([self._shown(kernel) for kernel in kernels])
+        body = b"[%s]" % b",".join(self._encoded(kernel) for kernel in kernels)
+        for gone in self._kernels.keys() - self._service.table.kernels.keys():
+            del self._kernels[gone]
+        return web.Response(body=body, content_type="application/json")
+
+    def _encoded(self, kernel: Kernel) -> bytes:
+        """Return a kernel as JSON; most are as they were when the list was last asked for."""
+        inventory = self._service.devices.inventory
+        known = self._kernels.get(kernel.kernel_id)
+        if known is not None and known[0] is kernel and known[1] is inventory:
+            return known[2]
+        encoded = msgspec.json.encode(views.kernel_view(kernel, inventory))
+        self._kernels[kernel.kernel_id] = (kernel, inventory, encoded)
+        return encoded
 
     async def get_kernel(self, request: web.Request) -> web.Response:
         """Show one kernel."""
