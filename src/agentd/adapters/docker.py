@@ -59,7 +59,7 @@ from agentd.services.interfaces import LogQuery, Progress
 
 INSPECTS_AT_ONCE = 16
 ASK_TIMEOUT_S = 5.0
-"""How long an engine may take to say what is; to do something it takes as long as it takes."""
+"""How long an engine may take to say what one container, or the engine itself, is."""
 _T = TypeVar("_T")
 
 
@@ -155,29 +155,20 @@ class DockerRuntime:
         return found_kernel(shown)
 
     async def _create(self, attempt: _Attempt, progress: Progress) -> DockerContainer:
-        plan = attempt.plan
-        options, image = plan.spec.container, plan.spec.image or ""
+        options, image = attempt.plan.spec.container, attempt.plan.spec.image or ""
         if options.pull_policy is not PullPolicy.ALWAYS:
             progress(KernelState.CREATING)
             try:
                 return await self._made(attempt)
-            except DockerError as error:
-                if not is_no_image(error):
-                    raise
+            except ImageNotFound as error:
                 if options.pull_policy is PullPolicy.NEVER:
-                    why = f"{error.message}, and pull_policy is never"
-                    raise ImageNotFound(f"image {image}: {why}") from error
+                    raise ImageNotFound(f"{error}, and pull_policy is never") from error
         progress(KernelState.PULLING)
         await self._images.pull(
             image, attempt.platform, lambda pull: progress(KernelState.PULLING, pull)
         )
         progress(KernelState.CREATING)
-        try:
-            return await self._made(attempt)
-        except DockerError as error:
-            if not is_no_image(error):
-                raise
-            raise ImageNotFound(f"image {image}: {error.message}") from error
+        return await self._made(attempt)
 
     async def _made(self, attempt: _Attempt) -> DockerContainer:
         attempt.look()
@@ -201,7 +192,12 @@ class DockerRuntime:
             data=json.dumps(config).encode(),
             params={"name": name, "platform": platform},
         )
-        made = await answered(asking)
+        try:
+            made = await answered(asking)
+        except DockerError as error:
+            if is_no_image(error):
+                raise ImageNotFound(f"image {config['Image']}: {error.message}") from error
+            raise
         if not isinstance(made, dict) or not isinstance(made.get("Id"), str):
             raise NoAnswer("the engine's answer to a create is none")
         return self._docker.containers.container(made["Id"])
@@ -267,9 +263,7 @@ class DockerRuntime:
     async def _shown(self, summary: DockerContainer) -> Mapping[str, Any] | None:
         """Inspect one container of a list; what the list said of it if that fails alone."""
         try:
-            async with asyncio.timeout(ASK_TIMEOUT_S):
-                asking = self._docker.containers.container(summary.id).show()
-                return inspected(await answered(asking))
+            return await self._asked_what_is(summary.id)
         except (TimeoutError, NoAnswer):
             pass
         except DockerError as error:
@@ -303,10 +297,12 @@ class DockerRuntime:
 
     async def _inspected(self, container: str) -> Mapping[str, Any] | None:
         with listing(), absent_is_fine():
-            async with asyncio.timeout(ASK_TIMEOUT_S):
-                asking = self._docker.containers.container(container).show()
-                return inspected(await answered(asking))
+            return await self._asked_what_is(container)
         return None
+
+    async def _asked_what_is(self, container: str) -> Mapping[str, Any]:
+        async with asyncio.timeout(ASK_TIMEOUT_S):
+            return inspected(await answered(self._docker.containers.container(container).show()))
 
     async def follow(self) -> AsyncIterator[str]:
         self._facts = None  # an engine that was restarted may be another one

@@ -77,7 +77,7 @@ class Images:
         finally:
             shared.listeners.remove(listener)
             if not shared.listeners and not shared.task.done():
-                self._pulls.pop(key, None)
+                self._forget(key, shared.task)
                 shared.task.cancel()
 
     def _forget(self, key: _Key, task: asyncio.Task[None]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TypeAlias
 
-from agentd.core.kernel import Port
+from agentd.core.kernel import Kernel, Port
 from agentd.errors import InsufficientResource, InvalidRequest, Problem
 
 FIRST_CHOICE = 30_000
@@ -16,6 +16,11 @@ the ports that Linux gives to outgoing connections (ip(7), ip_local_port_range).
 
 HostPort: TypeAlias = tuple[str, int]
 """A protocol and a port of the node."""
+
+
+def host_ports(kernel: Kernel) -> list[HostPort]:
+    """Return the node's ports that were handed out to a kernel."""
+    return [(port.protocol, port.host) for port in kernel.ports if port.host is not None]
 
 
 @dataclass(frozen=True, slots=True)

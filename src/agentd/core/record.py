@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from agentd.core.allocation import Allocation, Share
 from agentd.core.devices import ID_PATTERN, DeviceId, Inventory
@@ -72,15 +72,7 @@ def encode(record: Record) -> str:
             "slots": dict(record.slots),
             "allocation": [_encode_share(item) for item in record.shares],
             "not_enforced": list(record.not_enforced),
-            "ports": [
-                {
-                    "container": p.container,
-                    "host": p.host,
-                    "protocol": p.protocol,
-                    "address": p.address,
-                }
-                for p in record.ports
-            ],
+            "ports": [asdict(port) for port in record.ports],
         },
         separators=(",", ":"),
     )

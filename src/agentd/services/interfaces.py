@@ -124,7 +124,11 @@ class Runtime(Protocol):
     async def close(self) -> None: ...
 
     async def features(self) -> Features:
-        """Return the ways to devices that this runtime takes; what cannot be told is not there."""
+        """Return the ways to devices that this runtime takes.
+
+        Raises:
+            RuntimeUnavailable: that cannot be told now.
+        """
         ...
 
     async def check(self, spec: KernelSpec) -> None:

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from agentd.core.allocation import Ledger
 from agentd.core.kernel import Kernel
-from agentd.core.ports import HostPort
+from agentd.core.ports import HostPort, host_ports
 from agentd.errors import UnknownKernel
 
 Changed: TypeAlias = Callable[[Kernel | None, Kernel | None], None]
@@ -26,7 +26,7 @@ class KernelTable:
         self._changed = changed
         self._kernels: dict[str, Kernel] = {}
         self._ledger = Ledger()
-        self._ports: dict[HostPort, str] = {}
+        self._claims: dict[HostPort, tuple[str, ...]] = {}
 
     @property
     def ledger(self) -> Ledger:
@@ -34,8 +34,11 @@ class KernelTable:
 
     @property
     def ports(self) -> Mapping[HostPort, str]:
-        """The node's ports that kernels hold, and which kernel."""
-        return self._ports
+        """The node's ports that kernels hold, and which kernel.
+
+        Of two that claim one (after a start by hand) the first does.
+        """
+        return {port: claims[0] for port, claims in self._claims.items()}
 
     @property
     def kernels(self) -> Mapping[str, Kernel]:
@@ -66,8 +69,8 @@ class KernelTable:
                 kernel.kernel_id, kernel.agent_id, kernel.allocation
             )
         self._give_back_ports(before)
-        if kernel.holds:
-            self._take_ports(kernel)
+        for port in host_ports(kernel) if kernel.holds else ():
+            self._claims[port] = (*self._claims.get(port, ()), kernel.kernel_id)
         self._changed(before, kernel)
 
     def drop(self, kernel_id: str) -> None:
@@ -81,15 +84,7 @@ class KernelTable:
     def _give_back_ports(self, kernel: Kernel | None) -> None:
         if kernel is None:
             return
-        for port in kernel.ports:
-            if port.host and self._ports.get((port.protocol, port.host)) == kernel.kernel_id:
-                del self._ports[port.protocol, port.host]
-        for other in self if kernel.ports else ():
-            if other.holds and other.ports and other.kernel_id != kernel.kernel_id:
-                self._take_ports(other)
-
-    def _take_ports(self, kernel: Kernel) -> None:
-        """Note a kernel's ports; one that another holds (after a start by hand) stays there."""
-        for port in kernel.ports:
-            if port.host:
-                self._ports.setdefault((port.protocol, port.host), kernel.kernel_id)
+        for port in host_ports(kernel):
+            others = tuple(k for k in self._claims.pop(port, ()) if k != kernel.kernel_id)
+            if others:
+                self._claims[port] = others
