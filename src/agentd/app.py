@@ -17,6 +17,7 @@ from pathlib import Path
 
 import structlog
 
+from agentd import failpoints
 from agentd.adapters.cgroups import find_memory_groups
 from agentd.adapters.docker import DockerRuntime
 from agentd.adapters.docker_config import DockerRules
@@ -32,6 +33,7 @@ from agentd.config.settings import Settings
 from agentd.core.reconcile import FoundState
 from agentd.core.slots import BUILT_IN
 from agentd.errors import ConfigRefused, Problem, RuntimeUnavailable, StartRefused
+from agentd.failpoints import reach
 from agentd.plugin_api import Features
 from agentd.rpc.handlers import Handlers
 from agentd.rpc.server import Endpoint, Server
@@ -143,18 +145,27 @@ class Daemon:
             self._state.open()
             stack.callback(self._state.close)
             self._state.lock_node(self._node_id, _lock_folder())
+            if points := failpoints.armed():
+                log.warning("failpoints.armed", points=points)
+            await reach("start.after_locks")
             await self._refuse_changed_id()
             plugins = await open_plugins(self._loaded)
+            stack.push_async_callback(reach, "shutdown.after_plugins")
             stack.push_async_callback(plugins.close)
             service = await self._service(stack, plugins)
+            await reach("start.after_discover")
             adoption = Adoption(service)
             adoption.recall_intents()
+            await reach("start.after_recall")
             handlers = Handlers(self._node_id, service, adoption, plugins)
             server = Server(handlers, _endpoint(self._settings))
             await server.start()
+            stack.push_async_callback(reach, "shutdown.after_server")
             stack.push_async_callback(server.stop)
+            await reach("start.after_server")
             await stack.enter_async_context(_running(Monitor(service, adoption, plugins)))
             await self._until_listed(adoption, service)
+            await reach("start.before_ready")
             handlers.is_ready = True
             kernels = len(service.table.kernels)
             log.info("daemon.ready", node_id=self._node_id, kernels=kernels)
@@ -162,7 +173,9 @@ class Daemon:
             await self._until_stopped()
             self._notifier.stopping()
             log.info("daemon.stopping")
+            await reach("shutdown.before_drain")
             await service.drain(DRAIN_TIMEOUT_S)
+            await reach("shutdown.after_drain")
         log.info("daemon.stopped")
 
     async def _service(

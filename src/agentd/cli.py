@@ -17,8 +17,8 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from agentd import __version__, log
-from agentd.errors import ConfigRefused, StartRefused
+from agentd import __version__, failpoints, log
+from agentd.errors import ConfigRefused, Problem, StartRefused
 
 EX_CONFIG = 78
 _T = TypeVar("_T")
@@ -72,6 +72,10 @@ def _run(work: Coroutine[Any, Any, _T]) -> _T:
 def run(config_file: str | None, log_level: str) -> None:
     """Run the daemon in the foreground."""
     loaded = _settings(config_file)
+    try:
+        failpoints.arm(os.environ.get(failpoints.VARIABLE, ""))
+    except ValueError as error:
+        _refused(ConfigRefused([Problem(failpoints.VARIABLE, str(error))]))
     log.configure(log_level)
     from agentd.app import Daemon  # noqa: PLC0415 - only this command needs the daemon
 

@@ -52,16 +52,18 @@ class MemoryGroups:
     folder: Path
     limit_file: str
 
-    def create(self, name: str, limit_bytes: int) -> KernelGroup:
+    def group(self, name: str) -> KernelGroup:
+        """Return a group, which need not be there."""
+        return KernelGroup(self.folder / name)
+
+    def create(self, group: KernelGroup, limit_bytes: int) -> None:
         """Make a group with a hard limit.
 
         Raises:
             OSError: the kernel refused.
         """
-        folder = self.folder / name
-        folder.mkdir(exist_ok=True)
-        (folder / self.limit_file).write_text(str(limit_bytes), encoding="ascii")
-        return KernelGroup(folder)
+        group.folder.mkdir(exist_ok=True)
+        (group.folder / self.limit_file).write_text(str(limit_bytes), encoding="ascii")
 
 
 def find_memory_groups(root: Path = Path("/")) -> MemoryGroups | None:

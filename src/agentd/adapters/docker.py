@@ -54,6 +54,7 @@ from agentd.core.kernel import KernelSpec, KernelState
 from agentd.core.plan import KernelPlan, kernel_name
 from agentd.core.reconcile import FoundKernel
 from agentd.errors import ImageNotFound, InvalidRequest
+from agentd.failpoints import reach
 from agentd.plugin_api import Features
 from agentd.services.interfaces import LogQuery, Progress
 
@@ -145,7 +146,9 @@ class DockerRuntime:
                 raise unknown(plan, error) from error
             raise translated(error, plan) from error
         try:
+            await reach("create.after_engine_create")
             await _to_the_end(container.start())
+            await reach("create.after_engine_start")
             shown = inspected(await answered(container.show()))
             verify(shown, attempt.config["HostConfig"], plan, attempt.sources)
         except BaseException as error:
@@ -167,11 +170,13 @@ class DockerRuntime:
         await self._images.pull(
             image, attempt.platform, lambda pull: progress(KernelState.PULLING, pull)
         )
+        await reach("create.after_pull")
         progress(KernelState.CREATING)
         return await self._made(attempt)
 
     async def _made(self, attempt: _Attempt) -> DockerContainer:
         attempt.look()
+        await reach("create.before_engine_create")
         plan = attempt.plan
         asking = self._asked(plan.name, attempt.config, attempt.platform)
         making = asyncio.ensure_future(asking)
@@ -211,7 +216,9 @@ class DockerRuntime:
             OutcomeUnknown: the engine does not confirm that it is gone.
         """
         try:
+            await reach("create.before_undo")
             await _to_the_end(container.delete(force=True, v=True))
+            await reach("create.after_undo")
         except (DockerError, aiohttp.ClientError, OSError) as failed:
             if not (isinstance(failed, DockerError) and failed.status == NOT_FOUND):
                 raise unknown(plan, error) from error

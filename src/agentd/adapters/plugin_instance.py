@@ -31,6 +31,7 @@ from agentd.adapters.plugin_process import PluginLost, PluginProcess, PluginRefu
 from agentd.adapters.plugin_wire import Facts, Listing
 from agentd.core.edits import ContainerEdits
 from agentd.errors import PluginUnavailable, Problem
+from agentd.failpoints import reach
 from agentd.plugin_api import AllocatedDevice, Features, KernelEvent, Measurement
 from agentd.services.interfaces import PluginListing, PluginState, PluginStatus
 
@@ -154,6 +155,7 @@ class PluginInstance:
         try:
             self._facts = await process.call("load", timeout_s=LOAD_TIMEOUT_S)
             check_version(self._facts.api_version)
+            await reach("plugin.after_load")
             if self.is_silent:
                 example = f'[plugins.cuda] plugin = "{wanted.plugin}"'
                 self.settle(PluginState.BLOCKED, f"needs a table of its own, such as {example}")
@@ -166,8 +168,10 @@ class PluginInstance:
                 self.hiding = await self._hiding(process)
             step = "open"
             await process.call("open", timeout_s=OPEN_TIMEOUT_S)
+            await reach("plugin.after_open")
             step = "list"
             listing = await self._listed(process)
+            await reach("plugin.after_list")
             step = "hiding edits"
             self.hiding = await self._hiding(process)
         except (PluginRefused, PluginLie, PluginLost) as error:

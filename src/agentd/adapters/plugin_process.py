@@ -37,6 +37,7 @@ from agentd.adapters.plugin_wire import (
     framed,
 )
 from agentd.adapters.proc import Proc, read_stat
+from agentd.failpoints import reach
 
 log = structlog.get_logger()
 
@@ -88,6 +89,7 @@ class PluginProcess:
         order = framed(Order(PROTOCOL, [*filter(None, sys.path)], target, name, _plain(settings)))
         mark = new_mark()
         try:
+            await reach("plugin.before_spawn")
             ours, theirs = socket.socketpair()
             with theirs:
                 try:
@@ -99,6 +101,7 @@ class PluginProcess:
             raise PluginLost(f"its process does not start: {error.strerror}") from None
         made = cls(name, popen, mark, changed)
         await made._connect(ours)
+        await reach("plugin.after_spawn")
         made._write(order)
         return made
 
@@ -205,6 +208,7 @@ class PluginProcess:
             await self.lost.wait()
             return
         self._is_ending = True
+        await reach("plugin.before_kill")
         status = None if why else await self._exit_status(_OWN_END_S)
         if status is None:
             with contextlib.suppress(ProcessLookupError):
@@ -212,6 +216,7 @@ class PluginProcess:
             if await self._exit_status(KILL_PATIENCE_S) is None:
                 why = f"{why or 'it was ended'}; process {self.pid} cannot be killed, left behind"
                 log.error("plugin.abandoned", plugin=self._name, pid=self.pid)
+        await reach("plugin.after_kill")
         await asyncio.to_thread(end_marked, self._mark)
         self.reason = why or _how_it_ended(status)
         self._output.close()

@@ -3,6 +3,9 @@
 A pid is used again after its process is gone; the pair of pid and start time is not
 (proc(5), field 22 of stat). Signals go through a pidfd (pidfd_open(2)) that was opened
 before the start time was compared, so they cannot reach a successor.
+
+Only ESRCH and ENOENT say that a process is not there. Any other failure to look (no file
+descriptor, no memory) is raised: who cannot look knows nothing.
 """
 
 from __future__ import annotations
@@ -10,13 +13,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from agentd.core.record import read_time
+
+WITHOUT_DESCRIPTOR_S = 1.0
+"""How often a process is looked at while there is no file descriptor to wait for it with."""
+_NOT_THERE = (FileNotFoundError, ProcessLookupError)
 
 
 class Stat(NamedTuple):
@@ -41,8 +48,12 @@ class Proc(NamedTuple):
         return now is not None and now.start_time == self.start_time and now.state not in "ZX"
 
     def signal(self, number: int) -> None:
-        """Send a signal to this process, or to none."""
-        with suppress(OSError):
+        """Send a signal to this process, or to none.
+
+        Raises:
+            OSError: it is not known whether it is there.
+        """
+        with suppress(ProcessLookupError):
             descriptor = os.pidfd_open(self.pid)
             try:
                 if self.is_alive():
@@ -51,10 +62,17 @@ class Proc(NamedTuple):
                 os.close(descriptor)
 
     async def ended(self) -> None:
-        """Wait until it has ended, without polling."""
+        """Wait until it has ended, without polling as long as there is a descriptor to be had."""
+        while True:
+            try:
+                return await self._ended()
+            except OSError:
+                await asyncio.sleep(WITHOUT_DESCRIPTOR_S)
+
+    async def _ended(self) -> None:
         try:
             descriptor = os.pidfd_open(self.pid)
-        except OSError:
+        except ProcessLookupError:
             return
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
@@ -96,7 +114,7 @@ def read_stat(pid: int) -> Stat | None:
     """Return what the kernel says of a process; None if there is none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
+    except _NOT_THERE:
         return None
     fields = text.rpartition(b")")[2].split()
     return Stat(pid, fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]))
@@ -106,7 +124,7 @@ def read_env(pid: int) -> dict[str, str]:
     """Return the environment a process was started with; empty if it may not be read."""
     try:
         text = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
+    except (*_NOT_THERE, PermissionError):
         return {}
     pairs = (item.decode(errors="replace").partition("=") for item in text.split(b"\0") if item)
     return {name: value for name, _, value in pairs}
@@ -139,8 +157,10 @@ def recovered(marks: Mapping[str, str], boot_id: str) -> Identity | None:
     a keeper is known only as its parent.
     """
     mine = [s for s in all_processes() if marks.items() <= read_env(s.pid).items()]
-    if not mine:
-        return None
+    return _identity_of(mine, boot_id) if mine else None
+
+
+def _identity_of(mine: Sequence[Stat], boot_id: str) -> Identity:
     leader = min(mine, key=lambda stat: (stat.session != stat.pid, stat.start_time))
     parent = read_stat(leader.parent) if leader.parent > 1 else None
     keeper = parent if parent and _is_keeper(parent.pid) else leader
@@ -149,10 +169,27 @@ def recovered(marks: Mapping[str, str], boot_id: str) -> Identity | None:
     )
 
 
+def kept_kernels(node_id: str, known: Container[int]) -> set[str]:
+    """Return the kernels of a node that keepers of ours look after, but for `known` leaders.
+
+    What a process says of itself counts only if a keeper of this user is its parent: anybody
+    can write into an environment of his own.
+    """
+    found = set()
+    for stat in all_processes():
+        if stat.session == stat.pid and stat.pid not in known:
+            env = read_env(stat.pid)
+            if env.get("AGENTD_NODE") == node_id and _is_keeper(stat.parent):
+                found.add(env.get("AGENTD_KERNEL", ""))
+    return found - {""}
+
+
 def _is_keeper(pid: int) -> bool:
+    folder = Path(f"/proc/{pid}")
     try:
-        return b"shim.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
+        is_ours = folder.stat().st_uid == os.geteuid()
+        return is_ours and b"shim.py" in (folder / "cmdline").read_bytes()
+    except (*_NOT_THERE, PermissionError):
         return False
 
 

@@ -1,39 +1,30 @@
 """Kernels as plain processes, for nodes without an engine and for development.
 
-Each kernel has a folder below the state folder:
-
-    record.json    the kernel's record, written before anything starts
-    identity.json  pid, start time and boot id, written before the command runs
-    exit.json      how it ended, written when nothing of it is left
-    output.log     what it printed
-    group          the path of its cgroup, where it has one
-
-Identity is pid, start time and boot id together; a bare pid is never believed. A keeper
-process (`shim`) outlives the daemon and keeps the exit status.
+Each kernel has a folder below the state folder (see `process_folder`). A keeper process
+(`shim`) outlives the daemon and keeps the exit status.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import pwd
 import shutil
 import signal
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from agentd.adapters.cgroups import KernelGroup, MemoryGroups
 from agentd.adapters.output import printed, unkept
-from agentd.adapters.proc import Identity, Proc, members, read_env, recovered
+from agentd.adapters.proc import kept_kernels
+from agentd.adapters.process_folder import KernelFolder, NodeMarks, group_of
 from agentd.adapters.spawn import account, failure, spawn, with_groups
 from agentd.core.edits import ContainerEdits
-from agentd.core.kernel import Ending, KernelSpec, KernelState
+from agentd.core.kernel import KernelSpec, KernelState
 from agentd.core.plan import KernelPlan
 from agentd.core.reconcile import FoundKernel, FoundState
-from agentd.core.record import read_time
 from agentd.errors import (
     InvalidRequest,
     KernelConflict,
@@ -42,6 +33,7 @@ from agentd.errors import (
     RuntimeFailure,
     RuntimeUnavailable,
 )
+from agentd.failpoints import reach
 from agentd.plugin_api import Features
 from agentd.services.interfaces import LogQuery, Progress
 
@@ -59,8 +51,7 @@ class ProcessRuntime:
         self, folder: Path, node_id: str, user: str, boot_id: str, groups: MemoryGroups | None
     ) -> None:
         self._folder = folder
-        self._node_id = node_id
-        self._boot_id = boot_id
+        self._node = NodeMarks(node_id, boot_id)
         self._groups = groups
         self._account = account(user) if os.geteuid() == 0 else None
         self._user = user if self._account else pwd.getpwuid(os.geteuid()).pw_name
@@ -95,8 +86,11 @@ class ProcessRuntime:
         except OSError as error:
             raise RuntimeFailure(f"{folder}: {error.strerror}") from None
         try:
+            await reach("create.after_folder")
             (folder / "record.json").write_text(plan.record, encoding="utf-8")
+            await reach("create.after_record")
             group = self._group(folder, plan)
+            await reach("create.after_group")
         except OSError as error:
             await self.remove(kernel_id, "")
             raise RuntimeFailure(f"{error.filename or folder}: {error.strerror}") from None
@@ -107,6 +101,7 @@ class ProcessRuntime:
             await asyncio.wait([spawning])
             await self.remove(kernel_id, "")
             raise
+        await reach("create.after_spawn")
         if "pid" not in answer:
             await self.remove(kernel_id, "")
             raise failure(plan, answer)
@@ -118,19 +113,20 @@ class ProcessRuntime:
     def _group(self, folder: Path, plan: KernelPlan) -> KernelGroup | None:
         if self._groups is None:
             return None
-        group = self._groups.create(plan.name, plan.memory_bytes)
+        group = self._groups.group(plan.name)
         (folder / "group").write_text(str(group.folder), encoding="utf-8")
+        self._groups.create(group, plan.memory_bytes)
         return group
 
     def _order(self, folder: Path, plan: KernelPlan, group: KernelGroup | None) -> dict[str, Any]:
         own = {
-            **self._marks(plan.spec.kernel_id),
+            **self._node.of(plan.spec.kernel_id),
             "AGENTD_AGENT": plan.spec.agent_id,
             "AGENTD_DEVICES": plan.statement,
         }
         return {
             "folder": str(folder),
-            "boot_id": self._boot_id,
+            "boot_id": self._node.boot_id,
             "command": list(plan.spec.command),
             "env": {"PATH": PATH, **plan.env, **own},
             "cpus": [int(core) for core in plan.cpus],
@@ -145,27 +141,27 @@ class ProcessRuntime:
             "oom_file": str(group.oom_file) if group else "",
         }
 
-    def _marks(self, kernel_id: str) -> dict[str, str]:
-        return {"AGENTD_NODE": self._node_id, "AGENTD_KERNEL": kernel_id}
-
     async def stop(self, kernel_id: str, handle: str, timeout_s: float | None) -> None:
-        identity = self._identity(self._folder / kernel_id)
-        if identity is None or identity.boot_id != self._boot_id:
-            return
-        grace_s = STOP_TIMEOUT_S if timeout_s is None else timeout_s
-        if grace_s > 0:
-            _terminate(identity, self._members(kernel_id, identity))
-            try:
-                async with asyncio.timeout(grace_s):
-                    await self._all_ended(kernel_id, identity)
-            except TimeoutError:
-                pass
-        while alive := self._members(kernel_id, identity):
-            for process in alive:
-                process.signal(signal.SIGKILL)
-            for process in alive:
-                await process.ended()
-        await identity.keeper.ended()
+        with looking():
+            kernel = self._kernel(kernel_id)
+            if kernel.identity is None or kernel.identity.boot_id != self._node.boot_id:
+                return
+            grace_s = STOP_TIMEOUT_S if timeout_s is None else timeout_s
+            if grace_s > 0:
+                kernel.terminate()
+                await reach("stop.after_term")
+                try:
+                    async with asyncio.timeout(grace_s):
+                        await kernel.all_ended()
+                except TimeoutError:
+                    pass
+            while alive := kernel.members():
+                for process in alive:
+                    process.signal(signal.SIGKILL)
+                await reach("stop.after_kill")
+                for process in alive:
+                    await process.ended()
+            await kernel.identity.keeper.ended()
 
     async def remove(self, kernel_id: str, handle: str) -> None:
         await self.stop(kernel_id, handle, 0)
@@ -180,73 +176,40 @@ class ProcessRuntime:
 
     async def _taken_away(self, kernel_id: str) -> bool:
         """Remove the folder of a kernel that is not running; False if it began to run."""
-        folder, trash = self._folder / kernel_id, self._folder / f".removed-{kernel_id}"
-        shutil.rmtree(trash, ignore_errors=True)
-        before = self._identity(folder)
-        try:
-            folder.rename(trash)
-        except FileNotFoundError:
+        with looking():
+            folder, trash = self._folder / kernel_id, self._folder / f".removed-{kernel_id}"
+            await _emptied(trash)
+            before = self._kernel(kernel_id).identity
+            try:
+                folder.rename(trash)
+            except FileNotFoundError:
+                return True
+            except OSError as error:
+                raise RuntimeFailure(f"{folder}: {error.strerror}") from None
+            if before is None and KernelFolder(trash, kernel_id, self._node).identity is not None:
+                trash.rename(folder)
+                return False
+            await reach("delete.after_rename")
+            await _emptied(trash)
             return True
-        except OSError as error:
-            raise RuntimeFailure(f"{folder}: {error.strerror}") from None
-        if before is None and self._identity(trash) is not None:
-            trash.rename(folder)
-            return False
-        if (group := _read(trash / "group")) is not None:
-            await KernelGroup(Path(group)).remove()
-        shutil.rmtree(trash, ignore_errors=True)
-        return True
 
     async def list(self) -> Sequence[FoundKernel]:
-        try:
-            folders = [path for path in self._folder.iterdir() if not path.name.startswith(".")]
-        except OSError as error:
-            raise RuntimeUnavailable(f"{self._folder}: {error.strerror}") from None
-        found = [await self.find(folder.name) for folder in sorted(folders)]
-        return [item for item in found if item is not None]
+        with looking():
+            names = sorted(name for name in _names_in(self._folder) if name[0] != ".")
+            found = [item for name in names if (item := self._kernel(name).found()) is not None]
+            leaders = {int(item.handle) for item in found if item.handle}
+            astray = kept_kernels(self._node.node_id, leaders) - {item.kernel_id for item in found}
+            found += [item for name in astray if (item := self._kernel(name).found()) is not None]
+            return found
 
     async def find(self, kernel_id: str, handle: str | None = None) -> FoundKernel | None:
-        folder = self._folder / kernel_id
-        if not folder.is_dir():
-            return None
-        record = _read(folder / "record.json") or ""
-        if _node_of(record) not in (None, self._node_id):
-            return None
-        identity = self._identity(folder)
-        state, ending = self._state(folder, identity)
-        env = read_env(identity.leader.pid) if identity and state is FoundState.RUNNING else {}
-        if not self._marks(kernel_id).items() <= env.items():
-            env = {}
-        return FoundKernel(
-            kernel_id=kernel_id,
-            agent_id=env.get("AGENTD_AGENT", ""),
-            runtime=self.name,
-            handle=str(identity.leader.pid) if identity else "",
-            state=state,
-            record=record,
-            statement=env.get("AGENTD_DEVICES", ""),
-            started_at=identity.started_at if identity else None,
-            ending=ending,
-        )
-
-    def _state(self, folder: Path, identity: Identity | None) -> tuple[FoundState, Ending]:
-        if identity is None and not (folder / "identity.json").exists():
-            return FoundState.CREATED, Ending()
-        if identity is None:
-            return FoundState.EXITED, Ending(reason="who it was cannot be read, and it is gone")
-        if (text := _read(folder / "exit.json")) is not None:
-            return FoundState.EXITED, _ending(text)
-        if identity.boot_id != self._boot_id:
-            return FoundState.EXITED, Ending(reason="the node restarted; its exit status is lost")
-        if identity.keeper.is_alive() or self._members(folder.name, identity):
-            return FoundState.RUNNING, Ending()
-        text = _read(folder / "exit.json")  # written between the two looks
-        lost = Ending(reason="its keeper was killed; its exit status is lost")
-        return FoundState.EXITED, lost if text is None else _ending(text)
+        with looking():
+            return self._kernel(kernel_id).found()
 
     async def follow(self) -> AsyncIterator[str]:
         for trash in self._folder.glob(".removed-*"):
-            shutil.rmtree(trash, ignore_errors=True)
+            with looking():
+                await _emptied(trash)
         for item in await self.list():
             if item.state is FoundState.RUNNING:
                 self._watch(item.kernel_id)
@@ -262,9 +225,10 @@ class ProcessRuntime:
             found = await self.find(kernel_id) if query.follow else None
             return found is not None and found.state is FoundState.RUNNING
 
-        output = self._folder / kernel_id / "output.log"
-        async for chunk in printed(output, query.tail, is_running):
-            yield chunk
+        with looking():
+            output = self._folder / kernel_id / "output.log"
+            async for chunk in printed(output, query.tail, is_running):
+                yield chunk
 
     def _watch(self, kernel_id: str) -> None:
         if kernel_id not in self._watches:
@@ -273,63 +237,42 @@ class ProcessRuntime:
             task.add_done_callback(lambda _: self._watches.pop(kernel_id, None))
 
     async def _wait_for_end(self, kernel_id: str) -> None:
-        if (identity := self._identity(self._folder / kernel_id)) is not None:
-            await identity.keeper.ended()
-            await self._all_ended(kernel_id, identity)
+        with suppress(OSError):  # whoever looks at it is told the same
+            kernel = self._kernel(kernel_id)
+            if kernel.identity is not None:
+                await kernel.identity.keeper.ended()
+                await kernel.all_ended()
         self._events.put_nowait(kernel_id)
 
-    async def _all_ended(self, kernel_id: str, identity: Identity) -> None:
-        while alive := self._members(kernel_id, identity):
-            for process in alive:
-                await process.ended()
-
-    def _members(self, kernel_id: str, identity: Identity) -> Sequence[Proc]:
-        if identity.boot_id != self._boot_id:
-            return ()
-        return members(identity, self._marks(kernel_id))
-
-    def _identity(self, folder: Path) -> Identity | None:
-        text = _read(folder / "identity.json")
-        try:
-            if text is not None:
-                return Identity.from_json(json.loads(text))
-        except (ValueError, KeyError, TypeError):
-            pass
-        return recovered(self._marks(folder.name.removeprefix(".removed-")), self._boot_id)
+    def _kernel(self, kernel_id: str) -> KernelFolder:
+        return KernelFolder(self._folder / kernel_id, kernel_id, self._node)
 
 
-def _terminate(identity: Identity, alive: Sequence[Proc]) -> None:
-    """Ask the command's process group to end, or what is left if the command has ended."""
-    if identity.leader in alive:
-        with suppress(ProcessLookupError):
-            os.killpg(identity.leader.pid, signal.SIGTERM)
-    else:
-        for process in alive:
-            process.signal(signal.SIGTERM)
-
-
-def _ending(text: str) -> Ending:
+@contextmanager
+def looking() -> Iterator[None]:
+    """What cannot be looked at, for want of a file descriptor or memory, proves nothing."""
     try:
-        raw = json.loads(text)
-        finished_at = read_time(raw["finished_at"])
-        return Ending(int(raw["exit_code"]), bool(raw["oom_killed"]), finished_at)
-    except (ValueError, KeyError, TypeError) as error:
-        return Ending(reason=f"its exit status cannot be read: {error}")
+        yield
+    except OSError as error:
+        what = f"{error.filename}: " if error.filename else ""
+        why = f"processes and folders cannot be looked at: {what}{error.strerror}"
+        raise RuntimeUnavailable(why) from error
 
 
-def _node_of(record: str) -> str | None:
-    """Return the node id a record carries; None if it cannot be read."""
+def _names_in(folder: Path) -> list[str]:
+    """Return the names in a folder; none if that is gone."""
     try:
-        return str(json.loads(record)["node_id"])
-    except (ValueError, KeyError, TypeError):
-        return None
+        return [path.name for path in folder.iterdir()]
+    except FileNotFoundError:
+        return []
 
 
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
+async def _emptied(trash: Path) -> None:
+    """Remove a folder that was set aside, its cgroup first: only there stands where that is."""
+    if (group := group_of(trash)) is not None:
+        await group.remove()
+        await reach("delete.after_group")
+    shutil.rmtree(trash, ignore_errors=True)
 
 
 def _refuse_what_needs_a_container(edits: ContainerEdits) -> None:

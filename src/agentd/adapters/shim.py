@@ -22,6 +22,7 @@ import time
 
 TYPE_CHECKING = False  # the name that type checkers know; importing typing takes 5 ms
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -31,16 +32,8 @@ PR_SET_NO_NEW_PRIVS = 38
 def main() -> None:
     """Start the kernel that the order describes, and keep it."""
     order = json.load(sys.stdin)
-    if os.fork():
-        os._exit(0)  # the daemon is not the keeper's parent, and may die without a trace
-    os.setsid()
-    answer = os.dup(1)
-    os.set_inheritable(answer, False)
-    null = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
-        os.dup2(null, stream)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    hit = failpoints()
+    answer = detached()
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     go_read, go_write = os.pipe()
@@ -51,6 +44,7 @@ def main() -> None:
         run(order, libc, go_read, error_write)
     os.close(go_read)
     os.close(error_write)
+    hit("keeper.after_fork")
     identity = {
         "pid": pid,
         "start_time": start_time(pid),
@@ -60,9 +54,11 @@ def main() -> None:
         "started_at": time.time(),
     }
     try:
-        publish(order["folder"], "identity.json", identity)
+        publish(order["folder"], "identity.json", identity, lambda: hit("keeper.before_identity"))
+        hit("keeper.after_identity")
         os.write(go_write, b"g")
         os.close(go_write)
+        hit("keeper.after_go")
         failure = read_all(error_read)
     except OSError as error:
         os.kill(pid, signal.SIGKILL)
@@ -72,8 +68,35 @@ def main() -> None:
         withdraw(order["folder"], "identity.json")
         tell(answer, failure)
         os._exit(1)
+    hit("keeper.before_answer")
     tell(answer, json.dumps(identity).encode())
-    keep(order, pid)
+    keep(order, pid, hit)
+
+
+def detached() -> int:
+    """Leave the daemon, which may die without a trace; return where its answer is written."""
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    answer = os.dup(1)
+    os.set_inheritable(answer, False)
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(null, stream)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    return answer
+
+
+def failpoints() -> Callable[[str], None]:
+    """Return what visits a point: nothing, unless a test has set some."""
+    if "AGENTD_FAILPOINTS" not in os.environ:
+        return lambda _: None
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+    from agentd import failpoints  # noqa: PLC0415 - the keeper starts without it
+
+    failpoints.arm(os.environ[failpoints.VARIABLE])
+    return failpoints.hit
 
 
 def run(order: dict[str, Any], libc: ctypes.CDLL, go: int, failure: int) -> None:
@@ -136,7 +159,7 @@ def execute(command: list[str], env: dict[str, str]) -> None:
     raise failure
 
 
-def keep(order: dict[str, Any], leader: int) -> None:
+def keep(order: dict[str, Any], leader: int, hit: Callable[[str], None]) -> None:
     """Wait until nothing of the kernel is left, then write how its command ended."""
     status = 0
     while True:
@@ -155,7 +178,8 @@ def keep(order: dict[str, Any], leader: int) -> None:
         "finished_at": time.time(),
     }
     try:
-        publish(order["folder"], "exit.json", ending)
+        publish(order["folder"], "exit.json", ending, lambda: hit("keeper.before_exit"))
+        hit("keeper.after_exit")
     finally:
         os._exit(0)
 
@@ -177,12 +201,13 @@ def start_time(pid: int) -> int:
         return int(file.read().rpartition(b")")[2].split()[19])
 
 
-def publish(folder: str, name: str, value: object) -> None:
+def publish(folder: str, name: str, value: object, written: Callable[[], None]) -> None:
     """Put a complete file into a folder that must still be there, or raise."""
     temporary = os.path.join(folder, ".%s.%d" % (name, os.getpid()))
     with open(temporary, "w") as file:
         json.dump(value, file)
     try:
+        written()
         os.link(temporary, os.path.join(folder, name))
     finally:
         os.unlink(temporary)

@@ -15,6 +15,7 @@ from typing import Any
 from agentd.adapters import shim
 from agentd.core.plan import KernelPlan
 from agentd.errors import AgentdError, CommandNotFound, InvalidRequest, Problem, RuntimeFailure
+from agentd.failpoints import inherited
 
 SPAWN_TIMEOUT_S = 30.0
 
@@ -57,7 +58,7 @@ def spawn(order: Mapping[str, Any]) -> dict[str, Any]:
             input=json.dumps(order).encode(),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={},
+            env=inherited(),
             start_new_session=True,
             timeout=SPAWN_TIMEOUT_S,
             check=False,

@@ -24,6 +24,7 @@ import structlog
 from agentd.core.devices import Device, DeviceId, Health
 from agentd.core.slots import SlotKind
 from agentd.errors import StartRefused
+from agentd.failpoints import hit
 from agentd.services.interfaces import Intent
 
 log = structlog.get_logger()
@@ -96,13 +97,14 @@ class StateDir:
 
     def save_node(self, node_id: str, runtimes: Sequence[str]) -> None:
         content = {"schema": SCHEMA, "node_id": node_id, "runtimes": sorted(runtimes)}
-        self._save("node.json", content)
+        self._save("node.json", content, "node")
 
     def load_devices(self) -> Sequence[Device]:
         return self._load("devices.json", _devices) or ()
 
     def save_devices(self, devices: Sequence[Device]) -> None:
-        self._save("devices.json", {"schema": SCHEMA, "devices": [_to_json(d) for d in devices]})
+        content = {"schema": SCHEMA, "devices": [_to_json(d) for d in devices]}
+        self._save("devices.json", content, "devices")
 
     def load_intents(self) -> Sequence[Intent]:
         paths = sorted((self.folder / "intents").glob("*.json"))
@@ -115,10 +117,14 @@ class StateDir:
             "runtime": intent.runtime,
             "record": intent.record,
         }
-        self._save(f"intents/{intent.kernel_id}.json", content)
+        self._save(f"intents/{intent.kernel_id}.json", content, "intent")
 
     def drop_intent(self, kernel_id: str) -> None:
-        (self.folder / "intents" / f"{kernel_id}.json").unlink(missing_ok=True)
+        path = self.folder / "intents" / f"{kernel_id}.json"
+        if path.exists():
+            hit("intent.before_drop")
+            path.unlink(missing_ok=True)
+            hit("intent.after_drop")
 
     def _load(self, name: str, read: Callable[[Any], _T]) -> _T | None:
         path = self.folder / name
@@ -139,11 +145,13 @@ class StateDir:
         with suppress(OSError):
             path.rename(path.with_name(f"{path.name}.unreadable"))
 
-    def _save(self, name: str, content: Mapping[str, Any]) -> None:
+    def _save(self, name: str, content: Mapping[str, Any], what: str) -> None:
         path = self.folder / name
         temporary = path.with_name(f".{path.name}.new")
         temporary.write_text(json.dumps(content), encoding="utf-8")
+        hit(f"{what}.before_replace")
         temporary.replace(path)
+        hit(f"{what}.after_replace")
 
 
 class ReadOnlyState(StateDir):

@@ -28,6 +28,7 @@ from agentd.core.reconcile import (
 )
 from agentd.core.record import RecordError, decode
 from agentd.errors import RuntimeFailure, RuntimeUnavailable
+from agentd.failpoints import hit, reach
 from agentd.services.events import EventKind
 from agentd.services.interfaces import Runtime
 from agentd.services.kernels import GRACE_S, KernelService
@@ -98,12 +99,14 @@ class Adoption:
         """
         service = self._service
         with service.operations.witnessed() as busy:
+            await reach("adopt.before_list")
             try:
                 found = [*await runtime.list()]
                 found += await self._renamed(runtime, {item.kernel_id for item in found})
             except RuntimeUnavailable as error:
                 self.unavailable(runtime.name, str(error))
                 raise
+            await reach("adopt.after_list")
             known = {k.kernel_id: k for k in service.table if k.runtime == runtime.name}
             now = service.clock()
             expired = [k for k, until in service.unknown_until.items() if until <= now]
@@ -137,6 +140,7 @@ class Adoption:
         runtimes = [service.runtimes[known.runtime]] if known else service.runtimes.values()
         with service.operations.witnessed() as busy:
             for runtime in runtimes:
+                await reach("reconcile.before_find")
                 try:
                     found = await runtime.find(kernel_id, known.handle if known else None)
                 except RuntimeUnavailable as error:
@@ -144,8 +148,10 @@ class Adoption:
                     continue
                 if kernel_id in busy:
                     break
+                await reach("reconcile.after_find")
                 before = {kernel_id: known} if known else {}
                 await self._settle(reconcile(before, [found] if found else [], self._inventory))
+                await reach("reconcile.after_settle")
         if kernel_id in busy:
             service.operations.look_again(kernel_id)
 
@@ -202,6 +208,7 @@ class Adoption:
                     log.info("kernel.never_born", kernel_id=kernel_id)
                 case RemoveNeverRan(found):
                     removals.append(found)
+            hit("adopt.after_action")
         for found in removals:
             await self._remove_never_ran(found)
 
@@ -213,11 +220,13 @@ class Adoption:
         service.table.put(held.kernel)
         service.unknown_until[kernel_id] = service.clock() + GRACE_S
         with service.operations.on(kernel_id):
+            await reach("adopt.before_discard")
             try:
                 is_gone = await service.runtimes[found.runtime].discard(kernel_id, found.handle)
             except (RuntimeUnavailable, RuntimeFailure) as error:
                 log.warning("kernel.not_removed", kernel_id=kernel_id, reason=str(error))
                 return
+            await reach("adopt.after_discard")
             if is_gone:
                 service.table.drop(kernel_id)
                 self._known_now(kernel_id)

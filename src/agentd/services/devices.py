@@ -25,6 +25,7 @@ from agentd.core.partition import Split, joined, split
 from agentd.core.rules import SplitRules
 from agentd.core.slots import SlotType
 from agentd.errors import ConfigRefused, KernelConflict, UnknownDevice
+from agentd.failpoints import hit
 from agentd.services.events import EventKind, EventLog
 from agentd.services.interfaces import Memory, PluginListing, Plugins, PluginState
 
@@ -186,7 +187,9 @@ class NodeDevices:
         device = self.find(name, device_id)
         if device.drained is not drained:
             device = replace(device, drained=drained)
+            hit("drain.before_save")
             self._replace_inventory(self.inventory.with_device(device))
+            hit("drain.after_save")
         return device
 
     def forget(self, name: str, device_id: str, *, holders: Iterable[str]) -> None:

@@ -23,6 +23,7 @@ from agentd.errors import (
     OutcomeUnknown,
     RuntimeUnavailable,
 )
+from agentd.failpoints import reach
 from agentd.services.devices import NodeDevices
 from agentd.services.events import EventKind
 from agentd.services.interfaces import Clock, Intent, Memory, Runtime
@@ -161,7 +162,9 @@ class KernelService:
         kernel_id = kernel.kernel_id
         with self.operations.on(kernel_id):
             try:
+                await reach("create.after_commit")
                 plan = await self._planner.plan(kernel, spec, self.default)
+                await reach("create.after_plan")
                 self.memory.save_intent(Intent(kernel_id, self.default.name, plan.record))
                 found = await self.default.create(
                     plan, lambda state, pull=None: self._progress(kernel_id, state, pull)
@@ -180,6 +183,7 @@ class KernelService:
                     self.table.drop(kernel_id)
                 log.warning("kernel.create_failed", kernel_id=kernel_id, reason=str(error))
                 raise
+            await reach("create.after_runtime")
             running = adopted(found, self.devices.inventory).kernel
             self.table.put(running)
             self.memory.drop_intent(kernel_id)
@@ -230,7 +234,9 @@ class KernelService:
         runtime = self.runtimes[kernel.runtime]
         self.table.put(kernel.moved_to(KernelState.STOPPING))
         try:
+            await reach("stop.before_runtime")
             await runtime.stop(kernel.kernel_id, kernel.handle or "", timeout_s)
+            await reach("stop.after_runtime")
             found = await runtime.find(kernel.kernel_id, kernel.handle)
         except BaseException:
             self.table.put(kernel)
@@ -264,9 +270,12 @@ class KernelService:
                 raise KernelConflict(f"the create of {kernel_id} has an unknown outcome; try later")
             if kernel.state in LIVE:
                 await self._stop(kernel, timeout_s)
+            await reach("delete.before_runtime")
             if kernel.handle is not None:
                 await self.runtimes[kernel.runtime].remove(kernel_id, kernel.handle)
+            await reach("delete.after_runtime")
             self.table.drop(kernel_id)
+        await reach("delete.before_answer")
         log.info("kernel.removed", kernel_id=kernel_id)
 
     async def drain(self, timeout_s: float) -> None:
