@@ -1,7 +1,7 @@
 """Stand-ins for the outside; the runtime passes the same contract suite as the real ones."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import replace
 
 from agentd.core.devices import Device
@@ -128,6 +128,10 @@ class FakeRuntime:
         self._answer()
         return list(self.kernels.values())
 
+    async def strays(self, known: Collection[str]) -> Sequence[str]:
+        self._answer()
+        return ()
+
     async def find(self, kernel_id: str, handle: str | None = None) -> FoundKernel | None:
         self._answer()
         return self.kernels.get(kernel_id)
@@ -205,3 +209,9 @@ class FakeMemory:
 
     def drop_intent(self, kernel_id: str) -> None:
         self.intents.pop(kernel_id, None)
+
+    def settle(self) -> None:
+        pass
+
+    def warnings(self) -> Sequence[str]:
+        return ()

@@ -24,6 +24,7 @@ from agentd.adapters.docker_config import DockerRules
 from agentd.adapters.host import Host, boot_id, derived_node_id, is_port_free, probe
 from agentd.adapters.plugin_instance import Pace
 from agentd.adapters.plugins import PluginHost
+from agentd.adapters.proc import kept_kernels
 from agentd.adapters.process import ProcessRuntime
 from agentd.adapters.state_dir import StateDir
 from agentd.adapters.systemd import Notifier
@@ -39,7 +40,7 @@ from agentd.rpc.handlers import Handlers
 from agentd.rpc.server import Endpoint, Server
 from agentd.services.adoption import Adoption
 from agentd.services.devices import NodeDevices
-from agentd.services.interfaces import Memory, Runtime
+from agentd.services.interfaces import Clock, Memory, Runtime
 from agentd.services.kernels import KernelService
 from agentd.services.monitor import Monitor
 from agentd.services.planner import NodeRules, Planner
@@ -203,7 +204,8 @@ class Daemon:
         )
         planner = Planner(devices, plugins, rules)
         default = self._settings.node.runtime
-        return KernelService(devices, planner, runtimes, default, self._state, time.time)
+        clock = Clock(time.time, time.monotonic)
+        return KernelService(devices, planner, runtimes, default, self._state, clock)
 
     async def _until_listed(self, adoption: Adoption, service: KernelService) -> None:
         """Wait until every runtime gave its first list, or could not."""
@@ -234,12 +236,17 @@ class Daemon:
                 self._notifier.alive()
 
     def _runtimes(self) -> dict[str, Runtime]:
-        """Make the configured runtime, and the other one if it may have kernels of ours."""
+        """Make the configured runtime, and the other one if it may have kernels of ours.
+
+        Where it is not remembered which ones had some, an engine that can be asked may have.
+        """
         default = self._settings.node.runtime
         used = {default, *self._state.load_node().get("runtimes", ())}
         used |= {intent.runtime for intent in self._state.load_intents()}
-        if any(self._state.kernels.glob("[!.]*")):
+        if any(self._state.kernels.glob("[!.]*")) or kept_kernels(self._node_id, ()):
             used.add("process")
+        if not self._state.has_node and os.access(self._settings.runtime.docker.socket, os.W_OK):
+            used.add("docker")
         self._state.save_node(self._node_id, sorted(used))
         return {name: self._runtime(name, self._node_id) for name in sorted(used)}
 

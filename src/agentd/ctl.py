@@ -17,6 +17,7 @@ import click
 from agentd import __version__
 from agentd.client import Client, RpcProblem, socket_of
 from agentd.ctl_create import create, explain
+from agentd.ctl_doctor import check_row, print_checks, runtimes_row
 from agentd.ctl_options import KERNEL_COLUMNS, event_line, json_option, kernel_row, print_answer
 
 _CHUNK = 64 * 1024
@@ -64,6 +65,24 @@ def status(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passe
     print_rows(node["plugins"], ["name", "plugin", "state", "slots", "reason"])
     for warning in node["warnings"]:
         click.echo(f"warning: {warning}")
+
+
+@agentctl.command()
+@json_option
+@click.pass_obj
+def doctor(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """Check the node by its own rules; exit status 1 if one does not hold, or cannot be told."""
+    node = client.call("GET", "/v1/node")
+    rows = [runtimes_row(node)]
+    try:
+        rows += client.call("GET", "/v1/node?check=true")["checks"]
+    except RpcProblem as problem:
+        rows.append(check_row("books", "the books can be compared", str(problem)))
+    if as_json:
+        click.echo(json.dumps(rows, indent=1))
+    else:
+        print_checks(rows, node["warnings"])
+    sys.exit(0 if all(row["passed"] for row in rows) else 1)
 
 
 @agentctl.command()

@@ -199,6 +199,12 @@ class OutcomeUnknown(RuntimeUnavailable):
     """The runtime was asked and its answer was lost: it may yet have acted."""
 
 
+class StateUnavailable(Unavailable):
+    """The state folder cannot be written: what cannot be remembered is not promised."""
+
+    code = "StateUnavailable"
+
+
 class NotReady(Unavailable):
     """The daemon has not finished starting."""
 

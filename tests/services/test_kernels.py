@@ -29,7 +29,7 @@ from agentd.errors import (
 )
 from agentd.services.adoption import Adoption
 from agentd.services.devices import NodeDevices
-from agentd.services.interfaces import PluginListing
+from agentd.services.interfaces import Clock, PluginListing
 from agentd.services.kernels import GRACE_S, KernelService
 from agentd.services.monitor import Monitor
 from agentd.services.planner import NodeRules, Planner
@@ -59,7 +59,7 @@ class Rig:
             {"fake": self.runtime},
             "fake",
             self.memory,
-            lambda: self.now,
+            Clock(lambda: self.now, lambda: self.now),
         )
         self.adoption = Adoption(self.service)
         self.adoption.listening.add("fake")

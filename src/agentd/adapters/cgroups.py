@@ -56,6 +56,10 @@ class MemoryGroups:
         """Return a group, which need not be there."""
         return KernelGroup(self.folder / name)
 
+    def names(self) -> list[str]:
+        """Return the names of all groups that are there."""
+        return [path.name for path in self.folder.iterdir() if path.is_dir()]
+
     def create(self, group: KernelGroup, limit_bytes: int) -> None:
         """Make a group with a hard limit.
 

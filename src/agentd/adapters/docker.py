@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -266,6 +266,9 @@ class DockerRuntime:
                 if kernel_id and kernel_id not in ours and await self._was_renamed(answer):
                     ours[kernel_id] = answer
         return [found_kernel(answer) for answer in ours.values()]
+
+    async def strays(self, known: Collection[str]) -> Sequence[str]:
+        return ()  # a container is all there is of a kernel, and its volumes go with it
 
     async def _shown(self, summary: DockerContainer) -> Mapping[str, Any] | None:
         """Inspect one container of a list; what the list said of it if that fails alone."""

@@ -169,6 +169,16 @@ def _identity_of(mine: Sequence[Stat], boot_id: str) -> Identity:
     )
 
 
+def marked(node_id: str) -> list[tuple[int, str]]:
+    """Return the processes that carry a node's mark, each with its kernel."""
+    found = ((stat.pid, read_env(stat.pid)) for stat in all_processes())
+    return [
+        (pid, env.get("AGENTD_KERNEL", ""))
+        for pid, env in found
+        if env.get("AGENTD_NODE") == node_id
+    ]
+
+
 def kept_kernels(node_id: str, known: Container[int]) -> set[str]:
     """Return the kernels of a node that keepers of ours look after, but for `known` leaders.
 

@@ -11,19 +11,19 @@ import os
 import pwd
 import shutil
 import signal
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from agentd.adapters.cgroups import KernelGroup, MemoryGroups
 from agentd.adapters.output import printed, unkept
-from agentd.adapters.proc import kept_kernels
+from agentd.adapters.proc import kept_kernels, marked
 from agentd.adapters.process_folder import KernelFolder, NodeMarks, group_of
 from agentd.adapters.spawn import account, failure, spawn, with_groups
 from agentd.core.edits import ContainerEdits
 from agentd.core.kernel import KernelSpec, KernelState
-from agentd.core.plan import KernelPlan
+from agentd.core.plan import KernelPlan, kernel_name
 from agentd.core.reconcile import FoundKernel, FoundState
 from agentd.errors import (
     InvalidRequest,
@@ -201,6 +201,21 @@ class ProcessRuntime:
             astray = kept_kernels(self._node.node_id, leaders) - {item.kernel_id for item in found}
             found += [item for name in astray if (item := self._kernel(name).found()) is not None]
             return found
+
+    async def strays(self, known: Collection[str]) -> Sequence[str]:
+        with looking():
+            groups = self._groups.names() if self._groups else ()
+            prefix = kernel_name(self._node.node_id, "")
+            kept = {f"{prefix}{kernel_id}" for kernel_id in known}
+            return [
+                *(
+                    f"process {pid} of kernel {kernel_id}"
+                    for pid, kernel_id in marked(self._node.node_id)
+                    if kernel_id not in known
+                ),
+                *(f"folder {name}" for name in _names_in(self._folder) if name[0] == "."),
+                *(f"cgroup {g}" for g in groups if g.startswith(prefix) and g not in kept),
+            ]
 
     async def find(self, kernel_id: str, handle: str | None = None) -> FoundKernel | None:
         with looking():

@@ -6,14 +6,19 @@
     intents/        creates that an engine was asked for and has not answered yet
     kernels/        process kernels, one folder each (see `process`)
 
-Files are replaced in one step. What cannot be read is set aside and reported.
+Files are replaced in one step. What cannot be read is set aside and reported; of what a
+newer agentd wrote, the members that are known are read, and a copy is kept. A folder that
+cannot be written (read-only, full) keeps nobody from being served: only what has to be
+remembered before it is done is refused.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -23,12 +28,14 @@ import structlog
 
 from agentd.core.devices import Device, DeviceId, Health
 from agentd.core.slots import SlotKind
-from agentd.errors import StartRefused
+from agentd.errors import StartRefused, StateUnavailable
 from agentd.failpoints import hit
 from agentd.services.interfaces import Intent
 
 log = structlog.get_logger()
 SCHEMA = 1
+_UNWRITABLE = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""What passes, or is for an operator to mend, while the node goes on."""
 _T = TypeVar("_T")
 
 
@@ -38,21 +45,39 @@ class StateDir:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._locks: list[int] = []
+        self._complaints: dict[str, str] = {}
+        self._undropped: set[str] = set()
 
     def open(self) -> None:
         """Make the folder and lock it.
 
         Raises:
-            StartRefused: it cannot be written, or another daemon uses it.
+            StartRefused: it is not ours to write, or another daemon uses it.
         """
         try:
-            for folder in (self.folder, self.folder / "intents", self.kernels):
-                folder.mkdir(
-                    mode=0o711 if folder == self.folder else 0o700, parents=True, exist_ok=True
-                )
+            self._make()
         except OSError as error:
-            raise StartRefused(f"state folder {self.folder}: {error.strerror}") from None
+            if error.errno not in _UNWRITABLE:
+                raise StartRefused(f"state folder {self.folder}: {error.strerror}") from None
+            self._complain(str(self.folder), f"cannot be made: {error.strerror}")
         self._lock(self.folder / "lock", f"state folder {self.folder} is used by another agentd")
+        for unfinished in (*self.folder.glob(".*.new"), *self._intents.glob(".*.new")):
+            with suppress(OSError):
+                unfinished.unlink()
+
+    def _make(self) -> None:
+        for folder in (self.folder, self._intents, self.kernels):
+            mode = 0o711 if folder == self.folder else 0o700
+            folder.mkdir(mode=mode, parents=True, exist_ok=True)
+
+    def _complain(self, what: str, why: str) -> None:
+        if self._complaints.get(what) != why:
+            self._complaints[what] = why
+            log.warning("state.trouble", file=what, reason=why)
+
+    def warnings(self) -> Sequence[str]:
+        """Return what an operator should know of this folder."""
+        return [f"{what} {why}" for what, why in self._complaints.items()]
 
     def lock_node(self, node_id: str, folder: Path) -> None:
         """Refuse a second daemon with this node id.
@@ -68,19 +93,31 @@ class StateDir:
         )
 
     def _lock(self, path: Path, refusal: str) -> None:
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise StartRefused(f"{path}: {error.strerror}") from None
+        descriptor = self._lockable(path)
+        if descriptor is None:
+            return
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(descriptor)
             raise StartRefused(f"{refusal} (pid {holder})") from None
-        os.truncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         self._locks.append(descriptor)
+        with suppress(OSError):  # who holds it is told to people alone
+            os.truncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+
+    def _lockable(self, path: Path) -> int | None:
+        """Open a file to lock it; None where there is none and none can be made."""
+        try:
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if error.errno not in (*_UNWRITABLE, errno.ENOENT):
+                raise StartRefused(f"{path}: {error.strerror}") from None
+            self._complain(str(path), f"cannot be written: {error.strerror}")
+        with suppress(OSError):
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return None
 
     def close(self) -> None:
         """Let go of the locks."""
@@ -91,28 +128,37 @@ class StateDir:
     def kernels(self) -> Path:
         return self.folder / "kernels"
 
+    @property
+    def _intents(self) -> Path:
+        return self.folder / "intents"
+
+    @property
+    def has_node(self) -> bool:
+        """Whether it is remembered which runtimes have kernels."""
+        return bool(self.load_node())
+
     def load_node(self) -> Mapping[str, Any]:
         """Return what stands in node.json; empty where nothing does."""
         return self._load("node.json", dict) or {}
 
     def save_node(self, node_id: str, runtimes: Sequence[str]) -> None:
         content = {"schema": SCHEMA, "node_id": node_id, "runtimes": sorted(runtimes)}
-        self._save("node.json", content, "node")
+        with suppress(StateUnavailable):  # nothing is created either, so it stays true
+            self._save("node.json", content, "node", lasting=True)
 
     def load_devices(self) -> Sequence[Device]:
         return self._load("devices.json", _devices) or ()
 
     def save_devices(self, devices: Sequence[Device]) -> None:
         content = {"schema": SCHEMA, "devices": [_to_json(d) for d in devices]}
-        self._save("devices.json", content, "devices")
+        self._save("devices.json", content, "devices", lasting=True)
 
     def load_intents(self) -> Sequence[Intent]:
-        paths = sorted((self.folder / "intents").glob("*.json"))
-        loaded = (self._load(f"intents/{path.name}", lambda raw: Intent(**raw)) for path in paths)
-        return [intent for intent in loaded if intent is not None]
+        return [_intent(path) for path in sorted(self._intents.glob("*.json"))]
 
     def save_intent(self, intent: Intent) -> None:
         content = {
+            "schema": SCHEMA,
             "kernel_id": intent.kernel_id,
             "runtime": intent.runtime,
             "record": intent.record,
@@ -120,38 +166,79 @@ class StateDir:
         self._save(f"intents/{intent.kernel_id}.json", content, "intent")
 
     def drop_intent(self, kernel_id: str) -> None:
-        path = self.folder / "intents" / f"{kernel_id}.json"
-        if path.exists():
-            hit("intent.before_drop")
-            path.unlink(missing_ok=True)
-            hit("intent.after_drop")
+        path = self._intents / f"{kernel_id}.json"
+        try:
+            if path.exists():
+                hit("intent.before_drop")
+                path.unlink(missing_ok=True)
+                hit("intent.after_drop")
+        except OSError as error:
+            self._undropped.add(kernel_id)
+            self._complain(str(path), f"is out of date and cannot be removed: {error.strerror}")
+        else:
+            self._undropped.discard(kernel_id)
+            self._complaints.pop(str(path), None)
+
+    def settle(self) -> None:
+        """Try again to remove what could not be."""
+        for kernel_id in list(self._undropped):
+            self.drop_intent(kernel_id)
 
     def _load(self, name: str, read: Callable[[Any], _T]) -> _T | None:
         path = self.folder / name
         try:
-            return read(json.loads(path.read_text(encoding="utf-8")))
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            if isinstance(raw, dict) and isinstance(raw.get("schema"), int):
+                self._keep_newer(path, raw["schema"])
+            return read(raw)
         except FileNotFoundError:
             return None
-        except PermissionError as error:
-            log.warning("state.unreadable", file=str(path), reason=error.strerror)
-            return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            why = f"{type(error).__name__}: {error}"
-            log.warning("state.unreadable", file=str(path), reason=why)
+        except OSError as error:
+            self._complain(str(path), f"cannot be read: {error.strerror}")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            why = f"cannot be read ({type(error).__name__}: {error}); it is set aside as"
+            self._complain(str(path), f"{why} {path.name}.unreadable")
             self._set_aside(path)
-            return None
+        return None
+
+    def _keep_newer(self, path: Path, schema: int) -> None:
+        if schema > SCHEMA:
+            copy = path.with_name(f"{path.name}.schema-{schema}")
+            self._complain(str(path), f"is of a newer agentd; it is kept as {copy.name}")
+            self._copy(path, copy)
+
+    def _copy(self, path: Path, copy: Path) -> None:
+        with suppress(OSError):
+            shutil.copyfile(path, copy)
 
     def _set_aside(self, path: Path) -> None:
         with suppress(OSError):
             path.rename(path.with_name(f"{path.name}.unreadable"))
 
-    def _save(self, name: str, content: Mapping[str, Any], what: str) -> None:
+    def _save(
+        self, name: str, content: Mapping[str, Any], what: str, *, lasting: bool = False
+    ) -> None:
+        """Replace a file; one that is `lasting` survives a loss of power.
+
+        Raises:
+            StateUnavailable: it could not be; the old one is as it was.
+        """
         path = self.folder / name
         temporary = path.with_name(f".{path.name}.new")
-        temporary.write_text(json.dumps(content), encoding="utf-8")
-        hit(f"{what}.before_replace")
-        temporary.replace(path)
-        hit(f"{what}.after_replace")
+        try:
+            self._make()  # somebody may have removed it all
+            with temporary.open("w", encoding="utf-8") as file:
+                json.dump(content, file)
+                if lasting:
+                    file.flush()
+                    os.fsync(file.fileno())
+            hit(f"{what}.before_replace")
+            temporary.replace(path)
+            hit(f"{what}.after_replace")
+        except OSError as error:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise StateUnavailable(f"{path} cannot be written: {error.strerror}") from error
 
 
 class ReadOnlyState(StateDir):
@@ -162,6 +249,18 @@ class ReadOnlyState(StateDir):
 
     def _set_aside(self, path: Path) -> None:
         del path
+
+    def _copy(self, path: Path, copy: Path) -> None:
+        del path, copy
+
+
+def _intent(path: Path) -> Intent:
+    """Read an intent; one that cannot be read is one of which nothing is known but its kernel."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        return Intent(path.stem, str(raw["runtime"]), str(raw["record"]))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        return Intent(path.stem, "", f"{type(error).__name__}: {error}")
 
 
 def _to_json(device: Device) -> dict[str, object]:

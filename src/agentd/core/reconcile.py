@@ -19,7 +19,14 @@ from typing import TypeAlias
 from agentd.core.devices import MEMORY, Device, DeviceId, Inventory
 from agentd.core.kernel import ENDED, PRESENT, STARTING, Ending, Kernel, KernelState, Port
 from agentd.core.ledger import UNREADABLE_SLOT, Allocation, Share
-from agentd.core.record import Record, RecordedShare, RecordError, decode, read_statement
+from agentd.core.record import (
+    NewerRecordError,
+    Record,
+    RecordedShare,
+    RecordError,
+    decode,
+    read_statement,
+)
 from agentd.core.slots import CPU, MEM, ONE, SlotKind, format_amount
 
 
@@ -161,7 +168,7 @@ def adopted(item: FoundKernel, inventory: Inventory) -> Adopt:
     try:
         record = _own_record(item)
     except RecordError as error:
-        return _without_record(base, item, inventory, str(error))
+        return _without_record(base, item, inventory, error)
     allocation, missing = located(record.shares, inventory)
     kernel = replace(
         base,
@@ -183,7 +190,13 @@ def _own_record(item: FoundKernel) -> Record:
     return record
 
 
-def _without_record(base: Kernel, item: FoundKernel, inventory: Inventory, why: str) -> Adopt:
+def _without_record(
+    base: Kernel, item: FoundKernel, inventory: Inventory, why: RecordError
+) -> Adopt:
+    """Recover a kernel from the second statement; one that a newer agentd made is not ours to.
+
+    There its devices are charged all the same: they are what the statement is for.
+    """
     try:
         shares = read_statement(item.statement)
         if not shares:
@@ -199,8 +212,13 @@ def _without_record(base: Kernel, item: FoundKernel, inventory: Inventory, why: 
     for recorded in shares:
         slots[recorded.share.slot] = slots.get(recorded.share.slot, 0) + recorded.share.amount
     wire = {name: format_amount(amount, kinds[name]) for name, amount in slots.items()}
+    kernel = replace(base, slots=wire, allocation=allocation)
+    if isinstance(why, NewerRecordError):
+        state = KernelState.UNREADABLE if base.holds else base.state
+        reason = f"its record is of a newer agentd ({why}); its devices are charged"
+        return Adopt(replace(kernel, state=state, reason=reason), missing)
     reason = f"unreadable record ({why}); recovered from the second statement of its devices"
-    return Adopt(replace(base, slots=wire, allocation=allocation, reason=reason), missing)
+    return Adopt(replace(kernel, reason=reason), missing)
 
 
 def located(
@@ -253,6 +271,13 @@ def _gone(recorded: RecordedShare, inventory: Inventory) -> Device:
         capacity=share.amount,
         gone=True,
         reason="known only from a kernel that holds it",
+    )
+
+
+def kept_back(inventory: Inventory) -> Allocation:
+    """Return what keeps every device back: the holdings of one of whom nothing is known."""
+    return Allocation(
+        tuple(Share(d.device_id, UNREADABLE_SLOT, d.kind, 0) for d in inventory.devices)
     )
 
 

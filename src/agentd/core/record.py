@@ -28,6 +28,10 @@ class RecordError(ValueError):
     """A record or statement that cannot be read, and why."""
 
 
+class NewerRecordError(RecordError):
+    """A record of a schema that only a newer agentd knows."""
+
+
 @dataclass(frozen=True, slots=True)
 class RecordedShare:
     """A share with the stable id of its device, whatever that is called today."""
@@ -101,7 +105,7 @@ def decode(text: str) -> Record:
         if not isinstance(raw, dict) or not isinstance(raw.get("schema"), int):
             raise RecordError("it has no schema number")
         if raw["schema"] > SCHEMA:
-            raise RecordError(f"its schema {raw['schema']} is newer than {SCHEMA}")
+            raise NewerRecordError(f"its schema {raw['schema']} is newer than {SCHEMA}")
         return Record(
             kernel_id=_text(raw["kernel_id"]),
             agent_id=_text(raw["agent_id"]),

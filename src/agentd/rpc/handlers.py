@@ -21,6 +21,7 @@ from agentd.services.events import Event
 from agentd.services.interfaces import Plugins
 from agentd.services.kernels import KernelService
 from agentd.services.logs import logs_of
+from agentd.services.selfcheck import self_check
 
 
 def answer(
@@ -59,9 +60,12 @@ class Handlers:
         """Describe this API."""
         return answer(self.openapi)
 
-    async def get_node(self, _: web.Request) -> web.Response:
-        """Show the node, its runtime, its plugins, and what the operator should know."""
-        return answer(views.node_view(self._node_id, self._service, self._adoption, self._plugins))
+    async def get_node(self, request: web.Request) -> web.Response:
+        """Show the node, its parts, and what the operator should know; `check` judges it too."""
+        node = views.node_view(self._node_id, self._service, self._adoption, self._plugins)
+        if read_flag(request.query, "check"):
+            node["checks"] = views.check_views(await self_check(self._service))
+        return answer(node)
 
     async def list_slot_types(self, _: web.Request) -> web.Response:
         """List the known slot types."""

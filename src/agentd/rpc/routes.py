@@ -44,7 +44,7 @@ class Route:
 LOG_QUERY = ("follow", "tail", "since", "timestamps", "stream")
 H = Handlers
 ROUTES: Sequence[Route] = (
-    Route("GET", "/v1/node", H.get_node, {200: NodeView}),
+    Route("GET", "/v1/node", H.get_node, {200: NodeView}, ("check",)),
     Route("GET", "/v1/slot-types", H.list_slot_types, {200: list[SlotTypeView]}),
     Route("GET", "/v1/devices", H.list_devices, {200: list[DeviceView]}),
     Route("POST", "/v1/devices/{device_name}/{id}/drain", H.drain_device, {200: DeviceView}),

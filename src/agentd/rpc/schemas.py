@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Mapping
 from difflib import get_close_matches
 from hashlib import sha256
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NotRequired, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 from typing_extensions import TypedDict
@@ -319,8 +319,17 @@ class PluginView(TypedDict):
     slots: list[str]
 
 
+class CheckView(TypedDict):
+    """A rule that holds on every node, and what was found against it."""
+
+    check: str
+    promise: str
+    passed: bool
+    findings: list[str]
+
+
 class NodeView(TypedDict):
-    """The node."""
+    """The node; `checks` are there if they were asked for."""
 
     id: str
     version: str
@@ -329,6 +338,7 @@ class NodeView(TypedDict):
     plugins: list[PluginView]
     warnings: list[str]
     generation: int
+    checks: NotRequired[list[CheckView]]
 
 
 class ProblemView(TypedDict):

@@ -52,6 +52,7 @@ STATUSES = {
     "RuntimeFailure": 502,
     "PluginUnavailable": 503,
     "RuntimeUnavailable": 503,
+    "StateUnavailable": 503,
     "NotReady": 503,
     "Draining": 503,
 }

@@ -14,6 +14,7 @@ from agentd.core.partition import Split
 from agentd.core.slots import MEM, SlotKind, SlotType, device_name_of, format_amount
 from agentd.rpc.schemas import (
     AgentView,
+    CheckView,
     DeviceView,
     KernelView,
     NodeView,
@@ -26,6 +27,7 @@ from agentd.services.adoption import Adoption, RuntimeStatus
 from agentd.services.events import Event, EventKind
 from agentd.services.interfaces import Plugins, PluginStatus
 from agentd.services.kernels import KernelService
+from agentd.services.selfcheck import Check
 
 DeviceState: TypeAlias = Literal["ok", "held", "unhealthy", "drained", "gone", "overcommitted"]
 
@@ -231,6 +233,19 @@ def node_view(
         "warnings": list(service.devices.warnings),
         "generation": service.devices.generation,
     }
+
+
+def check_views(checks: Iterable[Check]) -> list[CheckView]:
+    """Return what the self-check found, rule by rule."""
+    return [
+        {
+            "check": check.rule,
+            "promise": check.promise,
+            "passed": not check.findings,
+            "findings": list(check.findings),
+        }
+        for check in checks
+    ]
 
 
 def amounts(slots: Iterable[tuple[str, int]], inventory: Inventory) -> dict[str, str]:

@@ -23,6 +23,7 @@ from agentd.core.reconcile import (
     MarkLost,
     RemoveNeverRan,
     adopted,
+    kept_back,
     located,
     reconcile,
 )
@@ -30,7 +31,7 @@ from agentd.core.record import RecordError, decode
 from agentd.errors import RuntimeFailure, RuntimeUnavailable
 from agentd.failpoints import hit, reach
 from agentd.services.events import EventKind
-from agentd.services.interfaces import Runtime
+from agentd.services.interfaces import Intent, Runtime
 from agentd.services.kernels import GRACE_S, KernelService
 
 log = structlog.get_logger()
@@ -62,18 +63,16 @@ class Adoption:
     def recall_intents(self) -> None:
         """Hold the shares of creates that the last daemon did not see the end of."""
         for intent in self._service.memory.load_intents():
-            kernel_id = intent.kernel_id
             try:
                 record = decode(intent.record)
             except RecordError as error:
-                log.warning("intent.unreadable", kernel_id=kernel_id, reason=str(error))
-                self._service.memory.drop_intent(kernel_id)
-                continue
-            allocation, missing = located(record.shares, self._inventory)
-            self._service.devices.add_missing(missing)
-            self._service.table.put(
-                Kernel(
-                    kernel_id=kernel_id,
+                log.warning("intent.unreadable", kernel_id=intent.kernel_id, reason=str(error))
+                kernel = self._of_unknown_devices(intent, str(error))
+            else:
+                allocation, missing = located(record.shares, self._inventory)
+                self._service.devices.add_missing(missing)
+                kernel = Kernel(
+                    kernel_id=intent.kernel_id,
                     agent_id=record.agent_id,
                     state=KernelState.CREATING,
                     spec_hash=record.spec_hash,
@@ -84,8 +83,23 @@ class Adoption:
                     ports=record.ports,
                     reason="cut short by a restart; its outcome is not known yet",
                 )
-            )
-            self._service.unknown_until[kernel_id] = self._service.clock() + GRACE_S
+            self._service.table.put(kernel)
+            until = self._service.clock.steady() + GRACE_S
+            self._service.unknown_until[kernel.kernel_id] = until
+
+    def _of_unknown_devices(self, intent: Intent, why: str) -> Kernel:
+        service = self._service
+        is_known = intent.runtime in service.runtimes
+        return Kernel(
+            kernel_id=intent.kernel_id,
+            agent_id="",
+            state=KernelState.CREATING,
+            spec_hash="",
+            created_at=service.clock.wall(),
+            runtime=intent.runtime if is_known else service.default.name,
+            allocation=kept_back(self._inventory),
+            reason=f"cut short by a restart, and what it was to be given cannot be read: {why}",
+        )
 
     @property
     def _inventory(self) -> Inventory:
@@ -108,7 +122,7 @@ class Adoption:
                 raise
             await reach("adopt.after_list")
             known = {k.kernel_id: k for k in service.table if k.runtime == runtime.name}
-            now = service.clock()
+            now = service.clock.steady()
             expired = [k for k, until in service.unknown_until.items() if until <= now]
             actions = reconcile(known, found, self._inventory, busy=busy, expired=expired)
             await self._settle(actions)
@@ -158,13 +172,14 @@ class Adoption:
     async def retry(self) -> None:
         """Ask again where a runtime did not answer, or a create has an unknown outcome."""
         service = self._service
+        service.devices.settle()
         for name, runtime in service.runtimes.items():
             is_down = self.statuses[name].state == "unavailable"
             if name in self.listening and (is_down or service.unknown_until):
                 with suppress(RuntimeUnavailable):
                     await self.relist(runtime)
-        if self._partial and service.clock() >= self._partial_again:
-            self._partial_again = service.clock() + PARTIAL_PAUSE_S
+        if self._partial and service.clock.steady() >= self._partial_again:
+            self._partial_again = service.clock.steady() + PARTIAL_PAUSE_S
             partial, self._partial = self._partial, set()
             for kernel_id in partial:
                 service.operations.look_again(kernel_id)
@@ -218,7 +233,7 @@ class Adoption:
         held = adopted(found, self._inventory)
         service.devices.add_missing(held.missing)
         service.table.put(held.kernel)
-        service.unknown_until[kernel_id] = service.clock() + GRACE_S
+        service.unknown_until[kernel_id] = service.clock.steady() + GRACE_S
         with service.operations.on(kernel_id):
             await reach("adopt.before_discard")
             try:

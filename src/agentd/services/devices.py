@@ -24,7 +24,7 @@ from agentd.core.devices import (
 from agentd.core.partition import Split, joined, split
 from agentd.core.rules import SplitRules
 from agentd.core.slots import SlotType
-from agentd.errors import ConfigRefused, KernelConflict, UnknownDevice
+from agentd.errors import ConfigRefused, KernelConflict, StateUnavailable, UnknownDevice
 from agentd.failpoints import hit
 from agentd.services.events import EventKind, EventLog
 from agentd.services.interfaces import Memory, PluginListing, Plugins, PluginState
@@ -54,6 +54,7 @@ class NodeDevices:
         self.events = EventLog()
         self._joined: frozenset[str] = frozenset()
         self._withheld: frozenset[tuple[str, str]] = frozenset()
+        self._unsaved = ""
         self.generation = 0
 
     @property
@@ -75,7 +76,9 @@ class NodeDevices:
     def warnings(self) -> tuple[str, ...]:
         """What the operator should know, the partition's warnings included."""
         news = (warning for warnings in self._news.values() for warning in warnings)
-        return (*self._warnings, *news, *self.split.warnings)
+        memory = self._memory.warnings()
+        unsaved = [self._unsaved] if self._unsaved else []
+        return (*self._warnings, *news, *self.split.warnings, *memory, *unsaved)
 
     def discover(self) -> None:
         """Bring listings, host and memory together, and divide them.
@@ -183,12 +186,13 @@ class NodeDevices:
 
         Raises:
             UnknownDevice: there is none.
+            StateUnavailable: it cannot be remembered; nothing changed.
         """
         device = self.find(name, device_id)
         if device.drained is not drained:
             device = replace(device, drained=drained)
             hit("drain.before_save")
-            self._replace_inventory(self.inventory.with_device(device))
+            self._replace_for_good(self.inventory.with_device(device))
             hit("drain.after_save")
         return device
 
@@ -198,6 +202,7 @@ class NodeDevices:
         Raises:
             UnknownDevice: there is none.
             KernelConflict: it is there, or a kernel holds it.
+            StateUnavailable: it cannot be remembered; nothing changed.
         """
         device = self.find(name, device_id)
         if not device.gone:
@@ -207,7 +212,7 @@ class NodeDevices:
             raise KernelConflict(why)
         if held := ", ".join(holders):
             raise KernelConflict(f"{device.device_id} is held by {held}")
-        self._replace_inventory(self.inventory.without(device.device_id))
+        self._replace_for_good(self.inventory.without(device.device_id))
 
     def add_missing(self, devices: Iterable[Device]) -> None:
         """Take in devices that only kernels know of."""
@@ -226,6 +231,11 @@ class NodeDevices:
             if device_id not in now.by_id:
                 self.events.publish(EventKind.DEVICE_REMOVED, device)
 
+    def _replace_for_good(self, inventory: Inventory) -> None:
+        """Do what an operator wants: remembered first, or not done at all."""
+        self._memory.save_devices(inventory.devices)
+        self._replace_inventory(inventory)
+
     def _replace_inventory(self, inventory: Inventory) -> None:
         before = self.inventory
         self._split = self.split.with_inventory(inventory)
@@ -234,4 +244,20 @@ class NodeDevices:
 
     def _changed(self) -> None:
         self.generation += 1
-        self._memory.save_devices(self.inventory.devices)
+        self._save()
+
+    def _save(self) -> None:
+        try:
+            self._memory.save_devices(self.inventory.devices)
+        except StateUnavailable as error:
+            if not self._unsaved:
+                log.warning("devices.not_saved", reason=str(error))
+            self._unsaved = f"the inventory is not remembered: {error}"
+        else:
+            self._unsaved = ""
+
+    def settle(self) -> None:
+        """Try again to remember what could not be."""
+        if self._unsaved:
+            self._save()
+        self._memory.settle()

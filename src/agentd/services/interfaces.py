@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from agentd.core.allocation import Allocation
 from agentd.core.devices import Device, DeviceId
@@ -169,6 +169,16 @@ class Runtime(Protocol):
         """
         ...
 
+    async def strays(self, known: Collection[str]) -> Sequence[str]:
+        """Return, in words, what is left here of kernels other than these.
+
+        Whole kernels apart: those are in the list.
+
+        Raises:
+            RuntimeUnavailable: that cannot be told now.
+        """
+        ...
+
     async def discard(self, kernel_id: str, handle: str) -> bool:
         """Remove a kernel that never ran; False, and nothing done, if it runs after all."""
         ...
@@ -202,7 +212,10 @@ class Runtime(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """A create that a runtime was, or is about to be, asked for; `record` as on the kernel."""
+    """A create that a runtime was, or is about to be, asked for; `record` as on the kernel.
+
+    `runtime` is empty, and `record` none, where what was written down cannot be read.
+    """
 
     kernel_id: str
     runtime: str
@@ -216,16 +229,31 @@ class Memory(Protocol):
         """Return the devices of the last inventory, with what operators said of them."""
         ...
 
-    def save_devices(self, devices: Sequence[Device]) -> None: ...
+    def save_devices(self, devices: Sequence[Device]) -> None:
+        """Remember an inventory; StateUnavailable if the last one is still remembered."""
+        ...
 
     def load_intents(self) -> Sequence[Intent]:
         """Return the creates that no daemon saw the end of."""
         ...
 
-    def save_intent(self, intent: Intent) -> None: ...
+    def save_intent(self, intent: Intent) -> None:
+        """Remember a create before it is asked for; StateUnavailable if that cannot be."""
+        ...
 
-    def drop_intent(self, kernel_id: str) -> None: ...
+    def drop_intent(self, kernel_id: str) -> None:
+        """Forget a create; where that cannot be, `settle` tries again."""
+        ...
+
+    def settle(self) -> None: ...
+
+    def warnings(self) -> Sequence[str]:
+        """Return what an operator should know of this memory."""
+        ...
 
 
-Clock = Callable[[], float]
-"""Seconds since the epoch."""
+class Clock(NamedTuple):
+    """`wall`: seconds since the epoch, as set by people. `steady`: seconds that only pass."""
+
+    wall: Callable[[], float]
+    steady: Callable[[], float]

@@ -151,7 +151,7 @@ class KernelService:
             agent_id=spec.agent_id,
             state=KernelState.PREPARING,
             spec_hash=spec.spec_hash,
-            created_at=self.clock(),
+            created_at=self.clock.wall(),
             runtime=self.default.name,
             slots=decision.slots,
             allocation=decision.allocation,
@@ -170,7 +170,7 @@ class KernelService:
                     plan, lambda state, pull=None: self._progress(kernel_id, state, pull)
                 )
             except OutcomeUnknown:
-                self.unknown_until[kernel_id] = self.clock() + GRACE_S
+                self.unknown_until[kernel_id] = self.clock.steady() + GRACE_S
                 if keep_failure:
                     self._keep_failure.add(kernel_id)
                 raise

@@ -1,0 +1,88 @@
+import asyncio
+import errno
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agentd import failpoints
+from agentd.failpoints import POINTS, hit, reach
+
+SOURCE = Path(failpoints.__file__).parent
+KINDS = ("intent", "devices", "node")
+
+
+@pytest.fixture(autouse=True)
+def disarmed() -> Iterator[None]:
+    yield
+    failpoints.arm("")
+
+
+def test_every_point_stands_somewhere_and_nowhere_stands_another() -> None:
+    text = "".join(
+        path.read_text() for path in SOURCE.rglob("*.py") if path.name != "failpoints.py"
+    )
+    named = set(re.findall(r'(?:hit|reach|reach,)[( ]f?"([a-z_{}.]+)"', text))
+    assert {"{what}.before_replace", "{what}.after_replace"} <= named
+    named = {name for name in named if "{" not in name}
+    named |= {f"{kind}.{when}_replace" for kind in KINDS for when in ("before", "after")}
+    assert named == set(POINTS)
+
+
+def test_nothing_happens_where_nothing_is_set() -> None:
+    hit("create.after_commit")
+    assert failpoints.armed() == []
+    assert failpoints.inherited() == {}
+
+
+def test_a_term_counts_for_its_visits_and_then_the_next_does() -> None:
+    failpoints.arm("create.after_commit=1*off->2*error(ENOSPC)->off; stop.after_term=error(EIO)")
+    assert failpoints.armed() == ["create.after_commit", "stop.after_term"]
+    hit("create.after_commit")
+    for _ in range(2):
+        with pytest.raises(OSError, match="failpoint create.after_commit") as failure:
+            hit("create.after_commit")
+        assert failure.value.errno == errno.ENOSPC
+    hit("create.after_commit")
+    hit("create.after_plan")
+    for _ in range(3):
+        with pytest.raises(OSError, match="failpoint stop.after_term"):
+            hit("stop.after_term")
+
+
+async def test_a_delay_of_a_coroutine_lets_others_go_on() -> None:
+    failpoints.arm("create.after_plan=1*delay(200)")
+    waiting = asyncio.create_task(reach("create.after_plan"))
+    await asyncio.sleep(0)
+    await reach("create.after_plan")
+    assert not waiting.done()
+    await waiting
+
+
+def test_a_delay_of_a_plain_step_blocks_it() -> None:
+    failpoints.arm("intent.before_drop=delay(20)")
+    start = time.monotonic()
+    hit("intent.before_drop")
+    assert time.monotonic() - start >= 0.02
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("create.nowhere=kill", "names no point; there are: start.after_locks"),
+        ("create.after_plan", "names no point"),
+        ("create.after_plan=explode", "'explode' is no term; allowed: off, kill"),
+        ("create.after_plan=delay(soon)", "is no term"),
+        ("create.after_plan=error(ENOSUCH)", "is no term"),
+        ("create.after_plan=x*kill", "is no term"),
+        ("create.after_plan=kill(everybody)", "is no term"),
+        ("create.after_plan=", "'' is no term"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_and_changes_nothing(text: str, why: str) -> None:
+    failpoints.arm("create.after_plan=off")
+    with pytest.raises(ValueError, match=re.escape(why)):
+        failpoints.arm(text)
+    assert failpoints.armed() == ["create.after_plan"]
