@@ -1,0 +1,341 @@
+"""Damaged records, a state folder that fails, and a machine that runs out or is set wrong.
+
+The daemon starts, says what is wrong in one line each, touches nothing that it is not sure
+of, and serves everything else.
+"""
+
+import asyncio
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from agentd.core.record import SCHEMA
+from daemon import AGENTS, Daemon, gpus
+from native.libraries import built
+from world import World, session, started
+
+ROOT_ONLY = pytest.mark.skipif(
+    os.geteuid() != 0 and not os.environ.get("AGENTD_REQUIRE_ALL"), reason="mounts need root"
+)
+NODE = '[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(32)
+ONE = {"cuda.device": 1, "cpu": 0, "mem": "16m"}
+
+
+@pytest.fixture(params=["process", pytest.param("docker", marks=pytest.mark.docker)])
+async def world(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[World]:
+    """A node that has started, on either runtime."""
+    engine = request.getfixturevalue("engine") if request.param == "docker" else None
+    made = World(Daemon(folder, request.param, engine))
+    await made.start(text=NODE)
+    yield made
+    await made.daemon.close()
+
+
+@pytest.fixture
+async def plain_world(plain: Daemon) -> World:
+    """A node that has started, on the process runtime."""
+    made = World(plain)
+    await made.start(text=NODE)
+    return made
+
+
+@contextmanager
+def mounted(*arguments: str, at: Path) -> Iterator[None]:
+    subprocess.run(["mount", *arguments, str(at)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(at)], check=True)
+
+
+def flipped(path: Path, bit: int = 100) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8 % len(content)] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def changed(path: Path, **members: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | members))
+
+
+DAMAGE = {
+    "record-truncated": lambda f: (f / "record.json").write_text("{"),
+    "record-empty": lambda f: (f / "record.json").write_text(""),
+    "record-gone": lambda f: (f / "record.json").unlink(),
+    "record-flipped": lambda f: flipped(f / "record.json"),
+    "record-newer": lambda f: changed(f / "record.json", schema=SCHEMA + 1),
+    "record-unknown-members": lambda f: changed(f / "record.json", colour="red"),
+    "identity-truncated": lambda f: (f / "identity.json").write_text("{"),
+    "identity-gone": lambda f: (f / "identity.json").unlink(),
+    "identity-flipped": lambda f: flipped(f / "identity.json", 17),
+    "identity-unknown-members": lambda f: changed(f / "identity.json", colour="red"),
+    "group-gone": lambda f: (f / "group").unlink(missing_ok=True),
+    "folder-empty": lambda f: [path.unlink() for path in f.iterdir()],
+    "folder-gone": shutil.rmtree,
+}
+AS_BEFORE = ("record-unknown-members", "identity-unknown-members", "group-gone")
+
+
+async def test_a_damaged_kernel_harms_only_itself_and_is_charged(plain_world: World) -> None:
+    world, daemon = plain_world, plain_world.daemon
+    before = {name: await daemon.running(kernel_id=name, slots=ONE) for name in DAMAGE}
+    census, lives = await world.check(), world.lives()
+    await world.kill()
+    for name, damage in DAMAGE.items():
+        damage(daemon.folder / "state" / "kernels" / name)
+    await world.start()
+    assert world.lives() == lives
+    after = {k["kernel_id"]: k for k in await daemon.get("/v1/kernels")}
+    for name, kernel in before.items():
+        now = after[name]
+        expected = "unreadable" if name == "record-newer" else "running"
+        assert (now["state"], now["pid"]) == (expected, kernel["pid"]), name
+        assert now["allocation"] == kernel["allocation"], name
+        assert (now["reason"] == "") == (name in AS_BEFORE or "identity" in name), now
+    looked = await world.look()
+    assert looked.holdings == census.holdings
+    assert (await daemon.create(slots={"cuda.device": 32 - len(DAMAGE) + 1})).status == 409
+    assert (await daemon.create(slots={"cuda.device": 32 - len(DAMAGE)})).status == 201
+    for name in DAMAGE:
+        assert (await world.remove(name)).status == 204, name
+    assert not [name for name in world.lives() if name in DAMAGE]
+
+
+FILES = {
+    "devices.json": ("truncated", '{"devices": ['),
+    "node.json": ("of another shape", '["node"]'),
+    "intents/gone.json": ("an intent of nothing", "{"),
+}
+
+
+async def test_damaged_files_of_the_node_are_told_of_and_harm_nothing(world: World) -> None:
+    daemon = world.daemon
+    await daemon.running(kernel_id="k1", slots=ONE)
+    await daemon.call("POST", "/v1/devices/cuda/cuda7/drain")
+    before, lives = await world.check(), world.lives()
+    await world.kill()
+    state = daemon.folder / "state"
+    for name, (_, text) in FILES.items():
+        (state / name).write_text(text)
+    await world.start()
+    warnings = (await daemon.get("/v1/node"))["warnings"]
+    for name in ("devices.json", "node.json"):
+        assert len([w for w in warnings if name in w and "set aside" in w]) == 1, warnings
+        assert (state / f"{name}.unreadable").read_text() == FILES[name][1]
+    assert "intent.unreadable" in daemon.log
+    assert world.lives() == lives
+    assert (await daemon.create(slots=ONE)).status == 409, "whatever 'gone' had is kept back"
+    await world.check(before)
+    async with asyncio.timeout(20):
+        while "gone" in [k["kernel_id"] for k in await daemon.get("/v1/kernels")]:
+            await asyncio.sleep(0.1)
+    assert (await daemon.create(slots=ONE)).status == 201
+
+
+async def test_a_newer_agentd_s_files_are_read_as_far_as_they_are_known(plain_world: World) -> None:
+    world, daemon = plain_world, plain_world.daemon
+    await daemon.call("POST", "/v1/devices/cuda/cuda7/drain")
+    await world.kill()
+    devices = daemon.folder / "state" / "devices.json"
+    changed(devices, schema=99, colour="red")
+    text = devices.read_text()
+    await world.start()
+    assert (await daemon.device("cuda7"))["state"] == "drained"
+    assert any("of a newer agentd" in w for w in (await daemon.get("/v1/node"))["warnings"])
+    assert (daemon.folder / "state" / "devices.json.schema-99").read_text() == text
+
+
+async def is_served_without_being_remembered(world: World) -> None:
+    """What needs no memory works; what does is refused, and leaves nothing."""
+    daemon = world.daemon
+    before = await world.look()
+    refused = await daemon.create(kernel_id="k2", slots=ONE)
+    assert (refused.status, refused.json["code"]) == (503, "StateUnavailable"), refused.content
+    assert "cannot be written" in refused.json["detail"]
+    drained = await daemon.call("POST", "/v1/devices/cuda/cuda9/drain")
+    assert (drained.status, drained.json["code"]) == (503, "StateUnavailable")
+    assert (await daemon.device("cuda9"))["state"] == "ok"
+    assert (await daemon.call("GET", "/v1/kernels/k1/logs")).status == 200
+    stopped = await daemon.call("POST", "/v1/kernels/k0/stop", {"timeout": 0})
+    assert (stopped.status, stopped.json["state"]) == (200, "terminated")
+    after = await world.look()
+    assert after.booked.keys() == before.booked.keys()
+
+
+@ROOT_ONLY
+async def test_a_read_only_state_folder_keeps_nobody_from_being_served(world: World) -> None:
+    daemon = world.daemon
+    for name in ("k0", "k1"):
+        await daemon.running(kernel_id=name, slots=ONE)
+    before, lives = await world.check(), world.lives()
+    await world.kill()
+    state = daemon.folder / "state"
+    with mounted("--bind", str(state), at=state):
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(state)], check=True)
+        await world.start()
+        assert world.lives() == lives
+        warnings = (await daemon.get("/v1/node"))["warnings"]
+        assert [w for w in warnings if "the inventory is not remembered" in w], warnings
+        await is_served_without_being_remembered(world)
+        assert await world.kill(signal.SIGTERM) == 0
+    await world.start()
+    assert (await daemon.get("/v1/kernels/k0"))["state"] == "terminated"
+    await world.check(before, {"k0"})
+    assert (await daemon.create(kernel_id="k2", slots=ONE)).status == 201
+
+
+@ROOT_ONLY
+async def test_a_full_state_folder_is_the_same_and_mends_when_there_is_room(
+    folder: Path, request: pytest.FixtureRequest
+) -> None:
+    world = World(Daemon(folder, "process"))
+    daemon, state = world.daemon, folder / "state"
+    state.mkdir()
+    with mounted("-t", "tmpfs", "-o", "size=512k,mode=711", "none", at=state):
+        await world.start(text=NODE)
+        for name in ("k0", "k1"):
+            await daemon.running(kernel_id=name, slots=ONE)
+        with (state / "filler").open("wb") as filler, pytest.raises(OSError, match="No space"):
+            while True:
+                filler.write(b"x" * 4096)
+                filler.flush()
+        await is_served_without_being_remembered(world)
+        lives = world.lives()
+        await world.kill()
+        await world.start()
+        assert world.lives() == lives
+        assert (await daemon.create(kernel_id="k2", slots=ONE)).status == 503
+        (state / "filler").unlink()
+        assert (await daemon.create(kernel_id="k2", slots=ONE)).status == 201
+        async with asyncio.timeout(10):
+            while any("not remembered" in w for w in (await daemon.get("/v1/node"))["warnings"]):
+                await asyncio.sleep(0.05)
+        await world.check()
+        await daemon.close()
+
+
+async def test_a_state_folder_that_is_gone_costs_no_kernel(world: World) -> None:
+    daemon, state = world.daemon, world.daemon.folder / "state"
+    for agent in ("agent-1", "agent-2"):
+        await daemon.running(agent, kernel_id=f"k-{agent}", slots=ONE)
+    before, lives = await world.check(), world.lives()
+    shutil.rmtree(state)
+    assert (await daemon.create(kernel_id="k3", slots=ONE)).status == 201
+    await world.check(before)
+    shutil.rmtree(state)
+    await world.kill()
+    await world.start()
+    assert {k: v for k, v in world.lives().items() if k != "k3"} == lives
+    census = await world.check(allowed={"accounted"})
+    assert census.booked.keys() == {"k-agent-1", "k-agent-2", "k3"}
+    assert {k: h for k, h in census.holdings.items() if k.startswith("cuda")} == {
+        f"cuda/cuda{n}": ({f"k-agent-{n + 1}": 10**6} if n < 2 else {"k3": 10**6} if n == 2 else {})
+        for n in range(32)
+    }
+    for kernel_id in census.booked:
+        assert (await world.remove(kernel_id)).status == 204
+    await world.check()
+    assert world.lives() == {}
+
+
+async def test_a_clock_that_is_set_back_moves_no_deadline(world: World) -> None:
+    daemon = world.daemon
+    await daemon.running(kernel_id="k1", slots=ONE)
+    before, lives = await world.check(), world.lives()
+    await world.kill()
+    intent = json.dumps({"kernel_id": "k2", "runtime": daemon.runtime, "record": "{"})
+    (daemon.folder / "state" / "intents" / "k2.json").write_text(intent)
+    offset = daemon.folder / "offset"
+    offset.write_text("0")
+    library = built("clock", daemon.folder)
+    await daemon.start(LD_PRELOAD=str(library), CLOCK_OFFSET=str(offset))
+    assert "k2" in [k["kernel_id"] for k in await daemon.get("/v1/kernels")]
+    offset.write_text("-86400")
+    async with asyncio.timeout(20):
+        while "k2" in [k["kernel_id"] for k in await daemon.get("/v1/kernels")]:
+            await asyncio.sleep(0.1)
+    assert world.lives() == lives
+    young = await daemon.running(kernel_id="k3", slots=ONE)
+    old = await daemon.get("/v1/kernels/k1")
+    assert young["created_at"] < old["created_at"], "the clock was set back for the daemon"
+    await world.check(before)
+    assert (await world.remove("k3")).status == 204
+
+
+@contextmanager
+def few_descriptors(pid: int) -> Iterator[None]:
+    """Let a process open nothing more."""
+    usual = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    used = len(os.listdir(f"/proc/{pid}/fd"))
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (used, usual[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, usual)
+
+
+async def test_no_file_descriptors_left_is_no_end_of_a_kernel(world: World) -> None:
+    daemon = world.daemon
+    for name in ("k1", "k2"):
+        await daemon.running(kernel_id=name, slots=ONE)
+    before, lives = await world.check(), world.lives()
+    assert daemon.process is not None
+    with few_descriptors(daemon.process.pid):
+        os.kill(lives["k2"][0], signal.SIGKILL)
+        mark = daemon.log.count("Too many open files")
+        with pytest.raises((TimeoutError, OSError)):
+            async with asyncio.timeout(2):
+                await daemon.create(kernel_id="k3", slots=ONE)
+        del mark
+    await daemon.until("k2", "terminated")
+    await world.check(before, {"k2", "k3"})
+    assert world.lives()["k1"] == lives["k1"]
+    assert daemon.process.poll() is None
+
+
+@ROOT_ONLY
+async def test_a_pid_that_is_used_again_is_somebody_else(plain_world: World) -> None:
+    world, daemon = plain_world, plain_world.daemon
+    kernel = await daemon.running(kernel_id="k1", slots=ONE)
+    await world.kill()
+    identity = daemon.folder / "state" / "kernels" / "k1" / "identity.json"
+    keeper = json.loads(identity.read_text())["keeper_pid"]
+    for pid in (keeper, kernel["pid"]):
+        ended = os.pidfd_open(pid)
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.to_thread(lambda fd=ended: __import__("select").select([fd], [], [], 10))
+        os.close(ended)
+    other = reincarnated(kernel["pid"])
+    try:
+        await world.start()
+        after = await daemon.get("/v1/kernels/k1")
+        assert (after["state"], after["exit_code"]) == ("terminated", None)
+        assert await daemon.free("cuda.device") == "32"
+        assert (await world.remove("k1")).status == 204
+        assert other.poll() is None
+        await world.check()
+    finally:
+        other.kill()
+        other.wait()
+
+
+def reincarnated(pid: int) -> subprocess.Popen[bytes]:
+    """Start a process that leads a session under this very pid."""
+    for _ in range(200):
+        Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
+        made = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        if made.pid == pid:
+            assert session(pid) == pid
+            assert started(pid)
+            return made
+        made.kill()
+        made.wait()
+    raise AssertionError(f"pid {pid} could not be had again")

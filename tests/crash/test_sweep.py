@@ -1,0 +1,206 @@
+"""Dying at every point, starting again, and dying once more inside the recovery.
+
+One node lives through all of it: each life has a point set, at which it dies over what is
+asked of it, and the next one dies at a point of its start. Two kernels live through it all.
+"""
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from agentd.failpoints import POINTS
+from daemon import AGENTS, Daemon, gpus
+from engine import rootfs
+from registry import Registry
+from world import World, environments
+
+SEED = int(os.environ.get("AGENTD_SEED") or random.SystemRandom().randrange(10**6))
+EVERYTHING = bool(os.environ.get("AGENTD_SOAK"))
+NODE = '[resource]\nallocation-mode = "auto-split"\n[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(32)
+AT_START = (
+    *(p for p in POINTS if p.split(".")[0] in ("start", "devices", "node", "adopt")),
+    "plugin.before_spawn",
+    "plugin.after_spawn",
+    "plugin.after_load",
+    "plugin.after_open",
+    "plugin.after_list",
+)
+UNBORN = ("adopt.before_discard", "adopt.after_discard")
+"""Reached where a start finds what never ran."""
+
+
+def points_of(runtime: str) -> list[str]:
+    other = {"docker": "process:", "process": "docker:"}[runtime]
+    return [name for name, what in POINTS.items() if not what.startswith(other)]
+
+
+def lives(runtime: str, chance: random.Random) -> Iterator[tuple[str, str]]:
+    """Yield what to die at, and what the next life dies at: some pairs, or all of them."""
+    at_start = [point for point in AT_START if point in points_of(runtime)]
+    asked = [point for point in points_of(runtime) if point not in at_start]
+    asked += [p for p in points_of(runtime) if p.startswith("plugin.") and p in at_start]
+    queue: list[str] = []
+    for point in asked:
+        if EVERYTHING:
+            yield from ((point, other) for other in at_start)
+            continue
+        queue = queue or chance.sample(at_start, len(at_start))
+        is_unborn = point in ("create.after_engine_create", "create.after_record")
+        yield point, chance.choice(UNBORN) if is_unborn else queue.pop()
+    for other in (*queue, *UNBORN):
+        unborn = "create.after_engine_create" if runtime == "docker" else "create.after_group"
+        yield unborn, other
+
+
+class Sweep:
+    def __init__(self, world: World, registry: Registry | None) -> None:
+        self.world = world
+        self.daemon = world.daemon
+        self.registry = registry
+        self.reached: set[str] = set()
+        self.runs = 0
+        self._number = 0
+
+    async def residents(self) -> None:
+        for agent in ("agent-1", "agent-2"):
+            await self.daemon.running(agent, kernel_id=f"resident-{agent}", slots=ONE)
+        self.lives = self.world.lives()
+
+    async def life(self, point: str, second: str) -> None:
+        """One life that ends at a point, and one that ends at another while it starts."""
+        world = self.world
+        assert await world.start(f"{point}={action(point)}"), point
+        before = await world.check()
+        self._number += 1
+        kernel_id = f"k{self._number}"
+        touched = {*await self.provoke(point, kernel_id), kernel_id}
+        self.reached.add(point)
+        if not await world.start(f"{second}=kill"):
+            self.reached.add(second)
+            assert await world.start()
+        await world.check(before, touched)
+        await self.same_again(kernel_id)
+        now = world.lives()
+        assert {k: now.get(k) for k in self.lives} == self.lives, (point, second)
+        await world.kill()
+        self.runs += 1
+
+    async def same_again(self, kernel_id: str) -> None:
+        """The same create gives the same kernel, or another try, or word that it is not known."""
+        known = {k["kernel_id"]: k for k in await self.daemon.get("/v1/kernels")}
+        answer = await self.world.create(kernel_id, **self._body)
+        assert answer is not None
+        if kernel_id not in known:
+            assert answer.status in (201, 422), answer.content
+        elif known[kernel_id]["state"] == "creating":
+            assert answer.status == 503, answer.content
+        else:
+            assert answer.status == 200, answer.content
+            assert answer.json["container_id"] == known[kernel_id]["container_id"]
+            assert answer.json["pid"] == known[kernel_id]["pid"]
+        await self.world.remove(kernel_id)
+
+    async def provoke(self, point: str, kernel_id: str) -> set[str]:
+        """Ask for what passes a point; return the kernels that may end over it."""
+        self._body = self.body(point)
+        match point.split(".")[0]:
+            case "create" | "intent" | "keeper":
+                answer = await self.world.create(kernel_id, **self._body)
+                assert answer is None or answer.status == 201, (point, answer.content)
+            case "stop":
+                await self.daemon.running(kernel_id=kernel_id, **self._body)
+                await self.world.ask("POST", f"/v1/kernels/{kernel_id}/stop", {"timeout": 0.2})
+            case "delete":
+                await self.daemon.running(kernel_id=kernel_id, **self._body)
+                await self.world.remove(kernel_id)
+            case "reconcile":
+                await self.daemon.running(kernel_id=kernel_id, **self._body)
+                os.kill(self.world.lives()[kernel_id][0], signal.SIGKILL)
+            case "drain":
+                await self.world.ask("POST", "/v1/devices/cuda/cuda15/drain")
+            case "shutdown":
+                self.daemon.process.send_signal(signal.SIGTERM)
+            case "plugin":
+                mark = f"{self.daemon.process.pid}."
+                for pid, env in environments():
+                    if env.get("AGENTD_PLUGIN", "").startswith(mark):
+                        os.kill(pid, signal.SIGKILL)
+        status = await self.world.died()
+        assert status == -signal.SIGKILL, (point, status, self.daemon.log[-3000:])
+        if point.startswith("drain"):
+            await self.undrain()
+        return {kernel_id}
+
+    async def undrain(self) -> None:
+        await self.world.start()
+        await self.world.ask("POST", "/v1/devices/cuda/cuda15/undrain")
+        await self.world.kill()
+
+    def body(self, point: str) -> dict:
+        if point in ("create.before_undo", "create.after_undo"):
+            return {"slots": ONE, "command": ["/nowhere"]}
+        if point == "create.after_pull":
+            assert self.registry is not None
+            image = self.registry.image("sweep", rootfs())
+            return {"slots": ONE, "image": image, "pull_policy": "always"}
+        if point.startswith("keeper.") and point.endswith("_exit"):
+            return {"slots": ONE, "command": ["true"]}
+        if point.startswith("stop."):
+            return {"slots": ONE, "command": ["sh", "-c", "trap '' TERM; sleep 1000"]}
+        return {"slots": ONE}
+
+
+ONE = {"cuda.device": 1, "cpu": 0, "mem": "16m"}
+
+
+VISITS_AT_START = {"before_spawn": 2, "after_spawn": 2, "after_load": 2}
+"""How often a plugin's points are passed before readiness: `sim` is loaded, and let go."""
+
+
+def action(point: str) -> str:
+    """A keeper's points kill the daemon, which waits for its answer."""
+    what, _, when = point.partition(".")
+    if what == "plugin":
+        return f"{VISITS_AT_START.get(when, 1)}*off->kill"
+    return "kill(parent)" if what == "keeper" else "kill"
+
+
+@pytest.fixture
+async def registry() -> AsyncIterator[Registry]:
+    made = Registry()
+    await made.start()
+    yield made
+    await made.stop()
+
+
+@pytest.mark.timeout(36000 if EVERYTHING else 400)
+@pytest.mark.parametrize("runtime", ["process", pytest.param("docker", marks=pytest.mark.docker)])
+async def test_dying_at_every_point_loses_nothing(
+    runtime: str, request: pytest.FixtureRequest, folder: Path
+) -> None:
+    engine = request.getfixturevalue("engine") if runtime == "docker" else None
+    registry = Registry()
+    await registry.start()
+    world = World(Daemon(folder, runtime, engine))
+    sweep = Sweep(world, registry)
+    assert await world.start(text=NODE)
+    await sweep.residents()
+    await world.kill()
+    for point, second in lives(runtime, random.Random(SEED)):
+        await sweep.life(point, second)
+    assert set(points_of(runtime)) <= sweep.reached
+    await world.start()
+    await world.emptied(*sweep.lives)
+    await world.check()
+    assert world.lives() == sweep.lives
+    await world.emptied()
+    await world.check()
+    print(f"\n{runtime}, seed {SEED}: {len(sweep.reached)} points,"
+          f" {sweep.runs} runs, {world.deaths} deaths, no violation")  # fmt: skip
+    await world.daemon.close()
+    await registry.stop()

@@ -1,0 +1,276 @@
+"""A node looked at from outside: what agentd says, beside what is really there.
+
+The census that the rules of `agentd.core.invariants` judge is made here from the RPC, from the
+engine or /proc, and from the state folder, without a line of the daemon's own adapters.
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import time
+from collections.abc import Collection, Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from agentd.core.invariants import Booked, Census, There, Violation, changes, violations
+from agentd.core.kernel import STARTING, KernelState
+from agentd.core.plan import kernel_name
+from daemon import Answer, Daemon
+
+SETTLES_WITHIN_S = 20.0
+NEVER = {"capacity", "owner", "survival"}
+"""What may not be seen for a moment; the other rules follow events, which take their time."""
+GROUPS = [Path("/sys/fs/cgroup/memory/agentd-kernels"), Path("/sys/fs/cgroup/agentd-kernels")]
+SIGKILLED = -9
+
+
+class World:
+    """A daemon, its kernels, and everything that it has left behind so far."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self.daemon = daemon
+        self.engine = daemon.test_engine
+        self.dead: set[int] = set()
+        self.deaths = 0
+
+    @property
+    def node(self) -> str:
+        return self.daemon.node
+
+    async def start(self, points: str = "", text: str | None = None) -> bool:
+        """Start with failpoints set; False if it died at one before it was ready."""
+        try:
+            await self.daemon.start(text, **({"AGENTD_FAILPOINTS": points} if points else {}))
+        except AssertionError:
+            process = self.daemon.process
+            if process is None or process.poll() != SIGKILLED:
+                raise
+            await self.died()
+            return False
+        return True
+
+    async def died(self) -> int:
+        """Wait for the daemon's death, and take note of it."""
+        process, self.daemon.process = self.daemon.process, None
+        assert process is not None
+        try:
+            status = await asyncio.to_thread(process.wait, 20)
+        except subprocess.TimeoutExpired:
+            self.daemon.process = process
+            raise AssertionError(f"it lives:\n{self.daemon.log[-6000:]}") from None
+        self.dead.add(process.pid)
+        self.deaths += 1
+        return status
+
+    async def kill(self, number: int = 9) -> int:
+        assert self.daemon.process is not None
+        self.daemon.process.send_signal(number)
+        return await self.died()
+
+    async def ask(self, method: str, path: str, body: Any = None) -> Answer | None:
+        """Call; None where the daemon dies over it."""
+        try:
+            return await self.daemon.call(method, path, body)
+        except (aiohttp.ClientError, OSError):
+            return None
+
+    async def create(self, kernel_id: str, agent: str = "agent-1", **body: Any) -> Answer | None:
+        body.setdefault("slots", {"cuda.device": 1})
+        try:
+            return await self.daemon.create(agent, kernel_id=kernel_id, **body)
+        except (aiohttp.ClientError, OSError):
+            return None
+
+    async def remove(self, kernel_id: str) -> Answer | None:
+        return await self.ask("DELETE", f"/v1/kernels/{kernel_id}?timeout=0")
+
+    async def look(self) -> Census:
+        """Make a census of the node, from outside."""
+        devices = await self.daemon.get("/v1/devices")
+        kernels = await self.daemon.get("/v1/kernels")
+        agents = await self.daemon.get("/v1/agents")
+        by_stable_id = {d["stable_id"]: f"{d['device_name']}/{d['id']}" for d in devices}
+        booked = {k["kernel_id"]: _booked(k) for k in kernels}
+        there = dict(self._there(by_stable_id))
+        owners = [set(d["agents"]) for d in devices if d["device_name"] != "mem"]
+        return Census(
+            is_shared=len(agents) > 1 and any(len(owner) > 1 for owner in owners),
+            capacities={
+                f"{d['device_name']}/{d['id']}": units(d["device_name"], d["capacity"])
+                for d in devices
+            },
+            holdings={
+                f"{d['device_name']}/{d['id']}": {
+                    h["kernel_id"]: units(d["device_name"], h["amount"]) for h in d["holders"]
+                }
+                for d in devices
+            },
+            booked=booked,
+            there=there,
+            strays=tuple(self._strays(booked)),
+            divisible=frozenset({"mem/root"}),
+        )
+
+    async def check(
+        self,
+        before: Census | None = None,
+        touched: Collection[str] = (),
+        *,
+        allowed: Collection[str] = (),
+    ) -> Census:
+        """Fail unless every rule holds; what only takes a moment is given one."""
+        end = time.monotonic() + SETTLES_WITHIN_S
+        while True:
+            census = await self.look()
+            found = self.judged(census, before, touched, allowed)
+            if not found:
+                return census
+            if any(v.rule in NEVER for v in found) or time.monotonic() > end:
+                raise AssertionError("\n".join(map(str, [*found, self.daemon.log[-6000:]])))
+            await asyncio.sleep(0.05)
+
+    @staticmethod
+    def judged(
+        census: Census, before: Census | None, touched: Collection[str], allowed: Collection[str]
+    ) -> list[Violation]:
+        found = violations(census)
+        if before is not None:
+            found += changes(before, census, touched)
+        return [v for v in found if v.rule not in allowed]
+
+    async def emptied(self, *keep: str) -> None:
+        """Remove every kernel but some; wait for those of which nobody knows yet what became."""
+        end = time.monotonic() + SETTLES_WITHIN_S
+        while time.monotonic() < end:
+            left = [k for k in await self.daemon.get("/v1/kernels") if k["kernel_id"] not in keep]
+            if not left:
+                return
+            for kernel in left:
+                await self.remove(kernel["kernel_id"])
+            await asyncio.sleep(0.1)
+        raise AssertionError(f"not removed: {left}")
+
+    def lives(self) -> dict[str, tuple[int, int]]:
+        """Return the pid and start time of every kernel's command, as the machine has them."""
+        pids = {}
+        if self.engine is not None:
+            for container in self._containers():
+                kernel_id = container["Labels"]["io.agentd.kernel"]
+                pids[kernel_id] = self.engine.call("GET", f"/containers/{container['Id']}/json")[
+                    "State"
+                ]["Pid"]
+        pids |= {kernel_id: pid for kernel_id, pid, is_leader in self._marked() if is_leader}
+        return {k: (pid, started(pid)) for k, pid in pids.items() if started(pid)}
+
+    def _containers(self) -> list[dict[str, Any]]:
+        assert self.engine is not None
+        return [
+            container
+            for container in self.engine.containers()
+            if container["Labels"].get("io.agentd.node") == self.node
+            and container["Names"] == [f"/{self._name(container['Labels'])}"]
+        ]
+
+    def _name(self, labels: dict[str, str]) -> str:
+        return kernel_name(self.node, labels.get("io.agentd.kernel", ""))
+
+    def _there(self, by_stable_id: dict[str, str]) -> Iterator[tuple[str, There]]:
+        if self.engine is not None:
+            for container in self._containers():
+                labels = container["Labels"]
+                given = _given(labels.get("io.agentd.record", ""), by_stable_id)
+                is_alive = container["State"] in ("running", "paused")
+                yield labels["io.agentd.kernel"], There(container["Id"], is_alive, given)
+        alive = {kernel_id: str(pid) for kernel_id, pid, is_leader in self._marked() if is_leader}
+        folders = self.daemon.folder / "state" / "kernels"
+        named = {path.name for path in folders.glob("[!.]*")} if folders.exists() else set()
+        for kernel_id in named | alive.keys():
+            record = folders / kernel_id / "record.json"
+            text = record.read_text(errors="replace") if record.exists() else ""
+            given = _given(text, by_stable_id)
+            yield kernel_id, There(alive.get(kernel_id, ""), kernel_id in alive, given)
+
+    def _marked(self) -> list[tuple[str, int, bool]]:
+        """Return the processes that carry this node's name: kernel, pid, leads its session."""
+        found = []
+        for pid, env in environments():
+            if env.get("AGENTD_NODE") == self.node:
+                found.append((env["AGENTD_KERNEL"], pid, session(pid) == pid))
+        return found
+
+    def _strays(self, booked: dict[str, Booked]) -> Iterator[str]:
+        state = self.daemon.folder / "state"
+        starting = {k for k, item in booked.items() if item.state in STARTING}
+        for path in state.glob("intents/*.json"):
+            if path.stem not in starting:
+                yield f"intent {path.name}"
+        for path in [*state.glob(".*.new"), *state.glob("intents/.*"), *state.glob("kernels/.*")]:
+            yield f"left over {path.relative_to(state)}"
+        for pid, env in environments():
+            if env.get("AGENTD_NODE") == self.node and env["AGENTD_KERNEL"] not in booked:
+                yield f"process {pid} of {env['AGENTD_KERNEL']}"
+            if int(env.get("AGENTD_PLUGIN", "0").partition(".")[0]) in self.dead:
+                yield f"process {pid} of a dead daemon's plugin"
+        kept = {kernel_name(self.node, kernel_id) for kernel_id in booked}
+        for parent in GROUPS:
+            for group in parent.glob(f"{kernel_name(self.node, '')}*"):
+                if group.name not in kept:
+                    yield f"cgroup {group.name}"
+
+
+def _booked(kernel: dict[str, Any]) -> Booked:
+    handle = kernel["container_id"] or (str(kernel["pid"]) if kernel["pid"] else None)
+    return Booked(kernel["agent_id"], KernelState(kernel["state"]), handle)
+
+
+def _given(record: str, by_stable_id: dict[str, str]) -> dict[str, int] | None:
+    try:
+        shares = json.loads(record)["allocation"]
+    except (ValueError, KeyError):
+        return None
+    return {
+        by_stable_id.get(share["stable_id"], share["stable_id"]): units(
+            share["device_name"], share["amount"]
+        )
+        for share in shares
+    }
+
+
+def units(device_name: str, amount: str) -> int:
+    return int(amount) if device_name == "mem" else int(Decimal(amount) * 10**6)
+
+
+def environments() -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield every process that lives and its environment, where that may be read."""
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                content = Path(f"/proc/{name}/environ").read_bytes()
+            except OSError:
+                continue
+            items = (item.partition(b"=") for item in content.split(b"\0") if item)
+            yield int(name), {k.decode(errors="replace"): v.decode(errors="replace")
+                              for k, _, v in items}  # fmt: skip
+
+
+def _stat(pid: int) -> list[str]:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+    return [] if fields[0] in "ZX" else fields
+
+
+def session(pid: int) -> int:
+    fields = _stat(pid)
+    return int(fields[3]) if fields else 0
+
+
+def started(pid: int) -> int:
+    """Return when a process started, in ticks since boot; 0 if it does not live."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields else 0
