@@ -24,7 +24,9 @@ from agentd.adapters.plugin_wire import Listing
 from agentd.adapters.plugins import installed
 from agentd.plugin_api import AllocatedDevice, Features
 
-ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from native.libraries import built
+
 GPU = (
     "gpu uuid=GPU-{n} pci=00000000:{n:02X}:00.0 mem=85899345920 used=1024 util=7 temp=41 "
     "power=70500 lost=0 mig=0 recovery=0 events=8 name=NVIDIA H100 80GB HBM3\n"
@@ -125,9 +127,7 @@ async def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "libnvidia-ml.so.1"
-        source = ROOT / "tests" / "native" / "nvml.c"
-        subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source, "-lpthread"], check=True)
+        built("nvml.c", Path(folder) / "libnvidia-ml.so.1")
         gpus = Path(folder) / "gpus"
         gpus.write_text("driver 570.124.06\ninit 0\n" + "".join(GPU.format(n=n) for n in range(8)))
         settings: dict[str, dict[str, Any]] = {

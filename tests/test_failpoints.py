@@ -42,13 +42,13 @@ def test_a_term_counts_for_its_visits_and_then_the_next_does() -> None:
     assert failpoints.armed() == ["create.after_commit", "stop.after_term"]
     hit("create.after_commit")
     for _ in range(2):
-        with pytest.raises(OSError, match="failpoint create.after_commit") as failure:
+        with pytest.raises(OSError, match=r"failpoint create\.after_commit") as failure:
             hit("create.after_commit")
         assert failure.value.errno == errno.ENOSPC
     hit("create.after_commit")
     hit("create.after_plan")
     for _ in range(3):
-        with pytest.raises(OSError, match="failpoint stop.after_term"):
+        with pytest.raises(OSError, match=r"failpoint stop\.after_term"):
             hit("stop.after_term")
 
 

@@ -6,7 +6,6 @@ engine or /proc, and from the state folder, without a line of the daemon's own a
 
 import asyncio
 import json
-import os
 import subprocess
 import time
 from collections.abc import Collection, Iterator
@@ -160,9 +159,8 @@ class World:
         if self.engine is not None:
             for container in self._containers():
                 kernel_id = container["Labels"]["io.agentd.kernel"]
-                pids[kernel_id] = self.engine.call("GET", f"/containers/{container['Id']}/json")[
-                    "State"
-                ]["Pid"]
+                shown = self.engine.call("GET", f"/containers/{container['Id']}/json")
+                pids[kernel_id] = shown.get("State", {}).get("Pid", 0)
         pids |= {kernel_id: pid for kernel_id, pid, is_leader in self._marked() if is_leader}
         return {k: (pid, started(pid)) for k, pid in pids.items() if started(pid)}
 
@@ -246,15 +244,13 @@ def units(device_name: str, amount: str) -> int:
 
 def environments() -> Iterator[tuple[int, dict[str, str]]]:
     """Yield every process that lives and its environment, where that may be read."""
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                content = Path(f"/proc/{name}/environ").read_bytes()
-            except OSError:
-                continue
-            items = (item.partition(b"=") for item in content.split(b"\0") if item)
-            yield int(name), {k.decode(errors="replace"): v.decode(errors="replace")
-                              for k, _, v in items}  # fmt: skip
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            text = path.read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        items = (item.partition("=") for item in text.split("\0") if item)
+        yield int(path.parent.name), {name: value for name, _, value in items}
 
 
 def _stat(pid: int) -> list[str]:

@@ -243,6 +243,7 @@ class Daemon:
         default = self._settings.node.runtime
         used = {default, *self._state.load_node().get("runtimes", ())}
         used |= {intent.runtime for intent in self._state.load_intents()}
+        used &= {"docker", "process"}
         if any(self._state.kernels.glob("[!.]*")) or kept_kernels(self._node_id, ()):
             used.add("process")
         if not self._state.has_node and os.access(self._settings.runtime.docker.socket, os.W_OK):

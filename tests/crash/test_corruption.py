@@ -5,6 +5,7 @@ of, and serves everything else.
 """
 
 import asyncio
+import ctypes
 import json
 import os
 import resource
@@ -12,11 +13,12 @@ import shutil
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
+from agentd.adapters.shim import PR_SET_CHILD_SUBREAPER
 from agentd.core.record import SCHEMA
 from daemon import AGENTS, Daemon, gpus
 from native.libraries import built
@@ -40,11 +42,12 @@ async def world(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[W
 
 
 @pytest.fixture
-async def plain_world(plain: Daemon) -> World:
+async def plain_world(folder: Path) -> AsyncIterator[World]:
     """A node that has started, on the process runtime."""
-    made = World(plain)
+    made = World(Daemon(folder, "process"))
     await made.start(text=NODE)
-    return made
+    yield made
+    await made.daemon.close()
 
 
 @contextmanager
@@ -105,7 +108,7 @@ async def test_a_damaged_kernel_harms_only_itself_and_is_charged(plain_world: Wo
     assert (await daemon.create(slots={"cuda.device": 32 - len(DAMAGE) + 1})).status == 409
     assert (await daemon.create(slots={"cuda.device": 32 - len(DAMAGE)})).status == 201
     for name in DAMAGE:
-        assert (await world.remove(name)).status == 204, name
+        assert (await world.remove(name)).status == 204, (name, daemon.log[-3000:])
     assert not [name for name in world.lives() if name in DAMAGE]
 
 
@@ -132,7 +135,8 @@ async def test_damaged_files_of_the_node_are_told_of_and_harm_nothing(world: Wor
         assert (state / f"{name}.unreadable").read_text() == FILES[name][1]
     assert "intent.unreadable" in daemon.log
     assert world.lives() == lives
-    assert (await daemon.create(slots=ONE)).status == 409, "whatever 'gone' had is kept back"
+    refused = await daemon.create(slots=ONE)
+    assert refused.status == 409, refused.content  # whatever 'gone' had is kept back
     await world.check(before)
     async with asyncio.timeout(20):
         while "gone" in [k["kernel_id"] for k in await daemon.get("/v1/kernels")]:
@@ -203,10 +207,7 @@ async def test_a_full_state_folder_is_the_same_and_mends_when_there_is_room(
         await world.start(text=NODE)
         for name in ("k0", "k1"):
             await daemon.running(kernel_id=name, slots=ONE)
-        with (state / "filler").open("wb") as filler, pytest.raises(OSError, match="No space"):
-            while True:
-                filler.write(b"x" * 4096)
-                filler.flush()
+        fill(state / "filler")
         await is_served_without_being_remembered(world)
         lives = world.lives()
         await world.kill()
@@ -222,19 +223,25 @@ async def test_a_full_state_folder_is_the_same_and_mends_when_there_is_room(
         await daemon.close()
 
 
+def fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as filler, suppress(OSError):
+        while True:
+            filler.write(b"x" * 4096)
+
+
 async def test_a_state_folder_that_is_gone_costs_no_kernel(world: World) -> None:
     daemon, state = world.daemon, world.daemon.folder / "state"
     for agent in ("agent-1", "agent-2"):
         await daemon.running(agent, kernel_id=f"k-{agent}", slots=ONE)
-    before, lives = await world.check(), world.lives()
+    lives = world.lives()
     shutil.rmtree(state)
     assert (await daemon.create(kernel_id="k3", slots=ONE)).status == 201
-    await world.check(before)
+    await world.check()
     shutil.rmtree(state)
     await world.kill()
     await world.start()
     assert {k: v for k, v in world.lives().items() if k != "k3"} == lives
-    census = await world.check(allowed={"accounted"})
+    census = await world.check()
     assert census.booked.keys() == {"k-agent-1", "k-agent-2", "k3"}
     assert {k: h for k, h in census.holdings.items() if k.startswith("cuda")} == {
         f"cuda/cuda{n}": ({f"k-agent-{n + 1}": 10**6} if n < 2 else {"k3": 10**6} if n == 2 else {})
@@ -255,7 +262,7 @@ async def test_a_clock_that_is_set_back_moves_no_deadline(world: World) -> None:
     (daemon.folder / "state" / "intents" / "k2.json").write_text(intent)
     offset = daemon.folder / "offset"
     offset.write_text("0")
-    library = built("clock", daemon.folder)
+    library = built("clock.c", daemon.folder / "clock.so")
     await daemon.start(LD_PRELOAD=str(library), CLOCK_OFFSET=str(offset))
     assert "k2" in [k["kernel_id"] for k in await daemon.get("/v1/kernels")]
     offset.write_text("-86400")
@@ -274,8 +281,9 @@ async def test_a_clock_that_is_set_back_moves_no_deadline(world: World) -> None:
 def few_descriptors(pid: int) -> Iterator[None]:
     """Let a process open nothing more."""
     usual = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    used = len(os.listdir(f"/proc/{pid}/fd"))
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (used, usual[1]))
+    used = {int(path.name) for path in Path(f"/proc/{pid}/fd").iterdir()}
+    free = next(number for number in range(len(used) + 1) if number not in used)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (free, usual[1]))
     try:
         yield
     finally:
@@ -290,11 +298,9 @@ async def test_no_file_descriptors_left_is_no_end_of_a_kernel(world: World) -> N
     assert daemon.process is not None
     with few_descriptors(daemon.process.pid):
         os.kill(lives["k2"][0], signal.SIGKILL)
-        mark = daemon.log.count("Too many open files")
         with pytest.raises((TimeoutError, OSError)):
             async with asyncio.timeout(2):
                 await daemon.create(kernel_id="k3", slots=ONE)
-        del mark
     await daemon.until("k2", "terminated")
     await world.check(before, {"k2", "k3"})
     assert world.lives()["k1"] == lives["k1"]
@@ -304,15 +310,14 @@ async def test_no_file_descriptors_left_is_no_end_of_a_kernel(world: World) -> N
 @ROOT_ONLY
 async def test_a_pid_that_is_used_again_is_somebody_else(plain_world: World) -> None:
     world, daemon = plain_world, plain_world.daemon
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     kernel = await daemon.running(kernel_id="k1", slots=ONE)
     await world.kill()
     identity = daemon.folder / "state" / "kernels" / "k1" / "identity.json"
     keeper = json.loads(identity.read_text())["keeper_pid"]
     for pid in (keeper, kernel["pid"]):
-        ended = os.pidfd_open(pid)
         os.kill(pid, signal.SIGKILL)
-        await asyncio.to_thread(lambda fd=ended: __import__("select").select([fd], [], [], 10))
-        os.close(ended)
+        os.waitpid(pid, 0)
     other = reincarnated(kernel["pid"])
     try:
         await world.start()
@@ -325,6 +330,7 @@ async def test_a_pid_that_is_used_again_is_somebody_else(plain_world: World) -> 
     finally:
         other.kill()
         other.wait()
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 def reincarnated(pid: int) -> subprocess.Popen[bytes]:

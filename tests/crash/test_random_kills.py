@@ -3,7 +3,6 @@
 import asyncio
 import os
 import random
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 

@@ -4,7 +4,6 @@ One node lives through all of it: each life has a point set, at which it dies ov
 asked of it, and the next one dies at a point of its start. Two kernels live through it all.
 """
 
-import asyncio
 import os
 import random
 import signal
@@ -21,7 +20,9 @@ from world import World, environments
 
 SEED = int(os.environ.get("AGENTD_SEED") or random.SystemRandom().randrange(10**6))
 EVERYTHING = bool(os.environ.get("AGENTD_SOAK"))
-NODE = '[resource]\nallocation-mode = "auto-split"\n[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(32)
+NODE = (
+    '[resource]\nallocation-mode = "auto-split"\n[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(32)
+)
 AT_START = (
     *(p for p in POINTS if p.split(".")[0] in ("start", "devices", "node", "adopt")),
     "plugin.before_spawn",
@@ -108,7 +109,7 @@ class Sweep:
     async def provoke(self, point: str, kernel_id: str) -> set[str]:
         """Ask for what passes a point; return the kernels that may end over it."""
         self._body = self.body(point)
-        match point.split(".")[0]:
+        match point.split(".", maxsplit=1)[0]:
             case "create" | "intent" | "keeper":
                 answer = await self.world.create(kernel_id, **self._body)
                 assert answer is None or answer.status == 201, (point, answer.content)

@@ -186,7 +186,7 @@ async def test_events_twice_and_out_of_order_change_nothing(node, engine: Engine
     """Held back, each sent twice, in a random order."""
     daemon, proxy = node
     held: list[bytes] = []
-    shuffle = random.Random(7).shuffle  # noqa: S311 - an order of events
+    shuffle = random.Random(7).shuffle
 
     def mixed(line: bytes) -> list[bytes]:
         held.extend((line, line))

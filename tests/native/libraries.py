@@ -1,4 +1,4 @@
-"""Building the vendors' libraries that tests put in place of the real ones."""
+"""Building the libraries that tests put in place of the vendors' and the system's own."""
 
 import os
 import shutil
@@ -7,19 +7,20 @@ from pathlib import Path
 
 import pytest
 
-_built: dict[str, Path] = {}
+SOURCES = Path(__file__).parent
+
+
+def built(source: str, target: Path) -> Path:
+    """Compile a C file beside this one into a shared library at `target`, and return that."""
+    if shutil.which("gcc") is None:
+        (pytest.fail if os.environ.get("AGENTD_REQUIRE_ALL") else pytest.skip)("gcc is missing")
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        command = ["gcc", "-shared", "-fPIC", "-o", target, SOURCES / source, "-lpthread", "-ldl"]
+        subprocess.run(command, check=True)
+    return target
 
 
 def nvml_library(factory: pytest.TempPathFactory) -> Path:
     """A folder with a libnvidia-ml.so.1 that does what the file in FAKE_NVML_FILE says."""
-    if "nvml" not in _built:
-        if shutil.which("gcc") is None:
-            if os.environ.get("AGENTD_REQUIRE_ALL"):
-                pytest.fail("gcc is not installed")
-            pytest.skip("gcc is not installed")
-        folder = factory.mktemp("nvml")
-        source = Path(__file__).parent / "nvml.c"
-        target = folder / "libnvidia-ml.so.1"
-        subprocess.run(["gcc", "-shared", "-fPIC", "-o", target, source, "-lpthread"], check=True)
-        _built["nvml"] = folder
-    return _built["nvml"]
+    return built("nvml.c", factory.getbasetemp() / "nvml" / "libnvidia-ml.so.1").parent

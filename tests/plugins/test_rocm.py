@@ -2,8 +2,6 @@
 
 import asyncio
 import os
-import shutil
-import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -18,8 +16,8 @@ from agentd.core.slots import ONE, SlotKind
 from agentd.plugin_api import Features, Measurement
 from agentd.services.interfaces import PluginState
 from agentd_rocm import RocmPlugin, smi
+from native.libraries import built
 
-SOURCE = Path(__file__).parents[1] / "native" / "amdsmi.c"
 GPUS = """handles big
 stderr libdrm: amdgpu.ids: No such file
 gpu uuid=56ff74a1-0000-1000-80a2-f6ed0b5ee5f9 pci=0000:c1:00.0 mem=206141652992 used=297086976 \
@@ -31,14 +29,8 @@ gpu pci=0002:05:1f.7 mem=1024 numa=-1 lost=0 name=AMD Other
 @pytest.fixture(scope="session")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A ROCm folder with a library that does what a file says, and a driver that is loaded."""
-    if shutil.which("gcc") is None:
-        if os.environ.get("AGENTD_REQUIRE_ALL"):
-            pytest.fail("gcc is not installed")
-        pytest.skip("gcc is not installed")
     folder = tmp_path_factory.mktemp("rocm")
-    (folder / "lib").mkdir()
-    library = folder / "lib" / "libamd_smi.so"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, SOURCE], check=True)
+    built("amdsmi.c", folder / "lib" / "libamd_smi.so")
     (folder / "bin").mkdir()
     cat = folder / "bin" / "cat"
     cat.write_text("#!/bin/sh\necho live\n")

@@ -183,6 +183,8 @@ class ProcessRuntime:
             try:
                 folder.rename(trash)
             except FileNotFoundError:
+                if self._groups is not None:
+                    await self._groups.group(kernel_name(self._node.node_id, kernel_id)).remove()
                 return True
             except OSError as error:
                 raise RuntimeFailure(f"{folder}: {error.strerror}") from None

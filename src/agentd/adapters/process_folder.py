@@ -112,12 +112,12 @@ class KernelFolder:
 
     def _state(self) -> tuple[FoundState, Ending]:
         identity = self.identity
+        if (text := read_text(self.path / "exit.json")) is not None:
+            return FoundState.EXITED, _ending(text)
         if identity is None and not (self.path / "identity.json").exists():
             return FoundState.CREATED, Ending()
         if identity is None:
             return FoundState.EXITED, Ending(reason="who it was cannot be read, and it is gone")
-        if (text := read_text(self.path / "exit.json")) is not None:
-            return FoundState.EXITED, _ending(text)
         if identity.boot_id != self._node.boot_id:
             return FoundState.EXITED, Ending(reason="the node restarted; its exit status is lost")
         if identity.keeper.is_alive() or self.members():

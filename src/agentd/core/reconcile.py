@@ -109,9 +109,11 @@ def reconcile(
     for kernel_id, item in by_id.items():
         if kernel_id in busy:
             continue
-        if item.state is FoundState.CREATED:
-            actions.append(RemoveNeverRan(item))
-        elif action := _difference(known.get(kernel_id), item, inventory):
+        before = known.get(kernel_id)
+        shown = as_seen_before(before, item) if before else item
+        if shown.state is FoundState.CREATED:
+            actions.append(RemoveNeverRan(shown))
+        elif action := _difference(before, shown, inventory):
             actions.append(action)
             for device in action.missing:
                 inventory = inventory.with_device(device)
@@ -123,6 +125,26 @@ def reconcile(
         elif kernel.state in STARTING and kernel_id in expired:
             actions.append(DropUnborn(kernel_id))
     return actions
+
+
+def as_seen_before(before: Kernel, item: FoundKernel) -> FoundKernel:
+    """Return what was found; a kernel that was seen to run did, whatever is left of its traces."""
+    is_same = before.state in PRESENT and item.handle in ("", before.handle)
+    if item.state is not FoundState.CREATED or not is_same:
+        return item
+    ending = Ending(reason="it has ended, and what it left is damaged")
+    handle, started_at = before.handle or "", before.started_at
+    return replace(
+        item, state=FoundState.EXITED, handle=handle, started_at=started_at, ending=ending
+    )
+
+
+def stopped(before: Kernel, item: FoundKernel | None, inventory: Inventory) -> Kernel:
+    """Return a kernel after a stop, from what was found of it then."""
+    if item is None:
+        return before.moved_to(KernelState.LOST, reason="removed from outside as it was stopped")
+    seen = as_seen_before(before, item)
+    return before.moved_to(adopted(seen, inventory).kernel.state, ending=seen.ending)
 
 
 def _difference(before: Kernel | None, item: FoundKernel, inventory: Inventory) -> Adopt | None:

@@ -15,7 +15,7 @@ import structlog
 from agentd.core.kernel import LIVE, STARTING, Kernel, KernelSpec, KernelState, Pull
 from agentd.core.partition import Partition
 from agentd.core.plan import refuse_reserved
-from agentd.core.reconcile import adopted
+from agentd.core.reconcile import adopted, stopped
 from agentd.errors import (
     Draining,
     KernelConflict,
@@ -241,12 +241,7 @@ class KernelService:
         except BaseException:
             self.table.put(kernel)
             raise
-        now = self.table.get(kernel.kernel_id)
-        if found is None:
-            now = now.moved_to(KernelState.LOST, reason="removed from outside as it was stopped")
-        else:
-            state = adopted(found, self.devices.inventory).kernel.state
-            now = now.moved_to(state, ending=found.ending)
+        now = stopped(self.table.get(kernel.kernel_id), found, self.devices.inventory)
         self.table.put(now)
         log.info("kernel.stopped", kernel_id=kernel.kernel_id, exit_code=now.ending.exit_code)
 
