@@ -60,6 +60,7 @@ class Daemon:
         self.engine = engine.socket if engine else folder / "no-engine.sock"
         self.test_engine = engine
         self.process: subprocess.Popen[bytes] | None = None
+        self.boot_id = ""
         self.notes = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.notes.bind(str(folder / "notify"))
         self.notes.setblocking(False)
@@ -82,8 +83,17 @@ class Daemon:
         env = {k: v for k, v in os.environ.items() if not k.startswith("AGENTD")}
         env |= {"NOTIFY_SOCKET": str(self.folder / "notify"), **environ}
         command = [sys.executable, "-m", "agentd", "run", "--config", str(self.config_file)]
+        if self.boot_id:
+            command = [*self._in_another_boot(), *command]
         with (self.folder / "log").open("ab") as log:
             return subprocess.Popen([*command, *arguments], stdout=log, stderr=log, env=env)
+
+    def _in_another_boot(self) -> list[str]:
+        """A command that lets a program read another boot id than the machine's."""
+        (self.folder / "boot_id").write_text(f"{self.boot_id}\n")
+        target = "/proc/sys/kernel/random/boot_id"
+        mount = f'mount --bind {self.folder}/boot_id {target} && exec "$0" "$@"'
+        return ["unshare", "--mount", "sh", "-c", mount]
 
     async def start(self, text: str | None = None, **environ: str) -> None:
         """Start, and wait until it says that it is ready."""

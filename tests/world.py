@@ -164,6 +164,11 @@ class World:
         pids |= {kernel_id: pid for kernel_id, pid, is_leader in self._marked() if is_leader}
         return {k: (pid, started(pid)) for k, pid in pids.items() if started(pid)}
 
+    def session_of(self, pid: int) -> list[int]:
+        """Return the processes of a kernel, its keeper's aside."""
+        members = [path.name for path in Path("/proc").glob("[0-9]*")]
+        return [int(name) for name in members if session(int(name)) == pid] or [pid]
+
     def _containers(self) -> list[dict[str, Any]]:
         assert self.engine is not None
         return [
