@@ -31,7 +31,8 @@ SAMPLE = 10
 EX_CONFIG = 78
 SCRIPT = """
 n=0
-trap 'n=$((n+1)); echo "beat $n $CUDA_VISIBLE_DEVICES $(grep Cpus_allowed_list /proc/self/status)"' USR1
+say() { n=$((n+1)); echo "beat $n $CUDA_VISIBLE_DEVICES $(grep Cpus.*list /proc/self/status)"; }
+trap say USR1
 trap 'exit 3' USR2
 while :; do sleep 0.05; done
 """
@@ -130,9 +131,8 @@ class Scene:
         async with asyncio.timeout(20):
             while True:
                 logs = await self.daemon.call("GET", f"/v1/kernels/{kernel_id}/logs")
-                if match := re.search(
-                    rf"^beat {number} (.*)$", logs.content.decode(), re.MULTILINE
-                ):
+                said = logs.content.decode()
+                if match := re.search(rf"^beat {number} (.*)$", said, re.MULTILINE):
                     return match[1]
                 await asyncio.sleep(0.02)
 
