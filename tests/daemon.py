@@ -61,6 +61,7 @@ class Daemon:
         self.test_engine = engine
         self.process: subprocess.Popen[bytes] | None = None
         self.boot_id = ""
+        self.program: tuple[str, ...] = ("-m", "agentd")
         self.notes = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.notes.bind(str(folder / "notify"))
         self.notes.setblocking(False)
@@ -82,7 +83,7 @@ class Daemon:
     def spawn(self, *arguments: str, **environ: str) -> subprocess.Popen[bytes]:
         env = {k: v for k, v in os.environ.items() if not k.startswith("AGENTD")}
         env |= {"NOTIFY_SOCKET": str(self.folder / "notify"), **environ}
-        command = [sys.executable, "-m", "agentd", "run", "--config", str(self.config_file)]
+        command = [sys.executable, *self.program, "run", "--config", str(self.config_file)]
         if self.boot_id:
             command = [*self._in_another_boot(), *command]
         with (self.folder / "log").open("ab") as log:

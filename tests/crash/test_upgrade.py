@@ -1,0 +1,155 @@
+"""What older agentds wrote down is adopted; what a newer one wrote is left alone.
+
+`tests/recorded` holds what each version wrote about a kernel that runs and one that has ended.
+Here stand real processes and containers under those records, as that version left them.
+"""
+
+import json
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentd.core.record import SCHEMA
+from daemon import AGENTS, Daemon, gpus
+from engine import Engine
+from world import World, started
+
+RECORDED = Path(__file__).parents[1] / "recorded"
+VERSIONS = sorted(path.stem for path in RECORDED.glob("*.json"))
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def test_there_is_something_recorded() -> None:
+    assert VERSIONS
+
+
+@pytest.fixture(params=VERSIONS)
+def recorded(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What one version wrote."""
+    return json.loads((RECORDED / f"{request.param}.json").read_text())
+
+
+@pytest.fixture
+def left_behind(folder: Path, recorded: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The state folder of that version, with a process under the record of the one that runs."""
+    content = recorded["process"]
+    for name, text in content["files"].items():
+        path = folder / "state" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    record = json.loads(content["files"]["kernels/lives/record.json"])
+    marks = {
+        "AGENTD_NODE": record["node_id"],
+        "AGENTD_KERNEL": "lives",
+        "AGENTD_AGENT": record["agent_id"],
+    }
+    command = subprocess.Popen(["sleep", "1000"], env=marks, start_new_session=True)
+    keeper = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    identity = folder / "state" / "kernels" / "lives" / "identity.json"
+    who = json.loads(identity.read_text())
+    who |= {"pid": command.pid, "start_time": started(command.pid), "boot_id": BOOT_ID}
+    who |= {"keeper_pid": keeper.pid, "keeper_start_time": started(keeper.pid)}
+    identity.write_text(json.dumps(who))
+    yield content | {"pid": command.pid}
+    for process in (command, keeper):
+        process.kill()
+        process.wait()
+
+
+async def are_adopted(daemon: Daemon, content: dict[str, Any], bodies: dict[str, Any]) -> None:
+    """Both kernels are as they were, and the requests that made them still mean them."""
+    await daemon.start(AGENTS + gpus(2))
+    same = ("agent_id", "state", "slots", "allocation", "created_at", "exit_code", "ports")
+    for name, was in content["kernels"].items():
+        now = await daemon.get(f"/v1/kernels/{name}")
+        assert {m: now[m] for m in same} == {m: was.get(m, []) for m in same}
+        assert now["reason"] == ""
+        again = await daemon.create(kernel_id=name, **bodies[name])
+        assert (again.status, again.json) == (200, now)
+    assert await daemon.free("cuda.device") == "1"
+
+
+async def test_processes_of_an_older_agentd_are_adopted(
+    folder: Path, recorded: dict[str, Any], left_behind: dict[str, Any]
+) -> None:
+    daemon = Daemon(folder, "process")
+    daemon.node = left_behind["node"]
+    await are_adopted(daemon, left_behind, recorded["bodies"])
+    assert (await daemon.get("/v1/kernels/lives"))["pid"] == left_behind["pid"]
+    assert started(left_behind["pid"])
+    await daemon.stop()
+
+
+@pytest.mark.docker
+async def test_containers_of_an_older_agentd_are_adopted(
+    folder: Path, recorded: dict[str, Any], engine: Engine
+) -> None:
+    content = recorded["docker"]
+    ids = {}
+    for name, container in content["containers"].items():
+        body = recorded["bodies"][name]
+        config = {
+            "Image": "agentd-test:1",
+            "Cmd": body.get("command", ["sleep", "1000"]),
+            "Labels": container["labels"],
+            "HostConfig": {"NetworkMode": "none"},
+        }
+        made = engine.call("POST", f"/containers/create?name={container['name']}", config)
+        engine.call("POST", f"/containers/{made['Id']}/start")
+        ids[name] = made["Id"]
+    engine.call("POST", f"/containers/{ids['ended']}/wait")
+    daemon = Daemon(folder, "docker", engine)
+    daemon.node = content["node"]
+    await are_adopted(daemon, content, recorded["bodies"])
+    assert {k["kernel_id"]: k["container_id"] for k in await daemon.get("/v1/kernels")} == ids
+    await daemon.close()
+
+
+@pytest.fixture(params=["process", pytest.param("docker", marks=pytest.mark.docker)])
+async def world(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[World]:
+    engine = request.getfixturevalue("engine") if request.param == "docker" else None
+    made = World(Daemon(folder, request.param, engine))
+    yield made
+    await made.daemon.close()
+
+
+NEWER = """
+import sys
+from agentd.core import record
+record.SCHEMA = {schema}
+from agentd.cli import agentd
+agentd(sys.argv[1:])
+"""
+
+
+async def test_going_back_a_version_leaves_newer_kernels_alone(world: World) -> None:
+    """A kernel made by an agentd of the next schema, found by the one of today."""
+    daemon = world.daemon
+    daemon.configure(AGENTS + gpus(3))
+    daemon.program = ("-c", NEWER.format(schema=SCHEMA + 1))
+    await daemon.start()
+    new = await daemon.running(kernel_id="new", slots={"cuda.device": 1})
+    ended = await daemon.create(kernel_id="over", command=["true"], slots={"cuda.device": 1})
+    assert ended.status == 201
+    await daemon.until("over", "terminated")
+    lives = world.lives()
+    await world.kill()
+    daemon.program = ("-m", "agentd")
+    await daemon.start()
+    kernel = await daemon.get("/v1/kernels/new")
+    assert kernel["state"] == "unreadable"
+    assert f"schema {SCHEMA + 1} is newer than {SCHEMA}" in kernel["reason"]
+    assert kernel["allocation"] == new["allocation"]
+    assert world.lives() == lives
+    assert await daemon.free("cuda.device") == "2"
+    assert (await daemon.get("/v1/kernels/over"))["state"] == "terminated"
+    checks = (await daemon.get("/v1/node?check=true"))["checks"]
+    assert [check["check"] for check in checks if not check["passed"]] == []
+    await world.kill()
+    daemon.program = ("-c", NEWER.format(schema=SCHEMA + 1))
+    await daemon.start()
+    assert await daemon.get("/v1/kernels/new") == new
+    await world.check()
