@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PLUGINS := $(wildcard plugins/*)
 SOURCES := pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 
-.PHONY: demo test check unit bench clean
+.PHONY: demo test check unit soak bench clean
 
 demo: $(VENV)/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash docs/tutorial/demo.sh
@@ -24,6 +24,9 @@ check: $(VENV)/.installed-dev
 
 unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "not docker" --ignore=tests/end_to_end $(ARGS)
+
+soak: $(VENV)/.installed-dev
+	AGENTD_SOAK=1 AGENTD_REQUIRE_ALL=1 $(BIN)/python -m pytest -s tests/crash $(ARGS)
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/create.py --json

@@ -6,6 +6,8 @@ engine or /proc, and from the state folder, without a line of the daemon's own a
 
 import asyncio
 import json
+import os
+import random
 import subprocess
 import time
 from collections.abc import Collection, Iterator
@@ -20,6 +22,10 @@ from agentd.core.kernel import STARTING, KernelState
 from agentd.core.plan import kernel_name
 from daemon import Answer, Daemon
 
+SEED = int(os.environ.get("AGENTD_SEED") or random.SystemRandom().randrange(10**6))
+"""What tests that choose by chance start from; they print it."""
+SOAK = bool(os.environ.get("AGENTD_SOAK"))
+"""Whether everything is tried, for hours, and not a sample: `make soak`."""
 SETTLES_WITHIN_S = 20.0
 NEVER = {"capacity", "owner", "survival"}
 """What may not be seen for a moment; the other rules follow events, which take their time."""
@@ -212,7 +218,8 @@ class World:
             if path.stem not in starting:
                 yield f"intent {path.name}"
         for path in [*state.glob(".*.new"), *state.glob("intents/.*"), *state.glob("kernels/.*")]:
-            yield f"left over {path.relative_to(state)}"
+            if path.name.removeprefix(".removed-") not in booked:
+                yield f"left over {path.relative_to(state)}"
         for pid, env in environments():
             if env.get("AGENTD_NODE") == self.node and env["AGENTD_KERNEL"] not in booked:
                 yield f"process {pid} of {env['AGENTD_KERNEL']}"

@@ -23,10 +23,8 @@ import pytest
 from agentd.core.invariants import Census
 from daemon import BASE, Daemon
 from engine import Engine, missing
-from world import World
+from world import SEED, SOAK, World
 
-SEED = int(os.environ.get("AGENTD_SEED") or random.SystemRandom().randrange(10**6))
-EVERYTHING = bool(os.environ.get("AGENTD_SOAK"))
 SAMPLE = 10
 EX_CONFIG = 78
 SCRIPT = """
@@ -336,7 +334,7 @@ def own_engine() -> Any:
 def pairs(chance: random.Random) -> list[tuple[Event, Event]]:
     """Return all pairs, or a sample in which every event comes up."""
     everything = list(product(EVENTS, repeat=2))
-    if EVERYTHING:
+    if SOAK:
         return everything
     shuffled = chance.sample(EVENTS, len(EVENTS))
     return list(zip(shuffled[::2], shuffled[1::2], strict=True))[:SAMPLE]
@@ -361,7 +359,7 @@ async def one_pair(scene: Scene, pair: tuple[Event, Event]) -> None:
 
 
 @pytest.mark.docker
-@pytest.mark.timeout(36000 if EVERYTHING else 300)
+@pytest.mark.timeout(36000 if SOAK else 300)
 @pytest.mark.parametrize("runtime", ["process", "docker"])
 async def test_two_things_that_happen_leave_the_three_views_agreed(
     runtime: str, own_engine: Engine

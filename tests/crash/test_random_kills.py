@@ -1,7 +1,6 @@
 """Dying at random while several clients create, stop and delete without pause."""
 
 import asyncio
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -9,10 +8,9 @@ from typing import Any
 import pytest
 
 from daemon import AGENTS, Daemon, gpus
-from world import World
+from world import SEED, SOAK, World
 
-SEED = int(os.environ.get("AGENTD_SEED") or random.SystemRandom().randrange(10**6))
-DEATHS = int(os.environ.get("AGENTD_SOAK_DEATHS") or 12)
+DEATHS = 600 if SOAK else 12
 NODE = '[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(8, "shares")
 CLIENTS = 4
 LONGEST_LIFE_S = 1.5

@@ -16,10 +16,8 @@ from agentd.failpoints import POINTS
 from daemon import AGENTS, Daemon, gpus
 from engine import rootfs
 from registry import Registry
-from world import World, environments
+from world import SEED, SOAK, World, environments
 
-SEED = int(os.environ.get("AGENTD_SEED") or random.SystemRandom().randrange(10**6))
-EVERYTHING = bool(os.environ.get("AGENTD_SOAK"))
 NODE = (
     '[resource]\nallocation-mode = "auto-split"\n[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(32)
 )
@@ -47,7 +45,7 @@ def lives(runtime: str, chance: random.Random) -> Iterator[tuple[str, str]]:
     asked += [p for p in points_of(runtime) if p.startswith("plugin.") and p in at_start]
     queue: list[str] = []
     for point in asked:
-        if EVERYTHING:
+        if SOAK:
             yield from ((point, other) for other in at_start)
             continue
         queue = queue or chance.sample(at_start, len(at_start))
@@ -179,7 +177,7 @@ async def registry() -> AsyncIterator[Registry]:
     await made.stop()
 
 
-@pytest.mark.timeout(36000 if EVERYTHING else 400)
+@pytest.mark.timeout(36000 if SOAK else 400)
 @pytest.mark.parametrize("runtime", ["process", pytest.param("docker", marks=pytest.mark.docker)])
 async def test_dying_at_every_point_loses_nothing(
     runtime: str, request: pytest.FixtureRequest, folder: Path

@@ -39,6 +39,8 @@ from agentd.services.interfaces import LogQuery, Progress
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 STOP_TIMEOUT_S = 10.0
+TRASH = ".removed-"
+"""How the folder of a kernel begins that is on its way out."""
 
 
 class ProcessRuntime:
@@ -86,29 +88,45 @@ class ProcessRuntime:
         except OSError as error:
             raise RuntimeFailure(f"{folder}: {error.strerror}") from None
         try:
-            await reach("create.after_folder")
-            (folder / "record.json").write_text(plan.record, encoding="utf-8")
-            await reach("create.after_record")
-            group = self._group(folder, plan)
-            await reach("create.after_group")
-        except OSError as error:
-            await self.remove(kernel_id, "")
-            raise RuntimeFailure(f"{error.filename or folder}: {error.strerror}") from None
+            return await self._started(plan, folder)
+        except BaseException as error:
+            await self._undo(kernel_id, error)
+            if isinstance(error, OSError):
+                what = f"{error.filename or folder}: {error.strerror}"
+                raise RuntimeFailure(what) from error
+            raise
+
+    async def _started(self, plan: KernelPlan, folder: Path) -> FoundKernel:
+        kernel_id = plan.spec.kernel_id
+        await reach("create.after_folder")
+        (folder / "record.json").write_text(plan.record, encoding="utf-8")
+        await reach("create.after_record")
+        group = self._group(folder, plan)
+        await reach("create.after_group")
         spawning = asyncio.create_task(asyncio.to_thread(spawn, self._order(folder, plan, group)))
         try:
             answer = await asyncio.shield(spawning)
         except asyncio.CancelledError:
             await asyncio.wait([spawning])
-            await self.remove(kernel_id, "")
             raise
         await reach("create.after_spawn")
         if "pid" not in answer:
-            await self.remove(kernel_id, "")
             raise failure(plan, answer)
         self._watch(kernel_id)
         if (found := await self.find(kernel_id)) is None:
-            raise OutcomeUnknown(f"the folder of kernel {kernel_id} is gone")
+            raise RuntimeFailure(f"{folder} was removed while its kernel was started")
         return found
+
+    async def _undo(self, kernel_id: str, error: BaseException) -> None:
+        """Remove what a create left that failed.
+
+        Raises:
+            OutcomeUnknown: it cannot be removed.
+        """
+        try:
+            await self.remove(kernel_id, "")
+        except (RuntimeUnavailable, RuntimeFailure) as left:
+            raise OutcomeUnknown(f"{error}; and it cannot be undone: {left}") from error
 
     def _group(self, folder: Path, plan: KernelPlan) -> KernelGroup | None:
         if self._groups is None:
@@ -177,7 +195,7 @@ class ProcessRuntime:
     async def _taken_away(self, kernel_id: str) -> bool:
         """Remove the folder of a kernel that is not running; False if it began to run."""
         with looking():
-            folder, trash = self._folder / kernel_id, self._folder / f".removed-{kernel_id}"
+            folder, trash = self._folder / kernel_id, self._folder / f"{TRASH}{kernel_id}"
             await _emptied(trash)
             before = self._kernel(kernel_id).identity
             try:
@@ -215,7 +233,11 @@ class ProcessRuntime:
                     for pid, kernel_id in marked(self._node.node_id)
                     if kernel_id not in known
                 ),
-                *(f"folder {name}" for name in _names_in(self._folder) if name[0] == "."),
+                *(
+                    f"folder {name}"
+                    for name in _names_in(self._folder)
+                    if name[0] == "." and name.removeprefix(TRASH) not in known
+                ),
                 *(f"cgroup {g}" for g in groups if g.startswith(prefix) and g not in kept),
             ]
 
@@ -224,7 +246,7 @@ class ProcessRuntime:
             return self._kernel(kernel_id).found()
 
     async def follow(self) -> AsyncIterator[str]:
-        for trash in self._folder.glob(".removed-*"):
+        for trash in self._folder.glob(f"{TRASH}*"):
             with looking():
                 await _emptied(trash)
         for item in await self.list():

@@ -170,7 +170,6 @@ class KernelService:
                     plan, lambda state, pull=None: self._progress(kernel_id, state, pull)
                 )
             except OutcomeUnknown:
-                self.unknown_until[kernel_id] = self.clock.steady() + GRACE_S
                 if keep_failure:
                     self._keep_failure.add(kernel_id)
                 raise
@@ -206,6 +205,9 @@ class KernelService:
         self._starting.pop(kernel_id, None)
         if not task.cancelled():
             task.exception()  # a caller that went away does not make it an unseen one
+        kernel = self.table.kernels.get(kernel_id)
+        if kernel is not None and kernel.state in STARTING:
+            self.unknown_until[kernel_id] = self.clock.steady() + GRACE_S
 
     async def stop(self, kernel_id: str, timeout_s: float | None = None) -> Kernel:
         """End a kernel and keep it listed; stopping an ended one changes nothing.

@@ -71,7 +71,12 @@ class Monitor:
 
     async def _look_again(self) -> None:
         while True:
-            await self._adoption.observe(await self._service.operations.to_look_at())
+            kernel_id = await self._service.operations.to_look_at()
+            try:
+                await self._adoption.observe(kernel_id)
+            except Exception:
+                self._service.operations.look_again(kernel_id)
+                raise
 
     async def _retry(self) -> None:
         while True:

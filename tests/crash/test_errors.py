@@ -1,0 +1,125 @@
+"""Every step fails once: the caller is told, the daemon lives, and the books are right."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from agentd.failpoints import POINTS
+from daemon import AGENTS, Daemon, gpus
+from world import World, environments
+
+NODE = '[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(64)
+ONE = {"cuda.device": 1, "cpu": 0, "mem": "16m"}
+TRIES = 25
+
+
+def armed(*steps: str, error: str = "ENOSPC") -> str:
+    """Let every point of these steps fail, one after the other."""
+    return ";".join(f"{p}=1*error({error})" for p in POINTS if p.split(".")[0] in steps)
+
+
+@pytest.fixture(params=["process", pytest.param("docker", marks=pytest.mark.docker)])
+async def world(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[World]:
+    engine = request.getfixturevalue("engine") if request.param == "docker" else None
+    made = World(Daemon(folder, request.param, engine))
+    yield made
+    await made.daemon.close()
+
+
+@pytest.mark.parametrize("error", ["ENOSPC", "EIO", "EMFILE"])
+async def test_a_create_fails_at_every_step_and_leaves_nothing(world: World, error: str) -> None:
+    daemon = world.daemon
+    await world.start(armed("create", "intent", error=error), NODE)
+    failures = []
+    for number in range(TRIES):
+        answer = await daemon.create(kernel_id=f"k{number}", slots=ONE)
+        if answer.status == 201:
+            break
+        assert answer.status in (500, 502, 503), answer.content
+        failures.append(answer.json["detail"])
+        await world.check()
+    assert len(failures) >= 7, failures
+    assert answer.status == 201
+    assert daemon.process is not None
+    assert daemon.process.poll() is None
+    for number in range(len(failures)):
+        again = await daemon.create(kernel_id=f"k{number}", slots=ONE)
+        assert again.status in (200, 201, 503), again.content
+    await world.emptied()
+    await world.check()
+    assert await daemon.free("cuda.device") == "64"
+
+
+async def test_a_stop_and_a_delete_fail_at_every_step_and_can_be_repeated(world: World) -> None:
+    daemon = world.daemon
+    await world.start(armed("stop", "delete"), NODE)
+    await daemon.running(kernel_id="k1", slots=ONE)
+    await daemon.running(kernel_id="k2", slots=ONE)
+    for method, path in (("POST", "/v1/kernels/k1/stop"), ("DELETE", "/v1/kernels/k1?timeout=0")):
+        for _ in range(TRIES):
+            body = {"timeout": 0.1} if method == "POST" else None
+            answer = await daemon.call(method, path, body)
+            await world.check()
+            if answer.status in (200, 204, 404):
+                break
+            assert answer.status in (500, 502, 503), answer.content
+        assert answer.status in (200, 204, 404)
+    assert "k1" not in world.lives()
+    assert "k2" in world.lives()
+    await world.check()
+
+
+async def test_a_look_that_fails_is_taken_again(world: World) -> None:
+    daemon = world.daemon
+    await world.start(armed("adopt", "reconcile"), NODE)
+    async with asyncio.timeout(30):
+        while (await daemon.create(kernel_id="k1", slots=ONE)).status not in (200, 201):
+            await asyncio.sleep(0.1)
+    for number in range(4):
+        await daemon.running(kernel_id=f"e{number}", slots=ONE)
+        os.kill(world.lives()[f"e{number}"][0], signal.SIGKILL)
+    for number in range(4):
+        await daemon.until(f"e{number}", "terminated")
+    await world.check()
+    assert daemon.process is not None
+    assert daemon.process.poll() is None
+
+
+async def test_a_plugin_that_cannot_be_started_is_tried_again(world: World) -> None:
+    daemon = world.daemon
+    await world.start(text=NODE)
+    await daemon.running(kernel_id="k1", slots=ONE)
+    before, lives = await world.check(), world.lives()
+    await world.kill()
+    await world.start("plugin.before_spawn=2*error(EMFILE)->2*off->1*error(EMFILE)")
+    assert world.lives() == lives
+    await world.check(before)
+    for _ in range(2):
+        assert daemon.process is not None
+        for pid, env in environments():
+            if env.get("AGENTD_PLUGIN", "").startswith(f"{daemon.process.pid}."):
+                os.kill(pid, signal.SIGKILL)
+        async with asyncio.timeout(40):
+            while (await daemon.create(kernel_id="k2", slots=ONE)).status not in (200, 201):
+                await asyncio.sleep(0.2)
+        await world.check(before, {"k2"})
+        await world.remove("k2")
+    assert world.lives() == lives
+
+
+async def test_a_drain_that_cannot_be_remembered_is_none(world: World) -> None:
+    daemon = world.daemon
+    await world.start(text=NODE)
+    await world.kill()
+    await world.start("devices.before_replace=1*off->1*error(ENOSPC)")
+    refused = await daemon.call("POST", "/v1/devices/cuda/cuda0/drain")
+    assert (refused.status, refused.json["code"]) == (503, "StateUnavailable")
+    assert (await daemon.device("cuda0"))["state"] == "ok"
+    assert (await daemon.call("POST", "/v1/devices/cuda/cuda0/drain")).json["state"] == "drained"
+    await world.kill()
+    await world.start()
+    assert (await daemon.device("cuda0"))["state"] == "drained"
