@@ -54,6 +54,29 @@ async def test_a_create_fails_at_every_step_and_leaves_nothing(world: World, err
     assert await daemon.free("cuda.device") == "64"
 
 
+@pytest.mark.parametrize("point", [p for p in POINTS if p.startswith("keeper.")])
+async def test_a_keeper_that_dies_leaves_its_kernel_accounted_or_nothing(
+    point: str, folder: Path
+) -> None:
+    world = World(Daemon(folder, "process"))
+    await world.start(f"{point}=kill", NODE)
+    command = ["true"] if point.endswith("_exit") else ["sleep", "1000"]
+    answer = await world.daemon.create(kernel_id="k1", slots=ONE, command=command)
+    assert answer.status in (201, 502), answer.content
+    assert (answer.status == 201) == point.endswith("_exit"), answer.content
+    if point.endswith("_exit"):
+        ended = await world.daemon.until("k1", "terminated")
+        is_told = point == "keeper.after_exit"
+        assert (ended["exit_code"], "its keeper left none" in ended["reason"]) == (
+            (0, False) if is_told else (None, True)
+        )
+    await world.check()
+    await world.kill()
+    await world.start()
+    await world.check()
+    await world.daemon.close()
+
+
 async def test_a_stop_and_a_delete_fail_at_every_step_and_can_be_repeated(world: World) -> None:
     daemon = world.daemon
     await world.start(armed("stop", "delete"), NODE)

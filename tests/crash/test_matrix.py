@@ -370,7 +370,7 @@ async def test_two_things_that_happen_leave_the_three_views_agreed(
         chance = random.Random(f"{SEED}{runtime}{names}")
         try:
             await one_pair(Scene(World(Daemon(folder, runtime, own_engine)), chance), pair)
-        except Exception:
+        except Exception:  # noqa: BLE001 - the next pair is tried as well
             failed[names] = traceback.format_exc()
             print(f"\n{runtime}, seed {SEED}: {names}\n{failed[names]}")
         shutil.rmtree(folder)
