@@ -12,7 +12,7 @@ import resource
 import shutil
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import pytest
 from agentd.adapters.shim import PR_SET_CHILD_SUBREAPER
 from agentd.core.record import SCHEMA
 from daemon import AGENTS, Daemon, gpus
+from engine import Engine
 from native.libraries import built
 from world import World, session, started
 
@@ -31,23 +32,18 @@ NODE = '[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(32)
 ONE = {"cuda.device": 1, "cpu": 0, "mem": "16m"}
 
 
-@pytest.fixture(params=["process", pytest.param("docker", marks=pytest.mark.docker)])
-async def world(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[World]:
+@pytest.fixture
+async def node(world: World) -> World:
     """A node that has started, on either runtime."""
-    engine = request.getfixturevalue("engine") if request.param == "docker" else None
-    made = World(Daemon(folder, request.param, engine))
-    await made.start(text=NODE)
-    yield made
-    await made.daemon.close()
+    await world.start(text=NODE)
+    return world
 
 
 @pytest.fixture
-async def plain_world(folder: Path) -> AsyncIterator[World]:
+async def plain_node(plain_world: World) -> World:
     """A node that has started, on the process runtime."""
-    made = World(Daemon(folder, "process"))
-    await made.start(text=NODE)
-    yield made
-    await made.daemon.close()
+    await plain_world.start(text=NODE)
+    return plain_world
 
 
 @contextmanager
@@ -87,8 +83,8 @@ DAMAGE = {
 AS_BEFORE = ("record-unknown-members", "identity-unknown-members", "group-gone")
 
 
-async def test_a_damaged_kernel_harms_only_itself_and_is_charged(plain_world: World) -> None:
-    world, daemon = plain_world, plain_world.daemon
+async def test_a_damaged_kernel_harms_only_itself_and_is_charged(plain_node: World) -> None:
+    world, daemon = plain_node, plain_node.daemon
     before = {name: await daemon.running(kernel_id=name, slots=ONE) for name in DAMAGE}
     census, lives = await world.check(), world.lives()
     await world.kill()
@@ -119,7 +115,8 @@ FILES = {
 }
 
 
-async def test_damaged_files_of_the_node_are_told_of_and_harm_nothing(world: World) -> None:
+async def test_damaged_files_of_the_node_are_told_of_and_harm_nothing(node: World) -> None:
+    world = node
     daemon = world.daemon
     await daemon.running(kernel_id="k1", slots=ONE)
     await daemon.call("POST", "/v1/devices/cuda/cuda7/drain")
@@ -144,8 +141,8 @@ async def test_damaged_files_of_the_node_are_told_of_and_harm_nothing(world: Wor
     assert (await daemon.create(slots=ONE)).status == 201
 
 
-async def test_a_newer_agentd_s_files_are_read_as_far_as_they_are_known(plain_world: World) -> None:
-    world, daemon = plain_world, plain_world.daemon
+async def test_a_newer_agentd_s_files_are_read_as_far_as_they_are_known(plain_node: World) -> None:
+    world, daemon = plain_node, plain_node.daemon
     await daemon.call("POST", "/v1/devices/cuda/cuda7/drain")
     await world.kill()
     devices = daemon.folder / "state" / "devices.json"
@@ -175,7 +172,8 @@ async def is_served_without_being_remembered(world: World) -> None:
 
 
 @ROOT_ONLY
-async def test_a_read_only_state_folder_keeps_nobody_from_being_served(world: World) -> None:
+async def test_a_read_only_state_folder_keeps_nobody_from_being_served(node: World) -> None:
+    world = node
     daemon = world.daemon
     for name in ("k0", "k1"):
         await daemon.running(kernel_id=name, slots=ONE)
@@ -198,10 +196,10 @@ async def test_a_read_only_state_folder_keeps_nobody_from_being_served(world: Wo
 
 @ROOT_ONLY
 async def test_a_full_state_folder_is_the_same_and_mends_when_there_is_room(
-    folder: Path, request: pytest.FixtureRequest
+    folder: Path,
 ) -> None:
-    world = World(Daemon(folder, "process"))
-    daemon, state = world.daemon, folder / "state"
+    world, state = World(Daemon(folder, "process")), folder / "state"
+    daemon = world.daemon
     state.mkdir()
     with mounted("-t", "tmpfs", "-o", "size=512k,mode=711", "none", at=state):
         await world.start(text=NODE)
@@ -229,7 +227,8 @@ def fill(path: Path) -> None:
             filler.write(b"x" * 4096)
 
 
-async def test_a_state_folder_that_is_gone_costs_no_kernel(world: World) -> None:
+async def test_a_state_folder_that_is_gone_costs_no_kernel(node: World) -> None:
+    world = node
     daemon, state = world.daemon, world.daemon.folder / "state"
     for agent in ("agent-1", "agent-2"):
         await daemon.running(agent, kernel_id=f"k-{agent}", slots=ONE)
@@ -253,7 +252,49 @@ async def test_a_state_folder_that_is_gone_costs_no_kernel(world: World) -> None
     assert world.lives() == {}
 
 
-async def test_a_clock_that_is_set_back_moves_no_deadline(world: World) -> None:
+EDITS = {
+    "record-truncated": {"io.agentd.record": "{"},
+    "devices-wrong": {"io.agentd.devices": "cuda/cuda9/cuda.device=1@SIM-cuda-cuda9"},
+    "agent-wrong": {"io.agentd.agent": "agent-9"},
+    "schema-wrong": {"io.agentd.schema": "what?"},
+    "kernel-wrong": {"io.agentd.kernel": "somebody"},
+    "all-wrong": {"io.agentd.record": "?", "io.agentd.devices": "?"},
+}
+
+
+@pytest.mark.docker
+async def test_labels_that_somebody_edits_free_no_device(folder: Path, own_engine: Engine) -> None:
+    world = World(Daemon(folder, "docker", own_engine))
+    daemon = world.daemon
+    await world.start(text=NODE)
+    before = {name: await daemon.running(kernel_id=name, slots=ONE) for name in EDITS}
+    lives = set(world.lives().values())
+    await world.kill()
+    own_engine.stop()
+    for name, labels in EDITS.items():
+        path = own_engine.folder / "data/containers" / before[name]["container_id"]
+        content = json.loads((path / "config.v2.json").read_text())
+        content["Config"]["Labels"] |= labels
+        (path / "config.v2.json").write_text(json.dumps(content))
+    own_engine.start()
+    await world.start()
+    after = {k["container_id"]: k for k in await daemon.get("/v1/kernels")}
+    states = {name: after[kernel["container_id"]]["state"] for name, kernel in before.items()}
+    assert states == dict.fromkeys(EDITS, "running") | {"all-wrong": "unreadable"}
+    for name in states.keys() - {"all-wrong"}:
+        assert after[before[name]["container_id"]]["allocation"] == before[name]["allocation"]
+    assert {(pid, started(pid)) for pid, _ in lives} == lives
+    assert await daemon.free("cuda.device") == "0"
+    assert (await world.remove("all-wrong")).status == 204
+    assert await daemon.free("cuda.device") == str(32 - len(EDITS) + 1)
+    for kernel in after.values():
+        await world.remove(kernel["kernel_id"])
+    assert own_engine.containers() == []
+    await daemon.close()
+
+
+async def test_a_clock_that_is_set_back_moves_no_deadline(node: World) -> None:
+    world = node
     daemon = world.daemon
     await daemon.running(kernel_id="k1", slots=ONE)
     before, lives = await world.check(), world.lives()
@@ -290,7 +331,8 @@ def few_descriptors(pid: int) -> Iterator[None]:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, usual)
 
 
-async def test_no_file_descriptors_left_is_no_end_of_a_kernel(world: World) -> None:
+async def test_no_file_descriptors_left_is_no_end_of_a_kernel(node: World) -> None:
+    world = node
     daemon = world.daemon
     for name in ("k1", "k2"):
         await daemon.running(kernel_id=name, slots=ONE)
@@ -308,8 +350,8 @@ async def test_no_file_descriptors_left_is_no_end_of_a_kernel(world: World) -> N
 
 
 @ROOT_ONLY
-async def test_a_pid_that_is_used_again_is_somebody_else(plain_world: World) -> None:
-    world, daemon = plain_world, plain_world.daemon
+async def test_a_pid_that_is_used_again_is_somebody_else(plain_node: World) -> None:
+    world, daemon = plain_node, plain_node.daemon
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     kernel = await daemon.running(kernel_id="k1", slots=ONE)
     await world.kill()

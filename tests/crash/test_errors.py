@@ -3,13 +3,11 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
 from agentd.failpoints import POINTS
-from daemon import AGENTS, Daemon, gpus
+from daemon import AGENTS, gpus
 from world import World, environments
 
 NODE = '[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(64)
@@ -20,14 +18,6 @@ TRIES = 25
 def armed(*steps: str, error: str = "ENOSPC") -> str:
     """Let every point of these steps fail, one after the other."""
     return ";".join(f"{p}=1*error({error})" for p in POINTS if p.split(".")[0] in steps)
-
-
-@pytest.fixture(params=["process", pytest.param("docker", marks=pytest.mark.docker)])
-async def world(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[World]:
-    engine = request.getfixturevalue("engine") if request.param == "docker" else None
-    made = World(Daemon(folder, request.param, engine))
-    yield made
-    await made.daemon.close()
 
 
 @pytest.mark.parametrize("error", ["ENOSPC", "EIO", "EMFILE"])
@@ -56,9 +46,9 @@ async def test_a_create_fails_at_every_step_and_leaves_nothing(world: World, err
 
 @pytest.mark.parametrize("point", [p for p in POINTS if p.startswith("keeper.")])
 async def test_a_keeper_that_dies_leaves_its_kernel_accounted_or_nothing(
-    point: str, folder: Path
+    point: str, plain_world: World
 ) -> None:
-    world = World(Daemon(folder, "process"))
+    world = plain_world
     await world.start(f"{point}=kill", NODE)
     command = ["true"] if point.endswith("_exit") else ["sleep", "1000"]
     answer = await world.daemon.create(kernel_id="k1", slots=ONE, command=command)
@@ -74,7 +64,6 @@ async def test_a_keeper_that_dies_leaves_its_kernel_accounted_or_nothing(
     await world.kill()
     await world.start()
     await world.check()
-    await world.daemon.close()
 
 
 async def test_a_stop_and_a_delete_fail_at_every_step_and_can_be_repeated(world: World) -> None:

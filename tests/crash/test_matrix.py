@@ -14,6 +14,7 @@ import signal
 import tempfile
 import traceback
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -23,7 +24,7 @@ import pytest
 
 from agentd.core.invariants import Census
 from daemon import BASE, Daemon
-from engine import Engine, missing
+from engine import Engine
 from world import SEED, SOAK, World
 
 SAMPLE = 10
@@ -246,7 +247,8 @@ async def machine_reboots(scene: Scene) -> None:
         if kernel_id not in scene.ended:
             scene.ended[kernel_id] = {None, 137}
         for process in scene.world.session_of(pid):
-            os.kill(process, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
     scene.change(boot=f"{scene.chance.getrandbits(128):032x}")
     await scene.start()
 
@@ -315,21 +317,6 @@ async def everything_that_is_free(scene: Scene, allowed: set[str], before: Censu
             if k not in scene.ended and name in scene.setup.devices
         )  # fmt: skip
         assert given == free
-
-
-@pytest.fixture(scope="module")
-def own_engine() -> Any:
-    """An engine that may be restarted."""
-    if lacks := missing():
-        (pytest.fail if os.environ.get("AGENTD_REQUIRE_ALL") else pytest.skip)(", ".join(lacks))
-    home = Path(tempfile.mkdtemp(prefix="agentd-engine-", dir="/tmp"))
-    engine = Engine(home, own_containerd=True)
-    engine.start()
-    engine.import_image()
-    yield engine
-    engine.clean()
-    engine.end()
-    shutil.rmtree(home, ignore_errors=True)
 
 
 def pairs(chance: random.Random) -> list[tuple[Event, Event]]:

@@ -6,7 +6,7 @@ Here stand real processes and containers under those records, as that version le
 
 import json
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,14 +106,6 @@ async def test_containers_of_an_older_agentd_are_adopted(
     await are_adopted(daemon, content, recorded["bodies"])
     assert {k["kernel_id"]: k["container_id"] for k in await daemon.get("/v1/kernels")} == ids
     await daemon.close()
-
-
-@pytest.fixture(params=["process", pytest.param("docker", marks=pytest.mark.docker)])
-async def world(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[World]:
-    engine = request.getfixturevalue("engine") if request.param == "docker" else None
-    made = World(Daemon(folder, request.param, engine))
-    yield made
-    await made.daemon.close()
 
 
 NEWER = """

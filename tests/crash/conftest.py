@@ -1,0 +1,43 @@
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from daemon import Daemon
+from engine import Engine, missing
+from world import World
+
+
+@pytest.fixture(params=["process", pytest.param("docker", marks=pytest.mark.docker)])
+async def world(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[World]:
+    """A node on either runtime, not started yet."""
+    engine = request.getfixturevalue("engine") if request.param == "docker" else None
+    made = World(Daemon(folder, request.param, engine))
+    yield made
+    await made.daemon.close()
+
+
+@pytest.fixture
+async def plain_world(folder: Path) -> AsyncIterator[World]:
+    """A node on the process runtime, not started yet."""
+    made = World(Daemon(folder, "process"))
+    yield made
+    await made.daemon.close()
+
+
+@pytest.fixture(scope="module")
+def own_engine() -> Iterator[Engine]:
+    """An engine that may be restarted; its containers outlive it."""
+    if lacks := missing():
+        (pytest.fail if os.environ.get("AGENTD_REQUIRE_ALL") else pytest.skip)(", ".join(lacks))
+    home = Path(tempfile.mkdtemp(prefix="agentd-engine-", dir="/tmp"))
+    engine = Engine(home, own_containerd=True)
+    engine.start()
+    engine.import_image()
+    yield engine
+    engine.clean()
+    engine.end()
+    shutil.rmtree(home, ignore_errors=True)
