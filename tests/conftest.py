@@ -1,7 +1,7 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +9,7 @@ import structlog
 from hypothesis import HealthCheck, settings
 
 import engine as engines
+from registry import Registry
 
 settings.register_profile(
     "agentd", deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow]
@@ -46,6 +47,15 @@ def running_engine(programs: Path | None = None, *, cdi: bool = False) -> Iterat
     finally:
         running.stop()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+async def registry() -> AsyncIterator[Registry]:
+    """A registry of images on loopback."""
+    made = Registry()
+    await made.start()
+    yield made
+    await made.stop()
 
 
 @pytest.fixture

@@ -2,12 +2,11 @@
 
 import asyncio
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from daemon import AGENTS, Daemon, gpus
+from daemon import AGENTS, gpus
 from world import SEED, SOAK, World
 
 DEATHS = 600 if SOAK else 12
@@ -100,12 +99,8 @@ async def one_life(world: World, clients: list[Client], chance: random.Random) -
 
 
 @pytest.mark.timeout(max(200, 10 * DEATHS))
-@pytest.mark.parametrize("runtime", ["process", pytest.param("docker", marks=pytest.mark.docker)])
-async def test_random_deaths_under_load_lose_nothing(
-    runtime: str, request: pytest.FixtureRequest, folder: Path
-) -> None:
-    engine = request.getfixturevalue("engine") if runtime == "docker" else None
-    world = World(Daemon(folder, runtime, engine))
+async def test_random_deaths_under_load_lose_nothing(world: World) -> None:
+    runtime = world.daemon.runtime
     chance = random.Random(SEED)
     clients = [Client(world, f"c{n}", random.Random(SEED + n)) for n in range(CLIENTS)]
     assert await world.start(text=NODE)
@@ -115,4 +110,3 @@ async def test_random_deaths_under_load_lose_nothing(
     await world.check()
     calls = sum(client.calls for client in clients)
     print(f"\n{runtime}, seed {SEED}: {world.deaths} deaths, {calls} calls, no violation")
-    await world.daemon.close()

@@ -7,16 +7,17 @@ asked of it, and the next one dies at a point of its start. Two kernels live thr
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+import subprocess
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from agentd.core.plan import kernel_name
 from agentd.failpoints import POINTS
-from daemon import AGENTS, Daemon, gpus
-from engine import rootfs
+from daemon import AGENTS, gpus
+from engine import Engine, rootfs
 from registry import Registry
-from world import SEED, SOAK, World, environments
+from world import SEED, SOAK, World, environments, started
 
 NODE = (
     '[resource]\nallocation-mode = "auto-split"\n[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(32)
@@ -57,7 +58,7 @@ def lives(runtime: str, chance: random.Random) -> Iterator[tuple[str, str]]:
 
 
 class Sweep:
-    def __init__(self, world: World, registry: Registry | None) -> None:
+    def __init__(self, world: World, registry: Registry) -> None:
         self.world = world
         self.daemon = world.daemon
         self.registry = registry
@@ -144,7 +145,6 @@ class Sweep:
         if point in ("create.before_undo", "create.after_undo"):
             return {"slots": ONE, "command": ["/nowhere"]}
         if point == "create.after_pull":
-            assert self.registry is not None
             image = self.registry.image("sweep", rootfs())
             return {"slots": ONE, "image": image, "pull_policy": "always"}
         if point.startswith("keeper.") and point.endswith("_exit"):
@@ -169,27 +169,34 @@ def action(point: str) -> str:
     return "kill(parent)" if what == "keeper" else "kill"
 
 
-@pytest.fixture
-async def registry() -> AsyncIterator[Registry]:
-    made = Registry()
-    await made.start()
-    yield made
-    await made.stop()
+def other_process(request: pytest.FixtureRequest) -> Callable[[], object]:
+    """A process of another node's kernel, and what can be seen of it."""
+    marks = {"AGENTD_NODE": "another", "AGENTD_KERNEL": "k1"}
+    process = subprocess.Popen(["sleep", "1000"], env=marks, start_new_session=True)
+    request.addfinalizer(process.kill)
+    return lambda: (process.poll(), started(process.pid))
+
+
+def other_container(engine: Engine) -> Callable[[], object]:
+    """A container of another node that never ran, and what can be seen of it."""
+    labels = {"io.agentd.node": "another", "io.agentd.kernel": "k1", "io.agentd.record": "{"}
+    config = {"Image": "agentd-test:1", "Labels": labels}
+    name = kernel_name("another", "k1")
+    made = engine.call("POST", f"/containers/create?name={name}", config)
+    return lambda: engine.call("GET", f"/containers/{made['Id']}/json")
 
 
 @pytest.mark.timeout(36000 if SOAK else 400)
-@pytest.mark.parametrize("runtime", ["process", pytest.param("docker", marks=pytest.mark.docker)])
 async def test_dying_at_every_point_loses_nothing(
-    runtime: str, request: pytest.FixtureRequest, folder: Path
+    world: World, registry: Registry, request: pytest.FixtureRequest
 ) -> None:
-    engine = request.getfixturevalue("engine") if runtime == "docker" else None
-    registry = Registry()
-    await registry.start()
-    world = World(Daemon(folder, runtime, engine))
+    runtime, engine = world.daemon.runtime, world.engine
     sweep = Sweep(world, registry)
     assert await world.start(text=NODE)
     await sweep.residents()
     await world.kill()
+    others = [other_process(request), *([other_container(engine)] if engine else [])]
+    seen = [other() for other in others]
     for point, second in lives(runtime, random.Random(SEED)):
         await sweep.life(point, second)
     assert set(points_of(runtime)) <= sweep.reached
@@ -199,7 +206,6 @@ async def test_dying_at_every_point_loses_nothing(
     assert world.lives() == sweep.lives
     await world.emptied()
     await world.check()
+    assert [other() for other in others] == seen
     print(f"\n{runtime}, seed {SEED}: {len(sweep.reached)} points,"
           f" {sweep.runs} runs, {world.deaths} deaths, no violation")  # fmt: skip
-    await world.daemon.close()
-    await registry.stop()

@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,6 @@ from registry import Registry
 
 pytestmark = pytest.mark.docker
 LARGE = 8 << 20
-
-
-@pytest.fixture
-async def registry() -> AsyncIterator[Registry]:
-    made = Registry()
-    await made.start()
-    yield made
-    await made.stop()
 
 
 async def pulling(daemon: Daemon, kernel_id: str) -> dict[str, Any]:
