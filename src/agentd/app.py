@@ -22,9 +22,9 @@ from agentd.adapters.cgroups import find_memory_groups
 from agentd.adapters.docker import DockerRuntime
 from agentd.adapters.docker_config import DockerRules
 from agentd.adapters.host import Host, boot_id, derived_node_id, is_port_free, probe
+from agentd.adapters.identity import keepers
 from agentd.adapters.plugin_instance import Pace
 from agentd.adapters.plugins import PluginHost
-from agentd.adapters.proc import kept_kernels
 from agentd.adapters.process import ProcessRuntime
 from agentd.adapters.state_dir import StateDir
 from agentd.adapters.systemd import Notifier
@@ -47,6 +47,7 @@ from agentd.services.planner import NodeRules, Planner
 
 log = structlog.get_logger()
 
+RUNTIMES = {"docker", "process"}
 FIRST_LIST_TIMEOUT_S = 20.0
 DRAIN_TIMEOUT_S = 20.0
 
@@ -241,12 +242,13 @@ class Daemon:
         Where it is not remembered which ones had some, an engine that can be asked may have.
         """
         default = self._settings.node.runtime
-        used = {default, *self._state.load_node().get("runtimes", ())}
+        node = self._state.load_node()
+        used = {default, *(node.runtimes if node else ())}
         used |= {intent.runtime for intent in self._state.load_intents()}
-        used &= {"docker", "process"}
-        if any(self._state.kernels.glob("[!.]*")) or kept_kernels(self._node_id, ()):
+        used &= RUNTIMES
+        if any(self._state.kernels.glob("[!.]*")) or keepers(self._node_id):
             used.add("process")
-        if not self._state.has_node and os.access(self._settings.runtime.docker.socket, os.W_OK):
+        if node is None and os.access(self._settings.runtime.docker.socket, os.W_OK):
             used.add("docker")
         self._state.save_node(self._node_id, sorted(used))
         return {name: self._runtime(name, self._node_id) for name in sorted(used)}
@@ -265,10 +267,10 @@ class Daemon:
             ConfigRefused: some do, or it cannot be told.
         """
         node = self._state.load_node()
-        old = node.get("node_id", self._node_id)
-        if old == self._node_id:
+        if node is None or node.node_id == self._node_id:
             return
-        for name in {*node.get("runtimes", ()), "process"}:
+        old = node.node_id
+        for name in RUNTIMES & {*node.runtimes, "process"}:
             runtime = self._runtime(name, old)
             try:
                 found = await runtime.list()

@@ -106,6 +106,7 @@ class Term:
 
 
 _armed: dict[str, list[Term]] = {}
+_handed_on: dict[str, str] = {}
 _parent = os.getppid()
 
 
@@ -115,7 +116,7 @@ def arm(text: str) -> None:
     Raises:
         ValueError: with what is wrong and what is allowed.
     """
-    armed = {}
+    armed: dict[str, list[Term]] = {}
     for part in filter(None, map(str.strip, text.split(";"))):
         name, found, terms = part.partition("=")
         if not found or name not in POINTS:
@@ -124,6 +125,8 @@ def arm(text: str) -> None:
         armed[name] = [_term(term.strip()) for term in terms.split("->")]
     _armed.clear()
     _armed.update(armed)
+    _handed_on.clear()
+    _handed_on.update({VARIABLE: text} if armed else {})
 
 
 def armed() -> list[str]:
@@ -133,7 +136,7 @@ def armed() -> list[str]:
 
 def inherited() -> dict[str, str]:
     """Return the environment that hands the points on to a program of our own."""
-    return {VARIABLE: os.environ[VARIABLE]} if _armed else {}
+    return dict(_handed_on)
 
 
 def _term(text: str) -> Term:

@@ -11,9 +11,11 @@ import pytest
 
 from agentd.adapters.cgroups import find_memory_groups
 from agentd.adapters.host import boot_id
+from agentd.adapters.identity import recovered
 from agentd.adapters.output import tail_offset
-from agentd.adapters.proc import Proc, read_stat, recovered
+from agentd.adapters.proc import Proc, read_stat
 from agentd.adapters.process import ProcessRuntime
+from agentd.core.plan import kernel_name
 from agentd.core.reconcile import FoundState
 from agentd.errors import KernelConflict
 from agentd.services.interfaces import LogQuery
@@ -106,13 +108,20 @@ async def test_a_killed_keeper_loses_the_exit_status_and_not_the_kernel(runtime,
 
 async def test_a_pid_of_another_boot_is_nobody(runtime, folder) -> None:
     await create(runtime, "sleep", "1000")
+    await runtime.stop("k1", "", 0)
+    path = folder / "kernels" / "k1"
+    (path / "exit.json").unlink()
+    stat = read_stat(os.getpid())
+    assert stat is not None
+    me = {"pid": stat.pid, "keeper_pid": stat.pid}
+    me |= {"start_time": stat.start_time, "keeper_start_time": stat.start_time}
+    (path / "identity.json").write_text(json.dumps(identity(folder) | me))
     after = runtime_in(folder, "another-boot")
     found = await after.find("k1")
     assert found is not None
     assert found.state is FoundState.EXITED
     assert "the node restarted" in found.ending.reason
-    await after.stop("k1", found.handle, 0)
-    assert (await runtime.find("k1")).state is FoundState.RUNNING
+    await after.remove("k1", found.handle)
 
 
 async def test_a_pid_that_was_used_again_is_somebody_else(runtime, folder) -> None:
@@ -144,7 +153,7 @@ async def test_the_kernel_s_memory_group_is_removed_with_it(runtime, folder) -> 
         assert "mem" in runtime.unenforced(plan("sleep").spec)
         return
     await create(runtime, "sleep", "1000")
-    group = Path((folder / "kernels" / "k1" / "group").read_text())
+    group = find_memory_groups().group(kernel_name("node-a", "k1")).folder
     assert str(identity(folder)["pid"]) in (group / "cgroup.procs").read_text().split()
     await runtime.remove("k1", "")
     assert not group.exists()

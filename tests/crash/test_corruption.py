@@ -65,6 +65,8 @@ def changed(path: Path, **members: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | members))
 
 
+INIT = {"pid": 1, "start_time": started(1)}
+KEPT_BY_INIT = {"keeper_pid": 1, "keeper_start_time": started(1)}
 DAMAGE = {
     "record-truncated": lambda f: (f / "record.json").write_text("{"),
     "record-empty": lambda f: (f / "record.json").write_text(""),
@@ -76,11 +78,20 @@ DAMAGE = {
     "identity-gone": lambda f: (f / "identity.json").unlink(),
     "identity-flipped": lambda f: flipped(f / "identity.json", 17),
     "identity-unknown-members": lambda f: changed(f / "identity.json", colour="red"),
-    "group-gone": lambda f: (f / "group").unlink(missing_ok=True),
+    "identity-endless": lambda f: changed(f / "identity.json", pid=float("inf")),
+    "identity-deep": lambda f: (f / "identity.json").write_text("[" * 100_000),
+    "identity-other-boot": lambda f: changed(f / "identity.json", boot_id="another"),
+    "identity-other-start": lambda f: changed(f / "identity.json", start_time=1),
+    "identity-of-init": lambda f: changed(f / "identity.json", **INIT, **KEPT_BY_INIT),
+    "identity-of-init-kept": lambda f: changed(f / "identity.json", **INIT),
+    "record-deep": lambda f: (f / "record.json").write_text("[" * 100_000),
+    "exit-is-a-folder": lambda f: (f / "exit.json").mkdir(),
+    "exit-is-a-loop": lambda f: (f / "exit.json").symlink_to("exit.json"),
+    "exit-truncated": lambda f: (f / "exit.json").write_text("{"),
     "folder-empty": lambda f: [path.unlink() for path in f.iterdir()],
     "folder-gone": shutil.rmtree,
 }
-AS_BEFORE = ("record-unknown-members", "identity-unknown-members", "group-gone")
+AS_BEFORE = ("record-unknown-members", "exit-is-a-folder", "exit-is-a-loop", "exit-truncated")
 
 
 async def test_a_damaged_kernel_harms_only_itself_and_is_charged(plain_node: World) -> None:
@@ -106,6 +117,58 @@ async def test_a_damaged_kernel_harms_only_itself_and_is_charged(plain_node: Wor
     for name in DAMAGE:
         assert (await world.remove(name)).status == 204, (name, daemon.log[-3000:])
     assert not [name for name in world.lives() if name in DAMAGE]
+    await world.check()
+
+
+STRANGERS = {
+    "lost+found": lambda folder: (folder / "precious").write_text("mine"),
+    "backup": lambda folder: (folder / "record.json.bak").write_text("mine"),
+    "k1.bak": lambda folder: shutil.copytree(folder.parent / "k1", folder, dirs_exist_ok=True),
+}
+
+
+async def test_what_is_no_kernel_s_folder_is_left_alone(plain_node: World) -> None:
+    world, daemon = plain_node, plain_node.daemon
+    kernel = await daemon.running(kernel_id="k1", slots=ONE)
+    await world.kill()
+    folder = daemon.folder / "state" / "kernels"
+    for name, put in STRANGERS.items():
+        (folder / name).mkdir()
+        put(folder / name)
+    (folder / "link").symlink_to(folder / "k1")
+    before = sorted(str(path) for path in folder.rglob("*"))
+    await world.start()
+    assert await daemon.get("/v1/kernels") == [kernel]
+    assert sorted(str(path) for path in folder.rglob("*")) == before
+    assert await daemon.free("cuda.device") == "31"
+
+
+FORGERY = """
+exec env AGENTD_NODE={node} AGENTD_KERNEL=k1 AGENTD_KEEPER={node} AGENTD_AGENT=agent-2 \\
+  AGENTD_DEVICES=cuda/cuda9/cuda.device=1@SIM-cuda-cuda9 sh -c 'sleep 1000 & wait' shim.py
+"""
+
+
+async def test_what_a_kernel_says_of_itself_proves_nothing(world: World) -> None:
+    """A kernel calls itself another one, and a keeper, and starts a shim.py."""
+    daemon = world.daemon
+    await world.start(text=NODE)
+    await daemon.running("agent-2", kernel_id="k1", slots=ONE)
+    script = FORGERY.format(node=world.node)
+    await daemon.running(kernel_id="forger", command=["sh", "-c", script], slots=ONE)
+    before = {k["kernel_id"]: k for k in await daemon.get("/v1/kernels")}
+    await world.kill()
+    intent = json.dumps({"kernel_id": "k9", "runtime": "process", "record": "{"})
+    (daemon.folder / "state" / "intents" / "k9.json").write_text(intent)
+    await world.start()
+    after = {k["kernel_id"]: k for k in await daemon.get("/v1/kernels")}
+    assert after["k1"] == before["k1"]
+    assert {m: after["forger"][m] for m in ("allocation", "agent_id", "state")} == {
+        m: before["forger"][m] for m in ("allocation", "agent_id", "state")
+    }
+    assert after.keys() == {"k1", "forger", "k9"}
+    assert (await world.remove("forger")).status == 204
+    assert (await daemon.get("/v1/kernels/k1"))["state"] == "running"
 
 
 FILES = {
@@ -340,7 +403,7 @@ async def test_no_file_descriptors_left_is_no_end_of_a_kernel(node: World) -> No
     assert daemon.process is not None
     with few_descriptors(daemon.process.pid):
         os.kill(lives["k2"][0], signal.SIGKILL)
-        with pytest.raises((TimeoutError, OSError)):
+        with suppress(TimeoutError, OSError):
             async with asyncio.timeout(2):
                 await daemon.create(kernel_id="k3", slots=ONE)
     await daemon.until("k2", "terminated")

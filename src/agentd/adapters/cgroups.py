@@ -32,6 +32,13 @@ class KernelGroup:
         v1 = self.folder / "memory.oom_control"
         return v1 if v1.exists() else self.folder / "memory.events"
 
+    def members(self) -> set[int]:
+        """Return the processes in it; none if it is not there."""
+        try:
+            return {int(pid) for pid in self.procs.read_text(encoding="ascii").split()}
+        except (FileNotFoundError, ProcessLookupError):
+            return set()
+
     async def remove(self) -> None:
         """Remove the group; one whose last process is still on its way out is waited for."""
         for _ in range(40):

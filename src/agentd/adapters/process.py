@@ -11,16 +11,20 @@ import os
 import pwd
 import shutil
 import signal
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from agentd.adapters.cgroups import KernelGroup, MemoryGroups
+from agentd.adapters.identity import (
+    Keeper,
+    NodeMarks,
+    keepers,
+    marked,
+)
 from agentd.adapters.output import printed, unkept
-from agentd.adapters.proc import kept_kernels, marked
-from agentd.adapters.process_folder import KernelFolder, NodeMarks, group_of
-from agentd.adapters.spawn import account, failure, spawn, with_groups
+from agentd.adapters.process_folder import OUTPUT, RECORD, KernelFolder, names_in
+from agentd.adapters.spawn import account, failure, order_of, spawn
 from agentd.core.edits import ContainerEdits
 from agentd.core.kernel import KernelSpec, KernelState
 from agentd.core.plan import KernelPlan, kernel_name
@@ -37,7 +41,6 @@ from agentd.failpoints import reach
 from agentd.plugin_api import Features
 from agentd.services.interfaces import LogQuery, Progress
 
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 STOP_TIMEOUT_S = 10.0
 TRASH = ".removed-"
 """How the folder of a kernel begins that is on its way out."""
@@ -99,11 +102,13 @@ class ProcessRuntime:
     async def _started(self, plan: KernelPlan, folder: Path) -> FoundKernel:
         kernel_id = plan.spec.kernel_id
         await reach("create.after_folder")
-        (folder / "record.json").write_text(plan.record, encoding="utf-8")
+        (folder / RECORD).write_text(plan.record, encoding="utf-8")
         await reach("create.after_record")
-        group = self._group(folder, plan)
+        group = self._made_group(plan)
         await reach("create.after_group")
-        spawning = asyncio.create_task(asyncio.to_thread(spawn, self._order(folder, plan, group)))
+        told = self._node.keeper_of(plan)
+        order = order_of(plan, folder, self._node, self._account, group)
+        spawning = asyncio.create_task(asyncio.to_thread(spawn, order, told))
         try:
             answer = await asyncio.shield(spawning)
         except asyncio.CancelledError:
@@ -128,36 +133,12 @@ class ProcessRuntime:
         except (RuntimeUnavailable, RuntimeFailure) as left:
             raise OutcomeUnknown(f"{error}; and it cannot be undone: {left}") from error
 
-    def _group(self, folder: Path, plan: KernelPlan) -> KernelGroup | None:
+    def _made_group(self, plan: KernelPlan) -> KernelGroup | None:
         if self._groups is None:
             return None
         group = self._groups.group(plan.name)
-        (folder / "group").write_text(str(group.folder), encoding="utf-8")
         self._groups.create(group, plan.memory_bytes)
         return group
-
-    def _order(self, folder: Path, plan: KernelPlan, group: KernelGroup | None) -> dict[str, Any]:
-        own = {
-            **self._node.of(plan.spec.kernel_id),
-            "AGENTD_AGENT": plan.spec.agent_id,
-            "AGENTD_DEVICES": plan.statement,
-        }
-        return {
-            "folder": str(folder),
-            "boot_id": self._node.boot_id,
-            "command": list(plan.spec.command),
-            "env": {"PATH": PATH, **plan.env, **own},
-            "cpus": [int(core) for core in plan.cpus],
-            "log": str(folder / "output.log"),
-            "working_dir": plan.spec.working_dir or "/",
-            "user": with_groups(self._account, plan.edits.groups),
-            "cgroup_procs": str(group.procs) if group else "",
-            "ulimits": {
-                name: [limit.soft, limit.hard]
-                for name, limit in plan.spec.container.ulimits.items()
-            },
-            "oom_file": str(group.oom_file) if group else "",
-        }
 
     async def stop(self, kernel_id: str, handle: str, timeout_s: float | None) -> None:
         with looking():
@@ -196,31 +177,34 @@ class ProcessRuntime:
         """Remove the folder of a kernel that is not running; False if it began to run."""
         with looking():
             folder, trash = self._folder / kernel_id, self._folder / f"{TRASH}{kernel_id}"
-            await _emptied(trash)
+            await self._emptied(trash)
             before = self._kernel(kernel_id).identity
             try:
                 folder.rename(trash)
             except FileNotFoundError:
-                if self._groups is not None:
-                    await self._groups.group(kernel_name(self._node.node_id, kernel_id)).remove()
                 return True
             except OSError as error:
                 raise RuntimeFailure(f"{folder}: {error.strerror}") from None
-            if before is None and KernelFolder(trash, kernel_id, self._node).identity is not None:
+            if before is None and self._kernel(kernel_id, trash).identity is not None:
                 trash.rename(folder)
                 return False
             await reach("delete.after_rename")
-            await _emptied(trash)
+            await self._emptied(trash)
             return True
+
+    async def _emptied(self, trash: Path) -> None:
+        """Remove what is left of a kernel whose folder was set aside."""
+        if (group := self._group_of(trash.name.removeprefix(TRASH))) is not None:
+            await group.remove()
+            await reach("delete.after_group")
+        shutil.rmtree(trash, ignore_errors=True)
 
     async def list(self) -> Sequence[FoundKernel]:
         with looking():
-            names = sorted(name for name in _names_in(self._folder) if name[0] != ".")
-            found = [item for name in names if (item := self._kernel(name).found()) is not None]
-            leaders = {int(item.handle) for item in found if item.handle}
-            astray = kept_kernels(self._node.node_id, leaders) - {item.kernel_id for item in found}
-            found += [item for name in astray if (item := self._kernel(name).found()) is not None]
-            return found
+            kept = keepers(self._node.node_id)
+            names = {name for name in names_in(self._folder) if name[0] != "."}
+            kernels = [self._kernel(name, kept=kept) for name in sorted(names | kept.keys())]
+            return [item for kernel in kernels if (item := kernel.found()) is not None]
 
     async def strays(self, known: Collection[str]) -> Sequence[str]:
         with looking():
@@ -234,9 +218,9 @@ class ProcessRuntime:
                     if kernel_id not in known
                 ),
                 *(
-                    f"folder {name}"
-                    for name in _names_in(self._folder)
-                    if name[0] == "." and name.removeprefix(TRASH) not in known
+                    f"folder {trash.name}"
+                    for trash in self._folder.glob(".*")
+                    if trash.name.removeprefix(TRASH) not in known
                 ),
                 *(f"cgroup {g}" for g in groups if g.startswith(prefix) and g not in kept),
             ]
@@ -248,7 +232,7 @@ class ProcessRuntime:
     async def follow(self) -> AsyncIterator[str]:
         for trash in self._folder.glob(f"{TRASH}*"):
             with looking():
-                await _emptied(trash)
+                await self._emptied(trash)
         for item in await self.list():
             if item.state is FoundState.RUNNING:
                 self._watch(item.kernel_id)
@@ -265,7 +249,7 @@ class ProcessRuntime:
             return found is not None and found.state is FoundState.RUNNING
 
         with looking():
-            output = self._folder / kernel_id / "output.log"
+            output = self._folder / kernel_id / OUTPUT
             async for chunk in printed(output, query.tail, is_running):
                 yield chunk
 
@@ -283,8 +267,21 @@ class ProcessRuntime:
                 await kernel.all_ended()
         self._events.put_nowait(kernel_id)
 
-    def _kernel(self, kernel_id: str) -> KernelFolder:
-        return KernelFolder(self._folder / kernel_id, kernel_id, self._node)
+    def _kernel(
+        self, kernel_id: str, path: Path | None = None, kept: Mapping[str, Keeper] | None = None
+    ) -> KernelFolder:
+        return KernelFolder(
+            path or self._folder / kernel_id,
+            kernel_id,
+            self._node,
+            self._group_of(kernel_id),
+            lambda: keepers(self._node.node_id) if kept is None else kept,
+        )
+
+    def _group_of(self, kernel_id: str) -> KernelGroup | None:
+        if self._groups is None:
+            return None
+        return self._groups.group(kernel_name(self._node.node_id, kernel_id))
 
 
 @contextmanager
@@ -296,22 +293,6 @@ def looking() -> Iterator[None]:
         what = f"{error.filename}: " if error.filename else ""
         why = f"processes and folders cannot be looked at: {what}{error.strerror}"
         raise RuntimeUnavailable(why) from error
-
-
-def _names_in(folder: Path) -> list[str]:
-    """Return the names in a folder; none if that is gone."""
-    try:
-        return [path.name for path in folder.iterdir()]
-    except FileNotFoundError:
-        return []
-
-
-async def _emptied(trash: Path) -> None:
-    """Remove a folder that was set aside, its cgroup first: only there stands where that is."""
-    if (group := group_of(trash)) is not None:
-        await group.remove()
-        await reach("delete.after_group")
-    shutil.rmtree(trash, ignore_errors=True)
 
 
 def _refuse_what_needs_a_container(edits: ContainerEdits) -> None:

@@ -4,12 +4,11 @@
     identity.json  pid, start time and boot id, written before the command runs
     exit.json      how it ended, written when nothing of it is left
     output.log     what it printed
-    group          the path of its cgroup, where it has one
 
-Identity is pid, start time and boot id together; a bare pid is never believed. Where the
-folder is damaged or gone, a kernel that runs is known by its processes, which carry its
-name. What cannot be looked at (no file descriptor, no memory) is raised as OSError, and
-proves nothing.
+Identity is pid, start time and boot id together (see `identity`); a bare pid is never
+believed. Only an ending that can be read, or that nothing lives, says that a kernel has
+ended. What cannot be looked at (no file descriptor, no memory) is raised as OSError, and
+proves nothing. A folder that is not a kernel's is nobody's here.
 """
 
 from __future__ import annotations
@@ -18,58 +17,80 @@ import errno
 import json
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from agentd.adapters.cgroups import KernelGroup
-from agentd.adapters.proc import Identity, Proc, members, read_env, recovered
+from agentd.adapters.identity import (
+    Identity,
+    Keeper,
+    NodeMarks,
+    is_kept,
+    is_true,
+    members,
+    recovered,
+)
+from agentd.adapters.proc import Proc, read_env
 from agentd.core.kernel import Ending
 from agentd.core.reconcile import FoundKernel, FoundState
-from agentd.core.record import read_time
+from agentd.core.record import DAMAGE, read_time
 
+RECORD, IDENTITY, EXIT, OUTPUT = "record.json", "identity.json", "exit.json", "output.log"
+_OURS = {RECORD, IDENTITY, EXIT, OUTPUT, "group"}  # an older agentd wrote `group`
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)
 
 
-@dataclass(frozen=True)
-class NodeMarks:
-    """What tells this node's processes, of this boot, from all others."""
-
-    node_id: str
-    boot_id: str
-
-    def of(self, kernel_id: str) -> dict[str, str]:
-        """Return the part of a kernel's environment that names it."""
-        return {"AGENTD_NODE": self.node_id, "AGENTD_KERNEL": kernel_id}
-
-
 class KernelFolder:
-    """What is there of a kernel, at one look; `path` may have been set aside or be gone."""
+    """What is there of a kernel, at one look; `path` may have been set aside or be gone.
 
-    def __init__(self, path: Path, kernel_id: str, node: NodeMarks) -> None:
+    `keepers` are all of the node's that live, asked only where the folder does not do.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        kernel_id: str,
+        node: NodeMarks,
+        group: KernelGroup | None,
+        keepers: Callable[[], Mapping[str, Keeper]],
+    ) -> None:
         self.path = path
         self.kernel_id = kernel_id
         self._node = node
         self._marks = node.of(kernel_id)
+        self._group = group
+        self._keepers = keepers
+
+    @cached_property
+    def _keeper(self) -> Keeper | None:
+        return self._keepers().get(self.kernel_id)
 
     @cached_property
     def identity(self) -> Identity | None:
-        """Who it is, or was; from its processes where that cannot be read."""
-        text = read_text(self.path / "identity.json")
+        """Who it is, or was; from those who live where that cannot be read."""
+        written = self._written()
+        if self._ending is not None:
+            return written
+        is_now = written is not None and written.boot_id == self._node.boot_id
+        if written is not None and is_now and is_true(written, self._marks):
+            return written
+        if self._keeper is not None:
+            return self._keeper.identity(self._node.boot_id)
+        return written or recovered(self._marks, self._node.boot_id)
+
+    def _written(self) -> Identity | None:
         try:
-            if text is not None:
-                return Identity.from_json(json.loads(text))
-        except (ValueError, KeyError, TypeError):
-            pass
-        return recovered(self._marks, self._node.boot_id)
+            return Identity.from_json(json.loads(read_text(self.path / IDENTITY) or ""))
+        except DAMAGE:
+            return None
 
     def members(self) -> Sequence[Proc]:
         """Return its live processes."""
         if self.identity is None or self.identity.boot_id != self._node.boot_id:
             return ()
-        return members(self.identity, self._marks)
+        return members(self.identity, self._marks, self._group.members() if self._group else ())
 
     async def all_ended(self) -> None:
         """Wait until it has no live process."""
@@ -88,49 +109,82 @@ class KernelFolder:
                 process.signal(signal.SIGTERM)
 
     def found(self) -> FoundKernel | None:
-        """Return what there is; None if it is not there, or of another node."""
-        record = read_text(self.path / "record.json") or ""
-        is_folder = self.path.is_dir()
-        if _node_of(record) not in (None, self._node.node_id) or not (is_folder or self.members()):
+        """Return what there is; None if it is not there, or not a kernel of this node."""
+        record = read_text(self.path / RECORD) or ""
+        if not self._is_ours(record):
+            return None
+        if not self.path.is_dir() and self._keeper is None and not self.members():
             return None
         state, ending = self._state()
         identity = self.identity
-        env = read_env(identity.leader.pid) if identity and state is FoundState.RUNNING else {}
-        if not self._marks.items() <= env.items():
-            env = {}
+        agent_id, statement = self._said(identity if state is FoundState.RUNNING else None)
         return FoundKernel(
             kernel_id=self.kernel_id,
-            agent_id=env.get("AGENTD_AGENT", ""),
+            agent_id=agent_id,
             runtime="process",
             handle=str(identity.leader.pid) if identity else "",
             state=state,
             record=record,
-            statement=env.get("AGENTD_DEVICES", ""),
+            statement=statement,
             started_at=identity.started_at if identity else None,
             ending=ending,
         )
 
+    def _is_ours(self, record: str) -> bool:
+        """Tell whether this is a kernel of this node, and not a copy or a stranger's folder."""
+        if self.path.is_symlink():
+            return False
+        try:
+            raw = json.loads(record)
+            return (raw["node_id"], raw["kernel_id"]) == (self._node.node_id, self.kernel_id)
+        except DAMAGE:
+            return self._keeper is not None or not (names_in(self.path) - _OURS)
+
+    def _said(self, identity: Identity | None) -> tuple[str, str]:
+        """Return its agent and the second statement of its devices, for as long as it lives."""
+        if identity is None:
+            return "", ""
+        for pid in (identity.keeper.pid, identity.leader.pid):
+            env = read_env(pid)
+            if env.get("AGENTD_KERNEL") == self.kernel_id and "AGENTD_DEVICES" in env:
+                return env.get("AGENTD_AGENT", ""), env["AGENTD_DEVICES"]
+        return "", ""
+
     def _state(self) -> tuple[FoundState, Ending]:
         identity = self.identity
-        if (text := read_text(self.path / "exit.json")) is not None:
-            return FoundState.EXITED, _ending(text)
-        if identity is None and not (self.path / "identity.json").exists():
+        if self._ending is not None:
+            return FoundState.EXITED, self._ending
+        if identity is None and not (self.path / IDENTITY).exists():
             return FoundState.CREATED, Ending()
         if identity is None:
             return FoundState.EXITED, Ending(reason="who it was cannot be read, and it is gone")
         if identity.boot_id != self._node.boot_id:
             return FoundState.EXITED, Ending(reason="the node restarted; its exit status is lost")
-        if identity.keeper.is_alive() or self.members():
+        if is_kept(identity, self._marks) or self.members():
             return FoundState.RUNNING, Ending()
-        text = read_text(self.path / "exit.json")  # written between the two looks
         lost = Ending(reason="its keeper left none; its exit status is lost")
-        return FoundState.EXITED, lost if text is None else _ending(text)
+        return FoundState.EXITED, self._read_ending() or lost  # written between the two looks
+
+    @cached_property
+    def _ending(self) -> Ending | None:
+        return self._read_ending()
+
+    def _read_ending(self) -> Ending | None:
+        """Return how it ended; None if that is not written, or cannot be read."""
+        try:
+            raw = json.loads(read_text(self.path / EXIT) or "")
+            finished_at = read_time(raw["finished_at"])
+            return Ending(int(raw["exit_code"]), bool(raw["oom_killed"]), finished_at)
+        except DAMAGE:
+            return None
 
 
-def group_of(folder: Path) -> KernelGroup | None:
-    """Return the cgroup of a kernel with this folder, if it has one."""
-    text = read_text(folder / "group")
-    return KernelGroup(Path(text)) if text else None
+def names_in(folder: Path) -> set[str]:
+    """Return the names in a folder, what was being written apart; none if there is none."""
+    try:
+        return {path.name for path in folder.iterdir() if path.name[0] != "."}
+    except (FileNotFoundError, NotADirectoryError):
+        return set()
 
 
 def read_text(path: Path) -> str | None:
@@ -147,20 +201,3 @@ def read_text(path: Path) -> str | None:
         if error.errno in _PASSING:
             raise
         return ""
-
-
-def _ending(text: str) -> Ending:
-    try:
-        raw = json.loads(text)
-        finished_at = read_time(raw["finished_at"])
-        return Ending(int(raw["exit_code"]), bool(raw["oom_killed"]), finished_at)
-    except (ValueError, KeyError, TypeError) as error:
-        return Ending(reason=f"its exit status cannot be read: {error}")
-
-
-def _node_of(record: str) -> str | None:
-    """Return the node id a record carries; None if it cannot be read."""
-    try:
-        return str(json.loads(record)["node_id"])
-    except (ValueError, KeyError, TypeError):
-        return None

@@ -10,13 +10,18 @@ import pwd
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from agentd.adapters import shim
+from agentd.adapters.cgroups import KernelGroup
+from agentd.adapters.identity import NodeMarks
+from agentd.adapters.process_folder import OUTPUT
 from agentd.core.plan import KernelPlan
 from agentd.errors import AgentdError, CommandNotFound, InvalidRequest, Problem, RuntimeFailure
 from agentd.failpoints import inherited
 
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 SPAWN_TIMEOUT_S = 30.0
 
 
@@ -49,8 +54,40 @@ def _group_number(name: str) -> int | None:
         return None
 
 
-def spawn(order: Mapping[str, Any]) -> dict[str, Any]:
-    """Start a keeper and return its answer: the kernel's identity, or why there is none."""
+def order_of(
+    plan: KernelPlan,
+    folder: Path,
+    node: NodeMarks,
+    user: Mapping[str, Any] | None,
+    group: KernelGroup | None,
+) -> dict[str, Any]:
+    """Return what a keeper is told to do for a kernel."""
+    own = {
+        **node.of(plan.spec.kernel_id),
+        "AGENTD_AGENT": plan.spec.agent_id,
+        "AGENTD_DEVICES": plan.statement,
+    }
+    limits = plan.spec.container.ulimits.items()
+    return {
+        "folder": str(folder),
+        "boot_id": node.boot_id,
+        "command": list(plan.spec.command),
+        "env": {"PATH": PATH, **plan.env, **own},
+        "cpus": [int(core) for core in plan.cpus],
+        "log": str(folder / OUTPUT),
+        "working_dir": plan.spec.working_dir or "/",
+        "user": with_groups(user, plan.edits.groups),
+        "cgroup_procs": str(group.procs) if group else "",
+        "ulimits": {name: [limit.soft, limit.hard] for name, limit in limits},
+        "oom_file": str(group.oom_file) if group else "",
+    }
+
+
+def spawn(order: Mapping[str, Any], told: Mapping[str, str]) -> dict[str, Any]:
+    """Start a keeper and return its answer: the kernel's identity, or why there is none.
+
+    `told` is its environment, in which it says for as long as it lives whose keeper it is.
+    """
     command = [sys.executable, "-I", "-S", shim.__file__]
     try:
         done = subprocess.run(  # noqa: S603 - our own program; the order goes over its input
@@ -58,7 +95,7 @@ def spawn(order: Mapping[str, Any]) -> dict[str, Any]:
             input=json.dumps(order).encode(),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=inherited(),
+            env={**told, **inherited()},
             start_new_session=True,
             timeout=SPAWN_TIMEOUT_S,
             check=False,

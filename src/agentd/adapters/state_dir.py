@@ -16,27 +16,33 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
+import msgspec
 import structlog
 
-from agentd.core.devices import Device, DeviceId, Health
-from agentd.core.slots import SlotKind
+from agentd.adapters.state_files import (
+    SCHEMA,
+    UNREADABLE,
+    SavedDevice,
+    SavedDevices,
+    SavedIntent,
+    SavedNode,
+)
+from agentd.core.devices import Device
 from agentd.errors import StartRefused, StateUnavailable
 from agentd.failpoints import hit
 from agentd.services.interfaces import Intent
 
 log = structlog.get_logger()
-SCHEMA = 1
 _UNWRITABLE = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO)
 """What passes, or is for an operator to mend, while the node goes on."""
-_T = TypeVar("_T")
+_S = TypeVar("_S", SavedNode, SavedDevices)
 
 
 class StateDir:
@@ -132,38 +138,31 @@ class StateDir:
     def _intents(self) -> Path:
         return self.folder / "intents"
 
-    @property
-    def has_node(self) -> bool:
-        """Whether it is remembered which runtimes have kernels."""
-        return bool(self.load_node())
-
-    def load_node(self) -> Mapping[str, Any]:
-        """Return what stands in node.json; empty where nothing does."""
-        return self._load("node.json", dict) or {}
+    def load_node(self) -> SavedNode | None:
+        """Return what stands in node.json; None where nothing does that can be read."""
+        return self._load("node.json", SavedNode)
 
     def save_node(self, node_id: str, runtimes: Sequence[str]) -> None:
-        content = {"schema": SCHEMA, "node_id": node_id, "runtimes": sorted(runtimes)}
+        """Remember which runtimes may have kernels of a node."""
         with suppress(StateUnavailable):  # nothing is created either, so it stays true
-            self._save("node.json", content, "node", lasting=True)
+            self._save("node.json", SavedNode(node_id, sorted(runtimes)), "node", lasting=True)
 
     def load_devices(self) -> Sequence[Device]:
-        return self._load("devices.json", _devices) or ()
+        saved = self._load("devices.json", SavedDevices)
+        return [device.device() for device in saved.devices] if saved else []
 
     def save_devices(self, devices: Sequence[Device]) -> None:
-        content = {"schema": SCHEMA, "devices": [_to_json(d) for d in devices]}
-        self._save("devices.json", content, "devices", lasting=True)
+        saved = SavedDevices([SavedDevice.of(device) for device in devices])
+        self._save("devices.json", saved, "devices", lasting=True)
 
     def load_intents(self) -> Sequence[Intent]:
         return [_intent(path) for path in sorted(self._intents.glob("*.json"))]
 
     def save_intent(self, intent: Intent) -> None:
-        content = {
-            "schema": SCHEMA,
-            "kernel_id": intent.kernel_id,
-            "runtime": intent.runtime,
-            "record": intent.record,
-        }
-        self._save(f"intents/{intent.kernel_id}.json", content, "intent")
+        self._undropped.discard(intent.kernel_id)
+        self._complaints.pop(str(self._intents / f"{intent.kernel_id}.json"), None)
+        saved = SavedIntent(intent.runtime, intent.record)
+        self._save(f"intents/{intent.kernel_id}.json", saved, "intent")
 
     def drop_intent(self, kernel_id: str) -> None:
         path = self._intents / f"{kernel_id}.json"
@@ -184,21 +183,21 @@ class StateDir:
         for kernel_id in list(self._undropped):
             self.drop_intent(kernel_id)
 
-    def _load(self, name: str, read: Callable[[Any], _T]) -> _T | None:
+    def _load(self, name: str, shape: type[_S]) -> _S | None:
         path = self.folder / name
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-            if isinstance(raw, dict) and isinstance(raw.get("schema"), int):
-                self._keep_newer(path, raw["schema"])
-            return read(raw)
+            saved = msgspec.json.decode(path.read_bytes(), type=shape)
         except FileNotFoundError:
             return None
         except OSError as error:
             self._complain(str(path), f"cannot be read: {error.strerror}")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except UNREADABLE as error:
             why = f"cannot be read ({type(error).__name__}: {error}); it is set aside as"
             self._complain(str(path), f"{why} {path.name}.unreadable")
             self._set_aside(path)
+        else:
+            self._keep_newer(path, saved.schema)
+            return saved
         return None
 
     def _keep_newer(self, path: Path, schema: int) -> None:
@@ -216,24 +215,26 @@ class StateDir:
             path.rename(path.with_name(f"{path.name}.unreadable"))
 
     def _save(
-        self, name: str, content: Mapping[str, Any], what: str, *, lasting: bool = False
+        self, name: str, content: msgspec.Struct, what: str, *, lasting: bool = False
     ) -> None:
         """Replace a file; one that is `lasting` survives a loss of power.
 
         Raises:
-            StateUnavailable: it could not be; the old one is as it was.
+            StateUnavailable: it could not be.
         """
         path = self.folder / name
         temporary = path.with_name(f".{path.name}.new")
         try:
             self._make()  # somebody may have removed it all
-            with temporary.open("w", encoding="utf-8") as file:
-                json.dump(content, file)
+            with temporary.open("wb") as file:
+                file.write(msgspec.json.encode(content))
                 if lasting:
                     file.flush()
                     os.fsync(file.fileno())
             hit(f"{what}.before_replace")
             temporary.replace(path)
+            if lasting:
+                _flush(path.parent)
             hit(f"{what}.after_replace")
         except OSError as error:
             with suppress(OSError):
@@ -254,47 +255,19 @@ class ReadOnlyState(StateDir):
         del path, copy
 
 
+def _flush(folder: Path) -> None:
+    """Have a folder's names survive a loss of power; fsync(2) of a file says nothing of them."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _intent(path: Path) -> Intent:
     """Read an intent; one that cannot be read is one of which nothing is known but its kernel."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        return Intent(path.stem, str(raw["runtime"]), str(raw["record"]))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        saved = msgspec.json.decode(path.read_bytes(), type=SavedIntent)
+    except (OSError, *UNREADABLE) as error:
         return Intent(path.stem, "", f"{type(error).__name__}: {error}")
-
-
-def _to_json(device: Device) -> dict[str, object]:
-    return {
-        "name": device.device_id.name,
-        "id": device.device_id.id,
-        "stable_id": device.stable_id,
-        "slot": device.slot,
-        "kind": device.kind.value,
-        "capacity": device.capacity,
-        "numa_node": device.numa_node,
-        "aliases": list(device.aliases),
-        "parent": device.parent,
-        "model": device.model,
-        "drained": device.drained,
-        "former": list(device.former),
-    }
-
-
-def _devices(raw: Mapping[str, Any]) -> list[Device]:
-    return [
-        Device(
-            device_id=DeviceId(item["name"], item["id"]),
-            stable_id=item["stable_id"],
-            slot=item["slot"],
-            kind=SlotKind(item["kind"]),
-            capacity=int(item["capacity"]),
-            numa_node=item["numa_node"],
-            aliases=tuple(item["aliases"]),
-            parent=item["parent"],
-            model=item["model"],
-            health=Health.UNKNOWN,
-            drained=bool(item["drained"]),
-            former=tuple(item.get("former", ())),
-        )
-        for item in raw["devices"]
-    ]
+    return Intent(path.stem, saved.runtime, saved.record)

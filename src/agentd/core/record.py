@@ -20,6 +20,8 @@ from agentd.core.kernel import Port
 from agentd.core.slots import AmountError, SlotKind, format_amount, is_slot_name, parse_base_units
 
 SCHEMA = 1
+DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
+"""What reading JSON of any shape, into values of ours, can raise."""
 LAST_SECOND = 253_402_300_799
 """The end of the year 9999, the last that can be shown."""
 
@@ -121,7 +123,7 @@ def decode(text: str) -> Record:
         raise
     except KeyError as error:
         raise RecordError(f"it has no {error.args[0]}") from None
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+    except DAMAGE as error:
         raise RecordError(str(error) or type(error).__name__) from None
 
 

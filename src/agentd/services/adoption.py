@@ -77,7 +77,7 @@ class Adoption:
                     state=KernelState.CREATING,
                     spec_hash=record.spec_hash,
                     created_at=record.created_at,
-                    runtime=intent.runtime,
+                    runtime=self._runtime_of(intent),
                     slots=record.slots,
                     allocation=allocation,
                     ports=record.ports,
@@ -87,16 +87,19 @@ class Adoption:
             until = self._service.clock.steady() + GRACE_S
             self._service.unknown_until[kernel.kernel_id] = until
 
+    def _runtime_of(self, intent: Intent) -> str:
+        is_known = intent.runtime in self._service.runtimes
+        return intent.runtime if is_known else self._service.default.name
+
     def _of_unknown_devices(self, intent: Intent, why: str) -> Kernel:
         service = self._service
-        is_known = intent.runtime in service.runtimes
         return Kernel(
             kernel_id=intent.kernel_id,
             agent_id="",
             state=KernelState.CREATING,
             spec_hash="",
             created_at=service.clock.wall(),
-            runtime=intent.runtime if is_known else service.default.name,
+            runtime=self._runtime_of(intent),
             allocation=kept_back(self._inventory),
             reason=f"cut short by a restart, and what it was to be given cannot be read: {why}",
         )
@@ -121,6 +124,7 @@ class Adoption:
                 self.unavailable(runtime.name, str(error))
                 raise
             await reach("adopt.after_list")
+            found = [item for item in found if not self._is_taken(item)]
             known = {k.kernel_id: k for k in service.table if k.runtime == runtime.name}
             now = service.clock.steady()
             expired = [k for k, until in service.unknown_until.items() if until <= now]
@@ -134,6 +138,15 @@ class Adoption:
             log.info("runtime.listed", runtime=runtime.name, kernels=len(found))
         self._note(runtime.name, RuntimeStatus("available"))
         self.first_try[runtime.name].set()
+
+    def _is_taken(self, item: FoundKernel) -> bool:
+        """Tell whether another runtime has a kernel of that name; that one is left alone."""
+        known = self._service.table.kernels.get(item.kernel_id)
+        is_taken = known is not None and known.runtime != item.runtime and known.handle is not None
+        if is_taken:
+            what = {"kernel_id": item.kernel_id, "runtime": item.runtime, "handle": item.handle}
+            log.error("kernel.second_of_its_name", **what)
+        return is_taken
 
     async def _renamed(self, runtime: Runtime, listed: set[str]) -> list[FoundKernel]:
         """Look by handle for kernels that a list is without: a name is no proof."""
@@ -164,7 +177,8 @@ class Adoption:
                     break
                 await reach("reconcile.after_find")
                 before = {kernel_id: known} if known else {}
-                await self._settle(reconcile(before, [found] if found else [], self._inventory))
+                items = [found] if found and not self._is_taken(found) else []
+                await self._settle(reconcile(before, items, self._inventory))
                 await reach("reconcile.after_settle")
         if kernel_id in busy:
             service.operations.look_again(kernel_id)
