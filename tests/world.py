@@ -240,7 +240,7 @@ def _booked(kernel: dict[str, Any]) -> Booked:
 def _given(record: str, by_stable_id: dict[str, str]) -> dict[str, int] | None:
     try:
         shares = json.loads(record)["allocation"]
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, RecursionError):
         return None
     return {
         by_stable_id.get(share["stable_id"], share["stable_id"]): units(

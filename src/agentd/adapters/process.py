@@ -143,7 +143,7 @@ class ProcessRuntime:
     async def stop(self, kernel_id: str, handle: str, timeout_s: float | None) -> None:
         with looking():
             kernel = self._kernel(kernel_id)
-            if kernel.identity is None or kernel.identity.boot_id != self._node.boot_id:
+            if kernel.living is None:
                 return
             grace_s = STOP_TIMEOUT_S if timeout_s is None else timeout_s
             if grace_s > 0:
@@ -160,7 +160,7 @@ class ProcessRuntime:
                 await reach("stop.after_kill")
                 for process in alive:
                     await process.ended()
-            await kernel.identity.keeper.ended()
+            await kernel.living.keeper.ended()
 
     async def remove(self, kernel_id: str, handle: str) -> None:
         await self.stop(kernel_id, handle, 0)
@@ -178,14 +178,14 @@ class ProcessRuntime:
         with looking():
             folder, trash = self._folder / kernel_id, self._folder / f"{TRASH}{kernel_id}"
             await self._emptied(trash)
-            before = self._kernel(kernel_id).identity
+            before = self._kernel(kernel_id).living
             try:
                 folder.rename(trash)
             except FileNotFoundError:
                 return True
             except OSError as error:
                 raise RuntimeFailure(f"{folder}: {error.strerror}") from None
-            if before is None and self._kernel(kernel_id, trash).identity is not None:
+            if before is None and self._kernel(kernel_id, trash).living is not None:
                 trash.rename(folder)
                 return False
             await reach("delete.after_rename")
@@ -262,8 +262,8 @@ class ProcessRuntime:
     async def _wait_for_end(self, kernel_id: str) -> None:
         with suppress(OSError):  # whoever looks at it is told the same
             kernel = self._kernel(kernel_id)
-            if kernel.identity is not None:
-                await kernel.identity.keeper.ended()
+            if kernel.living is not None:
+                await kernel.living.keeper.ended()
                 await kernel.all_ended()
         self._events.put_nowait(kernel_id)
 

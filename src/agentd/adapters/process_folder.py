@@ -68,19 +68,21 @@ class KernelFolder:
         return self._keepers().get(self.kernel_id)
 
     @cached_property
-    def identity(self) -> Identity | None:
-        """Who it is, or was; from those who live where that cannot be read."""
-        written = self._written()
+    def living(self) -> Identity | None:
+        """Who it is, as long as something of it lives; from those who live where need be."""
         if self._ending is not None:
-            return written
-        is_now = written is not None and written.boot_id == self._node.boot_id
+            return None
+        written, boot_id = self._written, self._node.boot_id
+        is_now = written is not None and written.boot_id == boot_id
         if written is not None and is_now and is_true(written, self._marks):
             return written
         if self._keeper is not None:
-            return self._keeper.identity(self._node.boot_id)
-        return written or recovered(self._marks, self._node.boot_id)
+            return self._keeper.identity(boot_id)
+        return recovered(self._marks, boot_id) if written is None or is_now else None
 
+    @cached_property
     def _written(self) -> Identity | None:
+        """Who it was, as the keeper wrote."""
         try:
             return Identity.from_json(json.loads(read_text(self.path / IDENTITY) or ""))
         except DAMAGE:
@@ -88,9 +90,9 @@ class KernelFolder:
 
     def members(self) -> Sequence[Proc]:
         """Return its live processes."""
-        if self.identity is None or self.identity.boot_id != self._node.boot_id:
+        if self.living is None:
             return ()
-        return members(self.identity, self._marks, self._group.members() if self._group else ())
+        return members(self.living, self._marks, self._group.members() if self._group else ())
 
     async def all_ended(self) -> None:
         """Wait until it has no live process."""
@@ -101,9 +103,9 @@ class KernelFolder:
     def terminate(self) -> None:
         """Ask the command's process group to end, or what is left if the command has ended."""
         alive = self.members()
-        if self.identity is not None and self.identity.leader in alive:
+        if self.living is not None and self.living.leader in alive:
             with suppress(ProcessLookupError):
-                os.killpg(self.identity.leader.pid, signal.SIGTERM)
+                os.killpg(self.living.leader.pid, signal.SIGTERM)
         else:
             for process in alive:
                 process.signal(signal.SIGTERM)
@@ -113,20 +115,20 @@ class KernelFolder:
         record = read_text(self.path / RECORD) or ""
         if not self._is_ours(record):
             return None
-        if not self.path.is_dir() and self._keeper is None and not self.members():
+        if not self.path.is_dir() and self.living is None:
             return None
         state, ending = self._state()
-        identity = self.identity
-        agent_id, statement = self._said(identity if state is FoundState.RUNNING else None)
+        who = self.living or self._written
+        agent_id, statement = self._said()
         return FoundKernel(
             kernel_id=self.kernel_id,
             agent_id=agent_id,
             runtime="process",
-            handle=str(identity.leader.pid) if identity else "",
+            handle=str(who.leader.pid) if who else "",
             state=state,
             record=record,
             statement=statement,
-            started_at=identity.started_at if identity else None,
+            started_at=who.started_at if who else None,
             ending=ending,
         )
 
@@ -140,30 +142,30 @@ class KernelFolder:
         except DAMAGE:
             return self._keeper is not None or not (names_in(self.path) - _OURS)
 
-    def _said(self, identity: Identity | None) -> tuple[str, str]:
+    def _said(self) -> tuple[str, str]:
         """Return its agent and the second statement of its devices, for as long as it lives."""
-        if identity is None:
-            return "", ""
-        for pid in (identity.keeper.pid, identity.leader.pid):
-            env = read_env(pid)
+        for process in (self.living.keeper, self.living.leader) if self.living else ():
+            env = read_env(process.pid)
             if env.get("AGENTD_KERNEL") == self.kernel_id and "AGENTD_DEVICES" in env:
                 return env.get("AGENTD_AGENT", ""), env["AGENTD_DEVICES"]
         return "", ""
 
     def _state(self) -> tuple[FoundState, Ending]:
-        identity = self.identity
         if self._ending is not None:
             return FoundState.EXITED, self._ending
-        if identity is None and not (self.path / IDENTITY).exists():
-            return FoundState.CREATED, Ending()
-        if identity is None:
-            return FoundState.EXITED, Ending(reason="who it was cannot be read, and it is gone")
-        if identity.boot_id != self._node.boot_id:
-            return FoundState.EXITED, Ending(reason="the node restarted; its exit status is lost")
-        if is_kept(identity, self._marks) or self.members():
+        if self.living is not None and (is_kept(self.living, self._marks) or self.members()):
             return FoundState.RUNNING, Ending()
-        lost = Ending(reason="its keeper left none; its exit status is lost")
-        return FoundState.EXITED, self._read_ending() or lost  # written between the two looks
+        if (ending := self._read_ending()) is not None:  # written between the two looks
+            return FoundState.EXITED, ending
+        if not (self.path / IDENTITY).exists():
+            return FoundState.CREATED, Ending()
+        if self._written is None:
+            why = "who it was cannot be read, and it is gone"
+        elif self._written.boot_id != self._node.boot_id:
+            why = "the node restarted; its exit status is lost"
+        else:
+            why = "its keeper left none; its exit status is lost"
+        return FoundState.EXITED, Ending(reason=why)
 
     @cached_property
     def _ending(self) -> Ending | None:
