@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentd.core.allocation import Allocation, Ledger, Share
-from agentd.core.devices import DeviceId
+from agentd.core.devices import DeviceId, Inventory
 from agentd.core.kernel import Ending, Kernel, KernelState, Port
 from agentd.core.ledger import UNREADABLE_SLOT
 from agentd.core.reconcile import (
@@ -18,6 +18,7 @@ from agentd.core.reconcile import (
     adopted,
     located,
     reconcile,
+    stopped,
 )
 from agentd.core.record import (
     Record,
@@ -236,3 +237,18 @@ def test_ports_of_a_record_without_them_are_the_runtime_s() -> None:
     (action,) = reconcile({}, [replace(found(), ports=ports)], NODE)
     assert isinstance(action, Adopt)
     assert action.kernel.ports == ports
+
+
+@pytest.mark.parametrize("handle", ["", "h"])
+def test_what_was_seen_to_run_did_whatever_is_left_of_it(handle: str) -> None:
+    known = Kernel("k1", "a", KernelState.RUNNING, "", 1.0, "fake", handle="h", started_at=2.0)
+    item = FoundKernel("k1", "a", "fake", handle, FoundState.CREATED, "", "")
+    (action,) = reconcile({"k1": known}, [item], Inventory.of([], []))
+    assert isinstance(action, Adopt)
+    assert (action.kernel.state, action.kernel.handle) == (KernelState.TERMINATED, "h")
+    assert "damaged" in action.kernel.ending.reason
+    other = replace(item, handle="another")
+    (action,) = reconcile({"k1": known}, [other], Inventory.of([], []))
+    assert action == RemoveNeverRan(other)
+    assert stopped(known, item, Inventory.of([], [])).state is KernelState.TERMINATED
+    assert stopped(known, None, Inventory.of([], [])).state is KernelState.LOST

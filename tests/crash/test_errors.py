@@ -50,7 +50,11 @@ async def test_a_keeper_that_dies_leaves_its_kernel_accounted_or_nothing(
 ) -> None:
     world = plain_world
     await world.start(f"{point}=kill", NODE)
-    command = ["true"] if point.endswith("_exit") else ["sleep", "1000"]
+    ran = world.daemon.folder / "ran"
+    ran.touch()
+    ran.chmod(0o666)
+    rest = "exit 0" if point.endswith("_exit") else "sleep 1000"
+    command = ["sh", "-c", f"echo yes > {ran}; {rest}"]
     answer = await world.daemon.create(kernel_id="k1", slots=ONE, command=command)
     assert answer.status in (201, 502), answer.content
     assert (answer.status == 201) == point.endswith("_exit"), answer.content
@@ -61,6 +65,8 @@ async def test_a_keeper_that_dies_leaves_its_kernel_accounted_or_nothing(
             (0, False) if is_told else (None, True)
         )
     await world.check()
+    has_go = point not in ("keeper.after_fork", "keeper.before_identity", "keeper.after_identity")
+    assert has_go or ran.read_text() == "", "who it is stands on disk before the command runs"
     await world.kill()
     await world.start()
     await world.check()

@@ -30,6 +30,11 @@ AT_START = (
     "plugin.after_open",
     "plugin.after_list",
 )
+INTENDED = {
+    *(p for p in POINTS if p.startswith(("create.", "keeper.")) and not p.endswith("_exit")),
+    *("intent.after_replace", "intent.before_drop"),
+} - {"create.after_commit", "create.after_plan"}
+"""Where a runtime may have been asked, and the books do not say yet what became of it."""
 UNBORN = ("adopt.before_discard", "adopt.after_discard")
 """Reached where a start finds what never ran."""
 
@@ -132,6 +137,8 @@ class Sweep:
                         os.kill(pid, signal.SIGKILL)
         status = await self.world.died()
         assert status == -signal.SIGKILL, (point, status, self.daemon.log[-3000:])
+        intent = self.daemon.folder / "state" / "intents" / f"{kernel_id}.json"
+        assert point.endswith("_exit") or intent.exists() == (point in INTENDED), point
         if point.startswith("drain"):
             await self.undrain()
         return {kernel_id}
@@ -180,7 +187,7 @@ def other_process(request: pytest.FixtureRequest) -> Callable[[], object]:
 def other_container(engine: Engine) -> Callable[[], object]:
     """A container of another node that never ran, and what can be seen of it."""
     labels = {"io.agentd.node": "another", "io.agentd.kernel": "k1", "io.agentd.record": "{"}
-    config = {"Image": "agentd-test:1", "Labels": labels}
+    config = {"Image": "agentd-test:1", "Cmd": ["true"], "Labels": labels}
     name = kernel_name("another", "k1")
     made = engine.call("POST", f"/containers/create?name={name}", config)
     return lambda: engine.call("GET", f"/containers/{made['Id']}/json")

@@ -163,30 +163,24 @@ def recovered(marks: Mapping[str, str], boot_id: str) -> Identity | None:
 
     Those that a keeper looks after belong to its kernel, whatever they say.
     """
-    everyone = list(all_processes())
-    kept: set[int] = set()
-    for keeper in keepers(marks["AGENTD_NODE"]).values():
-        kept |= _descendants(keeper.process.pid, everyone)
-    mine = [
-        stat
-        for stat in everyone
-        if stat.pid not in kept
-        and marks.items() <= read_env(stat.pid).items()
-        and _is_in_our_namespace(stat.pid)
-    ]
+    mine = [stat for stat, name in orphans(marks["AGENTD_NODE"]) if name == marks["AGENTD_KERNEL"]]
     if not mine:
         return None
     leader = _first(mine)
     return Identity(leader, leader, boot_id, 0.0)
 
 
-def marked(node_id: str) -> list[tuple[int, str]]:
-    """Return the processes that say they are a node's, each with the kernel it names."""
-    found = ((stat.pid, read_env(stat.pid)) for stat in all_processes())
+def orphans(node_id: str) -> list[tuple[Stat, str]]:
+    """Return the processes without a keeper that say they are a node's, each with its kernel."""
+    everyone = list(all_processes())
+    kept: set[int] = set()
+    for keeper in keepers(node_id).values():
+        kept |= _descendants(keeper.process.pid, everyone)
+    said = ((stat, read_env(stat.pid)) for stat in everyone if stat.pid not in kept)
     return [
-        (pid, env.get("AGENTD_KERNEL", ""))
-        for pid, env in found
-        if env.get("AGENTD_NODE") == node_id and _is_in_our_namespace(pid)
+        (stat, env.get("AGENTD_KERNEL", ""))
+        for stat, env in said
+        if env.get("AGENTD_NODE") == node_id and _is_in_our_namespace(stat.pid)
     ]
 
 

@@ -20,7 +20,7 @@ from agentd.adapters.identity import (
     Keeper,
     NodeMarks,
     keepers,
-    marked,
+    orphans,
 )
 from agentd.adapters.output import printed, unkept
 from agentd.adapters.process_folder import OUTPUT, RECORD, KernelFolder, names_in
@@ -213,8 +213,8 @@ class ProcessRuntime:
             kept = {f"{prefix}{kernel_id}" for kernel_id in known}
             return [
                 *(
-                    f"process {pid} of kernel {kernel_id}"
-                    for pid, kernel_id in marked(self._node.node_id)
+                    f"process {stat.pid} of kernel {kernel_id}"
+                    for stat, kernel_id in orphans(self._node.node_id)
                     if kernel_id not in known
                 ),
                 *(
