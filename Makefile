@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+WORKERS ?= 2
 PLUGINS := $(wildcard plugins/*)
 SOURCES := pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 
@@ -13,7 +14,7 @@ demo: $(VENV)/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash docs/tutorial/demo.sh
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -23,7 +24,7 @@ check: $(VENV)/.installed-dev
 	$(MAKE) --no-print-directory unit
 
 unit: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "not docker" --ignore=tests/end_to_end $(ARGS)
+	$(BIN)/python -m pytest -m "not docker" --ignore=tests/end_to_end --ignore=tests/crash $(ARGS)
 
 soak: $(VENV)/.installed-dev
 	AGENTD_SOAK=1 AGENTD_REQUIRE_ALL=1 $(BIN)/python -m pytest -s tests/crash $(ARGS)

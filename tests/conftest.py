@@ -1,4 +1,5 @@
 import os
+import random
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -16,6 +17,14 @@ settings.register_profile(
 )
 settings.load_profile("agentd")
 structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
+
+
+os.environ.setdefault("AGENTD_SEED", str(random.SystemRandom().randrange(10**6)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what the tests that choose by chance started from: it repeats them."""
+    terminalreporter.write_line(f"AGENTD_SEED={os.environ['AGENTD_SEED']}")
 
 
 @pytest.fixture(scope="session")

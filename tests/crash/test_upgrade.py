@@ -17,6 +17,7 @@ from daemon import AGENTS, Daemon, gpus
 from engine import Engine
 from world import World, started
 
+pytestmark = pytest.mark.xdist_group("recorded")  # the node ids are what was recorded
 RECORDED = Path(__file__).parents[1] / "recorded"
 VERSIONS = sorted(path.stem for path in RECORDED.glob("*.json"))
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
