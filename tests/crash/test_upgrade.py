@@ -5,6 +5,8 @@ Here stand real processes and containers under those records, as that version le
 """
 
 import json
+import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,22 +44,22 @@ def left_behind(folder: Path, recorded: dict[str, Any]) -> Iterator[dict[str, An
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     record = json.loads(content["files"]["kernels/lives/record.json"])
-    marks = {
-        "AGENTD_NODE": record["node_id"],
-        "AGENTD_KERNEL": "lives",
-        "AGENTD_AGENT": record["agent_id"],
-    }
-    command = subprocess.Popen(["sleep", "1000"], env=marks, start_new_session=True)
-    keeper = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    marks = f"AGENTD_NODE={record['node_id']} AGENTD_KERNEL=lives"
+    script = f"env {marks} setsid sleep 1000 & echo $!; wait"
+    keeper = subprocess.Popen(
+        ["sh", "-c", script, "shim.py"], stdout=subprocess.PIPE, env={}, start_new_session=True
+    )
+    assert keeper.stdout is not None
+    pid = int(keeper.stdout.readline())
     identity = folder / "state" / "kernels" / "lives" / "identity.json"
     who = json.loads(identity.read_text())
-    who |= {"pid": command.pid, "start_time": started(command.pid), "boot_id": BOOT_ID}
+    who |= {"pid": pid, "start_time": started(pid), "boot_id": BOOT_ID}
     who |= {"keeper_pid": keeper.pid, "keeper_start_time": started(keeper.pid)}
     identity.write_text(json.dumps(who))
-    yield content | {"pid": command.pid}
-    for process in (command, keeper):
-        process.kill()
-        process.wait()
+    yield content | {"pid": pid}
+    os.kill(pid, signal.SIGKILL)
+    keeper.wait()
+    keeper.stdout.close()
 
 
 async def are_adopted(daemon: Daemon, content: dict[str, Any], bodies: dict[str, Any]) -> None:
@@ -78,10 +80,12 @@ async def test_processes_of_an_older_agentd_are_adopted(
 ) -> None:
     daemon = Daemon(folder, "process")
     daemon.node = left_behind["node"]
-    await are_adopted(daemon, left_behind, recorded["bodies"])
-    assert (await daemon.get("/v1/kernels/lives"))["pid"] == left_behind["pid"]
-    assert started(left_behind["pid"])
-    await daemon.stop()
+    try:
+        await are_adopted(daemon, left_behind, recorded["bodies"])
+        assert (await daemon.get("/v1/kernels/lives"))["pid"] == left_behind["pid"]
+        assert started(left_behind["pid"])
+    finally:
+        await daemon.stop()
 
 
 @pytest.mark.docker
