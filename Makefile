@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
+SECONDS ?= 3600
 PLUGINS := $(wildcard plugins/*)
 SOURCES := pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 
@@ -27,7 +28,7 @@ unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "not docker" --ignore=tests/end_to_end --ignore=tests/crash $(ARGS)
 
 soak: $(VENV)/.installed-dev
-	AGENTD_SOAK=1 AGENTD_REQUIRE_ALL=1 $(BIN)/python -m pytest -s tests/crash $(ARGS)
+	AGENTD_SOAK=$(SECONDS) AGENTD_REQUIRE_ALL=1 $(BIN)/python -m pytest -s tests/crash $(ARGS)
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/create.py --json

@@ -31,6 +31,15 @@ def test_every_point_stands_somewhere_and_nowhere_stands_another() -> None:
     assert named == set(POINTS)
 
 
+def test_every_point_is_documented() -> None:
+    page = SOURCE.parents[1] / "docs/explanation/crash-safety.md"
+    rows = dict(re.findall(r"^\| `(\w+)` \| (`.*`) \|$", page.read_text(), re.MULTILINE))
+    listed = {
+        f"{step}.{p}" for step, points in rows.items() for p in re.findall(r"`(\w+)`", points)
+    }
+    assert listed >= set(POINTS)
+
+
 def test_nothing_happens_where_nothing_is_set() -> None:
     hit("create.after_commit")
     assert failpoints.armed() == []

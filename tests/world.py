@@ -6,13 +6,14 @@ engine or /proc, and from the state folder, without a line of the daemon's own a
 
 import asyncio
 import json
+import math
 import os
 import subprocess
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
@@ -23,8 +24,20 @@ from daemon import Answer, Daemon
 
 SEED = int(os.environ["AGENTD_SEED"])
 """What tests that choose by chance start from; the run prints it."""
-SOAK = bool(os.environ.get("AGENTD_SOAK"))
-"""Whether everything is tried, for hours, and not a sample: `make soak`."""
+SOAK_S = float(os.environ.get("AGENTD_SOAK", "0"))
+"""For how long each test tries everything (seconds, `make soak`); 0: a sample, once."""
+_T = TypeVar("_T")
+
+
+def tried(items: Iterable[_T]) -> Iterator[_T]:
+    """Yield what is to be tried, for as long as a soak lasts."""
+    end = time.monotonic() + (SOAK_S or math.inf)
+    for item in items:
+        if time.monotonic() > end:
+            return
+        yield item
+
+
 SETTLES_WITHIN_S = 20.0
 NEVER = {"capacity", "owner", "survival"}
 """What may not be seen for a moment; the other rules follow events, which take their time."""
