@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentd.adapters.proc import NOT_THERE, Proc, Stat, all_processes, read_env
+from agentd.adapters.proc import NOT_THERE, Proc, Stat, all_processes, read_env, read_stat
 from agentd.core.plan import KernelPlan
 from agentd.core.record import read_time
 
@@ -140,8 +140,10 @@ def is_true(identity: Identity, marks: Mapping[str, str]) -> bool:
         return identity.leader.is_alive()
     if not is_kept(identity, marks):
         return False
-    is_child = identity.leader.pid in _descendants(identity.keeper.pid, all_processes())
-    return is_child or not identity.leader.is_alive()
+    leader = read_stat(identity.leader.pid)
+    if leader is None or not identity.leader.is_alive() or leader.parent == identity.keeper.pid:
+        return True
+    return leader.pid in _descendants(identity.keeper.pid, all_processes())
 
 
 def is_kept(identity: Identity, marks: Mapping[str, str]) -> bool:
