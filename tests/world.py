@@ -112,7 +112,9 @@ class World:
         agents = await self.daemon.get("/v1/agents")
         by_stable_id = {d["stable_id"]: f"{d['device_name']}/{d['id']}" for d in devices}
         booked = {k["kernel_id"]: _booked(k) for k in kernels}
-        there = dict(self._there(by_stable_id))
+        found = list(self._there(by_stable_id))
+        there = dict(found)
+        assert len(there) == len(found), "two kernels of one name"
         owners = [set(d["agents"]) for d in devices if d["device_name"] != "mem"]
         return Census(
             is_shared=len(agents) > 1 and any(len(owner) > 1 for owner in owners),
@@ -233,7 +235,8 @@ class World:
             if path.name.removeprefix(".removed-") not in booked:
                 yield f"left over {path.relative_to(state)}"
         for pid, env in environments():
-            if env.get("AGENTD_NODE") == self.node and env["AGENTD_KERNEL"] not in booked:
+            node = env.get("AGENTD_NODE") or env.get("AGENTD_KEEPER")
+            if node == self.node and env["AGENTD_KERNEL"] not in booked:
                 yield f"process {pid} of {env['AGENTD_KERNEL']}"
             if int(env.get("AGENTD_PLUGIN", "0").partition(".")[0]) in self.dead:
                 yield f"process {pid} of a dead daemon's plugin"

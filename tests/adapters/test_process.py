@@ -21,6 +21,8 @@ from agentd.errors import KernelConflict
 from agentd.services.interfaces import LogQuery
 from contracts.test_runtime import plan
 
+pytestmark = pytest.mark.xdist_group("node-a")  # one node id, so one at a time
+
 
 @pytest.fixture
 async def runtime(folder: Path) -> AsyncIterator[ProcessRuntime]:

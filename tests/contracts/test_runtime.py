@@ -33,6 +33,8 @@ SHARES = (
     RecordedShare(Share(MEMORY, "mem", SlotKind.BYTES, 64 * 2**20), "mem-root"),
 )
 
+pytestmark = pytest.mark.xdist_group("node-a")  # one node id, so one at a time
+
 
 def plan(*command: str, kernel_id: str = "k1", node: str = "node-a", **spec: Any) -> KernelPlan:
     given = KernelSpec(kernel_id, "agent-1", command, "hash", image=IMAGE, **spec)

@@ -84,6 +84,8 @@ DAMAGE = {
     "identity-other-start": lambda f: changed(f / "identity.json", start_time=1),
     "identity-of-init": lambda f: changed(f / "identity.json", **INIT, **KEPT_BY_INIT),
     "identity-of-init-kept": lambda f: changed(f / "identity.json", **INIT),
+    "record-of-another": lambda f: changed(f / "record.json", kernel_id="another"),
+    "record-of-another-node": lambda f: changed(f / "record.json", node_id="another"),
     "record-deep": lambda f: (f / "record.json").write_text("[" * 100_000),
     "exit-is-a-folder": lambda f: (f / "exit.json").mkdir(),
     "exit-is-a-loop": lambda f: (f / "exit.json").symlink_to("exit.json"),
@@ -91,7 +93,13 @@ DAMAGE = {
     "folder-empty": lambda f: [path.unlink() for path in f.iterdir()],
     "folder-gone": shutil.rmtree,
 }
-AS_BEFORE = ("record-unknown-members", "exit-is-a-folder", "exit-is-a-loop", "exit-truncated")
+AS_BEFORE = (
+    "record-unknown-members",
+    "record-of-another-node",
+    "exit-is-a-folder",
+    "exit-is-a-loop",
+    "exit-truncated",
+)
 
 
 async def test_a_damaged_kernel_harms_only_itself_and_is_charged(plain_node: World) -> None:

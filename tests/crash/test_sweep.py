@@ -186,12 +186,13 @@ def other_process(request: pytest.FixtureRequest) -> Callable[[], object]:
     return lambda: (process.poll(), started(process.pid))
 
 
-def other_container(engine: Engine) -> Callable[[], object]:
+def other_container(request: pytest.FixtureRequest, engine: Engine) -> Callable[[], object]:
     """A container of another node that never ran, and what can be seen of it."""
     labels = {"io.agentd.node": "another", "io.agentd.kernel": "k1", "io.agentd.record": "{"}
     config = {"Image": "agentd-test:1", "Cmd": ["true"], "Labels": labels}
     name = kernel_name("another", "k1")
     made = engine.call("POST", f"/containers/create?name={name}", config)
+    request.addfinalizer(lambda: engine.call("DELETE", f"/containers/{made['Id']}?force=1"))
     return lambda: engine.call("GET", f"/containers/{made['Id']}/json")
 
 
@@ -204,7 +205,7 @@ async def test_dying_at_every_point_loses_nothing(
     assert await world.start(text=NODE)
     await sweep.residents()
     await world.kill()
-    others = [other_process(request), *([other_container(engine)] if engine else [])]
+    others = [other_process(request), *([other_container(request, engine)] if engine else [])]
     seen = [other() for other in others]
     for point, second in tried(lives(runtime, random.Random(SEED))):
         await sweep.life(point, second)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import pwd
-import shutil
 import signal
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -23,7 +22,7 @@ from agentd.adapters.identity import (
     orphans,
 )
 from agentd.adapters.output import printed, unkept
-from agentd.adapters.process_folder import OUTPUT, RECORD, KernelFolder, names_in
+from agentd.adapters.process_folder import OUTPUT, RECORD, KernelFolder, clear, names_in
 from agentd.adapters.spawn import account, failure, order_of, spawn
 from agentd.core.edits import ContainerEdits
 from agentd.core.kernel import KernelSpec, KernelState
@@ -197,7 +196,7 @@ class ProcessRuntime:
         if (group := self._group_of(trash.name.removeprefix(TRASH))) is not None:
             await group.remove()
             await reach("delete.after_group")
-        shutil.rmtree(trash, ignore_errors=True)
+        clear(trash)
 
     async def list(self) -> Sequence[FoundKernel]:
         with looking():

@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -134,13 +135,12 @@ class KernelFolder:
 
     def _is_ours(self, record: str) -> bool:
         """Tell whether this is a kernel of this node, and not a copy or a stranger's folder."""
-        if self.path.is_symlink():
-            return False
         try:
             raw = json.loads(record)
-            return (raw["node_id"], raw["kernel_id"]) == (self._node.node_id, self.kernel_id)
+            is_ours = (raw["node_id"], raw["kernel_id"]) == (self._node.node_id, self.kernel_id)
         except DAMAGE:
-            return self._keeper is not None or not (names_in(self.path) - _OURS)
+            is_ours = not (names_in(self.path) - _OURS)
+        return (is_ours and not self.path.is_symlink()) or self._keeper is not None
 
     def _said(self) -> tuple[str, str]:
         """Return its agent and the second statement of its devices, for as long as it lives."""
@@ -179,6 +179,13 @@ class KernelFolder:
             return Ending(int(raw["exit_code"]), bool(raw["oom_killed"]), finished_at)
         except DAMAGE:
             return None
+
+
+def clear(folder: Path) -> None:
+    """Remove a folder and all in it, or the link that leads to one."""
+    if folder.is_symlink():
+        folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def names_in(folder: Path) -> set[str]:
