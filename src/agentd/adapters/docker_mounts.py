@@ -10,6 +10,7 @@ who is not trusted may replace what is there.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections import Counter
@@ -110,7 +111,8 @@ def verify_mounts(pid: int, mounts: Sequence[Mount], sources: Sequence[Source]) 
 
     Raises:
         RuntimeFailure: one was exchanged before the engine mounted it.
-        PermissionError, FileNotFoundError: it cannot be told, or the container has ended.
+        PermissionError: it cannot be told.
+        FileNotFoundError, ProcessLookupError: the container has ended.
     """
     if not mounts:
         return
@@ -129,8 +131,18 @@ def _exchanged(mount: Mount) -> RuntimeFailure:
 
 
 def _mounted(pid: int) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield each mount point that a process sees, with device and inode (proc_pid_mountinfo(5))."""
-    for line in Path(f"/proc/{pid}/mountinfo").read_bytes().splitlines():
+    """Yield each mount point that a process sees, with device and inode (proc_pid_mountinfo(5)).
+
+    Raises:
+        FileNotFoundError, ProcessLookupError: it has ended.
+    """
+    try:
+        lines = Path(f"/proc/{pid}/mountinfo").read_bytes().splitlines()
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # it is just ending, and has no mounts of its own any more
+            raise ProcessLookupError(pid) from error
+        raise
+    for line in lines:
         escaped = line.split(b" ")[4].decode("ascii", "surrogateescape")
         point = _OCTAL.sub(lambda m: chr(int(m[1], 8)), escaped)
         try:

@@ -1,0 +1,24 @@
+"""Mounts seen from inside a container that may end while it is looked at."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from agentd.adapters.docker_mounts import Source, verify_mounts
+from agentd.core.edits import Mount
+
+
+def test_the_mounts_of_a_process_that_is_ending_are_those_of_one_that_is_gone() -> None:
+    """A zombie has no namespace any more: reading its mountinfo is EINVAL, not ENOENT."""
+    zombie = subprocess.Popen(["true"])
+    try:
+        stat = Path(f"/proc/{zombie.pid}/stat")
+        while stat.read_text().rpartition(")")[2].split()[0] != "Z":
+            pass
+        with pytest.raises(OSError, match="Invalid argument"):
+            Path(f"/proc/{zombie.pid}/mountinfo").read_bytes()
+        with pytest.raises(ProcessLookupError):
+            verify_mounts(zombie.pid, [Mount("/tmp", "/tmp")], [Source("/tmp", 1, 1)])
+    finally:
+        zombie.wait()
