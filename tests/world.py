@@ -238,7 +238,9 @@ class World:
             node = env.get("AGENTD_NODE") or env.get("AGENTD_KEEPER")
             if node == self.node and env["AGENTD_KERNEL"] not in booked:
                 yield f"process {pid} of {env['AGENTD_KERNEL']}"
-            if int(env.get("AGENTD_PLUGIN", "0").partition(".")[0]) in self.dead:
+            daemon = int(env.get("AGENTD_PLUGIN", "0").partition(".")[0])
+            is_now = self.daemon.process is not None and daemon == self.daemon.process.pid
+            if daemon in self.dead and not is_now:  # a pid comes again, in a long soak
                 yield f"process {pid} of a dead daemon's plugin"
         kept = {kernel_name(self.node, kernel_id) for kernel_id in booked}
         for parent in GROUPS:
