@@ -10,7 +10,7 @@ from agentd.adapters.docker import DockerRuntime
 from agentd.adapters.docker_config import DockerRules
 from agentd.core.plan import kernel_name
 from agentd.errors import InvalidRequest, OutcomeUnknown, RuntimeUnavailable
-from contracts.test_runtime import plan
+from contracts.test_runtime import NODE, plan
 from engine import IMAGE, Engine
 
 pytestmark = pytest.mark.docker
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.docker
 
 @pytest.fixture
 async def runtime(engine: Engine) -> AsyncIterator[DockerRuntime]:
-    made = DockerRuntime(engine.socket, "node-a", DockerRules("none", stop_timeout_s=5))
+    made = DockerRuntime(engine.socket, NODE, DockerRules("none", stop_timeout_s=5))
     yield made
     await made.close()
     engine.clean()
@@ -48,7 +48,7 @@ async def test_a_create_without_an_answer_leaves_the_outcome_unknown(
 
 
 async def test_an_engine_that_was_never_reached_was_asked_nothing(folder) -> None:
-    runtime = DockerRuntime(folder / "none.sock", "node-a", DockerRules("none", stop_timeout_s=5))
+    runtime = DockerRuntime(folder / "none.sock", NODE, DockerRules("none", stop_timeout_s=5))
     with pytest.raises(RuntimeUnavailable) as caught:
         await runtime.create(plan("sleep", "1000"), lambda _: None)
     assert not isinstance(caught.value, OutcomeUnknown)
@@ -58,7 +58,7 @@ async def test_an_engine_that_was_never_reached_was_asked_nothing(folder) -> Non
 async def test_a_failed_create_touches_no_container_of_that_name(
     runtime: DockerRuntime, engine: Engine
 ) -> None:
-    name = kernel_name("node-a", "k1")
+    name = kernel_name(NODE, "k1")
     made = engine.call("POST", f"/containers/create?name={name}", {"Image": IMAGE, "Cmd": ["true"]})
     for image in ("bad:::name", IMAGE):
         bad = plan("sleep", "1000")

@@ -19,9 +19,9 @@ from agentd.core.plan import kernel_name
 from agentd.core.reconcile import FoundState
 from agentd.errors import KernelConflict
 from agentd.services.interfaces import LogQuery
-from contracts.test_runtime import plan
+from contracts.test_runtime import NODE, plan
 
-pytestmark = pytest.mark.xdist_group("node-a")  # one node id, so one at a time
+pytestmark = pytest.mark.xdist_group("runtimes")  # one node id, so one at a time
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ async def runtime(folder: Path) -> AsyncIterator[ProcessRuntime]:
 def runtime_in(folder: Path, boot: str | None = None) -> ProcessRuntime:
     kernels = folder / "kernels"
     kernels.mkdir(exist_ok=True)
-    return ProcessRuntime(kernels, "node-a", "nobody", boot or boot_id(), find_memory_groups())
+    return ProcessRuntime(kernels, NODE, "nobody", boot or boot_id(), find_memory_groups())
 
 
 async def create(runtime: ProcessRuntime, *command: str):
@@ -56,7 +56,7 @@ async def test_who_a_kernel_is_stands_on_disk_and_in_its_environment(runtime, fo
     assert stat is not None
     assert (stat.start_time, stat.session) == (who["start_time"], who["pid"])
     env = Path(f"/proc/{who['pid']}/environ").read_bytes().split(b"\0")
-    for wanted in (b"AGENTD_NODE=node-a", b"AGENTD_KERNEL=k1", b"AGENTD_AGENT=agent-1"):
+    for wanted in (f"AGENTD_NODE={NODE}".encode(), b"AGENTD_KERNEL=k1", b"AGENTD_AGENT=agent-1"):
         assert wanted in env
     assert any(item.startswith(b"AGENTD_DEVICES=cpu/") for item in env)
     assert not any(item.startswith(b"HOME=/root") for item in env)
@@ -155,7 +155,7 @@ async def test_the_kernel_s_memory_group_is_removed_with_it(runtime, folder) -> 
         assert "mem" in runtime.unenforced(plan("sleep").spec)
         return
     await create(runtime, "sleep", "1000")
-    group = find_memory_groups().group(kernel_name("node-a", "k1")).folder
+    group = find_memory_groups().group(kernel_name(NODE, "k1")).folder
     assert str(identity(folder)["pid"]) in (group / "cgroup.procs").read_text().split()
     await runtime.remove("k1", "")
     assert not group.exists()
@@ -196,7 +196,7 @@ async def test_cancelling_a_create_leaves_nothing(runtime, folder) -> None:
     with pytest.raises(asyncio.CancelledError):
         await creating
     assert list((folder / "kernels").iterdir()) == []
-    assert recovered({"AGENTD_NODE": "node-a", "AGENTD_KERNEL": "k1"}, "") is None
+    assert recovered({"AGENTD_NODE": NODE, "AGENTD_KERNEL": "k1"}, "") is None
 
 
 @pytest.mark.parametrize("lines", [0, 1, 2, 3, 5000, 99999])

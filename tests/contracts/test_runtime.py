@@ -33,10 +33,12 @@ SHARES = (
     RecordedShare(Share(MEMORY, "mem", SlotKind.BYTES, 64 * 2**20), "mem-root"),
 )
 
-pytestmark = pytest.mark.xdist_group("node-a")  # one node id, so one at a time
+NODE, OTHER = f"node-a-{os.getpid()}", f"node-b-{os.getpid()}"
+"""Nodes of this test run's own: keepers and cgroups are found by it."""
+pytestmark = pytest.mark.xdist_group("runtimes")  # one node id, so one at a time
 
 
-def plan(*command: str, kernel_id: str = "k1", node: str = "node-a", **spec: Any) -> KernelPlan:
+def plan(*command: str, kernel_id: str = "k1", node: str = NODE, **spec: Any) -> KernelPlan:
     given = KernelSpec(kernel_id, "agent-1", command, "hash", image=IMAGE, **spec)
     facts = NodeFacts(node, (CORE,), frozenset({CORE}))
     allocation = Allocation(tuple(item.share for item in SHARES))
@@ -73,7 +75,7 @@ ENGINES = {"docker-20.10": "engine", "docker-26.1": "engine26"}
 )
 async def rig(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Rig]:
     runtimes: list[Runtime] = []
-    for node in ("node-a", "node-b"):
+    for node in (NODE, OTHER):
         if request.param in ENGINES:
             engine = request.getfixturevalue(ENGINES[request.param])
             rules = DockerRules("none", stop_timeout_s=5)
@@ -179,7 +181,7 @@ async def test_following_says_first_that_it_is_connected(rig: Rig) -> None:
 
 
 async def test_another_node_s_kernels_are_not_ours(rig: Rig) -> None:
-    other = await rig.other_node.create(plan("sleep", "1000", node="node-b"), lambda _: None)
+    other = await rig.other_node.create(plan("sleep", "1000", node=OTHER), lambda _: None)
     assert list(await rig.runtime.list()) == []
     assert await rig.runtime.find("k1") is None
     assert [item.handle for item in await rig.other_node.list()] == [other.handle]
