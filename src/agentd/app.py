@@ -246,7 +246,9 @@ class Daemon:
         used = {default, *(node.runtimes if node else ())}
         used |= {intent.runtime for intent in self._state.load_intents()}
         used &= RUNTIMES
-        if any(self._state.kernels.glob("[!.]*")) or keepers(self._node_id):
+        if "process" not in used and (
+            any(self._state.kernels.glob("[!.]*")) or keepers(self._node_id)
+        ):
             used.add("process")
         if node is None and os.access(self._settings.runtime.docker.socket, os.W_OK):
             used.add("docker")

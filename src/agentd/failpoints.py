@@ -22,10 +22,6 @@ import os
 import signal
 import time
 
-TYPE_CHECKING = False  # the name that type checkers know; importing typing takes 5 ms
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 VARIABLE = "AGENTD_FAILPOINTS"
 
 POINTS = {
@@ -170,23 +166,22 @@ async def reach(name: str) -> None:
 
 def _visited(name: str) -> float:
     """Do what is set for this visit, and return for how long to wait."""
-    for term in _due(name):
-        if term.action == "kill":
-            os.kill(_parent if term.argument else os.getpid(), signal.SIGKILL)
-        elif term.action == "error":
-            number = getattr(errno, term.argument)
-            raise OSError(number, f"{os.strerror(number)} (failpoint {name})")
-        elif term.action == "delay":
-            return int(term.argument) / 1000
-    return 0.0
+    term = _due(name)
+    if term is None:
+        return 0.0
+    if term.action == "kill":
+        os.kill(_parent if term.argument else os.getpid(), signal.SIGKILL)
+    if term.action == "error":
+        number = getattr(errno, term.argument)
+        raise OSError(number, f"{os.strerror(number)} (failpoint {name})")
+    return int(term.argument) / 1000 if term.action == "delay" else 0.0
 
 
-def _due(name: str) -> Iterator[Term]:
+def _due(name: str) -> Term | None:
     for term in _armed.get(name, ()):
         if term.count is None:
-            yield term
-            return
+            return term
         if term.count > 0:
             term.count -= 1
-            yield term
-            return
+            return term
+    return None

@@ -68,39 +68,25 @@ class Identity:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Keeper:
-    """A keeper that lives, and what agentd told it of its kernel."""
-
-    process: Proc
-    kernel_id: str
-    agent_id: str
-    statement: str
-
-    def identity(self, boot_id: str) -> Identity:
-        """Return who its kernel is: what it started first, or itself if nothing is left."""
-        everyone = list(all_processes())
-        kept = _descendants(self.process.pid, everyone)
-        mine = [stat for stat in everyone if stat.pid in kept]
-        if not mine:
-            return Identity(self.process, self.process, boot_id, 0.0)
-        return Identity(_first(mine), self.process, boot_id, 0.0)
+def kept_by(keeper: Proc, boot_id: str) -> Identity:
+    """Return who a keeper's kernel is: what it started first, or itself if nothing is left."""
+    everyone = list(all_processes())
+    kept = _descendants([keeper.pid], everyone)
+    mine = [stat for stat in everyone if stat.pid in kept]
+    return Identity(_first(mine) if mine else keeper, keeper, boot_id, 0.0)
 
 
-def keepers(node_id: str) -> dict[str, Keeper]:
+def keepers(node_id: str) -> dict[str, Proc]:
     """Return the keepers of a node's kernels that live, by kernel."""
     found = {}
     for stat in all_processes():
         env = read_env(stat.pid)
-        if env.get(KEEPER) == node_id and is_our_own(stat.pid):
-            kernel_id = env.get("AGENTD_KERNEL", "")
-            process = Proc(stat.pid, stat.start_time)
-            agent, devices = env.get("AGENTD_AGENT", ""), env.get("AGENTD_DEVICES", "")
-            found[kernel_id] = Keeper(process, kernel_id, agent, devices)
+        if env.get(KEEPER) == node_id and _is_our_own(stat.pid):
+            found[env.get("AGENTD_KERNEL", "")] = Proc(stat.pid, stat.start_time)
     return found
 
 
-def is_our_own(pid: int) -> bool:
+def _is_our_own(pid: int) -> bool:
     """Tell whether a process runs as this user, in this pid namespace."""
     try:
         return Path(f"/proc/{pid}").stat().st_uid == os.geteuid() and _is_in_our_namespace(pid)
@@ -117,7 +103,7 @@ def members(identity: Identity, marks: Mapping[str, str], group: Collection[int]
     """
     everyone = list(all_processes())
     has_keeper = is_kept(identity, marks)
-    kept = _descendants(identity.keeper.pid, everyone) if has_keeper else set()
+    kept = _descendants([identity.keeper.pid], everyone) if has_keeper else set()
     is_certain = identity.leader.is_alive()
     return [
         Proc(stat.pid, stat.start_time)
@@ -143,7 +129,7 @@ def is_true(identity: Identity, marks: Mapping[str, str]) -> bool:
     leader = read_stat(identity.leader.pid)
     if leader is None or not identity.leader.is_alive() or leader.parent == identity.keeper.pid:
         return True
-    return leader.pid in _descendants(identity.keeper.pid, all_processes())
+    return leader.pid in _descendants([identity.keeper.pid], all_processes())
 
 
 def is_kept(identity: Identity, marks: Mapping[str, str]) -> bool:
@@ -175,9 +161,7 @@ def recovered(marks: Mapping[str, str], boot_id: str) -> Identity | None:
 def orphans(node_id: str) -> list[tuple[Stat, str]]:
     """Return the processes without a keeper that say they are a node's, each with its kernel."""
     everyone = list(all_processes())
-    kept: set[int] = set()
-    for keeper in keepers(node_id).values():
-        kept |= _descendants(keeper.process.pid, everyone)
+    kept = _descendants([keeper.pid for keeper in keepers(node_id).values()], everyone)
     said = ((stat, read_env(stat.pid)) for stat in everyone if stat.pid not in kept)
     return [
         (stat, env.get("AGENTD_KERNEL", ""))
@@ -200,12 +184,12 @@ def _first(mine: Iterable[Stat]) -> Proc:
     return Proc(leader.pid, leader.start_time)
 
 
-def _descendants(root: int, everyone: Iterable[Stat]) -> set[int]:
+def _descendants(roots: Iterable[int], everyone: Iterable[Stat]) -> set[int]:
     children: dict[int, list[int]] = {}
     for stat in everyone:
         children.setdefault(stat.parent, []).append(stat.pid)
     found: set[int] = set()
-    pending = [root]
+    pending = list(roots)
     while pending:
         for pid in children.get(pending.pop(), ()):
             found.add(pid)

@@ -15,13 +15,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from agentd.adapters.cgroups import KernelGroup, MemoryGroups
-from agentd.adapters.identity import (
-    Keeper,
-    NodeMarks,
-    keepers,
-    orphans,
-)
+from agentd.adapters.identity import NodeMarks, keepers, orphans
 from agentd.adapters.output import printed, unkept
+from agentd.adapters.proc import Proc
 from agentd.adapters.process_folder import OUTPUT, RECORD, KernelFolder, clear, names_in
 from agentd.adapters.spawn import account, failure, order_of, spawn
 from agentd.core.edits import ContainerEdits
@@ -267,7 +263,7 @@ class ProcessRuntime:
         self._events.put_nowait(kernel_id)
 
     def _kernel(
-        self, kernel_id: str, path: Path | None = None, kept: Mapping[str, Keeper] | None = None
+        self, kernel_id: str, path: Path | None = None, kept: Mapping[str, Proc] | None = None
     ) -> KernelFolder:
         return KernelFolder(
             path or self._folder / kernel_id,

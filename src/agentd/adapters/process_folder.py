@@ -26,10 +26,10 @@ from pathlib import Path
 from agentd.adapters.cgroups import KernelGroup
 from agentd.adapters.identity import (
     Identity,
-    Keeper,
     NodeMarks,
     is_kept,
     is_true,
+    kept_by,
     members,
     recovered,
 )
@@ -55,7 +55,7 @@ class KernelFolder:
         kernel_id: str,
         node: NodeMarks,
         group: KernelGroup | None,
-        keepers: Callable[[], Mapping[str, Keeper]],
+        keepers: Callable[[], Mapping[str, Proc]],
     ) -> None:
         self.path = path
         self.kernel_id = kernel_id
@@ -65,7 +65,7 @@ class KernelFolder:
         self._keepers = keepers
 
     @cached_property
-    def _keeper(self) -> Keeper | None:
+    def _keeper(self) -> Proc | None:
         return self._keepers().get(self.kernel_id)
 
     @cached_property
@@ -78,7 +78,7 @@ class KernelFolder:
         if written is not None and is_now and is_true(written, self._marks):
             return written
         if self._keeper is not None:
-            return self._keeper.identity(boot_id)
+            return kept_by(self._keeper, boot_id)
         return recovered(self._marks, boot_id) if written is None or is_now else None
 
     @cached_property

@@ -141,8 +141,7 @@ class Adoption:
 
     def _is_taken(self, item: FoundKernel) -> bool:
         """Tell whether another runtime has a kernel of that name; that one is left alone."""
-        known = self._service.table.kernels.get(item.kernel_id)
-        is_taken = known is not None and known.runtime != item.runtime and known.handle is not None
+        is_taken = self._service.table.is_second(item.kernel_id, item.runtime)
         if is_taken:
             what = {"kernel_id": item.kernel_id, "runtime": item.runtime, "handle": item.handle}
             log.error("kernel.second_of_its_name", **what)

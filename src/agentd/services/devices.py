@@ -234,12 +234,17 @@ class NodeDevices:
     def _replace_for_good(self, inventory: Inventory) -> None:
         """Do what an operator wants: remembered first, or not done at all."""
         self._memory.save_devices(inventory.devices)
-        self._replace_inventory(inventory)
+        self._unsaved = ""
+        self._take(inventory)
 
     def _replace_inventory(self, inventory: Inventory) -> None:
+        self._take(inventory)
+        self._save()
+
+    def _take(self, inventory: Inventory) -> None:
         before = self.inventory
         self._split = self.split.with_inventory(inventory)
-        self._changed()
+        self.generation += 1
         self._tell(before, inventory)
 
     def _changed(self) -> None:

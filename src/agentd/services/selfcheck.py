@@ -7,7 +7,7 @@ counts only if a second look finds it too: an end is seen before it is booked.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentd.core.devices import MEMORY, Inventory
@@ -56,18 +56,10 @@ async def _look(service: KernelService) -> list[Violation]:
                 raise RuntimeUnavailable(f"runtime {runtime.name} is not known: {why}")
             found += await runtime.list()
             strays += await runtime.strays(set(service.table.kernels) | busy)
-        strays += [
-            f"{i.runtime} kernel {i.kernel_id}, a second one" for i in _seconds(service, found)
-        ]
+        seconds = [i for i in found if service.table.is_second(i.kernel_id, i.runtime)]
+        strays += [f"{i.runtime} kernel {i.kernel_id} ({i.handle}), a second one" for i in seconds]
+        found = [item for item in found if item not in seconds]
         return violations(_census(service, found, strays, busy))
-
-
-def _seconds(service: KernelService, found: Sequence[FoundKernel]) -> Iterator[FoundKernel]:
-    """Yield what bears the name of a kernel of another runtime."""
-    for item in found:
-        known = service.table.kernels.get(item.kernel_id)
-        if known is not None and known.handle is not None and known.runtime != item.runtime:
-            yield item
 
 
 def _kept_for_nobody(service: KernelService) -> Sequence[str]:
@@ -86,7 +78,6 @@ def _census(
     service: KernelService, found: Sequence[FoundKernel], strays: Sequence[str], busy: set[str]
 ) -> Census:
     ledger, inventory = service.table.ledger, service.devices.inventory
-    seconds = list(_seconds(service, found))
     return Census(
         is_shared=service.devices.split.mode is AllocationMode.SHARED,
         capacities={str(device_id): d.capacity for device_id, d in inventory.by_id.items()},
@@ -95,11 +86,7 @@ def _census(
             for device_id, holders in ledger.held.items()
         },
         booked={k.kernel_id: _booked(k) for k in service.table if k.kernel_id not in busy},
-        there={
-            item.kernel_id: _there(item, inventory)
-            for item in found
-            if item.kernel_id not in busy and item not in seconds
-        },
+        there={i.kernel_id: _there(i, inventory) for i in found if i.kernel_id not in busy},
         strays=tuple(strays),
         divisible=frozenset({str(MEMORY)}),
     )

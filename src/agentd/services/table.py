@@ -57,6 +57,11 @@ class KernelTable:
             raise UnknownKernel(f"no kernel {kernel_id} on this node")
         return self._kernels[kernel_id]
 
+    def is_second(self, kernel_id: str, runtime: str) -> bool:
+        """Tell whether what a runtime calls so bears the name of another runtime's kernel."""
+        known = self._kernels.get(kernel_id)
+        return known is not None and known.runtime != runtime and known.handle is not None
+
     def put(self, kernel: Kernel) -> None:
         """Take a kernel as it is now, and charge or release what it holds."""
         before = self._kernels.get(kernel.kernel_id)
