@@ -180,6 +180,12 @@ class Daemon:
                     return kernel
                 await self.call("GET", "/livez")
 
+    async def runtime_is(self, state: str, within_s: float = 20) -> None:
+        """Wait for the runtime to be in a state."""
+        async with asyncio.timeout(within_s):
+            while (await self.get("/v1/node"))["runtime"]["state"] != state:
+                await asyncio.sleep(0.05)
+
     def main_pid(self, kernel: Mapping[str, Any], engine: Any = None) -> int:
         """The pid of a kernel's command, as the machine sees it."""
         if self.runtime == "process":

@@ -8,6 +8,7 @@ import asyncio
 import json
 import math
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Collection, Iterable, Iterator
@@ -87,6 +88,13 @@ class World:
         assert self.daemon.process is not None
         self.daemon.process.send_signal(number)
         return await self.died()
+
+    def kill_plugins(self) -> None:
+        """Kill every process of the daemon's plugins."""
+        assert self.daemon.process is not None
+        for pid, env in environments():
+            if env.get("AGENTD_PLUGIN", "").startswith(f"{self.daemon.process.pid}."):
+                os.kill(pid, signal.SIGKILL)
 
     async def ask(self, method: str, path: str, body: Any = None) -> Answer | None:
         """Call; None where the daemon dies over it."""

@@ -33,14 +33,14 @@ ONE = {"cuda.device": 1, "cpu": 0, "mem": "16m"}
 
 
 @pytest.fixture
-async def node(world: World) -> World:
+async def world(world: World) -> World:
     """A node that has started, on either runtime."""
     await world.start(text=NODE)
     return world
 
 
 @pytest.fixture
-async def plain_node(plain_world: World) -> World:
+async def plain_world(plain_world: World) -> World:
     """A node that has started, on the process runtime."""
     await plain_world.start(text=NODE)
     return plain_world
@@ -102,8 +102,8 @@ AS_BEFORE = (
 )
 
 
-async def test_a_damaged_kernel_harms_only_itself_and_is_charged(plain_node: World) -> None:
-    world, daemon = plain_node, plain_node.daemon
+async def test_a_damaged_kernel_harms_only_itself_and_is_charged(plain_world: World) -> None:
+    world, daemon = plain_world, plain_world.daemon
     before = {name: await daemon.running(kernel_id=name, slots=ONE) for name in DAMAGE}
     census, lives = await world.check(), world.lives()
     await world.kill()
@@ -135,8 +135,8 @@ STRANGERS = {
 }
 
 
-async def test_what_is_no_kernel_s_folder_is_left_alone(plain_node: World) -> None:
-    world, daemon = plain_node, plain_node.daemon
+async def test_what_is_no_kernel_s_folder_is_left_alone(plain_world: World) -> None:
+    world, daemon = plain_world, plain_world.daemon
     kernel = await daemon.running(kernel_id="k1", slots=ONE)
     await world.kill()
     folder = daemon.folder / "state" / "kernels"
@@ -160,7 +160,6 @@ exec env AGENTD_NODE={node} AGENTD_KERNEL=k1 AGENTD_KEEPER={node} AGENTD_AGENT=a
 async def test_what_a_kernel_says_of_itself_proves_nothing(world: World) -> None:
     """A kernel calls itself another one, and a keeper, and starts a shim.py."""
     daemon = world.daemon
-    await world.start(text=NODE)
     await daemon.running("agent-2", kernel_id="k1", slots=ONE)
     script = FORGERY.format(node=world.node)
     await daemon.running(kernel_id="forger", command=["sh", "-c", script], slots=ONE)
@@ -186,8 +185,7 @@ FILES = {
 }
 
 
-async def test_damaged_files_of_the_node_are_told_of_and_harm_nothing(node: World) -> None:
-    world = node
+async def test_damaged_files_of_the_node_are_told_of_and_harm_nothing(world: World) -> None:
     daemon = world.daemon
     await daemon.running(kernel_id="k1", slots=ONE)
     await daemon.call("POST", "/v1/devices/cuda/cuda7/drain")
@@ -212,8 +210,8 @@ async def test_damaged_files_of_the_node_are_told_of_and_harm_nothing(node: Worl
     assert (await daemon.create(slots=ONE)).status == 201
 
 
-async def test_a_newer_agentd_s_files_are_read_as_far_as_they_are_known(plain_node: World) -> None:
-    world, daemon = plain_node, plain_node.daemon
+async def test_a_newer_agentd_s_files_are_read_as_far_as_they_are_known(plain_world: World) -> None:
+    world, daemon = plain_world, plain_world.daemon
     await daemon.call("POST", "/v1/devices/cuda/cuda7/drain")
     await world.kill()
     devices = daemon.folder / "state" / "devices.json"
@@ -243,8 +241,7 @@ async def is_served_without_being_remembered(world: World) -> None:
 
 
 @ROOT_ONLY
-async def test_a_read_only_state_folder_keeps_nobody_from_being_served(node: World) -> None:
-    world = node
+async def test_a_read_only_state_folder_keeps_nobody_from_being_served(world: World) -> None:
     daemon = world.daemon
     for name in ("k0", "k1"):
         await daemon.running(kernel_id=name, slots=ONE)
@@ -298,8 +295,7 @@ def fill(path: Path) -> None:
             filler.write(b"x" * 4096)
 
 
-async def test_a_state_folder_that_is_gone_costs_no_kernel(node: World) -> None:
-    world = node
+async def test_a_state_folder_that_is_gone_costs_no_kernel(world: World) -> None:
     daemon, state = world.daemon, world.daemon.folder / "state"
     for agent in ("agent-1", "agent-2"):
         await daemon.running(agent, kernel_id=f"k-{agent}", slots=ONE)
@@ -364,8 +360,7 @@ async def test_labels_that_somebody_edits_free_no_device(folder: Path, own_engin
     await daemon.close()
 
 
-async def test_a_clock_that_is_set_back_moves_no_deadline(node: World) -> None:
-    world = node
+async def test_a_clock_that_is_set_back_moves_no_deadline(world: World) -> None:
     daemon = world.daemon
     await daemon.running(kernel_id="k1", slots=ONE)
     before, lives = await world.check(), world.lives()
@@ -402,8 +397,7 @@ def few_descriptors(pid: int) -> Iterator[None]:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, usual)
 
 
-async def test_no_file_descriptors_left_is_no_end_of_a_kernel(node: World) -> None:
-    world = node
+async def test_no_file_descriptors_left_is_no_end_of_a_kernel(world: World) -> None:
     daemon = world.daemon
     for name in ("k1", "k2"):
         await daemon.running(kernel_id=name, slots=ONE)
@@ -421,8 +415,8 @@ async def test_no_file_descriptors_left_is_no_end_of_a_kernel(node: World) -> No
 
 
 @ROOT_ONLY
-async def test_a_pid_that_is_used_again_is_somebody_else(plain_node: World) -> None:
-    world, daemon = plain_node, plain_node.daemon
+async def test_a_pid_that_is_used_again_is_somebody_else(plain_world: World) -> None:
+    world, daemon = plain_world, plain_world.daemon
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     kernel = await daemon.running(kernel_id="k1", slots=ONE)
     await world.kill()

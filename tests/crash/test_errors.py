@@ -8,7 +8,7 @@ import pytest
 
 from agentd.failpoints import POINTS
 from daemon import AGENTS, gpus
-from world import World, environments
+from world import World
 
 NODE = '[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(64)
 ONE = {"cuda.device": 1, "cpu": 0, "mem": "16m"}
@@ -117,10 +117,7 @@ async def test_a_plugin_that_cannot_be_started_is_tried_again(world: World) -> N
     assert world.lives() == lives
     await world.check(before)
     for _ in range(2):
-        assert daemon.process is not None
-        for pid, env in environments():
-            if env.get("AGENTD_PLUGIN", "").startswith(f"{daemon.process.pid}."):
-                os.kill(pid, signal.SIGKILL)
+        world.kill_plugins()
         async with asyncio.timeout(40):
             while (await daemon.create(kernel_id="k2", slots=ONE)).status not in (200, 201):
                 await asyncio.sleep(0.2)

@@ -311,9 +311,7 @@ async def everything_that_is_free(scene: Scene, allowed: set[str], before: Censu
     """Give away all that can be had: nothing of it may be somebody's already."""
     world, daemon = scene.world, scene.daemon
     slot = f"cuda.{scene.setup.slots}"
-    async with asyncio.timeout(20):
-        while (await daemon.get("/v1/node"))["runtime"]["state"] != "available":
-            await asyncio.sleep(0.05)
+    await daemon.runtime_is("available")
     given = 0
     for agent in scene.setup.agents:
         for _ in scene.setup.devices:

@@ -18,7 +18,7 @@ from agentd.failpoints import POINTS
 from daemon import AGENTS, gpus
 from engine import Engine, rootfs
 from registry import Registry
-from world import SEED, SOAK_S, World, environments, started, tried
+from world import SEED, SOAK_S, World, started, tried
 
 NODE = (
     '[resource]\nallocation-mode = "auto-split"\n[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(32)
@@ -133,10 +133,7 @@ class Sweep:
             case "shutdown":
                 self.daemon.process.send_signal(signal.SIGTERM)
             case "plugin":
-                mark = f"{self.daemon.process.pid}."
-                for pid, env in environments():
-                    if env.get("AGENTD_PLUGIN", "").startswith(mark):
-                        os.kill(pid, signal.SIGKILL)
+                self.world.kill_plugins()
         status = await self.world.died()
         assert status == -signal.SIGKILL, (point, status, self.daemon.log[-3000:])
         intent = self.daemon.folder / "state" / "intents" / f"{kernel_id}.json"

@@ -35,12 +35,6 @@ async def mortal(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[
     shutil.rmtree(home, ignore_errors=True)
 
 
-async def reaches(daemon: Daemon, state: str) -> None:
-    async with asyncio.timeout(30):
-        while (await daemon.get("/v1/node"))["runtime"]["state"] != state:
-            await asyncio.sleep(0.05)
-
-
 async def test_kernels_are_as_they_are_when_the_engine_is_back(mortal: Daemon) -> None:
     engine = mortal.test_engine
     one, two = [
@@ -49,14 +43,14 @@ async def test_kernels_are_as_they_are_when_the_engine_is_back(mortal: Daemon) -
     ]
     pids = [mortal.main_pid(kernel, engine) for kernel in (one, two)]
     await asyncio.to_thread(engine.stop, signal.SIGKILL)
-    await reaches(mortal, "unavailable")
+    await mortal.runtime_is("unavailable", within_s=30)
     refused = await mortal.create(kernel_id="k3")
     assert (refused.status, refused.json["code"]) == (503, "RuntimeUnavailable")
     assert [k["state"] for k in await mortal.get("/v1/kernels")] == ["running", "running"]
     assert await mortal.free("cuda.device") == "0"
     os.kill(pids[0], signal.SIGUSR1)
     await asyncio.to_thread(engine.start)
-    await reaches(mortal, "available")
+    await mortal.runtime_is("available", within_s=30)
     ended = await mortal.until("k1", "terminated")
     assert ended["oom_killed"] is False
     if engine.live_restore:
@@ -82,7 +76,7 @@ async def test_an_engine_and_agentd_that_die_together_lose_nothing(mortal: Daemo
     assert (await mortal.get("/v1/node"))["runtime"]["state"] == "unavailable"
     assert (await mortal.create(slots={"cuda.device": 2})).status == 503
     await asyncio.to_thread(engine.start)
-    await reaches(mortal, "available")
+    await mortal.runtime_is("available", within_s=30)
     after = await mortal.get("/v1/kernels/k1")
     assert after["container_id"] == kernel["container_id"]
     if engine.live_restore:

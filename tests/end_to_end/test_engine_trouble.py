@@ -3,7 +3,6 @@
 import asyncio
 import random
 import signal
-from typing import Any
 
 import pytest
 
@@ -32,16 +31,6 @@ async def settled(daemon: Daemon, engine: Engine, *, containers: int, free: str)
             await asyncio.sleep(0.05)
 
 
-async def available(daemon: Daemon) -> None:
-    async with asyncio.timeout(20):
-        while (await daemon.get("/v1/node"))["runtime"]["state"] != "available":
-            await asyncio.sleep(0.05)
-
-
-def counted(node: dict[str, Any], engine: Engine) -> int:
-    return sum(c["State"] == "running" for c in engine.containers())
-
-
 @pytest.mark.parametrize(
     ("pattern", "how"),
     [
@@ -62,7 +51,7 @@ async def test_a_create_that_goes_wrong_leaves_nothing(node, engine: Engine, pat
     answer = await daemon.create(**ASK)
     assert answer.status in (502, 503), answer.content
     await settled(daemon, engine, containers=0, free="1")
-    await available(daemon)
+    await daemon.runtime_is("available")
     assert await daemon.get("/v1/kernels") == []
     again = await daemon.running(**ASK)
     assert again["state"] == "running"
@@ -135,9 +124,7 @@ async def test_an_engine_that_cannot_be_reached_is_a_state_of_the_runtime(
     script = "trap 'exit 7' USR1; while :; do sleep 0.05; done"
     kernel = await daemon.running(command=["sh", "-c", script], **ASK)
     await proxy.stop()
-    async with asyncio.timeout(20):
-        while (await daemon.get("/v1/node"))["runtime"]["state"] != "unavailable":
-            await asyncio.sleep(0.05)
+    await daemon.runtime_is("unavailable")
     refused = await daemon.create(kernel_id="k2")
     assert (refused.status, refused.json["code"]) == (503, "RuntimeUnavailable")
     assert "Retry-After" in refused.headers
@@ -159,13 +146,11 @@ async def test_a_list_that_goes_wrong_loses_no_kernel(node, engine: Engine, how:
     kernel = await daemon.running(**ASK)
     proxy.rule("GET .*/containers/json", getattr(proxy, how), always=True)
     await proxy.cut()
-    async with asyncio.timeout(20):
-        while (await daemon.get("/v1/node"))["runtime"]["state"] != "unavailable":
-            await asyncio.sleep(0.05)
+    await daemon.runtime_is("unavailable")
     assert (await daemon.get("/v1/kernels/k1"))["state"] == "running"
     assert await daemon.free("cuda.device") == "0"
     proxy.clear()
-    await available(daemon)
+    await daemon.runtime_is("available")
     assert (await daemon.get("/v1/kernels/k1"))["container_id"] == kernel["container_id"]
 
 
@@ -198,7 +183,7 @@ async def test_events_twice_and_out_of_order_change_nothing(node, engine: Engine
 
     proxy.event_filter = mixed
     await proxy.cut()
-    await available(daemon)
+    await daemon.runtime_is("available")
     kernel = await daemon.running(**ASK)
     for action in ("pause", "unpause", "restart?t=0", "pause", "unpause"):
         engine.call("POST", f"/containers/{kernel['container_id']}/{action}")
@@ -255,12 +240,10 @@ async def test_a_start_by_hand_is_never_taken_for_our_own(node, engine: Engine) 
     gate = asyncio.Event()
     proxy.rule("GET .*/events", proxy.stall(gate, before=True))
     await proxy.cut()
-    async with asyncio.timeout(20):
-        while (await daemon.get("/v1/node"))["runtime"]["state"] != "unavailable":
-            await asyncio.sleep(0.05)
+    await daemon.runtime_is("unavailable")
     assert (await daemon.create(**ASK)).status == 503  # nobody would hear of it
     gate.set()
-    await available(daemon)
+    await daemon.runtime_is("available")
     kernel = await daemon.running(**ASK)
     for _ in range(2):
         engine.call("POST", f"/containers/{kernel['container_id']}/kill")
@@ -280,7 +263,7 @@ async def test_one_inspect_that_hangs_holds_up_no_other_kernel(node, engine: Eng
     for kernel in (stuck, other):
         engine.call("POST", f"/containers/{kernel['container_id']}/kill")
     await daemon.until("k1", "terminated")
-    await available(daemon)
+    await daemon.runtime_is("available")
     assert await daemon.free("cuda.device") == "1"
     gate.set()
     async with asyncio.timeout(40):
