@@ -25,7 +25,7 @@ check: $(VENV)/.installed-dev
 	$(MAKE) --no-print-directory unit
 
 unit: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "not docker" --ignore=tests/end_to_end --ignore=tests/crash $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not docker" --ignore=tests/end_to_end --ignore=tests/crash $(ARGS)
 
 soak: $(VENV)/.installed-dev
 	AGENTD_SOAK=$(SECONDS) AGENTD_REQUIRE_ALL=1 $(BIN)/python -m pytest -s tests/crash $(ARGS)

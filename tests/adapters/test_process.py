@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentd.adapters.cgroups import find_memory_groups
+from agentd.adapters.cgroups import MemoryGroups, find_memory_groups
 from agentd.adapters.host import boot_id
 from agentd.adapters.identity import recovered
 from agentd.adapters.output import tail_offset
@@ -20,8 +20,15 @@ from agentd.core.reconcile import FoundState
 from agentd.errors import KernelConflict
 from agentd.services.interfaces import LogQuery
 from contracts.test_runtime import NODE, plan
+from native.libraries import built
 
 pytestmark = pytest.mark.xdist_group("runtimes")  # one node id, so one at a time
+
+
+@pytest.fixture(params=["cgroup", "no cgroup"])
+def groups(request, folder: Path) -> MemoryGroups | None:
+    (folder / "kernels").mkdir()
+    return find_memory_groups() if request.param == "cgroup" else None
 
 
 @pytest.fixture
@@ -106,6 +113,35 @@ async def test_a_killed_keeper_loses_the_exit_status_and_not_the_kernel(runtime,
     assert ended is not None
     assert (ended.state, ended.ending.exit_code) == (FoundState.EXITED, None)
     assert "exit status is lost" in ended.ending.reason
+
+
+async def test_what_forgot_whose_it_is_and_has_no_keeper_is_known_by_its_group(
+    runtime, folder
+) -> None:
+    if find_memory_groups() is None:
+        assert "mem" in runtime.unenforced(plan("sleep").spec)
+        return
+    await create(runtime, "sh", "-c", "env -i setsid sleep 1000 & exit")
+    who = identity(folder)
+    await Proc(who["pid"], who["start_time"]).ended()
+    keeper = Proc(who["keeper_pid"], who["keeper_start_time"])
+    keeper.signal(signal.SIGKILL)
+    await keeper.ended()
+    found = await runtime_in(folder).find("k1")
+    assert found is not None
+    assert found.state is FoundState.RUNNING
+    await runtime.stop("k1", found.handle, 0)
+    assert (await runtime.find("k1")).state is FoundState.EXITED
+
+
+async def test_a_kernel_that_forks_and_exits_without_pause_is_ended(folder, groups) -> None:
+    runtime = ProcessRuntime(folder / "kernels", NODE, "nobody", boot_id(), groups)
+    found = await create(runtime, str(built("chain.c", folder / "chain")))
+    async with asyncio.timeout(5):
+        await runtime.stop("k1", found.handle, 0.3)
+    assert (await runtime.find("k1")).state is FoundState.EXITED
+    await runtime.remove("k1", found.handle)
+    await runtime.close()
 
 
 async def test_a_pid_of_another_boot_is_nobody(runtime, folder) -> None:

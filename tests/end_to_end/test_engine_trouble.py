@@ -225,13 +225,16 @@ async def test_a_slow_engine_holds_up_nobody_else(node, engine: Engine) -> None:
 
 async def test_an_engine_is_asked_for_no_more_than_is_needed(node, engine: Engine) -> None:
     daemon, proxy = node
-    await daemon.running(kernel_id="warm")
-    await asyncio.sleep(0.3)
+    other = await daemon.running(kernel_id="other")
     proxy.asked.clear()
-    await daemon.running(**ASK)
-    await asyncio.sleep(0.5)
-    asked = [line.split("?")[0].rpartition("/")[2] for line in proxy.asked]
-    assert asked == ["create", "start", "json"]
+    kernel = await daemon.running(**ASK)
+    engine.call("POST", f"/containers/{other['container_id']}/kill")
+    await daemon.until("other", "terminated")  # and so the events of the create were heard
+    asked = [line for line in proxy.asked if other["container_id"] not in line]
+    assert len(asked) == 3, asked
+    assert "/containers/create?" in asked[0]
+    assert asked[1].endswith(f"/containers/{kernel['container_id']}/start")
+    assert asked[2].endswith(f"/containers/{kernel['container_id']}/json")
 
 
 async def test_a_start_by_hand_is_never_taken_for_our_own(node, engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""Building the libraries that tests put in place of the vendors' and the system's own."""
+"""Building the libraries that tests put in place of the vendors', and programs for kernels."""
 
 import os
 import shutil
@@ -11,12 +11,13 @@ SOURCES = Path(__file__).parent
 
 
 def built(source: str, target: Path) -> Path:
-    """Compile a C file beside this one into a shared library at `target`, and return that."""
+    """Compile a C file beside this one into a program or a library (`*.so*`) at `target`."""
     if shutil.which("gcc") is None:
         (pytest.fail if os.environ.get("AGENTD_REQUIRE_ALL") else pytest.skip)("gcc is missing")
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
-        command = ["gcc", "-shared", "-fPIC", "-o", target, SOURCES / source, "-lpthread", "-ldl"]
+        shared = ["-shared", "-fPIC"] if ".so" in target.name else []
+        command = ["gcc", *shared, "-o", target, SOURCES / source, "-lpthread", "-ldl"]
         subprocess.run(command, check=True)
     return target
 

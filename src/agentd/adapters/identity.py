@@ -146,12 +146,16 @@ def is_kept(identity: Identity, marks: Mapping[str, str]) -> bool:
         return False
 
 
-def recovered(marks: Mapping[str, str], boot_id: str) -> Identity | None:
-    """Return the identity of a kernel without a keeper, from what its processes say.
+def recovered(
+    marks: Mapping[str, str], boot_id: str, group: Collection[int] = ()
+) -> Identity | None:
+    """Return the identity of a kernel without a keeper: of those in its cgroup, or that say so.
 
     Those that a keeper looks after belong to its kernel, whatever they say.
     """
-    mine = [stat for stat, name in orphans(marks["AGENTD_NODE"]) if name == marks["AGENTD_KERNEL"]]
+    grouped = [stat for pid in group if (stat := read_stat(pid)) and stat.state not in "ZX"]
+    said = orphans(marks["AGENTD_NODE"])
+    mine = grouped or [stat for stat, name in said if name == marks["AGENTD_KERNEL"]]
     if not mine:
         return None
     leader = _first(mine)

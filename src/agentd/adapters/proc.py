@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +21,8 @@ from typing import NamedTuple
 WITHOUT_DESCRIPTOR_S = 1.0
 """How often a process is looked at while there is no file descriptor to wait for it with."""
 NOT_THERE = (FileNotFoundError, ProcessLookupError)
+_AT_ONCE = 64
+"""How many processes are struck at once, each by a file descriptor of its own."""
 
 
 class Stat(NamedTuple):
@@ -80,6 +82,39 @@ class Proc(NamedTuple):
         finally:
             loop.remove_reader(descriptor)
             os.close(descriptor)
+
+
+def strike(look: Callable[[], Collection[int]]) -> bool:
+    """Kill processes that `look` names; False if it names nobody.
+
+    One is killed only if it is named before and after a descriptor of it was opened, so that a
+    signal reaches no successor. With a quick `look` this meets what forks and exits without pause,
+    which has moved on whenever all processes have been searched for it.
+
+    Raises:
+        OSError: it is not known whether they are there.
+    """
+    held: dict[int, int] = {}
+    try:
+        for pid in sorted(look())[:_AT_ONCE]:
+            with suppress(ProcessLookupError):
+                held[pid] = os.pidfd_open(pid)
+        for pid in held.keys() & look():
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(held[pid], signal.SIGKILL)
+    finally:
+        for descriptor in held.values():
+            os.close(descriptor)
+    return bool(held)
+
+
+def children(pid: int) -> set[int]:
+    """Return the children of a process that has one thread, as far as it is told (proc(5))."""
+    try:
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_bytes()
+    except NOT_THERE:
+        return set()
+    return {int(child) for child in text.split()}
 
 
 def _settled(done: asyncio.Future[None]) -> None:

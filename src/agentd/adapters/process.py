@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import pwd
-import signal
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -149,13 +148,9 @@ class ProcessRuntime:
                         await kernel.all_ended()
                 except TimeoutError:
                     pass
-            while alive := kernel.members():
-                for process in alive:
-                    process.signal(signal.SIGKILL)
+            async for alive in kernel.looks():
+                kernel.kill(alive)
                 await reach("stop.after_kill")
-                for process in alive:
-                    await process.ended()
-            await kernel.living.keeper.ended()
 
     async def remove(self, kernel_id: str, handle: str) -> None:
         await self.stop(kernel_id, handle, 0)

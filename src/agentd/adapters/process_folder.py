@@ -13,14 +13,16 @@ proves nothing. A folder that is not a kernel's is nobody's here.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from itertools import chain, repeat
 from pathlib import Path
 
 from agentd.adapters.cgroups import KernelGroup
@@ -33,7 +35,7 @@ from agentd.adapters.identity import (
     members,
     recovered,
 )
-from agentd.adapters.proc import Proc, read_env
+from agentd.adapters.proc import Proc, children, read_env, strike
 from agentd.core.kernel import Ending
 from agentd.core.reconcile import FoundKernel, FoundState
 from agentd.core.record import DAMAGE, read_time
@@ -41,6 +43,9 @@ from agentd.core.record import DAMAGE, read_time
 RECORD, IDENTITY, EXIT, OUTPUT = "record.json", "identity.json", "exit.json", "output.log"
 _OURS = {RECORD, IDENTITY, EXIT, OUTPUT, "group"}  # an older agentd wrote `group`
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)
+_PAUSES_S = (0.02, 0.05, 0.1)
+"""How long after a look the next one is taken, unless the keeper ends before."""
+_STRIKES = 200
 
 
 class KernelFolder:
@@ -79,7 +84,9 @@ class KernelFolder:
             return written
         if self._keeper is not None:
             return kept_by(self._keeper, boot_id)
-        return recovered(self._marks, boot_id) if written is None or is_now else None
+        if written is not None and not is_now:
+            return None
+        return recovered(self._marks, boot_id, self._grouped())
 
     @cached_property
     def _written(self) -> Identity | None:
@@ -93,13 +100,51 @@ class KernelFolder:
         """Return its live processes."""
         if self.living is None:
             return ()
-        return members(self.living, self._marks, self._group.members() if self._group else ())
+        return members(self.living, self._marks, self._grouped())
 
     async def all_ended(self) -> None:
         """Wait until it has no live process."""
-        while alive := self.members():
+        async for _ in self.looks():
+            pass
+
+    async def looks(self) -> AsyncIterator[Sequence[Proc]]:
+        """Yield its live processes, and again when those have ended, until its keeper has too.
+
+        A kernel that forks and exits without pause has others at every look, or seems to have
+        none. The looks come at growing distances, which leave the daemon to everybody else.
+        """
+        if self.living is None:
+            return
+        keeper = self.living.keeper
+        for pause_s in chain(_PAUSES_S, repeat(_PAUSES_S[-1])):
+            if not (alive := self.members()) and not keeper.is_alive():
+                return
+            yield alive
             for process in alive:
                 await process.ended()
+            if not keeper.is_alive():
+                await asyncio.sleep(pause_s)
+                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await keeper.ended()
+
+    def kill(self, alive: Sequence[Proc]) -> None:
+        """Kill those, and whom they start meanwhile."""
+        for process in alive:
+            process.signal(signal.SIGKILL)
+        for _ in range(_STRIKES):
+            if not strike(self._at_hand):
+                return
+
+    def _at_hand(self) -> set[int]:
+        """Return those of its processes that are told without a look at all of the machine's."""
+        if self.living is None or not is_kept(self.living, self._marks):
+            return self._grouped()
+        return self._grouped() | children(self.living.keeper.pid)
+
+    def _grouped(self) -> set[int]:
+        return self._group.members() if self._group else set()
 
     def terminate(self) -> None:
         """Ask the command's process group to end, or what is left if the command has ended."""
