@@ -108,6 +108,9 @@ class Daemon:
             async with asyncio.timeout(READY_TIMEOUT_S):
                 while "READY=1" not in await self._note(notes):
                     assert self.process.poll() is None, self.log
+        except TimeoutError:
+            await self.stop(signal.SIGKILL)
+            raise AssertionError(f"not ready in {READY_TIMEOUT_S} s:\n{self.log}") from None
         finally:
             loop.remove_reader(self.notes)
 

@@ -144,6 +144,25 @@ async def test_a_kernel_that_forks_and_exits_without_pause_is_ended(folder, grou
     await runtime.close()
 
 
+@pytest.mark.parametrize("program", [("chain.c", "2000"), ("headless.c",)])
+async def test_a_group_with_somebody_in_it_is_a_kernel_that_lives(runtime, folder, program) -> None:
+    """Whoever is in it has moved on, or looks like a zombie, and there is no keeper to ask."""
+    if find_memory_groups() is None:
+        assert "mem" in runtime.unenforced(plan("sleep").spec)
+        return
+    found = await create(runtime, str(built(program[0], folder / "program")), *program[1:])
+    keeper = Proc(identity(folder)["keeper_pid"], identity(folder)["keeper_start_time"])
+    keeper.signal(signal.SIGKILL)
+    await keeper.ended()
+    for _ in range(20):
+        assert (await runtime_in(folder).find("k1")).state is FoundState.RUNNING
+    async with asyncio.timeout(10):
+        await runtime.stop("k1", found.handle, 0)
+    assert (await runtime.find("k1")).state is FoundState.EXITED
+    await runtime.remove("k1", found.handle)
+    assert not find_memory_groups().group(kernel_name(NODE, "k1")).folder.exists()
+
+
 async def test_a_pid_of_another_boot_is_nobody(runtime, folder) -> None:
     await create(runtime, "sleep", "1000")
     await runtime.stop("k1", "", 0)

@@ -1,9 +1,16 @@
-/* Forks and exits without pause: whoever looks for it finds a process that is gone. */
+/* Forks and exits, for half a minute, after as many microseconds as it is told (or at once):
+   whoever looks finds a process that is gone. */
+#include <stdlib.h>
+#include <time.h>
 #include <unistd.h>
 
-int main(void)
+int main(int count, char **arguments)
 {
-    for (;;)
+    time_t end = time(0) + 30;
+    while (time(0) < end) {
+        usleep(count > 1 ? atoi(arguments[1]) : 0);
         if (fork() > 0)
             _exit(0);
+    }
+    return 0;
 }

@@ -149,13 +149,16 @@ def is_kept(identity: Identity, marks: Mapping[str, str]) -> bool:
 def recovered(
     marks: Mapping[str, str], boot_id: str, group: Collection[int] = ()
 ) -> Identity | None:
-    """Return the identity of a kernel without a keeper: of those in its cgroup, or that say so.
+    """Return the identity of a kernel without a keeper, from who is in its cgroup.
 
-    Those that a keeper looks after belong to its kernel, whatever they say.
+    Without that, from what processes say; those that a keeper looks after belong to its
+    kernel, whatever they say.
     """
-    grouped = [stat for pid in group if (stat := read_stat(pid)) and stat.state not in "ZX"]
-    said = orphans(marks["AGENTD_NODE"])
-    mine = grouped or [stat for stat, name in said if name == marks["AGENTD_KERNEL"]]
+    if group:
+        seen = [stat for pid in group if (stat := read_stat(pid))]
+        leader = _first(seen) if seen else Proc(min(group), 0)  # it has moved on since
+        return Identity(leader, leader, boot_id, 0.0)
+    mine = [stat for stat, name in orphans(marks["AGENTD_NODE"]) if name == marks["AGENTD_KERNEL"]]
     if not mine:
         return None
     leader = _first(mine)

@@ -11,17 +11,18 @@ descriptor, no memory) is raised: who cannot look knows nothing.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
-from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 WITHOUT_DESCRIPTOR_S = 1.0
 """How often a process is looked at while there is no file descriptor to wait for it with."""
 NOT_THERE = (FileNotFoundError, ProcessLookupError)
-_AT_ONCE = 64
+_AT_ONCE = 16
 """How many processes are struck at once, each by a file descriptor of its own."""
 
 
@@ -52,13 +53,9 @@ class Proc(NamedTuple):
         Raises:
             OSError: it is not known whether it is there.
         """
-        with suppress(ProcessLookupError):
-            descriptor = os.pidfd_open(self.pid)
-            try:
-                if self.is_alive():
-                    signal.pidfd_send_signal(descriptor, number)
-            finally:
-                os.close(descriptor)
+        with suppress(ProcessLookupError), _opened(self.pid) as descriptor:
+            if self.is_alive():
+                signal.pidfd_send_signal(descriptor, number)
 
     async def ended(self) -> None:
         """Wait until it has ended, without polling as long as there is a descriptor to be had."""
@@ -69,23 +66,40 @@ class Proc(NamedTuple):
                 await asyncio.sleep(WITHOUT_DESCRIPTOR_S)
 
     async def _ended(self) -> None:
-        try:
-            descriptor = os.pidfd_open(self.pid)
-        except ProcessLookupError:
-            return
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
-        try:
-            if self.is_alive():
-                loop.add_reader(descriptor, _settled, done)
-                await done
-        finally:
-            loop.remove_reader(descriptor)
-            os.close(descriptor)
+        with suppress(ProcessLookupError), _opened(self.pid) as descriptor:
+            try:
+                if self.is_alive():
+                    loop.add_reader(descriptor, _settled, done)
+                    await done
+            finally:
+                loop.remove_reader(descriptor)
 
 
-def strike(look: Callable[[], Collection[int]]) -> bool:
-    """Kill processes that `look` names; False if it names nobody.
+@contextmanager
+def _opened(pid: int) -> Iterator[int]:
+    """Hold a pidfd.
+
+    Raises:
+        ProcessLookupError: there is no such process. Where the number still names a session,
+            older kernels say EINVAL.
+        OSError: that cannot be told.
+    """
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH)) from error
+        raise
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def strike(look: Callable[[], set[int]], struck: set[int]) -> bool:
+    """Kill some that `look` names and that are not `struck` yet; False if there are none.
 
     One is killed only if it is named before and after a descriptor of it was opened, so that a
     signal reaches no successor. With a quick `look` this meets what forks and exits without pause,
@@ -94,18 +108,17 @@ def strike(look: Callable[[], Collection[int]]) -> bool:
     Raises:
         OSError: it is not known whether they are there.
     """
-    held: dict[int, int] = {}
-    try:
-        for pid in sorted(look())[:_AT_ONCE]:
+    meant = sorted(look() - struck)[:_AT_ONCE]
+    with ExitStack() as stack:
+        held: dict[int, int] = {}
+        for pid in meant:
             with suppress(ProcessLookupError):
-                held[pid] = os.pidfd_open(pid)
+                held[pid] = stack.enter_context(_opened(pid))
         for pid in held.keys() & look():
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(held[pid], signal.SIGKILL)
-    finally:
-        for descriptor in held.values():
-            os.close(descriptor)
-    return bool(held)
+            struck.add(pid)
+    return bool(meant)
 
 
 def children(pid: int) -> set[int]:

@@ -149,7 +149,7 @@ class ProcessRuntime:
                 except TimeoutError:
                     pass
             async for alive in kernel.looks():
-                kernel.kill(alive)
+                await kernel.kill(alive)
                 await reach("stop.after_kill")
 
     async def remove(self, kernel_id: str, handle: str) -> None:

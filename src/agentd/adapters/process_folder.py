@@ -43,8 +43,9 @@ from agentd.core.record import DAMAGE, read_time
 RECORD, IDENTITY, EXIT, OUTPUT = "record.json", "identity.json", "exit.json", "output.log"
 _OURS = {RECORD, IDENTITY, EXIT, OUTPUT, "group"}  # an older agentd wrote `group`
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)
-_PAUSES_S = (0.02, 0.05, 0.1)
-"""How long after a look the next one is taken, unless the keeper ends before."""
+_PAUSES_S = (0.0, 0.02, 0.05, 0.1)
+"""How long after those of one look have ended the next one is taken."""
+_KEEPER_ENDS_WITHIN_S = 0.02
 _STRIKES = 200
 
 
@@ -108,7 +109,7 @@ class KernelFolder:
             pass
 
     async def looks(self) -> AsyncIterator[Sequence[Proc]]:
-        """Yield its live processes, and again when those have ended, until its keeper has too.
+        """Yield its live processes, and again when those have ended, until nothing is left.
 
         A kernel that forks and exits without pause has others at every look, or seems to have
         none. The looks come at growing distances, which leave the daemon to everybody else.
@@ -117,7 +118,8 @@ class KernelFolder:
             return
         keeper = self.living.keeper
         for pause_s in chain(_PAUSES_S, repeat(_PAUSES_S[-1])):
-            if not (alive := self.members()) and not keeper.is_alive():
+            alive = self.members()
+            if not (alive or self._grouped() or keeper.is_alive()):
                 return
             yield alive
             for process in alive:
@@ -126,16 +128,19 @@ class KernelFolder:
                 await asyncio.sleep(pause_s)
                 continue
             with suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
+                async with asyncio.timeout(pause_s + _KEEPER_ENDS_WITHIN_S):
                     await keeper.ended()
 
-    def kill(self, alive: Sequence[Proc]) -> None:
-        """Kill those, and whom they start meanwhile."""
+    async def kill(self, alive: Sequence[Proc]) -> None:
+        """Kill those, and whom they start meanwhile, a few at a time."""
         for process in alive:
             process.signal(signal.SIGKILL)
+            await asyncio.sleep(0)
+        struck: set[int] = set()
         for _ in range(_STRIKES):
-            if not strike(self._at_hand):
+            if not strike(self._at_hand, struck):
                 return
+            await asyncio.sleep(0)
 
     def _at_hand(self) -> set[int]:
         """Return those of its processes that are told without a look at all of the machine's."""
@@ -198,7 +203,7 @@ class KernelFolder:
     def _state(self) -> tuple[FoundState, Ending]:
         if self._ending is not None:
             return FoundState.EXITED, self._ending
-        if self.living is not None and (is_kept(self.living, self._marks) or self.members()):
+        if self.living is not None and self._is_running(self.living):
             return FoundState.RUNNING, Ending()
         if (ending := self._read_ending()) is not None:  # written between the two looks
             return FoundState.EXITED, ending
@@ -211,6 +216,9 @@ class KernelFolder:
         else:
             why = "its keeper left none; its exit status is lost"
         return FoundState.EXITED, Ending(reason=why)
+
+    def _is_running(self, living: Identity) -> bool:
+        return bool(is_kept(living, self._marks) or self._grouped() or self.members())
 
     @cached_property
     def _ending(self) -> Ending | None:
