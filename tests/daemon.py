@@ -154,7 +154,7 @@ class Daemon:
         return answer.json
 
     async def create(self, agent: str = "agent-1", **body: Any) -> Answer:
-        body.setdefault("command", ["sleep", "1000"])
+        body.setdefault("command", ["sleep", "86400"])
         if self.runtime == "docker":
             body.setdefault("image", "agentd-test:1")
         headers = body.pop("headers", None)

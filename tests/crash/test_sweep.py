@@ -178,7 +178,7 @@ def action(point: str) -> str:
 def other_process(request: pytest.FixtureRequest) -> Callable[[], object]:
     """A process of another node's kernel, and what can be seen of it."""
     marks = {"AGENTD_NODE": "another", "AGENTD_KERNEL": "k1"}
-    process = subprocess.Popen(["sleep", "1000"], env=marks, start_new_session=True)
+    process = subprocess.Popen(["sleep", "86400"], env=marks, start_new_session=True)
     request.addfinalizer(process.kill)
     return lambda: (process.poll(), started(process.pid))
 
