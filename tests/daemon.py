@@ -154,7 +154,7 @@ class Daemon:
         return answer.json
 
     async def create(self, agent: str = "agent-1", **body: Any) -> Answer:
-        body.setdefault("command", ["sleep", "86400"])
+        body.setdefault("command", ["sleep", "1000"])
         if self.runtime == "docker":
             body.setdefault("image", "agentd-test:1")
         headers = body.pop("headers", None)
@@ -200,7 +200,9 @@ class Daemon:
         if self.process is None and self.config_file.exists():
             self.configure(AGENTS)
             await self.start()
-        for kernel in await self.get("/v1/kernels"):
-            await self.call("DELETE", f"/v1/kernels/{kernel['kernel_id']}?timeout=0")
-        await self.stop()
-        self.notes.close()
+        try:
+            for kernel in await self.get("/v1/kernels"):
+                await self.call("DELETE", f"/v1/kernels/{kernel['kernel_id']}?timeout=0")
+        finally:
+            await self.stop()
+            self.notes.close()

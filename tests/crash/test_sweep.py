@@ -75,7 +75,8 @@ class Sweep:
 
     async def residents(self) -> None:
         for agent in ("agent-1", "agent-2"):
-            await self.daemon.running(agent, kernel_id=f"resident-{agent}", slots=ONE)
+            body = {"kernel_id": f"resident-{agent}", "slots": ONE, "command": ["sleep", A_DAY_S]}
+            await self.daemon.running(agent, **body)
         self.lives = self.world.lives()
 
     async def life(self, point: str, second: str) -> None:
@@ -161,6 +162,7 @@ class Sweep:
 
 
 ONE = {"cuda.device": 1, "cpu": 0, "mem": "16m"}
+A_DAY_S = "86400"
 
 
 VISITS_AT_START = {"before_spawn": 2, "after_spawn": 2, "after_load": 2}
@@ -178,7 +180,7 @@ def action(point: str) -> str:
 def other_process(request: pytest.FixtureRequest) -> Callable[[], object]:
     """A process of another node's kernel, and what can be seen of it."""
     marks = {"AGENTD_NODE": "another", "AGENTD_KERNEL": "k1"}
-    process = subprocess.Popen(["sleep", "86400"], env=marks, start_new_session=True)
+    process = subprocess.Popen(["sleep", A_DAY_S], env=marks, start_new_session=True)
     request.addfinalizer(process.kill)
     return lambda: (process.poll(), started(process.pid))
 
