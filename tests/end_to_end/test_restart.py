@@ -209,9 +209,10 @@ async def test_an_unreadable_container_keeps_back_all_it_might_hold(dockered: Da
         "HostConfig": {"NetworkMode": "none", "CpusetCpus": "1", "Memory": 64 * 2**20},
     }
     engine = daemon.test_engine
+    await daemon.stop()  # one that is there would remove what never ran before it is started
     made = engine.call("POST", f"/containers/create?name={kernel_name(daemon.node, 'k1')}", config)
     engine.call("POST", f"/containers/{made['Id']}/start")
-    await daemon.restart()
+    await daemon.start()
     kernel = await daemon.get("/v1/kernels/k1")
     assert kernel["state"] == "unreadable"
     assert "newer" in kernel["reason"]
