@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -48,6 +49,16 @@ class Answer:
     @property
     def json(self) -> Any:
         return json.loads(self.content)
+
+
+def end(pid: int, number: int) -> None:
+    """Send a signal to a process that ends of it, and wait until it has."""
+    watch = os.pidfd_open(pid)
+    try:
+        os.kill(pid, number)
+        select.select([watch], [], [], 10)
+    finally:
+        os.close(watch)
 
 
 class Daemon:

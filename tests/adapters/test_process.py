@@ -54,6 +54,22 @@ def identity(folder: Path) -> dict:
     return json.loads((folder / "kernels" / "k1" / "identity.json").read_text())
 
 
+async def without_keeper(folder: Path) -> Proc:
+    """Kill the kernel's keeper; return its command."""
+    who = identity(folder)
+    keeper = Proc(who["keeper_pid"], who["keeper_start_time"])
+    keeper.signal(signal.SIGKILL)
+    await keeper.ended()
+    return Proc(who["pid"], who["start_time"])
+
+
+def has_groups(runtime: ProcessRuntime) -> bool:
+    """Whether kernels get a cgroup; where they do not, that is told."""
+    is_there = find_memory_groups() is not None
+    assert is_there or "mem" in runtime.unenforced(plan("sleep").spec)
+    return is_there
+
+
 async def test_who_a_kernel_is_stands_on_disk_and_in_its_environment(runtime, folder) -> None:
     found = await create(runtime, "sleep", "1000")
     who = identity(folder)
@@ -97,14 +113,11 @@ async def test_one_that_ignores_term_is_killed_after_its_grace(runtime) -> None:
 
 async def test_a_killed_keeper_loses_the_exit_status_and_not_the_kernel(runtime, folder) -> None:
     await create(runtime, "sleep", "1000")
-    who = identity(folder)
-    keeper = Proc(who["keeper_pid"], who["keeper_start_time"])
-    keeper.signal(signal.SIGKILL)
-    await keeper.ended()
+    command = await without_keeper(folder)
     found = await runtime.find("k1")
     assert found is not None
     assert found.state is FoundState.RUNNING
-    Proc(who["pid"], who["start_time"]).signal(signal.SIGKILL)
+    command.signal(signal.SIGKILL)
     async with asyncio.timeout(10):
         async for seen in runtime.follow():
             if seen == "k1" or (await runtime.find("k1")).state is FoundState.EXITED:
@@ -118,15 +131,12 @@ async def test_a_killed_keeper_loses_the_exit_status_and_not_the_kernel(runtime,
 async def test_what_forgot_whose_it_is_and_has_no_keeper_is_known_by_its_group(
     runtime, folder
 ) -> None:
-    if find_memory_groups() is None:
-        assert "mem" in runtime.unenforced(plan("sleep").spec)
+    if not has_groups(runtime):
         return
     await create(runtime, "sh", "-c", "env -i setsid sleep 1000 & exit")
     who = identity(folder)
     await Proc(who["pid"], who["start_time"]).ended()
-    keeper = Proc(who["keeper_pid"], who["keeper_start_time"])
-    keeper.signal(signal.SIGKILL)
-    await keeper.ended()
+    await without_keeper(folder)
     found = await runtime_in(folder).find("k1")
     assert found is not None
     assert found.state is FoundState.RUNNING
@@ -147,13 +157,10 @@ async def test_a_kernel_that_forks_and_exits_without_pause_is_ended(folder, grou
 @pytest.mark.parametrize("program", [("chain.c", "2000"), ("headless.c",)])
 async def test_a_group_with_somebody_in_it_is_a_kernel_that_lives(runtime, folder, program) -> None:
     """Whoever is in it has moved on, or looks like a zombie, and there is no keeper to ask."""
-    if find_memory_groups() is None:
-        assert "mem" in runtime.unenforced(plan("sleep").spec)
+    if not has_groups(runtime):
         return
     found = await create(runtime, str(built(program[0], folder / "program")), *program[1:])
-    keeper = Proc(identity(folder)["keeper_pid"], identity(folder)["keeper_start_time"])
-    keeper.signal(signal.SIGKILL)
-    await keeper.ended()
+    await without_keeper(folder)
     for _ in range(20):
         assert (await runtime_in(folder).find("k1")).state is FoundState.RUNNING
     async with asyncio.timeout(10):
@@ -206,8 +213,7 @@ async def test_a_folder_without_identity_never_ran(runtime, folder) -> None:
 
 
 async def test_the_kernel_s_memory_group_is_removed_with_it(runtime, folder) -> None:
-    if find_memory_groups() is None:
-        assert "mem" in runtime.unenforced(plan("sleep").spec)
+    if not has_groups(runtime):
         return
     await create(runtime, "sleep", "1000")
     group = find_memory_groups().group(kernel_name(NODE, "k1")).folder

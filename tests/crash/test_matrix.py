@@ -9,13 +9,12 @@ import asyncio
 import os
 import random
 import re
-import select
 import shutil
 import signal
 import tempfile
 import traceback
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any
 import pytest
 
 from agentd.core.invariants import Census
-from daemon import BASE, Daemon
+from daemon import BASE, Daemon, end
 from engine import Engine
 from world import SEED, SOAK_S, World, tried
 
@@ -140,19 +139,8 @@ class Scene:
     def end(self, kernel_id: str, number: int, *codes: int | None) -> None:
         """Let a kernel end, if it has not; this is one of the codes that agentd may tell."""
         if kernel_id not in self.ended:
-            with process_descriptor(self.lives[kernel_id][0]) as ended:
-                os.kill(self.lives[kernel_id][0], number)
-                select.select([ended], [], [], 20)
+            end(self.lives[kernel_id][0], number)
             self.ended[kernel_id] = set(codes)
-
-
-@contextmanager
-def process_descriptor(pid: int) -> Iterator[int]:
-    descriptor = os.pidfd_open(pid)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 async def kernel_ends(scene: Scene) -> None:

@@ -208,9 +208,8 @@ async def test_dying_at_every_point_loses_nothing(
     seen = [other() for other in others]
     for point, second in tried(lives(runtime, random.Random(SEED))):
         await sweep.life(point, second)
-        if (
-            SOAK_S and sweep.runs % 10 == 0
-        ):  # what nobody knows the end of is held anew at each start
+        if SOAK_S and sweep.runs % 10 == 0:
+            # what nobody knows the end of is held anew at each start
             await world.start()
             await world.emptied(*sweep.lives)
             await world.kill()

@@ -1,13 +1,11 @@
 """What happens to kernels when agentd is stopped, killed and changed, on both runtimes."""
 
-import os
-import select
 import signal
 
 import pytest
 
 from agentd.core.plan import kernel_name
-from daemon import AGENTS, Daemon, gpus
+from daemon import AGENTS, Daemon, end, gpus
 
 
 def identity(kernel: dict) -> tuple:
@@ -40,10 +38,7 @@ async def test_an_end_while_agentd_was_down_is_known_afterwards(daemon: Daemon) 
     )  # fmt: skip
     pid = daemon.main_pid(kernel, daemon.test_engine)
     await daemon.stop(signal.SIGKILL)
-    watch = os.pidfd_open(pid)
-    os.kill(pid, signal.SIGTERM)
-    select.select([watch], [], [], 10)
-    os.close(watch)
+    end(pid, signal.SIGTERM)
     await daemon.start()
     ended = await daemon.until("k1", "terminated")
     assert ended["exit_code"] == 9

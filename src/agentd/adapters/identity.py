@@ -78,12 +78,21 @@ def kept_by(keeper: Proc, boot_id: str) -> Identity:
 
 def keepers(node_id: str) -> dict[str, Proc]:
     """Return the keepers of a node's kernels that live, by kernel."""
-    found = {}
-    for stat in all_processes():
-        env = read_env(stat.pid)
-        if env.get(KEEPER) == node_id and _is_our_own(stat.pid):
-            found[env.get("AGENTD_KERNEL", "")] = Proc(stat.pid, stat.start_time)
-    return found
+    return _keepers_among(_everyone(), node_id)
+
+
+def _everyone() -> list[tuple[Stat, Mapping[str, str]]]:
+    return [(stat, read_env(stat.pid)) for stat in all_processes()]
+
+
+def _keepers_among(
+    everyone: Iterable[tuple[Stat, Mapping[str, str]]], node_id: str
+) -> dict[str, Proc]:
+    return {
+        env.get("AGENTD_KERNEL", ""): Proc(stat.pid, stat.start_time)
+        for stat, env in everyone
+        if env.get(KEEPER) == node_id and _is_our_own(stat.pid)
+    }
 
 
 def _is_our_own(pid: int) -> bool:
@@ -167,13 +176,15 @@ def recovered(
 
 def orphans(node_id: str) -> list[tuple[Stat, str]]:
     """Return the processes without a keeper that say they are a node's, each with its kernel."""
-    everyone = list(all_processes())
-    kept = _descendants([keeper.pid for keeper in keepers(node_id).values()], everyone)
-    said = ((stat, read_env(stat.pid)) for stat in everyone if stat.pid not in kept)
+    everyone = _everyone()
+    roots = [keeper.pid for keeper in _keepers_among(everyone, node_id).values()]
+    kept = _descendants(roots, (stat for stat, _ in everyone))
     return [
         (stat, env.get("AGENTD_KERNEL", ""))
-        for stat, env in said
-        if env.get("AGENTD_NODE") == node_id and _is_in_our_namespace(stat.pid)
+        for stat, env in everyone
+        if stat.pid not in kept
+        and env.get("AGENTD_NODE") == node_id
+        and _is_in_our_namespace(stat.pid)
     ]
 
 

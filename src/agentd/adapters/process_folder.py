@@ -124,12 +124,12 @@ class KernelFolder:
             yield alive
             for process in alive:
                 await process.ended()
-            if not keeper.is_alive():
+            if keeper.is_alive():
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s + _KEEPER_ENDS_WITHIN_S):
+                        await keeper.ended()
+            else:
                 await asyncio.sleep(pause_s)
-                continue
-            with suppress(TimeoutError):
-                async with asyncio.timeout(pause_s + _KEEPER_ENDS_WITHIN_S):
-                    await keeper.ended()
 
     async def kill(self, alive: Sequence[Proc]) -> None:
         """Kill those, and whom they start meanwhile, a few at a time."""
