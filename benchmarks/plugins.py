@@ -19,10 +19,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from agentd.adapters.plugin_process import PluginProcess
-from agentd.adapters.plugin_wire import Listing
-from agentd.adapters.plugins import installed
 from agentd.plugin_api import AllocatedDevice, Features
+from agentd.pluginhost.host import installed
+from agentd.pluginhost.process import PluginProcess
+from agentd.pluginhost.protocol import Listing
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from native.libraries import built

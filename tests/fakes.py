@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import replace
 
+from agentd.core.container_edits import ContainerEdits
 from agentd.core.devices import Device
-from agentd.core.edits import ContainerEdits
 from agentd.core.kernel import Ending, KernelSpec, KernelState
 from agentd.core.plan import KernelPlan
 from agentd.core.reconcile import FoundKernel, FoundState

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from agentd.adapters.systemd import Notifier
-from agentd.cli import agentd
-from agentd.ctl import agentctl
+from agentd.cli.agentctl import agentctl
+from agentd.cli.agentd import agentd
+from agentd.host.sd_notify import Notifier
 from agentd.rpc.routes import ROUTES
 from agentd.rpc.server import STATUSES
 

@@ -18,16 +18,6 @@ from pathlib import Path
 import structlog
 
 from agentd import failpoints
-from agentd.adapters.cgroups import find_memory_groups
-from agentd.adapters.docker import DockerRuntime
-from agentd.adapters.docker_config import DockerRules
-from agentd.adapters.host import Host, boot_id, derived_node_id, is_port_free, probe
-from agentd.adapters.identity import keepers
-from agentd.adapters.plugin_instance import Pace
-from agentd.adapters.plugins import PluginHost
-from agentd.adapters.process import ProcessRuntime
-from agentd.adapters.state_dir import StateDir
-from agentd.adapters.systemd import Notifier
 from agentd.config.loading import Loaded
 from agentd.config.runtimes import DockerSettings
 from agentd.config.settings import Settings
@@ -35,15 +25,25 @@ from agentd.core.reconcile import FoundState
 from agentd.core.slots import BUILT_IN
 from agentd.errors import ConfigRefused, Problem, RuntimeUnavailable, StartRefused
 from agentd.failpoints import reach
+from agentd.host.cgroups import find_memory_groups
+from agentd.host.probe import Host, boot_id, derived_node_id, is_port_free, probe
+from agentd.host.sd_notify import Notifier
 from agentd.plugin_api import Features
+from agentd.pluginhost.host import PluginHost
+from agentd.pluginhost.instance import Pace
 from agentd.rpc.handlers import Handlers
 from agentd.rpc.server import Endpoint, Server
+from agentd.runtimes.docker.config import DockerRules
+from agentd.runtimes.docker.runtime import DockerRuntime
+from agentd.runtimes.process.proof import keepers
+from agentd.runtimes.process.runtime import ProcessRuntime
 from agentd.services.adoption import Adoption
 from agentd.services.devices import NodeDevices
 from agentd.services.interfaces import Clock, Memory, Runtime
 from agentd.services.kernels import KernelService
 from agentd.services.monitor import Monitor
 from agentd.services.planner import NodeRules, Planner
+from agentd.state.folder import StateDir
 
 log = structlog.get_logger()
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, ClassVar
 
-from agentd.core.edits import ContainerEdits, DeviceNode, DeviceRequest, Mount
+from agentd.core.container_edits import ContainerEdits, DeviceNode, DeviceRequest, Mount
 
 __all__ = [
     "API_VERSION",

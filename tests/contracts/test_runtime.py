@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 
-from agentd.adapters.cgroups import find_memory_groups
-from agentd.adapters.docker import DockerRuntime
-from agentd.adapters.docker_config import DockerRules
-from agentd.adapters.host import boot_id, probe
-from agentd.adapters.process import ProcessRuntime
 from agentd.core.allocation import Allocation, Share
+from agentd.core.container_edits import ContainerEdits
 from agentd.core.devices import MEMORY, DeviceId
-from agentd.core.edits import ContainerEdits
 from agentd.core.kernel import KernelSpec, KernelState
 from agentd.core.plan import KernelPlan, NodeFacts, build_plan
 from agentd.core.reconcile import FoundKernel, FoundState
 from agentd.core.record import Record, RecordedShare, encode, statement
 from agentd.core.slots import ONE, SlotKind
 from agentd.errors import CommandNotFound, InvalidRequest
+from agentd.host.cgroups import find_memory_groups
+from agentd.host.probe import boot_id, probe
+from agentd.runtimes.docker.config import DockerRules
+from agentd.runtimes.docker.runtime import DockerRuntime
+from agentd.runtimes.process.runtime import ProcessRuntime
 from agentd.services.interfaces import LogQuery, Runtime
 from engine import IMAGE
 from fakes import FakeRuntime

@@ -1,8 +1,8 @@
 import pytest
 
 from agentd.core.allocation import Allocation, Share
+from agentd.core.container_edits import ContainerEdits, merged
 from agentd.core.devices import MEMORY, DeviceId
-from agentd.core.edits import ContainerEdits, merged
 from agentd.core.kernel import TRANSITIONS, Kernel, KernelSpec, KernelState
 from agentd.core.plan import NodeFacts, build_plan, kernel_name, refuse_reserved
 from agentd.core.slots import ONE, SlotKind

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from agentd.adapters.shim import PR_SET_CHILD_SUBREAPER
 from agentd.core.record import SCHEMA
+from agentd.runtimes.process.shim import PR_SET_CHILD_SUBREAPER
 from daemon import AGENTS, Daemon, gpus
 from engine import Engine
 from native.libraries import built

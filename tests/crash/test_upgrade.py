@@ -117,7 +117,7 @@ NEWER = """
 import sys
 from agentd.core import record
 record.SCHEMA = {schema}
-from agentd.cli import agentd
+from agentd.cli.agentd import agentd
 agentd(sys.argv[1:])
 """
 

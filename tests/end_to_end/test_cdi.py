@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from agentd.adapters.docker_engine import engine_facts
-from agentd.core.edits import ContainerEdits, DeviceRequest
+from agentd.core.container_edits import ContainerEdits, DeviceRequest
 from agentd.errors import RuntimeFailure
+from agentd.runtimes.docker.facts import engine_facts
 from daemon import AGENTS, Daemon
 from engine import Engine
 from engine_proxy import EngineProxy

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentd.adapters.cgroups import find_memory_groups
+from agentd.host.cgroups import find_memory_groups
 from daemon import AGENTS, Daemon, gpus
 
 

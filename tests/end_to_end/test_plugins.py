@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from agentd.ctl import agentctl
+from agentd.cli.agentctl import agentctl
 from daemon import AGENTS, Daemon, gpus
 
 PACE = "[plugins]\nopen-timeout = 1.5\ncall-timeout = 1\nhealth-interval = 0.1\n"

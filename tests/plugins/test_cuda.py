@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from agentd.adapters.plugin_instance import Pace
-from agentd.adapters.plugins import PluginHost
 from agentd.config.plugins import PluginTable
 from agentd.core.devices import Device, DeviceId, Health
 from agentd.core.ledger import Allocation, Share
 from agentd.core.slots import ONE, SlotKind
 from agentd.plugin_api import Features, Measurement
+from agentd.pluginhost.host import PluginHost
+from agentd.pluginhost.instance import Pace
 from agentd.services.interfaces import PluginState
 from agentd_cuda import CudaPlugin, nvml
 from native.libraries import nvml_library

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from agentd.adapters.plugin_instance import Pace
-from agentd.adapters.plugins import PluginHost
 from agentd.config.plugins import PluginTable
 from agentd.core.devices import DeviceId
 from agentd.core.ledger import Allocation, Share
 from agentd.core.slots import ONE, SlotKind
 from agentd.errors import PluginUnavailable
 from agentd.plugin_api import DeviceNode, Features, Mount
+from agentd.pluginhost.host import PluginHost
+from agentd.pluginhost.instance import Pace
 from agentd_generic import GenericPlugin
 
 PROCESS = Features("process")

@@ -1,6 +1,6 @@
 import pytest
 
-from agentd.core.container import ContainerOptions, PullPolicy, Tmpfs, Ulimit
+from agentd.core.container_options import ContainerOptions, PullPolicy, Tmpfs, Ulimit
 from agentd.errors import InvalidRequest
 from agentd.rpc.queries import read_log_query
 from agentd.rpc.schemas import CreateKernelRequest, read_body

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from agentd.core.container import ContainerOptions
-from agentd.core.edits import Mount
+from agentd.core.container_edits import Mount
+from agentd.core.container_options import ContainerOptions
 from agentd.core.ledger import Allocation
 
 

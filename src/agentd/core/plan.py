@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from agentd.core.allocation import Allocation
-from agentd.core.edits import ContainerEdits
+from agentd.core.container_edits import ContainerEdits
 from agentd.core.kernel import KernelSpec, Port
 from agentd.core.slots import CPU, MEM
 from agentd.errors import InvalidRequest, Problem

@@ -11,7 +11,7 @@ from aiohttp import web
 from agentd.core.devices import Inventory
 from agentd.core.kernel import Kernel
 from agentd.errors import NotReady
-from agentd.rpc import views
+from agentd.rpc import rendering
 from agentd.rpc.metrics import CONTENT_TYPE, exposition
 from agentd.rpc.queries import body_of, prefers_async, read_flag, read_log_query, read_timeout
 from agentd.rpc.schemas import CreateKernelRequest, StopRequest, read_body
@@ -62,20 +62,20 @@ class Handlers:
 
     async def get_node(self, request: web.Request) -> web.Response:
         """Show the node, its parts, and what the operator should know; `check` judges it too."""
-        node = views.node_view(self._node_id, self._service, self._adoption, self._plugins)
+        node = rendering.node_view(self._node_id, self._service, self._adoption, self._plugins)
         if read_flag(request.query, "check"):
-            node["checks"] = views.check_views(await self_check(self._service))
+            node["checks"] = rendering.check_views(await self_check(self._service))
         return answer(node)
 
     async def list_slot_types(self, _: web.Request) -> web.Response:
         """List the known slot types."""
         types = self._service.devices.inventory.slot_types.values()
-        return answer([views.slot_type_view(slot) for slot in types])
+        return answer([rendering.slot_type_view(slot) for slot in types])
 
     async def list_devices(self, _: web.Request) -> web.Response:
         """List every device with its holders."""
         split, ledger = self._service.devices.split, self._service.table.ledger
-        return answer([views.device_view(d, split, ledger) for d in split.inventory.devices])
+        return answer([rendering.device_view(d, split, ledger) for d in split.inventory.devices])
 
     async def drain_device(self, request: web.Request) -> web.Response:
         """Give nothing new from a device; survives restarts."""
@@ -89,7 +89,7 @@ class Handlers:
         match = request.match_info
         devices = self._service.devices
         device = devices.set_drained(match["device_name"], match["id"], drained=drained)
-        return answer(views.device_view(device, devices.split, self._service.table.ledger))
+        return answer(rendering.device_view(device, devices.split, self._service.table.ledger))
 
     async def forget_device(self, request: web.Request) -> web.Response:
         """Forget a device that is gone, and its seat at the next start."""
@@ -102,13 +102,13 @@ class Handlers:
     async def list_agents(self, _: web.Request) -> web.Response:
         """List the agents with their partitions and slots."""
         split, ledger = self._service.devices.split, self._service.table.ledger
-        return answer([views.agent_view(agent, split, ledger) for agent in split.partitions])
+        return answer([rendering.agent_view(agent, split, ledger) for agent in split.partitions])
 
     async def get_agent(self, request: web.Request) -> web.Response:
         """Show one agent."""
         agent = self._service.partition(request.match_info["agent"]).agent_id
         split, ledger = self._service.devices.split, self._service.table.ledger
-        return answer(views.agent_view(agent, split, ledger))
+        return answer(rendering.agent_view(agent, split, ledger))
 
     async def create_kernel(self, request: web.Request) -> web.Response:
         """Create a kernel, or return the one that the same request created before."""
@@ -147,7 +147,7 @@ class Handlers:
         known = self._kernels.get(kernel.kernel_id)
         if known is not None and known[0] is kernel and known[1] is inventory:
             return known[2]
-        encoded = msgspec.json.encode(views.kernel_view(kernel, inventory))
+        encoded = msgspec.json.encode(rendering.kernel_view(kernel, inventory))
         self._kernels[kernel.kernel_id] = (kernel, inventory, encoded)
         return encoded
 
@@ -179,7 +179,7 @@ class Handlers:
 
     def _shown_event(self, event: Event) -> object:
         split, ledger = self._service.devices.split, self._service.table.ledger
-        return views.event_view(event, split, ledger)
+        return rendering.event_view(event, split, ledger)
 
     async def get_metrics(self, _: web.Request) -> web.Response:
         """Show the node in the Prometheus exposition format."""
@@ -187,4 +187,4 @@ class Handlers:
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     def _shown(self, kernel: Kernel) -> object:
-        return views.kernel_view(kernel, self._service.devices.inventory)
+        return rendering.kernel_view(kernel, self._service.devices.inventory)

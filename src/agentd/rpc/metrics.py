@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from agentd import __version__
-from agentd.rpc import views
+from agentd.rpc import rendering
 from agentd.services.adoption import Adoption
 from agentd.services.interfaces import Plugins, PluginState
 from agentd.services.kernels import KernelService
@@ -79,7 +79,9 @@ def _kernels(service: KernelService) -> Iterator[GaugeMetricFamily]:
 
 def _slots(service: KernelService) -> Iterator[GaugeMetricFamily]:
     split, ledger = service.devices.split, service.table.ledger
-    uses = {agent: views.agent_view(agent, split, ledger)["slots"] for agent in split.partitions}
+    uses = {
+        agent: rendering.agent_view(agent, split, ledger)["slots"] for agent in split.partitions
+    }
     for member in ("capacity", "allocated", "free"):
         gauge = _gauge(f"slot_{member}", f"{member.title()} of an agent's slot", "agent", "slot")
         for agent, slots in uses.items():
@@ -93,7 +95,7 @@ def _devices(service: KernelService, plugins: Plugins) -> Iterator[GaugeMetricFa
     states = _gauge("device_state", "1 for the state a device is in", "device_name", "id", "state")
     accelerators = [d for d in split.inventory.devices if d.device_id.name not in ("cpu", "mem")]
     for device in accelerators:
-        state = views.device_view(device, split, ledger)["state"]
+        state = rendering.device_view(device, split, ledger)["state"]
         states.add_metric([*device.device_id, state], 1)
     yield states
     ids = {device.stable_id: device.device_id.id for device in accelerators}

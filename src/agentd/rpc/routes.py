@@ -11,17 +11,15 @@ from pydantic import TypeAdapter
 
 from agentd import __version__
 from agentd.rpc.handlers import Handlers
-from agentd.rpc.schemas import (
+from agentd.rpc.schemas import Body, CreateKernelRequest, StopRequest
+from agentd.views import (
     AgentView,
-    Body,
-    CreateKernelRequest,
     DecisionView,
     DeviceView,
     KernelView,
     NodeView,
     ProblemView,
     SlotTypeView,
-    StopRequest,
 )
 
 Handler: TypeAlias = Callable[[Handlers, web.Request], Awaitable[web.StreamResponse]]

@@ -1,4 +1,4 @@
-"""What goes over the wire: requests as pydantic models, answers as typed dictionaries.
+"""Requests as pydantic models: what comes over the wire, checked.
 
 The OpenAPI document is made from these, so what it says is what is checked.
 """
@@ -11,13 +11,12 @@ import uuid
 from collections.abc import Mapping
 from difflib import get_close_matches
 from hashlib import sha256
-from typing import Annotated, Any, Literal, NotRequired, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
-from typing_extensions import TypedDict
 
-from agentd.core.container import ContainerOptions, PullPolicy, Tmpfs, Ulimit
-from agentd.core.edits import Mount
+from agentd.core.container_edits import Mount
+from agentd.core.container_options import ContainerOptions, PullPolicy, Tmpfs, Ulimit
 from agentd.core.kernel import KernelSpec, Port
 from agentd.core.slots import AmountError, SlotKind, WrittenFloat, parse_base_units, parse_quantity
 from agentd.errors import InvalidRequest, Problem
@@ -26,9 +25,6 @@ KERNEL_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
 _NO_NUL = re.compile(r"^[^\x00]*$")
 
 Text = Annotated[str, Field(max_length=32768, pattern=_NO_NUL.pattern)]
-Amount = str
-"""A plain decimal without trailing zeros."""
-
 MAX_LIMIT = 2**63 - 1
 MAX_ITEMS = 256
 MAX_LABELS = 64 * 1024
@@ -195,160 +191,6 @@ class StopRequest(Body):
     """How long a kernel has between TERM and KILL; default: the runtime's setting."""
 
     timeout: Annotated[float, Field(ge=0, le=86400, strict=False)] | None = None
-
-
-class PortView(TypedDict):
-    """A port of a kernel, and where on the node it is published."""
-
-    container: int
-    host: int | None
-    protocol: str
-    address: str
-
-
-class PullView(TypedDict):
-    """How far the download of an image is, in bytes; the total grows as layers are learnt of."""
-
-    current: int
-    total: int
-
-
-class KernelView(TypedDict):
-    """A kernel. `allocation` is device name -> slot -> device id -> amount."""
-
-    kernel_id: str
-    agent_id: str
-    state: Literal[
-        "preparing", "pulling", "creating", "running", "paused", "stopping",
-        "terminated", "failed", "lost", "unreadable",
-    ]  # fmt: skip
-    slots: dict[str, Amount]
-    allocation: dict[str, dict[str, dict[str, Amount]]]
-    unknown_slots: dict[str, Amount]
-    degraded: list[str]
-    ports: list[PortView]
-    container_id: str | None
-    pid: int | None
-    created_at: str
-    started_at: str | None
-    finished_at: str | None
-    exit_code: int | None
-    oom_killed: bool
-    pull: PullView | None
-    reason: str
-    not_enforced: list[str]
-
-
-class DecisionView(TypedDict):
-    """What a create would be given now, and how each device was looked at, by slot."""
-
-    slots: dict[str, Amount]
-    allocation: dict[str, dict[str, dict[str, Amount]]]
-    explain: dict[str, list[dict[str, Any]]]
-
-
-class HolderView(TypedDict):
-    """A kernel that holds something of a device."""
-
-    kernel_id: str
-    amount: Amount
-
-
-class DeviceView(TypedDict):
-    """A device; `allocated` and `holders` are in their holders' slots."""
-
-    device_name: str
-    id: str
-    stable_id: str
-    aliases: list[str]
-    agents: list[str]
-    state: Literal["ok", "held", "unhealthy", "drained", "gone", "overcommitted"]
-    reason: str
-    numa_node: int | None
-    model: str
-    slot: str
-    capacity: Amount
-    allocated: Amount
-    free: Amount
-    holders: list[HolderView]
-
-
-class SlotUseView(TypedDict):
-    """One slot of an agent; `free` is what could be given now."""
-
-    capacity: Amount
-    allocated: Amount
-    free: Amount
-
-
-class AgentView(TypedDict):
-    """An agent: its partition and its slots."""
-
-    agent_id: str
-    devices: dict[str, list[str]]
-    slots: dict[str, SlotUseView]
-    scaling_factors: dict[str, Amount]
-
-
-class SlotTypeView(TypedDict):
-    """A slot that this node knows."""
-
-    name: str
-    device_name: str
-    kind: Literal["count", "bytes", "unique"]
-    quantum: Amount
-    exclusive_group: str | None
-    unit: str
-
-
-class RuntimeView(TypedDict):
-    """A runtime: `available`, `unavailable` or `starting`."""
-
-    name: str
-    state: str
-    reason: str
-
-
-class PluginView(TypedDict):
-    """A plugin: its device name, its entry point, and how it does."""
-
-    name: str
-    plugin: str
-    state: Literal["pending", "ready", "failed", "blocked"]
-    reason: str
-    slots: list[str]
-
-
-class CheckView(TypedDict):
-    """A rule that holds on every node, and what was found against it."""
-
-    check: str
-    promise: str
-    passed: bool
-    findings: list[str]
-
-
-class NodeView(TypedDict):
-    """The node; `checks` are there if they were asked for."""
-
-    id: str
-    version: str
-    runtime: RuntimeView
-    other_runtimes: list[RuntimeView]
-    plugins: list[PluginView]
-    warnings: list[str]
-    generation: int
-    checks: NotRequired[list[CheckView]]
-
-
-class ProblemView(TypedDict):
-    """An error (RFC 9457); further members depend on `code`."""
-
-    type: str
-    title: str
-    status: int
-    detail: str
-    code: str
 
 
 _B = TypeVar("_B", bound=Body)

@@ -8,8 +8,8 @@ from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 from agentd.core.allocation import Allocation
+from agentd.core.container_edits import ContainerEdits
 from agentd.core.devices import Device, DeviceId
-from agentd.core.edits import ContainerEdits
 from agentd.core.kernel import KernelSpec, KernelState, Pull
 from agentd.core.plan import KernelPlan
 from agentd.core.reconcile import FoundKernel

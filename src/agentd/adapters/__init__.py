@@ -1,1 +1,0 @@
-"""The outside world, one thing in each module; none knows another."""

@@ -1,0 +1,304 @@
+"""The commands `agentctl …`: everything the RPC offers, for people and for scripts.
+
+Errors are one line with the problem's detail; the exit status is then 1.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import click
+
+from agentd import __version__
+from agentd.cli.create import create, explain
+from agentd.cli.doctor import check_row, print_checks, runtimes_row
+from agentd.cli.options import (
+    KERNEL_COLUMNS,
+    event_line,
+    json_option,
+    kernel_row,
+    print_answer,
+    socket_of,
+)
+from agentd.client.http import Client, RpcProblem
+
+_CHUNK = 64 * 1024
+
+
+@click.group()
+@click.version_option(__version__, prog_name="agentctl")
+@click.option(
+    "--socket", "socket_path", envvar="AGENTD_SOCKET", metavar="PATH", help="Unix socket."
+)
+@click.option("--config", metavar="FILE", help="agent.toml that names the socket.")
+@click.option("--url", envvar="AGENTD_URL", help="http://127.0.0.1:6001, in place of the socket.")
+@click.option("--token-file", metavar="FILE", type=click.Path(), help="Token for --url.")
+@click.pass_context
+def agentctl(
+    context: click.Context,
+    socket_path: str | None,
+    config: str | None,
+    url: str | None,
+    token_file: str | None,
+) -> None:
+    """Look at a node, and run kernels on it."""
+    try:
+        token = Path(token_file).read_text(encoding="utf-8").strip() if token_file else None
+    except (OSError, ValueError) as error:
+        raise click.ClickException(f"{token_file}: {error}") from None
+    context.obj = Client(socket_path or socket_of(config), url, token)
+
+
+@agentctl.command()
+@json_option
+@click.pass_obj
+def status(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """Show the node, its runtime and its plugins."""
+    node = client.call("GET", "/v1/node")
+    if as_json:
+        click.echo(json.dumps(node, indent=1))
+        return
+    from agentd.cli.tables import print_rows  # noqa: PLC0415
+
+    click.echo(f"node {node['id']}, agentd {node['version']}, generation {node['generation']}")
+    for runtime in (node["runtime"], *node["other_runtimes"]):
+        reason = f": {runtime['reason']}" if runtime["reason"] else ""
+        click.echo(f"runtime {runtime['name']}: {runtime['state']}{reason}")
+    print_rows(node["plugins"], ["name", "plugin", "state", "slots", "reason"])
+    for warning in node["warnings"]:
+        click.echo(f"warning: {warning}")
+
+
+@agentctl.command()
+@json_option
+@click.pass_obj
+def doctor(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """Check the node by its own rules; exit status 1 if one does not hold, or cannot be told."""
+    node = client.call("GET", "/v1/node")
+    rows = [runtimes_row(node)]
+    try:
+        rows += client.call("GET", "/v1/node?check=true")["checks"]
+    except RpcProblem as problem:
+        rows.append(check_row("books", "the books can be compared", str(problem)))
+    if as_json:
+        click.echo(json.dumps(rows, indent=1))
+    else:
+        print_checks(rows, node["warnings"])
+    sys.exit(0 if all(row["passed"] for row in rows) else 1)
+
+
+@agentctl.command()
+@json_option
+@click.pass_obj
+def devices(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """List the devices and who holds them."""
+    rows = client.call("GET", "/v1/devices")
+    if not as_json:
+        rows = [
+            {**row, "device": f"{row['device_name']}/{row['id']}"} | _holders(row) for row in rows
+        ]
+    columns = [
+        "device",
+        "state",
+        "slot",
+        "capacity",
+        "allocated",
+        "free",
+        "agents",
+        "holders",
+        "reason",
+    ]
+    print_answer(rows, columns, as_json=as_json)
+
+
+def _holders(row: Mapping[str, Any]) -> dict[str, Any]:
+    from agentd.cli.tables import amount  # noqa: PLC0415
+
+    sizes = {key: amount(row["slot"], row[key]) for key in ("capacity", "allocated", "free")}
+    holders = [f"{h['kernel_id']}={amount(row['slot'], h['amount'])}" for h in row["holders"]]
+    return {**sizes, "holders": holders}
+
+
+@agentctl.command()
+@json_option
+@click.pass_obj
+def agents(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """List the agents and their partitions."""
+    rows = client.call("GET", "/v1/agents")
+    if not as_json:
+        from agentd.cli.tables import compact  # noqa: PLC0415
+
+        rows = [
+            {
+                "agent": row["agent_id"],
+                "devices": [f"{name} {compact(ids)}" for name, ids in row["devices"].items()],
+                "free": {name: use["free"] for name, use in row["slots"].items()},
+                "capacity": {name: use["capacity"] for name, use in row["slots"].items()},
+                "scaling_factors": row["scaling_factors"],
+            }
+            for row in rows
+        ]
+    print_answer(rows, ["agent", "devices", "free", "capacity", "scaling_factors"], as_json=as_json)
+
+
+@agentctl.command()
+@json_option
+@click.pass_obj
+def slots(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """List the slots that the node knows."""
+    rows = client.call("GET", "/v1/slot-types")
+    print_answer(rows, ["name", "kind", "quantum", "exclusive_group", "unit"], as_json=as_json)
+
+
+agentctl.add_command(create)
+agentctl.add_command(explain)
+
+
+@agentctl.command()
+@click.option("--agent", help="Of this agent only.")
+@json_option
+@click.pass_obj
+def ls(client: Client, agent: str | None, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """List kernels."""
+    path = f"/v1/agents/{quote(agent, safe='')}/kernels" if agent else "/v1/kernels"
+    rows = client.call("GET", path)
+    print_answer(
+        rows if as_json else [kernel_row(row) for row in rows], KERNEL_COLUMNS, as_json=as_json
+    )
+
+
+@agentctl.command()
+@click.argument("kernel")
+@json_option
+@click.pass_obj
+def inspect(client: Client, kernel: str, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """Show everything about one kernel."""
+    content = client.call("GET", _kernel_path(kernel))
+    if as_json:
+        click.echo(json.dumps(content, indent=1))
+        return
+    from agentd.cli.tables import print_rows, shown  # noqa: PLC0415
+
+    print_rows(
+        [{"member": name, "value": shown(value)} for name, value in content.items()],
+        ["member", "value"],
+    )
+
+
+@agentctl.command()
+@click.argument("kernel")
+@click.option("--follow", "-f", is_flag=True, help="Go on until the kernel ends.")
+@click.option("--tail", type=click.IntRange(min=0), help="Only the last lines.")
+@click.option("--since", metavar="TIME", help="Only lines since 2026-11-21T12:00:00Z.")
+@click.option("--timestamps", "-t", is_flag=True, help="When each line was printed, before it.")
+@click.option("--stream", type=click.Choice(["both", "stdout", "stderr"]))
+@click.pass_obj
+def logs(client: Client, /, kernel: str, follow: bool, tail: int | None, **options: Any) -> None:  # noqa: ANN401, FBT001 - click passes them
+    """Print what a kernel printed."""
+    wanted = {"tail": "all" if tail is None else tail, "follow": str(follow).lower()}
+    wanted |= {name: value for name, value in options.items() if value}
+    query = urlencode(wanted)
+    response = client.open("GET", f"{_kernel_path(kernel)}/logs?{query}")
+    output = sys.stdout.buffer
+    while chunk := response.read1(_CHUNK):
+        output.write(chunk)
+        output.flush()
+
+
+@agentctl.command()
+@json_option
+@click.pass_obj
+def events(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """Print what happens on the node, until interrupted."""
+    name = ""
+    for raw in client.open("GET", "/v1/events"):
+        member, _, value = raw.decode().rstrip("\n").partition(": ")
+        if member == "event":
+            name = value
+        elif member == "data":
+            content = json.loads(value)
+            if as_json:
+                click.echo(json.dumps({"event": name, "data": content}))
+            else:
+                click.echo(f"{name} {event_line(content)}")
+
+
+@agentctl.command()
+@click.argument("kernel")
+@click.option("--timeout", type=float, help="Seconds between TERM and KILL.")
+@json_option
+@click.pass_obj
+def stop(client: Client, kernel: str, timeout: float | None, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """End a kernel, and keep it listed."""
+    body = {} if timeout is None else {"timeout": timeout}
+    content = client.call("POST", f"{_kernel_path(kernel)}/stop", body)
+    print_answer(content if as_json else kernel_row(content), KERNEL_COLUMNS, as_json=as_json)
+
+
+@agentctl.command()
+@click.argument("kernels", nargs=-1, required=True)
+@click.option("--timeout", type=float, help="Seconds between TERM and KILL.")
+@json_option
+@click.pass_obj
+def rm(client: Client, kernels: Sequence[str], timeout: float | None, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """Stop kernels if need be, and remove them."""
+    query = "" if timeout is None else f"?timeout={timeout:g}"
+    for kernel in kernels:
+        client.call("DELETE", f"{_kernel_path(kernel)}{query}")
+    click.echo(json.dumps({"removed": list(kernels)}) if as_json else "\n".join(kernels))
+
+
+@agentctl.command()
+@click.argument("device")
+@json_option
+@click.pass_obj
+def drain(client: Client, device: str, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """Give nothing new from DEVICE (cuda3, or cuda/cuda3)."""
+    _print_device(client.call("POST", f"{_device_path(client, device)}/drain"), as_json=as_json)
+
+
+@agentctl.command()
+@click.argument("device")
+@json_option
+@click.pass_obj
+def undrain(client: Client, device: str, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """Give from DEVICE again."""
+    _print_device(client.call("POST", f"{_device_path(client, device)}/undrain"), as_json=as_json)
+
+
+@agentctl.command()
+@click.argument("device")
+@click.pass_obj
+def forget(client: Client, device: str) -> None:
+    """Forget DEVICE, which is gone, and its seat at the next start."""
+    client.call("DELETE", _device_path(client, device))
+
+
+def _print_device(row: Mapping[str, Any], *, as_json: bool) -> None:
+    shown = row if as_json else {**row, "device": f"{row['device_name']}/{row['id']}"}
+    print_answer(shown, ["device", "state", "agents", "reason"], as_json=as_json)
+
+
+def _kernel_path(kernel: str) -> str:
+    return f"/v1/kernels/{quote(kernel, safe='')}"
+
+
+def _device_path(client: Client, device: str) -> str:
+    name, found, device_id = device.partition("/")
+    if not found:
+        name, device_id = "", device
+    names = [
+        (row["device_name"], row["id"])
+        for row in client.call("GET", "/v1/devices")
+        if device_id in (row["id"], row["stable_id"], *row["aliases"])
+        and name in ("", row["device_name"])
+    ]
+    if len(names) != 1:
+        why = "no such device" if not names else f"more than one: {', '.join(n for n, _ in names)}"
+        raise RpcProblem({"code": "UnknownDevice", "detail": f"{device}: {why}"})
+    return f"/v1/devices/{quote(names[0][0])}/{quote(names[0][1], safe='')}"

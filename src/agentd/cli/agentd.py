@@ -1,0 +1,272 @@
+"""The commands `agentd …`: run the daemon, and look at a configuration without running it.
+
+Exit status: 0 done, 1 it cannot run here, 2 wrong usage, 78 the configuration cannot be
+used (EX_CONFIG of sysexits.h).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable, Coroutine
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import click
+
+from agentd import __version__, failpoints, log
+from agentd.errors import ConfigRefused, Problem, StartRefused
+
+EX_CONFIG = 78
+_T = TypeVar("_T")
+
+config_option = click.option(
+    "--config",
+    "config_file",
+    metavar="FILE",
+    help="Default: $AGENTD_CONFIG, else /etc/agentd/agent.toml, else the defaults.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@click.group()
+@click.version_option(__version__, prog_name="agentd")
+def agentd() -> None:
+    """The node agent that divides a machine's devices among logical agents."""
+
+
+def _refused(error: ConfigRefused | StartRefused) -> NoReturn:
+    lines = error.lines() if isinstance(error, ConfigRefused) else [str(error)]
+    for line in lines:
+        click.echo(f"agentd: {line}", err=True)
+    sys.exit(EX_CONFIG if isinstance(error, ConfigRefused) else 1)
+
+
+def _settings(config_file: str | None) -> Any:  # noqa: ANN401 - Loaded, imported late
+    from agentd.config.loading import find_config, load  # noqa: PLC0415 - `--help` stays quick
+
+    try:
+        return load(find_config(config_file, os.environ))
+    except ConfigRefused as error:
+        _refused(error)
+
+
+def _run(work: Coroutine[Any, Any, _T]) -> _T:
+    try:
+        return asyncio.run(work)
+    except (ConfigRefused, StartRefused) as error:
+        _refused(error)
+
+
+@agentd.command()
+@config_option
+@click.option(
+    "--log-level",
+    default="info",
+    show_default=True,
+    type=click.Choice(["debug", "info", "warning", "error"]),
+)
+def run(config_file: str | None, log_level: str) -> None:
+    """Run the daemon in the foreground."""
+    loaded = _settings(config_file)
+    try:
+        failpoints.arm(os.environ.get(failpoints.VARIABLE, ""))
+    except ValueError as error:
+        _refused(ConfigRefused([Problem(failpoints.VARIABLE, str(error))]))
+    log.configure(log_level)
+    from agentd.app import Daemon  # noqa: PLC0415 - only this command needs the daemon
+
+    async def daemon() -> None:
+        await Daemon(loaded).run()
+
+    _run(daemon())
+
+
+def _with_node(config_file: str | None, show: Callable[[Any, Any], _T]) -> _T:
+    """Open the plugins and divide the devices as the daemon would, and change nothing."""
+    loaded = _settings(config_file)
+    log.configure("error")
+    from agentd import app  # noqa: PLC0415 - see above
+    from agentd.host.probe import probe  # noqa: PLC0415
+    from agentd.state.folder import ReadOnlyState  # noqa: PLC0415
+
+    async def look() -> _T:
+        plugins = await app.open_plugins(loaded)
+        try:
+            memory = ReadOnlyState(loaded.settings.node.state_dir)
+            return show(app.discover(loaded, probe(), plugins, memory), plugins)
+        finally:
+            await plugins.close()
+
+    return _run(look())
+
+
+@agentd.command("check-config")
+@config_option
+@json_option
+def check_config(config_file: str | None, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """Check the configuration, the plugins' tables and the partition."""
+    warnings = _with_node(config_file, lambda devices, _: list(devices.warnings))
+    if as_json:
+        click.echo(json.dumps({"ok": True, "warnings": warnings}))
+        return
+    for warning in warnings:
+        click.echo(f"warning: {warning}", err=True)
+    click.echo("the configuration is fine")
+
+
+@agentd.command()
+@config_option
+@json_option
+@click.option("--live", is_flag=True, help="Also: what it would leave held, given the kernels now.")
+def plan(config_file: str | None, as_json: bool, live: bool) -> None:  # noqa: FBT001 - click passes them
+    """Print the partition without starting anything."""
+    from agentd.rpc.rendering import plan_view  # noqa: PLC0415
+
+    split = _with_node(config_file, lambda devices, _: devices.split)
+    content = plan_view(split)
+    if live:
+        from agentd.cli.live import held_under  # noqa: PLC0415
+
+        try:
+            content["held"] = held_under(split, _settings(config_file).settings.rpc.socket)
+        except click.ClickException as error:
+            why = f"what kernels hold is not known: {error.format_message()}"
+            content["warnings"] = [*split.warnings, why]
+    if as_json:
+        click.echo(json.dumps(content, indent=1))
+        return
+    from agentd.cli.tables import print_plan  # noqa: PLC0415
+
+    print_plan(content, split.unassigned_memory)
+
+
+@agentd.command()
+@config_option
+@json_option
+def plugins(config_file: str | None, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """List the accelerator plugins, opened as the daemon would."""
+    loaded = _settings(config_file)
+    log.configure("error")
+    from agentd import app  # noqa: PLC0415 - see above
+
+    async def look() -> list[dict[str, Any]]:
+        host = app.plugin_host(loaded.settings)
+        await host.open(loaded.settings.plugins.open_timeout)
+        rows = [asdict(status) for status in host.statuses(everything=True)]
+        await host.close()
+        return rows
+
+    rows = _run(look())
+    if as_json:
+        click.echo(json.dumps(rows))
+        return
+    from agentd.cli.tables import print_rows  # noqa: PLC0415
+
+    print_rows(rows, ["name", "plugin", "state", "slots", "reason"])
+
+
+@agentd.group()
+def plugin() -> None:
+    """Try a plugin."""
+
+
+@plugin.command()
+@config_option
+@json_option
+@click.argument("name")
+def check(config_file: str | None, as_json: bool, name: str) -> None:  # noqa: FBT001 - click passes it
+    """Run the conformance suite against plugin NAME: a table of the file, or an entry point."""
+    loaded = _settings(config_file)
+    log.configure("error")
+    from agentd import app  # noqa: PLC0415 - see above
+    from agentd.cli.tables import print_rows  # noqa: PLC0415
+    from agentd.pluginhost.conformance import Conformance  # noqa: PLC0415
+
+    host = app.plugin_host(loaded.settings)
+    try:
+        wanted = host.wanted(name)
+    except LookupError as error:
+        raise click.ClickException(str(error)) from None
+    findings = _run(Conformance(wanted, app.pace_of(loaded.settings)).run())
+    rows = [asdict(finding) for finding in findings]
+    if as_json:
+        click.echo(json.dumps(rows, indent=1))
+    else:
+        shown = [{**row, "passed": "yes" if row["passed"] else "NO"} for row in rows]
+        print_rows(shown, ["check", "passed", "detail"])
+    sys.exit(0 if all(row["passed"] for row in rows) else 1)
+
+
+@agentd.group()
+def config() -> None:
+    """Show, write and change the configuration."""
+
+
+@config.command()
+@config_option
+@json_option
+def show(config_file: str | None, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """Print the effective settings and where each comes from."""
+    loaded = _settings(config_file)
+    rows = [
+        {"key": ".".join(keys), "value": value, "origin": loaded.origin(keys)}
+        for keys, value in loaded.effective()
+    ]
+    if as_json:
+        content = {row["key"]: {"value": row["value"], "origin": row["origin"]} for row in rows}
+        click.echo(json.dumps(content, indent=1, default=str))
+        return
+    from agentd.cli.tables import print_rows  # noqa: PLC0415
+
+    shown = [{**row, "value": json.dumps(row["value"], default=str)} for row in rows]
+    print_rows(shown, ["key", "value", "origin"])
+
+
+@config.command()
+@click.argument("file", type=click.Path(), required=False)
+@click.option("--force", is_flag=True, help="Replace a file that is there.")
+def init(file: str | None, force: bool) -> None:  # noqa: FBT001 - click passes it
+    """Write the commented default, to FILE or to standard output."""
+    from agentd.config.document import default_text, write_file  # noqa: PLC0415
+
+    if file is None:
+        click.echo(default_text(), nl=False)
+        return
+    path = Path(file)
+    if path.exists() and not force:
+        raise click.ClickException(f"{file} exists; --force replaces it")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, default_text())
+    except OSError as error:
+        raise click.ClickException(f"{file}: {error.strerror}") from None
+
+
+@config.command("set")
+@config_option
+@click.argument("key")
+@click.argument("value")
+def set_(config_file: str | None, key: str, value: str) -> None:
+    """Change one setting in the file; its comments and order stay.
+
+    KEY is a dotted path such as resource.allocation-mode, VALUE a TOML value or plain text.
+    """
+    from agentd.config.document import with_setting, write_file  # noqa: PLC0415
+    from agentd.config.loading import find_config  # noqa: PLC0415
+
+    path = find_config(config_file, os.environ)
+    if path is None:
+        raise click.ClickException(
+            "there is no file to change; write one with `agentd config init`"
+        )
+    try:
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        write_file(path, with_setting(text, key, value, path))
+    except OSError as error:
+        raise click.ClickException(f"{path}: {error.strerror}") from None
+    except ConfigRefused as error:
+        _refused(error)

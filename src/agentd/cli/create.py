@@ -1,0 +1,157 @@
+"""The commands `agentctl create` and `agentctl explain`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+from urllib.parse import quote
+
+import click
+
+from agentd.cli.options import (
+    KERNEL_COLUMNS,
+    json_option,
+    kernel_row,
+    mounts,
+    pairs,
+    ports,
+    print_answer,
+    tmpfs,
+    ulimits,
+)
+from agentd.client.http import Client, RpcProblem
+
+_PLAIN = (
+    "kernel_id", "image", "working_dir", "user", "platform", "network", "shm_size", "pids_limit",
+)  # fmt: skip
+_LOOK_EVERY_S = 0.25
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("agent")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+@click.option("--id", "kernel_id", help="Name of the kernel; default: one is made up.")
+@click.option("--image", help="Image; the docker runtime needs one.")
+@click.option("--slot", "-s", "slot", multiple=True, metavar="NAME=AMOUNT", help="cuda.device=1")
+@click.option("--env", "-e", multiple=True, metavar="NAME=VALUE")
+@click.option("--label", multiple=True, metavar="NAME=VALUE")
+@click.option("--mount", multiple=True, metavar="SOURCE:TARGET[:rw]")
+@click.option("--port", "-p", multiple=True, metavar="[HOST:]CONTAINER[/udp]")
+@click.option("--workdir", "working_dir")
+@click.option("--user")
+@click.option("--pull", type=click.Choice(["missing", "always", "never"]), help="When to pull.")
+@click.option("--platform", metavar="OS/ARCH", help="Of the image; default: the engine's own.")
+@click.option("--network", help="One of those that the node allows.")
+@click.option("--tmpfs", multiple=True, metavar="TARGET[:SIZE]", help="A folder in memory.")
+@click.option("--shm-size", metavar="SIZE", help="Of /dev/shm.")
+@click.option("--pids-limit", type=click.IntRange(min=1), help="Most processes.")
+@click.option("--ulimit", multiple=True, metavar="NAME=SOFT[:HARD]")
+@click.option("--async", "is_async", is_flag=True, help="Do not wait until it runs.")
+@click.option("--dry-run", is_flag=True, help="Decide and explain, change nothing.")
+@json_option
+@click.pass_obj
+def create(client: Client, /, agent: str, as_json: bool, **options: Any) -> None:  # noqa: ANN401, FBT001 - click passes them
+    """Create a kernel on AGENT that runs COMMAND (after `--`)."""
+    body = {
+        "command": list(options["command"]),
+        "slots": pairs(options["slot"]),
+        "env": pairs(options["env"]),
+        "labels": pairs(options["label"]),
+        "mounts": mounts(options["mount"]),
+        "ports": ports(options["port"]),
+    }
+    given = {
+        **{name: options[name] for name in _PLAIN},
+        "pull_policy": options["pull"],
+        "tmpfs": tmpfs(options["tmpfs"]),
+        "ulimits": ulimits(options["ulimit"]),
+    }
+    body |= {name: value for name, value in given.items() if value}
+    query = "?dry_run=true" if options["dry_run"] else ""
+    headers = {"Prefer": "respond-async"} if options["is_async"] else {}
+    path = f"/v1/agents/{quote(agent, safe='')}/kernels{query}"
+    waits = not (as_json or options["dry_run"] or options["is_async"])
+    if waits and sys.stderr.isatty():
+        body.setdefault("kernel_id", f"k-{uuid.uuid4().hex[:12]}")
+        content = _created_with_bar(client, path, body)
+    else:
+        content = json.loads(client.open("POST", path, body, headers).read())
+    if as_json:
+        click.echo(json.dumps(content, indent=1))
+    elif options["dry_run"] and "explain" in content:
+        _print_decision(content)
+    else:
+        print_answer(kernel_row(content), KERNEL_COLUMNS, as_json=False)
+
+
+_EXPLAIN_COLUMNS = ["slot", "device", "free", "given", "reason"]
+
+
+def _print_decision(content: Mapping[str, Any]) -> None:
+    from agentd.cli.tables import amount, print_rows  # noqa: PLC0415
+
+    rows = [
+        {
+            **row,
+            "slot": slot,
+            "free": amount(slot, row["free"]),
+            "given": amount(slot, row["given"]),
+        }
+        for slot, rows in content["explain"].items()
+        for row in rows
+    ]
+    print_rows(rows, _EXPLAIN_COLUMNS)
+
+
+@click.command()
+@click.argument("agent")
+@click.option("--slot", "-s", "slot", multiple=True, metavar="NAME=AMOUNT", help="cuda.device=1")
+@json_option
+@click.pass_obj
+def explain(client: Client, agent: str, slot: Sequence[str], as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """Show which devices a kernel on AGENT would get, or why it would get none."""
+    path = f"/v1/agents/{quote(agent, safe='')}/kernels?dry_run=true"
+    body = {"slots": pairs(slot), "command": ["any"], "image": "any"}
+    try:
+        content = json.loads(client.open("POST", path, body).read())
+    except RpcProblem as problem:
+        rows = problem.content.get("explain", ())
+        if rows and not as_json:
+            _print_decision({"explain": {problem.content["slot"]: rows}})
+        raise
+    if as_json:
+        click.echo(json.dumps(content, indent=1))
+    else:
+        _print_decision(content)
+
+
+def _created_with_bar(client: Client, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Create, and show meanwhile how far the image's download is."""
+    with ThreadPoolExecutor(1) as pool:
+        creating: Future[Any] = pool.submit(client.call, "POST", path, body)
+        if not wait([creating], _LOOK_EVERY_S).done:
+            _show_pull(client, str(body["kernel_id"]), creating)
+        content: Mapping[str, Any] = creating.result()
+    return content
+
+
+def _show_pull(client: Client, kernel_id: str, creating: Future[Any]) -> None:
+    from rich.console import Console  # noqa: PLC0415 - rich is slow to load
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn  # noqa: PLC0415
+
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("creating", total=None)
+        while not wait([creating], _LOOK_EVERY_S).done:
+            try:
+                kernel = client.call("GET", f"/v1/kernels/{quote(kernel_id, safe='')}")
+            except RpcProblem:
+                continue
+            pull = kernel["pull"] or {"current": 0, "total": None}
+            progress.update(
+                bar, description=kernel["state"], completed=pull["current"], total=pull["total"]
+            )

@@ -1,0 +1,147 @@
+"""What the commands of `agentctl` share: reading options, and printing answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from agentd.client.http import RpcProblem
+
+DEFAULT_SOCKET = "/run/agentd/agentd.sock"
+DEFAULT_CONFIG = "/etc/agentd/agent.toml"
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def pairs(values: Sequence[str], separator: str = "=") -> dict[str, str]:
+    """Read NAME=VALUE, each name once."""
+    pairs = {}
+    for value in values:
+        name, found, rest = value.partition(separator)
+        if not found:
+            raise click.UsageError(f"{value!r} is not NAME{separator}VALUE")
+        if name in pairs:
+            raise click.UsageError(f"{name} is given twice")
+        pairs[name] = rest
+    return pairs
+
+
+def mounts(values: Sequence[str]) -> list[dict[str, Any]]:
+    """Read SOURCE:TARGET[:ro|:rw]."""
+    mounts = []
+    for value in values:
+        source, _, rest = value.partition(":")
+        target, _, mode = rest.partition(":")
+        if not target or mode not in ("", "ro", "rw"):
+            raise click.UsageError(f"{value!r} is not SOURCE:TARGET[:ro|:rw]")
+        mounts.append({"source": source, "target": target, "read_only": mode != "rw"})
+    return mounts
+
+
+def ports(values: Sequence[str]) -> list[dict[str, Any]]:
+    """Read [HOST:]CONTAINER[/udp]."""
+    ports = []
+    for value in values:
+        address, _, protocol = value.partition("/")
+        host, _, container = address.rpartition(":")
+        try:
+            port: dict[str, Any] = {"container": int(container), "protocol": protocol or "tcp"}
+            if host:
+                port["host"] = int(host)
+        except ValueError:
+            raise click.UsageError(f"{value!r} is not [HOST:]CONTAINER[/udp]") from None
+        ports.append(port)
+    return ports
+
+
+def tmpfs(values: Sequence[str]) -> list[dict[str, Any]]:
+    """Read TARGET[:SIZE]."""
+    folders = []
+    for value in values:
+        target, _, size = value.partition(":")
+        folders.append({"target": target, **({"size": size} if size else {})})
+    return folders
+
+
+def ulimits(values: Sequence[str]) -> dict[str, Any]:
+    """Read NAME=SOFT[:HARD]."""
+    limits: dict[str, Any] = {}
+    for name, value in pairs(values).items():
+        soft, _, hard = value.partition(":")
+        try:
+            limits[name] = {"soft": int(soft), "hard": int(hard or soft)}
+        except ValueError:
+            raise click.UsageError(f"{name}={value} is not NAME=SOFT[:HARD]") from None
+    return limits
+
+
+def print_answer(content: Any, columns: Sequence[str], *, as_json: bool) -> None:  # noqa: ANN401 - JSON, and click's flag
+    """Print an answer as JSON, or as a table with these columns."""
+    if as_json:
+        click.echo(json.dumps(content, indent=1))
+        return
+    from agentd.cli.tables import print_rows  # noqa: PLC0415 - rich is slow to load
+
+    print_rows(content if isinstance(content, list) else [content], columns)
+
+
+KERNEL_COLUMNS = [
+    "kernel",
+    "agent",
+    "state",
+    "slots",
+    "devices",
+    "exit_code",
+    "created_at",
+    "reason",
+]
+
+
+def kernel_row(kernel: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a kernel with its columns for people."""
+    from agentd.cli.tables import compact  # noqa: PLC0415
+
+    devices = [
+        f"{name} {compact(list(ids))}"
+        for name, by_slot in kernel["allocation"].items()
+        for ids in by_slot.values()
+        if name != "mem"
+    ]
+    return {
+        **kernel,
+        "kernel": kernel["kernel_id"],
+        "agent": kernel["agent_id"],
+        "devices": devices,
+        "reason": "; ".join(filter(None, [kernel["reason"], *kernel["degraded"]])) or None,
+    }
+
+
+def event_line(content: Mapping[str, Any]) -> str:
+    """Return an event's data in one line: what it is about, its state, and why."""
+    subject = content.get("kernel_id") or content.get("name") or content.get("id", "")
+    pull = content.get("pull")
+    done = f"{pull['current']} of {pull['total']} bytes" if pull else ""
+    words = (subject, content.get("state"), content.get("reason"), done)
+    return " ".join(word for word in words if word)
+
+
+def socket_of(config: str | None) -> str:
+    """Return the socket that a configuration names, without reading the rest of it."""
+    named = config or os.environ.get("AGENTD_CONFIG")
+    if from_env := os.environ.get("AGENTD__RPC__SOCKET"):
+        return from_env
+    path = Path(named or DEFAULT_CONFIG)
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        if named:
+            why = getattr(error, "strerror", None) or f"is no TOML: {error}"
+            raise RpcProblem({"code": "Config", "detail": f"{path}: {why}"}) from None
+        return DEFAULT_SOCKET
+    return str(content.get("rpc", {}).get("socket", DEFAULT_SOCKET))

@@ -1,0 +1,1 @@
+"""Accelerator plugins, each in a process of its own."""

@@ -1,0 +1,208 @@
+"""The process a plugin lives in: `python -m agentd.pluginhost.child NAME FD`.
+
+It imports the plugin, calls it as it is told, and knows nothing else. Calls are handled
+one after the other; a plugin that waits for events does so in a thread of its own. It
+dies with the daemon: the kernel kills it when its parent ends, even inside a driver call
+that can be killed, and the end of the channel ends it otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from agentd.plugin_api import API_VERSION, AcceleratorPlugin, AllocatedDevice, Features, KernelEvent
+from agentd.pluginhost.protocol import (
+    PROTOCOL,
+    RESULTS,
+    Answer,
+    Call,
+    Changed,
+    Facts,
+    Listing,
+    Message,
+    Order,
+    encode,
+    framed,
+    receive,
+)
+
+_PR_SET_PDEATHSIG = 1
+_EVENT_WAIT_S = 60.0
+_LEAST_PAUSE_S = 0.1
+_MORE_LIKELY_TO_BE_KILLED = b"500"
+
+
+class Host:
+    """One plugin and its channel."""
+
+    def __init__(self, channel: socket.socket, order: Order) -> None:
+        self._channel = channel
+        self._order = order
+        self._sending = threading.Lock()
+        self._class: type[AcceleratorPlugin] | None = None
+        self._plugin: AcceleratorPlugin | None = None
+        self._is_open = False
+
+    def serve(self) -> None:
+        """Answer calls until the channel ends."""
+        while (body := receive(self._channel)) is not None:
+            call = msgspec.msgpack.decode(body, type=Call)
+            self._send(self._answer(call))
+
+    def _answer(self, call: Call) -> Answer:
+        try:
+            if call.method not in RESULTS:
+                raise LookupError(f"no method {call.method}")
+            result = encode(getattr(self, call.method)(*call.arguments))
+            return Answer(call.number, msgspec.Raw(result))
+        except BaseException as error:  # noqa: BLE001 - the call into a plugin
+            return Answer(call.number, error=said(error))
+
+    def _send(self, message: Message) -> None:
+        try:
+            frame = framed(message)
+        except ValueError as error:
+            if not isinstance(message, Answer):
+                raise
+            frame = framed(Answer(message.number, error=said(error)))
+        with self._sending:
+            self._channel.sendall(frame)
+
+    def load(self) -> Facts:
+        module, _, attributes = self._order.target.partition(":")
+        before = set(sys.modules)
+        loaded: Any = importlib.import_module(module)
+        for attribute in filter(None, attributes.split(".")):
+            loaded = getattr(loaded, attribute)
+        if not (isinstance(loaded, type) and issubclass(loaded, AcceleratorPlugin)):
+            raise TypeError(f"its entry point is no AcceleratorPlugin but {loaded!r}")
+        self._class = loaded
+        return Facts(
+            loaded.api_version,
+            bool(loaded.needs_table),
+            _overrides(loaded, "wait_for_change"),
+            _overrides(loaded, "measure"),
+            _overrides(loaded, "kernel_event"),
+            sorted(name for name in {*sys.modules} - before if name.startswith("agentd.")),
+            getattr(sys.modules.get(module), "__file__", None) or "",
+        )
+
+    def validate(self) -> Sequence[Any]:
+        return list(self._loaded.validate(self._order.settings))
+
+    def open(self) -> None:
+        plugin = self._made
+        if plugin.api_version != API_VERSION:
+            raise TypeError(f"it speaks plugin API {plugin.api_version}, not {API_VERSION}")
+        plugin.open()
+        self._is_open = True
+        if _overrides(type(plugin), "wait_for_change"):
+            threading.Thread(target=self._watch, name="events", daemon=True).start()
+
+    def listing(self) -> Listing:
+        return Listing(list(self._opened.slot_types()), list(self._opened.list_devices()))
+
+    def container_edits(self, allocation: object, features: object) -> object:
+        given = msgspec.convert(allocation, type=list[AllocatedDevice])
+        plugin = self._opened if given else self._made
+        return plugin.container_edits(given, msgspec.convert(features, type=Features))
+
+    def measure(self) -> Sequence[object]:
+        return list(self._opened.measure())
+
+    def kernel_event(self, event: object) -> None:
+        self._opened.kernel_event(msgspec.convert(event, type=KernelEvent))
+
+    def close(self) -> None:
+        self._opened.close()
+
+    @property
+    def _loaded(self) -> type[AcceleratorPlugin]:
+        if self._class is None:
+            raise LookupError("the plugin is not loaded")
+        return self._class
+
+    @property
+    def _made(self) -> AcceleratorPlugin:
+        if self._plugin is None:
+            self._plugin = self._loaded(self._order.name, self._order.settings)
+        return self._plugin
+
+    @property
+    def _opened(self) -> AcceleratorPlugin:
+        if not self._is_open:
+            raise LookupError("the plugin is not open")
+        return self._made
+
+    def _watch(self) -> None:
+        """Tell of changes for as long as the plugin can wait for them."""
+        while True:
+            began = time.monotonic()
+            try:
+                if self._opened.wait_for_change(_EVENT_WAIT_S):
+                    self._send(Changed())
+            except BaseException as error:  # noqa: BLE001 - the call into a plugin
+                print(f"no more events: {said(error)}", flush=True)  # noqa: T201 - to the log
+                return
+            time.sleep(max(0.0, _LEAST_PAUSE_S - (time.monotonic() - began)))
+
+
+def _overrides(loaded: type[AcceleratorPlugin], method: str) -> bool:
+    return getattr(loaded, method) is not getattr(AcceleratorPlugin, method)
+
+
+def said(error: BaseException) -> str:
+    """Return an exception's type and text, in one line."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # noqa: BLE001 - the text of a plugin's error
+        text = "it cannot say why"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _die_with_the_daemon(parent: int) -> None:
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _be_killed_before_the_daemon() -> None:
+    """Where memory runs out, a leaking library goes first."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "wb") as file:  # noqa: PTH123
+        file.write(_MORE_LIKELY_TO_BE_KILLED)
+
+
+def main() -> None:
+    """Take the order and serve."""
+    _, _, number, parent = sys.argv
+    _die_with_the_daemon(int(parent))
+    _be_killed_before_the_daemon()
+    channel = socket.socket(fileno=int(number))
+    channel.set_inheritable(False)
+    body = receive(channel)
+    if body is None:
+        return
+    order = msgspec.msgpack.decode(body, type=Order)
+    if order.protocol != PROTOCOL:
+        raise SystemExit(f"the daemon speaks plugin protocol {order.protocol}, this is {PROTOCOL}")
+    sys.path[:] = order.path
+    with contextlib.suppress(ConnectionError):
+        Host(channel, order).serve()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

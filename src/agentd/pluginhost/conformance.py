@@ -1,0 +1,175 @@
+"""The conformance suite for plugins: each promise of `agentd.plugin_api`, tried on a real one.
+
+The plugin runs in a process of its own as it does under the daemon, with the same deadlines.
+A check that cannot be tried because an earlier one failed is left out.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from agentd.core.container_edits import ContainerEdits
+from agentd.core.slots import format_amount
+from agentd.plugin_api import AllocatedDevice, Features, KernelEvent
+from agentd.pluginhost.instance import (
+    CLOSE_TIMEOUT_S,
+    LOAD_TIMEOUT_S,
+    OPEN_TIMEOUT_S,
+    Pace,
+    Wanted,
+)
+from agentd.pluginhost.process import PluginLost, PluginProcess, PluginRefused
+from agentd.pluginhost.protocol import Facts
+from agentd.pluginhost.validation import PluginLie, check_version, checked_edits, checked_listing
+from agentd.services.interfaces import PluginListing
+
+_T = TypeVar("_T")
+_ENGINES = (Features("process"), Features("docker", device_requests=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What came of one check; `detail` says why it failed, or what was seen."""
+
+    check: str
+    passed: bool
+    detail: str = ""
+
+
+class _Failed(Exception):
+    """A check failed, and those after it cannot be tried."""
+
+
+class Conformance:
+    """One run of the suite over one plugin."""
+
+    def __init__(self, wanted: Wanted, pace: Pace) -> None:
+        self._wanted = wanted
+        self._timeout_s = pace.call_timeout_s
+        self.findings: list[Finding] = []
+
+    async def run(self) -> list[Finding]:
+        """Try everything, and return what was found."""
+        wanted = self._wanted
+        process = await PluginProcess.start(
+            wanted.name, wanted.target, wanted.settings, lambda: None
+        )
+        try:
+            await self._run(process)
+        except _Failed:
+            pass
+        finally:
+            await process.end("the check is over")
+        return self.findings
+
+    async def _run(self, process: PluginProcess) -> None:
+        facts = await self._tried("it is imported", lambda: self._load(process))
+        inside = {*facts.imports_of_agentd, *imports_of_agentd(Path(facts.file))}
+        self._say("it imports agentd.plugin_api alone", ", ".join(sorted(inside)))
+        await self._tried("its settings are valid", lambda: self._validate(process))
+        await self._tried("it opens", lambda: process.call("open", timeout_s=OPEN_TIMEOUT_S))
+        listing = await self._tried("it lists slots and devices", lambda: self._listed(process))
+        again = await self._tried("it lists them again", lambda: self._listed(process))
+        self._say("ids are the same in two listings", _moved(listing, again))
+        changed = "" if listing.slot_types == again.slot_types else "they are others"
+        self._say("slot types are the same in two listings", changed)
+        await self._tried(
+            "it says how to hide its devices", lambda: self._edits(process, [], _ENGINES[0])
+        )
+        devices = [
+            AllocatedDevice(d.device_id.id, d.stable_id, d.slot, format_amount(d.capacity, d.kind))
+            for d in listing.devices
+        ]
+        if not devices:
+            self.findings.append(Finding("its devices' needs", True, "not tried: it lists none"))  # noqa: FBT003
+        for features in _ENGINES if devices else ():
+            await self._tried(
+                f"it says what its devices need ({features.runtime})",
+                partial(self._edits, process, devices, features),
+            )
+        if facts.has_measurements:
+            await self._tried("it measures", lambda: self._measure(process, listing))
+        if facts.hears_kernels and devices:
+            await self._tried("it hears of kernels", lambda: self._tell(process, devices))
+        await self._tried("it closes", lambda: process.call("close", timeout_s=CLOSE_TIMEOUT_S))
+
+    async def _tried(self, check: str, attempt: Callable[[], Awaitable[_T]]) -> _T:
+        try:
+            result = await attempt()
+        except (PluginRefused, PluginLie, PluginLost) as error:
+            self.findings.append(Finding(check, passed=False, detail=str(error)))
+            raise _Failed from None
+        self.findings.append(Finding(check, passed=True))
+        return result
+
+    def _say(self, check: str, wrong: str) -> None:
+        self.findings.append(Finding(check, passed=not wrong, detail=wrong))
+
+    async def _load(self, process: PluginProcess) -> Facts:
+        facts: Facts = await process.call("load", timeout_s=LOAD_TIMEOUT_S)
+        check_version(facts.api_version)
+        return facts
+
+    async def _validate(self, process: PluginProcess) -> None:
+        wrong = await process.call("validate", timeout_s=self._timeout_s)
+        if wrong:
+            raise PluginLie("; ".join(f"{item.key}: {item.why}" for item in wrong))
+
+    async def _listed(self, process: PluginProcess) -> PluginListing:
+        found = await process.call("listing", timeout_s=self._timeout_s)
+        return checked_listing(self._wanted.name, found.slot_types, found.devices)
+
+    async def _edits(
+        self, process: PluginProcess, devices: list[AllocatedDevice], features: Features
+    ) -> ContainerEdits:
+        call = process.call("container_edits", devices, features, timeout_s=self._timeout_s)
+        edits = checked_edits(await call)
+        if not devices and edits != ContainerEdits(env=edits.env):
+            raise PluginLie("more than variables; hiding takes no files, mounts or names")
+        return edits
+
+    async def _tell(self, process: PluginProcess, devices: list[AllocatedDevice]) -> None:
+        for step in ("before-create", "after-start", "before-stop", "after-stop"):
+            event = KernelEvent(step, "check", devices[:1])
+            await process.call("kernel_event", event, timeout_s=self._timeout_s)
+
+    async def _measure(self, process: PluginProcess, listing: PluginListing) -> None:
+        measured = await process.call("measure", timeout_s=self._timeout_s)
+        known = {d.stable_id for d in listing.devices} | {d.parent for d in listing.devices}
+        if strange := sorted({item.stable_id for item in measured} - known):
+            raise PluginLie(f"it measures {', '.join(strange)}, which it does not list")
+
+
+def _moved(first: PluginListing, second: PluginListing) -> str:
+    """Say which ids mean something else in the second listing."""
+    before = {d.stable_id: (d.device_id.id, d.slot) for d in first.devices}
+    after = {d.stable_id: (d.device_id.id, d.slot) for d in second.devices}
+    moved = {name for name in {*before, *after} if before.get(name) != after.get(name)}
+    return ", ".join(sorted(moved))
+
+
+def imports_of_agentd(file: Path) -> set[str]:
+    """Return what a plugin's source imports of agentd besides the plugin API, wherever it does.
+
+    `file` is the module of its entry point; of a package all modules are read.
+    """
+    files = sorted(file.parent.rglob("*.py")) if file.name == "__init__.py" else [file]
+    found = set()
+    for each in files:
+        try:
+            tree = ast.parse(each.read_text(encoding="utf-8"))
+        except (OSError, ValueError, SyntaxError):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level and node.module == "agentd":
+                found |= {f"agentd.{alias.name}" for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+                found.add(node.module)
+    return {name for name in found if name.startswith("agentd.")} - {"agentd.plugin_api"}

@@ -1,0 +1,61 @@
+"""Programs that a plugin's process started, and that are to end with it.
+
+A library may start helpers, in sessions of their own too, which no signal to the process
+reaches. They inherit its environment, and there stands a mark: the daemon's pid and start
+time, and a word of each plugin process's own. Those of a daemon that was killed are ended
+by the next one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import uuid
+from collections.abc import Callable
+
+import structlog
+
+from agentd.host.processes import Proc, all_processes, read_env, read_stat
+
+log = structlog.get_logger()
+
+MARK = "AGENTD_PLUGIN"
+_ROUNDS = 5
+"""A helper may start another between the look and the kill; not for ever."""
+
+
+def new_mark() -> str:
+    """Return a mark for one process of this daemon."""
+    own = read_stat(os.getpid())
+    return f"{os.getpid()}.{own.start_time if own else 0}.{uuid.uuid4().hex}"
+
+
+def end_marked(mark: str) -> None:
+    """Kill whatever carries this mark."""
+    _end(lambda other: other == mark)
+
+
+def end_left_over() -> None:
+    """Kill what plugins of daemons that are no more have left behind."""
+    _end(lambda other: not _daemon(other).is_alive())
+
+
+def _end(is_meant: Callable[[str], bool]) -> None:
+    for _ in range(_ROUNDS):
+        found = [
+            Proc(stat.pid, stat.start_time)
+            for stat in all_processes()
+            if (mark := read_env(stat.pid).get(MARK)) and is_meant(mark)
+        ]
+        for process in found:
+            log.warning("plugin.helper_ended", pid=process.pid)
+            process.signal(signal.SIGKILL)
+        if not found:
+            return
+
+
+def _daemon(mark: str) -> Proc:
+    pid, _, rest = mark.partition(".")
+    start_time = rest.partition(".")[0]
+    is_read = pid.isdecimal() and start_time.isdecimal()
+    return Proc(int(pid), int(start_time)) if is_read else Proc(0, 0)

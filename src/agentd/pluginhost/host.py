@@ -1,0 +1,223 @@
+"""The accelerator plugins of this node: which there are, and what they say together.
+
+Entry points are found by their metadata alone. No plugin's code is ever imported here:
+each instance lives in a process of its own (`plugin_instance`, `plugin_process`,
+`plugin_child`), and one that raises, hangs, lies or dies is `failed`, with the reason, and
+touches nothing else. One that is merely late stays `pending` and joins when it opens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, Protocol
+
+from importlib_metadata import EntryPoint, entry_points
+
+from agentd.core.allocation import Allocation
+from agentd.core.container_edits import ContainerEdits, merged
+from agentd.core.devices import DeviceId
+from agentd.core.slots import CPU, MEM, format_amount
+from agentd.errors import PluginUnavailable, Problem
+from agentd.plugin_api import (
+    ENTRY_POINT_GROUP,
+    AllocatedDevice,
+    Features,
+    KernelEvent,
+    Measurement,
+)
+from agentd.pluginhost.descendants import end_left_over
+from agentd.pluginhost.instance import Pace, PluginInstance, Wanted
+from agentd.services.interfaces import PluginListing, PluginState, PluginStatus
+
+
+class Table(Protocol):
+    """One plugin's table, as the configuration gives it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def plugin(self) -> str: ...
+    @property
+    def required(self) -> bool: ...
+    @property
+    def settings(self) -> Mapping[str, Any]: ...
+
+
+def installed() -> dict[str, EntryPoint]:
+    """Return the entry points of the group `agentd.accelerators`, by name."""
+    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+class PluginHost:
+    """All plugin instances of this daemon."""
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        allow: Sequence[str] = (),
+        block: Sequence[str] = (),
+        *,
+        features: Features,
+        pace: Pace | None = None,
+        points: Mapping[str, EntryPoint] | None = None,
+    ) -> None:
+        points = installed() if points is None else points
+        self._changed: asyncio.Queue[str] = asyncio.Queue()
+        self._instances: dict[str, PluginInstance] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_open = False
+        for wanted, state, reason in _wanted(tables, set(allow), set(block), points):
+            instance = PluginInstance(wanted, features, pace or Pace(), self._note)
+            if state is not PluginState.PENDING:
+                instance.settle(state, reason)
+            self._instances[wanted.name] = instance
+
+    def wanted(self, name: str) -> Wanted:
+        """Return what would run under a device name.
+
+        Raises:
+            LookupError: nothing would; the message says what there is.
+        """
+        instance = self._instances.get(name)
+        if instance is None:
+            have = ", ".join(self._instances) or "none"
+            raise LookupError(f"no plugin {name!r}; there are {have}")
+        if not instance.wanted.target:
+            raise LookupError(instance.reason)
+        return instance.wanted
+
+    def _note(self, name: str) -> None:
+        if self._is_open:
+            self._changed.put_nowait(name)
+
+    async def open(self, timeout_s: float) -> None:
+        """Bring every plugin up, all at once, waiting no longer than `timeout_s`."""
+        await asyncio.to_thread(end_left_over)
+        waiting = [i for i in self._instances.values() if not i.settled.is_set()]
+        self._tasks = [
+            asyncio.create_task(instance.run(), name=f"plugin-{instance.wanted.name}")
+            for instance in waiting
+        ]
+        settling = [asyncio.create_task(instance.settled.wait()) for instance in waiting]
+        if settling:
+            _, late = await asyncio.wait(settling, timeout=timeout_s)
+            for task in late:
+                task.cancel()
+        for instance in waiting:
+            if instance.state is PluginState.PENDING:
+                instance.reason = f"has not opened within {timeout_s:g} s"
+        self._is_open = True
+
+    def problems(self) -> list[Problem]:
+        """Return what is wrong with the plugins' tables."""
+        return [problem for i in self._instances.values() for problem in i.problems]
+
+    def failed_required(self) -> list[str]:
+        """Return one line for each plugin that the start depends on and that is not ready."""
+        return [
+            f"plugin {i.wanted.name} is required and {i.state.value}: {i.reason}"
+            for i in self._instances.values()
+            if i.wanted.required and i.state is not PluginState.READY
+        ]
+
+    def statuses(self, *, everything: bool = False) -> list[PluginStatus]:
+        """Return how each instance does; with `everything`, those that wait for a table too."""
+        instances = self._instances.values()
+        return [i.status for i in instances if everything or not i.is_silent]
+
+    def listings(self) -> list[PluginListing]:
+        return [i.listing for i in self._instances.values() if i.listing is not None]
+
+    def measurements(self) -> dict[str, Sequence[Measurement]]:
+        """Return what was last measured, by device name."""
+        return {name: i.measurements for name, i in self._instances.items() if i.measurements}
+
+    async def changes(self) -> AsyncIterator[str]:
+        while True:
+            yield await self._changed.get()
+
+    async def container_edits(
+        self, allocation: Allocation, stable_ids: Mapping[DeviceId, str], features: Features
+    ) -> ContainerEdits:
+        names = dict.fromkeys(share.device_id.name for share in allocation.shares)
+        giving = [
+            await self._edits_of(name, _allocated(allocation, name, stable_ids), features)
+            for name in names
+            if name not in (CPU, MEM)
+        ]
+        instances = self._instances.items()
+        hiding = [i.hiding for name, i in instances if i.hiding and name not in names]
+        return merged(hiding, giving)
+
+    async def _edits_of(
+        self, name: str, devices: list[AllocatedDevice], features: Features
+    ) -> ContainerEdits:
+        if name not in self._instances:
+            raise PluginUnavailable(f"there is no plugin {name}")
+        return await self._instances[name].container_edits(devices, features)
+
+    def tell(
+        self,
+        step: str,
+        kernel_id: str,
+        allocation: Allocation,
+        stable_ids: Mapping[DeviceId, str],
+    ) -> None:
+        for name in {share.device_id.name for share in allocation.shares} & {*self._instances}:
+            devices = _allocated(allocation, name, stable_ids)
+            self._instances[name].tell(KernelEvent(step, kernel_id, devices))
+
+    async def close(self) -> None:
+        """Close what is open, and give up on what is not."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(instance.close() for instance in self._instances.values()))
+
+
+def _wanted(
+    tables: Sequence[Table], allow: set[str], block: set[str], points: Mapping[str, EntryPoint]
+) -> Iterable[tuple[Wanted, PluginState, str]]:
+    """Yield what is to run, and what is not to, with the reason."""
+
+    def is_allowed(plugin: str) -> bool:
+        return plugin not in block and (not allow or plugin in allow)
+
+    for table in tables:
+        point = points.get(table.plugin)
+        target = point.value if point else ""
+        wanted = Wanted(table.name, table.plugin, target, table.settings, True, table.required)  # noqa: FBT003
+        if not is_allowed(table.plugin):
+            why = f"entry point {table.plugin} is blocked by plugins.allow or plugins.block"
+            yield wanted, PluginState.BLOCKED, why
+        elif point is None:
+            yield wanted, PluginState.FAILED, _not_installed(table.plugin, points)
+        else:
+            yield wanted, PluginState.PENDING, ""
+    named = {table.name for table in tables}
+    for plugin in sorted(points):
+        if plugin not in named and is_allowed(plugin):
+            yield Wanted(plugin, plugin, points[plugin].value), PluginState.PENDING, ""
+
+
+def _not_installed(plugin: str, points: Mapping[str, EntryPoint]) -> str:
+    near = get_close_matches(plugin, points, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    have = ", ".join(sorted(points)) or "none"
+    return f"no entry point {plugin!r} is installed; {hint}installed: {have}"
+
+
+def _allocated(
+    allocation: Allocation, name: str, stable_ids: Mapping[DeviceId, str]
+) -> list[AllocatedDevice]:
+    return [
+        AllocatedDevice(
+            share.device_id.id,
+            stable_ids.get(share.device_id, ""),
+            share.slot,
+            format_amount(share.amount, share.kind),
+        )
+        for share in allocation.devices_of(name)
+    ]

@@ -1,0 +1,333 @@
+"""One plugin under one device name, over the life of the daemon.
+
+    pending ──────────> ready <──────> failed (its process is lost; tried again)
+       │ refused at the first try
+       └──> failed for good, or blocked
+
+`run` brings the plugin's process up, follows it, and brings it up again with a growing
+pause when it is lost. A plugin that answers, before it was ever ready, that it cannot
+(no driver, a lie, wrong settings) is not asked again. What it listed first decides its
+slots for good; later listings are its devices' health.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import structlog
+
+from agentd.core.container_edits import ContainerEdits
+from agentd.errors import PluginUnavailable, Problem
+from agentd.failpoints import reach
+from agentd.plugin_api import AllocatedDevice, Features, KernelEvent, Measurement
+from agentd.pluginhost.process import PluginLost, PluginProcess, PluginRefused
+from agentd.pluginhost.protocol import Facts, Listing
+from agentd.pluginhost.validation import (
+    PluginLie,
+    check_version,
+    checked_edits,
+    checked_listing,
+)
+from agentd.services.interfaces import PluginListing, PluginState, PluginStatus
+
+log = structlog.get_logger()
+
+LOAD_TIMEOUT_S, OPEN_TIMEOUT_S, CLOSE_TIMEOUT_S = 60.0, 120.0, 2.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
+LONG_ENOUGH_S = 60.0
+"""A process that was ready for so long starts the pauses anew."""
+MAX_EVENTS_WAITING = 16
+"""A plugin that is slow to hear of kernels misses what is more than this behind."""
+MAX_LEFT_BEHIND = 2
+"""No further process is started while so many of one plugin cannot be killed."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be run: a device name, its entry point and its table."""
+
+    name: str
+    plugin: str
+    target: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    has_table: bool = False
+    required: bool = False
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long a call may take, how often devices are looked at (seconds), and the resident
+    memory beyond which a process leaks, and is started again.
+    """
+
+    call_timeout_s: float = 10.0
+    health_interval_s: float = 10.0
+    most_memory_bytes: int = 1 << 30
+
+
+class PluginInstance:
+    """A plugin under a device name, and its process."""
+
+    def __init__(
+        self, wanted: Wanted, features: Features, pace: Pace, changed: Callable[[str], None]
+    ) -> None:
+        self.wanted = wanted
+        self.state = PluginState.PENDING
+        self.reason = ""
+        self.problems: list[Problem] = []
+        self.listing: PluginListing | None = None
+        self.hiding: ContainerEdits | None = None
+        self.measurements: Sequence[Measurement] = ()
+        self.settled = asyncio.Event()
+        self._features = features
+        self._pace = pace
+        self._tell_changed = changed
+        self._facts: Facts | None = None
+        self._process: PluginProcess | None = None
+        self._left_behind: list[PluginProcess] = []
+        self._woken = asyncio.Event()
+        self._ready_since: float | None = None
+        self._seen: tuple[Listing, PluginListing] | None = None
+        self._events_waiting = 0
+
+    @property
+    def status(self) -> PluginStatus:
+        slots = tuple(slot.name for slot in self.listing.slot_types) if self.listing else ()
+        wanted = self.wanted
+        return PluginStatus(
+            wanted.name, wanted.plugin, self.state, self.reason, slots, wanted.has_table
+        )
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it only waits for a table of its own, and is not worth a word."""
+        return self._facts is not None and self._facts.needs_table and not self.wanted.has_table
+
+    def settle(self, state: PluginState, reason: str) -> None:
+        """Take a state that others can rely on."""
+        self.state, self.reason = state, " ".join(reason.split())
+        self.settled.set()
+
+    async def run(self) -> None:
+        """Keep the plugin up until cancelled, or until it is known that it cannot be."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            self._ready_since = None
+            try:
+                await self._bring_up()
+                await self._follow()
+            except (PluginRefused, PluginLie) as error:
+                await self._give_up(str(error))
+                if self.listing is None:
+                    self._tell_changed(self.wanted.name)
+                    return
+            except PluginLost as error:
+                await self._give_up(str(error))
+            except Exception as error:
+                log.exception("plugin.failed", plugin=self.wanted.name)
+                await self._give_up(f"{type(error).__name__}: {error}")
+            if self.is_silent:
+                return
+            if self._ready_since and time.monotonic() - self._ready_since > LONG_ENOUGH_S:
+                pause_s = FIRST_PAUSE_S
+            self.reason += f"; next try in {pause_s:g} s"
+            log.warning("plugin.lost", plugin=self.wanted.name, reason=self.reason)
+            self._tell_changed(self.wanted.name)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _bring_up(self) -> None:
+        self._left_behind = [process for process in self._left_behind if process.is_alive]
+        if len(self._left_behind) >= MAX_LEFT_BEHIND:
+            pids = ", ".join(str(process.pid) for process in self._left_behind)
+            raise PluginLost(f"its processes {pids} cannot be killed")
+        wanted = self.wanted
+        self._refuse_large_numbers()
+        self._process = process = await PluginProcess.start(
+            wanted.name, wanted.target, wanted.settings, self._woken.set
+        )
+        step = "import"
+        try:
+            self._facts = await process.call("load", timeout_s=LOAD_TIMEOUT_S)
+            check_version(self._facts.api_version)
+            await reach("plugin.after_load")
+            if self.is_silent:
+                example = f'[plugins.cuda] plugin = "{wanted.plugin}"'
+                self.settle(PluginState.BLOCKED, f"needs a table of its own, such as {example}")
+                await self.close()
+                return
+            step = "settings"
+            await self._validate(process)
+            step = "hiding edits"
+            with contextlib.suppress(PluginRefused, PluginLie):
+                self.hiding = await self._hiding(process)
+            step = "open"
+            await process.call("open", timeout_s=OPEN_TIMEOUT_S)
+            await reach("plugin.after_open")
+            step = "list"
+            listing = await self._listed(process)
+            await reach("plugin.after_list")
+            step = "hiding edits"
+            self.hiding = await self._hiding(process)
+        except (PluginRefused, PluginLie, PluginLost) as error:
+            raise type(error)(f"{step}: {error}") from None
+        first = self.listing or listing
+        self.listing = replace(first, devices=listing.devices)
+        self._ready_since = time.monotonic()
+        self.settle(PluginState.READY, "")
+        self._tell_changed(wanted.name)
+
+    def _refuse_large_numbers(self) -> None:
+        """Refuse what cannot cross the channel.
+
+        Raises:
+            PluginLie: a number of the settings is too large.
+        """
+        where = f"plugins.{self.wanted.name}"
+        why = "is too large a number; allowed: up to 64 bits"
+        self.problems = [Problem(key, why) for key in _large_numbers(where, self.wanted.settings)]
+        if self.problems:
+            raise PluginLie("; ".join(map(str, self.problems)))
+
+    async def _hiding(self, process: PluginProcess) -> ContainerEdits:
+        """Ask what hides the plugin's devices; before it is open too, as it may never be."""
+        timeout_s = self._pace.call_timeout_s
+        edits = await process.call("container_edits", [], self._features, timeout_s=timeout_s)
+        return ContainerEdits(env=checked_edits(edits).env)
+
+    async def _validate(self, process: PluginProcess) -> None:
+        wrong = await process.call("validate", timeout_s=self._pace.call_timeout_s)
+        where = f"plugins.{self.wanted.name}"
+        self.problems = [Problem(f"{where}.{item.key}", item.why) for item in wrong]
+        if self.problems:
+            raise PluginLie("; ".join(str(problem) for problem in self.problems))
+
+    async def _listed(self, process: PluginProcess) -> PluginListing:
+        found: Listing = await process.call("listing", timeout_s=self._pace.call_timeout_s)
+        if self._seen is None or self._seen[0] is not found:
+            self._seen = (
+                found,
+                checked_listing(self.wanted.name, found.slot_types, found.devices),
+            )
+        return self._seen[1]
+
+    async def _follow(self) -> None:
+        """Look at the devices now and then, and at once when the plugin tells of a change."""
+        process = self._process
+        while process is not None and self.state is PluginState.READY:
+            try:
+                async with asyncio.timeout(self._pace.health_interval_s):
+                    await self._woken.wait()
+            except TimeoutError:
+                pass
+            self._woken.clear()
+            if process.lost.is_set():
+                raise PluginLost(process.reason)
+            if (used := process.memory_bytes()) > self._pace.most_memory_bytes:
+                raise PluginLost(f"it uses {used >> 20} MiB of memory")
+            await self._look(process)
+
+    async def _look(self, process: PluginProcess) -> None:
+        try:
+            listing = await self._listed(process)
+        except (PluginRefused, PluginLie) as error:
+            raise PluginLost(f"list: {error}") from None
+        if self.listing is not None and listing.devices != self.listing.devices:
+            self.listing = replace(self.listing, devices=listing.devices)
+            self._tell_changed(self.wanted.name)
+        if self._facts is not None and self._facts.has_measurements:
+            try:
+                timeout_s = self._pace.call_timeout_s
+                self.measurements = await process.call("measure", timeout_s=timeout_s)
+            except PluginRefused as error:
+                self.measurements = ()
+                log.warning("plugin.no_measurements", plugin=self.wanted.name, reason=str(error))
+
+    async def _give_up(self, reason: str) -> None:
+        """End the process and say why; a plugin that merely is late stays pending."""
+        process, self._process = self._process, None
+        if process is not None:
+            await process.end(reason)
+            if process.is_alive:
+                self._left_behind.append(process)
+                reason = reason if f"process {process.pid}" in reason else process.reason
+        self.measurements = ()
+        self.settle(PluginState.FAILED, reason)
+
+    async def _call(self, method: str, *arguments: object) -> Any:  # noqa: ANN401 - by RESULTS
+        if self._process is None:
+            raise PluginLost(self.reason)
+        timeout_s = self._pace.call_timeout_s
+        try:
+            async with asyncio.timeout(2 * timeout_s):
+                return await self._process.call(method, *arguments, timeout_s=timeout_s)
+        except TimeoutError:
+            raise PluginLost(f"it is busy with other calls for over {2 * timeout_s:g} s") from None
+
+    async def container_edits(
+        self, devices: Sequence[AllocatedDevice], features: Features
+    ) -> ContainerEdits:
+        """Return what a kernel needs to use these devices.
+
+        Raises:
+            PluginUnavailable: it does not say.
+        """
+        name = self.wanted.name
+        if self.state is not PluginState.READY:
+            raise PluginUnavailable(f"plugin {name} is {self.state.value}: {self.reason}")
+        try:
+            return checked_edits(await self._call("container_edits", list(devices), features))
+        except (PluginRefused, PluginLie, PluginLost) as error:
+            raise PluginUnavailable(
+                f"plugin {name} does not say what its devices need: {error}"
+            ) from None
+
+    def tell(self, event: KernelEvent) -> None:
+        """Let the plugin know of a kernel's life; what comes of it changes nothing."""
+        if self._process is None or self._facts is None or not self._facts.hears_kernels:
+            return
+        if self._events_waiting >= MAX_EVENTS_WAITING:
+            log.warning("plugin.event_dropped", plugin=self.wanted.name, step=event.step)
+            return
+        timeout_s = self._pace.call_timeout_s
+        self._events_waiting += 1
+        self._process.begin("kernel_event", event, timeout_s=timeout_s).add_done_callback(
+            self._told
+        )
+
+    def _told(self, call: asyncio.Task[None]) -> None:
+        self._events_waiting -= 1
+        if not call.cancelled() and (error := call.exception()) is not None:
+            log.warning("plugin.event_failed", plugin=self.wanted.name, reason=str(error))
+
+    async def close(self) -> None:
+        """Let the plugin close, briefly, and end its process."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if self.state is PluginState.READY:
+            try:
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await process.call("close", timeout_s=CLOSE_TIMEOUT_S)
+            except TimeoutError:
+                log.warning("plugin.not_closed", plugin=self.wanted.name, reason="it is busy")
+            except (PluginRefused, PluginLost) as error:
+                log.warning("plugin.not_closed", plugin=self.wanted.name, reason=str(error))
+        await process.end("the daemon stops")
+
+
+def _large_numbers(where: str, value: object) -> Iterator[str]:
+    """Yield the key paths of numbers beyond 64 bits."""
+    if isinstance(value, Mapping):
+        for key, below in value.items():
+            yield from _large_numbers(f"{where}.{key}", below)
+    elif isinstance(value, (list, tuple)):
+        for index, below in enumerate(value):
+            yield from _large_numbers(f"{where}.{index}", below)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        yield where

@@ -1,0 +1,293 @@
+"""One process of a plugin, seen from the daemon.
+
+A call has a deadline; one that misses it, or an answer that is no answer, ends the
+process. Ending it is asked of the kernel and waited for briefly: a process that is stuck
+in a driver cannot be killed, and then it is left behind, with its pid in the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+import structlog
+
+from agentd.failpoints import reach
+from agentd.host.processes import Proc, read_stat
+from agentd.pluginhost.descendants import MARK, end_marked, new_mark
+from agentd.pluginhost.output import PluginOutput, one_line
+from agentd.pluginhost.protocol import (
+    LENGTH_BYTES,
+    MAX_FRAME_BYTES,
+    PROTOCOL,
+    RESULTS,
+    Answer,
+    Call,
+    Changed,
+    Message,
+    Order,
+    framed,
+)
+
+log = structlog.get_logger()
+
+KILL_PATIENCE_S = 2.0
+_OWN_END_S = 0.2
+_NOT_FOR_PLUGINS = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID")
+
+
+class PluginLost(Exception):
+    """The process is gone, or had to be ended; the message says why."""
+
+
+class PluginRefused(Exception):
+    """The plugin answered that it cannot, or with what is no answer; it lives."""
+
+
+class PluginProcess:
+    """A plugin's process; made by `start`, ended by `end`."""
+
+    def __init__(
+        self, name: str, popen: subprocess.Popen[bytes], mark: str, changed: Callable[[], None]
+    ) -> None:
+        self._name = name
+        self._mark = mark
+        self._popen = popen
+        self._changed = changed
+        self._numbers = 0
+        self._answer: asyncio.Future[Answer] | None = None
+        self._turn = asyncio.Lock()
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._exchanges: set[asyncio.Task[Any]] = set()
+        self._output = PluginOutput(name)
+        self._last: dict[str, tuple[bytes, Any]] = {}
+        self._watching: asyncio.Task[None] | None = None
+        self._is_ending = False
+        self.lost = asyncio.Event()
+        self.reason = ""
+
+    @classmethod
+    async def start(
+        cls, name: str, target: str, settings: Mapping[str, Any], changed: Callable[[], None]
+    ) -> Self:
+        """Start the process of a plugin; `changed` is called when it tells of a change.
+
+        Raises:
+            PluginLost: it does not start.
+        """
+        order = framed(Order(PROTOCOL, [*filter(None, sys.path)], target, name, _plain(settings)))
+        mark = new_mark()
+        try:
+            await reach("plugin.before_spawn")
+            ours, theirs = socket.socketpair()
+            with theirs:
+                try:
+                    popen = _popen(name, theirs, mark)
+                except OSError:
+                    ours.close()
+                    raise
+        except OSError as error:
+            raise PluginLost(f"its process does not start: {error.strerror}") from None
+        made = cls(name, popen, mark, changed)
+        await made._connect(ours)
+        await reach("plugin.after_spawn")
+        made._write(order)
+        return made
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    async def _connect(self, channel: socket.socket) -> None:
+        reader, self._writer = await asyncio.open_connection(sock=channel)
+        self._reading = asyncio.create_task(self._read(reader), name=f"plugin-{self._name}")
+        self._watching = asyncio.create_task(self._watch(), name=f"plugin-end-{self._name}")
+        if self._popen.stdout is not None:
+            self._output.follow(self._popen.stdout)
+
+    async def _watch(self) -> None:
+        """See the process end, also where a copy of it keeps the channel open."""
+        stat = read_stat(self.pid)
+        if stat is not None:
+            await Proc(stat.pid, stat.start_time).ended()
+        await asyncio.sleep(_OWN_END_S)  # what it said last is read first
+        await self.end()
+
+    async def call(self, method: str, *arguments: object, timeout_s: float) -> Any:  # noqa: ANN401 - by RESULTS
+        """Call a method, and return what RESULTS says of it.
+
+        Calls wait for each other; `timeout_s` counts from a call's own turn. A caller that
+        gives up does not stop the call.
+
+        Raises:
+            PluginRefused: the plugin raised, or its answer is none.
+            PluginLost: the process ended, or was ended as its time was over.
+        """
+        return await asyncio.shield(self.begin(method, *arguments, timeout_s=timeout_s))
+
+    def begin(self, method: str, *arguments: object, timeout_s: float) -> asyncio.Task[Any]:
+        """Take a place in the row of calls, and return the call; see `call`."""
+        exchange = asyncio.create_task(self._exchange(method, arguments, timeout_s))
+        self._exchanges.add(exchange)
+        exchange.add_done_callback(self._exchanges.discard)
+        exchange.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return exchange
+
+    async def _exchange(self, method: str, arguments: tuple[object, ...], timeout_s: float) -> Any:  # noqa: ANN401 - as `call`
+        async with self._turn:
+            if self.lost.is_set():
+                raise PluginLost(self.reason)
+            self._numbers += 1
+            self._answer = asyncio.get_running_loop().create_future()
+            try:
+                self._write(framed(Call(self._numbers, method, list(arguments))))
+                async with asyncio.timeout(timeout_s):
+                    answer = await self._answer
+            except TimeoutError:
+                await self.end(f"{method}: no answer within {timeout_s:g} s")
+                raise PluginLost(self.reason) from None
+            finally:
+                self._answer = None
+        if answer.error is not None:
+            raise PluginRefused(one_line(answer.error))
+        return self._decoded(method, bytes(answer.result))
+
+    def _decoded(self, method: str, result: bytes) -> Any:  # noqa: ANN401 - as `call`
+        """Read a result; one that is the same as the last time is the same value."""
+        last = self._last.get(method)
+        if last is not None and last[0] == result:
+            return last[1]
+        try:
+            value = msgspec.msgpack.decode(result, type=RESULTS[method])
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            why = f"it answered {method} with what is no answer: {error}"
+            raise PluginRefused(one_line(why)) from None
+        self._last[method] = (result, value)
+        return value
+
+    def _write(self, frame: bytes) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(frame)
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        why = ""
+        try:
+            while True:
+                length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
+                if length > MAX_FRAME_BYTES:
+                    why = f"it sent a frame of {length} bytes"
+                    break
+                body = await reader.readexactly(length)
+                self._took(msgspec.msgpack.decode(body, type=Message))
+        except (asyncio.IncompleteReadError, OSError):
+            pass
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            why = f"it sent what is no message: {error}"
+        await self.end(why)
+
+    def _took(self, message: Message) -> None:
+        if isinstance(message, Changed):
+            self._changed()
+        elif self._answer and not self._answer.done() and message.number == self._numbers:
+            self._answer.set_result(message)
+
+    async def end(self, why: str = "") -> None:
+        """End the process; `why` is the reason, unless it ended by itself."""
+        if self._is_ending:
+            await self.lost.wait()
+            return
+        self._is_ending = True
+        await reach("plugin.before_kill")
+        status = None if why else await self._exit_status(_OWN_END_S)
+        if status is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            if await self._exit_status(KILL_PATIENCE_S) is None:
+                why = f"{why or 'it was ended'}; process {self.pid} cannot be killed, left behind"
+                log.error("plugin.abandoned", plugin=self._name, pid=self.pid)
+        await reach("plugin.after_kill")
+        await asyncio.to_thread(end_marked, self._mark)
+        self.reason = why or _how_it_ended(status)
+        self._output.close()
+        if self._writer is not None:
+            self._writer.close()
+        for task in (self._reading, self._watching):
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(PluginLost(self.reason))
+        self.lost.set()
+        self._changed()
+
+    def memory_bytes(self) -> int:
+        """Return its resident memory; zero if it has ended."""
+        try:
+            statm = Path(f"/proc/{self.pid}/statm").read_text(encoding="ascii")
+        except OSError:
+            return 0
+        return int(statm.split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process is still there, as one that was left behind may be."""
+        return self._popen.poll() is None
+
+    async def _exit_status(self, patience_s: float) -> int | None:
+        """Wait for the end, looking ever less often; None if it does not come."""
+        end, pause_s = time.monotonic() + patience_s, 0.001
+        while (status := self._popen.poll()) is None and time.monotonic() < end:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.05)
+        return status
+
+
+def _popen(name: str, channel: socket.socket, mark: str) -> subprocess.Popen[bytes]:
+    environ = {k: v for k, v in os.environ.items() if k not in _NOT_FOR_PLUGINS}
+    environ |= {"PYTHONUNBUFFERED": "1", MARK: mark}
+    return subprocess.Popen(  # noqa: S603 - our own program
+        [
+            *(sys.executable, "-P", "-m", "agentd.pluginhost.child"),
+            *(name, str(channel.fileno()), str(os.getpid())),
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        pass_fds=(channel.fileno(),),
+        cwd="/",
+        env=environ,
+        start_new_session=True,
+        bufsize=0,
+    )
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401 - TOML
+    """Return a TOML value in the types that cross the channel; a date becomes its text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(below) for key, below in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(below) for below in value]
+    if isinstance(value, float):
+        return float(value)
+    return value if isinstance(value, (str, int)) else str(value)
+
+
+def _how_it_ended(status: int | None) -> str:
+    if status is None:
+        return "it was ended"
+    if status >= 0:
+        return f"it exited with status {status}"
+    try:
+        return f"it was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"it was killed by signal {-status}"

@@ -1,0 +1,151 @@
+"""What plugins say, checked and turned into the core's values.
+
+A plugin's answer is foreign data. Its types are checked as it is decoded; whatever else
+does not hold (a slot outside its prefix, the same id twice, an amount that is none) makes
+the whole listing a lie, and the plugin fails with the reason.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+from agentd.core.devices import ID_PATTERN, Device, DeviceId, Health
+from agentd.core.slots import (
+    ONE,
+    AmountError,
+    SlotKind,
+    SlotType,
+    device_name_of,
+    is_slot_name,
+    parse_base_units,
+)
+from agentd.plugin_api import (
+    API_VERSION,
+    ContainerEdits,
+    DeviceInfo,
+    SlotTypeInfo,
+)
+from agentd.pluginhost.output import one_line
+from agentd.services.interfaces import PluginListing
+
+MAX_DEVICES = 4096
+_MAX_ALIASES, _MAX_ATTRIBUTES = 16, 64
+
+
+class PluginLie(Exception):
+    """A plugin's answer breaks the contract; the message says how."""
+
+
+def check_version(version: object) -> None:
+    """Refuse a plugin that speaks another version of the API."""
+    if version != API_VERSION:
+        raise PluginLie(f"it speaks plugin API {version!r}; this agentd speaks {API_VERSION}")
+
+
+def checked_listing(
+    name: str, slot_infos: Iterable[SlotTypeInfo], device_infos: Iterable[DeviceInfo]
+) -> PluginListing:
+    """Return what a plugin offers, in the core's values.
+
+    Raises:
+        PluginLie: some of it breaks the contract.
+    """
+    types = tuple(_slot_type(name, info) for info in slot_infos)
+    kinds = {slot.name: slot.kind for slot in types}
+    if len(kinds) < len(types):
+        raise PluginLie("it lists a slot type twice")
+    infos = list(device_infos)
+    if len(infos) > MAX_DEVICES:
+        raise PluginLie(f"it lists {len(infos)} devices; allowed: up to {MAX_DEVICES}")
+    devices = tuple(_device(name, info, kinds) for info in infos)
+    _refuse_twice("id", [device.device_id.id for device in devices])
+    _refuse_twice("stable id", [device.stable_id for device in devices])
+    return PluginListing(name, types, devices)
+
+
+def _slot_type(name: str, info: SlotTypeInfo) -> SlotType:
+    slot = info.name
+    if not is_slot_name(slot) or device_name_of(slot) != name:
+        raise PluginLie(f"its slot {slot!r} is outside its prefix {name!r}")
+    try:
+        kind = SlotKind(info.kind)
+        quantum = parse_base_units(info.quantum, kind)
+    except AmountError as error:
+        raise PluginLie(f"the quantum of {slot}: {error}") from None
+    except ValueError:
+        raise PluginLie(
+            f"{slot} is of kind {info.kind!r}; there are count, bytes, unique"
+        ) from None
+    if kind is SlotKind.UNIQUE and quantum != ONE:
+        raise PluginLie(f"the quantum of {slot} is {info.quantum}; a unique slot is given whole")
+    largest = 1 if kind is SlotKind.BYTES else ONE
+    if not 0 < quantum <= largest:
+        raise PluginLie(f"the quantum of {slot} is {info.quantum}; allowed: more than 0, at most 1")
+    return SlotType(slot, kind, quantum, info.exclusive_group, info.unit)
+
+
+def _device(name: str, info: DeviceInfo, kinds: dict[str, SlotKind]) -> Device:
+    names = [("id", info.id), ("stable id", info.stable_id)]
+    names += [("parent", info.parent)] if info.parent is not None else []
+    names += [("alias", alias) for alias in info.aliases[:_MAX_ALIASES]]
+    for label, value in names:
+        if not ID_PATTERN.fullmatch(value):
+            shown = one_line(repr(value), 160)
+            raise PluginLie(f"its {label} {shown} is none; allowed: letters, digits, '_.:-'")
+    if info.slot not in kinds:
+        raise PluginLie(f"device {info.id} offers {info.slot!r}, which is no slot type of it")
+    try:
+        capacity = parse_base_units(info.capacity, kinds[info.slot])
+    except AmountError as error:
+        raise PluginLie(f"the capacity of {info.id}: {error}") from None
+    if kinds[info.slot] is SlotKind.UNIQUE and capacity not in (0, ONE):
+        raise PluginLie(f"{info.id} offers {info.capacity} of a unique slot")
+    if info.health not in set(Health):
+        raise PluginLie(f"the health of {info.id} is {info.health!r}")
+    if info.numa_node is not None and info.numa_node < 0:
+        raise PluginLie(f"the NUMA node of {info.id} is {info.numa_node}")
+    return Device(
+        device_id=DeviceId(name, info.id),
+        stable_id=info.stable_id,
+        slot=info.slot,
+        kind=kinds[info.slot],
+        capacity=capacity,
+        numa_node=info.numa_node,
+        aliases=tuple(info.aliases[:_MAX_ALIASES]),
+        parent=info.parent,
+        model=one_line(info.model),
+        health=Health(info.health),
+        reason=one_line(info.reason),
+        attributes={
+            one_line(key): one_line(value)
+            for key, value in islice(info.attributes.items(), _MAX_ATTRIBUTES)
+        },
+    )
+
+
+def checked_edits(edits: ContainerEdits) -> ContainerEdits:
+    """Return a plugin's container edits, if they are what a runtime can use.
+
+    Raises:
+        PluginLie: they are not.
+    """
+    for name, value in edits.env.items():
+        if not name or "=" in name or "\0" in name + value:
+            raise PluginLie(f"{name!r} is no name of a variable, or its value is none")
+    for node in edits.device_nodes:
+        if not set(node.permissions) <= set("rwm") or not node.permissions:
+            raise PluginLie(f"the permissions of {node.host_path} are {node.permissions!r}")
+    paths = [node.host_path for node in edits.device_nodes]
+    paths += [node.container_path for node in edits.device_nodes]
+    paths += [path for mount in edits.mounts for path in (mount.source, mount.target)]
+    for path in paths:
+        if not path.startswith("/") or "\0" in path or ".." in path.split("/"):
+            raise PluginLie(f"{path!r} is no absolute path")
+    return edits
+
+
+def _refuse_twice(label: str, values: Sequence[str]) -> None:
+    if twice := sorted(value for value, count in Counter(values).items() if count > 1):
+        raise PluginLie(f"it lists the {label} {', '.join(twice)} twice")

@@ -1,0 +1,281 @@
+"""From the services' values to what is shown; decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Literal, TypeAlias
+
+from agentd import __version__
+from agentd.core.allocation import Ledger
+from agentd.core.devices import Device, Health, Inventory
+from agentd.core.kernel import Kernel
+from agentd.core.partition import Split
+from agentd.core.slots import MEM, SlotKind, SlotType, device_name_of, format_amount
+from agentd.services.adoption import Adoption, RuntimeStatus
+from agentd.services.events import Event, EventKind
+from agentd.services.interfaces import Plugins, PluginStatus
+from agentd.services.kernels import KernelService
+from agentd.services.selfcheck import Check
+from agentd.views import (
+    AgentView,
+    CheckView,
+    DeviceView,
+    KernelView,
+    NodeView,
+    PluginView,
+    RuntimeView,
+    SlotTypeView,
+    SlotUseView,
+)
+
+DeviceState: TypeAlias = Literal["ok", "held", "unhealthy", "drained", "gone", "overcommitted"]
+
+
+def kernel_view(kernel: Kernel, inventory: Inventory) -> KernelView:
+    """Return a kernel with what is not as it should be: unknown slots, degraded devices."""
+    return {
+        "kernel_id": kernel.kernel_id,
+        "agent_id": kernel.agent_id,
+        "state": kernel.state.value,
+        "slots": dict(kernel.slots),
+        "allocation": kernel.allocation.to_wire() if kernel.holds else {},
+        "unknown_slots": {
+            name: amount
+            for name, amount in kernel.slots.items()
+            if kernel.holds and name not in inventory.slot_types
+        },
+        "degraded": _degraded(kernel, inventory) if kernel.holds else [],
+        "ports": [
+            {"container": p.container, "host": p.host, "protocol": p.protocol, "address": p.address}
+            for p in (kernel.ports if kernel.holds else ())
+        ],
+        "container_id": kernel.handle if kernel.runtime == "docker" else None,
+        "pid": int(kernel.handle) if kernel.runtime == "process" and kernel.handle else None,
+        "created_at": _time(kernel.created_at) or "",
+        "started_at": _time(kernel.started_at),
+        "finished_at": _time(kernel.ending.finished_at),
+        "exit_code": kernel.ending.exit_code,
+        "oom_killed": kernel.ending.oom_killed,
+        "pull": {"current": kernel.pull.current, "total": kernel.pull.total}
+        if kernel.pull
+        else None,
+        "reason": kernel.reason or kernel.ending.reason,
+        "not_enforced": list(kernel.not_enforced),
+    }
+
+
+def _degraded(kernel: Kernel, inventory: Inventory) -> list[str]:
+    ids = dict.fromkeys(share.device_id for share in kernel.allocation.shares)
+    devices = (inventory.by_id[device_id] for device_id in ids if device_id in inventory.by_id)
+    return [
+        f"{device.device_id}: {'gone' if device.gone else 'unhealthy'}: {device.reason}"
+        for device in devices
+        if (device.gone and device.health is not Health.UNKNOWN)
+        or device.health is Health.UNHEALTHY
+    ]
+
+
+def _time(seconds: float | None) -> str | None:
+    if seconds is None:
+        return None
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")[:-6] + "Z"
+
+
+def device_view(device: Device, split: Split, ledger: Ledger) -> DeviceView:
+    """Return a device with its holders and its state, the gravest reason first."""
+    holders = ledger.holders(device.device_id)
+    state, reason = _device_state(device, ledger)
+    agents = split.agents_of(device.device_id)
+    free = max((ledger.free(device, split.partitions[agent]) for agent in agents), default=0)
+    kind = next((share.kind for share in holders.values() if share.slot), device.kind)
+    return {
+        "device_name": device.device_id.name,
+        "id": device.device_id.id,
+        "stable_id": device.stable_id,
+        "aliases": list(device.aliases),
+        "agents": agents,
+        "state": state,
+        "reason": reason,
+        "numa_node": device.numa_node,
+        "model": device.model,
+        "slot": device.slot,
+        "capacity": format_amount(device.capacity, device.kind),
+        "allocated": format_amount(ledger.used(device.device_id), kind),
+        "free": format_amount(free, device.kind),
+        "holders": [
+            {"kernel_id": kernel_id, "amount": format_amount(share.amount, share.kind)}
+            for kernel_id, share in holders.items()
+        ],
+    }
+
+
+def _device_state(device: Device, ledger: Ledger) -> tuple[DeviceState, str]:
+    if device.gone:
+        return "gone", device.reason
+    if device.health is Health.UNHEALTHY:
+        return "unhealthy", device.reason
+    if (holder := ledger.kept_back_by(device)) is not None:
+        slot = ledger.holders(device.device_id)[holder].slot
+        what = f"{slot} of it" if slot else "it, or what it is a part of"
+        return "held", f"kernel {holder} holds {what}; nothing new until it ends"
+    if (used := ledger.used(device.device_id)) > device.capacity:
+        over = format_amount(used - device.capacity, device.kind)
+        return "overcommitted", f"{over} more is held than there is"
+    if device.drained:
+        return "drained", "drained by an operator"
+    return "ok", ""
+
+
+def agent_view(agent_id: str, split: Split, ledger: Ledger) -> AgentView:
+    """Return an agent's partition, and its slots as they are used."""
+    factors = split.scaling_factors(agent_id)
+    return {
+        "agent_id": agent_id,
+        "devices": partition_devices(split, agent_id),
+        "slots": {
+            name: _slot_use(agent_id, slot, split, ledger)
+            for name, slot in split.inventory.slot_types.items()
+        },
+        "scaling_factors": {name: format(factor, "f") for name, factor in factors.items()},
+    }
+
+
+def partition_devices(split: Split, agent_id: str) -> dict[str, list[str]]:
+    """Return the ids of an agent's devices by device name, memory apart."""
+    names: dict[str, list[str]] = {name: [] for name in split.inventory.by_name if name != MEM}
+    for device_id in split.partitions[agent_id].devices:
+        if device_id.name != MEM:
+            names[device_id.name].append(device_id.id)
+    return names
+
+
+def _slot_use(agent_id: str, slot: SlotType, split: Split, ledger: Ledger) -> SlotUseView:
+    partition, inventory = split.partitions[agent_id], split.inventory
+    devices = inventory.by_slot.get(slot.name, ())
+    allocated = sum(
+        share.amount
+        for holding in ledger.holdings.values()
+        if holding.agent_id == agent_id
+        for share in holding.allocation.shares
+        if share.slot == slot.name
+    )
+    free = sum(ledger.free(d, partition) // slot.quantum * slot.quantum for d in devices)
+    return {
+        "capacity": format_amount(split.slots_of(agent_id)[slot.name], slot.kind),
+        "allocated": format_amount(allocated, slot.kind),
+        "free": format_amount(free, slot.kind),
+    }
+
+
+def slot_type_view(slot: SlotType) -> SlotTypeView:
+    """Return a slot type with its quantum as a plain decimal."""
+    return {
+        "name": slot.name,
+        "device_name": device_name_of(slot.name),
+        "kind": slot.kind.value,
+        "quantum": format_amount(slot.quantum, slot.kind),
+        "exclusive_group": slot.exclusive_group,
+        "unit": slot.unit,
+    }
+
+
+def plugin_view(status: PluginStatus) -> PluginView:
+    """Return a plugin and how it does."""
+    return {
+        "name": status.name,
+        "plugin": status.plugin,
+        "state": status.state.value,
+        "reason": status.reason,
+        "slots": list(status.slots),
+    }
+
+
+def plugin_views(plugins: Plugins) -> list[PluginView]:
+    """Return every plugin and how it does."""
+    return [plugin_view(status) for status in plugins.statuses()]
+
+
+def event_view(event: Event, split: Split, ledger: Ledger) -> object:
+    """Return what an event carries: the thing as it was just then, as its own call shows it."""
+    shown: object = {"reason": str(event.value)}
+    match event.kind, event.value:
+        case EventKind.KERNEL, Kernel() as kernel:
+            shown = kernel_view(kernel, split.inventory)
+        case EventKind.KERNEL_REMOVED, Kernel() as kernel:
+            shown = {"kernel_id": kernel.kernel_id, "agent_id": kernel.agent_id}
+        case EventKind.DEVICE, Device() as device:
+            shown = device_view(device, split, ledger)
+        case EventKind.DEVICE_REMOVED, Device() as device:
+            shown = {"device_name": device.device_id.name, "id": device.device_id.id}
+        case EventKind.PLUGIN, PluginStatus() as status:
+            shown = plugin_view(status)
+        case EventKind.RUNTIME, (str(name), RuntimeStatus() as runtime):
+            shown = {"name": name, "state": runtime.state, "reason": runtime.reason}
+    return shown
+
+
+def node_view(
+    node_id: str, service: KernelService, adoption: Adoption, plugins: Plugins
+) -> NodeView:
+    """Return the node, its parts and what the operator should know."""
+    runtimes: dict[str, RuntimeView] = {
+        name: {"name": name, "state": status.state, "reason": status.reason}
+        for name, status in adoption.statuses.items()
+    }
+    default = service.default.name
+    return {
+        "id": node_id,
+        "version": __version__,
+        "runtime": runtimes.pop(default),
+        "other_runtimes": list(runtimes.values()),
+        "plugins": plugin_views(plugins),
+        "warnings": list(service.devices.warnings),
+        "generation": service.devices.generation,
+    }
+
+
+def check_views(checks: Iterable[Check]) -> list[CheckView]:
+    """Return what the self-check found, rule by rule."""
+    return [
+        {
+            "check": check.rule,
+            "promise": check.promise,
+            "passed": not check.findings,
+            "findings": list(check.findings),
+        }
+        for check in checks
+    ]
+
+
+def amounts(slots: Iterable[tuple[str, int]], inventory: Inventory) -> dict[str, str]:
+    """Return base units as plain decimals; every known slot, zero ones too."""
+    known = dict(slots)
+    return {
+        name: format_amount(known.get(name, 0), slot.kind)
+        for name, slot in inventory.slot_types.items()
+    }
+
+
+def plan_view(split: Split) -> dict[str, object]:
+    """Return the partition as `agentd plan --json` prints it."""
+    return {
+        "allocation_mode": split.mode.value,
+        "agents": {
+            agent_id: {
+                "devices": partition_devices(split, agent_id),
+                "slots": amounts(split.slots_of(agent_id).items(), split.inventory),
+                "scaling_factors": {
+                    name: format(factor, "f")
+                    for name, factor in split.scaling_factors(agent_id).items()
+                },
+            }
+            for agent_id in split.partitions
+        },
+        "reserved": {
+            "cpu": list(split.reserved_cpu),
+            "mem": format_amount(split.reserved_mem, SlotKind.BYTES),
+        },
+        "unassigned": {name: list(ids) for name, ids in split.unassigned.items()},
+        "warnings": list(split.warnings),
+    }

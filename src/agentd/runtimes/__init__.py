@@ -1,0 +1,1 @@
+"""What runs kernels: one folder for each runtime, behind the protocol of `agentd.services`."""

@@ -1,0 +1,198 @@
+"""Fetching images: one pull of each at a time, shared by all who wait for it.
+
+The engine stops a pull when its caller hangs up, so a pull for which nobody waits any more
+is cancelled. Credentials come from a file of the operator, in the form of Docker's
+`config.json` (`{"auths": {"registry.example:5000": {"auth": "<base64 of user:password>"}}}`),
+read at each pull.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from base64 import b64decode, urlsafe_b64encode
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import aiohttp
+import structlog
+from aiodocker import Docker, DockerError
+
+from agentd.core.kernel import Pull
+from agentd.errors import ImageNotFound, RuntimeFailure, RuntimeUnavailable
+from agentd.runtimes.docker.answers import CONNECTION_FAILED
+
+log = structlog.get_logger()
+
+DOCKER_HUB = "https://index.docker.io/v1/"
+_HUB_NAMES = ("docker.io", "index.docker.io", "registry-1.docker.io")
+_DONE = ("Download complete", "Pull complete", "Already exists")
+_COMPLETE = "Status: "
+"""How a line begins that a pull has which was not cut short."""
+
+_PAUSE_S = 0.2
+"""How often it is told how far a pull is."""
+
+Listener: TypeAlias = Callable[[Pull], None]
+_Key: TypeAlias = tuple[str, str | None]
+
+
+@dataclass(slots=True)
+class _Shared:
+    """A pull under way, and who waits for it."""
+
+    task: asyncio.Task[None]
+    listeners: list[Listener] = field(default_factory=list)
+    quiet_until: float = 0.0
+
+
+class Images:
+    """The images of an engine."""
+
+    def __init__(self, docker: Docker, registry_auth: Path | None) -> None:
+        self._docker = docker
+        self._registry_auth = registry_auth
+        self._pulls: dict[_Key, _Shared] = {}
+
+    async def pull(self, image: str, platform: str | None, listener: Listener) -> None:
+        """Fetch an image, or wait for the pull that is under way; `listener` hears how far.
+
+        Raises:
+            ImageNotFound: it is not to be had.
+            RuntimeUnavailable: the engine did not answer.
+        """
+        image = _tagged(image)
+        key = (image, platform)
+        shared = self._pulls.get(key)
+        if shared is None:
+            shared = self._pulls[key] = _Shared(asyncio.create_task(self._pull(image, platform)))
+            shared.task.add_done_callback(lambda task: self._forget(key, task))
+        shared.listeners.append(listener)
+        try:
+            await asyncio.shield(shared.task)
+        finally:
+            shared.listeners.remove(listener)
+            if not shared.listeners and not shared.task.done():
+                self._forget(key, shared.task)
+                shared.task.cancel()
+
+    def _forget(self, key: _Key, task: asyncio.Task[None]) -> None:
+        if key in self._pulls and self._pulls[key].task is task:
+            del self._pulls[key]
+
+    async def _pull(self, image: str, platform: str | None) -> None:
+        layers: dict[str, Pull] = {}
+        log.info("image.pulling", image=image)
+        try:
+            is_complete = False
+            async for line in self._lines(image, platform):
+                if "error" in line:
+                    raise ImageNotFound(f"image {image}: {line['error']}")
+                is_complete |= line.get("status", "").startswith(_COMPLETE)
+                if _took(layers, line):
+                    self._tell((image, platform), layers)
+            if not is_complete:
+                raise RuntimeUnavailable(f"the pull of {image} was cut short")
+        except DockerError as error:
+            if error.status == CONNECTION_FAILED:
+                raise RuntimeUnavailable(error.message) from error
+            raise ImageNotFound(f"image {image}: {error.message}") from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise RuntimeUnavailable(f"the pull of {image} was cut: {error}") from error
+        log.info("image.pulled", image=image)
+
+    async def _lines(self, image: str, platform: str | None) -> AsyncIterator[dict[str, Any]]:
+        """Ask for a pull, and yield what the engine says of it; hangs up when it is given up."""
+        params = {"fromImage": image}
+        if platform:
+            params["platform"] = platform
+        credentials = self._credentials(image)
+        headers = {"X-Registry-Auth": _header(credentials)} if credentials else {}
+        async with self._docker._query(  # noqa: SLF001 - its pull does not hang up when cancelled
+            "images/create",
+            "POST",
+            params=params,
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(),
+        ) as response:
+            try:
+                async for line in response.content:
+                    yield json.loads(line)
+            finally:
+                response.close()
+
+    def _tell(self, key: _Key, layers: Mapping[str, Pull]) -> None:
+        shared, now = self._pulls.get(key), time.monotonic()
+        if shared is not None and now >= shared.quiet_until:
+            shared.quiet_until = now + _PAUSE_S
+            current = sum(layer.current for layer in layers.values())
+            total = sum(layer.total for layer in layers.values())
+            for listener in list(shared.listeners):
+                listener(Pull(current, total))
+
+    def _credentials(self, image: str) -> dict[str, Any] | None:
+        """Return what the operator's file says of an image's registry.
+
+        Raises:
+            RuntimeFailure: the file cannot be read; a pull without it could fetch another image.
+        """
+        if self._registry_auth is None:
+            return None
+        registry = registry_of(image)
+        try:
+            auths = json.loads(self._registry_auth.read_text(encoding="utf-8")).get("auths", {})
+            names = (registry, f"https://{registry}", f"https://{registry}/v1/")
+            entry = next((_login(auths[name]) for name in names if name in auths), None)
+        except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
+            why = f"runtime.docker.registry-auth {self._registry_auth} cannot be read: {error}"
+            raise RuntimeFailure(f"image {image}: {why}") from None
+        if entry is None:
+            return None
+        return {**entry, "serveraddress": registry}
+
+
+def _header(credentials: Mapping[str, str]) -> str:
+    return urlsafe_b64encode(json.dumps(credentials).encode()).decode()
+
+
+def _tagged(image: str) -> str:
+    return image if {":", "@"} & set(image.rpartition("/")[2]) else f"{image}:latest"
+
+
+def _login(entry: Mapping[str, str]) -> dict[str, str] | None:
+    """Return what an entry says; None if its credentials are kept by a helper, or nowhere."""
+    if not entry:
+        return None
+    if "identitytoken" in entry:
+        return {"identitytoken": entry["identitytoken"]}
+    if "auth" not in entry:
+        return {"username": entry["username"], "password": entry["password"]}
+    user, _, password = b64decode(entry["auth"]).decode().partition(":")
+    return {"username": user, "password": password}
+
+
+def registry_of(image: str) -> str:
+    """Return the registry that an image's name means: its first part if that is a host."""
+    first, found, _ = image.partition("/")
+    if first in _HUB_NAMES:
+        return DOCKER_HUB
+    is_host = bool(found) and (bool({".", ":"} & set(first)) or first == "localhost")
+    return first if is_host else DOCKER_HUB
+
+
+def _took(layers: dict[str, Pull], line: Mapping[str, Any]) -> bool:
+    """Note what a line of the engine says of a layer; True if that tells how far the pull is."""
+    layer, status = line.get("id", ""), line.get("status", "")
+    if status == "Downloading":
+        detail = line.get("progressDetail") or {}
+        with suppress(TypeError, ValueError):
+            layers[layer] = Pull(int(detail.get("current", 0)), int(detail.get("total", 0)))
+            return True
+    if status in _DONE and layer in layers:
+        layers[layer] = Pull(layers[layer].total, layers[layer].total)
+        return True
+    return False

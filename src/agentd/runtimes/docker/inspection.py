@@ -1,0 +1,155 @@
+"""What an inspect says of a container, and whether that is what was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from agentd.core.container_edits import DeviceNode
+from agentd.core.kernel import Ending, Port
+from agentd.core.plan import KernelPlan
+from agentd.core.reconcile import FoundKernel, FoundState
+from agentd.errors import RuntimeFailure
+from agentd.runtimes.docker.answers import NoAnswer
+from agentd.runtimes.docker.config import (
+    AGENT_LABEL,
+    DEVICES_LABEL,
+    KERNEL_LABEL,
+    RECORD_LABEL,
+)
+from agentd.runtimes.docker.mounts import Source, refuse_exchanged, verify_mounts
+
+_MEMBERS = {"Id", "Name", "State", "Config", "HostConfig"}
+_STATES = {
+    "created": FoundState.CREATED,
+    "running": FoundState.RUNNING,
+    "restarting": FoundState.RUNNING,
+    "paused": FoundState.PAUSED,
+}
+
+
+def inspected(shown: object) -> Mapping[str, Any]:
+    """Return what an engine says of a container, if it is that.
+
+    Raises:
+        NoAnswer: it is something else.
+    """
+    if isinstance(shown, Mapping) and shown.keys() >= _MEMBERS:
+        return shown
+    raise NoAnswer("the engine's answer to an inspect is none")
+
+
+def labels_of(shown: Mapping[str, Any]) -> Mapping[str, str]:
+    """Return a container's labels."""
+    return shown["Config"].get("Labels") or {}
+
+
+def found_kernel(shown: Mapping[str, Any]) -> FoundKernel:
+    """Return the kernel that a container of ours is."""
+    labels, state = labels_of(shown), shown["State"]
+    started_at, finished_at = _seconds(state.get("StartedAt")), _seconds(state.get("FinishedAt"))
+    if started_at and finished_at and _STATES.get(state["Status"]) is None:
+        finished_at = max(started_at, finished_at)  # the engine notes a start after it
+    limits = shown.get("HostConfig", {})
+    cores = limits.get("CpusetCpus")
+    return FoundKernel(
+        kernel_id=labels[KERNEL_LABEL],
+        agent_id=labels.get(AGENT_LABEL, ""),
+        runtime="docker",
+        handle=shown["Id"],
+        state=_STATES.get(state["Status"], FoundState.EXITED),
+        record=labels.get(RECORD_LABEL, ""),
+        statement=labels.get(DEVICES_LABEL, ""),
+        started_at=started_at,
+        ending=Ending(
+            exit_code=state.get("ExitCode"),
+            oom_killed=bool(state.get("OOMKilled")),
+            finished_at=finished_at,
+            reason=state.get("Error") or "",
+        ),
+        cores=tuple(cores.split(",")) if cores else None,
+        memory_bytes=limits.get("Memory") or None,
+        ports=tuple(_ports(limits.get("PortBindings") or {})),
+        is_partial="HostConfig" not in shown,
+    )
+
+
+def _ports(bindings: Mapping[str, Sequence[Mapping[str, str]] | None]) -> Iterator[Port]:
+    for name, bound in bindings.items():
+        number, _, protocol = name.partition("/")
+        for each in bound or ():
+            host = each.get("HostPort", "")
+            if number.isdecimal() and host.isdecimal():
+                yield Port(int(number), int(host), protocol or "tcp", each.get("HostIp", ""))
+
+
+def _seconds(text: str | None) -> float | None:
+    """Read the engine's time, nanoseconds and all; None for its zero time."""
+    if not text or text.startswith("0001-"):
+        return None
+    whole, _, rest = text.rstrip("Z").partition(".")
+    return datetime.fromisoformat(f"{whole}+00:00").timestamp() + float(f"0.{rest or 0}")
+
+
+def verify(
+    shown: Mapping[str, Any],
+    asked: Mapping[str, Any],
+    plan: KernelPlan,
+    sources: Sequence[Source],
+) -> None:
+    """See that a started container has what it was to have; `asked` is the create's HostConfig.
+
+    Of a command that has ended already only what the engine says can be seen.
+
+    Raises:
+        RuntimeFailure: the engine dropped or changed something.
+    """
+    has = shown["HostConfig"]
+    requests = [_request(item) for item in has.get("DeviceRequests") or ()]
+    for request in asked["DeviceRequests"]:
+        if _request(request) not in requests:
+            ids = ", ".join(request["DeviceIDs"])
+            raise RuntimeFailure(f"the engine started it without {request['Driver']} {ids}")
+    nodes = [_node(item) for item in has.get("Devices") or ()]
+    for node in asked["Devices"]:
+        if _node(node) not in nodes:
+            raise RuntimeFailure(f"the engine started it without {node['PathInContainer']}")
+    for limit in ("CpusetCpus", "Memory"):
+        if (has.get(limit) or 0) != (asked[limit] or 0):
+            why = f"{limit} is {has.get(limit)!r}, not {asked[limit]!r}"
+            raise RuntimeFailure(f"the engine started it with another limit: {why}")
+    if pid := shown["State"].get("Pid"):
+        with suppress(PermissionError, ProcessLookupError, FileNotFoundError):
+            verify_mounts(pid, plan.spec.mounts, sources)
+        for device_node in plan.edits.device_nodes:
+            with suppress(PermissionError, ProcessLookupError):
+                _verify_node(pid, device_node)
+    refuse_exchanged(plan.spec.mounts, sources)
+
+
+def _node(node: Mapping[str, Any]) -> tuple[str, str]:
+    return node.get("PathOnHost") or "", node.get("PathInContainer") or ""
+
+
+def _request(request: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+    return request.get("Driver") or "", tuple(request.get("DeviceIDs") or ())
+
+
+def _verify_node(pid: int, node: DeviceNode) -> None:
+    path = f"/proc/{pid}/root/{node.container_path.lstrip('/')}"
+    number = _device_number(path)
+    if number is None and _device_number(f"/proc/{pid}/root") is not None:
+        raise RuntimeFailure(f"the engine started it without {node.container_path}")
+    if number is not None and number != _device_number(node.host_path):
+        raise RuntimeFailure(f"{node.container_path} in the container is not {node.host_path}")
+
+
+def _device_number(path: str) -> int | None:
+    """Return which device a file is (0 for one that is none); None if it is not there."""
+    try:
+        return Path(path).stat().st_rdev
+    except FileNotFoundError:
+        return None

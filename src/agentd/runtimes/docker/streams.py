@@ -1,0 +1,155 @@
+"""What an engine goes on saying: the events of a node's containers, and the log of one.
+
+Both ask through aiodocker's query: its own methods drop the moment of connection, and
+decode logs as UTF-8.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+import aiohttp
+from aiodocker import Docker
+
+from agentd.runtimes.docker.answers import translating
+from agentd.runtimes.docker.config import KERNEL_LABEL, NODE_LABEL
+from agentd.services.interfaces import LogQuery, LogStream
+
+_EXPECTED_S = 600.0
+_LONGEST_LINE = 8 << 20
+_ACTIONS = {"create", "start", "die", "oom", "pause", "unpause", "destroy", "rename"}
+
+
+class ContainerEvent(NamedTuple):
+    """What happened to which container of which kernel."""
+
+    action: str
+    container: str
+    kernel_id: str
+
+
+CONNECTED = ContainerEvent("", "", "")
+
+
+class OwnEvents:
+    """Events that our own creates cause, and that tell nothing new.
+
+    Each is expected once, for a while, and only by one who listens: an event that was
+    expected and never came must not hide a later one of the same name.
+    """
+
+    def __init__(self) -> None:
+        self._until: dict[tuple[str, str], float] = {}
+        self._is_listening = False
+
+    def listen(self) -> None:
+        self._until.clear()
+        self._is_listening = True
+
+    def stop_listening(self) -> None:
+        self._is_listening = False
+        self._until.clear()
+
+    def expect(self, container: str) -> None:
+        """Expect a container's create and start."""
+        if self._is_listening:
+            until = time.monotonic() + _EXPECTED_S
+            self._until |= {("create", container): until, ("start", container): until}
+
+    def forget(self, container: str) -> None:
+        """Expect nothing of a container any more."""
+        for action in ("create", "start"):
+            self._until.pop((action, container), None)
+
+    def is_own(self, event: ContainerEvent) -> bool:
+        """Tell whether an event was expected; it is not expected again."""
+        if event.action in ("die", "destroy"):
+            self.forget(event.container)
+        return self._until.pop((event.action, event.container), 0.0) > time.monotonic()
+
+
+async def events(docker: Docker, node_id: str) -> AsyncIterator[ContainerEvent]:
+    """Yield what happens to a node's containers; `CONNECTED` first.
+
+    Raises:
+        RuntimeUnavailable: the connection could not be made, or broke.
+    """
+    filters = {"type": ["container"], "label": [f"{NODE_LABEL}={node_id}"]}
+    params = {"filters": json.dumps(filters)}
+    with translating():
+        async with docker._query(  # noqa: SLF001 - see above
+            "events", params=params, timeout=aiohttp.ClientTimeout()
+        ) as response:
+            try:
+                yield CONNECTED
+                async for line in _lines(response.content):
+                    if event := _event(line):
+                        yield event
+            finally:
+                response.close()
+
+
+async def _lines(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Yield lines; an event carries all labels, and a whole command line, so they may be long."""
+    rest = b""
+    async for chunk in stream.iter_any():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line
+        if len(rest) > _LONGEST_LINE:
+            raise aiohttp.ClientPayloadError("the engine's event does not end")
+
+
+def _event(line: bytes) -> ContainerEvent | None:
+    try:
+        raw = json.loads(line)
+        action, attributes = raw["Action"], raw["Actor"]["Attributes"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    if action not in _ACTIONS or KERNEL_LABEL not in attributes:
+        return None
+    return ContainerEvent(action, str(attributes.get("name", "")), attributes[KERNEL_LABEL])
+
+
+async def printed(docker: Docker, container: str, query: LogQuery) -> AsyncIterator[bytes]:
+    """Yield what a container printed, byte for byte.
+
+    Raises:
+        RuntimeUnavailable: the engine does not say, or stopped saying.
+    """
+    params = {
+        **{stream.value: str(int(stream in query.streams)) for stream in LogStream},
+        "follow": str(int(query.follow)),
+        "tail": "all" if query.tail is None else str(query.tail),
+        "timestamps": str(int(query.timestamps)),
+        "since": f"{query.since_ns // 10**9}.{query.since_ns % 10**9:09d}",
+    }
+    with translating():
+        async with docker._query(  # noqa: SLF001 - see above
+            f"containers/{container}/logs", params=params, timeout=aiohttp.ClientTimeout()
+        ) as response:
+            try:
+                async for chunk in _payloads(response.content):
+                    yield chunk
+            finally:
+                response.close()
+
+
+async def _payloads(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Take the frames off a log: 8 bytes of header (stream, 0, 0, 0, big-endian length)."""
+    while True:
+        try:
+            header = await stream.readexactly(8)
+            left = int.from_bytes(header[4:], "big")
+            while left:
+                chunk = await stream.read(min(left, 64 * 1024))
+                if not chunk:
+                    return
+                left -= len(chunk)
+                yield chunk
+        except asyncio.IncompleteReadError:
+            return

@@ -1,0 +1,1 @@
+"""Kernels as plain processes, each under a shim."""

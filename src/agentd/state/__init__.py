@@ -1,0 +1,1 @@
+"""The state folder: what the node remembers besides its kernels."""

@@ -1,0 +1,167 @@
+"""The wire types: what rpc answers, a client returns and the OpenAPI document describes.
+
+Amounts are strings of plain decimals without trailing zeros, times are RFC 3339 in UTC.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NotRequired, TypeAlias
+
+from typing_extensions import TypedDict
+
+Amount: TypeAlias = str
+"""A plain decimal without trailing zeros."""
+
+
+class PortView(TypedDict):
+    """A port of a kernel, and where on the node it is published."""
+
+    container: int
+    host: int | None
+    protocol: str
+    address: str
+
+
+class PullView(TypedDict):
+    """How far the download of an image is, in bytes; the total grows as layers are learnt of."""
+
+    current: int
+    total: int
+
+
+class KernelView(TypedDict):
+    """A kernel. `allocation` is device name -> slot -> device id -> amount."""
+
+    kernel_id: str
+    agent_id: str
+    state: Literal[
+        "preparing", "pulling", "creating", "running", "paused", "stopping",
+        "terminated", "failed", "lost", "unreadable",
+    ]  # fmt: skip
+    slots: dict[str, Amount]
+    allocation: dict[str, dict[str, dict[str, Amount]]]
+    unknown_slots: dict[str, Amount]
+    degraded: list[str]
+    ports: list[PortView]
+    container_id: str | None
+    pid: int | None
+    created_at: str
+    started_at: str | None
+    finished_at: str | None
+    exit_code: int | None
+    oom_killed: bool
+    pull: PullView | None
+    reason: str
+    not_enforced: list[str]
+
+
+class DecisionView(TypedDict):
+    """What a create would be given now, and how each device was looked at, by slot."""
+
+    slots: dict[str, Amount]
+    allocation: dict[str, dict[str, dict[str, Amount]]]
+    explain: dict[str, list[dict[str, Any]]]
+
+
+class HolderView(TypedDict):
+    """A kernel that holds something of a device."""
+
+    kernel_id: str
+    amount: Amount
+
+
+class DeviceView(TypedDict):
+    """A device; `allocated` and `holders` are in their holders' slots."""
+
+    device_name: str
+    id: str
+    stable_id: str
+    aliases: list[str]
+    agents: list[str]
+    state: Literal["ok", "held", "unhealthy", "drained", "gone", "overcommitted"]
+    reason: str
+    numa_node: int | None
+    model: str
+    slot: str
+    capacity: Amount
+    allocated: Amount
+    free: Amount
+    holders: list[HolderView]
+
+
+class SlotUseView(TypedDict):
+    """One slot of an agent; `free` is what could be given now."""
+
+    capacity: Amount
+    allocated: Amount
+    free: Amount
+
+
+class AgentView(TypedDict):
+    """An agent: its partition and its slots."""
+
+    agent_id: str
+    devices: dict[str, list[str]]
+    slots: dict[str, SlotUseView]
+    scaling_factors: dict[str, Amount]
+
+
+class SlotTypeView(TypedDict):
+    """A slot that this node knows."""
+
+    name: str
+    device_name: str
+    kind: Literal["count", "bytes", "unique"]
+    quantum: Amount
+    exclusive_group: str | None
+    unit: str
+
+
+class RuntimeView(TypedDict):
+    """A runtime: `available`, `unavailable` or `starting`."""
+
+    name: str
+    state: str
+    reason: str
+
+
+class PluginView(TypedDict):
+    """A plugin: its device name, its entry point, and how it does."""
+
+    name: str
+    plugin: str
+    state: Literal["pending", "ready", "failed", "blocked"]
+    reason: str
+    slots: list[str]
+
+
+class CheckView(TypedDict):
+    """A rule that holds on every node, and what was found against it."""
+
+    check: str
+    promise: str
+    passed: bool
+    findings: list[str]
+
+
+class NodeView(TypedDict):
+    """The node; `checks` are there if they were asked for."""
+
+    id: str
+    version: str
+    runtime: RuntimeView
+    other_runtimes: list[RuntimeView]
+    plugins: list[PluginView]
+    warnings: list[str]
+    generation: int
+    checks: NotRequired[list[CheckView]]
+
+
+class ProblemView(TypedDict):
+    """An error (RFC 9457); further members depend on `code`."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: str

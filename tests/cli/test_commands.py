@@ -1,0 +1,169 @@
+"""The commands as a person types them."""
+
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from daemon import AGENTS, Daemon, gpus
+
+BIN = Path(sys.executable).parent
+ROOT = Path(__file__).parents[2]
+
+
+def run(*words: str, code: int = 0, **options) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [BIN / words[0], *words[1:]], capture_output=True, text=True, check=False, **options
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+@pytest.fixture
+async def up(folder: Path) -> AsyncIterator[Daemon]:
+    made = Daemon(folder, "process")
+    await made.start()
+    yield made
+    await made.close()
+
+
+def ctl(daemon: Daemon, *words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    return run("agentctl", "--socket", str(daemon.folder / "agentd.sock"), *words, code=code)
+
+
+async def test_a_day_with_agentctl(up: Daemon) -> None:
+    assert "runtime process: available" in ctl(up, "status").stdout
+    made = ctl(up, "create", "agent-1", "--id", "k1", "-s", "cuda.device=1", "-e", "A=b", "--json",
+               "--", "sh", "-c", "echo $A; exec sleep 1000")  # fmt: skip
+    assert json.loads(made.stdout)["state"] == "running"
+    assert "cuda cuda0" in ctl(up, "ls").stdout
+    assert "k1" in ctl(up, "ls", "--agent", "agent-1").stdout
+    assert "k1" not in ctl(up, "ls", "--agent", "agent-2").stdout
+    assert "k1=1" in ctl(up, "devices").stdout
+    assert "cuda cuda0-cuda1" in ctl(up, "agents").stdout
+    assert "cuda.device" in ctl(up, "slots").stdout
+    assert "agent-1" in ctl(up, "inspect", "k1").stdout
+    assert ctl(up, "logs", "k1").stdout == "b\n"
+    assert "given" in ctl(up, "create", "agent-1", "--dry-run", "--", "true").stdout.lower()
+    assert "not needed" in ctl(up, "explain", "agent-1", "-s", "cpu=1").stdout
+    again = ["create", "agent-1", "--id", "k1", "-s", "cuda.device=1", "-e", "A=b", "--dry-run"]
+    assert "k1" in ctl(up, *again, "--", "sh", "-c", "echo $A; exec sleep 1000").stdout
+    refused = ctl(up, "explain", "agent-1", "-s", "cuda.device=2", code=1)
+    assert "held by k1" in refused.stdout
+    assert "InsufficientResource" in refused.stderr
+    assert "drained" in ctl(up, "drain", "cuda1").stdout
+    assert "ok" in ctl(up, "undrain", "cuda/cuda1").stdout
+    assert "terminated" in ctl(up, "stop", "k1", "--timeout", "0").stdout
+    assert ctl(up, "rm", "k1").stdout == "k1\n"
+    for words in (["status"], ["devices"], ["agents"], ["slots"], ["ls"]):
+        json.loads(ctl(up, *words, "--json").stdout)
+
+
+async def test_an_error_is_one_line_with_the_problem_s_detail(up: Daemon) -> None:
+    done = ctl(up, "create", "agent-1", "-s", "tpu.chip=1", "--", "true", code=1)
+    assert done.stderr.startswith("agentctl: UnsupportedResource: this node does not know tpu.chip")
+    assert done.stderr.count("\n") == 1
+    as_json = ctl(up, "inspect", "nobody", "--json", code=1)
+    assert json.loads(as_json.stderr)["code"] == "UnknownKernel"
+    ctl(up, "forget", "nothing", code=1)
+    ctl(up, "create", "agent-1", "-s", "cpu", "--", "true", code=2)
+
+
+def test_no_daemon_is_one_line(tmp_path: Path) -> None:
+    done = run("agentctl", "--socket", str(tmp_path / "none"), "status", code=1)
+    assert "No such file or directory" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.fixture
+def config(folder: Path) -> Path:
+    daemon = Daemon(folder, "process")
+    daemon.configure(
+        '[resource]\nallocation-mode = "auto-split"\nreserved-cpu = 1\nreserved-mem = "1g"\n'
+        + AGENTS + '[[agents]]\nid = "agent-3"\n' + gpus(5)
+    )  # fmt: skip
+    return daemon.config_file
+
+
+def test_the_plan_is_printed_as_the_design_says(config: Path) -> None:
+    plan = json.loads(run("agentd", "plan", "--config", str(config), "--json").stdout)
+    assert plan["allocation_mode"] == "auto-split"
+    assert plan["agents"]["agent-1"] == {
+        "devices": {"cpu": ["1", "2", "3"], "cuda": ["cuda0", "cuda1"]},
+        "slots": {"cpu": "3", "mem": str(150 * 2**24), "cuda.device": "2"},
+        "scaling_factors": {"cpu": "0.428571", "mem": "0.334821", "cuda.device": "0.4"},
+    }
+    assert plan["agents"]["agent-3"]["devices"]["cuda"] == ["cuda4"]
+    assert plan["reserved"] == {"cpu": ["0"], "mem": str(2**30)}
+    assert plan["unassigned"] == {}
+    assert plan["warnings"] == []
+    assert "cuda0-cuda1" in run("agentd", "plan", "--config", str(config)).stdout
+
+
+def test_a_partition_that_cannot_be_exits_with_78_and_all_reasons(config: Path) -> None:
+    text = config.read_text().replace('"auto-split"', '"manual"')
+    config.write_text(text)
+    for command in ("plan", "check-config", "run"):
+        done = run("agentd", command, "--config", str(config), code=78)
+        lines = done.stderr.splitlines()
+        assert len([line for line in lines if "has no [agents.resource]" in line]) == 3
+        assert all(str(config) in line for line in lines)
+
+
+def test_a_wrong_table_of_a_plugin_exits_with_78(config: Path) -> None:
+    config.write_text(config.read_text().replace("count = 5", "cuont = 5"))
+    done = run("agentd", "check-config", "--config", str(config), code=78)
+    assert "plugins.cuda.cuont: unknown key; did you mean count?" in done.stderr
+
+
+def test_a_required_plugin_that_fails_stops_the_start(config: Path) -> None:
+    config.write_text(config.read_text() + '[plugins.tpu]\nplugin = "nothing"\nrequired = true\n')
+    done = run("agentd", "run", "--config", str(config), code=1)
+    assert "plugin tpu is required and failed" in done.stderr
+
+
+async def test_a_plan_tells_what_running_kernels_would_leave_held(up: Daemon) -> None:
+    await up.running(kernel_id="k1", slots={"cuda.device": 1})
+    up.config_file.write_text(up.config_file.read_text().replace('"device"', '"shares"'))
+    done = run("agentd", "plan", "--config", str(up.config_file), "--live", "--json")
+    (row,) = json.loads(done.stdout)["held"]
+    assert (row["device"], row["kernel_id"], row["slot"]) == ("cuda/cuda0", "k1", "cuda.device")
+    assert "would offer cuda.shares" in row["reason"]
+
+
+def test_a_live_plan_without_a_daemon_is_still_a_plan(config: Path) -> None:
+    plan = json.loads(run("agentd", "plan", "--config", str(config), "--live", "--json").stdout)
+    assert plan["agents"]
+    assert "what kernels hold is not known" in plan["warnings"][-1]
+
+
+def test_plugins_are_listed_with_their_state(config: Path) -> None:
+    rows = json.loads(run("agentd", "plugins", "--config", str(config), "--json").stdout)
+    states = {row["name"]: row["state"] for row in rows}
+    assert (states["cuda"], states["sim"], states["generic"]) == ("ready", "blocked", "blocked")
+    assert "needs a table" in run("agentd", "plugins", "--config", str(config)).stdout
+
+
+def test_the_configuration_is_written_shown_and_changed(tmp_path: Path) -> None:
+    path = tmp_path / "agent.toml"
+    run("agentd", "config", "init", str(path))
+    assert path.read_text() == (ROOT / "configs" / "agent.toml").read_text()
+    run("agentd", "config", "init", str(path), code=1)
+    run("agentd", "config", "set", "--config", str(path), "node.id", "node-7")
+    shown = json.loads(run("agentd", "config", "show", "--config", str(path), "--json").stdout)
+    assert shown["node.id"] == {"value": "node-7", "origin": str(path)}
+    assert shown["host.cpus"] == {"value": None, "origin": "default"}
+    before = path.read_text()
+    bad = run("agentd", "config", "set", "--config", str(path), "node.runtime", "x", code=78)
+    assert "node.runtime" in bad.stderr
+    assert path.read_text() == before
+
+
+def test_a_missing_configuration_is_one_line(tmp_path: Path) -> None:
+    done = run("agentd", "run", "--config", str(tmp_path / "none.toml"), code=78)
+    assert (
+        done.stderr == f"agentd: {tmp_path}/none.toml: cannot be read: No such file or directory\n"
+    )

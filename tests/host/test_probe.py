@@ -1,0 +1,84 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from agentd.host.cgroups import find_memory_groups
+from agentd.host.probe import Host, derived_node_id, parse_cpu_list, probe
+
+
+def machine(folder: Path, *, cgroup: str, limits: dict[str, str], total_kib: int = 4096) -> Path:
+    files = {
+        "proc/meminfo": f"MemFree: 1 kB\nMemTotal:    {total_kib} kB\n",
+        "proc/self/cgroup": cgroup,
+        "sys/devices/system/node/node0/cpulist": "0-1\n",
+        "sys/devices/system/node/node1/cpulist": "2-3,8\n",
+        **limits,
+    }
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "limits", "memory"),
+    [
+        ("0::/\n", {}, 4096 * 1024),
+        ("0::/a/b\n", {"sys/fs/cgroup/a/memory.max": "1048576"}, 1048576),
+        ("0::/a/b\n", {"sys/fs/cgroup/a/b/memory.max": "max"}, 4096 * 1024),
+        ("4:memory:/x\n", {"sys/fs/cgroup/memory/x/memory.limit_in_bytes": "2097152"}, 2097152),
+        ("4:memory:/x\n", {"sys/fs/cgroup/memory/memory.limit_in_bytes": "3"}, 3),
+        ("4:cpu:/x\n", {"sys/fs/cgroup/memory/x/memory.limit_in_bytes": "1"}, 4096 * 1024),
+    ],
+)
+def test_memory_is_the_least_of_machine_and_cgroups(tmp_path, cgroup, limits, memory) -> None:
+    assert probe(machine(tmp_path, cgroup=cgroup, limits=limits)).memory_bytes == memory
+
+
+def test_cores_are_those_of_the_affinity_mask_with_their_numa_node(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 3, 9})
+    host = probe(machine(tmp_path, cgroup="", limits={}))
+    assert host.cores == {1: 0, 3: 1, 9: None}
+    assert host.real_cores == {"1", "3", "9"}
+
+
+def test_declared_cores_beyond_the_real_ones_are_accounted_for() -> None:
+    host = Host({0: 0, 5: 0}, 1024)
+    devices = host.devices(4, 2048)
+    assert [d.device_id.id for d in devices] == ["0", "5", "1", "2", "root"]
+    assert devices[-1].capacity == 2048
+    assert [d.device_id.id for d in host.devices(1)] == ["0", "root"]
+
+
+def test_the_kernel_s_list_format() -> None:
+    assert parse_cpu_list("0-3,8,10-11\n") == [0, 1, 2, 3, 8, 10, 11]
+    assert parse_cpu_list("\n") == []
+
+
+def test_the_node_id_is_derived_and_does_not_show_the_machine_id(tmp_path: Path) -> None:
+    path = tmp_path / "machine-id"
+    path.write_text("3d1219c7c4c5404aaa1f6d2a48adfda4\n")
+    assert derived_node_id(path) == derived_node_id(path)
+    assert "3d1219" not in derived_node_id(path)
+    path.write_text("\n")
+    with pytest.raises(OSError, match="no machine id"):
+        derived_node_id(path)
+
+
+def v2(folder: Path, controllers: str, own: str = "/svc") -> Path:
+    for name, text in {
+        "proc/self/cgroup": f"0::{own}\n",
+        "sys/fs/cgroup/cgroup.controllers": controllers,
+        f"sys/fs/cgroup{own}/cgroup.subtree_control": "memory",
+    }.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def test_no_memory_controller_means_no_groups(tmp_path: Path) -> None:
+    assert find_memory_groups(tmp_path) is None
+    assert find_memory_groups(v2(tmp_path, "cpu io")) is None

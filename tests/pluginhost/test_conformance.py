@@ -1,0 +1,103 @@
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentd import plugin_api
+from agentd.pluginhost.conformance import Conformance, imports_of_agentd
+from agentd.pluginhost.instance import Pace, Wanted
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "write-a-plugin.md"
+
+
+async def failures(target: str, **settings) -> dict[str, str]:
+    wanted = Wanted("one", "one", f"zoo:{target}", settings)
+    findings = await Conformance(wanted, Pace(call_timeout_s=1)).run()
+    return {finding.check: finding.detail for finding in findings if not finding.passed}
+
+
+async def test_a_good_plugin_passes_every_check() -> None:
+    assert await failures("Good") == {}
+
+
+@pytest.mark.parametrize(
+    ("target", "check", "why"),
+    [
+        ("Missing", "it is imported", "AttributeError"),
+        ("OldApi", "it is imported", "it speaks plugin API 0"),
+        ("RaisesAtOpen", "it opens", "no driver here"),
+        ("CrashesAtOpen", "it opens", "SIGSEGV"),
+        ("OutsidePrefix", "it lists slots and devices", "outside its prefix"),
+        ("ListsNonsense", "it lists slots and devices", "Expected `object`, got `str`"),
+        ("Moves", "ids are the same in two listings", "S-one"),
+        ("OddEdits", "it says how to hide its devices", "Expected `str`, got `int`"),
+        ("MovesSlots", "slot types are the same in two listings", "they are others"),
+        ("Deaf", "it hears of kernels", "RuntimeError: not now"),
+        ("LooksInside", "it imports agentd.plugin_api alone", "agentd.core.reconcile"),
+    ],
+)
+async def test_what_fails_is_named_with_the_reason(target: str, check: str, why: str) -> None:
+    assert why in (await failures(target))[check]
+
+
+def test_imports_of_agentd_are_found_wherever_they_stand(tmp_path: Path) -> None:
+    (tmp_path / "__init__.py").write_text("from agentd.plugin_api import Features\nimport os\n")
+    (tmp_path / "late.py").write_text(
+        "def f():\n    import agentd.errors\n    from agentd import client\n"
+        "    from agentd.core.slots import ONE\n"
+    )
+    found = imports_of_agentd(tmp_path / "__init__.py")
+    assert found == {"agentd.errors", "agentd.client", "agentd.core.slots"}
+
+
+async def test_wrong_settings_fail() -> None:
+    assert await failures("Good", sped=1) == {"its settings are valid": "sped: unknown key"}
+
+
+def test_the_command_prints_what_fails_and_says_so_in_its_status(tmp_path: Path) -> None:
+    config = tmp_path / "agent.toml"
+
+    def check(extra: str) -> subprocess.CompletedProcess[str]:
+        config.write_text(f'[plugins.npu]\nplugin = "sim"\ncount = 2\n{extra}')
+        command = [sys.executable, "-m", "agentd", "plugin", "check", "npu", "--json"]
+        return subprocess.run(
+            [*command, "--config", config], capture_output=True, text=True, check=False
+        )
+
+    good = check("")
+    assert good.returncode == 0
+    assert all(row["passed"] for row in json.loads(good.stdout))
+    bad = check('lie = "negative"\n')
+    assert bad.returncode == 1
+    assert "is negative" in json.loads(bad.stdout)[-1]["detail"]
+
+
+async def test_the_plugin_of_the_how_to_is_one(tmp_path: Path, monkeypatch) -> None:
+    code = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert code is not None
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "7").touch()
+    text = code[1].replace('"/dev/blinker")', f'"{tmp_path}/dev")', 1)
+    (tmp_path / "blinker.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    wanted = Wanted("blinker", "blinker", "blinker:Blinker", {})
+    findings = await Conformance(wanted, Pace()).run()
+    assert [finding for finding in findings if not finding.passed] == []
+    assert len(findings) >= 9
+
+
+def test_everything_of_the_plugin_api_is_documented() -> None:
+    page = PAGE.read_text()
+    for name in plugin_api.__all__:
+        value = getattr(plugin_api, name)
+        if isinstance(value, type) and value.__module__ == plugin_api.__name__:
+            assert value.__doc__, name
+    plugin = plugin_api.AcceleratorPlugin
+    for name, method in vars(plugin).items():
+        if not name.startswith("_") and callable(getattr(plugin, name)):
+            function = getattr(method, "__func__", method)
+            assert function.__doc__, name
+            assert f"`{name}(" in page, name

@@ -1,0 +1,76 @@
+import pytest
+
+from agentd.config.plugins import PluginTable
+from agentd.core.slots import ONE
+from agentd.plugin_api import Features
+from agentd.pluginhost.host import PluginHost
+from agentd_sim import SimPlugin
+
+
+async def listing(name: str = "cuda", **settings):
+    table = PluginTable(name=name, plugin="sim", settings=settings)
+    host = PluginHost([table], features=Features("process"))
+    await host.open(5)
+    assert host.problems() == []
+    (found,) = host.listings()
+    await host.close()
+    return found
+
+
+async def test_the_settings_of_the_design() -> None:
+    found = await listing(count=5, mode="device", memory="80g", **{"numa-nodes": 2})
+    assert [d.device_id.id for d in found.devices] == [f"cuda{n}" for n in range(5)]
+    assert [d.numa_node for d in found.devices] == [0, 0, 0, 1, 1]
+    assert {d.attributes["memory"] for d in found.devices} == {str(80 * 2**30)}
+    (slot,) = found.slot_types
+    assert (slot.name, slot.quantum) == ("cuda.device", ONE)
+    shares = await listing(count=1, mode="shares")
+    assert (shares.slot_types[0].name, shares.slot_types[0].quantum) == ("cuda.shares", ONE // 100)
+    finer = await listing(count=1, mode="shares", quantum="0.001")
+    assert finer.slot_types[0].quantum == 1000
+
+
+async def test_the_same_physical_device_in_either_mode() -> None:
+    one = await listing(count=2, mode="device")
+    other = await listing(count=2, mode="shares")
+    assert [d.stable_id for d in one.devices] == [d.stable_id for d in other.devices]
+
+
+async def test_devices_one_by_one() -> None:
+    entries = [{"id": "a0", "capacity": "0.05", "numa-node": 0}, {"id": "a1", "stable-id": "X"}]
+    found = await listing(mode="shares", devices=entries)
+    assert [(d.device_id.id, d.capacity, d.numa_node) for d in found.devices] == [
+        ("a0", ONE // 20, 0),
+        ("a1", ONE, None),
+    ]
+    assert found.devices[1].stable_id == "X"
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({}, "count"),
+        ({"count": 1, "devices": []}, "count"),
+        ({"count": -1}, "count"),
+        ({"count": True}, "count"),
+        ({"count": "2"}, "count"),
+        ({"count": 1, "mode": "half"}, "mode"),
+        ({"count": 1, "mode": []}, "mode"),
+        ({"count": 1, "quantum": "2"}, "quantum"),
+        ({"count": 1, "quantum": "x"}, "quantum"),
+        ({"count": 1, "quantum": "1e-2"}, "quantum"),
+        ({"count": 1, "quantum": "0.0000001"}, "quantum"),
+        ({"devices": [{"id": "a"}, {"id": "a"}]}, "devices"),
+        ({"devices": [{"id": "a", "capacity": "1e3"}]}, "devices.0.capacity"),
+        ({"count": 1, "memory": "many"}, "memory"),
+        ({"count": 1, "numa-nodes": 0}, "numa-nodes"),
+        ({"count": 1, "cuont": 2}, "cuont"),
+        ({"devices": "a"}, "devices"),
+        ({"devices": [{"id": "a b"}]}, "devices.0.id"),
+        ({"devices": [{}]}, "devices.0.id"),
+        ({"devices": [{"id": "a", "capacity": "NaN"}]}, "devices.0.capacity"),
+        ({"devices": [{"id": "a", "numa": 0}]}, "devices.0.numa"),
+    ],
+)
+def test_wrong_settings_are_named(settings, key) -> None:
+    assert key in [problem.key for problem in SimPlugin.validate(settings)]

@@ -1,0 +1,23 @@
+"""Mounts seen from inside a container that may end while it is looked at."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from agentd.core.container_edits import Mount
+from agentd.runtimes.docker.mounts import Source, verify_mounts
+
+
+def test_the_mounts_of_a_process_that_is_ending_are_those_of_one_that_is_gone() -> None:
+    """A zombie has no namespace any more: reading its mountinfo is EINVAL, not ENOENT."""
+    zombie = subprocess.Popen(["true"])
+    try:
+        os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
+        with pytest.raises(OSError, match="Invalid argument"):
+            Path(f"/proc/{zombie.pid}/mountinfo").read_bytes()
+        with pytest.raises(ProcessLookupError):
+            verify_mounts(zombie.pid, [Mount("/tmp", "/tmp")], [Source("/tmp", 1, 1)])
+    finally:
+        zombie.wait()

@@ -1,0 +1,93 @@
+"""What only the docker runtime has: an engine that misbehaves, and containers of others."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+from aiodocker import DockerError
+from aiodocker.containers import DockerContainer
+
+from agentd.core.plan import kernel_name
+from agentd.errors import InvalidRequest, OutcomeUnknown, RuntimeUnavailable
+from agentd.runtimes.docker.config import DockerRules
+from agentd.runtimes.docker.runtime import DockerRuntime
+from contracts.test_runtime import NODE, plan
+from engine import IMAGE, Engine
+
+pytestmark = pytest.mark.docker
+
+
+@pytest.fixture
+async def runtime(engine: Engine) -> AsyncIterator[DockerRuntime]:
+    made = DockerRuntime(engine.socket, NODE, DockerRules("none", stop_timeout_s=5))
+    yield made
+    await made.close()
+    engine.clean()
+
+
+def lost(*_: object, **__: object):
+    raise DockerError(900, "connection lost")
+
+
+async def test_an_engine_that_dies_after_the_start_leaves_the_outcome_unknown(
+    runtime: DockerRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DockerContainer, "show", lost)
+    monkeypatch.setattr(DockerContainer, "delete", lost)
+    with pytest.raises(OutcomeUnknown):
+        await runtime.create(plan("sleep", "1000"), lambda _: None)
+    monkeypatch.undo()
+    assert (await runtime.find("k1")) is not None
+
+
+async def test_a_create_without_an_answer_leaves_the_outcome_unknown(
+    runtime: DockerRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "_asked", lost)
+    with pytest.raises(OutcomeUnknown):
+        await runtime.create(plan("sleep", "1000"), lambda _: None)
+
+
+async def test_an_engine_that_was_never_reached_was_asked_nothing(folder) -> None:
+    runtime = DockerRuntime(folder / "none.sock", NODE, DockerRules("none", stop_timeout_s=5))
+    with pytest.raises(RuntimeUnavailable) as caught:
+        await runtime.create(plan("sleep", "1000"), lambda _: None)
+    assert not isinstance(caught.value, OutcomeUnknown)
+    await runtime.close()
+
+
+async def test_a_failed_create_touches_no_container_of_that_name(
+    runtime: DockerRuntime, engine: Engine
+) -> None:
+    name = kernel_name(NODE, "k1")
+    made = engine.call("POST", f"/containers/create?name={name}", {"Image": IMAGE, "Cmd": ["true"]})
+    for image in ("bad:::name", IMAGE):
+        bad = plan("sleep", "1000")
+        object.__setattr__(bad.spec, "image", image)
+        with pytest.raises(Exception, match=r"."):
+            await runtime.create(bad, lambda _: None)
+    assert [c["Id"] for c in engine.containers()] == [made["Id"]]
+
+
+async def test_what_the_engine_calls_a_bad_request_is_the_caller_s(runtime) -> None:
+    bad = plan("sleep", "1000")
+    object.__setattr__(bad.spec, "image", "BAD::NAME")
+    with pytest.raises(InvalidRequest, match="invalid reference format"):
+        await runtime.create(bad, lambda _: None)
+
+
+async def test_a_renamed_container_is_found_by_its_handle(
+    runtime: DockerRuntime, engine: Engine
+) -> None:
+    created = await runtime.create(plan("sleep", "1000"), lambda _: None)
+    engine.call("POST", f"/containers/{created.handle}/rename?name=other")
+    assert await runtime.find("k1") is None
+    assert await runtime.find("k1", created.handle) == created
+
+
+async def test_a_container_that_runs_is_not_discarded(runtime: DockerRuntime) -> None:
+    created = await runtime.create(plan("sleep", "1000"), lambda _: None)
+    assert not await runtime.discard("k1", created.handle)
+    assert await runtime.find("k1") == created
+    await runtime.stop("k1", created.handle, 0)
+    assert await runtime.discard("k1", created.handle)
+    assert await runtime.discard("k1", created.handle)
