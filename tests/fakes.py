@@ -1,23 +1,25 @@
 """Stand-ins for the outside; the runtime passes the same contract suite as the real ones."""
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
 from agentd.core.container_edits import ContainerEdits
 from agentd.core.devices import Device
-from agentd.core.kernel import Ending, KernelSpec, KernelState
+from agentd.core.kernel import Ending, KernelRef, KernelSpec, KernelState
+from agentd.core.observation import Listing, ObservedKernel, ObservedState
 from agentd.core.plan import KernelPlan
-from agentd.core.reconcile import FoundKernel, FoundState
-from agentd.errors import CommandNotFound, InvalidRequest, Problem, RuntimeUnavailable
+from agentd.errors import CommandNotFound, Problem, RuntimeUnavailable
 from agentd.plugin_api import Features, Measurement
 from agentd.services.interfaces import (
-    Intent,
     LogQuery,
+    Phase,
     PluginListing,
     PluginState,
     PluginStatus,
     Progress,
+    SavedRecord,
+    Support,
 )
 
 KNOWN_COMMANDS = ("sh", "sleep", "printf")
@@ -30,7 +32,7 @@ class FakeRuntime:
     minimum_memory_bytes = 1
 
     def __init__(self) -> None:
-        self.kernels: dict[str, FoundKernel] = {}
+        self.kernels: dict[str, ObservedKernel] = {}
         self.output: dict[str, bytes] = {}
         self.plans: list[KernelPlan] = []
         self.fail_create: BaseException | None = None
@@ -42,21 +44,17 @@ class FakeRuntime:
     async def close(self) -> None:
         self._followers.clear()
 
-    def unenforced(self, spec: KernelSpec) -> frozenset[str]:
-        return frozenset()
-
-    async def features(self) -> Features:
-        return Features(self.name)
+    async def support(self, spec: KernelSpec) -> Support:
+        return Support(Features(self.name))
 
     def _answer(self) -> None:
         if self.is_down:
             raise RuntimeUnavailable("the fake is down")
 
-    async def check(self, spec: KernelSpec) -> None:
-        if not spec.command:
-            raise InvalidRequest([Problem("command", "is empty")])
+    def problems(self, spec: KernelSpec) -> Sequence[Problem]:
+        return [] if spec.command else [Problem("command", "is empty")]
 
-    async def create(self, plan: KernelPlan, progress: Progress) -> FoundKernel:
+    async def create(self, plan: KernelPlan, progress: Progress) -> ObservedKernel:
         self._answer()
         progress(KernelState.CREATING)
         if self.gate is not None:
@@ -69,12 +67,12 @@ class FakeRuntime:
             raise CommandNotFound(f"command {command[0]!r}: not found")
         self._count += 1
         self.plans.append(plan)
-        found = FoundKernel(
+        found = ObservedKernel(
             kernel_id=plan.spec.kernel_id,
             agent_id=plan.spec.agent_id,
             runtime=self.name,
             handle=str(self._count),
-            state=FoundState.RUNNING,
+            state=ObservedState.RUNNING,
             record=plan.record,
             statement=plan.statement,
             started_at=1.0,
@@ -90,51 +88,43 @@ class FakeRuntime:
     def end(self, kernel_id: str, exit_code: int = 0) -> None:
         """The kernel ends by itself."""
         ending = Ending(exit_code, finished_at=2.0)
-        self.put(replace(self.kernels[kernel_id], state=FoundState.EXITED, ending=ending))
+        self.put(replace(self.kernels[kernel_id], state=ObservedState.EXITED, ending=ending))
 
-    def put(self, found: FoundKernel) -> None:
+    def put(self, found: ObservedKernel) -> None:
         """Something happens to a kernel from outside."""
         self.kernels[found.kernel_id] = found
-        self._tell(found.kernel_id)
+        self._notify(found.kernel_id)
 
     def vanish(self, kernel_id: str) -> None:
         """Somebody removes it."""
         del self.kernels[kernel_id]
-        self._tell(kernel_id)
+        self._notify(kernel_id)
 
-    def _tell(self, kernel_id: str) -> None:
+    def _notify(self, kernel_id: str) -> None:
         for follower in self._followers:
             follower.put_nowait(kernel_id)
 
-    async def stop(self, kernel_id: str, handle: str, timeout_s: float | None) -> None:
+    async def stop(self, ref: KernelRef, timeout_s: float | None) -> None:
         self._answer()
-        found = self.kernels.get(kernel_id)
-        if found is not None and found.state is not FoundState.EXITED:
-            self.end(kernel_id, 137 if timeout_s == 0 else 143)
+        found = self.kernels.get(ref.kernel_id)
+        if found is not None and found.state is not ObservedState.EXITED:
+            self.end(ref.kernel_id, 137 if timeout_s == 0 else 143)
 
-    async def remove(self, kernel_id: str, handle: str) -> None:
+    async def remove(self, ref: KernelRef, *, unless_alive: bool = False) -> bool:
         self._answer()
-        self.kernels.pop(kernel_id, None)
-
-    async def discard(self, kernel_id: str, handle: str) -> bool:
-        self._answer()
-        found = self.kernels.get(kernel_id)
-        if found is not None and found.state in (FoundState.RUNNING, FoundState.PAUSED):
+        found = self.kernels.get(ref.kernel_id)
+        if unless_alive and found is not None and found.is_alive:
             return False
-        self.kernels.pop(kernel_id, None)
+        self.kernels.pop(ref.kernel_id, None)
         return True
 
-    async def list(self) -> Sequence[FoundKernel]:
+    async def list(self) -> Listing:
         self._answer()
-        return list(self.kernels.values())
+        return Listing(tuple(self.kernels.values()))
 
-    async def strays(self, known: Collection[str]) -> Sequence[str]:
+    async def find(self, ref: KernelRef) -> ObservedKernel | None:
         self._answer()
-        return ()
-
-    async def find(self, kernel_id: str, handle: str | None = None) -> FoundKernel | None:
-        self._answer()
-        return self.kernels.get(kernel_id)
+        return self.kernels.get(ref.kernel_id)
 
     async def follow(self) -> AsyncIterator[str]:
         self._answer()
@@ -144,8 +134,8 @@ class FakeRuntime:
         while True:
             yield await events.get()
 
-    async def logs(self, kernel_id: str, handle: str, query: LogQuery) -> AsyncIterator[bytes]:
-        lines = self.output[kernel_id].splitlines(keepends=True)
+    async def logs(self, ref: KernelRef, query: LogQuery) -> AsyncGenerator[bytes]:
+        lines = self.output[ref.kernel_id].splitlines(keepends=True)
         yield b"".join(lines if query.tail is None else lines[len(lines) - query.tail :])
 
 
@@ -177,12 +167,10 @@ class FakePlugins:
         await asyncio.Event().wait()
         yield ""
 
-    def tell(self, step: str, kernel_id: str, allocation: object, stable_ids: object) -> None:
+    def notify(self, step: str, kernel_id: str, allocation: object) -> None:
         self.told.append((step, kernel_id))
 
-    async def container_edits(
-        self, allocation: object, stable_ids: object, features: object
-    ) -> ContainerEdits:
+    async def container_edits(self, allocation: object, features: object) -> ContainerEdits:
         if self.failure is not None:
             raise self.failure
         return self.edits
@@ -193,7 +181,8 @@ class FakeMemory:
 
     def __init__(self) -> None:
         self.devices: Sequence[Device] = ()
-        self.intents: dict[str, Intent] = {}
+        self.records: dict[str, SavedRecord] = {}
+        self.runtimes: Sequence[str] = ()
 
     def load_devices(self) -> Sequence[Device]:
         return self.devices
@@ -201,16 +190,24 @@ class FakeMemory:
     def save_devices(self, devices: Sequence[Device]) -> None:
         self.devices = devices
 
-    def load_intents(self) -> Sequence[Intent]:
-        return list(self.intents.values())
+    def save_runtimes(self, names: Sequence[str]) -> None:
+        self.runtimes = names
 
-    def save_intent(self, intent: Intent) -> None:
-        self.intents[intent.kernel_id] = intent
+    def load_records(self) -> Sequence[SavedRecord]:
+        return list(self.records.values())
 
-    def drop_intent(self, kernel_id: str) -> None:
-        self.intents.pop(kernel_id, None)
+    def save_intent(self, kernel_id: str, text: str) -> None:
+        self.records[kernel_id] = SavedRecord(kernel_id, Phase.INTENT, text)
 
-    def settle(self) -> None:
+    def save_phase(self, kernel_id: str, phase: Phase, text: Callable[[], str]) -> None:
+        before = self.records.get(kernel_id)
+        known = before.text if before else text()
+        self.records[kernel_id] = SavedRecord(kernel_id, phase, known)
+
+    def drop_record(self, kernel_id: str) -> None:
+        self.records.pop(kernel_id, None)
+
+    def retry(self) -> None:
         pass
 
     def warnings(self) -> Sequence[str]:

@@ -1,6 +1,6 @@
 """A node looked at from outside: what agentd says, beside what is really there.
 
-The census that the rules of `agentd.core.invariants` judge is made here from the RPC, from the
+The snapshot that the rules of `agentd.core.invariants` judge is made here from the RPC, from the
 engine or /proc, and from the state folder, without a line of the daemon's own adapters.
 """
 
@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from agentd.core.invariants import Booked, Census, There, Violation, changes, violations
-from agentd.core.kernel import STARTING, KernelState
+from agentd.core.invariants import Accounted, NodeSnapshot, Present, Violation, changes, violations
+from agentd.core.kernel import ENDED, LIVE, STARTING, KernelState
 from agentd.core.plan import kernel_name
 from daemon import Answer, Daemon
 
@@ -42,7 +42,9 @@ def tried(items: Iterable[_T]) -> Iterator[_T]:
 SETTLES_WITHIN_S = 20.0
 NEVER = {"capacity", "owner", "survival"}
 """What may not be seen for a moment; the other rules follow events, which take their time."""
-GROUPS = [Path("/sys/fs/cgroup/memory/agentd-kernels"), Path("/sys/fs/cgroup/agentd-kernels")]
+GROUPS = [
+    Path("/sys/fs/cgroup") / hierarchy / "agentd-kernels" for hierarchy in ("memory", "pids", ".")
+]
 SIGKILLED = -9
 
 
@@ -113,18 +115,18 @@ class World:
     async def remove(self, kernel_id: str) -> Answer | None:
         return await self.ask("DELETE", f"/v1/kernels/{kernel_id}?timeout=0")
 
-    async def look(self) -> Census:
-        """Make a census of the node, from outside."""
+    async def look(self) -> NodeSnapshot:
+        """Make a snapshot of the node, from outside."""
         devices = await self.daemon.get("/v1/devices")
         kernels = await self.daemon.get("/v1/kernels")
         agents = await self.daemon.get("/v1/agents")
         by_stable_id = {d["stable_id"]: f"{d['device_name']}/{d['id']}" for d in devices}
-        booked = {k["kernel_id"]: _booked(k) for k in kernels}
-        found = list(self._there(by_stable_id))
-        there = dict(found)
-        assert len(there) == len(found), "two kernels of one name"
+        accounted = {k["kernel_id"]: _booked(k) for k in kernels}
+        found = list(self._present(by_stable_id))
+        present = dict(found)
+        assert len(present) == len(found), "two kernels of one name"
         owners = [set(d["agents"]) for d in devices if d["device_name"] != "mem"]
-        return Census(
+        return NodeSnapshot(
             is_shared=len(agents) > 1 and any(len(owner) > 1 for owner in owners),
             capacities={
                 f"{d['device_name']}/{d['id']}": units(d["device_name"], d["capacity"])
@@ -136,37 +138,40 @@ class World:
                 }
                 for d in devices
             },
-            booked=booked,
-            there=there,
-            strays=tuple(self._strays(booked)),
+            accounted=accounted,
+            present=present,
+            strays=tuple(self._strays(accounted)),
             divisible=frozenset({"mem/root"}),
         )
 
     async def check(
         self,
-        before: Census | None = None,
+        before: NodeSnapshot | None = None,
         touched: Collection[str] = (),
         *,
         allowed: Collection[str] = (),
-    ) -> Census:
+    ) -> NodeSnapshot:
         """Fail unless every rule holds; what only takes a moment is given one."""
         end = time.monotonic() + SETTLES_WITHIN_S
         while True:
-            census = await self.look()
-            found = self.judged(census, before, touched, allowed)
+            snapshot = await self.look()
+            found = self.judged(snapshot, before, touched, allowed)
             if not found:
-                return census
+                return snapshot
             if any(v.rule in NEVER for v in found) or time.monotonic() > end:
                 raise AssertionError("\n".join(map(str, [*found, self.daemon.log[-6000:]])))
             await asyncio.sleep(0.05)
 
     @staticmethod
     def judged(
-        census: Census, before: Census | None, touched: Collection[str], allowed: Collection[str]
+        snapshot: NodeSnapshot,
+        before: NodeSnapshot | None,
+        touched: Collection[str],
+        allowed: Collection[str],
     ) -> list[Violation]:
-        found = violations(census)
+        found = violations(snapshot)
         if before is not None:
-            found += changes(before, census, touched)
+            found += changes(before, snapshot, touched)
         return [v for v in found if v.rule not in allowed]
 
     async def emptied(self, *keep: str) -> None:
@@ -209,13 +214,13 @@ class World:
     def _name(self, labels: dict[str, str]) -> str:
         return kernel_name(self.node, labels.get("io.agentd.kernel", ""))
 
-    def _there(self, by_stable_id: dict[str, str]) -> Iterator[tuple[str, There]]:
+    def _present(self, by_stable_id: dict[str, str]) -> Iterator[tuple[str, Present]]:
         if self.engine is not None:
             for container in self._containers():
                 labels = container["Labels"]
                 given = _given(labels.get("io.agentd.record", ""), by_stable_id)
                 is_alive = container["State"] in ("running", "paused")
-                yield labels["io.agentd.kernel"], There(container["Id"], is_alive, given)
+                yield labels["io.agentd.kernel"], Present(container["Id"], is_alive, given)
         alive = {kernel_id: str(pid) for kernel_id, pid, is_leader in self._marked() if is_leader}
         folders = self.daemon.folder / "state" / "kernels"
         named = {path.name for path in folders.glob("[!.]*")} if folders.exists() else set()
@@ -223,7 +228,7 @@ class World:
             record = folders / kernel_id / "record.json"
             text = record.read_text(errors="replace") if record.exists() else ""
             given = _given(text, by_stable_id)
-            yield kernel_id, There(alive.get(kernel_id, ""), kernel_id in alive, given)
+            yield kernel_id, Present(alive.get(kernel_id, ""), kernel_id in alive, given)
 
     def _marked(self) -> list[tuple[str, int, bool]]:
         """Return the processes that carry this node's name: kernel, pid, leads its session."""
@@ -233,33 +238,36 @@ class World:
                 found.append((env["AGENTD_KERNEL"], pid, session(pid) == pid))
         return found
 
-    def _strays(self, booked: dict[str, Booked]) -> Iterator[str]:
+    def _strays(self, accounted: dict[str, Accounted]) -> Iterator[str]:
         state = self.daemon.folder / "state"
-        starting = {k for k, item in booked.items() if item.state in STARTING}
-        for path in state.glob("intents/*.json"):
-            if path.stem not in starting:
-                yield f"intent {path.name}"
-        for path in [*state.glob(".*.new"), *state.glob("intents/.*"), *state.glob("kernels/.*")]:
-            if path.name.removeprefix(".removed-") not in booked:
+        phases = {"intents": STARTING, "records": LIVE, "ended": ENDED}
+        saved = {(p.parent.name, p.stem) for name in phases for p in state.glob(f"{name}/*.json")}
+        for folder, kernel_id in saved:
+            if kernel_id not in accounted or accounted[kernel_id].state not in phases[folder]:
+                yield f"record {folder}/{kernel_id}"
+        for kernel_id in accounted.keys() - {kernel_id for _, kernel_id in saved}:
+            if accounted[kernel_id].state in LIVE:
+                yield f"kernel {kernel_id} without a record"
+        for path in [*state.glob(".*.new"), *state.glob("*/.*")]:
+            if path.name.removeprefix(".removed-") not in accounted:
                 yield f"left over {path.relative_to(state)}"
         for pid, env in environments():
-            node = env.get("AGENTD_NODE") or env.get("AGENTD_KEEPER")
-            if node == self.node and env["AGENTD_KERNEL"] not in booked:
+            if env.get("AGENTD_NODE") == self.node and env["AGENTD_KERNEL"] not in accounted:
                 yield f"process {pid} of {env['AGENTD_KERNEL']}"
             daemon = int(env.get("AGENTD_PLUGIN", "0").partition(".")[0])
             is_now = self.daemon.process is not None and daemon == self.daemon.process.pid
             if daemon in self.dead and not is_now:  # a pid comes again, in a long soak
                 yield f"process {pid} of a dead daemon's plugin"
-        kept = {kernel_name(self.node, kernel_id) for kernel_id in booked}
+        kept = {kernel_name(self.node, kernel_id) for kernel_id in accounted}
         for parent in GROUPS:
             for group in parent.glob(f"{kernel_name(self.node, '')}*"):
                 if group.name not in kept:
                     yield f"cgroup {group.name}"
 
 
-def _booked(kernel: dict[str, Any]) -> Booked:
+def _booked(kernel: dict[str, Any]) -> Accounted:
     handle = kernel["container_id"] or (str(kernel["pid"]) if kernel["pid"] else None)
-    return Booked(kernel["agent_id"], KernelState(kernel["state"]), handle)
+    return Accounted(kernel["agent_id"], KernelState(kernel["state"]), handle)
 
 
 def _given(record: str, by_stable_id: dict[str, str]) -> dict[str, int] | None:

@@ -10,44 +10,43 @@ import asyncio
 import contextlib
 import os
 import signal
-import ssl
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 
-from agentd import failpoints
+from agentd import assembly, failpoints
 from agentd.config.loading import Loaded
-from agentd.config.runtimes import DockerSettings
 from agentd.config.settings import Settings
-from agentd.core.reconcile import FoundState
 from agentd.core.slots import BUILT_IN
-from agentd.errors import ConfigRefused, Problem, RuntimeUnavailable, StartRefused
+from agentd.errors import (
+    ConfigRefused,
+    Problem,
+    RuntimeUnavailable,
+    StartRefused,
+)
 from agentd.failpoints import reach
-from agentd.host.cgroups import find_memory_groups
-from agentd.host.probe import Host, boot_id, derived_node_id, is_port_free, probe
+from agentd.host.probe import Host, derived_node_id, is_port_free, probe
 from agentd.host.sd_notify import Notifier
 from agentd.plugin_api import Features
 from agentd.pluginhost.host import PluginHost
 from agentd.pluginhost.instance import Pace
-from agentd.rpc.handlers import Handlers
-from agentd.rpc.server import Endpoint, Server
-from agentd.runtimes.docker.config import DockerRules
-from agentd.runtimes.docker.runtime import DockerRuntime
-from agentd.runtimes.process.proof import keepers
-from agentd.runtimes.process.runtime import ProcessRuntime
-from agentd.services.adoption import Adoption
+from agentd.rpc.handlers import Handlers, NodeParts
+from agentd.rpc.server import Server
 from agentd.services.devices import NodeDevices
+from agentd.services.events import EventLog
 from agentd.services.interfaces import Clock, Memory, Runtime
 from agentd.services.kernels import KernelService
-from agentd.services.monitor import Monitor
 from agentd.services.planner import NodeRules, Planner
-from agentd.state.folder import StateDir
+from agentd.services.reconciler import Reconciler
+from agentd.services.records import recall, recorded_runtimes, remember
+from agentd.services.selfcheck import SelfCheck
+from agentd.services.state import NodeState
+from agentd.state.files import StateFolder
 
 log = structlog.get_logger()
 
-RUNTIMES = {"docker", "process"}
 FIRST_LIST_TIMEOUT_S = 20.0
 DRAIN_TIMEOUT_S = 20.0
 
@@ -84,7 +83,9 @@ async def open_plugins(loaded: Loaded) -> PluginHost:
     return host
 
 
-def discover(loaded: Loaded, host: Host, plugins: PluginHost, memory: Memory) -> NodeDevices:
+def discover(
+    loaded: Loaded, host: Host, plugins: PluginHost, memory: Memory, events: EventLog
+) -> NodeDevices:
     """Find the devices and divide them.
 
     Raises:
@@ -97,6 +98,7 @@ def discover(loaded: Loaded, host: Host, plugins: PluginHost, memory: Memory) ->
         loaded.settings.split_rules(),
         BUILT_IN,
         host.devices(declared.cpus, declared.mem),
+        events,
     )
     problems = plugins.problems()
     try:
@@ -130,7 +132,9 @@ class Daemon:
         self._loaded = loaded
         self._settings = loaded.settings
         self._node_id = node_id_of(loaded.settings)
-        self._state = StateDir(loaded.settings.node.state_dir.absolute())
+        state_dir = loaded.settings.node.state_dir.absolute()
+        self._memory = StateFolder(state_dir, self._node_id)
+        self._clock = Clock(time.time, time.monotonic)
         self._notifier = Notifier()
         self._stop = asyncio.Event()
 
@@ -144,9 +148,8 @@ class Daemon:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
         async with contextlib.AsyncExitStack() as stack:
-            self._state.open()
-            stack.callback(self._state.close)
-            self._state.lock_node(self._node_id, _lock_folder())
+            self._memory.open(assembly.lock_folder())
+            stack.callback(self._memory.close)
             if points := failpoints.armed():
                 log.warning("failpoints.armed", points=points)
             await reach("start.after_locks")
@@ -154,77 +157,80 @@ class Daemon:
             plugins = await open_plugins(self._loaded)
             stack.push_async_callback(reach, "shutdown.after_plugins")
             stack.push_async_callback(plugins.close)
-            service = await self._service(stack, plugins)
-            await reach("start.after_discover")
-            adoption = Adoption(service)
-            adoption.recall_intents()
-            await reach("start.after_recall")
-            handlers = Handlers(self._node_id, service, adoption, plugins)
-            server = Server(handlers, _endpoint(self._settings))
+            node = await self._assembled(stack, plugins)
+            server = Server(node.handlers, assembly.endpoint(self._settings))
             await server.start()
             stack.push_async_callback(reach, "shutdown.after_server")
             stack.push_async_callback(server.stop)
             await reach("start.after_server")
-            await stack.enter_async_context(_running(Monitor(service, adoption, plugins)))
-            await self._until_listed(adoption, service)
+            await stack.enter_async_context(_running(node.reconciler, plugins))
+            await self._until_listed(node)
             await reach("start.before_ready")
-            handlers.is_ready = True
-            kernels = len(service.table.kernels)
+            node.handlers.open()
+            kernels = len(node.state.kernels)
             log.info("daemon.ready", node_id=self._node_id, kernels=kernels)
             self._notifier.ready(f"serving node {self._node_id}; {kernels} kernels adopted")
             await self._until_stopped()
             self._notifier.stopping()
             log.info("daemon.stopping")
             await reach("shutdown.before_drain")
-            await service.drain(DRAIN_TIMEOUT_S)
+            node.events.close()
+            await node.service.drain(DRAIN_TIMEOUT_S)
             await reach("shutdown.after_drain")
         log.info("daemon.stopped")
 
-    async def _service(
-        self, stack: contextlib.AsyncExitStack, plugins: PluginHost
-    ) -> KernelService:
-        host = probe()
-        devices = discover(self._loaded, host, plugins, self._state)
+    async def _assembled(self, stack: contextlib.AsyncExitStack, plugins: PluginHost) -> _Node:
+        """Build the parts and bring in what is remembered; nothing is asked of a runtime yet."""
+        host, events, memory = probe(), EventLog(), self._memory
+        devices = discover(self._loaded, host, plugins, memory, events)
         for status in plugins.statuses():
             if status.reason:
                 say = log.warning if status.has_table else log.info
                 say("plugin.not_ready", plugin=status.name, reason=status.reason)
         for warning in devices.warnings:
             log.warning("node.warning", warning=warning)
-        runtimes = self._runtimes()
+        names = self._used_runtimes()
+        runtimes = {n: self._runtime(n, self._node_id) for n in names if n in assembly.RUNTIMES}
         for runtime in runtimes.values():
             stack.push_async_callback(runtime.close)
-        slots = self._settings.resource.default_slots
-        rules = NodeRules(
+        await reach("start.after_discover")
+        default, clock = self._settings.node.runtime, self._clock
+        state = NodeState(names, events)
+        planner = Planner(devices, plugins, self._rules(host))
+        remember(state, memory, self._node_id)
+        recall(state, devices, memory, default, clock)
+        state.listen(planner.notify_plugins)
+        await reach("start.after_recall")
+        service = KernelService(state, devices, planner, runtimes, default, memory, clock)
+        reconciler = Reconciler(state, devices, runtimes, default, memory, clock)
+        check = SelfCheck(state, devices, runtimes, memory)
+        parts = NodeParts(state, devices, plugins, service, reconciler, check, events)
+        handlers = Handlers(self._node_id, default, parts)
+        return _Node(state, service, reconciler, handlers, events)
+
+    def _rules(self, host: Host) -> NodeRules:
+        return NodeRules(
             self._node_id,
             self._settings.policy(),
-            slots,
+            self._settings.resource.default_slots,
             host.real_cores,
             self._settings.runtime.docker.ports,
             is_port_free,
         )
-        planner = Planner(devices, plugins, rules)
-        default = self._settings.node.runtime
-        clock = Clock(time.time, time.monotonic)
-        return KernelService(devices, planner, runtimes, default, self._state, clock)
 
-    async def _until_listed(self, adoption: Adoption, service: KernelService) -> None:
+    async def _until_listed(self, node: _Node) -> None:
         """Wait until every runtime gave its first list, or could not."""
-
-        async def all_tried() -> None:
-            for event in adoption.first_try.values():
-                await event.wait()
-
-        ends = [asyncio.create_task(all_tried()), asyncio.create_task(_until(self._stop))]
+        ends = [
+            asyncio.create_task(node.reconciler.first_try()),
+            asyncio.create_task(_until(self._stop)),
+        ]
         await asyncio.wait(ends, timeout=FIRST_LIST_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
         for task in ends:
             task.cancel()
-        for name, event in adoption.first_try.items():
-            if not event.is_set():
-                why = f"gave no list within {FIRST_LIST_TIMEOUT_S:g} s"
-                adoption.unavailable(name, why)
-        used = {kernel.runtime for kernel in service.table} | set(service.not_listed)
-        self._state.save_node(self._node_id, sorted(used | {service.default.name}))
+        node.reconciler.give_up_waiting(f"gave no list within {FIRST_LIST_TIMEOUT_S:g} s")
+        used = {kernel.runtime for kernel in node.state}
+        used |= {name for name, status in node.state.runtimes.items() if not status.is_listed}
+        self._memory.save_runtimes(sorted(used | {self._settings.node.runtime}))
 
     async def _until_stopped(self) -> None:
         """Wait for a signal, and meanwhile keep systemd's watchdog quiet, if it watches."""
@@ -236,31 +242,23 @@ class Daemon:
             except TimeoutError:
                 self._notifier.alive()
 
-    def _runtimes(self) -> dict[str, Runtime]:
-        """Make the configured runtime, and the other one if it may have kernels of ours.
+    def _used_runtimes(self) -> list[str]:
+        """Return the configured runtime, and the others that may have kernels of ours.
 
         Where it is not remembered which ones had some, an engine that can be asked may have.
         """
-        default = self._settings.node.runtime
-        node = self._state.load_node()
-        used = {default, *(node.runtimes if node else ())}
-        used |= {intent.runtime for intent in self._state.load_intents()}
-        used &= RUNTIMES
-        if "process" not in used and (
-            any(self._state.kernels.glob("[!.]*")) or keepers(self._node_id)
-        ):
-            used.add("process")
+        node = self._memory.load_node()
+        used = {self._settings.node.runtime, *(node.runtimes if node else ())}
+        used |= recorded_runtimes(self._memory)
         if node is None and os.access(self._settings.runtime.docker.socket, os.W_OK):
             used.add("docker")
-        self._state.save_node(self._node_id, sorted(used))
-        return {name: self._runtime(name, self._node_id) for name in sorted(used)}
+        if self._memory.has_bundles():
+            used.add("process")
+        self._memory.save_runtimes(sorted(used))
+        return sorted(used)
 
     def _runtime(self, name: str, node_id: str) -> Runtime:
-        if name == "docker":
-            docker = self._settings.runtime.docker
-            return DockerRuntime(docker.socket, node_id, _docker_rules(docker))
-        user = self._settings.runtime.process.user
-        return ProcessRuntime(self._state.kernels, node_id, user, boot_id(), find_memory_groups())
+        return assembly.runtime(name, self._settings, node_id, self._memory.kernels)
 
     async def _refuse_changed_id(self) -> None:
         """Refuse another node id while kernels of the old one live.
@@ -268,25 +266,35 @@ class Daemon:
         Raises:
             ConfigRefused: some do, or it cannot be told.
         """
-        node = self._state.load_node()
+        node = self._memory.load_node()
         if node is None or node.node_id == self._node_id:
             return
         old = node.node_id
-        for name in RUNTIMES & {*node.runtimes, "process"}:
+        for name in assembly.RUNTIMES & {*node.runtimes, "process"}:
             runtime = self._runtime(name, old)
             try:
-                found = await runtime.list()
+                listing = await runtime.list()
             except RuntimeUnavailable as error:
                 why = f"the {name} runtime does not say whether kernels of {old} live: {error}"
                 raise ConfigRefused([Problem("node.id", why)]) from None
             finally:
                 await runtime.close()
-            if live := [k.kernel_id for k in found if k.state is not FoundState.EXITED]:
+            if live := sorted(k.kernel_id for k in listing.kernels if k.is_alive):
                 why = (
-                    f"was {old}, whose kernels {', '.join(sorted(live))} live;"
+                    f"was {old}, whose kernels {', '.join(live)} live;"
                     f" go back to it, or remove them first"
                 )
                 raise ConfigRefused([Problem("node.id", why)], str(self._loaded.path or ""))
+
+
+class _Node(NamedTuple):
+    """The parts that a daemon drives."""
+
+    state: NodeState
+    service: KernelService
+    reconciler: Reconciler
+    handlers: Handlers
+    events: EventLog
 
 
 async def _until(event: asyncio.Event) -> None:
@@ -294,75 +302,11 @@ async def _until(event: asyncio.Event) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _running(monitor: Monitor) -> AsyncIterator[None]:
-    task = asyncio.create_task(monitor.run())
+async def _running(reconciler: Reconciler, plugins: PluginHost) -> AsyncIterator[None]:
+    task = asyncio.create_task(reconciler.run(plugins))
     try:
         yield
     finally:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-
-
-def _docker_rules(docker: DockerSettings) -> DockerRules:
-    return DockerRules(
-        network=docker.network,
-        allowed_networks=docker.allowed_networks,
-        allowed_mounts=docker.allowed_mounts,
-        capabilities=docker.capabilities,
-        pids_limit=docker.pids_limit,
-        log_max_size=docker.log_max_size,
-        log_max_files=docker.log_max_files,
-        registry_auth=docker.registry_auth,
-        stop_timeout_s=docker.stop_timeout,
-    )
-
-
-def _lock_folder() -> Path:
-    if os.geteuid() == 0:
-        return Path("/run/agentd")
-    return Path(os.environ.get("XDG_RUNTIME_DIR", "/tmp"))  # noqa: S108 - a lock, with the user's mode
-
-
-def _endpoint(settings: Settings) -> Endpoint:
-    rpc = settings.rpc
-    if rpc.listen is None:
-        return Endpoint(rpc.socket.absolute(), rpc.socket_group)
-    host, port = rpc.host_port
-    return Endpoint(
-        rpc.socket.absolute(),
-        rpc.socket_group,
-        str(host),
-        port,
-        _token(rpc.token_file),
-        _tls(settings),
-    )
-
-
-def _token(path: Path | None) -> str:
-    """Read the bearer token.
-
-    Raises:
-        ConfigRefused: there is none in the file.
-    """
-    try:
-        token = path.read_text(encoding="utf-8").strip() if path else ""
-    except OSError as error:
-        why = f"{path} cannot be read: {error.strerror}"
-        raise ConfigRefused([Problem("rpc.token-file", why)]) from None
-    if not token:
-        raise ConfigRefused([Problem("rpc.token-file", f"{path} is empty; it needs one line")])
-    return token
-
-
-def _tls(settings: Settings) -> ssl.SSLContext | None:
-    rpc = settings.rpc
-    if rpc.tls_cert is None:
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(rpc.tls_cert, rpc.tls_key)
-    except (OSError, ssl.SSLError) as error:
-        why = f"{rpc.tls_cert} and {rpc.tls_key} cannot be used: {error}"
-        raise ConfigRefused([Problem("rpc.tls-cert", why)]) from None
-    return context

@@ -165,6 +165,12 @@ class UnknownKernel(RequestError):
     code = "UnknownKernel"
 
 
+class UnknownRuntime(RequestError):
+    """No runtime of that name on this node."""
+
+    code = "NotFound"
+
+
 class UnknownDevice(RequestError):
     """No device of that name on this node."""
 

@@ -12,7 +12,7 @@ Nothing happens at one unless AGENTD_FAILPOINTS was set when the program started
 
 A term without a count counts for good. The notation is that of FreeBSD's fail(9), cut down.
 
-Imports little, and nothing of agentd: the keeper of a process kernel uses it too.
+Imports little, and nothing of agentd: the shim of a process kernel uses it too.
 """
 
 from __future__ import annotations
@@ -36,8 +36,12 @@ POINTS = {
     "shutdown.after_plugins": "the plugins' processes are gone",
     "intent.before_replace": "an intent is written beside its place",
     "intent.after_replace": "an intent is in its place",
-    "intent.before_drop": "the outcome of a create is known, its intent is still there",
-    "intent.after_drop": "an intent is gone",
+    "record.before_replace": "a record is written beside its place",
+    "record.after_replace": "a record is in its place",
+    "record.before_move": "a kernel runs, or has ended, and its record does not say so",
+    "record.after_move": "a record says how far its kernel has come",
+    "record.before_drop": "a kernel is gone, its record is still there",
+    "record.after_drop": "a record is gone",
     "devices.before_replace": "the inventory is written beside its place",
     "devices.after_replace": "the inventory is in its place",
     "node.before_replace": "the node's id and runtimes are written beside their place",
@@ -50,24 +54,23 @@ POINTS = {
     "create.after_engine_start": "docker: it runs, nobody looked at it",
     "create.before_undo": "docker: a container is not wanted, and there",
     "create.after_undo": "docker: what was not wanted is gone",
-    "create.after_folder": "process: the kernel's folder is there, empty",
-    "create.after_record": "process: the record is in the folder",
+    "create.after_record": "process: the bundle is there, and the record in it",
     "create.after_group": "process: the cgroup is there, empty",
-    "create.after_spawn": "process: the keeper answered",
+    "create.after_spawn": "process: the shim answered",
     "create.after_runtime": "it runs, the table does not say so yet",
-    "keeper.after_fork": "process: the command's process waits for its go",
-    "keeper.before_identity": "process: the identity is written beside its place",
-    "keeper.after_identity": "process: the identity is in its place, the command has no go",
-    "keeper.after_go": "process: the command may run",
-    "keeper.before_answer": "process: the command runs, the daemon does not know",
-    "keeper.before_exit": "process: nothing of the kernel is left, that is not written yet",
-    "keeper.after_exit": "process: how it ended is written",
+    "shim.after_fork": "process: the command's process waits for its go",
+    "shim.before_identity": "process: the identity is written beside its place",
+    "shim.after_identity": "process: the identity is in its place, the command has no go",
+    "shim.after_go": "process: the command may run",
+    "shim.before_answer": "process: the command runs, the daemon does not know",
+    "shim.before_exit": "process: nothing of the kernel is left, that is not written yet",
+    "shim.after_exit": "process: how it ended is written",
     "stop.before_runtime": "the table says stopping, nothing is done",
     "stop.after_term": "process: the kernel was asked to end",
     "stop.after_kill": "process: what did not end was killed",
     "stop.after_runtime": "the kernel has ended, the table does not say so",
     "delete.before_runtime": "the kernel has ended and is all there",
-    "delete.after_rename": "process: the kernel's folder is set aside",
+    "delete.after_rename": "process: the kernel's bundle is set aside",
     "delete.after_group": "process: its cgroup is gone",
     "delete.after_runtime": "nothing of the kernel is left, the table has it",
     "delete.before_answer": "only the caller does not know",
@@ -159,7 +162,7 @@ def hit(name: str) -> None:
 async def reach(name: str) -> None:
     """Visit a point of a coroutine; a delay lets others go on."""
     if _armed and (pause_s := _visited(name)):
-        import asyncio  # noqa: PLC0415 - the keeper has no use for it
+        import asyncio  # noqa: PLC0415 - the shim has no use for it
 
         await asyncio.sleep(pause_s)
 

@@ -3,7 +3,7 @@
 import asyncio
 import os
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +12,32 @@ import pytest
 from agentd.core.allocation import Allocation, Share
 from agentd.core.container_edits import ContainerEdits
 from agentd.core.devices import MEMORY, DeviceId
-from agentd.core.kernel import KernelSpec, KernelState
+from agentd.core.kernel import Kernel, KernelRef, KernelSpec, KernelState
+from agentd.core.observation import ObservedKernel, ObservedState
 from agentd.core.plan import KernelPlan, NodeFacts, build_plan
-from agentd.core.reconcile import FoundKernel, FoundState
-from agentd.core.record import Record, RecordedShare, encode, statement
+from agentd.core.record import statement
 from agentd.core.slots import ONE, SlotKind
-from agentd.errors import CommandNotFound, InvalidRequest
-from agentd.host.cgroups import find_memory_groups
+from agentd.errors import CommandNotFound
+from agentd.host.cgroups import MEMORY as MEMORY_CONTROLLER
+from agentd.host.cgroups import PIDS, find_cgroups
 from agentd.host.probe import boot_id, probe
 from agentd.runtimes.docker.config import DockerRules
 from agentd.runtimes.docker.runtime import DockerRuntime
 from agentd.runtimes.process.runtime import ProcessRuntime
+from agentd.runtimes.process.spawn import ProcessRules, find_account
 from agentd.services.interfaces import LogQuery, Runtime
 from engine import IMAGE
 from fakes import FakeRuntime
 
 CORE = str(min(probe().cores))
-SHARES = (
-    RecordedShare(Share(DeviceId("cpu", CORE), "cpu", SlotKind.COUNT, ONE), f"cpu-{CORE}"),
-    RecordedShare(Share(MEMORY, "mem", SlotKind.BYTES, 64 * 2**20), "mem-root"),
+SHARES = Allocation(
+    (
+        Share(DeviceId("cpu", CORE), f"cpu-{CORE}", "cpu", SlotKind.COUNT, ONE),
+        Share(MEMORY, "mem-root", "mem", SlotKind.BYTES, 64 * 2**20),
+    )
 )
 
+K1 = KernelRef("k1")
 NODE, OTHER = f"node-a-{os.getpid()}", f"node-b-{os.getpid()}"
 """Nodes of this test run's own: keepers and cgroups are found by it."""
 pytestmark = pytest.mark.xdist_group("runtimes")  # one node id, so one at a time
@@ -41,10 +46,18 @@ pytestmark = pytest.mark.xdist_group("runtimes")  # one node id, so one at a tim
 def plan(*command: str, kernel_id: str = "k1", node: str = NODE, **spec: Any) -> KernelPlan:
     given = KernelSpec(kernel_id, "agent-1", command, "hash", image=IMAGE, **spec)
     facts = NodeFacts(node, (CORE,), frozenset({CORE}))
-    allocation = Allocation(tuple(item.share for item in SHARES))
-    built = build_plan(given, allocation, ContainerEdits(env={"GPUS": "none"}), facts)
-    record = Record(kernel_id, "agent-1", node, "hash", 1.0, {"cpu": "1"}, SHARES)
-    return replace(built, record=encode(record), statement=statement(SHARES))
+    kernel = Kernel(
+        kernel_id, "agent-1", KernelState.PREPARING, "hash", 1.0, "any", {"cpu": "1"}, SHARES
+    )
+    return build_plan(given, kernel, ContainerEdits(env={"GPUS": "none"}), facts)
+
+
+def process_runtime(
+    folder: Path, node: str = NODE, boot: str | None = None, **rules: Any
+) -> ProcessRuntime:
+    default = find_account("nobody", "user") if os.geteuid() == 0 else None
+    made = ProcessRules(default, rules.pop("accounts", {}), **rules)
+    return ProcessRuntime(folder, node, boot or boot_id(), made, find_cgroups())
 
 
 @dataclass
@@ -52,16 +65,16 @@ class Rig:
     runtime: Runtime
     other_node: Runtime
 
-    async def create(self, *command: str, **options: Any) -> FoundKernel:
+    async def create(self, *command: str, **options: Any) -> ObservedKernel:
         self.progress: list[KernelState] = []
         return await self.runtime.create(plan(*command, **options), self.progress.append)
 
-    async def until_ended(self, kernel_id: str) -> FoundKernel:
+    async def until_ended(self, kernel_id: str) -> ObservedKernel:
         async with asyncio.timeout(20):
             async for seen in self.runtime.follow():
                 if seen in ("", kernel_id):
-                    found = await self.runtime.find(kernel_id)
-                    if found is None or found.state is FoundState.EXITED:
+                    found = await self.runtime.find(KernelRef(kernel_id))
+                    if found is None or found.state is ObservedState.EXITED:
                         break
         assert found is not None
         return found
@@ -81,47 +94,45 @@ async def rig(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Rig
             rules = DockerRules("none", stop_timeout_s=5)
             runtimes.append(DockerRuntime(engine.socket, node, rules))
         elif request.param == "process":
-            groups = find_memory_groups()
             kernels = folder / "kernels"
             kernels.mkdir(exist_ok=True)
-            runtimes.append(ProcessRuntime(kernels, node, "nobody", boot_id(), groups))
+            runtimes.append(process_runtime(kernels, node))
         else:
             runtimes.append(FakeRuntime())
     yield Rig(*runtimes)
     for runtime in runtimes:
-        for found in await runtime.list():
-            await runtime.remove(found.kernel_id, found.handle)
+        for found in (await runtime.list()).kernels:
+            await runtime.remove(found.ref)
         await runtime.close()
 
 
 async def test_a_created_kernel_runs_and_says_who_it_is(rig: Rig) -> None:
     created = await rig.create("sleep", "1000")
-    assert created.state is FoundState.RUNNING
+    assert created.state is ObservedState.RUNNING
     assert rig.progress[-1] is KernelState.CREATING
-    found = await rig.runtime.find("k1")
+    found = await rig.runtime.find(K1)
     assert found == created
     assert (found.kernel_id, found.handle) == ("k1", created.handle)
     assert found.record == plan("sleep", "1000").record
     assert found.statement == statement(SHARES)
-    assert [item.kernel_id for item in await rig.runtime.list()] == ["k1"]
+    assert [item.kernel_id for item in (await rig.runtime.list()).kernels] == ["k1"]
 
 
 async def test_a_command_that_does_not_exist_leaves_nothing(rig: Rig) -> None:
     with pytest.raises(CommandNotFound):
         await rig.create("no-such-command")
-    assert await rig.runtime.find("k1") is None
-    assert list(await rig.runtime.list()) == []
+    assert await rig.runtime.find(K1) is None
+    assert (await rig.runtime.list()).kernels == ()
 
 
 async def test_an_empty_request_is_refused_before_anything(rig: Rig) -> None:
-    with pytest.raises(InvalidRequest):
-        await rig.runtime.check(KernelSpec("k1", "agent-1", (), "hash"))
+    assert rig.runtime.problems(KernelSpec("k1", "agent-1", (), "hash"))
 
 
 async def test_the_exit_code_is_kept(rig: Rig) -> None:
     await rig.create("sh", "-c", "exit 3")
     found = await rig.until_ended("k1")
-    assert found.state is FoundState.EXITED
+    assert found.state is ObservedState.EXITED
     assert found.ending.exit_code == 3
     assert not found.ending.oom_killed
     assert found.ending.finished_at is not None
@@ -129,26 +140,26 @@ async def test_the_exit_code_is_kept(rig: Rig) -> None:
 
 async def test_a_stopped_kernel_stays_listed(rig: Rig) -> None:
     created = await rig.create("sleep", "1000")
-    await rig.runtime.stop("k1", created.handle, 0)
-    found = await rig.runtime.find("k1")
+    await rig.runtime.stop(created.ref, 0)
+    found = await rig.runtime.find(K1)
     assert found is not None
-    assert found.state is FoundState.EXITED
+    assert found.state is ObservedState.EXITED
     assert found.ending.exit_code == 137
 
 
 async def test_stopping_what_has_ended_or_is_not_there_is_fine(rig: Rig) -> None:
     created = await rig.create("sleep", "1000")
     for _ in range(2):
-        await rig.runtime.stop("k1", created.handle, 0)
-    await rig.runtime.remove("k1", created.handle)
-    await rig.runtime.stop("k1", created.handle, 0)
+        await rig.runtime.stop(created.ref, 0)
+    await rig.runtime.remove(created.ref)
+    await rig.runtime.stop(created.ref, 0)
 
 
 async def test_removing_a_running_kernel_leaves_nothing_and_twice_is_fine(rig: Rig) -> None:
     created = await rig.create("sleep", "1000")
     for _ in range(2):
-        await rig.runtime.remove("k1", created.handle)
-    assert await rig.runtime.find("k1") is None
+        await rig.runtime.remove(created.ref)
+    assert await rig.runtime.find(K1) is None
     again = await rig.create("sleep", "1000")
     assert again.handle != created.handle
 
@@ -158,7 +169,7 @@ async def test_logs_are_given_byte_for_byte_and_by_the_last_lines(rig: Rig) -> N
     await rig.until_ended("k1")
 
     async def read(*, follow: bool, tail: int | None) -> bytes:
-        chunks = rig.runtime.logs("k1", created.handle, LogQuery(follow, tail))
+        chunks = rig.runtime.logs(created.ref, LogQuery(follow, tail))
         return b"".join([chunk async for chunk in chunks])
 
     assert await read(follow=False, tail=None) == b"one\ntwo\n\xffthree\n"
@@ -172,7 +183,7 @@ async def test_following_says_first_that_it_is_connected(rig: Rig) -> None:
     events = rig.runtime.follow()
     assert await anext(events) == ""
     created = await rig.create("sleep", "1000")
-    stopping = asyncio.create_task(rig.runtime.stop("k1", created.handle, 0))
+    stopping = asyncio.create_task(rig.runtime.stop(created.ref, 0))
     async with asyncio.timeout(20):
         while await anext(events) != "k1":
             pass
@@ -182,19 +193,22 @@ async def test_following_says_first_that_it_is_connected(rig: Rig) -> None:
 
 async def test_another_node_s_kernels_are_not_ours(rig: Rig) -> None:
     other = await rig.other_node.create(plan("sleep", "1000", node=OTHER), lambda _: None)
-    assert list(await rig.runtime.list()) == []
-    assert await rig.runtime.find("k1") is None
-    assert [item.handle for item in await rig.other_node.list()] == [other.handle]
+    assert (await rig.runtime.list()).kernels == ()
+    assert await rig.runtime.find(K1) is None
+    assert [item.handle for item in (await rig.other_node.list()).kernels] == [other.handle]
 
 
 async def test_two_kernels_at_once_do_not_meet(rig: Rig) -> None:
     names = [f"k{n}" for n in range(4)]
     await asyncio.gather(*(rig.create("sleep", "1000", kernel_id=name) for name in names))
-    found = await rig.runtime.list()
+    found = (await rig.runtime.list()).kernels
     assert sorted(item.kernel_id for item in found) == names
     assert len({item.handle for item in found}) == 4
 
 
 def test_the_suite_knows_whether_limits_can_be_tried() -> None:
     if os.environ.get("AGENTD_REQUIRE_ALL"):
-        assert find_memory_groups() is not None
+        cgroups = find_cgroups()
+        assert cgroups is not None
+        assert cgroups.controllers == {MEMORY_CONTROLLER, PIDS}
+        assert cgroups.keeps_attributes

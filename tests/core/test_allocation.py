@@ -115,10 +115,11 @@ def test_without_fragmentation_parts_are_equal_on_the_fewest_devices_or_refused(
     asked = slots(cuda_shares=1.5)
     allocation = place(devices, asked, whole, CENT)
     assert sorted(given_ids(allocation, "cuda").values()) == [0.75, 0.75]
-    used = Ledger().with_held("k", "a", Allocation(tuple(
-        Share(DeviceId("cuda", f"cuda{n}"), "cuda.shares", SlotKind.COUNT, ONE * 4 // 10)
+    held = (
+        Share(DeviceId("cuda", f"cuda{n}"), f"GPU-{n}", "cuda.shares", SlotKind.COUNT, 40 * CENT)
         for n in range(3)
-    )))  # fmt: skip
+    )
+    used = Ledger().with_held("k", "a", Allocation(tuple(held)))
     with pytest.raises(InsufficientResource):
         place(devices, asked, whole, CENT, used)
     assert place(devices, asked, EVENLY, CENT, used)
@@ -132,7 +133,7 @@ def test_a_refusal_takes_nothing_of_the_other_slots() -> None:
 
 
 def held(slot: str, amount: int, device: str = "cuda0", agent: str = "a") -> Ledger:
-    share = Share(DeviceId("cuda", device), slot, SlotKind.COUNT, amount)
+    share = Share(DeviceId("cuda", device), f"GPU-{device}", slot, SlotKind.COUNT, amount)
     return Ledger().with_held("k1", agent, Allocation((share,)))
 
 
@@ -182,7 +183,7 @@ def test_an_agent_s_memory_is_the_less_of_its_own_and_the_node_s() -> None:
     device, part = node.inventory.by_id[MEMORY], node.partitions["a"]
 
     def use(ledger: Ledger, agent: str, amount: int) -> Ledger:
-        share = Share(MEMORY, "mem", SlotKind.BYTES, amount)
+        share = Share(MEMORY, "mem-root", "mem", SlotKind.BYTES, amount)
         return ledger.with_held(f"{agent}-{amount}", agent, Allocation((share,)))
 
     assert Ledger().free(device, part) == 4 * GIB
@@ -248,7 +249,7 @@ def test_a_part_of_the_memory_that_is_used_up_is_the_agent_s_own_doing() -> None
         return str(caught.value.explain[0]["reason"])
 
     def use(ledger: Ledger, agent: str, amount: int) -> Ledger:
-        share = Share(MEMORY, "mem", SlotKind.BYTES, amount)
+        share = Share(MEMORY, "mem-root", "mem", SlotKind.BYTES, amount)
         return ledger.with_held(f"k-{agent}", agent, Allocation((share,)))
 
     other = use(Ledger(), "b", GIB)
@@ -264,7 +265,11 @@ def test_devices_near_everything_count_with_each_node_that_is_tried_alone() -> N
     used = Ledger()
     for number, amount in enumerate((5, 40, 40, 40, 40)):
         share = Share(
-            DeviceId("cuda", f"cuda{number}"), "cuda.shares", SlotKind.COUNT, amount * CENT
+            DeviceId("cuda", f"cuda{number}"),
+            f"GPU-{number}",
+            "cuda.shares",
+            SlotKind.COUNT,
+            amount * CENT,
         )
         used = used.with_held(f"k{number}", "a", Allocation((share,)))
     allocation = place(devices, slots(cuda_shares=2.85), policy, CENT, used)

@@ -142,7 +142,9 @@ class Node(RuleBasedStateMachine):
         """A kernel is found that holds something, whatever else is held."""
         device = data.draw(st.sampled_from(self.split.inventory.devices))
         slot = data.draw(st.sampled_from([device.slot, "old.slot"]))
-        share = Share(device.device_id, slot, device.kind, max(1, device.capacity // 2))
+        share = Share(
+            device.device_id, device.stable_id, slot, device.kind, max(1, device.capacity // 2)
+        )
         self.count += 1
         self.ledger = self.ledger.with_held(f"k{self.count}", agent, Allocation((share,)))
         over = self.ledger.used(device.device_id) - device.capacity

@@ -66,7 +66,7 @@ def changed(path: Path, **members: object) -> None:
 
 
 INIT = {"pid": 1, "start_time": started(1)}
-KEPT_BY_INIT = {"keeper_pid": 1, "keeper_start_time": started(1)}
+KEPT_BY_INIT = {"shim_pid": 1, "shim_start_time": started(1)}
 DAMAGE = {
     "record-truncated": lambda f: (f / "record.json").write_text("{"),
     "record-empty": lambda f: (f / "record.json").write_text(""),
@@ -95,7 +95,6 @@ DAMAGE = {
 }
 AS_BEFORE = (
     "record-unknown-members",
-    "record-of-another-node",
     "exit-is-a-folder",
     "exit-is-a-loop",
     "exit-truncated",
@@ -152,21 +151,20 @@ async def test_what_is_no_kernel_s_folder_is_left_alone(plain_world: World) -> N
 
 
 FORGERY = """
-exec env AGENTD_NODE={node} AGENTD_KERNEL=k1 AGENTD_KEEPER={node} AGENTD_AGENT=agent-2 \\
+exec env AGENTD_NODE={node} AGENTD_KERNEL=k1 AGENTD_SHIM=1 AGENTD_AGENT=agent-2 \\
   AGENTD_DEVICES=cuda/cuda9/cuda.device=1@SIM-cuda-cuda9 sh -c 'sleep 1000 & wait' shim.py
 """
 
 
 async def test_what_a_kernel_says_of_itself_proves_nothing(world: World) -> None:
-    """A kernel calls itself another one, and a keeper, and starts a shim.py."""
+    """A kernel calls itself another one, and a shim, and starts a shim.py."""
     daemon = world.daemon
     await daemon.running("agent-2", kernel_id="k1", slots=ONE)
     script = FORGERY.format(node=world.node)
     await daemon.running(kernel_id="forger", command=["sh", "-c", script], slots=ONE)
     before = {k["kernel_id"]: k for k in await daemon.get("/v1/kernels")}
     await world.kill()
-    intent = json.dumps({"kernel_id": "k9", "runtime": "process", "record": "{"})
-    (daemon.folder / "state" / "intents" / "k9.json").write_text(intent)
+    (daemon.folder / "state" / "intents" / "k9.json").write_text("{")
     await world.start()
     after = {k["kernel_id"]: k for k in await daemon.get("/v1/kernels")}
     assert after["k1"] == before["k1"]
@@ -199,7 +197,8 @@ async def test_damaged_files_of_the_node_are_told_of_and_harm_nothing(world: Wor
     for name in ("devices.json", "node.json"):
         assert len([w for w in warnings if name in w and "set aside" in w]) == 1, warnings
         assert (state / f"{name}.unreadable").read_text() == FILES[name][1]
-    assert "intent.unreadable" in daemon.log
+    gone = await daemon.get("/v1/kernels/gone")
+    assert "its record cannot be read" in gone["reason"]
     assert world.lives() == lives
     refused = await daemon.create(slots=ONE)
     assert refused.status == 409, refused.content  # whatever 'gone' had is kept back
@@ -237,7 +236,7 @@ async def is_served_without_being_remembered(world: World) -> None:
     stopped = await daemon.call("POST", "/v1/kernels/k0/stop", {"timeout": 0})
     assert (stopped.status, stopped.json["state"]) == (200, "terminated")
     after = await world.look()
-    assert after.booked.keys() == before.booked.keys()
+    assert after.accounted.keys() == before.accounted.keys()
 
 
 @ROOT_ONLY
@@ -308,12 +307,12 @@ async def test_a_state_folder_that_is_gone_costs_no_kernel(world: World) -> None
     await world.start()
     assert {k: v for k, v in world.lives().items() if k != "k3"} == lives
     census = await world.check()
-    assert census.booked.keys() == {"k-agent-1", "k-agent-2", "k3"}
+    assert census.accounted.keys() == {"k-agent-1", "k-agent-2", "k3"}
     assert {k: h for k, h in census.holdings.items() if k.startswith("cuda")} == {
         f"cuda/cuda{n}": ({f"k-agent-{n + 1}": 10**6} if n < 2 else {"k3": 10**6} if n == 2 else {})
         for n in range(32)
     }
-    for kernel_id in census.booked:
+    for kernel_id in census.accounted:
         assert (await world.remove(kernel_id)).status == 204
     await world.check()
     assert world.lives() == {}
@@ -365,8 +364,7 @@ async def test_a_clock_that_is_set_back_moves_no_deadline(world: World) -> None:
     await daemon.running(kernel_id="k1", slots=ONE)
     before, lives = await world.check(), world.lives()
     await world.kill()
-    intent = json.dumps({"kernel_id": "k2", "runtime": daemon.runtime, "record": "{"})
-    (daemon.folder / "state" / "intents" / "k2.json").write_text(intent)
+    (daemon.folder / "state" / "intents" / "k2.json").write_text("{")
     offset = daemon.folder / "offset"
     offset.write_text("0")
     library = built("clock.c", daemon.folder / "clock.so")
@@ -421,8 +419,8 @@ async def test_a_pid_that_is_used_again_is_somebody_else(plain_world: World) -> 
     kernel = await daemon.running(kernel_id="k1", slots=ONE)
     await world.kill()
     identity = daemon.folder / "state" / "kernels" / "k1" / "identity.json"
-    keeper = json.loads(identity.read_text())["keeper_pid"]
-    for pid in (keeper, kernel["pid"]):
+    shim = json.loads(identity.read_text())["shim_pid"]
+    for pid in (shim, kernel["pid"]):
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     other = reincarnated(kernel["pid"])

@@ -23,7 +23,7 @@ def armed(*steps: str, error: str = "ENOSPC") -> str:
 @pytest.mark.parametrize("error", ["ENOSPC", "EIO", "EMFILE"])
 async def test_a_create_fails_at_every_step_and_leaves_nothing(world: World, error: str) -> None:
     daemon = world.daemon
-    await world.start(armed("create", "intent", error=error), NODE)
+    await world.start(armed("create", "intent", "record", error=error), NODE)
     failures = []
     for number in range(TRIES):
         answer = await daemon.create(kernel_id=f"k{number}", slots=ONE)
@@ -44,8 +44,8 @@ async def test_a_create_fails_at_every_step_and_leaves_nothing(world: World, err
     assert await daemon.free("cuda.device") == "64"
 
 
-@pytest.mark.parametrize("point", [p for p in POINTS if p.startswith("keeper.")])
-async def test_a_keeper_that_dies_leaves_its_kernel_accounted_or_nothing(
+@pytest.mark.parametrize("point", [p for p in POINTS if p.startswith("shim.")])
+async def test_a_shim_that_dies_leaves_its_kernel_accounted_or_nothing(
     point: str, plain_world: World
 ) -> None:
     world = plain_world
@@ -60,12 +60,12 @@ async def test_a_keeper_that_dies_leaves_its_kernel_accounted_or_nothing(
     assert (answer.status == 201) == point.endswith("_exit"), answer.content
     if point.endswith("_exit"):
         ended = await world.daemon.until("k1", "terminated")
-        is_told = point == "keeper.after_exit"
-        assert (ended["exit_code"], "its keeper left none" in ended["reason"]) == (
+        is_told = point == "shim.after_exit"
+        assert (ended["exit_code"], "its shim was killed" in ended["reason"]) == (
             (0, False) if is_told else (None, True)
         )
     await world.check()
-    has_go = point not in ("keeper.after_fork", "keeper.before_identity", "keeper.after_identity")
+    has_go = point not in ("shim.after_fork", "shim.before_identity", "shim.after_identity")
     assert has_go or ran.read_text() == "", "who it is stands on disk before the command runs"
     await world.kill()
     await world.start()

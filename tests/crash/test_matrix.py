@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from agentd.core.invariants import Census
+from agentd.core.invariants import NodeSnapshot
 from daemon import BASE, Daemon, end
 from engine import Engine
 from world import SEED, SOAK_S, World, tried
@@ -278,7 +278,7 @@ EVENTS: tuple[Event, ...] = (
 )
 
 
-async def three_views_agree(scene: Scene, before: Census) -> None:
+async def three_views_agree(scene: Scene, before: NodeSnapshot) -> None:
     world, daemon = scene.world, scene.daemon
     allowed = {"capacity"} if scene.setup.memory != "8g" else set()
     for kernel_id in scene.ended:
@@ -295,7 +295,7 @@ async def three_views_agree(scene: Scene, before: Census) -> None:
     await everything_that_is_free(scene, allowed, before)
 
 
-async def everything_that_is_free(scene: Scene, allowed: set[str], before: Census) -> None:
+async def everything_that_is_free(scene: Scene, allowed: set[str], before: NodeSnapshot) -> None:
     """Give away all that can be had: nothing of it may be somebody's already."""
     world, daemon = scene.world, scene.daemon
     slot = f"cuda.{scene.setup.slots}"

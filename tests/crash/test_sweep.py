@@ -32,8 +32,8 @@ AT_START = (
     "plugin.after_list",
 )
 INTENDED = {
-    *(p for p in POINTS if p.startswith(("create.", "keeper.")) and not p.endswith("_exit")),
-    *("intent.after_replace", "intent.before_drop"),
+    *(p for p in POINTS if p.startswith(("create.", "shim.")) and not p.endswith("_exit")),
+    *("intent.after_replace", "record.before_move"),
 } - {"create.after_commit", "create.after_plan"}
 """Where a runtime may have been asked, and the books do not say yet what became of it."""
 UNBORN = ("adopt.before_discard", "adopt.after_discard")
@@ -117,13 +117,13 @@ class Sweep:
         """Ask for what passes a point; return the kernels that may end over it."""
         self._body = self.body(point)
         match point.split(".", maxsplit=1)[0]:
-            case "create" | "intent" | "keeper":
+            case "create" | "intent" | "shim":
                 answer = await self.world.create(kernel_id, **self._body)
                 assert answer is None or answer.status == 201, (point, answer.content)
             case "stop":
                 await self.daemon.running(kernel_id=kernel_id, **self._body)
                 await self.world.ask("POST", f"/v1/kernels/{kernel_id}/stop", {"timeout": 0.2})
-            case "delete":
+            case "delete" | "record":
                 await self.daemon.running(kernel_id=kernel_id, **self._body)
                 await self.world.remove(kernel_id)
             case "reconcile":
@@ -154,7 +154,7 @@ class Sweep:
         if point == "create.after_pull":
             image = self.registry.image("sweep", rootfs())
             return {"slots": ONE, "image": image, "pull_policy": "always"}
-        if point.startswith("keeper.") and point.endswith("_exit"):
+        if point.startswith("shim.") and point.endswith("_exit"):
             return {"slots": ONE, "command": ["true"]}
         if point.startswith("stop."):
             return {"slots": ONE, "command": ["sh", "-c", "trap '' TERM; sleep 1000"]}
@@ -170,11 +170,11 @@ VISITS_AT_START = {"before_spawn": 2, "after_spawn": 2, "after_load": 2}
 
 
 def action(point: str) -> str:
-    """A keeper's points kill the daemon, which waits for its answer."""
+    """A shim's points kill the daemon, which waits for its answer."""
     what, _, when = point.partition(".")
     if what == "plugin":
         return f"{VISITS_AT_START.get(when, 1)}*off->kill"
-    return "kill(parent)" if what == "keeper" else "kill"
+    return "kill(parent)" if what == "shim" else "kill"
 
 
 def other_process(request: pytest.FixtureRequest) -> Callable[[], object]:

@@ -5,8 +5,6 @@ Here stand real processes and containers under those records, as that version le
 """
 
 import json
-import os
-import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,28 +36,20 @@ def recorded(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.fixture
 def left_behind(folder: Path, recorded: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The state folder of that version, with a process under the record of the one that runs."""
-    content = recorded["process"]
+    content, state = recorded["process"], folder / "state"
     for name, text in content["files"].items():
-        path = folder / "state" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = state / name
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.write_text(text)
-    record = json.loads(content["files"]["kernels/lives/record.json"])
-    marks = f"AGENTD_NODE={record['node_id']} AGENTD_KERNEL=lives"
-    script = f"env {marks} setsid sleep 1000 & echo $!; wait"
-    keeper = subprocess.Popen(
-        ["sh", "-c", script, "shim.py"], stdout=subprocess.PIPE, env={}, start_new_session=True
-    )
-    assert keeper.stdout is not None
-    pid = int(keeper.stdout.readline())
-    identity = folder / "state" / "kernels" / "lives" / "identity.json"
+    state.chmod(0o711)
+    lives = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    identity = state / "kernels" / "lives" / "identity.json"
     who = json.loads(identity.read_text())
-    who |= {"pid": pid, "start_time": started(pid), "boot_id": BOOT_ID}
-    who |= {"keeper_pid": keeper.pid, "keeper_start_time": started(keeper.pid)}
+    who |= {"pid": lives.pid, "start_time": started(lives.pid), "boot_id": BOOT_ID}
     identity.write_text(json.dumps(who))
-    yield content | {"pid": pid}
-    os.kill(pid, signal.SIGKILL)
-    keeper.wait()
-    keeper.stdout.close()
+    yield content | {"pid": lives.pid}
+    lives.kill()
+    lives.wait()
 
 
 async def are_adopted(daemon: Daemon, content: dict[str, Any], bodies: dict[str, Any]) -> None:

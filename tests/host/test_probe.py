@@ -3,7 +3,6 @@ from pathlib import Path
 
 import pytest
 
-from agentd.host.cgroups import find_memory_groups
 from agentd.host.probe import Host, derived_node_id, parse_cpu_list, probe
 
 
@@ -65,20 +64,3 @@ def test_the_node_id_is_derived_and_does_not_show_the_machine_id(tmp_path: Path)
     path.write_text("\n")
     with pytest.raises(OSError, match="no machine id"):
         derived_node_id(path)
-
-
-def v2(folder: Path, controllers: str, own: str = "/svc") -> Path:
-    for name, text in {
-        "proc/self/cgroup": f"0::{own}\n",
-        "sys/fs/cgroup/cgroup.controllers": controllers,
-        f"sys/fs/cgroup{own}/cgroup.subtree_control": "memory",
-    }.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return folder
-
-
-def test_no_memory_controller_means_no_groups(tmp_path: Path) -> None:
-    assert find_memory_groups(tmp_path) is None
-    assert find_memory_groups(v2(tmp_path, "cpu io")) is None

@@ -213,18 +213,20 @@ async def test_a_required_plugin_that_failed_is_reported_as_such(host) -> None:
     ]
 
 
-def given(*names: str) -> tuple[Allocation, dict[DeviceId, str]]:
-    shares = [
-        Share(DeviceId(name, f"{name}0"), f"{name}.device", SlotKind.COUNT, ONE) for name in names
-    ]
-    return Allocation(tuple(shares)), {share.device_id: "S" for share in shares}
+def given(*names: str) -> Allocation:
+    return Allocation(
+        tuple(
+            Share(DeviceId(name, f"{name}0"), "S", f"{name}.device", SlotKind.COUNT, ONE)
+            for name in names
+        )
+    )
 
 
 async def test_edits_give_what_was_allocated_and_hide_all_else(host) -> None:
     made = host(one="Good", two="Good")
     await opened(made)
-    assert (await made.container_edits(*given("one"), PROCESS)).env == {"ONE": "one0", "TWO": ""}
-    assert (await made.container_edits(*given(), PROCESS)).env == {"ONE": "", "TWO": ""}
+    assert (await made.container_edits(given("one"), PROCESS)).env == {"ONE": "one0", "TWO": ""}
+    assert (await made.container_edits(given(), PROCESS)).env == {"ONE": "", "TWO": ""}
 
 
 def scripted(tmp_path: Path, target: str = "Scripted") -> tuple[PluginTable, Path]:
@@ -239,8 +241,8 @@ async def test_edits_that_fail_are_the_plugin_s_fault_and_say_so(host, tmp_path)
     await opened(made)
     file.write_text("broken")
     with pytest.raises(PluginUnavailable, match=r"plugin one .* driver gone"):
-        await made.container_edits(*given("one"), PROCESS)
-    env = (await made.container_edits(*given(), PROCESS)).env
+        await made.container_edits(given("one"), PROCESS)
+    env = (await made.container_edits(given(), PROCESS)).env
     assert (env["ONE"], env["TWO"]) == ("", "")
 
 
@@ -270,8 +272,8 @@ async def test_a_plugin_that_is_lost_is_started_again_and_keeps_its_slots(
     with pytest.raises(ProcessLookupError):
         os.kill(first, 0)
     with pytest.raises(PluginUnavailable, match="plugin one is failed"):
-        await made.container_edits(*given("one"), PROCESS)
-    env = (await made.container_edits(*given("two"), PROCESS)).env
+        await made.container_edits(given("one"), PROCESS)
+    env = (await made.container_edits(given("two"), PROCESS)).env
     assert (env["ONE"], env["TWO"]) == ("", "two0")
     file.write_text("fine")
     await until(made, "one", lambda: states(made)["one"] is PluginState.READY)
@@ -361,10 +363,10 @@ async def test_a_plugin_that_is_slow_to_hear_holds_up_no_create(host, tmp_path) 
     await opened(made)
     with capture_logs() as logged:
         for n in range(plugin_instance.MAX_EVENTS_WAITING + 3):
-            made.tell("after-start", f"k{n}", *given("one"))
+            made.notify("after-start", f"k{n}", given("one"))
     assert [entry["event"] for entry in logged] == 3 * ["plugin.event_dropped"]
     gate.touch()
-    assert (await made.container_edits(*given("one"), PROCESS)).env["ONE"] == "one0"
+    assert (await made.container_edits(given("one"), PROCESS)).env["ONE"] == "one0"
 
 
 async def test_a_process_that_cannot_be_killed_is_left_behind_and_never_a_third(
@@ -414,8 +416,8 @@ async def test_plugins_hear_of_their_kernels_in_order(host, tmp_path) -> None:
     made = host([PluginTable(name="one", plugin="h", settings={"file": str(file)})], h="Hears")
     await opened(made)
     for step in ("before-create", "after-start"):
-        made.tell(step, "k1", *given("one"))
-    await made.container_edits(*given("one"), PROCESS)
+        made.notify(step, "k1", given("one"))
+    await made.container_edits(given("one"), PROCESS)
     assert file.read_text() == "before-create k1 one0\nafter-start k1 one0\n"
 
 

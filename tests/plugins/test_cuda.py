@@ -137,7 +137,7 @@ async def test_without_gpus_kernels_see_none_even_if_the_driver_fails(node: Node
     node.say(HEALTHY.replace("init 0", "init 9"))
     host = await node.plugin()
     assert host.statuses()[0].state is PluginState.FAILED
-    edits = await host.container_edits(Allocation(()), {}, Features("process"))
+    edits = await host.container_edits(Allocation(()), Features("process"))
     assert edits.env == {"NVIDIA_VISIBLE_DEVICES": "void", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -250,10 +250,13 @@ async def test_another_order_after_a_reboot_keeps_the_identities(node: Node) -> 
     assert {d.stable_id: d.aliases for d in after} == before
 
 
-def given(*uuids: str) -> tuple[Allocation, dict[DeviceId, str]]:
-    ids = [DeviceId("cuda", f"cuda{n}") for n in range(len(uuids))]
-    shares = tuple(Share(i, "cuda.device", SlotKind.COUNT, ONE) for i in ids)
-    return Allocation(shares), dict(zip(ids, uuids, strict=True))
+def given(*stable_ids: str) -> Allocation:
+    return Allocation(
+        tuple(
+            Share(DeviceId("cuda", f"cuda{n}"), stable_id, "cuda.device", SlotKind.COUNT, ONE)
+            for n, stable_id in enumerate(stable_ids)
+        )
+    )
 
 
 async def test_edits_name_gpus_by_uuid_in_the_best_way_that_the_engine_takes(
@@ -261,20 +264,20 @@ async def test_edits_name_gpus_by_uuid_in_the_best_way_that_the_engine_takes(
 ) -> None:
     host = await node.plugin()
     two = given("GPU-aaaa", "GPU-bbbb")
-    none = await host.container_edits(*given(), Features("docker", device_requests=True))
+    none = await host.container_edits(given(), Features("docker", device_requests=True))
     assert none.env == {"NVIDIA_VISIBLE_DEVICES": "void", "CUDA_VISIBLE_DEVICES": ""}
     assert not none.device_requests
-    requests = await host.container_edits(*two, Features("docker", device_requests=True))
+    requests = await host.container_edits(two, Features("docker", device_requests=True))
     assert requests.device_requests[0].device_ids == ("GPU-aaaa", "GPU-bbbb")
     assert requests.env["NVIDIA_VISIBLE_DEVICES"] == "GPU-aaaa,GPU-bbbb"
     spec = {"kind": "nvidia.com/gpu", "devices": [{"name": "GPU-aaaa"}, {"name": "0"}]}
     (tmp_path / "nvidia.yaml").write_text(json.dumps(spec))
     with_cdi = Features("docker", cdi=True, device_requests=True, cdi_spec_dirs=[str(tmp_path)])
-    one = await host.container_edits(*given("GPU-aaaa"), with_cdi)
+    one = await host.container_edits(given("GPU-aaaa"), with_cdi)
     assert (one.cdi, one.device_requests) == (("nvidia.com/gpu=GPU-aaaa",), ())
     assert one.env["NVIDIA_VISIBLE_DEVICES"] == "void"
-    assert (await host.container_edits(*two, with_cdi)).device_requests
-    plain = await host.container_edits(*two, Features("process"))
+    assert (await host.container_edits(two, with_cdi)).device_requests
+    plain = await host.container_edits(two, Features("process"))
     assert plain.env["CUDA_VISIBLE_DEVICES"] == "GPU-aaaa,GPU-bbbb"
 
 

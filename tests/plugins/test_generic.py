@@ -50,10 +50,13 @@ async def opened(**settings) -> PluginHost:
     return host
 
 
-def given(*stable_ids: str) -> tuple[Allocation, dict[DeviceId, str]]:
-    ids = [DeviceId("tpu", f"tpu{n}") for n in range(len(stable_ids))]
-    shares = tuple(Share(i, "tpu.device", SlotKind.COUNT, ONE) for i in ids)
-    return Allocation(shares), dict(zip(ids, stable_ids, strict=True))
+def given(*stable_ids: str) -> Allocation:
+    return Allocation(
+        tuple(
+            Share(DeviceId("tpu", f"tpu{n}"), stable_id, "tpu.device", SlotKind.COUNT, ONE)
+            for n, stable_id in enumerate(stable_ids)
+        )
+    )
 
 
 async def test_a_table_alone_makes_devices_with_their_place_and_what_goes_along(
@@ -75,7 +78,7 @@ async def test_a_table_alone_makes_devices_with_their_place_and_what_goes_along(
     first, second = sorted(host.listings()[0].devices, key=lambda d: d.numa_node is None)
     assert (first.device_id.id, first.stable_id, first.numa_node) == ("tpu2", "0000:00:05.0", 1)
     assert (second.device_id.id, second.numa_node) == ("tpu10", None)
-    edits = await host.container_edits(*given(first.stable_id, second.stable_id), PROCESS)
+    edits = await host.container_edits(given(first.stable_id, second.stable_id), PROCESS)
     assert edits.env == {
         "TPU_VISIBLE_CHIPS": "2,10",
         "P": f"{files[0]},{files[1]}",
@@ -86,7 +89,7 @@ async def test_a_table_alone_makes_devices_with_their_place_and_what_goes_along(
     assert edits.device_nodes == tuple(DeviceNode(path, path) for path in paths)
     assert edits.mounts == (Mount("/usr/lib/tpu", "/usr/lib/tpu"),)
     assert edits.groups == ("render",)
-    assert (await host.container_edits(*given(), PROCESS)).env == {"TPU_VISIBLE_CHIPS": ""}
+    assert (await host.container_edits(given(), PROCESS)).env == {"TPU_VISIBLE_CHIPS": ""}
     await host.close()
 
 
@@ -148,9 +151,9 @@ async def test_places_are_those_that_the_kernel_sees(tmp_path: Path) -> None:
     last = host.listings()[0].devices[1]
     assert last.device_id.id == "tpu10"
     one = given(last.stable_id)
-    assert (await host.container_edits(*one, Features("docker"))).env == {"CHIPS": "0"}
-    assert (await host.container_edits(*one, PROCESS)).env == {"CHIPS": "1"}
-    assert (await host.container_edits(*given(), PROCESS)).env == {"CHIPS": ""}
+    assert (await host.container_edits(one, Features("docker"))).env == {"CHIPS": "0"}
+    assert (await host.container_edits(one, PROCESS)).env == {"CHIPS": "1"}
+    assert (await host.container_edits(given(), PROCESS)).env == {"CHIPS": ""}
     await host.close()
 
 
@@ -158,7 +161,7 @@ async def test_groups_are_the_node_s(tmp_path: Path) -> None:
     node(tmp_path / "accel0")
     host = await opened(devices=[f"{tmp_path}/accel*"], groups=["daemon", "no-such-group"])
     (device,) = host.listings()[0].devices
-    edits = await host.container_edits(*given(device.stable_id), Features("docker"))
+    edits = await host.container_edits(given(device.stable_id), Features("docker"))
     assert edits.groups == (str(grp.getgrnam("daemon").gr_gid), "no-such-group")
     await host.close()
 
@@ -169,7 +172,7 @@ async def test_a_file_that_vanishes_is_a_device_that_is_gone(tmp_path: Path) -> 
     (device,) = host.listings()[0].devices
     file.unlink()
     with pytest.raises(PluginUnavailable, match="the device file of tpu0 is not there"):
-        await host.container_edits(*given(device.stable_id), PROCESS)
+        await host.container_edits(given(device.stable_id), PROCESS)
     changes = host.changes()
     while host.listings()[0].devices:
         await anext(changes)

@@ -84,24 +84,27 @@ async def test_measurements(host: PluginHost) -> None:
     )
 
 
-def given(*stable_ids: str) -> tuple[Allocation, dict[DeviceId, str]]:
-    ids = [DeviceId("rocm", f"rocm{n}") for n in range(len(stable_ids))]
-    shares = tuple(Share(i, "rocm.device", SlotKind.COUNT, ONE) for i in ids)
-    return Allocation(shares), dict(zip(ids, stable_ids, strict=True))
+def given(*stable_ids: str) -> Allocation:
+    return Allocation(
+        tuple(
+            Share(DeviceId("rocm", f"rocm{n}"), stable_id, "rocm.device", SlotKind.COUNT, ONE)
+            for n, stable_id in enumerate(stable_ids)
+        )
+    )
 
 
 async def test_edits(host: PluginHost) -> None:
     one = given("GPU-a2f6ed0b5ee5f900")
-    docker = await host.container_edits(*one, Features("docker"))
+    docker = await host.container_edits(one, Features("docker"))
     assert [node.host_path for node in docker.device_nodes] == ["/dev/kfd", "/dev/dri/renderD129"]
     assert (docker.env, docker.groups) == (
         {"ROCR_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "0"},
         (),
     )
-    process = await host.container_edits(*one, Features("process"))
+    process = await host.container_edits(one, Features("process"))
     visible = {"ROCR_VISIBLE_DEVICES": "GPU-a2f6ed0b5ee5f900", "HIP_VISIBLE_DEVICES": "0"}
     assert process.env == visible
-    hidden = await host.container_edits(*given(), Features("docker"))
+    hidden = await host.container_edits(given(), Features("docker"))
     assert hidden.env == {"ROCR_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 
 

@@ -53,7 +53,7 @@ async def of(daemon: Daemon, engine: Engine) -> dict[str, Any]:
     files = {
         str(path.relative_to(state)): path.read_text()
         for path in sorted(state.rglob("*"))
-        if path.is_file() and path.name not in ("lock", "output.log", "group")
+        if path.is_file() and path.name not in ("lock", "output.log")
     }
     containers = {
         container["Labels"]["io.agentd.kernel"]: {

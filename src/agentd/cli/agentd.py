@@ -91,13 +91,14 @@ def _with_node(config_file: str | None, show: Callable[[Any, Any], _T]) -> _T:
     log.configure("error")
     from agentd import app  # noqa: PLC0415 - see above
     from agentd.host.probe import probe  # noqa: PLC0415
-    from agentd.state.folder import ReadOnlyState  # noqa: PLC0415
+    from agentd.services.events import EventLog  # noqa: PLC0415
+    from agentd.state.files import ReadOnlyState  # noqa: PLC0415
 
     async def look() -> _T:
         plugins = await app.open_plugins(loaded)
         try:
             memory = ReadOnlyState(loaded.settings.node.state_dir)
-            return show(app.discover(loaded, probe(), plugins, memory), plugins)
+            return show(app.discover(loaded, probe(), plugins, memory, EventLog()), plugins)
         finally:
             await plugins.close()
 

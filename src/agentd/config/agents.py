@@ -70,6 +70,10 @@ class AgentSettings(Section):
     """[[agents]]: one logical agent."""
 
     id: Name = Field(description="Its name on the wire.")
+    user: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description="Whom its process kernels run as. Default: runtime.process.user.",
+    )
     resource: AgentResources | None = None
 
     def to_rule(self) -> AgentRule:

@@ -64,6 +64,12 @@ _ALL_CAPABILITIES = [
 """Source: capabilities(7)."""
 
 
+LogSize = Annotated[SizeBytes, Field(ge=4096)]
+LogFiles = Annotated[int, BeforeValidator(no_flag), Field(ge=1, le=1000)]
+PidsLimit = Annotated[int, BeforeValidator(no_flag), Field(ge=1, le=2**22)]
+Seconds = Annotated[float, Field(ge=0, le=86400)]
+
+
 class DockerSettings(Section):
     """[runtime.docker]: the Docker Engine."""
 
@@ -87,22 +93,20 @@ class DockerSettings(Section):
     capabilities: tuple[str, ...] = Field(
         default=CAPABILITIES, description="What root in a kernel may do; all others are dropped."
     )
-    pids_limit: Annotated[int, BeforeValidator(no_flag), Field(ge=1, le=2**22)] = Field(
+    pids_limit: PidsLimit = Field(
         default=4096, description="Most processes of a kernel; a request may ask for fewer."
     )
-    log_max_size: Annotated[SizeBytes, Field(ge=4096)] = Field(
+    log_max_size: LogSize = Field(
         default=20 * 2**20, description="Size at which the engine begins a new file of a log."
     )
-    log_max_files: Annotated[int, BeforeValidator(no_flag), Field(ge=1, le=1000)] = Field(
+    log_max_files: LogFiles = Field(
         default=5, description="Files that are kept of each kernel's log."
     )
     registry_auth: Path | None = Field(
         default=None,
         description="Credentials of registries, in the form of Docker's config.json.",
     )
-    stop_timeout: Annotated[float, Field(ge=0, le=86400)] = Field(
-        default=10, description="Seconds between TERM and KILL."
-    )
+    stop_timeout: Seconds = Field(default=10, description="Seconds between TERM and KILL.")
 
     @field_validator("publish_address")
     @classmethod
@@ -151,6 +155,16 @@ class ProcessSettings(Section):
     user: Annotated[str, Field(min_length=1)] = Field(
         default="nobody", description="Whom kernels run as when agentd is root."
     )
+    log_max_size: LogSize = Field(
+        default=20 * 2**20, description="Size at which a new file of a kernel's log is begun."
+    )
+    log_max_files: LogFiles = Field(
+        default=5, description="Files that are kept of each kernel's log."
+    )
+    pids_limit: PidsLimit = Field(
+        default=4096, description="Most processes of a kernel; a request may ask for fewer."
+    )
+    stop_timeout: Seconds = Field(default=10, description="Seconds between TERM and KILL.")
 
 
 class RuntimeSettings(Section):

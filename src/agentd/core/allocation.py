@@ -102,7 +102,13 @@ def _step(
     if parts is None:
         return None
     return [
-        Share(shelf.devices[at].device_id, slot_type.name, slot_type.kind, part * shelf.quantum)
+        Share(
+            (device := shelf.devices[at]).device_id,
+            device.stable_id,
+            slot_type.name,
+            slot_type.kind,
+            part * shelf.quantum,
+        )
         for at, part in sorted(parts)
     ]
 

@@ -81,6 +81,8 @@ class Device:
     attributes: Mapping[str, str] = field(default_factory=dict)
     former: tuple[str, ...] = ()
     """Stable ids under which the same physical thing was offered before."""
+    is_hearsay: bool = False
+    """Known only from a kernel's record: listed as gone, and remembered by nobody."""
 
     @property
     def usable(self) -> bool:

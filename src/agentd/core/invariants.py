@@ -1,6 +1,6 @@
 """What holds on a node at every moment, and what no crash of agentd may change.
 
-Judges a `Census`: what the books say (kernels, and who holds how much of what) beside what
+Judges a `NodeSnapshot`: what the books say (kernels, and who holds how much of what) beside what
 is there (containers, processes). The daemon's self-check takes it from the inside, tests
 take it from the outside; the rules are the same.
 """
@@ -31,14 +31,14 @@ RULES = {
     "ghost": "every holder in the ledger is a kernel that lives or is being started",
     "stray": "no container, process, folder, port, cgroup or intent is left of a kernel",
 }
-"""What a census is judged by."""
+"""What a snapshot is judged by."""
 
 SURVIVAL = "survival"
 """What lived before a crash lives after it, the same, and holds the same."""
 
 
 @dataclass(frozen=True, slots=True)
-class Booked:
+class Accounted:
     """A kernel as the books have it; `handle` is what the runtime knows it by."""
 
     agent_id: str
@@ -47,7 +47,7 @@ class Booked:
 
 
 @dataclass(frozen=True, slots=True)
-class There:
+class Present:
     """What is there of a kernel; `given` is what it says itself that it holds, by device.
 
     `given` is None where that cannot be told.
@@ -59,45 +59,45 @@ class There:
 
 
 @dataclass(frozen=True, slots=True)
-class Census:
+class NodeSnapshot:
     """One look at a node; `divisible` devices (memory) go to several agents in every mode."""
 
     is_shared: bool
     capacities: Mapping[str, int]
     holdings: Holdings
-    booked: Mapping[str, Booked]
-    there: Mapping[str, There]
+    accounted: Mapping[str, Accounted]
+    present: Mapping[str, Present]
     strays: tuple[str, ...] = ()
     divisible: frozenset[str] = field(default_factory=frozenset)
 
 
-def violations(census: Census) -> list[Violation]:
+def violations(snapshot: NodeSnapshot) -> list[Violation]:
     """Return every rule that does not hold; in the order of `RULES`."""
     return [
-        *_over_capacity(census),
-        *_with_two_owners(census),
-        *_unaccounted(census),
-        *_ghosts(census),
-        *(Violation("stray", stray) for stray in census.strays),
+        *_over_capacity(snapshot),
+        *_with_two_owners(snapshot),
+        *_unaccounted(snapshot),
+        *_ghosts(snapshot),
+        *(Violation("stray", stray) for stray in snapshot.strays),
     ]
 
 
-def _over_capacity(census: Census) -> Iterator[Violation]:
-    for device, holders in census.holdings.items():
-        held, capacity = sum(holders.values()), census.capacities.get(device, 0)
+def _over_capacity(snapshot: NodeSnapshot) -> Iterator[Violation]:
+    for device, holders in snapshot.holdings.items():
+        held, capacity = sum(holders.values()), snapshot.capacities.get(device, 0)
         if held > capacity:
             who = ", ".join(sorted(holders))
             yield Violation("capacity", f"{device}: {held} of {capacity} is held, by {who}")
 
 
-def _with_two_owners(census: Census) -> Iterator[Violation]:
-    for device, holders in census.holdings.items():
-        if census.is_shared or device in census.divisible:
+def _with_two_owners(snapshot: NodeSnapshot) -> Iterator[Violation]:
+    for device, holders in snapshot.holdings.items():
+        if snapshot.is_shared or device in snapshot.divisible:
             continue
         owners = {
-            census.booked[kernel].agent_id
+            snapshot.accounted[kernel].agent_id
             for kernel, amount in holders.items()
-            if amount and kernel in census.booked
+            if amount and kernel in snapshot.accounted
         }
         if len(owners) > 1:
             who = ", ".join(sorted(holders))
@@ -105,56 +105,59 @@ def _with_two_owners(census: Census) -> Iterator[Violation]:
             yield Violation("owner", f"{device} is held by {who}, of agents {agents}")
 
 
-def _unaccounted(census: Census) -> Iterator[Violation]:
-    for kernel_id, there in census.there.items():
-        booked = census.booked.get(kernel_id)
-        if booked is None:
-            yield Violation("stray", f"kernel {kernel_id} ({there.handle}) is in no book")
-        elif there.is_alive and booked.state in ENDED:
-            why = f"kernel {kernel_id} ({there.handle}) lives, and is booked as {booked.state}"
+def _unaccounted(snapshot: NodeSnapshot) -> Iterator[Violation]:
+    for kernel_id, present in snapshot.present.items():
+        accounted = snapshot.accounted.get(kernel_id)
+        if accounted is None:
+            yield Violation("stray", f"kernel {kernel_id} ({present.handle}) is in no book")
+        elif present.is_alive and accounted.state in ENDED:
+            why = f"kernel {kernel_id} ({present.handle}) lives, and is {accounted.state}"
             yield Violation("accounted", why)
-        elif there.is_alive and booked.state in LIVE:
-            yield from _given_and_held(census, kernel_id, booked, there)
+        elif present.is_alive and accounted.state in LIVE:
+            yield from _given_and_held(snapshot, kernel_id, accounted, present)
 
 
 def _given_and_held(
-    census: Census, kernel_id: str, booked: Booked, there: There
+    snapshot: NodeSnapshot, kernel_id: str, accounted: Accounted, present: Present
 ) -> Iterator[Violation]:
-    if booked.handle != there.handle:
-        why = f"kernel {kernel_id} is {there.handle}, and is booked as {booked.handle}"
+    if accounted.handle != present.handle:
+        why = f"kernel {kernel_id} is {present.handle}, and the books have {accounted.handle}"
         yield Violation("accounted", why)
-    for device, amount in (there.given or {}).items():
-        held = census.holdings.get(device, {}).get(kernel_id)
+    for device, amount in (present.given or {}).items():
+        held = snapshot.holdings.get(device, {}).get(kernel_id)
         if held != amount:
             why = f"kernel {kernel_id} was given {amount} of {device}, the ledger has {held or 0}"
             yield Violation("accounted", why)
 
 
-def _ghosts(census: Census) -> Iterator[Violation]:
-    holders = {kernel for by_kernel in census.holdings.values() for kernel in by_kernel}
+def _ghosts(snapshot: NodeSnapshot) -> Iterator[Violation]:
+    holders = {kernel for by_kernel in snapshot.holdings.values() for kernel in by_kernel}
     for kernel_id in sorted(holders):
-        booked = census.booked.get(kernel_id)
-        if booked is None or booked.state in ENDED:
-            state = booked.state if booked else "unknown"
+        accounted = snapshot.accounted.get(kernel_id)
+        if accounted is None or accounted.state in ENDED:
+            state = accounted.state if accounted else "unknown"
             yield Violation("ghost", f"kernel {kernel_id} holds devices and is {state}")
-    for kernel_id, booked in census.booked.items():
-        there = census.there.get(kernel_id)
-        if booked.state in LIVE and not (there and there.is_alive):
-            yield Violation("ghost", f"kernel {kernel_id} is booked as {booked.state}, and is not")
+    for kernel_id, accounted in snapshot.accounted.items():
+        present = snapshot.present.get(kernel_id)
+        if accounted.state in LIVE and not (present and present.is_alive):
+            why = f"kernel {kernel_id} is {accounted.state} in the books, and does not live"
+            yield Violation("ghost", why)
 
 
-def changes(before: Census, after: Census, touched: Collection[str] = ()) -> list[Violation]:
+def changes(
+    before: NodeSnapshot, after: NodeSnapshot, touched: Collection[str] = ()
+) -> list[Violation]:
     """Return what did not survive from one look to the next, but for kernels that were touched."""
     found = []
-    for kernel_id, lived in before.there.items():
+    for kernel_id, lived in before.present.items():
         if kernel_id in touched or not lived.is_alive:
             continue
-        now, booked = after.there.get(kernel_id), after.booked.get(kernel_id)
+        now, accounted = after.present.get(kernel_id), after.accounted.get(kernel_id)
         if now is None or not now.is_alive or now.handle != lived.handle:
             what = f"is {now.handle if now and now.is_alive else 'gone'}"
             found.append(Violation(SURVIVAL, f"kernel {kernel_id} was {lived.handle}, {what}"))
-        elif booked is None or booked.state not in LIVE | STARTING:
-            found.append(Violation(SURVIVAL, f"kernel {kernel_id} lives and is not booked so"))
+        elif accounted is None or accounted.state not in LIVE | STARTING:
+            found.append(Violation(SURVIVAL, f"kernel {kernel_id} lives and is not accounted for"))
         elif now.given != lived.given:
             found.append(Violation(SURVIVAL, f"kernel {kernel_id} holds {now.given}"))
     return found

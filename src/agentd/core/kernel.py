@@ -1,32 +1,38 @@
 """Kernels: what was asked for, what runs, and the moves between states.
 
-    preparing --> pulling --> creating --> running --> stopping --> terminated
-        |            |           |        ^  |  ^         |             |
-        |            |           |        |  v  |         |             | (started again
-        +------------+-----------+        | paused        |             |   by hand)
-                     |                    +---------------|-------------+
-                     v                                    v
-                  failed                                lost
-
-`unreadable` stands beside `running`: the kernel lives, and its record cannot be read.
-`lost` is reached from every live state, once absence is proved. `TRANSITIONS` is the
-rule; an illegal move is refused before anything changes.
+Two tables are the state machine, and every change of a kernel goes through one of them:
+`MOVES` is what agentd does (`Kernel.moved_to`), `OBSERVATIONS` is what it finds
+(`Kernel.observed`). An illegal change is refused before anything changes. The drawing in
+docs/reference/states.md is made from the two tables.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentd.core.container_edits import Mount
 from agentd.core.container_options import ContainerOptions
 from agentd.core.ledger import Allocation
 
+KERNEL_ID = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
+"""What kernel ids look like: they stand in names of containers, folders and cgroups."""
+
+
+def is_kernel_id(text: str) -> bool:
+    """Tell whether a name, wherever it comes from, can be a kernel's."""
+    return re.fullmatch(KERNEL_ID, text) is not None
+
 
 class KernelState(StrEnum):
-    """Where a kernel is in its life."""
+    """Where a kernel is in its life.
+
+    `failed` is a create that never ran, `lost` was proved gone from outside, and an
+    `unreadable` one lives, but its record cannot be read.
+    """
 
     PREPARING = "preparing"
     PULLING = "pulling"
@@ -40,6 +46,16 @@ class KernelState(StrEnum):
     UNREADABLE = "unreadable"
 
 
+class Sight(StrEnum):
+    """What is seen of a kernel where it should run; `unreadable` lives without its record."""
+
+    RUNNING = "running"
+    PAUSED = "paused"
+    UNREADABLE = "unreadable"
+    EXITED = "exited"
+    ABSENT = "absent"
+
+
 S = KernelState
 
 STARTING = frozenset({S.PREPARING, S.PULLING, S.CREATING})
@@ -49,18 +65,42 @@ PRESENT = LIVE | {S.TERMINATED}
 
 ENDED = frozenset({S.TERMINATED, S.FAILED, S.LOST})
 
-TRANSITIONS: Mapping[KernelState, frozenset[KernelState]] = {
-    S.PREPARING: frozenset({S.PULLING, S.CREATING, S.FAILED, S.LOST}),
-    S.PULLING: frozenset({S.CREATING, S.FAILED, S.LOST}),
-    S.CREATING: frozenset({S.PULLING, S.RUNNING, S.TERMINATED, S.FAILED, S.LOST}),
-    S.RUNNING: frozenset({S.PAUSED, S.STOPPING, S.TERMINATED, S.LOST}),
-    S.PAUSED: frozenset({S.RUNNING, S.STOPPING, S.TERMINATED, S.LOST}),
-    S.STOPPING: frozenset({S.RUNNING, S.PAUSED, S.TERMINATED, S.LOST, S.UNREADABLE}),
-    S.TERMINATED: frozenset({S.RUNNING, S.PAUSED, S.LOST}),
+MOVES: Mapping[KernelState, frozenset[KernelState]] = {
+    S.PREPARING: frozenset({S.PULLING, S.CREATING, S.FAILED}),
+    S.PULLING: frozenset({S.CREATING, S.FAILED}),
+    S.CREATING: frozenset({S.PULLING, S.FAILED}),
+    S.RUNNING: frozenset({S.STOPPING}),
+    S.PAUSED: frozenset({S.STOPPING}),
+    S.UNREADABLE: frozenset({S.STOPPING}),
+    S.STOPPING: frozenset({S.RUNNING, S.PAUSED, S.UNREADABLE}),
+    S.TERMINATED: frozenset(),
     S.FAILED: frozenset(),
-    S.LOST: frozenset({S.RUNNING, S.PAUSED, S.TERMINATED}),
-    S.UNREADABLE: frozenset({S.STOPPING, S.TERMINATED, S.LOST}),
+    S.LOST: frozenset(),
 }
+"""What agentd does. A stop that failed leaves the kernel as it was."""
+
+_ALIVE = {
+    Sight.RUNNING: S.RUNNING,
+    Sight.PAUSED: S.PAUSED,
+    Sight.UNREADABLE: S.UNREADABLE,
+    Sight.EXITED: S.TERMINATED,
+    Sight.ABSENT: S.LOST,
+}
+_STOPPING = dict.fromkeys((Sight.RUNNING, Sight.PAUSED, Sight.UNREADABLE), S.STOPPING)
+
+OBSERVATIONS: Mapping[KernelState, Mapping[Sight, KernelState]] = {
+    S.PREPARING: {},
+    S.PULLING: {},
+    S.CREATING: {**_ALIVE, Sight.ABSENT: S.FAILED},
+    S.RUNNING: _ALIVE,
+    S.PAUSED: _ALIVE,
+    S.UNREADABLE: _ALIVE,
+    S.STOPPING: {**_ALIVE, **_STOPPING},
+    S.TERMINATED: _ALIVE,
+    S.FAILED: {**_ALIVE, Sight.ABSENT: S.FAILED},
+    S.LOST: _ALIVE,
+}
+"""What agentd finds. Nothing is asked of a runtime before `creating`, so nothing is found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +153,13 @@ class Ending:
     reason: str = ""
 
 
+class KernelRef(NamedTuple):
+    """Names a kernel to its runtime: its id, and the handle that the runtime gave it, if it did."""
+
+    kernel_id: str
+    handle: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """One kernel as agentd knows it; times are seconds since the epoch.
@@ -142,15 +189,30 @@ class Kernel:
         """Whether its devices are charged to it."""
         return self.state not in ENDED
 
+    @property
+    def ref(self) -> KernelRef:
+        """What its runtime knows it by."""
+        return KernelRef(self.kernel_id, self.handle)
+
     def moved_to(self, state: KernelState, **changes: Any) -> Kernel:  # noqa: ANN401 - the fields of Kernel
-        """Return the kernel in another state.
+        """Return the kernel in a state that agentd brought it into.
 
         Raises:
-            ValueError: `TRANSITIONS` does not know the move.
+            ValueError: `MOVES` has no such move.
         """
-        if state is not self.state and state not in TRANSITIONS[self.state]:
-            raise ValueError(f"kernel {self.kernel_id} cannot go from {self.state} to {state}")
+        if state is not self.state and state not in MOVES[self.state]:
+            raise ValueError(f"kernel {self.kernel_id} cannot move from {self.state} to {state}")
         return replace(self, state=state, **changes)
+
+    def observed(self, sight: Sight, **changes: Any) -> Kernel:  # noqa: ANN401 - the fields of Kernel
+        """Return the kernel in the state that a sight of it means.
+
+        Raises:
+            ValueError: `OBSERVATIONS` does not know what that means.
+        """
+        if sight not in OBSERVATIONS[self.state]:
+            raise ValueError(f"kernel {self.kernel_id} is {self.state} and cannot be seen {sight}")
+        return replace(self, state=OBSERVATIONS[self.state][sight], **changes)
 
 
 def step_between(before: Kernel | None, now: Kernel | None) -> str | None:

@@ -21,9 +21,10 @@ UNREADABLE_SLOT: SlotName = ""
 
 
 class Share(NamedTuple):
-    """So much (base units of `slot`) of one device."""
+    """So much (base units of `slot`) of one device, which `stable_id` names for good."""
 
     device_id: DeviceId
+    stable_id: str
     slot: SlotName
     kind: SlotKind
     amount: int

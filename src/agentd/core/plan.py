@@ -7,12 +7,12 @@ image sets is overridden, because the plan's environment is given explicitly.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 
-from agentd.core.allocation import Allocation
 from agentd.core.container_edits import ContainerEdits
-from agentd.core.kernel import KernelSpec, Port
+from agentd.core.kernel import Kernel, KernelSpec, Port
+from agentd.core.record import encode, statement
 from agentd.core.slots import CPU, MEM
 from agentd.errors import InvalidRequest, Problem
 
@@ -38,18 +38,21 @@ class NodeFacts:
     """What a plan depends on besides the request; cores are ids of the `cpu` devices.
 
     `agent_cores` are those of the agent's partition, `real_cores` those that can be
-    pinned, `unenforced` what the runtime cannot hold a kernel to on this node.
+    pinned, `not_enforced` what the runtime cannot hold a kernel to on this node.
     """
 
     node_id: str
     agent_cores: tuple[str, ...]
     real_cores: frozenset[str]
-    unenforced: frozenset[str] = frozenset()
+    not_enforced: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class KernelPlan:
-    """A kernel ready to be created; `memory_bytes` 0 means no limit."""
+    """A kernel ready to be created; `memory_bytes` 0 means no limit.
+
+    `record` and `statement` are to be written on it (see `agentd.core.record`).
+    """
 
     spec: KernelSpec
     name: str
@@ -58,9 +61,8 @@ class KernelPlan:
     cpus: tuple[str, ...]
     memory_bytes: int
     edits: ContainerEdits
-    not_enforced: tuple[str, ...]
-    record: str = ""
-    statement: str = ""
+    record: str
+    statement: str
     ports: tuple[Port, ...] = ()
 
 
@@ -73,13 +75,9 @@ def kernel_name(node_id: str, kernel_id: str) -> str:
     return f"agentd-{sha256(node_id.encode()).hexdigest()[:10]}-{kernel_id}"
 
 
-def refuse_reserved(spec: KernelSpec) -> None:
-    """Refuse a request that sets what only agentd may set.
-
-    Raises:
-        InvalidRequest: with every variable and label that it may not set.
-    """
-    if problems := [
+def reserved_problems(spec: KernelSpec) -> list[Problem]:
+    """Return every variable and label of a request that only agentd may set."""
+    return [
         *(
             Problem(f"env.{name}", f"names that start with {ENV_PREFIX} are agentd's own")
             for name in spec.env
@@ -95,16 +93,11 @@ def refuse_reserved(spec: KernelSpec) -> None:
             for name in spec.labels
             if name.startswith(LABEL_PREFIX)
         ),
-    ]:
-        raise InvalidRequest(problems)
+    ]
 
 
 def build_plan(
-    spec: KernelSpec,
-    allocation: Allocation,
-    edits: ContainerEdits,
-    node: NodeFacts,
-    ports: tuple[Port, ...] = (),
+    spec: KernelSpec, kernel: Kernel, edits: ContainerEdits, node: NodeFacts
 ) -> KernelPlan:
     """Bring request, devices and edits together.
 
@@ -119,9 +112,10 @@ def build_plan(
         if name in edits.env
     ]:
         raise InvalidRequest(problems)
+    allocation = kernel.allocation
     cores = tuple(share.device_id.id for share in allocation.devices_of(CPU)) or node.agent_cores
     pinned = tuple(core for core in cores if core in node.real_cores)
-    missing = set(node.unenforced)
+    missing = set(node.not_enforced)
     if len(pinned) < len(cores):
         missing.add(CPU)
     return KernelPlan(
@@ -132,8 +126,9 @@ def build_plan(
         cpus=pinned,
         memory_bytes=sum(share.amount for share in allocation.devices_of(MEM)),
         edits=edits,
-        not_enforced=tuple(sorted(missing)),
-        ports=ports,
+        record=encode(replace(kernel, not_enforced=tuple(sorted(missing))), node.node_id),
+        statement=statement(allocation),
+        ports=kernel.ports,
     )
 
 

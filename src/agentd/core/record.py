@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from typing import NamedTuple
 
-from agentd.core.allocation import Allocation, Share
-from agentd.core.devices import ID_PATTERN, DeviceId, Inventory
-from agentd.core.kernel import Port
+from agentd.core.devices import ID_PATTERN, DeviceId
+from agentd.core.kernel import Kernel, KernelState, Port
+from agentd.core.ledger import Allocation, Share
 from agentd.core.slots import AmountError, SlotKind, format_amount, is_slot_name, parse_base_units
 
 SCHEMA = 1
@@ -34,62 +35,38 @@ class NewerRecordError(RecordError):
     """A record of a schema that only a newer agentd knows."""
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedShare:
-    """A share with the stable id of its device, whatever that is called today."""
+class Record(NamedTuple):
+    """A kernel as its runtime was asked for it (`creating`, without a handle), and its node."""
 
-    share: Share
-    stable_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """Everything about a kernel that must outlive the daemon; times since the epoch."""
-
-    kernel_id: str
-    agent_id: str
     node_id: str
-    spec_hash: str
-    created_at: float
-    slots: Mapping[str, str]
-    shares: tuple[RecordedShare, ...]
-    not_enforced: tuple[str, ...] = ()
-    ports: tuple[Port, ...] = ()
+    kernel: Kernel
 
 
-def recorded_shares(allocation: Allocation, inventory: Inventory) -> tuple[RecordedShare, ...]:
-    """Return an allocation's shares with the stable ids of their devices."""
-    return tuple(
-        RecordedShare(share, inventory.by_id[share.device_id].stable_id)
-        for share in allocation.shares
-    )
-
-
-def encode(record: Record) -> str:
-    """Return the record as one line of JSON."""
+def encode(kernel: Kernel, node_id: str) -> str:
+    """Return a kernel's record as one line of JSON; what changes while it runs is left out."""
     return json.dumps(
         {
             "schema": SCHEMA,
-            "kernel_id": record.kernel_id,
-            "agent_id": record.agent_id,
-            "node_id": record.node_id,
-            "spec_hash": record.spec_hash,
-            "created_at": record.created_at,
-            "slots": dict(record.slots),
-            "allocation": [_encode_share(item) for item in record.shares],
-            "not_enforced": list(record.not_enforced),
-            "ports": [asdict(port) for port in record.ports],
+            "node_id": node_id,
+            "runtime": kernel.runtime,
+            "kernel_id": kernel.kernel_id,
+            "agent_id": kernel.agent_id,
+            "spec_hash": kernel.spec_hash,
+            "created_at": kernel.created_at,
+            "slots": dict(kernel.slots),
+            "allocation": [_encode_share(share) for share in kernel.allocation.shares],
+            "not_enforced": list(kernel.not_enforced),
+            "ports": [asdict(port) for port in kernel.ports],
         },
         separators=(",", ":"),
     )
 
 
-def _encode_share(item: RecordedShare) -> dict[str, str]:
-    share = item.share
+def _encode_share(share: Share) -> dict[str, str]:
     return {
         "device_name": share.device_id.name,
         "id": share.device_id.id,
-        "stable_id": item.stable_id,
+        "stable_id": share.stable_id,
         "slot": share.slot,
         "kind": share.kind.value,
         "amount": format_amount(share.amount, share.kind),
@@ -108,17 +85,19 @@ def decode(text: str) -> Record:
             raise RecordError("it has no schema number")
         if raw["schema"] > SCHEMA:
             raise NewerRecordError(f"its schema {raw['schema']} is newer than {SCHEMA}")
-        return Record(
+        kernel = Kernel(
             kernel_id=_text(raw["kernel_id"]),
             agent_id=_text(raw["agent_id"]),
-            node_id=_text(raw["node_id"]),
+            state=KernelState.CREATING,
             spec_hash=_text(raw["spec_hash"]),
-            created_at=read_time(raw["created_at"]),
+            created_at=parse_time(raw["created_at"]),
+            runtime=_text(raw["runtime"]),
             slots={_text(name): _text(amount) for name, amount in raw["slots"].items()},
-            shares=tuple(_decode_share(item) for item in raw["allocation"]),
-            not_enforced=tuple(_text(item) for item in raw.get("not_enforced", ())),
-            ports=tuple(_decode_port(item) for item in raw.get("ports", ())),
+            allocation=Allocation(tuple(_decode_share(item) for item in raw["allocation"])),
+            not_enforced=tuple(_text(item) for item in raw["not_enforced"]),
+            ports=tuple(_decode_port(item) for item in raw["ports"]),
         )
+        return Record(_text(raw["node_id"]), kernel)
     except RecordError:
         raise
     except KeyError as error:
@@ -127,12 +106,15 @@ def decode(text: str) -> Record:
         raise RecordError(str(error) or type(error).__name__) from None
 
 
-def _decode_share(raw: Mapping[str, object]) -> RecordedShare:
+def _decode_share(raw: Mapping[str, object]) -> Share:
     kind = SlotKind(_text(raw["kind"]))
-    device_id = DeviceId(_text(raw["device_name"]), _text(raw["id"]))
-    amount = parse_base_units(_text(raw["amount"]), kind)
-    share = Share(device_id, _text(raw["slot"]), kind, amount)
-    return RecordedShare(share, _text(raw["stable_id"]))
+    return Share(
+        device_id=DeviceId(_text(raw["device_name"]), _text(raw["id"])),
+        stable_id=_text(raw["stable_id"]),
+        slot=_text(raw["slot"]),
+        kind=kind,
+        amount=parse_base_units(_text(raw["amount"]), kind),
+    )
 
 
 def _decode_port(raw: Mapping[str, object]) -> Port:
@@ -147,55 +129,54 @@ def _decode_port(raw: Mapping[str, object]) -> Port:
 
 def _number(raw: object) -> int:
     if isinstance(raw, bool) or not isinstance(raw, int):
-        raise RecordError(f"{raw!r} stands where a number belongs")
+        raise RecordError(f"invalid number {raw!r}: expected an integer")
     return raw
 
 
-def read_time(raw: object) -> float:
+def parse_time(raw: object) -> float:
     """Read seconds since the epoch, from 1970 to 9999.
 
     Raises:
-        RecordError: it is no such time.
+        RecordError: it is something else.
     """
     if isinstance(raw, (int, float)) and 0 <= raw <= LAST_SECOND:
         return float(raw)
-    raise RecordError(f"{raw!r} is no time")
+    raise RecordError(f"invalid time {raw!r}: expected seconds since 1970")
 
 
 def _text(raw: object) -> str:
     if not isinstance(raw, str):
-        raise RecordError(f"{raw!r} stands where text belongs")
+        raise RecordError(f"invalid text {raw!r}: expected a string")
     return raw
 
 
-def statement(shares: tuple[RecordedShare, ...]) -> str:
+def statement(allocation: Allocation) -> str:
     """Return the devices plainly: `name/id/slot=amount@stable-id`, separated by blanks."""
     return " ".join(
-        f"{item.share.device_id}/{item.share.slot}"
-        f"={format_amount(item.share.amount, item.share.kind)}"
-        f"{'B' if item.share.kind is SlotKind.BYTES else ''}@{item.stable_id}"
-        for item in shares
+        f"{share.device_id}/{share.slot}={format_amount(share.amount, share.kind)}"
+        f"{'B' if share.kind is SlotKind.BYTES else ''}@{share.stable_id}"
+        for share in allocation.shares
     )
 
 
-def read_statement(text: str) -> tuple[RecordedShare, ...]:
+def parse_statement(text: str) -> Allocation:
     """Read a statement back.
 
     Raises:
         RecordError: a word of it is damaged.
     """
-    return tuple(_read_word(word) for word in text.split())
+    return Allocation(tuple(_parse_word(word) for word in text.split()))
 
 
-def _read_word(word: str) -> RecordedShare:
+def _parse_word(word: str) -> Share:
     place, _, rest = word.partition("=")
     amount, _, stable_id = rest.partition("@")
     parts = place.split("/", 2)
     if len(parts) != 3 or not is_slot_name(parts[2]) or not ID_PATTERN.fullmatch(stable_id):  # noqa: PLR2004 - name, id, slot
-        raise RecordError(f"{word!r} is no device statement")
+        raise RecordError(f"invalid statement {word!r}: expected name/id/slot=amount@stable-id")
     kind = SlotKind.BYTES if amount.endswith("B") else SlotKind.COUNT
     try:
         units = parse_base_units(amount.removesuffix("B"), kind)
     except AmountError as error:
         raise RecordError(f"{word!r}: {error}") from None
-    return RecordedShare(Share(DeviceId(parts[0], parts[1]), parts[2], kind, units), stable_id)
+    return Share(DeviceId(parts[0], parts[1]), stable_id, parts[2], kind, units)

@@ -1,116 +1,210 @@
-"""Memory limits for process kernels, by cgroup v1 or v2, where one can be written.
+"""Limits for process kernels, and who is in them, by cgroup v1 or v2, where one can be written.
 
-Kernel groups live in a folder at the top of the hierarchy, as those of the Docker Engine's
-cgroupfs driver do, and not below the service's own group: kernels outlive the service, and a
-v2 group that hands controllers down can hold no process (Documentation/admin-guide/cgroup-v2.rst,
-"No Internal Process Constraint"), so the next daemon could not be started in it.
+Kernel groups live in a folder of agentd's own at the top of each hierarchy, as those of the
+Docker Engine's cgroupfs driver do, and not below the service's own group: kernels outlive the
+service, and a v2 group that hands controllers down can hold no process
+(Documentation/admin-guide/cgroup-v2.rst, "No Internal Process Constraint").
+
+A group is known by its full path: a user to whom a subtree was delegated can make groups of
+any name there, and none here. What is written on it stands in `trusted.*` attributes, which
+only root can set (xattr(7)).
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 _PARENT = "agentd-kernels"
+_ATTRIBUTE = "trusted.agentd."
+_REMOVE_TRIES, _REMOVE_PAUSE_S = 40, 0.025
+
+MEMORY, PIDS = "memory", "pids"
+"""The controllers that are used: bytes of memory, and number of processes."""
+
+_LIMIT_FILES: Mapping[int, Mapping[str, tuple[str, ...]]] = {
+    1: {MEMORY: ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"), PIDS: ("pids.max",)},
+    2: {MEMORY: ("memory.max",), PIDS: ("pids.max",)},
+}
+_NO_SWAP = "memory.swap.max"
 
 
 @dataclass(frozen=True, slots=True)
-class KernelGroup:
-    """The cgroup of one kernel."""
+class Hierarchy:
+    """A folder in which groups are made, and the controllers that hold there."""
 
     folder: Path
+    version: int
+    controllers: frozenset[str]
+    keeps_attributes: bool
+    """Whether `trusted.*` attributes can be set there; needs CAP_SYS_ADMIN."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cgroup:
+    """The cgroup of one kernel: a folder in each hierarchy; the first one tells who is in it."""
+
+    folders: tuple[Path, ...]
 
     @property
-    def procs(self) -> Path:
-        return self.folder / "cgroup.procs"
+    def procs_files(self) -> list[Path]:
+        """The files that a process's id is written into to put it there."""
+        return [folder / "cgroup.procs" for folder in self.folders]
 
     @property
     def oom_file(self) -> Path:
         """Where the number of kills for want of memory stands."""
-        v1 = self.folder / "memory.oom_control"
-        return v1 if v1.exists() else self.folder / "memory.events"
+        for name in ("memory.oom_control", "memory.events"):
+            for folder in self.folders:
+                if (folder / name).exists():
+                    return folder / name
+        return self.folders[0] / "memory.events"
+
+    def exists(self) -> bool:
+        """Tell whether it is there, empty or not."""
+        return any(folder.is_dir() for folder in self.folders)
 
     def members(self) -> set[int]:
-        """Return the processes in it; none if it is not there."""
+        """Return the processes in it; none if it is not there.
+
+        Raises:
+            OSError: that cannot be told now.
+        """
         try:
-            return {int(pid) for pid in self.procs.read_text(encoding="ascii").split()}
+            text = (self.folders[0] / "cgroup.procs").read_text(encoding="ascii")
         except (FileNotFoundError, ProcessLookupError):
             return set()
+        return {int(pid) for pid in text.split()}
+
+    def kill(self) -> None:
+        """Kill everybody in it at once, where the kernel can do that (v2, since Linux 5.14)."""
+        file = self.folders[0] / "cgroup.kill"
+        if file.exists():
+            file.write_text("1", encoding="ascii")
+
+    def attribute(self, name: str) -> str:
+        """Return what is written on it; empty if nothing is, or nothing can be."""
+        try:
+            return os.getxattr(self.folders[0], _ATTRIBUTE + name).decode(errors="replace")
+        except OSError:
+            return ""
 
     async def remove(self) -> None:
         """Remove the group; one whose last process is still on its way out is waited for."""
-        for _ in range(40):
-            try:
-                self.folder.rmdir()
-            except FileNotFoundError:
-                return
-            except OSError:
-                await asyncio.sleep(0.025)
-            else:
-                return
+        for folder in self.folders:
+            for _ in range(_REMOVE_TRIES):
+                try:
+                    folder.rmdir()
+                except FileNotFoundError:
+                    break
+                except OSError:
+                    await asyncio.sleep(_REMOVE_PAUSE_S)
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryGroups:
-    """Where groups are made, and which file takes the limit."""
+class Cgroups:
+    """Where groups are made on this machine."""
 
-    folder: Path
-    limit_file: str
+    hierarchies: tuple[Hierarchy, ...]
 
-    def group(self, name: str) -> KernelGroup:
+    @property
+    def controllers(self) -> frozenset[str]:
+        """What a kernel can be held to."""
+        return frozenset[str]().union(*(item.controllers for item in self.hierarchies))
+
+    @property
+    def keeps_attributes(self) -> bool:
+        """Whether what is written on a group will stand there."""
+        return self.hierarchies[0].keeps_attributes
+
+    def group(self, name: str) -> Cgroup:
         """Return a group, which need not be there."""
-        return KernelGroup(self.folder / name)
+        return Cgroup(tuple(item.folder / name for item in self.hierarchies))
 
     def names(self) -> list[str]:
         """Return the names of all groups that are there."""
-        return [path.name for path in self.folder.iterdir() if path.is_dir()]
+        found = {
+            path.name for h in self.hierarchies for path in h.folder.iterdir() if path.is_dir()
+        }
+        return sorted(found)
 
-    def create(self, group: KernelGroup, limit_bytes: int) -> None:
-        """Make a group with a hard limit.
+    def create(
+        self, group: Cgroup, limits: Mapping[str, int], attributes: Mapping[str, str]
+    ) -> None:
+        """Make a group with hard limits by controller; attributes stay unset without the right to.
 
         Raises:
             OSError: the kernel refused.
         """
-        group.folder.mkdir(exist_ok=True)
-        (group.folder / self.limit_file).write_text(str(limit_bytes), encoding="ascii")
+        for hierarchy, folder in zip(self.hierarchies, group.folders, strict=True):
+            folder.mkdir(exist_ok=True)
+            for controller in hierarchy.controllers & limits.keys():
+                for name in _LIMIT_FILES[hierarchy.version][controller]:
+                    _write(folder / name, str(limits[controller]), name.startswith("memory.memsw"))
+            if MEMORY in hierarchy.controllers:
+                _write(folder / _NO_SWAP, "0", may_miss=True)
+        if self.keeps_attributes:
+            for name, value in attributes.items():
+                os.setxattr(group.folders[0], _ATTRIBUTE + name, value.encode())
 
 
-def find_memory_groups(root: Path = Path("/")) -> MemoryGroups | None:
-    """Return a place for groups with memory limits; None where there is none to be written."""
+def _write(file: Path, text: str, may_miss: bool = False) -> None:  # noqa: FBT001, FBT002 - of two kinds
+    if not may_miss or file.exists():
+        file.write_text(text, encoding="ascii")
+
+
+def find_cgroups(root: Path = Path("/")) -> Cgroups | None:
+    """Return where groups with limits can be made; None where there is no such place."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
-    controllers = {line.split(":", 2)[1] for line in lines}
     mount = root / "sys/fs/cgroup"
+    on_v1 = {name for line in lines for name in line.split(":", 2)[1].split(",")} & {MEMORY, PIDS}
+    wanted = [(mount / name, 1, frozenset({name})) for name in (MEMORY, PIDS) if name in on_v1]
+    if not wanted:
+        wanted = [(mount, 2, frozenset({MEMORY, PIDS}))]
+    found = [_usable(top, version, controllers) for top, version, controllers in wanted]
+    hierarchies = tuple(item for item in found if item is not None and item.controllers)
+    return Cgroups(hierarchies) if hierarchies else None
+
+
+def _usable(top: Path, version: int, controllers: frozenset[str]) -> Hierarchy | None:
+    """Make agentd's folder in a hierarchy; return it with the controllers that hold there."""
+    parent = top / _PARENT
     try:
-        if "memory" in controllers:
-            return _writable(mount / "memory", "memory.limit_in_bytes")
-        if "memory" in (mount / "cgroup.controllers").read_text(encoding="ascii").split():
-            _hand_down(mount)
-            return _writable(mount, "memory.max")
+        if version != 1:
+            controllers &= frozenset((top / "cgroup.controllers").read_text("ascii").split())
+            _hand_down(top, controllers)
+        parent.mkdir(mode=0o755, exist_ok=True)
+        if version != 1:
+            _hand_down(parent, controllers)
+        probe = parent / f"probe-{os.getpid()}"
+        probe.mkdir(exist_ok=True)
+        try:
+            for controller in controllers:
+                _write(probe / _LIMIT_FILES[version][controller][0], str(2**20))
+            keeps_attributes = _takes_attributes(probe)
+        finally:
+            probe.rmdir()
     except OSError:
         return None
-    return None
+    return Hierarchy(parent, version, controllers, keeps_attributes)
 
 
-def _writable(top: Path, limit_file: str) -> MemoryGroups:
-    parent = top / _PARENT
-    parent.mkdir(exist_ok=True)
-    if limit_file == "memory.max":
-        _hand_down(parent)
-    probe = parent / f"probe-{os.getpid()}"
-    probe.mkdir(exist_ok=True)
+def _takes_attributes(folder: Path) -> bool:
     try:
-        (probe / limit_file).write_text(str(2**30), encoding="ascii")
-    finally:
-        probe.rmdir()
-    return MemoryGroups(parent, limit_file)
+        os.setxattr(folder, f"{_ATTRIBUTE}probe", b"1")
+    except OSError:
+        return False
+    return True
 
 
-def _hand_down(group: Path) -> None:
+def _hand_down(group: Path, controllers: frozenset[str]) -> None:
     control = group / "cgroup.subtree_control"
-    if "memory" not in control.read_text(encoding="ascii").split():
-        control.write_text("+memory", encoding="ascii")
+    missing = controllers - set(control.read_text(encoding="ascii").split())
+    if missing:
+        control.write_text(" ".join(f"+{name}" for name in sorted(missing)), encoding="ascii")

@@ -14,7 +14,7 @@ import asyncio
 import errno
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -155,8 +155,31 @@ def read_env(pid: int) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
+def read_uids(pid: int) -> set[int]:
+    """Return the real, effective, saved and file system user ids of a process; none if gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_bytes().splitlines()
+    except NOT_THERE:
+        return set()
+    return {int(uid) for line in lines if line.startswith(b"Uid:") for uid in line.split()[1:]}
+
+
 def all_processes() -> Iterator[Stat]:
     """Yield every process of the machine that has not ended."""
     for name in os.listdir("/proc"):  # noqa: PTH208 - a scan of all processes, three times as fast
         if name.isdigit() and (stat := read_stat(int(name))) and stat.state not in "ZX":
             yield stat
+
+
+def descendants(roots: Iterable[int], everyone: Iterable[Stat]) -> set[int]:
+    """Return the processes that others started, or took over, directly or not."""
+    started: dict[int, list[int]] = {}
+    for stat in everyone:
+        started.setdefault(stat.parent, []).append(stat.pid)
+    found: set[int] = set()
+    pending = list(roots)
+    while pending:
+        for pid in started.get(pending.pop(), ()):
+            found.add(pid)
+            pending.append(pid)
+    return found

@@ -7,6 +7,7 @@ A check that cannot be tried because an earlier one failed is left out.
 from __future__ import annotations
 
 import ast
+import gc
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -153,6 +154,18 @@ def _moved(first: PluginListing, second: PluginListing) -> str:
     return ", ".join(sorted(moved))
 
 
+def _parsed(text: str) -> ast.Module:
+    """Parse with the collector off: before Python 3.11.8 parsing may fail if it runs meanwhile.
+
+    https://github.com/python/cpython/issues/106905
+    """
+    gc.disable()
+    try:
+        return ast.parse(text)
+    finally:
+        gc.enable()
+
+
 def imports_of_agentd(file: Path) -> set[str]:
     """Return what a plugin's source imports of agentd besides the plugin API, wherever it does.
 
@@ -162,7 +175,7 @@ def imports_of_agentd(file: Path) -> set[str]:
     found = set()
     for each in files:
         try:
-            tree = ast.parse(each.read_text(encoding="utf-8"))
+            tree = _parsed(each.read_text(encoding="utf-8"))
         except (OSError, ValueError, SyntaxError):
             continue
         for node in ast.walk(tree):

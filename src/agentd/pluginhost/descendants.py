@@ -4,6 +4,9 @@ A library may start helpers, in sessions of their own too, which no signal to th
 reaches. They inherit its environment, and there stands a mark: the daemon's pid and start
 time, and a word of each plugin process's own. Those of a daemon that was killed are ended
 by the next one.
+
+Anybody can put a mark into an environment, so it counts only on a process that is this
+user's through and through: a setuid program that somebody else started is not.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from collections.abc import Callable
 
 import structlog
 
-from agentd.host.processes import Proc, all_processes, read_env, read_stat
+from agentd.host.processes import Proc, all_processes, read_env, read_stat, read_uids
 
 log = structlog.get_logger()
 
@@ -45,7 +48,9 @@ def _end(is_meant: Callable[[str], bool]) -> None:
         found = [
             Proc(stat.pid, stat.start_time)
             for stat in all_processes()
-            if (mark := read_env(stat.pid).get(MARK)) and is_meant(mark)
+            if (mark := read_env(stat.pid).get(MARK))
+            and is_meant(mark)
+            and read_uids(stat.pid) == {os.geteuid()}
         ]
         for process in found:
             log.warning("plugin.helper_ended", pid=process.pid)

@@ -17,7 +17,6 @@ from importlib_metadata import EntryPoint, entry_points
 
 from agentd.core.allocation import Allocation
 from agentd.core.container_edits import ContainerEdits, merged
-from agentd.core.devices import DeviceId
 from agentd.core.slots import CPU, MEM, format_amount
 from agentd.errors import PluginUnavailable, Problem
 from agentd.plugin_api import (
@@ -138,12 +137,10 @@ class PluginHost:
         while True:
             yield await self._changed.get()
 
-    async def container_edits(
-        self, allocation: Allocation, stable_ids: Mapping[DeviceId, str], features: Features
-    ) -> ContainerEdits:
+    async def container_edits(self, allocation: Allocation, features: Features) -> ContainerEdits:
         names = dict.fromkeys(share.device_id.name for share in allocation.shares)
         giving = [
-            await self._edits_of(name, _allocated(allocation, name, stable_ids), features)
+            await self._edits_of(name, _allocated(allocation, name), features)
             for name in names
             if name not in (CPU, MEM)
         ]
@@ -158,16 +155,10 @@ class PluginHost:
             raise PluginUnavailable(f"there is no plugin {name}")
         return await self._instances[name].container_edits(devices, features)
 
-    def tell(
-        self,
-        step: str,
-        kernel_id: str,
-        allocation: Allocation,
-        stable_ids: Mapping[DeviceId, str],
-    ) -> None:
+    def notify(self, step: str, kernel_id: str, allocation: Allocation) -> None:
         for name in {share.device_id.name for share in allocation.shares} & {*self._instances}:
-            devices = _allocated(allocation, name, stable_ids)
-            self._instances[name].tell(KernelEvent(step, kernel_id, devices))
+            devices = _allocated(allocation, name)
+            self._instances[name].notify(KernelEvent(step, kernel_id, devices))
 
     async def close(self) -> None:
         """Close what is open, and give up on what is not."""
@@ -209,13 +200,11 @@ def _not_installed(plugin: str, points: Mapping[str, EntryPoint]) -> str:
     return f"no entry point {plugin!r} is installed; {hint}installed: {have}"
 
 
-def _allocated(
-    allocation: Allocation, name: str, stable_ids: Mapping[DeviceId, str]
-) -> list[AllocatedDevice]:
+def _allocated(allocation: Allocation, name: str) -> list[AllocatedDevice]:
     return [
         AllocatedDevice(
             share.device_id.id,
-            stable_ids.get(share.device_id, ""),
+            share.stable_id,
             share.slot,
             format_amount(share.amount, share.kind),
         )

@@ -287,7 +287,7 @@ class PluginInstance:
                 f"plugin {name} does not say what its devices need: {error}"
             ) from None
 
-    def tell(self, event: KernelEvent) -> None:
+    def notify(self, event: KernelEvent) -> None:
         """Let the plugin know of a kernel's life; what comes of it changes nothing."""
         if self._process is None or self._facts is None or not self._facts.hears_kernels:
             return

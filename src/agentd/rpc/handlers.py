@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -16,12 +16,13 @@ from agentd.rpc.metrics import CONTENT_TYPE, exposition
 from agentd.rpc.queries import body_of, prefers_async, read_flag, read_log_query, read_timeout
 from agentd.rpc.schemas import CreateKernelRequest, StopRequest, read_body
 from agentd.rpc.streams import stream_events, stream_log
-from agentd.services.adoption import Adoption
-from agentd.services.events import Event
+from agentd.services.devices import NodeDevices
+from agentd.services.events import Event, EventLog
 from agentd.services.interfaces import Plugins
 from agentd.services.kernels import KernelService
-from agentd.services.logs import logs_of
-from agentd.services.selfcheck import self_check
+from agentd.services.reconciler import Reconciler
+from agentd.services.selfcheck import SelfCheck
+from agentd.services.state import NodeState
 
 
 def answer(
@@ -32,19 +33,51 @@ def answer(
     return web.Response(body=body, status=status, headers=headers, content_type="application/json")
 
 
-class Handlers:
-    """The daemon's side of every route; `is_ready` opens the ones below /v1."""
+class NodeParts(NamedTuple):
+    """What the handlers ask."""
 
-    def __init__(
-        self, node_id: str, service: KernelService, adoption: Adoption, plugins: Plugins
-    ) -> None:
+    state: NodeState
+    devices: NodeDevices
+    plugins: Plugins
+    service: KernelService
+    reconciler: Reconciler
+    check: SelfCheck
+    events: EventLog
+
+
+class Handlers:
+    """The daemon's side of every route; those below /v1 answer once it is open."""
+
+    def __init__(self, node_id: str, default_runtime: str, parts: NodeParts) -> None:
         self._node_id = node_id
-        self._service = service
-        self._adoption = adoption
-        self._plugins = plugins
-        self.openapi: Mapping[str, Any] = {}
-        self.is_ready = False
+        self._default_runtime = default_runtime
+        self._state = parts.state
+        self._devices = parts.devices
+        self._plugins = parts.plugins
+        self._service = parts.service
+        self._reconciler = parts.reconciler
+        self._check = parts.check
+        self._events = parts.events
+        self._openapi: Mapping[str, Any] = {}
+        self._is_open = False
         self._kernels: dict[str, tuple[Kernel, Inventory, bytes]] = {}
+
+    def describe(self, openapi: Mapping[str, Any]) -> None:
+        """Take the document that describes this API."""
+        self._openapi = openapi
+
+    def open(self) -> None:
+        """Answer every route from now on."""
+        self._is_open = True
+
+    def require_open(self) -> None:
+        """Refuse what has to wait for the end of the start, adoption included.
+
+        Raises:
+            NotReady: it has not come.
+        """
+        if not self._is_open:
+            raise NotReady("the daemon has not finished starting")
 
     async def livez(self, _: web.Request) -> web.Response:
         """Tell that the process answers."""
@@ -52,29 +85,40 @@ class Handlers:
 
     async def readyz(self, _: web.Request) -> web.Response:
         """Tell whether start-up, adoption included, is over."""
-        if not self.is_ready:
-            raise NotReady("the daemon has not finished starting")
+        self.require_open()
         return answer({"status": "ok"})
 
     async def get_openapi(self, _: web.Request) -> web.Response:
         """Describe this API."""
-        return answer(self.openapi)
+        return answer(self._openapi)
 
     async def get_node(self, request: web.Request) -> web.Response:
         """Show the node, its parts, and what the operator should know; `check` judges it too."""
-        node = rendering.node_view(self._node_id, self._service, self._adoption, self._plugins)
+        node = rendering.node_view(
+            self._node_id, self._default_runtime, self._state, self._devices, self._plugins
+        )
         if read_flag(request.query, "check"):
-            node["checks"] = rendering.check_views(await self_check(self._service))
+            node["checks"] = rendering.check_views(await self._check.run())
         return answer(node)
+
+    async def list_runtimes(self, _: web.Request) -> web.Response:
+        """List the runtimes that may have kernels of this node, and whether they answer."""
+        runtimes = self._state.runtimes.values()
+        return answer([rendering.runtime_view(status) for status in runtimes])
+
+    async def forget_runtime(self, request: web.Request) -> web.Response:
+        """Drop what a runtime that does not answer was last known to hold, for good."""
+        await self._reconciler.forget_runtime(request.match_info["runtime"])
+        return web.Response(status=204)
 
     async def list_slot_types(self, _: web.Request) -> web.Response:
         """List the known slot types."""
-        types = self._service.devices.inventory.slot_types.values()
+        types = self._devices.inventory.slot_types.values()
         return answer([rendering.slot_type_view(slot) for slot in types])
 
     async def list_devices(self, _: web.Request) -> web.Response:
         """List every device with its holders."""
-        split, ledger = self._service.devices.split, self._service.table.ledger
+        split, ledger = self._devices.split, self._state.ledger
         return answer([rendering.device_view(d, split, ledger) for d in split.inventory.devices])
 
     async def drain_device(self, request: web.Request) -> web.Response:
@@ -87,32 +131,32 @@ class Handlers:
 
     def _set_drained(self, request: web.Request, *, drained: bool) -> web.Response:
         match = request.match_info
-        devices = self._service.devices
+        devices = self._devices
         device = devices.set_drained(match["device_name"], match["id"], drained=drained)
-        return answer(rendering.device_view(device, devices.split, self._service.table.ledger))
+        return answer(rendering.device_view(device, devices.split, self._state.ledger))
 
     async def forget_device(self, request: web.Request) -> web.Response:
         """Forget a device that is gone, and its seat at the next start."""
-        match, devices = request.match_info, self._service.devices
+        match, devices = request.match_info, self._devices
         device = devices.find(match["device_name"], match["id"])
-        holders = self._service.table.ledger.holders(device.device_id)
+        holders = self._state.ledger.holders(device.device_id)
         devices.forget(match["device_name"], match["id"], holders=holders)
         return web.Response(status=204)
 
     async def list_agents(self, _: web.Request) -> web.Response:
         """List the agents with their partitions and slots."""
-        split, ledger = self._service.devices.split, self._service.table.ledger
+        split, ledger = self._devices.split, self._state.ledger
         return answer([rendering.agent_view(agent, split, ledger) for agent in split.partitions])
 
     async def get_agent(self, request: web.Request) -> web.Response:
         """Show one agent."""
-        agent = self._service.partition(request.match_info["agent"]).agent_id
-        split, ledger = self._service.devices.split, self._service.table.ledger
+        agent = self._devices.partition(request.match_info["agent"]).agent_id
+        split, ledger = self._devices.split, self._state.ledger
         return answer(rendering.agent_view(agent, split, ledger))
 
     async def create_kernel(self, request: web.Request) -> web.Response:
         """Create a kernel, or return the one that the same request created before."""
-        agent_id = self._service.partition(request.match_info["agent"]).agent_id
+        agent_id = self._devices.partition(request.match_info["agent"]).agent_id
         body = read_body(CreateKernelRequest, await body_of(request))
         spec = body.to_spec(agent_id)
         if read_flag(request.query, "dry_run"):
@@ -132,18 +176,18 @@ class Handlers:
     async def list_kernels(self, request: web.Request) -> web.Response:
         """List the kernels of the node, or of one agent."""
         agent = request.match_info.get("agent")
-        kernels = [k for k in self._service.table if agent is None or k.agent_id == agent]
+        kernels = [k for k in self._state if agent is None or k.agent_id == agent]
         if agent is not None and not kernels:
-            self._service.partition(agent)
+            self._devices.partition(agent)
         kernels.sort(key=lambda kernel: (kernel.created_at, kernel.kernel_id))
         body = b"[%s]" % b",".join(self._encoded(kernel) for kernel in kernels)
-        for gone in self._kernels.keys() - self._service.table.kernels.keys():
+        for gone in self._kernels.keys() - self._state.kernels.keys():
             del self._kernels[gone]
         return web.Response(body=body, content_type="application/json")
 
     def _encoded(self, kernel: Kernel) -> bytes:
         """Return a kernel as JSON; most are as they were when the list was last asked for."""
-        inventory = self._service.devices.inventory
+        inventory = self._devices.inventory
         known = self._kernels.get(kernel.kernel_id)
         if known is not None and known[0] is kernel and known[1] is inventory:
             return known[2]
@@ -153,7 +197,7 @@ class Handlers:
 
     async def get_kernel(self, request: web.Request) -> web.Response:
         """Show one kernel."""
-        return answer(self._shown(self._service.table.get(request.match_info["kernel"])))
+        return answer(self._shown(self._state.get(request.match_info["kernel"])))
 
     async def stop_kernel(self, request: web.Request) -> web.Response:
         """End a kernel and keep it listed: TERM, then KILL."""
@@ -169,22 +213,21 @@ class Handlers:
     async def get_logs(self, request: web.Request) -> web.StreamResponse:
         """Stream what a kernel printed, byte for byte."""
         kernel_id = request.match_info["kernel"]
-        return await stream_log(
-            request, logs_of(self._service, kernel_id, read_log_query(request.query))
-        )
+        query = read_log_query(request.query)
+        return await stream_log(request, self._service.logs(kernel_id, query))
 
     async def get_events(self, request: web.Request) -> web.StreamResponse:
         """Stream what happens to kernels, devices, plugins and runtimes, as server-sent events."""
-        return await stream_events(request, self._service.events, self._shown_event)
+        return await stream_events(request, self._events, self._shown_event)
 
     def _shown_event(self, event: Event) -> object:
-        split, ledger = self._service.devices.split, self._service.table.ledger
+        split, ledger = self._devices.split, self._state.ledger
         return rendering.event_view(event, split, ledger)
 
     async def get_metrics(self, _: web.Request) -> web.Response:
         """Show the node in the Prometheus exposition format."""
-        text = exposition(self._node_id, self._service, self._adoption, self._plugins)
+        text = exposition(self._node_id, self._state, self._devices, self._plugins)
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     def _shown(self, kernel: Kernel) -> object:
-        return rendering.kernel_view(kernel, self._service.devices.inventory)
+        return rendering.kernel_view(kernel, self._devices.inventory)

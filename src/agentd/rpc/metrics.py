@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from agentd import __version__
+from agentd.core.partition import Split
 from agentd.rpc import rendering
-from agentd.services.adoption import Adoption
+from agentd.services.devices import NodeDevices
 from agentd.services.interfaces import Plugins, PluginState
-from agentd.services.kernels import KernelService
+from agentd.services.state import NodeState, RuntimeState
 
 if TYPE_CHECKING:
     from prometheus_client.core import GaugeMetricFamily
@@ -25,16 +26,16 @@ _MEASURED = {
 }
 
 
-def exposition(node_id: str, service: KernelService, adoption: Adoption, plugins: Plugins) -> bytes:
+def exposition(node_id: str, state: NodeState, devices: NodeDevices, plugins: Plugins) -> bytes:
     """Return all metrics of the node as text."""
     from prometheus_client import CollectorRegistry, generate_latest  # noqa: PLC0415 - 5 MiB
 
     class Node:
         def collect(self) -> Iterator[GaugeMetricFamily]:
-            yield from _node(node_id, service, adoption, plugins)
-            yield from _kernels(service)
-            yield from _slots(service)
-            yield from _devices(service, plugins)
+            yield from _node(node_id, state, devices, plugins)
+            yield from _kernels(state)
+            yield from _slots(state, devices.split)
+            yield from _devices(state, devices.split, plugins)
 
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Node())
@@ -48,20 +49,20 @@ def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
 
 
 def _node(
-    node_id: str, service: KernelService, adoption: Adoption, plugins: Plugins
+    node_id: str, state: NodeState, devices: NodeDevices, plugins: Plugins
 ) -> Iterator[GaugeMetricFamily]:
     info = _gauge("info", "The node and its daemon", "node", "version")
     info.add_metric([node_id, __version__], 1)
     yield info
     generation = _gauge("inventory_generation", "Rises with each change of the devices")
-    generation.add_metric([], service.devices.generation)
+    generation.add_metric([], devices.generation)
     yield generation
     warnings = _gauge("warnings", "What GET /v1/node warns of")
-    warnings.add_metric([], len(service.devices.warnings))
+    warnings.add_metric([], len(devices.warnings))
     yield warnings
     runtimes = _gauge("runtime_available", "Whether a runtime answers", "runtime")
-    for name, status in adoption.statuses.items():
-        runtimes.add_metric([name], status.state == "available")
+    for name, status in state.runtimes.items():
+        runtimes.add_metric([name], status.state is RuntimeState.AVAILABLE)
     yield runtimes
     ready = _gauge("plugin_ready", "Whether a plugin is ready", "plugin")
     for plugin in plugins.statuses():
@@ -69,16 +70,16 @@ def _node(
     yield ready
 
 
-def _kernels(service: KernelService) -> Iterator[GaugeMetricFamily]:
+def _kernels(state: NodeState) -> Iterator[GaugeMetricFamily]:
     kernels = _gauge("kernels", "Kernels by agent and state", "agent", "state")
-    counts = Counter((kernel.agent_id, kernel.state) for kernel in service.table)
-    for (agent, state), count in sorted(counts.items()):
-        kernels.add_metric([agent, state.value], count)
+    counts = Counter((kernel.agent_id, kernel.state) for kernel in state)
+    for (agent, kernel_state), count in sorted(counts.items()):
+        kernels.add_metric([agent, kernel_state.value], count)
     yield kernels
 
 
-def _slots(service: KernelService) -> Iterator[GaugeMetricFamily]:
-    split, ledger = service.devices.split, service.table.ledger
+def _slots(state: NodeState, split: Split) -> Iterator[GaugeMetricFamily]:
+    ledger = state.ledger
     uses = {
         agent: rendering.agent_view(agent, split, ledger)["slots"] for agent in split.partitions
     }
@@ -90,13 +91,13 @@ def _slots(service: KernelService) -> Iterator[GaugeMetricFamily]:
         yield gauge
 
 
-def _devices(service: KernelService, plugins: Plugins) -> Iterator[GaugeMetricFamily]:
-    split, ledger = service.devices.split, service.table.ledger
+def _devices(state: NodeState, split: Split, plugins: Plugins) -> Iterator[GaugeMetricFamily]:
+    ledger = state.ledger
     states = _gauge("device_state", "1 for the state a device is in", "device_name", "id", "state")
     accelerators = [d for d in split.inventory.devices if d.device_id.name not in ("cpu", "mem")]
     for device in accelerators:
-        state = rendering.device_view(device, split, ledger)["state"]
-        states.add_metric([*device.device_id, state], 1)
+        shown = rendering.device_view(device, split, ledger)["state"]
+        states.add_metric([*device.device_id, shown], 1)
     yield states
     ids = {device.stable_id: device.device_id.id for device in accelerators}
     measured = [(name, item) for name, items in plugins.measurements().items() for item in items]

@@ -12,11 +12,11 @@ from agentd.core.devices import Device, Health, Inventory
 from agentd.core.kernel import Kernel
 from agentd.core.partition import Split
 from agentd.core.slots import MEM, SlotKind, SlotType, device_name_of, format_amount
-from agentd.services.adoption import Adoption, RuntimeStatus
+from agentd.services.devices import NodeDevices
 from agentd.services.events import Event, EventKind
 from agentd.services.interfaces import Plugins, PluginStatus
-from agentd.services.kernels import KernelService
 from agentd.services.selfcheck import Check
+from agentd.services.state import NodeState, RuntimeStatus
 from agentd.views import (
     AgentView,
     CheckView,
@@ -210,28 +210,29 @@ def event_view(event: Event, split: Split, ledger: Ledger) -> object:
             shown = {"device_name": device.device_id.name, "id": device.device_id.id}
         case EventKind.PLUGIN, PluginStatus() as status:
             shown = plugin_view(status)
-        case EventKind.RUNTIME, (str(name), RuntimeStatus() as runtime):
-            shown = {"name": name, "state": runtime.state, "reason": runtime.reason}
+        case EventKind.RUNTIME, RuntimeStatus() as runtime:
+            shown = runtime_view(runtime)
     return shown
 
 
+def runtime_view(status: RuntimeStatus) -> RuntimeView:
+    """Return a runtime and how it does."""
+    return {"name": status.name, "state": status.state.value, "reason": status.reason}
+
+
 def node_view(
-    node_id: str, service: KernelService, adoption: Adoption, plugins: Plugins
+    node_id: str, default_runtime: str, state: NodeState, devices: NodeDevices, plugins: Plugins
 ) -> NodeView:
     """Return the node, its parts and what the operator should know."""
-    runtimes: dict[str, RuntimeView] = {
-        name: {"name": name, "state": status.state, "reason": status.reason}
-        for name, status in adoption.statuses.items()
-    }
-    default = service.default.name
+    runtimes = {name: runtime_view(status) for name, status in state.runtimes.items()}
     return {
         "id": node_id,
         "version": __version__,
-        "runtime": runtimes.pop(default),
+        "runtime": runtimes.pop(default_runtime),
         "other_runtimes": list(runtimes.values()),
         "plugins": plugin_views(plugins),
-        "warnings": list(service.devices.warnings),
-        "generation": service.devices.generation,
+        "warnings": list(devices.warnings),
+        "generation": devices.generation,
     }
 
 

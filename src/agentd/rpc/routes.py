@@ -19,6 +19,7 @@ from agentd.views import (
     KernelView,
     NodeView,
     ProblemView,
+    RuntimeView,
     SlotTypeView,
 )
 
@@ -43,6 +44,8 @@ LOG_QUERY = ("follow", "tail", "since", "timestamps", "stream")
 H = Handlers
 ROUTES: Sequence[Route] = (
     Route("GET", "/v1/node", H.get_node, {200: NodeView}, ("check",)),
+    Route("GET", "/v1/runtimes", H.list_runtimes, {200: list[RuntimeView]}),
+    Route("DELETE", "/v1/runtimes/{runtime}", H.forget_runtime, {204: None}),
     Route("GET", "/v1/slot-types", H.list_slot_types, {200: list[SlotTypeView]}),
     Route("GET", "/v1/devices", H.list_devices, {200: list[DeviceView]}),
     Route("POST", "/v1/devices/{device_name}/{id}/drain", H.drain_device, {200: DeviceView}),

@@ -17,11 +17,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from agentd.core.container_edits import Mount
 from agentd.core.container_options import ContainerOptions, PullPolicy, Tmpfs, Ulimit
-from agentd.core.kernel import KernelSpec, Port
+from agentd.core.kernel import KERNEL_ID, KernelSpec, Port
 from agentd.core.slots import AmountError, SlotKind, WrittenFloat, parse_base_units, parse_quantity
 from agentd.errors import InvalidRequest, Problem
 
-KERNEL_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
 _NO_NUL = re.compile(r"^[^\x00]*$")
 
 Text = Annotated[str, Field(max_length=32768, pattern=_NO_NUL.pattern)]
@@ -91,7 +90,7 @@ def _limits(raw: object) -> object:
 class CreateKernelRequest(Body):
     """A kernel to create. Slots that are absent are zero; absent cpu and mem take defaults."""
 
-    kernel_id: Annotated[str, Field(pattern=KERNEL_ID)] | None = None
+    kernel_id: Annotated[str, Field(pattern=f"^{KERNEL_ID}$")] | None = None
     image: Annotated[Text, Field(min_length=1)] | None = None
     command: list[Text] = []
     env: dict[Annotated[str, Field(pattern=r"^[^=\x00]+$")], Text] = {}

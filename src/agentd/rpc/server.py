@@ -20,7 +20,7 @@ from typing import TypeAlias
 import structlog
 from aiohttp import web
 
-from agentd.errors import AgentdError, NotReady, StartRefused, Unavailable
+from agentd.errors import AgentdError, StartRefused, Unavailable
 from agentd.rpc.handlers import Handlers
 from agentd.rpc.routes import OPEN_PATHS, ROUTES, openapi
 
@@ -107,7 +107,7 @@ class Server:
         Raises:
             StartRefused: the socket or the address cannot be had.
         """
-        self._handlers.openapi = openapi()
+        self._handlers.describe(openapi())
         app = web.Application(
             client_max_size=MAX_BODY, middlewares=[self._errors, self._guard, self._queries]
         )
@@ -167,8 +167,8 @@ class Server:
         if _is_tcp(request) and path not in ("/livez", "/readyz") and not self._has_token(request):
             challenge = {"WWW-Authenticate": 'Bearer realm="agentd"'}
             return problem("Unauthorized", "a bearer token is needed", None, challenge)
-        if not self._handlers.is_ready and path not in OPEN_PATHS:
-            raise NotReady("the daemon has not finished starting")
+        if path not in OPEN_PATHS:
+            self._handlers.require_open()
         return await handler(request)
 
     def _has_token(self, request: web.Request) -> bool:

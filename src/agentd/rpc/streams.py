@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 
 import structlog
 from aiohttp import web
@@ -25,12 +26,21 @@ WRITE_PATIENCE_S = 10.0
 """A listener that takes nothing for so long is dropped."""
 
 
-async def stream_log(request: web.Request, chunks: AsyncIterator[bytes]) -> web.StreamResponse:
+async def stream_log(request: web.Request, chunks: AsyncGenerator[bytes]) -> web.StreamResponse:
     """Answer with the bytes of a log, as they come."""
+    async with aclosing(chunks):
+        return await _stream_log(request, chunks)
+
+
+async def _stream_log(request: web.Request, chunks: AsyncGenerator[bytes]) -> web.StreamResponse:
     reading = asyncio.ensure_future(anext(chunks, b""))
-    await asyncio.wait([reading], timeout=LOG_PATIENCE_S)
-    if reading.done():
-        reading.result()  # a runtime that does not answer is still a problem here
+    try:
+        await asyncio.wait([reading], timeout=LOG_PATIENCE_S)
+        if reading.done():
+            reading.result()  # a runtime that does not answer is still a problem here
+    except BaseException:
+        await _given_up(reading)
+        raise
     response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
     await response.prepare(request)
     try:
@@ -41,9 +51,15 @@ async def stream_log(request: web.Request, chunks: AsyncIterator[bytes]) -> web.
         log.warning("logs.cut", path=request.path, reason=str(error))
         raise ConnectionResetError from error  # the stream is cut: too late for a problem
     finally:
-        reading.cancel()
+        await _given_up(reading)
     await response.write_eof()
     return response
+
+
+async def _given_up(reading: asyncio.Future[bytes]) -> None:
+    """Cancel a read, and wait until it has let go of what it reads from."""
+    reading.cancel()
+    await asyncio.wait([reading])
 
 
 async def _while_connected(request: web.Request, reading: asyncio.Future[bytes]) -> bytes:

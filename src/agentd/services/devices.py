@@ -21,13 +21,19 @@ from agentd.core.devices import (
     with_remembered,
     with_shared_health,
 )
-from agentd.core.partition import Split, joined, split
+from agentd.core.partition import Partition, Split, joined, split
 from agentd.core.rules import SplitRules
 from agentd.core.slots import SlotType
-from agentd.errors import ConfigRefused, KernelConflict, StateUnavailable, UnknownDevice
+from agentd.errors import (
+    ConfigRefused,
+    KernelConflict,
+    StateUnavailable,
+    UnknownAgent,
+    UnknownDevice,
+)
 from agentd.failpoints import hit
 from agentd.services.events import EventKind, EventLog
-from agentd.services.interfaces import Memory, PluginListing, Plugins, PluginState
+from agentd.services.interfaces import Memory, PluginListing, Plugins, PluginState, PluginStatus
 
 log = structlog.get_logger()
 
@@ -42,6 +48,7 @@ class NodeDevices:
         rules: SplitRules,
         host_types: Sequence[SlotType],
         host_devices: Sequence[Device],
+        events: EventLog,
     ) -> None:
         self._plugins = plugins
         self._memory = memory
@@ -51,11 +58,12 @@ class NodeDevices:
         self._split: Split | None = None
         self._warnings: tuple[str, ...] = ()
         self._news: dict[str, tuple[str, ...]] = {}
-        self.events = EventLog()
+        self._events = events
         self._joined: frozenset[str] = frozenset()
         self._withheld: frozenset[tuple[str, str]] = frozenset()
         self._unsaved = ""
-        self.generation = 0
+        self._statuses: dict[str, PluginStatus] = {}
+        self._generation = 0
 
     @property
     def split(self) -> Split:
@@ -80,24 +88,35 @@ class NodeDevices:
         unsaved = [self._unsaved] if self._unsaved else []
         return (*self._warnings, *news, *self.split.warnings, *memory, *unsaved)
 
+    @property
+    def generation(self) -> int:
+        """Rises with each change of the devices."""
+        return self._generation
+
     def discover(self) -> None:
         """Bring listings, host and memory together, and divide them.
 
         Raises:
             ConfigRefused: the rules do not fit what was found.
         """
+        self._statuses = {status.name: status for status in self._plugins.statuses()}
         self._split, self._warnings = self._discovered()
         self._changed()
 
-    def refresh(self, name: str) -> None:
-        """Take in what a plugin says now: it opened late, its devices changed, or it is lost."""
+    def refresh(self, name: str) -> bool:
+        """Take in what a plugin says now: it opened late, its devices changed, or it is lost.
+
+        Returns whether its devices joined just now.
+        """
         status = next((s for s in self._plugins.statuses() if s.name == name), None)
+        if status is not None and status != self._statuses.get(name):
+            self._statuses[name] = status
+            self._events.publish(EventKind.PLUGIN, status)
         listing = next((item for item in self._plugins.listings() if item.name == name), None)
         if listing is None:
-            return
+            return False
         if name not in self._joined:
-            self._join_late(listing)
-            return
+            return self._join_late(listing)
         if status is not None and status.state is PluginState.READY:
             listed = [d for d in listing.devices if (name, d.stable_id) not in self._withheld]
             inventory, news = self.inventory.with_listing(name, listed)
@@ -106,10 +125,11 @@ class NodeDevices:
             inventory, news = self.inventory.with_health_unknown(name, f"plugin {name}: {why}"), []
         self._news[name] = tuple(news)
         if inventory is not self.inventory:
-            log.info("devices.changed", plugin=name, generation=self.generation + 1)
+            log.info("devices.changed", plugin=name, generation=self._generation + 1)
             self._replace_inventory(inventory)
+        return False
 
-    def _join_late(self, listing: PluginListing) -> None:
+    def _join_late(self, listing: PluginListing) -> bool:
         """Take in a plugin that opened late; nothing that is there already moves.
 
         What another plugin serves, or is remembered to have served, stays with that one.
@@ -118,7 +138,7 @@ class NodeDevices:
         others = [d for d in before.devices if d.device_id.name != name]
         kept, warnings = served_once([others, listing.devices])
         late = [device for device in kept if device.device_id.name == name]
-        devices = [*others, *with_remembered(late, before.by_name.get(name, ()))]
+        devices = [*others, *with_remembered(late, _lasting(before, name))]
         types = [*before.slot_types.values(), *listing.slot_types]
         inventory = Inventory.of(types, with_shared_health(devices))
         try:
@@ -126,12 +146,13 @@ class NodeDevices:
         except ConfigRefused as error:
             why = f"plugin {name} opened late and does not fit: {'; '.join(error.lines())}"
             self._news[name] = (why,)
-            return
+            return False
         self._note_served(listing, late)
         self._split, self._news[name] = split, tuple(warnings)
         self._changed()
-        self._tell(before, split.inventory)
+        self._publish(before, split.inventory)
         log.info("plugin.joined", plugin=name)
+        return True
 
     def _discovered(self) -> tuple[Split, tuple[str, ...]]:
         listings = self._plugins.listings()
@@ -167,6 +188,17 @@ class NodeDevices:
             and status.name not in self._joined
             and (status.has_table or status.name in missed)
         }
+
+    def partition(self, agent_id: str) -> Partition:
+        """Return an agent's partition.
+
+        Raises:
+            UnknownAgent: no such agent.
+        """
+        partitions = self.split.partitions
+        if agent_id not in partitions:
+            raise UnknownAgent(f"no agent {agent_id} on this node; it has {', '.join(partitions)}")
+        return partitions[agent_id]
 
     def find(self, name: str, device_id: str) -> Device:
         """Return a device by id, stable id or alias.
@@ -223,17 +255,17 @@ class NodeDevices:
         if inventory is not self.inventory:
             self._replace_inventory(inventory)
 
-    def _tell(self, before: Inventory, now: Inventory) -> None:
+    def _publish(self, before: Inventory, now: Inventory) -> None:
         for device_id, device in now.by_id.items():
             if before.by_id.get(device_id) != device:
-                self.events.publish(EventKind.DEVICE, device)
+                self._events.publish(EventKind.DEVICE, device)
         for device_id, device in before.by_id.items():
             if device_id not in now.by_id:
-                self.events.publish(EventKind.DEVICE_REMOVED, device)
+                self._events.publish(EventKind.DEVICE_REMOVED, device)
 
     def _replace_for_good(self, inventory: Inventory) -> None:
         """Do what an operator wants: remembered first, or not done at all."""
-        self._memory.save_devices(inventory.devices)
+        self._memory.save_devices(_lasting(inventory))
         self._unsaved = ""
         self._take(inventory)
 
@@ -244,16 +276,16 @@ class NodeDevices:
     def _take(self, inventory: Inventory) -> None:
         before = self.inventory
         self._split = self.split.with_inventory(inventory)
-        self.generation += 1
-        self._tell(before, inventory)
+        self._generation += 1
+        self._publish(before, inventory)
 
     def _changed(self) -> None:
-        self.generation += 1
+        self._generation += 1
         self._save()
 
     def _save(self) -> None:
         try:
-            self._memory.save_devices(self.inventory.devices)
+            self._memory.save_devices(_lasting(self.inventory))
         except StateUnavailable as error:
             if not self._unsaved:
                 log.warning("devices.not_saved", reason=str(error))
@@ -261,8 +293,14 @@ class NodeDevices:
         else:
             self._unsaved = ""
 
-    def settle(self) -> None:
+    def retry(self) -> None:
         """Try again to remember what could not be."""
         if self._unsaved:
             self._save()
-        self._memory.settle()
+        self._memory.retry()
+
+
+def _lasting(inventory: Inventory, name: str = "") -> list[Device]:
+    """Return what is remembered of an inventory, or of one device name."""
+    devices = inventory.by_name.get(name, ()) if name else inventory.devices
+    return [device for device in devices if not device.is_hearsay]

@@ -54,7 +54,7 @@ class Listener:
         self._is_behind = False
         self._is_closed = False
 
-    def tell(self, event: Event) -> None:
+    def put(self, event: Event) -> None:
         if len(self._waiting) >= KEPT:
             self._is_behind = True
         else:
@@ -101,7 +101,7 @@ class EventLog:
         event = Event(self._number, kind, value)
         self._past.append(event)
         for listener in self._listeners:
-            listener.tell(event)
+            listener.put(event)
 
     def close(self) -> None:
         """Let every listener come to an end."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 from agentd.core.allocation import Allocation
 from agentd.core.container_edits import ContainerEdits
-from agentd.core.devices import Device, DeviceId
-from agentd.core.kernel import KernelSpec, KernelState, Pull
+from agentd.core.devices import Device
+from agentd.core.kernel import KernelRef, KernelSpec, KernelState, Pull
+from agentd.core.observation import Listing, ObservedKernel
 from agentd.core.plan import KernelPlan
-from agentd.core.reconcile import FoundKernel
 from agentd.core.slots import SlotType
+from agentd.errors import Problem
 from agentd.plugin_api import Features, Measurement
 
 
@@ -67,15 +68,11 @@ class Plugins(Protocol):
         """Yield a plugin's name when its state or its devices changed after readiness."""
         ...
 
-    def tell(
-        self, step: str, kernel_id: str, allocation: Allocation, stable_ids: Mapping[DeviceId, str]
-    ) -> None:
+    def notify(self, step: str, kernel_id: str, allocation: Allocation) -> None:
         """Let the plugins of an allocation know of a step in its kernel's life; waits for none."""
         ...
 
-    async def container_edits(
-        self, allocation: Allocation, stable_ids: Mapping[DeviceId, str], features: Features
-    ) -> ContainerEdits:
+    async def container_edits(self, allocation: Allocation, features: Features) -> ContainerEdits:
         """Return what a kernel needs for its devices, and what hides all others from it.
 
         Raises:
@@ -108,38 +105,37 @@ class LogQuery:
     streams: frozenset[LogStream] = frozenset(LogStream)
 
 
+class Support(NamedTuple):
+    """What a runtime can do for one request on this node.
+
+    `not_enforced` names slots, and members of the request, that it cannot hold a kernel to.
+    """
+
+    features: Features
+    not_enforced: frozenset[str] = frozenset()
+
+
 class Runtime(Protocol):
     """What runs kernels. The contract suite in tests/contracts holds every one to this."""
 
     name: str
     minimum_memory_bytes: int
 
-    def unenforced(self, spec: KernelSpec) -> frozenset[str]:
-        """Return what of a request this runtime cannot hold a kernel to on this node.
-
-        Names of slots and members of the request; asked after `features`.
-        """
-        ...
-
     async def close(self) -> None: ...
 
-    async def features(self) -> Features:
-        """Return the ways to devices that this runtime takes.
+    def problems(self, spec: KernelSpec) -> Sequence[Problem]:
+        """Return what of a request this runtime cannot do; nothing is decided yet."""
+        ...
+
+    async def support(self, spec: KernelSpec) -> Support:
+        """Return the ways to devices that this runtime takes, and what it cannot enforce.
 
         Raises:
             RuntimeUnavailable: that cannot be told now.
         """
         ...
 
-    async def check(self, spec: KernelSpec) -> None:
-        """Refuse what this runtime cannot do, before anything is decided.
-
-        Raises:
-            InvalidRequest: with every reason.
-        """
-        ...
-
-    async def create(self, plan: KernelPlan, progress: Progress) -> FoundKernel:
+    async def create(self, plan: KernelPlan, progress: Progress) -> ObservedKernel:
         """Create and start a kernel; if this raises anything but OutcomeUnknown, nothing is left.
 
         Raises:
@@ -150,40 +146,29 @@ class Runtime(Protocol):
         """
         ...
 
-    async def stop(self, kernel_id: str, handle: str, timeout_s: float | None) -> None:
+    async def stop(self, ref: KernelRef, timeout_s: float | None) -> None:
         """Ask the kernel to end, kill it after `timeout_s` (None: the configured time).
 
         Returns when it has ended; a kernel that is not there has.
         """
         ...
 
-    async def remove(self, kernel_id: str, handle: str) -> None:
-        """Remove what is left of a kernel, running or not; one that is not there is removed."""
+    async def remove(self, ref: KernelRef, *, unless_alive: bool = False) -> bool:
+        """Remove what is left of a kernel, running or not; one that is not there is removed.
+
+        With `unless_alive` one that runs after all is left as it is: False.
+        """
         ...
 
-    async def list(self) -> Sequence[FoundKernel]:
-        """Return every kernel of this node, ended ones too.
+    async def list(self) -> Listing:
+        """Return every kernel of this node, ended ones too, and what is left of others.
 
         Raises:
             RuntimeUnavailable: there is no complete list to be had.
         """
         ...
 
-    async def strays(self, known: Collection[str]) -> Sequence[str]:
-        """Return, in words, what is left here of kernels other than these.
-
-        Whole kernels apart: those are in the list.
-
-        Raises:
-            RuntimeUnavailable: that cannot be told now.
-        """
-        ...
-
-    async def discard(self, kernel_id: str, handle: str) -> bool:
-        """Remove a kernel that never ran; False, and nothing done, if it runs after all."""
-        ...
-
-    async def find(self, kernel_id: str, handle: str | None = None) -> FoundKernel | None:
+    async def find(self, ref: KernelRef) -> ObservedKernel | None:
         """Return one kernel, under whatever name it goes now if its handle is given.
 
         None only if it is proved not to be there.
@@ -201,8 +186,8 @@ class Runtime(Protocol):
         """
         ...
 
-    def logs(self, kernel_id: str, handle: str, query: LogQuery) -> AsyncIterator[bytes]:
-        """Yield what the kernel printed, byte for byte.
+    def logs(self, ref: KernelRef, query: LogQuery) -> AsyncGenerator[bytes]:
+        """Yield what the kernel printed, byte for byte; closing it lets go of everything.
 
         Raises:
             InvalidRequest: this runtime does not keep what the query asks for.
@@ -210,20 +195,24 @@ class Runtime(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Intent:
-    """A create that a runtime was, or is about to be, asked for; `record` as on the kernel.
+class Phase(StrEnum):
+    """How far a kernel had come when it was last written down."""
 
-    `runtime` is empty, and `record` none, where what was written down cannot be read.
-    """
+    INTENT = "intent"
+    HELD = "held"
+    ENDED = "ended"
+
+
+class SavedRecord(NamedTuple):
+    """A kernel's record in the state folder; `text` as on the kernel, empty if unreadable."""
 
     kernel_id: str
-    runtime: str
-    record: str
+    phase: Phase
+    text: str
 
 
 class Memory(Protocol):
-    """What the node remembers over restarts besides its kernels."""
+    """What the node remembers over restarts, beside what its runtimes have."""
 
     def load_devices(self) -> Sequence[Device]:
         """Return the devices of the last inventory, with what operators said of them."""
@@ -233,19 +222,30 @@ class Memory(Protocol):
         """Remember an inventory; StateUnavailable if the last one is still remembered."""
         ...
 
-    def load_intents(self) -> Sequence[Intent]:
-        """Return the creates that no daemon saw the end of."""
+    def save_runtimes(self, names: Sequence[str]) -> None:
+        """Remember which runtimes may have kernels of this node."""
         ...
 
-    def save_intent(self, intent: Intent) -> None:
+    def load_records(self) -> Sequence[SavedRecord]:
+        """Return the record of every kernel that was not removed."""
+        ...
+
+    def save_intent(self, kernel_id: str, text: str) -> None:
         """Remember a create before it is asked for; StateUnavailable if that cannot be."""
         ...
 
-    def drop_intent(self, kernel_id: str) -> None:
-        """Forget a create; where that cannot be, `settle` tries again."""
+    def save_phase(self, kernel_id: str, phase: Phase, text: Callable[[], str]) -> None:
+        """Remember how far a kernel has come; `text` is asked for where none is there yet.
+
+        Where that cannot be, `retry` tries again.
+        """
         ...
 
-    def settle(self) -> None: ...
+    def drop_record(self, kernel_id: str) -> None:
+        """Forget a kernel; where that cannot be, `retry` tries again."""
+        ...
+
+    def retry(self) -> None: ...
 
     def warnings(self) -> Sequence[str]:
         """Return what an operator should know of this memory."""

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from agentd.core.allocation import Allocation, Ledger, Policy, allocate
 from agentd.core.explain import Question, explain
 from agentd.core.kernel import Kernel, KernelSpec, Port, step_between
-from agentd.core.partition import Partition
 from agentd.core.plan import KernelPlan, NodeFacts, build_plan
 from agentd.core.ports import HostPort, PortRange, hand_out
-from agentd.core.record import Record, encode, recorded_shares, statement
 from agentd.core.slots import CPU, MEM, ResourceSlots, parse_slots
-from agentd.errors import InvalidSlotAmount, Problem, UnknownAgent
+from agentd.errors import InvalidSlotAmount, Problem
 from agentd.services.devices import NodeDevices
 from agentd.services.interfaces import Plugins, PluginState, Runtime
-from agentd.services.table import KernelTable
+from agentd.services.state import NodeState
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +47,7 @@ class Planner:
         self._plugins = plugins
         self._rules = rules
 
-    def partition(self, agent_id: str) -> Partition:
-        """Return an agent's partition.
-
-        Raises:
-            UnknownAgent: no such agent.
-        """
-        partitions = self._devices.split.partitions
-        if agent_id not in partitions:
-            raise UnknownAgent(f"no agent {agent_id} on this node; it has {', '.join(partitions)}")
-        return partitions[agent_id]
-
-    def decide(self, spec: KernelSpec, table: KernelTable, runtime: Runtime) -> Decision:
+    def decide(self, spec: KernelSpec, state: NodeState, runtime: Runtime) -> Decision:
         """Choose slots, devices and ports for a request; changes nothing.
 
         Raises:
@@ -68,9 +55,9 @@ class Planner:
         """
         inventory = self._devices.inventory
         slots = self._slots(spec, runtime)
-        partition = self.partition(spec.agent_id)
-        allocation = allocate(table.ledger, inventory, partition, slots, self._rules.policy)
-        ports = self._ports(spec, table.ports)
+        partition = self._devices.partition(spec.agent_id)
+        allocation = allocate(state.ledger, inventory, partition, slots, self._rules.policy)
+        ports = self._ports(spec, state.ports)
         return Decision(slots.to_wire(inventory.slot_types), allocation, ports)
 
     def _ports(self, spec: KernelSpec, holders: Mapping[HostPort, str]) -> tuple[Port, ...]:
@@ -93,7 +80,7 @@ class Planner:
     ) -> dict[str, list[dict[str, object]]]:
         """Return for each slot of a decision how every device was looked at."""
         inventory, policy = self._devices.inventory, self._rules.policy
-        partition = self.partition(spec.agent_id)
+        partition = self._devices.partition(spec.agent_id)
         rows = {}
         for slot, amount in self._slots(spec, runtime).items():
             shares = (share for share in decision.allocation.shares if share.slot == slot)
@@ -118,18 +105,12 @@ class Planner:
             raise InvalidSlotAmount([Problem("slots.mem", why)])
         return slots
 
-    def tell_plugins(self, before: Kernel | None, now: Kernel | None) -> None:
+    def notify_plugins(self, before: Kernel | None, now: Kernel | None) -> None:
         """Let the plugins know of the step between two states of a kernel, if it is one."""
         kernel = now or before
         step = step_between(before, now)
-        if kernel is None or step is None or not kernel.allocation.shares:
-            return
-        stable_ids = {
-            device_id: device.stable_id
-            for share in kernel.allocation.shares
-            if (device := self._devices.inventory.by_id.get(device_id := share.device_id))
-        }
-        self._plugins.tell(step, kernel.kernel_id, kernel.allocation, stable_ids)
+        if kernel is not None and step is not None and kernel.allocation.shares:
+            self._plugins.notify(step, kernel.kernel_id, kernel.allocation)
 
     async def plan(self, kernel: Kernel, spec: KernelSpec, runtime: Runtime) -> KernelPlan:
         """Ask the plugins, and bring everything together.
@@ -138,28 +119,10 @@ class Planner:
             InvalidRequest: the request sets what only a plugin may set.
             PluginUnavailable: a plugin did not say what its devices need.
         """
-        inventory = self._devices.inventory
-        shares = recorded_shares(kernel.allocation, inventory)
-        features = await runtime.features()
-        edits = await self._plugins.container_edits(
-            kernel.allocation,
-            {item.share.device_id: item.stable_id for item in shares},
-            features,
-        )
-        cores = [d.id for d in self.partition(spec.agent_id).devices if d.name == CPU]
+        support = await runtime.support(spec)
+        edits = await self._plugins.container_edits(kernel.allocation, support.features)
+        cores = [d.id for d in self._devices.partition(spec.agent_id).devices if d.name == CPU]
         node = NodeFacts(
-            self._rules.node_id, tuple(cores), self._rules.real_cores, runtime.unenforced(spec)
+            self._rules.node_id, tuple(cores), self._rules.real_cores, support.not_enforced
         )
-        plan = build_plan(spec, kernel.allocation, edits, node, kernel.ports)
-        record = Record(
-            kernel_id=kernel.kernel_id,
-            agent_id=kernel.agent_id,
-            node_id=self._rules.node_id,
-            spec_hash=kernel.spec_hash,
-            created_at=kernel.created_at,
-            slots=kernel.slots,
-            shares=shares,
-            not_enforced=plan.not_enforced,
-            ports=kernel.ports,
-        )
-        return replace(plan, record=encode(record), statement=statement(shares))
+        return build_plan(spec, kernel, edits, node)

@@ -7,13 +7,11 @@ shape raises, so that no damaged value goes any further than this.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
 
 import msgspec
 
-from agentd.core.devices import Device, DeviceId, Health
+from agentd.core.devices import Device
 from agentd.core.record import DAMAGE
-from agentd.core.slots import SlotKind
 
 SCHEMA = 1
 UNREADABLE = (*DAMAGE, msgspec.MsgspecError)
@@ -21,75 +19,15 @@ UNREADABLE = (*DAMAGE, msgspec.MsgspecError)
 
 
 class SavedNode(msgspec.Struct):
-    """`node.json`: the node id that the kernels here carry, and which runtimes have some."""
+    """`node.json`: the node id that the kernels here carry, and which runtimes may have some."""
 
     node_id: str
     runtimes: list[str]
     schema: int = SCHEMA
 
 
-class SavedIntent(msgspec.Struct):
-    """One of `intents/`: a create that a runtime was asked for; `record` as on the kernel."""
-
-    runtime: str
-    record: str
-    schema: int = SCHEMA
-
-
-class SavedDevice(msgspec.Struct):
-    """A device as it was last seen; `capacity` is in base units of its slot."""
-
-    name: str
-    id: str
-    stable_id: str
-    slot: str
-    kind: SlotKind
-    capacity: int
-    numa_node: int | None
-    aliases: tuple[str, ...]
-    parent: str | None
-    model: str
-    drained: bool
-    former: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, device: Device) -> Self:
-        """Return what is remembered of a device."""
-        return cls(
-            name=device.device_id.name,
-            id=device.device_id.id,
-            stable_id=device.stable_id,
-            slot=device.slot,
-            kind=device.kind,
-            capacity=device.capacity,
-            numa_node=device.numa_node,
-            aliases=device.aliases,
-            parent=device.parent,
-            model=device.model,
-            drained=device.drained,
-            former=device.former,
-        )
-
-    def device(self) -> Device:
-        """Return the device; how it does is not known before it is listed again."""
-        return Device(
-            device_id=DeviceId(self.name, self.id),
-            stable_id=self.stable_id,
-            slot=self.slot,
-            kind=self.kind,
-            capacity=self.capacity,
-            numa_node=self.numa_node,
-            aliases=self.aliases,
-            parent=self.parent,
-            model=self.model,
-            health=Health.UNKNOWN,
-            drained=self.drained,
-            former=self.former,
-        )
-
-
 class SavedDevices(msgspec.Struct):
     """`devices.json`: the last inventory."""
 
-    devices: Sequence[SavedDevice]
+    devices: Sequence[Device]
     schema: int = SCHEMA

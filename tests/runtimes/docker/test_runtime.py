@@ -3,12 +3,12 @@
 from collections.abc import AsyncIterator
 
 import pytest
-from aiodocker import DockerError
-from aiodocker.containers import DockerContainer
 
+from agentd.core.kernel import KernelRef
 from agentd.core.plan import kernel_name
 from agentd.errors import InvalidRequest, OutcomeUnknown, RuntimeUnavailable
 from agentd.runtimes.docker.config import DockerRules
+from agentd.runtimes.docker.engine import AnswerLost
 from agentd.runtimes.docker.runtime import DockerRuntime
 from contracts.test_runtime import NODE, plan
 from engine import IMAGE, Engine
@@ -24,25 +24,32 @@ async def runtime(engine: Engine) -> AsyncIterator[DockerRuntime]:
     engine.clean()
 
 
-def lost(*_: object, **__: object):
-    raise DockerError(900, "connection lost")
+def losing(runtime: DockerRuntime, monkeypatch: pytest.MonkeyPatch, *paths: str) -> None:
+    """Lose the answer of every call whose method and path contain one of these."""
+    call = runtime._engine.call
+
+    async def lossy(method: str, path: str, *rest: object):
+        if any(part in f"{method} {path}" for part in paths):
+            raise AnswerLost("connection lost")
+        return await call(method, path, *rest)
+
+    monkeypatch.setattr(runtime._engine, "call", lossy)
 
 
 async def test_an_engine_that_dies_after_the_start_leaves_the_outcome_unknown(
     runtime: DockerRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DockerContainer, "show", lost)
-    monkeypatch.setattr(DockerContainer, "delete", lost)
+    losing(runtime, monkeypatch, "/json", "DELETE")
     with pytest.raises(OutcomeUnknown):
         await runtime.create(plan("sleep", "1000"), lambda _: None)
     monkeypatch.undo()
-    assert (await runtime.find("k1")) is not None
+    assert (await runtime.find(KernelRef("k1"))) is not None
 
 
 async def test_a_create_without_an_answer_leaves_the_outcome_unknown(
     runtime: DockerRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime, "_asked", lost)
+    losing(runtime, monkeypatch, "/containers/create")
     with pytest.raises(OutcomeUnknown):
         await runtime.create(plan("sleep", "1000"), lambda _: None)
 
@@ -80,14 +87,14 @@ async def test_a_renamed_container_is_found_by_its_handle(
 ) -> None:
     created = await runtime.create(plan("sleep", "1000"), lambda _: None)
     engine.call("POST", f"/containers/{created.handle}/rename?name=other")
-    assert await runtime.find("k1") is None
-    assert await runtime.find("k1", created.handle) == created
+    assert await runtime.find(KernelRef("k1")) is None
+    assert await runtime.find(KernelRef("k1", created.handle)) == created
 
 
 async def test_a_container_that_runs_is_not_discarded(runtime: DockerRuntime) -> None:
     created = await runtime.create(plan("sleep", "1000"), lambda _: None)
-    assert not await runtime.discard("k1", created.handle)
-    assert await runtime.find("k1") == created
-    await runtime.stop("k1", created.handle, 0)
-    assert await runtime.discard("k1", created.handle)
-    assert await runtime.discard("k1", created.handle)
+    assert not await runtime.remove(created.ref, unless_alive=True)
+    assert await runtime.find(KernelRef("k1")) == created
+    await runtime.stop(created.ref, 0)
+    assert await runtime.remove(created.ref, unless_alive=True)
+    assert await runtime.remove(created.ref, unless_alive=True)

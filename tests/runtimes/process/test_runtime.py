@@ -1,88 +1,57 @@
-"""What only the process runtime has: keepers, sessions, identities."""
+"""What only the process runtime has: shims, sessions, identities."""
 
 import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from agentd.core.observation import Leftover, ObservedState
 from agentd.core.plan import kernel_name
-from agentd.core.reconcile import FoundState
+from agentd.core.record import parse_statement
 from agentd.errors import KernelConflict
-from agentd.host.cgroups import MemoryGroups, find_memory_groups
+from agentd.host.cgroups import find_cgroups
 from agentd.host.probe import boot_id
-from agentd.host.processes import Proc, read_stat
-from agentd.runtimes.process.output import tail_offset
-from agentd.runtimes.process.proof import recovered
+from agentd.host.processes import all_processes, read_stat
 from agentd.runtimes.process.runtime import ProcessRuntime
+from agentd.runtimes.process.spawn import find_account
 from agentd.services.interfaces import LogQuery
-from contracts.test_runtime import NODE, plan
+from contracts.test_runtime import NODE, SHARES, plan, process_runtime
 from native.libraries import built
+from runtimes.process.rig import K1, bundle, command, create, found, identity, is_running, shim
 
 pytestmark = pytest.mark.xdist_group("runtimes")  # one node id, so one at a time
 
 
-@pytest.fixture(params=["cgroup", "no cgroup"])
-def groups(request, folder: Path) -> MemoryGroups | None:
-    (folder / "kernels").mkdir()
-    return find_memory_groups() if request.param == "cgroup" else None
+async def without_shim(folder: Path) -> None:
+    shim(folder).signal(signal.SIGKILL)
+    await shim(folder).ended()
 
 
-@pytest.fixture
-async def runtime(folder: Path) -> AsyncIterator[ProcessRuntime]:
-    made = runtime_in(folder)
-    yield made
-    for found in await made.list():
-        await made.remove(found.kernel_id, found.handle)
-    await made.close()
-
-
-def runtime_in(folder: Path, boot: str | None = None) -> ProcessRuntime:
-    kernels = folder / "kernels"
-    kernels.mkdir(exist_ok=True)
-    return ProcessRuntime(kernels, NODE, "nobody", boot or boot_id(), find_memory_groups())
-
-
-async def create(runtime: ProcessRuntime, *command: str):
-    return await runtime.create(plan(*command), lambda _: None)
-
-
-def identity(folder: Path) -> dict:
-    return json.loads((folder / "kernels" / "k1" / "identity.json").read_text())
-
-
-async def without_keeper(folder: Path) -> Proc:
-    """Kill the kernel's keeper; return its command."""
-    who = identity(folder)
-    keeper = Proc(who["keeper_pid"], who["keeper_start_time"])
-    keeper.signal(signal.SIGKILL)
-    await keeper.ended()
-    return Proc(who["pid"], who["start_time"])
-
-
-def has_groups(runtime: ProcessRuntime) -> bool:
+async def has_cgroups(runtime: ProcessRuntime) -> bool:
     """Whether kernels get a cgroup; where they do not, that is told."""
-    is_there = find_memory_groups() is not None
-    assert is_there or "mem" in runtime.unenforced(plan("sleep").spec)
+    is_there = find_cgroups() is not None
+    support = await runtime.support(plan("sleep").spec)
+    assert is_there or {"mem", "pids_limit", "statement"} <= support.not_enforced
     return is_there
 
 
-async def test_who_a_kernel_is_stands_on_disk_and_in_its_environment(runtime, folder) -> None:
-    found = await create(runtime, "sleep", "1000")
+async def test_who_a_kernel_is_stands_on_disk_and_on_its_cgroup(runtime, folder) -> None:
+    kernel = await create(runtime, "sleep", "1000")
     who = identity(folder)
-    assert who["pid"] == int(found.handle)
+    assert who["pid"] == int(kernel.handle)
     assert who["boot_id"] == boot_id()
     stat = read_stat(who["pid"])
     assert stat is not None
     assert (stat.start_time, stat.session) == (who["start_time"], who["pid"])
     env = Path(f"/proc/{who['pid']}/environ").read_bytes().split(b"\0")
-    for wanted in (f"AGENTD_NODE={NODE}".encode(), b"AGENTD_KERNEL=k1", b"AGENTD_AGENT=agent-1"):
-        assert wanted in env
-    assert any(item.startswith(b"AGENTD_DEVICES=cpu/") for item in env)
     assert not any(item.startswith(b"HOME=/root") for item in env)
+    assert Path(f"/proc/{who['shim_pid']}/environ").read_bytes() == b""
+    if await has_cgroups(runtime):
+        assert parse_statement(kernel.statement) == SHARES
+        assert kernel.agent_id == "agent-1"
     if os.geteuid() == 0:
         status = Path(f"/proc/{who['pid']}/status").read_text()
         assert "Uid:\t65534\t65534\t65534\t65534" in status
@@ -91,181 +60,249 @@ async def test_who_a_kernel_is_stands_on_disk_and_in_its_environment(runtime, fo
 
 async def test_a_kernel_has_ended_only_when_nothing_of_it_is_left(runtime, folder) -> None:
     await create(runtime, "sh", "-c", "setsid sleep 1000 & sleep 1000 & exit 5")
-    leader = Proc(identity(folder)["pid"], identity(folder)["start_time"])
-    await leader.ended()
-    found = await runtime.find("k1")
-    assert found is not None
-    assert found.state is FoundState.RUNNING
-    await runtime.stop("k1", found.handle, 0)
-    ended = await runtime.find("k1")
-    assert ended is not None
-    assert (ended.state, ended.ending.exit_code) == (FoundState.EXITED, 5)
+    await command(folder).ended()
+    assert await is_running(runtime)
+    await runtime.stop(K1, 0)
+    ended = await found(runtime)
+    assert (ended.state, ended.ending.exit_code) == (ObservedState.EXITED, 5)
 
 
 async def test_one_that_ignores_term_is_killed_after_its_grace(runtime) -> None:
-    found = await create(runtime, "sh", "-c", "trap '' TERM; echo ready; sleep 1000; sleep 1000")
-    assert await anext(runtime.logs("k1", found.handle, LogQuery(follow=True))) == b"ready\n"
-    await runtime.stop("k1", found.handle, 0.2)
-    ended = await runtime.find("k1")
-    assert ended is not None
-    assert ended.ending.exit_code == 137
+    await create(runtime, "sh", "-c", "trap '' TERM; echo ready; sleep 1000; sleep 1000")
+    logs = runtime.logs(K1, LogQuery(follow=True))
+    assert await anext(logs) == b"ready\n"
+    await logs.aclose()
+    await runtime.stop(K1, 0.2)
+    assert (await found(runtime)).ending.exit_code == 137
 
 
-async def test_a_killed_keeper_loses_the_exit_status_and_not_the_kernel(runtime, folder) -> None:
+async def test_the_configured_grace_is_what_a_stop_without_a_time_takes(folder) -> None:
+    (folder / "kernels").mkdir()
+    runtime = process_runtime(folder / "kernels", stop_timeout_s=0)
+    await create(runtime, "sh", "-c", "trap '' TERM; sleep 1000; sleep 1000")
+    await runtime.stop(K1, None)
+    assert (await found(runtime)).ending.exit_code == 137
+    await runtime.remove(K1)
+    await runtime.close()
+
+
+async def test_a_killed_shim_loses_the_exit_status_and_not_the_kernel(runtime, folder) -> None:
     await create(runtime, "sleep", "1000")
-    command = await without_keeper(folder)
-    found = await runtime.find("k1")
-    assert found is not None
-    assert found.state is FoundState.RUNNING
-    command.signal(signal.SIGKILL)
-    async with asyncio.timeout(10):
+    await without_shim(folder)
+    assert await is_running(runtime)
+    command(folder).signal(signal.SIGKILL)
+    async with asyncio.timeout(20):
         async for seen in runtime.follow():
-            if seen == "k1" or (await runtime.find("k1")).state is FoundState.EXITED:
+            if seen == "k1" or not await is_running(runtime):
                 break
-    ended = await runtime.find("k1")
-    assert ended is not None
-    assert (ended.state, ended.ending.exit_code) == (FoundState.EXITED, None)
+    ended = await found(runtime)
+    assert (ended.state, ended.ending.exit_code) == (ObservedState.EXITED, None)
     assert "exit status is lost" in ended.ending.reason
 
 
-async def test_what_forgot_whose_it_is_and_has_no_keeper_is_known_by_its_group(
+async def test_what_forgot_whose_it_is_and_has_no_shim_is_known_by_its_cgroup(
     runtime, folder
 ) -> None:
-    if not has_groups(runtime):
+    if not await has_cgroups(runtime):
         return
     await create(runtime, "sh", "-c", "env -i setsid sleep 1000 & exit")
-    who = identity(folder)
-    await Proc(who["pid"], who["start_time"]).ended()
-    await without_keeper(folder)
-    found = await runtime_in(folder).find("k1")
-    assert found is not None
-    assert found.state is FoundState.RUNNING
-    await runtime.stop("k1", found.handle, 0)
-    assert (await runtime.find("k1")).state is FoundState.EXITED
+    await command(folder).ended()
+    await without_shim(folder)
+    assert await is_running(process_runtime(folder / "kernels"))
+    await runtime.stop(K1, 0)
+    assert not await is_running(runtime)
 
 
-async def test_a_kernel_that_forks_and_exits_without_pause_is_ended(folder, groups) -> None:
-    runtime = ProcessRuntime(folder / "kernels", NODE, "nobody", boot_id(), groups)
-    found = await create(runtime, str(built("chain.c", folder / "chain")))
-    async with asyncio.timeout(5):
-        await runtime.stop("k1", found.handle, 0.3)
-    assert (await runtime.find("k1")).state is FoundState.EXITED
-    await runtime.remove("k1", found.handle)
+@pytest.mark.parametrize("with_cgroups", [True, False])
+async def test_a_kernel_that_forks_and_exits_without_pause_is_ended(folder, with_cgroups) -> None:
+    (folder / "kernels").mkdir()
+    runtime = process_runtime(folder / "kernels")
+    if not with_cgroups:
+        runtime._cgroups = None
+    await create(runtime, str(built("chain.c", folder / "chain")))
+    async with asyncio.timeout(20):
+        await runtime.stop(K1, 0.3)
+    assert not await is_running(runtime)
+    await runtime.remove(K1)
     await runtime.close()
 
 
 @pytest.mark.parametrize("program", [("chain.c", "2000"), ("headless.c",)])
-async def test_a_group_with_somebody_in_it_is_a_kernel_that_lives(runtime, folder, program) -> None:
-    """Whoever is in it has moved on, or looks like a zombie, and there is no keeper to ask."""
-    if not has_groups(runtime):
+async def test_a_cgroup_with_somebody_in_it_is_a_kernel_that_lives(runtime, folder, program):
+    """Whoever is in it has moved on, or looks like a zombie, and there is no shim to ask."""
+    if not await has_cgroups(runtime):
         return
-    found = await create(runtime, str(built(program[0], folder / "program")), *program[1:])
-    await without_keeper(folder)
+    await create(runtime, str(built(program[0], folder / "program")), *program[1:])
+    await without_shim(folder)
     for _ in range(20):
-        assert (await runtime_in(folder).find("k1")).state is FoundState.RUNNING
-    async with asyncio.timeout(10):
-        await runtime.stop("k1", found.handle, 0)
-    assert (await runtime.find("k1")).state is FoundState.EXITED
-    await runtime.remove("k1", found.handle)
-    assert not find_memory_groups().group(kernel_name(NODE, "k1")).folder.exists()
+        assert await is_running(process_runtime(folder / "kernels"))
+    async with asyncio.timeout(20):
+        await runtime.stop(K1, 0)
+    assert not await is_running(runtime)
+    await runtime.remove(K1)
+    cgroups = find_cgroups()
+    assert cgroups is not None
+    assert not cgroups.group(kernel_name(NODE, "k1")).exists()
 
 
 async def test_a_pid_of_another_boot_is_nobody(runtime, folder) -> None:
     await create(runtime, "sleep", "1000")
-    await runtime.stop("k1", "", 0)
-    path = folder / "kernels" / "k1"
-    (path / "exit.json").unlink()
-    stat = read_stat(os.getpid())
-    assert stat is not None
-    me = {"pid": stat.pid, "keeper_pid": stat.pid}
-    me |= {"start_time": stat.start_time, "keeper_start_time": stat.start_time}
-    (path / "identity.json").write_text(json.dumps(identity(folder) | me))
-    after = runtime_in(folder, "another-boot")
-    found = await after.find("k1")
-    assert found is not None
-    assert found.state is FoundState.EXITED
-    assert "the node restarted" in found.ending.reason
-    await after.remove("k1", found.handle)
+    await runtime.stop(K1, 0)
+    (bundle(folder) / "exit.json").unlink()
+    me = read_stat(os.getpid())
+    assert me is not None
+    mine = {"pid": me.pid, "start_time": me.start_time}
+    (bundle(folder) / "identity.json").write_text(json.dumps(identity(folder) | mine))
+    assert await is_running(runtime)
+    after = process_runtime(folder / "kernels", boot="another-boot")
+    ended = await found(after)
+    assert ended.state is ObservedState.EXITED
+    assert "the node restarted" in ended.ending.reason
+    await after.remove(K1)
+    await after.close()
 
 
 async def test_a_pid_that_was_used_again_is_somebody_else(runtime, folder) -> None:
     await create(runtime, "sleep", "1000")
-    await runtime.stop("k1", "", 0)
-    path = folder / "kernels" / "k1"
-    (path / "exit.json").unlink()
-    stat = read_stat(os.getpid())
-    assert stat is not None
-    forged = {**identity(folder), "pid": os.getpid(), "keeper_pid": os.getpid()}
-    (path / "identity.json").write_text(json.dumps(forged))
-    assert (await runtime.find("k1")).state is FoundState.EXITED
-    await runtime.stop("k1", "", 0)
-    await runtime.remove("k1", "")
+    await runtime.stop(K1, 0)
+    (bundle(folder) / "exit.json").unlink()
+    successor = identity(folder) | {"pid": os.getpid(), "shim_pid": os.getpid()}
+    (bundle(folder) / "identity.json").write_text(json.dumps(successor))
+    assert not await is_running(runtime)
+    await runtime.stop(K1, 0)
+    await runtime.remove(K1)
 
 
-async def test_a_folder_without_identity_never_ran(runtime, folder) -> None:
-    (folder / "kernels" / "k1").mkdir()
-    (folder / "kernels" / "k1" / "record.json").write_text(plan("sleep").record)
-    found = await runtime.find("k1")
-    assert found is not None
-    assert found.state is FoundState.CREATED
-    await runtime.remove("k1", "")
-    assert await runtime.list() == []
+async def test_a_bundle_without_identity_never_ran(runtime, folder) -> None:
+    bundle(folder).mkdir(mode=0o700)
+    (bundle(folder) / "record.json").write_text(plan("sleep").record)
+    assert (await found(runtime)).state is ObservedState.CREATED
+    assert await runtime.remove(K1, unless_alive=True)
+    assert (await runtime.list()).kernels == ()
 
 
-async def test_the_kernel_s_memory_group_is_removed_with_it(runtime, folder) -> None:
-    if not has_groups(runtime):
+async def test_the_cgroup_holds_the_kernel_and_is_removed_with_it(runtime, folder) -> None:
+    if not await has_cgroups(runtime):
         return
     await create(runtime, "sleep", "1000")
-    group = find_memory_groups().group(kernel_name(NODE, "k1")).folder
-    assert str(identity(folder)["pid"]) in (group / "cgroup.procs").read_text().split()
-    await runtime.remove("k1", "")
+    cgroups = find_cgroups()
+    assert cgroups is not None
+    group = cgroups.group(kernel_name(NODE, "k1"))
+    for file in group.procs_files:
+        assert str(identity(folder)["pid"]) in file.read_text().split()
+    await runtime.remove(K1)
     assert not group.exists()
 
 
-@pytest.mark.parametrize("text", ['{"pid": 1', "", None])
-async def test_an_identity_that_cannot_be_read_is_recovered_from_the_kernel(
-    runtime, folder, text
-) -> None:
+async def test_processes_are_limited(runtime) -> None:
+    if not await has_cgroups(runtime):
+        return
+    script = "for i in $(seq 50); do sleep 1000 & done; wait"
+    await create(runtime, "sh", "-c", script, container=limits(pids_limit=10))
+    async with asyncio.timeout(20):
+        await anext(runtime.logs(K1, LogQuery(follow=True)))  # the shell complains
+    assert len(runtime._proof("k1").members()) <= 10
+    spec = plan("sleep", container=limits(pids_limit=5000)).spec
+    (problem,) = runtime.problems(spec)
+    assert str(problem) == "pids_limit: 5000 are too many; allowed: up to 4096"
+
+
+def limits(**options):
+    from agentd.core.container_options import ContainerOptions
+
+    return ContainerOptions(**options)
+
+
+async def test_memory_is_limited_and_swap_is_no_way_out(runtime, folder) -> None:
+    if not await has_cgroups(runtime):
+        return
+    eat = "import sys; data = bytearray(200 << 20); sys.stdout.write('no limit')"
+    await create(runtime, os.path.realpath("/usr/bin/python3"), "-c", eat)
+    async with asyncio.timeout(30):
+        await runtime._proof("k1").all_ended()
+    ended = await found(runtime)
+    assert (ended.ending.exit_code, ended.ending.oom_killed) == (137, True)
+
+
+@pytest.mark.parametrize("text", ['{"pid": 1', "", None, "link", "folder"])
+async def test_an_identity_that_cannot_be_read_takes_no_kernel_away(runtime, folder, text) -> None:
     created = await create(runtime, "sleep", "1000")
-    path = folder / "kernels" / "k1" / "identity.json"
+    path = bundle(folder) / "identity.json"
     path.unlink()
-    if text is not None:
+    if text == "link":
+        path.symlink_to("/etc/passwd")
+    elif text == "folder":
+        path.mkdir()
+    elif text is not None:
         path.write_text(text)
-    found = await runtime.find("k1")
-    assert found is not None
-    assert (found.state, found.handle) == (FoundState.RUNNING, created.handle)
-    assert not await runtime.discard("k1", "")
+    kernel = await found(runtime)
+    assert (kernel.state, kernel.handle) == (ObservedState.RUNNING, created.handle)
+    assert not await runtime.remove(K1, unless_alive=True)
     assert Path(f"/proc/{created.handle}").exists()
-    await runtime.stop("k1", "", 0)
+    await runtime.stop(K1, 0)
     assert not Path(f"/proc/{created.handle}").exists()
 
 
-async def test_a_folder_that_is_not_ours_is_not_touched(runtime, folder) -> None:
-    theirs = folder / "kernels" / "k1"
-    theirs.mkdir()
-    (theirs / "record.json").write_text(plan("sleep", node="node-b").record)
+async def test_without_a_cgroup_the_shim_is_found_by_its_lock(runtime, folder) -> None:
+    runtime._cgroups = None
+    created = await create(runtime, "sh", "-c", "setsid sleep 1000 & sleep 1000")
+    (bundle(folder) / "identity.json").write_text("{")
+    kernel = await found(runtime)
+    assert (kernel.state, kernel.handle) == (ObservedState.RUNNING, created.handle)
+    await runtime.stop(K1, 0)
+    assert (await found(runtime)).state is ObservedState.EXITED
+
+
+async def test_a_bundle_of_another_node_is_not_touched(runtime, folder) -> None:
+    bundle(folder).mkdir(mode=0o700)
+    (bundle(folder) / "record.json").write_text(plan("sleep", node="node-b").record)
     with pytest.raises(KernelConflict):
         await create(runtime, "sleep", "1000")
-    assert (theirs / "record.json").exists()
+    assert (bundle(folder) / "record.json").exists()
+    listing = await runtime.list()
+    assert (listing.kernels, listing.leftovers) == ((), (Leftover("k1", "folder k1"),))
 
 
 async def test_cancelling_a_create_leaves_nothing(runtime, folder) -> None:
     creating = asyncio.create_task(create(runtime, "sleep", "1000"))
-    while not (folder / "kernels" / "k1").exists():
-        await asyncio.sleep(0)
+    async with asyncio.timeout(20):
+        while not bundle(folder).exists():
+            await asyncio.sleep(0)
     creating.cancel()
     with pytest.raises(asyncio.CancelledError):
         await creating
     assert list((folder / "kernels").iterdir()) == []
-    assert recovered({"AGENTD_NODE": NODE, "AGENTD_KERNEL": "k1"}, "") is None
+    assert not await asyncio.to_thread(who_runs, "1000", NODE)
 
 
-@pytest.mark.parametrize("lines", [0, 1, 2, 3, 5000, 99999])
-def test_the_last_lines_are_found_from_the_end(tmp_path: Path, lines: int) -> None:
-    path = tmp_path / "log"
-    content = b"".join(b"%d %s\n" % (n, b"x" * (n % 90)) for n in range(6000)) + b"no newline"
-    path.write_bytes(content)
-    with path.open("rb") as file:
-        file.seek(tail_offset(file, lines))
-        assert file.read() == b"".join(content.splitlines(keepends=True)[6001 - lines :][-lines:]
-                                       if lines else [])  # fmt: skip
+def who_runs(argument: str, node: str) -> list[int]:
+    lines = {s.pid: Path(f"/proc/{s.pid}/cmdline") for s in all_processes()}
+    environs = {pid: path.with_name("environ") for pid, path in lines.items()}
+    return [
+        pid
+        for pid, path in lines.items()
+        if path.exists()
+        and path.read_bytes().endswith(argument.encode() + b"\0")
+        and f"AGENTD_NODE={node}".encode() in environs[pid].read_bytes()
+    ]
+
+
+async def test_an_agent_can_have_a_user_of_its_own(folder) -> None:
+    if os.geteuid() != 0:
+        return
+    (folder / "kernels").mkdir()
+    daemon = find_account("daemon", "agents.0.user")
+    runtime = process_runtime(folder / "kernels", accounts={"agent-1": daemon})
+    support = await runtime.support(plan("sleep").spec)
+    assert "separation" not in support.not_enforced
+    await create(runtime, "sleep", "1000")
+    assert Path(f"/proc/{identity(folder)['pid']}").stat().st_uid == daemon.uid
+    assert [str(p) for p in runtime.problems(plan("x", user="nobody").spec)] == [
+        "user: kernels of agent-1 run as daemon here"
+    ]
+    await runtime.remove(K1)
+    await runtime.close()
+
+
+async def test_kernels_of_one_user_are_said_not_to_be_separated(runtime) -> None:
+    assert "separation" in (await runtime.support(plan("sleep").spec)).not_enforced

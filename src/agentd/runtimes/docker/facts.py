@@ -20,7 +20,7 @@ class EngineFacts:
 
     features: Features
     platform: str
-    unenforced: frozenset[str]
+    not_enforced: frozenset[str]
     reads_recursively: bool = False
     """Whether a read-only mount can be made to hold for what is mounted below it, too."""
 

@@ -12,19 +12,22 @@ import asyncio
 import json
 import time
 from base64 import b64decode, urlsafe_b64encode
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import aiohttp
 import structlog
-from aiodocker import Docker, DockerError
 
 from agentd.core.kernel import Pull
 from agentd.errors import ImageNotFound, RuntimeFailure, RuntimeUnavailable
-from agentd.runtimes.docker.answers import CONNECTION_FAILED
+from agentd.runtimes.docker.engine import (
+    AnswerLost,
+    EngineClient,
+    EngineError,
+    EngineUnreachable,
+)
 
 log = structlog.get_logger()
 
@@ -53,8 +56,8 @@ class _Shared:
 class Images:
     """The images of an engine."""
 
-    def __init__(self, docker: Docker, registry_auth: Path | None) -> None:
-        self._docker = docker
+    def __init__(self, engine: EngineClient, registry_auth: Path | None) -> None:
+        self._engine = engine
         self._registry_auth = registry_auth
         self._pulls: dict[_Key, _Shared] = {}
 
@@ -89,43 +92,35 @@ class Images:
         log.info("image.pulling", image=image)
         try:
             is_complete = False
-            async for line in self._lines(image, platform):
-                if "error" in line:
-                    raise ImageNotFound(f"image {image}: {line['error']}")
-                is_complete |= line.get("status", "").startswith(_COMPLETE)
-                if _took(layers, line):
-                    self._tell((image, platform), layers)
+            async with aclosing(self._lines(image, platform)) as lines:
+                async for line in lines:
+                    if "error" in line:
+                        raise ImageNotFound(f"image {image}: {line['error']}")
+                    is_complete |= line.get("status", "").startswith(_COMPLETE)
+                    if _took(layers, line):
+                        self._notify((image, platform), layers)
             if not is_complete:
                 raise RuntimeUnavailable(f"the pull of {image} was cut short")
-        except DockerError as error:
-            if error.status == CONNECTION_FAILED:
-                raise RuntimeUnavailable(error.message) from error
+        except EngineError as error:
             raise ImageNotFound(f"image {image}: {error.message}") from error
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except EngineUnreachable as error:
+            raise RuntimeUnavailable(str(error)) from error
+        except (AnswerLost, OSError, ValueError) as error:
             raise RuntimeUnavailable(f"the pull of {image} was cut: {error}") from error
         log.info("image.pulled", image=image)
 
-    async def _lines(self, image: str, platform: str | None) -> AsyncIterator[dict[str, Any]]:
+    async def _lines(self, image: str, platform: str | None) -> AsyncGenerator[dict[str, Any]]:
         """Ask for a pull, and yield what the engine says of it; hangs up when it is given up."""
         params = {"fromImage": image}
         if platform:
             params["platform"] = platform
         credentials = self._credentials(image)
         headers = {"X-Registry-Auth": _header(credentials)} if credentials else {}
-        async with self._docker._query(  # noqa: SLF001 - its pull does not hang up when cancelled
-            "images/create",
-            "POST",
-            params=params,
-            headers=headers,
-            timeout=aiohttp.ClientTimeout(),
-        ) as response:
-            try:
-                async for line in response.content:
-                    yield json.loads(line)
-            finally:
-                response.close()
+        async with self._engine.stream("POST", "/images/create", params, headers) as stream:
+            async for line in stream:
+                yield json.loads(line)
 
-    def _tell(self, key: _Key, layers: Mapping[str, Pull]) -> None:
+    def _notify(self, key: _Key, layers: Mapping[str, Pull]) -> None:
         shared, now = self._pulls.get(key), time.monotonic()
         if shared is not None and now >= shared.quiet_until:
             shared.quiet_until = now + _PAUSE_S

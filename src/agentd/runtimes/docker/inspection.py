@@ -10,24 +10,24 @@ from typing import Any
 
 from agentd.core.container_edits import DeviceNode
 from agentd.core.kernel import Ending, Port
+from agentd.core.observation import ObservedKernel, ObservedState
 from agentd.core.plan import KernelPlan
-from agentd.core.reconcile import FoundKernel, FoundState
 from agentd.errors import RuntimeFailure
-from agentd.runtimes.docker.answers import NoAnswer
 from agentd.runtimes.docker.config import (
     AGENT_LABEL,
     DEVICES_LABEL,
     KERNEL_LABEL,
     RECORD_LABEL,
 )
+from agentd.runtimes.docker.engine import AnswerLost
 from agentd.runtimes.docker.mounts import Source, refuse_exchanged, verify_mounts
 
 _MEMBERS = {"Id", "Name", "State", "Config", "HostConfig"}
 _STATES = {
-    "created": FoundState.CREATED,
-    "running": FoundState.RUNNING,
-    "restarting": FoundState.RUNNING,
-    "paused": FoundState.PAUSED,
+    "created": ObservedState.CREATED,
+    "running": ObservedState.RUNNING,
+    "restarting": ObservedState.RUNNING,
+    "paused": ObservedState.PAUSED,
 }
 
 
@@ -35,11 +35,11 @@ def inspected(shown: object) -> Mapping[str, Any]:
     """Return what an engine says of a container, if it is that.
 
     Raises:
-        NoAnswer: it is something else.
+        AnswerLost: it is something else.
     """
     if isinstance(shown, Mapping) and shown.keys() >= _MEMBERS:
         return shown
-    raise NoAnswer("the engine's answer to an inspect is none")
+    raise AnswerLost("the engine's answer to an inspect describes no container")
 
 
 def labels_of(shown: Mapping[str, Any]) -> Mapping[str, str]:
@@ -47,7 +47,7 @@ def labels_of(shown: Mapping[str, Any]) -> Mapping[str, str]:
     return shown["Config"].get("Labels") or {}
 
 
-def found_kernel(shown: Mapping[str, Any]) -> FoundKernel:
+def observed_kernel(shown: Mapping[str, Any]) -> ObservedKernel:
     """Return the kernel that a container of ours is."""
     labels, state = labels_of(shown), shown["State"]
     started_at, finished_at = _seconds(state.get("StartedAt")), _seconds(state.get("FinishedAt"))
@@ -55,12 +55,12 @@ def found_kernel(shown: Mapping[str, Any]) -> FoundKernel:
         finished_at = max(started_at, finished_at)  # the engine notes a start after it
     limits = shown.get("HostConfig", {})
     cores = limits.get("CpusetCpus")
-    return FoundKernel(
+    return ObservedKernel(
         kernel_id=labels[KERNEL_LABEL],
         agent_id=labels.get(AGENT_LABEL, ""),
         runtime="docker",
         handle=shown["Id"],
-        state=_STATES.get(state["Status"], FoundState.EXITED),
+        state=_STATES.get(state["Status"], ObservedState.EXITED),
         record=labels.get(RECORD_LABEL, ""),
         statement=labels.get(DEVICES_LABEL, ""),
         started_at=started_at,

@@ -1,22 +1,18 @@
-"""What an engine goes on saying: the events of a node's containers, and the log of one.
-
-Both ask through aiodocker's query: its own methods drop the moment of connection, and
-decode logs as UTF-8.
-"""
+"""What an engine goes on saying: the events of a node's containers, and the log of one."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import NamedTuple
 
 import aiohttp
-from aiodocker import Docker
 
-from agentd.runtimes.docker.answers import translating
 from agentd.runtimes.docker.config import KERNEL_LABEL, NODE_LABEL
+from agentd.runtimes.docker.engine import AnswerLost, EngineClient
+from agentd.runtimes.docker.translation import translating
 from agentd.services.interfaces import LogQuery, LogStream
 
 _EXPECTED_S = 600.0
@@ -72,7 +68,7 @@ class OwnEvents:
         return self._until.pop((event.action, event.container), 0.0) > time.monotonic()
 
 
-async def events(docker: Docker, node_id: str) -> AsyncIterator[ContainerEvent]:
+async def events(engine: EngineClient, node_id: str) -> AsyncGenerator[ContainerEvent]:
     """Yield what happens to a node's containers; `CONNECTED` first.
 
     Raises:
@@ -81,16 +77,11 @@ async def events(docker: Docker, node_id: str) -> AsyncIterator[ContainerEvent]:
     filters = {"type": ["container"], "label": [f"{NODE_LABEL}={node_id}"]}
     params = {"filters": json.dumps(filters)}
     with translating():
-        async with docker._query(  # noqa: SLF001 - see above
-            "events", params=params, timeout=aiohttp.ClientTimeout()
-        ) as response:
-            try:
-                yield CONNECTED
-                async for line in _lines(response.content):
-                    if event := _event(line):
-                        yield event
-            finally:
-                response.close()
+        async with engine.stream("GET", "/events", params) as stream:
+            yield CONNECTED
+            async for line in _lines(stream):
+                if event := _event(line):
+                    yield event
 
 
 async def _lines(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
@@ -101,7 +92,7 @@ async def _lines(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
         for line in lines:
             yield line
         if len(rest) > _LONGEST_LINE:
-            raise aiohttp.ClientPayloadError("the engine's event does not end")
+            raise AnswerLost("an event of the engine does not end")
 
 
 def _event(line: bytes) -> ContainerEvent | None:
@@ -115,7 +106,7 @@ def _event(line: bytes) -> ContainerEvent | None:
     return ContainerEvent(action, str(attributes.get("name", "")), attributes[KERNEL_LABEL])
 
 
-async def printed(docker: Docker, container: str, query: LogQuery) -> AsyncIterator[bytes]:
+async def printed(engine: EngineClient, container: str, query: LogQuery) -> AsyncGenerator[bytes]:
     """Yield what a container printed, byte for byte.
 
     Raises:
@@ -129,14 +120,9 @@ async def printed(docker: Docker, container: str, query: LogQuery) -> AsyncItera
         "since": f"{query.since_ns // 10**9}.{query.since_ns % 10**9:09d}",
     }
     with translating():
-        async with docker._query(  # noqa: SLF001 - see above
-            f"containers/{container}/logs", params=params, timeout=aiohttp.ClientTimeout()
-        ) as response:
-            try:
-                async for chunk in _payloads(response.content):
-                    yield chunk
-            finally:
-                response.close()
+        async with engine.stream("GET", f"/containers/{container}/logs", params) as stream:
+            async for chunk in _payloads(stream):
+                yield chunk
 
 
 async def _payloads(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:

@@ -1,265 +1,196 @@
-"""One process kernel: its folder, and its processes.
+"""The bundle of a process kernel: its folder, mode 0700, in which only agentd and root can write.
 
+    lock           held by the kernel's shim for as long as that lives (see `shim`)
     record.json    the kernel's record, written before anything starts
-    identity.json  pid, start time and boot id, written before the command runs
+    identity.json  pid, start time and boot id, of the command and the shim
     exit.json      how it ended, written when nothing of it is left
-    output.log     what it printed
+    output.log     what it printed; older parts are output.log.1, output.log.2, …
 
-Identity is pid, start time and boot id together (see `identity`); a bare pid is never
-believed. Only an ending that can be read, or that nothing lives, says that a kernel has
-ended. What cannot be looked at (no file descriptor, no memory) is raised as OSError, and
-proves nothing. A folder that is not a kernel's is nobody's here.
+Nothing here is opened through a symbolic link, nothing is read beyond a bound, and a folder that
+somebody else could have made is no bundle. What cannot be looked at (no file descriptor, no
+memory) is raised as OSError, and proves nothing.
 """
 
 from __future__ import annotations
 
-import asyncio
 import errno
+import fcntl
 import json
 import os
 import shutil
-import signal
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import suppress
-from functools import cached_property
-from itertools import chain, repeat
+import stat
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from agentd.core.kernel import Ending
-from agentd.core.reconcile import FoundKernel, FoundState
-from agentd.core.record import DAMAGE, read_time
-from agentd.host.cgroups import KernelGroup
-from agentd.host.processes import Proc, children, read_env, strike
-from agentd.runtimes.process.proof import (
-    Identity,
-    NodeMarks,
-    is_kept,
-    is_true,
-    kept_by,
-    members,
-    recovered,
-)
+from agentd.core.record import DAMAGE, parse_time
+from agentd.host.processes import Proc
+from agentd.runtimes.process.shim import F_OFD_SETLK, STANDS
 
-RECORD, IDENTITY, EXIT, OUTPUT = "record.json", "identity.json", "exit.json", "output.log"
-_OURS = {RECORD, IDENTITY, EXIT, OUTPUT, "group"}  # an older agentd wrote `group`
+LOCK, RECORD, IDENTITY, EXIT, LOG = (
+    "lock", "record.json", "identity.json", "exit.json", "output.log",
+)  # fmt: skip
+F_OFD_GETLK = 36
+"""fcntl(2), Linux: asks whether a lock could be had, and takes none."""
+_FLOCK = "hhqqi4x"
+_MOST_BYTES = 1 << 20
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)
-_PAUSES_S = (0.0, 0.02, 0.05, 0.1)
-"""How long after those of one look have ended the next one is taken."""
-_KEEPER_ENDS_WITHIN_S = 0.02
-_STRIKES = 200
+_NO_SUCH = (FileNotFoundError, NotADirectoryError)
 
 
-class KernelFolder:
-    """What is there of a kernel, at one look; `path` may have been set aside or be gone.
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What the shim wrote down: the kernel's command, the shim itself, and the boot."""
 
-    `keepers` are all of the node's that live, asked only where the folder does not do.
-    """
+    leader: Proc
+    shim: Proc
+    boot_id: str
+    started_at: float
 
-    def __init__(
-        self,
-        path: Path,
-        kernel_id: str,
-        node: NodeMarks,
-        group: KernelGroup | None,
-        keepers: Callable[[], Mapping[str, Proc]],
-    ) -> None:
-        self.path = path
-        self.kernel_id = kernel_id
-        self._node = node
-        self._marks = node.of(kernel_id)
-        self._group = group
-        self._keepers = keepers
 
-    @cached_property
-    def _keeper(self) -> Proc | None:
-        return self._keepers().get(self.kernel_id)
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """One bundle; `path` may have been set aside or be gone."""
 
-    @cached_property
-    def living(self) -> Identity | None:
-        """Who it is, as long as something of it lives; from those who live where need be."""
-        if self._ending is not None:
-            return None
-        written, boot_id = self._written, self._node.boot_id
-        is_now = written is not None and written.boot_id == boot_id
-        if written is not None and is_now and is_true(written, self._marks):
-            return written
-        if self._keeper is not None:
-            return kept_by(self._keeper, boot_id)
-        if written is not None and not is_now:
-            return None
-        return recovered(self._marks, boot_id, self._grouped())
+    path: Path
 
-    @cached_property
-    def _written(self) -> Identity | None:
-        """Who it was, as the keeper wrote."""
+    def exists(self) -> bool:
+        """Tell whether there is a folder that nobody but agentd and root can have made so."""
         try:
-            return Identity.from_json(json.loads(read_text(self.path / IDENTITY) or ""))
-        except DAMAGE:
-            return None
+            return _is_private(self.path.lstat())
+        except _NO_SUCH:
+            return False
 
-    def members(self) -> Sequence[Proc]:
-        """Return its live processes."""
-        if self.living is None:
-            return ()
-        return members(self.living, self._marks, self._grouped())
+    def is_taken(self) -> bool:
+        """Tell whether anything stands where it would be made."""
+        return os.path.lexists(self.path)
 
-    async def all_ended(self) -> None:
-        """Wait until it has no live process."""
-        async for _ in self.looks():
-            pass
+    @contextmanager
+    def made(self, record: str) -> Iterator[int]:
+        """Make the bundle and hold its lock, to be inherited by a shim.
 
-    async def looks(self) -> AsyncIterator[Sequence[Proc]]:
-        """Yield its live processes, and again when those have ended, until nothing is left.
-
-        A kernel that forks and exits without pause has others at every look, or seems to have
-        none. The looks come at growing distances, which leave the daemon to everybody else.
+        Raises:
+            FileExistsError: there is something of that name.
+            OSError: it cannot be made; what was made stays to be removed.
         """
-        if self.living is None:
-            return
-        keeper = self.living.keeper
-        for pause_s in chain(_PAUSES_S, repeat(_PAUSES_S[-1])):
-            alive = self.members()
-            if not (alive or self._grouped() or keeper.is_alive()):
-                return
-            yield alive
-            for process in alive:
-                await process.ended()
-            if keeper.is_alive():
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(pause_s + _KEEPER_ENDS_WITHIN_S):
-                        await keeper.ended()
-            else:
-                await asyncio.sleep(pause_s)
-
-    async def kill(self, alive: Sequence[Proc]) -> None:
-        """Kill those, and whom they start meanwhile, a few at a time."""
-        for process in alive:
-            process.signal(signal.SIGKILL)
-            await asyncio.sleep(0)
-        struck: set[int] = set()
-        for _ in range(_STRIKES):
-            if not strike(self._at_hand, struck):
-                return
-            await asyncio.sleep(0)
-
-    def _at_hand(self) -> set[int]:
-        """Return those of its processes that are told without a look at all of the machine's."""
-        if self.living is None or not is_kept(self.living, self._marks):
-            return self._grouped()
-        return self._grouped() | children(self.living.keeper.pid)
-
-    def _grouped(self) -> set[int]:
-        return self._group.members() if self._group else set()
-
-    def terminate(self) -> None:
-        """Ask the command's process group to end, or what is left if the command has ended."""
-        alive = self.members()
-        if self.living is not None and self.living.leader in alive:
-            with suppress(ProcessLookupError):
-                os.killpg(self.living.leader.pid, signal.SIGTERM)
-        else:
-            for process in alive:
-                process.signal(signal.SIGTERM)
-
-    def found(self) -> FoundKernel | None:
-        """Return what there is; None if it is not there, or not a kernel of this node."""
-        record = read_text(self.path / RECORD) or ""
-        if not self._is_ours(record):
-            return None
-        if not self.path.is_dir() and self.living is None:
-            return None
-        state, ending = self._state()
-        who = self.living or self._written
-        agent_id, statement = self._said()
-        return FoundKernel(
-            kernel_id=self.kernel_id,
-            agent_id=agent_id,
-            runtime="process",
-            handle=str(who.leader.pid) if who else "",
-            state=state,
-            record=record,
-            statement=statement,
-            started_at=who.started_at if who else None,
-            ending=ending,
-        )
-
-    def _is_ours(self, record: str) -> bool:
-        """Tell whether this is a kernel of this node, and not a copy or a stranger's folder."""
+        self.path.mkdir(mode=0o700)
+        descriptor = self._opened(LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
-            raw = json.loads(record)
-            is_ours = (raw["node_id"], raw["kernel_id"]) == (self._node.node_id, self.kernel_id)
+            taken = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, STANDS, 1, 0)
+            fcntl.fcntl(descriptor, F_OFD_SETLK, taken)
+            with os.fdopen(self._opened(RECORD, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
+                file.write(record)
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _opened(self, name: str, flags: int) -> int:
+        """Open a file of the bundle.
+
+        Raises:
+            FileNotFoundError: there is none, or no bundle.
+            OSError: it cannot be opened.
+        """
+        flags |= os.O_CLOEXEC | os.O_NOFOLLOW
+        folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            if not _is_private(os.fstat(folder)):
+                raise FileNotFoundError(errno.ENOENT, "not a bundle", str(self.path))
+            return os.open(name, flags, 0o600, dir_fd=folder)
+        finally:
+            os.close(folder)
+
+    def is_locked(self, byte: int) -> bool:
+        """Tell whether somebody holds a byte of the lock (`shim.STANDS`, `shim.RUNS`)."""
+        try:
+            descriptor = self._opened(LOCK, os.O_RDONLY)
+        except OSError as error:
+            if error.errno in _PASSING:
+                raise
+            return False
+        try:
+            asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+            answer = fcntl.fcntl(descriptor, F_OFD_GETLK, asked)
+            return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
+        finally:
+            os.close(descriptor)
+
+    def has_strangers(self) -> bool:
+        """Tell whether there are files that neither agentd nor a shim has put there."""
+        ours = {LOCK, RECORD, IDENTITY, EXIT, LOG, f".{IDENTITY}", f".{EXIT}"}
+        return any(not name.startswith(f"{LOG}.") for name in names_in(self.path) - ours)
+
+    def record(self) -> str:
+        """Return the record; empty if there is none, or it cannot be read."""
+        return self._read(RECORD) or ""
+
+    def has_identity(self) -> bool:
+        """Tell whether the shim wrote something down, readable or not."""
+        return self._read(IDENTITY) is not None
+
+    def identity(self) -> Identity | None:
+        """Return who the kernel is; None if that is not written, or cannot be read."""
+        try:
+            raw = json.loads(self._read(IDENTITY) or "")
+            return Identity(
+                Proc(int(raw["pid"]), int(raw["start_time"])),
+                Proc(int(raw["shim_pid"]), int(raw["shim_start_time"])),
+                str(raw["boot_id"]),
+                parse_time(raw["started_at"]),
+            )
         except DAMAGE:
-            is_ours = not (names_in(self.path) - _OURS)
-        return (is_ours and not self.path.is_symlink()) or self._keeper is not None
+            return None
 
-    def _said(self) -> tuple[str, str]:
-        """Return its agent and the second statement of its devices, for as long as it lives."""
-        for process in (self.living.keeper, self.living.leader) if self.living else ():
-            env = read_env(process.pid)
-            if env.get("AGENTD_KERNEL") == self.kernel_id and "AGENTD_DEVICES" in env:
-                return env.get("AGENTD_AGENT", ""), env["AGENTD_DEVICES"]
-        return "", ""
-
-    def _state(self) -> tuple[FoundState, Ending]:
-        if self._ending is not None:
-            return FoundState.EXITED, self._ending
-        if self.living is not None and self._is_running(self.living):
-            return FoundState.RUNNING, Ending()
-        if (ending := self._read_ending()) is not None:  # written between the two looks
-            return FoundState.EXITED, ending
-        if not (self.path / IDENTITY).exists():
-            return FoundState.CREATED, Ending()
-        if self._written is None:
-            why = "who it was cannot be read, and it is gone"
-        elif self._written.boot_id != self._node.boot_id:
-            why = "the node restarted; its exit status is lost"
-        else:
-            why = "its keeper left none; its exit status is lost"
-        return FoundState.EXITED, Ending(reason=why)
-
-    def _is_running(self, living: Identity) -> bool:
-        return bool(is_kept(living, self._marks) or self._grouped() or self.members())
-
-    @cached_property
-    def _ending(self) -> Ending | None:
-        return self._read_ending()
-
-    def _read_ending(self) -> Ending | None:
-        """Return how it ended; None if that is not written, or cannot be read."""
+    def ending(self) -> Ending | None:
+        """Return how the kernel ended; None if that is not written, or cannot be read."""
         try:
-            raw = json.loads(read_text(self.path / EXIT) or "")
-            finished_at = read_time(raw["finished_at"])
+            raw = json.loads(self._read(EXIT) or "")
+            finished_at = parse_time(raw["finished_at"])
             return Ending(int(raw["exit_code"]), bool(raw["oom_killed"]), finished_at)
         except DAMAGE:
             return None
 
+    def _read(self, name: str) -> str | None:
+        """Return a file's text, empty if it cannot be read; None if there is no such file.
 
-def clear(folder: Path) -> None:
-    """Remove a folder and all in it, or the link that leads to one."""
-    if folder.is_symlink():
-        folder.unlink()
-    shutil.rmtree(folder, ignore_errors=True)
+        Raises:
+            OSError: that cannot be told now.
+        """
+        try:
+            descriptor = self._opened(name, os.O_RDONLY | os.O_NONBLOCK)
+        except _NO_SUCH:
+            return None
+        except OSError as error:
+            if error.errno in _PASSING:
+                raise
+            return ""
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                return ""
+            return os.read(descriptor, _MOST_BYTES).decode(errors="replace")
+        finally:
+            os.close(descriptor)
+
+    def remove(self) -> None:
+        """Remove the folder and all in it, or whatever else stands in its place."""
+        with suppress(*_NO_SUCH):
+            if stat.S_ISDIR(self.path.lstat().st_mode):
+                shutil.rmtree(self.path, ignore_errors=True)
+            else:
+                self.path.unlink()
+
+
+def _is_private(found: os.stat_result) -> bool:
+    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return is_ours and not stat.S_IMODE(found.st_mode) & 0o077
 
 
 def names_in(folder: Path) -> set[str]:
-    """Return the names in a folder, what was being written apart; none if there is none."""
+    """Return the names in a folder; none if there is no such folder."""
     try:
-        return {path.name for path in folder.iterdir() if path.name[0] != "."}
-    except (FileNotFoundError, NotADirectoryError):
+        return set(os.listdir(folder))  # noqa: PTH208 - names are what is wanted
+    except _NO_SUCH:
         return set()
-
-
-def read_text(path: Path) -> str | None:
-    """Return a file's text, empty if it cannot be read; None if there is no such file.
-
-    Raises:
-        OSError: that cannot be told now.
-    """
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        if error.errno in _PASSING:
-            raise
-        return ""

@@ -1,215 +1,200 @@
-"""Who a process kernel is, and which processes are its own.
+"""What a process must prove to count as a kernel's: the one place where that is decided.
 
-What is written down is believed if it fits what lives. Where it is damaged or gone, the
-keeper says whose it is: in its environment, which agentd gave it and no kernel can reach. It
-counts only if it runs as this user, in this pid namespace: in a container of its own
-anybody can be root, and call a program anything. A kernel's own environment is its own to
-overwrite, and is asked last, of processes that no keeper looks after.
+A kernel lives if, and only if, one of three says so. None of them can be made by a user without
+privileges, by another kernel, or by the kernel itself:
+
+    lock     byte 1 of its bundle's lock is held. The bundle is agentd's alone, the lock was taken
+             before the shim was started, and only the shim inherits it
+    cgroup   somebody is in its cgroup, by the full path below agentd's own
+    leader   the process that the shim wrote into the bundle lives: the same pid, the same start
+             time, the same boot
+
+What a process says of itself (its environment, its name, its arguments, its parents) proves
+nothing. See docs/explanation/trust.md.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+import signal
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import suppress
+from functools import cached_property
+from itertools import chain, repeat
 from pathlib import Path
-from typing import Any
 
-from agentd.core.plan import KernelPlan
-from agentd.core.record import read_time
-from agentd.host.processes import NOT_THERE, Proc, Stat, all_processes, read_env, read_stat
+from agentd.core.kernel import Ending
+from agentd.core.observation import ObservedState
+from agentd.host.cgroups import Cgroup
+from agentd.host.processes import Proc, all_processes, children, descendants, read_stat, strike
+from agentd.runtimes.process.bundle import LOCK, Bundle, Identity
+from agentd.runtimes.process.shim import RUNS, STANDS
 
-KEEPER = "AGENTD_KEEPER"
-"""The variable of a keeper's environment that names its node; a kernel has AGENTD_NODE."""
-
-
-@dataclass(frozen=True, slots=True)
-class NodeMarks:
-    """What tells this node's processes, of this boot, from all others."""
-
-    node_id: str
-    boot_id: str
-
-    def of(self, kernel_id: str) -> dict[str, str]:
-        """Return the part of a kernel's environment that names it."""
-        return {"AGENTD_NODE": self.node_id, "AGENTD_KERNEL": kernel_id}
-
-    def keeper_of(self, plan: KernelPlan) -> dict[str, str]:
-        """Return the environment that a kernel's keeper is started with."""
-        return {
-            KEEPER: self.node_id,
-            "AGENTD_KERNEL": plan.spec.kernel_id,
-            "AGENTD_AGENT": plan.spec.agent_id,
-            "AGENTD_DEVICES": plan.statement,
-        }
+_PAUSES_S = (0.0, 0.02, 0.05, 0.1)
+"""How long after those of one look have ended the next one is taken."""
+_SHIM_ENDS_WITHIN_S = 0.02
+_STRIKES = 200
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """A kernel's command, its keeper, and the boot they belong to."""
+class Proof:
+    """What one look at a kernel proves; `boot_id` is the boot of now."""
 
-    leader: Proc
-    keeper: Proc
-    boot_id: str
-    started_at: float
+    def __init__(self, bundle: Bundle, cgroup: Cgroup | None, boot_id: str) -> None:
+        self._bundle = bundle
+        self._cgroup = cgroup
+        self._boot_id = boot_id
 
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> Identity:
-        """Read what the keeper wrote.
+    @cached_property
+    def identity(self) -> Identity | None:
+        """What the shim wrote down, in whatever boot."""
+        return self._bundle.identity()
 
-        Raises:
-            KeyError, TypeError, ValueError, OverflowError: it did not write that.
+    @property
+    def lives(self) -> bool:
+        """Whether anything proves that the kernel lives, at this moment."""
+        return self._bundle.is_locked(RUNS) or self.is_grouped or self._leader is not None
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether somebody is in the kernel's cgroup, which bears the name of this node."""
+        return bool(self._grouped())
+
+    def _grouped(self) -> set[int]:
+        return self._cgroup.members() if self._cgroup else set()
+
+    @property
+    def _leader(self) -> Proc | None:
+        """The command, if it is proved to live.
+
+        What is written may be damaged: where there is a shim or a cgroup, it is one of theirs.
         """
-        return cls(
-            Proc(int(raw["pid"]), int(raw["start_time"])),
-            Proc(int(raw["keeper_pid"]), int(raw["keeper_start_time"])),
-            str(raw["boot_id"]),
-            read_time(raw["started_at"]),
-        )
+        who = self.identity
+        if who is None or who.boot_id != self._boot_id or not who.leader.is_alive():
+            return None
+        shim, grouped = self._shim, self._grouped()
+        if shim is None and not (self._cgroup and self._cgroup.exists()):
+            return who.leader
+        stat = read_stat(who.leader.pid)
+        is_kept = shim is not None and stat is not None and stat.parent == shim.pid
+        return who.leader if is_kept or who.leader.pid in grouped else None
+
+    @property
+    def _shim(self) -> Proc | None:
+        """The shim, if it is proved to live: whoever has the file of a lock that is held."""
+        if not self._bundle.is_locked(STANDS):
+            return None
+        lock, who = self._bundle.path / LOCK, self.identity
+        if who is not None and who.shim.is_alive() and _has_open(who.shim.pid, lock):
+            return who.shim
+        holders = (stat for stat in all_processes() if _has_open(stat.pid, lock))
+        eldest = min(holders, key=lambda stat: stat.start_time, default=None)
+        return Proc(eldest.pid, eldest.start_time) if eldest else None
+
+    def handle(self) -> str:
+        """Return the pid of the command: as written down, unless that is somebody else's now."""
+        written = self.identity.leader.pid if self.identity is not None else None
+        if written is not None and (self._leader or read_stat(written) is None):
+            return str(written)
+        mine = self.members()
+        if written is not None and (not mine or written in {process.pid for process in mine}):
+            return str(written)
+        return str(min(mine, key=lambda process: process.start_time).pid) if mine else ""
+
+    def state(self) -> tuple[ObservedState, Ending]:
+        """Return what the kernel is doing, and how it ended if it has."""
+        if self.lives:
+            return ObservedState.RUNNING, Ending()
+        if (ending := self._bundle.ending()) is not None:
+            return ObservedState.EXITED, ending
+        if not self._bundle.has_identity():
+            return ObservedState.CREATED, Ending()
+        if self.identity is None:
+            why = "who it was cannot be read, and it is gone"
+        elif self.identity.boot_id != self._boot_id:
+            why = "the node restarted; its exit status is lost"
+        else:
+            why = "its shim was killed; its exit status is lost"
+        return ObservedState.EXITED, Ending(reason=why)
+
+    def members(self) -> list[Proc]:
+        """Return the live processes of the kernel.
+
+        Those are its cgroup, what its shim looks after (a subreaper: nothing that the command
+        started can leave it), and the session of its command while that lives.
+        """
+        everyone = list(all_processes())
+        shim, leader = self._shim, self._leader
+        kept = descendants([shim.pid], everyone) if shim else set[int]()
+        kept |= self._grouped()
+        return [
+            Proc(stat.pid, stat.start_time)
+            for stat in everyone
+            if stat.pid in kept or (leader is not None and stat.session == leader.pid)
+        ]
+
+    async def all_ended(self) -> None:
+        """Wait until nothing proves that it lives."""
+        async for _ in self.looks():
+            pass
+
+    async def looks(self) -> AsyncIterator[Sequence[Proc]]:
+        """Yield its live processes, and again when those have ended, until nothing is left.
+
+        A kernel that forks and exits without pause has others at every look, or seems to have
+        none. The looks come at growing distances, which leave the daemon to everybody else.
+        """
+        for pause_s in chain(_PAUSES_S, repeat(_PAUSES_S[-1])):
+            alive = await asyncio.to_thread(self.members)
+            if not alive and not self.lives:
+                return
+            yield alive
+            for process in alive:
+                await process.ended()
+            if (shim := self._shim) is not None:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s + _SHIM_ENDS_WITHIN_S):
+                        await shim.ended()
+            else:
+                await asyncio.sleep(pause_s)
+
+    def terminate(self) -> None:
+        """Ask the command's process group to end, or what is left if the command has ended."""
+        leader = self._leader
+        if leader is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(leader.pid, signal.SIGTERM)
+            return
+        for process in self.members():
+            process.signal(signal.SIGTERM)
+
+    async def kill(self, alive: Collection[Proc]) -> None:
+        """Kill those, and whom they start meanwhile, a few at a time."""
+        if self._cgroup is not None:
+            self._cgroup.kill()
+        for process in alive:
+            process.signal(signal.SIGKILL)
+            await asyncio.sleep(0)
+        struck: set[int] = set()
+        for _ in range(_STRIKES):
+            if not strike(self._at_hand, struck):
+                return
+            await asyncio.sleep(0)
+
+    def _at_hand(self) -> set[int]:
+        """Return those of its processes that are told without a look at all of the machine's."""
+        shim = self._shim
+        return self._grouped() | (children(shim.pid) if shim else set())
 
 
-def kept_by(keeper: Proc, boot_id: str) -> Identity:
-    """Return who a keeper's kernel is: what it started first, or itself if nothing is left."""
-    everyone = list(all_processes())
-    kept = _descendants([keeper.pid], everyone)
-    mine = [stat for stat in everyone if stat.pid in kept]
-    return Identity(_first(mine) if mine else keeper, keeper, boot_id, 0.0)
-
-
-def keepers(node_id: str) -> dict[str, Proc]:
-    """Return the keepers of a node's kernels that live, by kernel."""
-    return _keepers_among(_everyone(), node_id)
-
-
-def _everyone() -> list[tuple[Stat, Mapping[str, str]]]:
-    return [(stat, read_env(stat.pid)) for stat in all_processes()]
-
-
-def _keepers_among(
-    everyone: Iterable[tuple[Stat, Mapping[str, str]]], node_id: str
-) -> dict[str, Proc]:
-    return {
-        env.get("AGENTD_KERNEL", ""): Proc(stat.pid, stat.start_time)
-        for stat, env in everyone
-        if env.get(KEEPER) == node_id and _is_our_own(stat.pid)
-    }
-
-
-def _is_our_own(pid: int) -> bool:
-    """Tell whether a process runs as this user, in this pid namespace."""
-    try:
-        return Path(f"/proc/{pid}").stat().st_uid == os.geteuid() and _is_in_our_namespace(pid)
-    except NOT_THERE:
+def _has_open(pid: int, file: Path) -> bool:
+    """Tell whether another process has a file open; one that this user cannot look at has not."""
+    if pid == os.getpid():
         return False
-
-
-def members(identity: Identity, marks: Mapping[str, str], group: Collection[int]) -> list[Proc]:
-    """Return the live processes of a kernel.
-
-    Those are what its keeper looks after, what is in its cgroup, and the command's session. A
-    session of that number may be somebody else's by now: where the command has ended, a
-    process counts only if nobody keeps it and it carries `marks`.
-    """
-    everyone = list(all_processes())
-    has_keeper = is_kept(identity, marks)
-    kept = _descendants([identity.keeper.pid], everyone) if has_keeper else set()
-    is_certain = identity.leader.is_alive()
-    return [
-        Proc(stat.pid, stat.start_time)
-        for stat in everyone
-        if stat.pid in kept
-        or stat.pid in group
-        or (
-            stat.session == identity.leader.pid
-            and (is_certain or (not has_keeper and marks.items() <= read_env(stat.pid).items()))
-        )
-    ]
-
-
-def is_true(identity: Identity, marks: Mapping[str, str]) -> bool:
-    """Tell whether somebody lives of an identity, and is who it says.
-
-    A keeper knows its own. Without one the command is known by its pid and start time.
-    """
-    if not identity.keeper.is_alive():
-        return identity.leader.is_alive()
-    if not is_kept(identity, marks):
-        return False
-    leader = read_stat(identity.leader.pid)
-    if leader is None or not identity.leader.is_alive() or leader.parent == identity.keeper.pid:
-        return True
-    return leader.pid in _descendants([identity.keeper.pid], all_processes())
-
-
-def is_kept(identity: Identity, marks: Mapping[str, str]) -> bool:
-    """Tell whether the keeper that was written down lives, and is the one of this kernel."""
-    pid = identity.keeper.pid
-    if not identity.keeper.is_alive():
-        return False
-    env = read_env(pid)
-    if KEEPER in env:
-        return (env[KEEPER], env.get("AGENTD_KERNEL")) == tuple(marks.values())
-    try:
-        return b"shim.py" in Path(f"/proc/{pid}/cmdline").read_bytes()  # of an older agentd
-    except NOT_THERE:
-        return False
-
-
-def recovered(
-    marks: Mapping[str, str], boot_id: str, group: Collection[int] = ()
-) -> Identity | None:
-    """Return the identity of a kernel without a keeper, from who is in its cgroup.
-
-    Without that, from what processes say; those that a keeper looks after belong to its
-    kernel, whatever they say.
-    """
-    if group:
-        seen = [stat for pid in group if (stat := read_stat(pid))]
-        leader = _first(seen) if seen else Proc(min(group), 0)  # it has moved on since
-        return Identity(leader, leader, boot_id, 0.0)
-    mine = [stat for stat, name in orphans(marks["AGENTD_NODE"]) if name == marks["AGENTD_KERNEL"]]
-    if not mine:
-        return None
-    leader = _first(mine)
-    return Identity(leader, leader, boot_id, 0.0)
-
-
-def orphans(node_id: str) -> list[tuple[Stat, str]]:
-    """Return the processes without a keeper that say they are a node's, each with its kernel."""
-    everyone = _everyone()
-    roots = [keeper.pid for keeper in _keepers_among(everyone, node_id).values()]
-    kept = _descendants(roots, (stat for stat, _ in everyone))
-    return [
-        (stat, env.get("AGENTD_KERNEL", ""))
-        for stat, env in everyone
-        if stat.pid not in kept
-        and env.get("AGENTD_NODE") == node_id
-        and _is_in_our_namespace(stat.pid)
-    ]
-
-
-def _is_in_our_namespace(pid: int) -> bool:
-    try:
-        ours = Path("/proc/self/ns/pid").stat().st_ino
-        return Path(f"/proc/{pid}/ns/pid").stat().st_ino == ours
-    except (*NOT_THERE, PermissionError):
-        return False
-
-
-def _first(mine: Iterable[Stat]) -> Proc:
-    """Return the oldest that leads a session, or the oldest."""
-    leader = min(mine, key=lambda stat: (stat.session != stat.pid, stat.start_time))
-    return Proc(leader.pid, leader.start_time)
-
-
-def _descendants(roots: Iterable[int], everyone: Iterable[Stat]) -> set[int]:
-    children: dict[int, list[int]] = {}
-    for stat in everyone:
-        children.setdefault(stat.parent, []).append(stat.pid)
-    found: set[int] = set()
-    pending = list(roots)
-    while pending:
-        for pid in children.get(pending.pop(), ()):
-            found.add(pid)
-            pending.append(pid)
-    return found
+    with suppress(OSError):
+        wanted = file.stat(follow_symlinks=False)
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with suppress(OSError):
+                if os.path.samestat(entry.stat(), wanted):
+                    return True
+    return False

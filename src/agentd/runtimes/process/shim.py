@@ -1,22 +1,27 @@
-"""The keeper of one process kernel. Run as a program of its own: `python -I -S shim.py`.
+"""The shim of one process kernel. Run as a program of its own: `python -I -S shim.py`.
 
 It reads its order as JSON from standard input, starts the command, and answers with one
 line of JSON: the command's pid and start time, or why it did not start. It outlives the
-daemon, and waits until nothing of the kernel is left (as a subreaper, so that what
-the command started and left behind counts), and only then writes how it ended.
+daemon, takes what the kernel prints through a pipe into files of bounded size, and waits until
+nothing of the kernel is left (as a subreaper, so that what the command started and left behind
+counts), and only then writes how it ended.
 
-The rule: who the kernel is stands on disk before the command runs. The identity is linked
-into place, so it fails if the folder has been taken away meanwhile, and then the command
-never runs.
+Two rules. Who the kernel is stands on disk before the command runs: the identity is linked
+into place, so it fails if the bundle has been taken away meanwhile, and then the command
+never runs. And the bundle's lock, which the shim inherits and the kernel does not, tells for
+as long as the shim lives that it does (byte 0), and that the command may run (byte 1).
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import os
 import resource
+import select
 import signal
+import struct
 import sys
 import time
 
@@ -27,38 +32,55 @@ if TYPE_CHECKING:
 
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
+F_OFD_SETLK = 37
+"""fcntl(2), Linux: a lock of the open file description. Python 3.11 has no name for it."""
+STANDS, RUNS = 0, 1
+"""Bytes of the lock file: a shim stands beside the kernel; its command may run."""
+ENDING_BYTES = 4096
+"""Room that is reserved for how the kernel ended, before its command runs."""
+CHUNK = 64 * 1024
+PIPE_BYTES = 1 << 20
+"""Linux's default for fs.pipe-max-size: what a pipe can hold at the most."""
 
 
 def main() -> None:
-    """Start the kernel that the order describes, and keep it."""
+    """Start the kernel that the order describes, and stay beside it."""
     order = json.load(sys.stdin)
     hit = failpoints()
+    os.set_inheritable(order["lock"], False)
     answer = detached()
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    wakeup = child_signals()
+    try:
+        output = Output(order)
+        ending = reserved(order["folder"], "exit.json")
+    except OSError as error:
+        refuse(answer, "bundle", error)
     go_read, go_write = os.pipe()
     error_read, error_write = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(go_write)
-        run(order, libc, go_read, error_write)
-    os.close(go_read)
-    os.close(error_write)
-    hit("keeper.after_fork")
+        run(order, libc, output, go_read, error_write)
+    for descriptor in (go_read, error_write, output.writer):
+        os.close(descriptor)
+    hit("shim.after_fork")
     identity = {
         "pid": pid,
         "start_time": start_time(pid),
         "boot_id": order["boot_id"],
-        "keeper_pid": os.getpid(),
-        "keeper_start_time": start_time(os.getpid()),
+        "shim_pid": os.getpid(),
+        "shim_start_time": start_time(os.getpid()),
         "started_at": time.time(),
     }
     try:
-        publish(order["folder"], "identity.json", identity, lambda: hit("keeper.before_identity"))
-        hit("keeper.after_identity")
+        publish(order["folder"], "identity.json", identity, lambda: hit("shim.before_identity"))
+        hit("shim.after_identity")
+        lock(order["lock"], RUNS)
         os.write(go_write, b"g")
         os.close(go_write)
-        hit("keeper.after_go")
+        hit("shim.after_go")
         failure = read_all(error_read)
     except OSError as error:
         os.kill(pid, signal.SIGKILL)
@@ -68,9 +90,9 @@ def main() -> None:
         withdraw(order["folder"], "identity.json")
         tell(answer, failure)
         os._exit(1)
-    hit("keeper.before_answer")
+    hit("shim.before_answer")
     tell(answer, json.dumps(identity).encode())
-    keep(order, pid, hit)
+    stay(order, pid, output, ending, wakeup, hit)
 
 
 def detached() -> int:
@@ -83,7 +105,7 @@ def detached() -> int:
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(null, stream)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
     return answer
 
@@ -96,22 +118,95 @@ def failpoints() -> Callable[[str], None]:
     for _ in range(4):
         source = os.path.dirname(source)
     sys.path.append(source)
-    from agentd import failpoints  # noqa: PLC0415 - the keeper starts without it
+    from agentd import failpoints  # noqa: PLC0415 - the shim starts without it
 
     failpoints.arm(os.environ[failpoints.VARIABLE])
     return failpoints.hit
 
 
-def run(order: dict[str, Any], libc: ctypes.CDLL, go: int, failure: int) -> None:
-    """In the child: become the command, once the keeper says so."""
+def lock(descriptor: int, byte: int) -> None:
+    """Lock one byte of a file for this open file description (struct flock of fcntl(2))."""
+    wanted = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+    fcntl.fcntl(descriptor, F_OFD_SETLK, wanted)
+
+
+def child_signals() -> int:
+    """Return a descriptor that can be read whenever a child has ended."""
+    reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    return reader
+
+
+class Output:
+    """What the kernel prints: a pipe, and files of which none grows beyond its size.
+
+    The kernel never has a file of its log, so it can make none sparse or endless. What cannot be
+    written (a full disk) is dropped: the kernel is never held up.
+    """
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        self.reader, self.writer = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self.reader, False)
+        if order["user"]:
+            os.fchown(self.writer, order["user"]["uid"], -1)  # so that it can open /dev/stderr
+        self._path = os.path.join(order["folder"], order["log_name"])
+        self._max_size, self._max_files = order["log_max_size"], order["log_max_files"]
+        self._open(os.O_EXCL)
+
+    def _open(self, flags: int) -> None:
+        flags |= os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._file = os.open(self._path, flags, 0o600)
+        self._size = os.fstat(self._file).st_size
+
+    def take(self) -> int:
+        """Move what is in the pipe into the files; return how much, 0 at its end or if empty."""
+        try:
+            chunk = os.read(self.reader, CHUNK)
+        except OSError:
+            return 0
+        rest = chunk
+        try:
+            while rest:
+                if self._size >= self._max_size:
+                    self._rotate()
+                part = rest[: self._max_size - self._size]
+                written = os.write(self._file, part)
+                self._size += written
+                rest = rest[written:]
+        except OSError:
+            pass
+        return len(chunk)
+
+    def _rotate(self) -> None:
+        """Begin a new file, and let go of the oldest; where that fails, of this one's content."""
+        try:
+            if self._max_files == 1:
+                raise OSError
+            for number in range(self._max_files - 1, 1, -1):
+                older = "%s.%d" % (self._path, number - 1)
+                if os.path.exists(older):
+                    os.replace(older, "%s.%d" % (self._path, number))
+            os.replace(self._path, self._path + ".1")
+            full = self._file
+            self._open(os.O_EXCL)
+            os.close(full)
+        except OSError:
+            os.ftruncate(self._file, 0)
+            self._size = 0
+
+
+def run(order: dict[str, Any], libc: ctypes.CDLL, output: Output, go: int, failure: int) -> None:
+    """In the child: become the command, once the shim says so."""
     step = "start"
     try:
+        os.close(order["lock"])
         os.setsid()
         if os.read(go, 1) != b"g":
             os._exit(125)
         step = "cgroup"
-        if order["cgroup_procs"]:
-            with open(order["cgroup_procs"], "w") as file:
+        for path in order["cgroup_procs"]:
+            with open(path, "w") as file:
                 file.write(str(os.getpid()))
         step = "cpus"
         if order["cpus"]:
@@ -119,11 +214,8 @@ def run(order: dict[str, Any], libc: ctypes.CDLL, go: int, failure: int) -> None
         step = "ulimits"
         for name, limits in order["ulimits"].items():
             resource.setrlimit(getattr(resource, "RLIMIT_" + name.upper()), tuple(limits))
-        step = "log"
-        log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.close(log)
+        os.dup2(output.writer, 1)
+        os.dup2(output.writer, 2)
         step = "user"
         if order["user"]:
             os.setgroups(order["user"]["groups"])
@@ -132,6 +224,7 @@ def run(order: dict[str, Any], libc: ctypes.CDLL, go: int, failure: int) -> None
         libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         step = "working_dir"
         os.chdir(order["working_dir"])
+        signal.set_wakeup_fd(-1)
         for number in range(1, signal.NSIG):
             try:
                 signal.signal(number, signal.SIG_DFL)
@@ -162,29 +255,64 @@ def execute(command: list[str], env: dict[str, str]) -> None:
     raise failure
 
 
-def keep(order: dict[str, Any], leader: int, hit: Callable[[str], None]) -> None:
-    """Wait until nothing of the kernel is left, then write how its command ended."""
+def stay(
+    order: dict[str, Any],
+    leader: int,
+    output: Output,
+    ending: int,
+    wakeup: int,
+    hit: Callable[[str], None],
+) -> None:
+    """Take what is printed until nothing of the kernel is left, then write how it ended."""
     status = 0
+    poll = select.poll()
+    poll.register(output.reader, select.POLLIN)
+    poll.register(wakeup, select.POLLIN)
     while True:
+        ready = dict(poll.poll())
+        if output.reader in ready and not output.take() and ready[output.reader] & select.POLLHUP:
+            poll.unregister(output.reader)
+        if wakeup not in ready:
+            continue
+        os.read(wakeup, 4096)
         try:
-            pid, ended = os.wait()
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == leader:
+                    status = ended[1]
         except ChildProcessError:
             break
-        except InterruptedError:
-            continue
-        if pid == leader:
-            status = ended
+    left = PIPE_BYTES
+    while left > 0 and (taken := output.take()):  # a stranger may hold the pipe, and go on
+        left -= taken
+    write_ending(order, status, ending, hit)
+
+
+def write_ending(
+    order: dict[str, Any], status: int, ending: int, hit: Callable[[str], None]
+) -> None:
+    """Write how the kernel ended into the room that was reserved for it, and end."""
     code = os.waitstatus_to_exitcode(status)
-    ending = {
+    content = {
         "exit_code": code if code >= 0 else 128 - code,
         "oom_killed": oom_kills(order["oom_file"]) > 0,
         "finished_at": time.time(),
     }
     try:
-        publish(order["folder"], "exit.json", ending, lambda: hit("keeper.before_exit"))
-        hit("keeper.after_exit")
+        os.pwrite(ending, json.dumps(content).encode().ljust(ENDING_BYTES), 0)
+        hit("shim.before_exit")
+        folder = order["folder"]
+        os.rename(os.path.join(folder, ".exit.json"), os.path.join(folder, "exit.json"))
+        hit("shim.after_exit")
     finally:
         os._exit(0)
+
+
+def reserved(folder: str, name: str) -> int:
+    """Reserve room for a small file under a name of its own; return its descriptor."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(os.path.join(folder, "." + name), flags, 0o600)
+    os.posix_fallocate(descriptor, 0, ENDING_BYTES)
+    return descriptor
 
 
 def oom_kills(path: str) -> int:
@@ -206,10 +334,12 @@ def start_time(pid: int) -> int:
 
 def publish(folder: str, name: str, value: object, written: Callable[[], None]) -> None:
     """Put a complete file into a folder that must still be there, or raise."""
-    temporary = os.path.join(folder, ".%s.%d" % (name, os.getpid()))
-    with open(temporary, "w") as file:
-        json.dump(value, file)
+    temporary = os.path.join(folder, "." + name)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(temporary, flags, 0o600)
     try:
+        with open(descriptor, "w") as file:
+            json.dump(value, file)
         written()
         os.link(temporary, os.path.join(folder, name))
     finally:
@@ -231,6 +361,12 @@ def read_all(descriptor: int) -> bytes:
         data += chunk
     os.close(descriptor)
     return data
+
+
+def refuse(answer: int, step: str, error: OSError) -> None:
+    """Say why nothing was started, and end."""
+    tell(answer, json.dumps({"step": step, "errno": error.errno}).encode())
+    os._exit(1)
 
 
 def tell(answer: int, line: bytes) -> None:

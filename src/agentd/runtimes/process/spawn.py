@@ -1,4 +1,4 @@
-"""Starting the keeper of a process kernel, and reading its answer."""
+"""Starting the shim of a process kernel, and reading its answer."""
 
 from __future__ import annotations
 
@@ -10,23 +10,59 @@ import pwd
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentd.core.plan import KernelPlan
 from agentd.errors import AgentdError, CommandNotFound, InvalidRequest, Problem, RuntimeFailure
 from agentd.failpoints import inherited
-from agentd.host.cgroups import KernelGroup
+from agentd.host.cgroups import Cgroup
 from agentd.runtimes.process import shim
-from agentd.runtimes.process.bundle import OUTPUT
-from agentd.runtimes.process.proof import NodeMarks
+from agentd.runtimes.process.bundle import LOG
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 SPAWN_TIMEOUT_S = 30.0
 
 
-def account(user: str) -> dict[str, Any]:
-    """Return the ids of an account.
+class Account(NamedTuple):
+    """Whom a kernel runs as."""
+
+    name: str
+    uid: int
+    gid: int
+    groups: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessRules:
+    """What the operator lets process kernels have; see `[runtime.process]`.
+
+    `accounts` are those of agents that have their own; `default` is everybody else's. None
+    where agentd is not root: kernels run as it does.
+    """
+
+    default: Account | None
+    accounts: Mapping[str, Account]
+    log_max_size: int = 20 * 2**20
+    log_max_files: int = 5
+    pids_limit: int = 4096
+    stop_timeout_s: float = 10.0
+
+    def account_of(self, agent_id: str) -> Account | None:
+        """Return whom an agent's kernels run as."""
+        return self.accounts.get(agent_id, self.default)
+
+    def has_own(self, agent_id: str) -> bool:
+        """Tell whether nobody else's kernels run as this agent's user."""
+        mine = self.accounts.get(agent_id)
+        others = [account.uid for agent, account in self.accounts.items() if agent != agent_id]
+        others += [self.default.uid] if self.default else []
+        return mine is not None and mine.uid not in others
+
+
+def find_account(user: str, where: str) -> Account:
+    """Return an account of this machine.
 
     Raises:
         InvalidRequest: there is none of that name.
@@ -34,17 +70,18 @@ def account(user: str) -> dict[str, Any]:
     try:
         entry = pwd.getpwnam(user)
     except KeyError:
-        raise InvalidRequest([Problem("runtime.process.user", f"no user {user!r} here")]) from None
+        raise InvalidRequest([Problem(where, f"no user {user!r} on this machine")]) from None
     groups = os.getgrouplist(entry.pw_name, entry.pw_gid)
-    return {"uid": entry.pw_uid, "gid": entry.pw_gid, "groups": groups}
+    return Account(entry.pw_name, entry.pw_uid, entry.pw_gid, tuple(groups))
 
 
-def with_groups(user: Mapping[str, Any] | None, names: Sequence[str]) -> Mapping[str, Any] | None:
+def _as_user(account: Account | None, names: Sequence[str]) -> Mapping[str, Any] | None:
     """Return an account with further groups, those that this node has."""
-    if user is None:
+    if account is None:
         return None
     numbers = [int(name) if name.isdecimal() else _group_number(name) for name in names]
-    return {**user, "groups": [*user["groups"], *(n for n in numbers if n is not None)]}
+    groups = [*account.groups, *(number for number in numbers if number is not None)]
+    return {"uid": account.uid, "gid": account.gid, "groups": groups}
 
 
 def _group_number(name: str) -> int | None:
@@ -55,59 +92,60 @@ def _group_number(name: str) -> int | None:
 
 
 def order_of(
-    plan: KernelPlan,
-    folder: Path,
-    node: NodeMarks,
-    user: Mapping[str, Any] | None,
-    group: KernelGroup | None,
+    plan: KernelPlan, folder: Path, boot_id: str, rules: ProcessRules, cgroup: Cgroup | None
 ) -> dict[str, Any]:
-    """Return what a keeper is told to do for a kernel."""
+    """Return what a shim is told to do for a kernel; whoever spawns it adds the lock."""
+    spec = plan.spec
     own = {
-        **node.of(plan.spec.kernel_id),
-        "AGENTD_AGENT": plan.spec.agent_id,
+        "AGENTD_NODE": plan.node_id,
+        "AGENTD_KERNEL": spec.kernel_id,
+        "AGENTD_AGENT": spec.agent_id,
         "AGENTD_DEVICES": plan.statement,
     }
-    limits = plan.spec.container.ulimits.items()
+    limits = spec.container.ulimits.items()
     return {
         "folder": str(folder),
-        "boot_id": node.boot_id,
-        "command": list(plan.spec.command),
+        "boot_id": boot_id,
+        "command": list(spec.command),
         "env": {"PATH": PATH, **plan.env, **own},
         "cpus": [int(core) for core in plan.cpus],
-        "log": str(folder / OUTPUT),
-        "working_dir": plan.spec.working_dir or "/",
-        "user": with_groups(user, plan.edits.groups),
-        "cgroup_procs": str(group.procs) if group else "",
+        "working_dir": spec.working_dir or "/",
+        "user": _as_user(rules.account_of(spec.agent_id), plan.edits.groups),
+        "cgroup_procs": [str(file) for file in cgroup.procs_files] if cgroup else [],
+        "oom_file": str(cgroup.oom_file) if cgroup else "",
         "ulimits": {name: [limit.soft, limit.hard] for name, limit in limits},
-        "oom_file": str(group.oom_file) if group else "",
+        "log_name": LOG,
+        "log_max_size": rules.log_max_size,
+        "log_max_files": rules.log_max_files,
     }
 
 
-def spawn(order: Mapping[str, Any], told: Mapping[str, str]) -> dict[str, Any]:
-    """Start a keeper and return its answer: the kernel's identity, or why there is none.
+def spawn(order: Mapping[str, Any], lock: int) -> dict[str, Any]:
+    """Start a shim, which inherits a lock, and return its answer.
 
-    `told` is its environment, in which it says for as long as it lives whose keeper it is.
+    That is the kernel's identity, or why there is none.
     """
     command = [sys.executable, "-I", "-S", shim.__file__]
     try:
         done = subprocess.run(  # noqa: S603 - our own program; the order goes over its input
             command,
-            input=json.dumps(order).encode(),
+            input=json.dumps({**order, "lock": lock}).encode(),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**told, **inherited()},
+            env=inherited(),
+            pass_fds=(lock,),
             start_new_session=True,
             timeout=SPAWN_TIMEOUT_S,
             check=False,
         )
         answer: dict[str, Any] = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        return {"step": "keeper", "why": f"{type(error).__name__}: {error}"}
+        return {"step": "shim", "why": f"{type(error).__name__}: {error}"}
     return answer
 
 
 def failure(plan: KernelPlan, answer: Mapping[str, Any]) -> AgentdError:
-    """Return the error that says why a keeper did not start its kernel."""
+    """Return the error that says why a shim did not start its kernel."""
     number = int(answer.get("errno", 0))
     why = os.strerror(number) if number else str(answer.get("why", "it gave no reason"))
     step = answer.get("step")

@@ -1,0 +1,140 @@
+"""From the settings to the parts that are made of them: runtimes, and where the daemon answers."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from pathlib import Path
+
+from agentd.config.runtimes import DockerSettings
+from agentd.config.settings import Settings
+from agentd.errors import ConfigRefused, InvalidRequest, Problem
+from agentd.host.cgroups import find_cgroups
+from agentd.host.probe import boot_id
+from agentd.rpc.server import Endpoint
+from agentd.runtimes.docker.config import DockerRules
+from agentd.runtimes.docker.runtime import DockerRuntime
+from agentd.runtimes.process.runtime import ProcessRuntime
+from agentd.runtimes.process.spawn import Account, ProcessRules, find_account
+from agentd.services.interfaces import Runtime
+
+RUNTIMES = frozenset({"docker", "process"})
+
+
+def runtime(name: str, settings: Settings, node_id: str, kernels: Path) -> Runtime:
+    """Return one of `RUNTIMES`; `kernels` is where the bundles of processes are.
+
+    Raises:
+        ConfigRefused: its settings do not fit this machine.
+    """
+    if name == "docker":
+        docker = settings.runtime.docker
+        return DockerRuntime(docker.socket, node_id, docker_rules(docker))
+    rules = process_rules(settings)
+    return ProcessRuntime(kernels, node_id, boot_id(), rules, find_cgroups())
+
+
+def docker_rules(docker: DockerSettings) -> DockerRules:
+    """Return what containers may have."""
+    return DockerRules(
+        network=docker.network,
+        allowed_networks=docker.allowed_networks,
+        allowed_mounts=docker.allowed_mounts,
+        capabilities=docker.capabilities,
+        pids_limit=docker.pids_limit,
+        log_max_size=docker.log_max_size,
+        log_max_files=docker.log_max_files,
+        registry_auth=docker.registry_auth,
+        stop_timeout_s=docker.stop_timeout,
+    )
+
+
+def process_rules(settings: Settings) -> ProcessRules:
+    """Return what process kernels may have, with every user looked up.
+
+    Raises:
+        ConfigRefused: there is no such user, or agentd cannot run anything as another one.
+    """
+    process, is_root = settings.runtime.process, os.geteuid() == 0
+    problems: list[Problem] = []
+    accounts: dict[str, Account] = {}
+    default = None
+    try:
+        default = find_account(process.user, "runtime.process.user") if is_root else None
+    except InvalidRequest as error:
+        problems += error.problems
+    for index, agent in enumerate(settings.agents):
+        where = f"agents.{index}.user"
+        if agent.user is not None and not is_root:
+            problems.append(Problem(where, "agentd is not root, and runs kernels as its own user"))
+        elif agent.user is not None:
+            try:
+                accounts[agent.id] = find_account(agent.user, where)
+            except InvalidRequest as error:
+                problems += error.problems
+    if problems:
+        raise ConfigRefused(problems)
+    return ProcessRules(
+        default,
+        accounts,
+        log_max_size=process.log_max_size,
+        log_max_files=process.log_max_files,
+        pids_limit=process.pids_limit,
+        stop_timeout_s=process.stop_timeout,
+    )
+
+
+def lock_folder() -> Path:
+    """Return where a lock is held for each node id, by the daemons of this user."""
+    if os.geteuid() == 0:
+        return Path("/run/agentd")
+    return Path(os.environ.get("XDG_RUNTIME_DIR", "/tmp"))  # noqa: S108 - a lock, with the user's mode
+
+
+def endpoint(settings: Settings) -> Endpoint:
+    """Return where the daemon answers.
+
+    Raises:
+        ConfigRefused: the token or the certificate cannot be used.
+    """
+    rpc = settings.rpc
+    if rpc.listen is None:
+        return Endpoint(rpc.socket.absolute(), rpc.socket_group)
+    host, port = rpc.host_port
+    return Endpoint(
+        rpc.socket.absolute(),
+        rpc.socket_group,
+        str(host),
+        port,
+        _token(rpc.token_file),
+        _tls(settings),
+    )
+
+
+def _token(path: Path | None) -> str:
+    """Read the bearer token.
+
+    Raises:
+        ConfigRefused: there is none in the file.
+    """
+    try:
+        token = path.read_text(encoding="utf-8").strip() if path else ""
+    except OSError as error:
+        why = f"{path} cannot be read: {error.strerror}"
+        raise ConfigRefused([Problem("rpc.token-file", why)]) from None
+    if not token:
+        raise ConfigRefused([Problem("rpc.token-file", f"{path} is empty; it needs one line")])
+    return token
+
+
+def _tls(settings: Settings) -> ssl.SSLContext | None:
+    rpc = settings.rpc
+    if rpc.tls_cert is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(rpc.tls_cert, rpc.tls_key)
+    except (OSError, ssl.SSLError) as error:
+        why = f"{rpc.tls_cert} and {rpc.tls_key} cannot be used: {error}"
+        raise ConfigRefused([Problem("rpc.tls-cert", why)]) from None
+    return context

@@ -1,0 +1,209 @@
+"""Adopting: from what a runtime found to a kernel, charged to the physical devices.
+
+A record is believed as far as it goes: it can keep devices back, and never creates, renames or
+moves one. Without it the second statement of the devices counts; without that, everything
+that the kernel might hold is kept back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from agentd.core.devices import MEMORY, Device, DeviceId, Inventory
+from agentd.core.kernel import Ending, Kernel, KernelState, Sight
+from agentd.core.ledger import UNREADABLE_SLOT, Allocation, Share
+from agentd.core.observation import ObservedKernel, ObservedState
+from agentd.core.record import NewerRecordError, Record, RecordError, decode, parse_statement
+from agentd.core.slots import CPU, MEM, ONE, SlotKind, format_amount
+
+SIGHTS = {
+    ObservedState.RUNNING: Sight.RUNNING,
+    ObservedState.PAUSED: Sight.PAUSED,
+    ObservedState.EXITED: Sight.EXITED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Adoption:
+    """A kernel as it is to be taken, and devices that only its record knows, as gone."""
+
+    kernel: Kernel
+    missing: tuple[Device, ...] = ()
+
+
+def adopt(item: ObservedKernel, inventory: Inventory, before: Kernel | None = None) -> Adoption:
+    """Describe an observed kernel by its record, else its statement, else by what it might hold.
+
+    `before` is the kernel as it was known, if it was.
+    """
+    state = KernelState.CREATING
+    if before is not None and item.state is not ObservedState.CREATED:
+        state = before.state
+    seen = Kernel(
+        kernel_id=item.kernel_id,
+        agent_id=item.agent_id,
+        state=state,
+        spec_hash="",
+        created_at=item.started_at or 0.0,
+        runtime=item.runtime,
+        handle=item.handle,
+        started_at=item.started_at,
+        ending=item.ending if item.state is ObservedState.EXITED else Ending(),
+        ports=item.ports,
+    )
+    try:
+        record = _own_record(item)
+    except RecordError as error:
+        return _without_record(seen, item, inventory, error)
+    allocation, missing = located(record.kernel.allocation, inventory)
+    kernel = replace(
+        record.kernel,
+        state=state,
+        runtime=item.runtime,
+        allocation=allocation,
+        ports=record.kernel.ports or item.ports,
+        handle=item.handle,
+        started_at=seen.started_at,
+        ending=seen.ending,
+    )
+    return Adoption(_sighted(kernel, item), missing)
+
+
+def _sighted(kernel: Kernel, item: ObservedKernel) -> Kernel:
+    return kernel.observed(SIGHTS[item.state]) if item.state in SIGHTS else kernel
+
+
+def _own_record(item: ObservedKernel) -> Record:
+    record = decode(item.record)
+    if record.kernel.kernel_id != item.kernel_id:
+        raise RecordError(f"it is the record of {record.kernel.kernel_id}")
+    return record
+
+
+def _without_record(
+    seen: Kernel, item: ObservedKernel, inventory: Inventory, why: RecordError
+) -> Adoption:
+    """Recover a kernel from the second statement; one that a newer agentd made is not ours to.
+
+    There its devices are charged all the same: they are what the statement is for.
+    """
+    try:
+        stated = parse_statement(item.statement)
+        if not stated.shares:
+            raise RecordError("the second statement is empty")
+    except RecordError as error:
+        reason = f"unreadable record ({why}) and devices ({error})"
+        held = Allocation(tuple(_might_hold(item, inventory)))
+        return Adoption(_unreadable(replace(seen, reason=reason, allocation=held), item))
+    allocation, missing = located(stated, inventory)
+    kernel = replace(seen, slots=_slots_of(stated), allocation=allocation)
+    if isinstance(why, NewerRecordError):
+        reason = f"its record is of a newer agentd ({why}); its devices are charged"
+        return Adoption(_unreadable(replace(kernel, reason=reason), item), missing)
+    reason = f"unreadable record ({why}); recovered from the second statement of its devices"
+    return Adoption(_sighted(replace(kernel, reason=reason), item), missing)
+
+
+def _unreadable(kernel: Kernel, item: ObservedKernel) -> Kernel:
+    return kernel.observed(Sight.UNREADABLE) if item.is_alive else _sighted(kernel, item)
+
+
+def _slots_of(stated: Allocation) -> dict[str, str]:
+    amounts: dict[str, int] = {}
+    kinds = {share.slot: share.kind for share in stated.shares}
+    for share in stated.shares:
+        amounts[share.slot] = amounts.get(share.slot, 0) + share.amount
+    return {name: format_amount(amount, kinds[name]) for name, amount in amounts.items()}
+
+
+def recalled(kernel_id: str, text: str, runtime: str, inventory: Inventory, now: float) -> Adoption:
+    """Return a kernel (`creating`) as it is remembered, while its runtime was not asked yet.
+
+    One whose record cannot be read holds everything back that there is.
+    """
+    try:
+        record = decode(text)
+    except RecordError as error:
+        kernel = Kernel(
+            kernel_id=kernel_id,
+            agent_id="",
+            state=KernelState.CREATING,
+            spec_hash="",
+            created_at=now,
+            runtime=runtime,
+            allocation=kept_back(inventory),
+            reason=f"its record cannot be read: {error}",
+        )
+        return Adoption(kernel)
+    allocation, missing = located(record.kernel.allocation, inventory)
+    return Adoption(replace(record.kernel, kernel_id=kernel_id, allocation=allocation), missing)
+
+
+def located(recorded: Allocation, inventory: Inventory) -> tuple[Allocation, tuple[Device, ...]]:
+    """Charge recorded shares to the physical devices, by stable id.
+
+    Devices that the inventory does not know come back beside the allocation, as gone. One
+    that was taken apart since holds back all of its parts.
+    """
+    placed: list[Share] = []
+    missing: dict[str, Device] = {}
+    for share in recorded.shares:
+        stable_id = share.stable_id
+        device = inventory.by_identity.get(stable_id) or missing.get(stable_id)
+        if device is None:
+            device = _gone(share, inventory)
+            missing[stable_id] = device
+        placed.append(share._replace(device_id=device.device_id, stable_id=device.stable_id))
+        placed += (_whole(part) for part in inventory.parts_of(stable_id))
+    return Allocation(_one_for_each_device(placed)), tuple(missing.values())
+
+
+def _whole(device: Device) -> Share:
+    return Share(device.device_id, device.stable_id, UNREADABLE_SLOT, device.kind, 0)
+
+
+def _one_for_each_device(shares: Iterable[Share]) -> tuple[Share, ...]:
+    """Add up what a damaged record says of one device twice; of two slots, hold it whole."""
+    merged: dict[DeviceId, Share] = {}
+    for share in shares:
+        other = merged.get(share.device_id)
+        if other is not None and other.slot == share.slot:
+            share = share._replace(amount=share.amount + other.amount)  # noqa: PLW2901 - the sum
+        elif other is not None:
+            share = share._replace(slot=UNREADABLE_SLOT, amount=0)  # noqa: PLW2901 - the whole
+        merged[share.device_id] = share
+    return tuple(merged.values())
+
+
+def _gone(share: Share, inventory: Inventory) -> Device:
+    device_id = share.device_id
+    if device_id in inventory.by_id:
+        device_id = DeviceId(device_id.name, share.stable_id)
+    return Device(
+        device_id=device_id,
+        stable_id=share.stable_id,
+        slot=share.slot,
+        kind=share.kind,
+        capacity=share.amount,
+        gone=True,
+        reason="known only from a kernel that holds it",
+        is_hearsay=True,
+    )
+
+
+def kept_back(inventory: Inventory) -> Allocation:
+    """Return what keeps every device back: the holdings of one of whom nothing is known."""
+    return Allocation(tuple(_whole(device) for device in inventory.devices))
+
+
+def _might_hold(item: ObservedKernel, inventory: Inventory) -> Iterable[Share]:
+    for device in inventory.devices:
+        whole = _whole(device)
+        if device.device_id == MEMORY:
+            size = item.memory_bytes
+            yield whole._replace(slot=MEM, amount=size) if size else whole
+        elif device.device_id.name != CPU or item.cores is None:
+            yield whole
+        elif device.device_id.id in item.cores:
+            yield whole._replace(slot=CPU, kind=SlotKind.COUNT, amount=ONE)

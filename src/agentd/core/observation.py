@@ -1,0 +1,67 @@
+"""What a runtime finds of a kernel, in words that all runtimes share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from agentd.core.kernel import Ending, KernelRef, Port
+
+
+class ObservedState(StrEnum):
+    """What a runtime says of a kernel; a `created` one never ran."""
+
+    CREATED = "created"
+    RUNNING = "running"
+    PAUSED = "paused"
+    EXITED = "exited"
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedKernel:
+    """A kernel of this node as a runtime found it.
+
+    `cores`, `memory_bytes` and `ports` are what the runtime holds it to, where it can tell;
+    they matter only if `record` cannot be read. One that `is_partial` was only listed, and
+    its times and ending are not known.
+    """
+
+    kernel_id: str
+    agent_id: str
+    runtime: str
+    handle: str
+    state: ObservedState
+    record: str
+    statement: str
+    started_at: float | None = None
+    ending: Ending = field(default_factory=Ending)
+    cores: tuple[str, ...] | None = None
+    memory_bytes: int | None = None
+    ports: tuple[Port, ...] = ()
+    is_partial: bool = False
+
+    @property
+    def ref(self) -> KernelRef:
+        """What its runtime knows it by."""
+        return KernelRef(self.kernel_id, self.handle)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it runs, paused or not."""
+        return self.state in (ObservedState.RUNNING, ObservedState.PAUSED)
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """What is left of a kernel that is not listed, such as a folder or a cgroup, in words."""
+
+    kernel_id: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Everything that a runtime has of a node: its kernels, ended ones too, and leftovers."""
+
+    kernels: tuple[ObservedKernel, ...]
+    leftovers: tuple[Leftover, ...] = ()

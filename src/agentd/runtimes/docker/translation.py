@@ -1,0 +1,94 @@
+"""What an engine's answers, and their absence, mean in agentd's words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from agentd.core.plan import KernelPlan
+from agentd.errors import (
+    CommandNotFound,
+    InvalidRequest,
+    OutcomeUnknown,
+    Problem,
+    RuntimeFailure,
+    RuntimeUnavailable,
+)
+from agentd.runtimes.docker.engine import AnswerLost, EngineError, EngineUnreachable
+
+_PASSES = ("port is already allocated", "address already in use")
+"""What somebody else on the node did first; asked again, another port is chosen."""
+
+BAD_REQUEST, NOT_FOUND, CONFLICT = 400, 404, 409
+
+
+def unknown(plan: KernelPlan, error: BaseException) -> OutcomeUnknown:
+    """Return the error that keeps a kernel's share held until the engine tells."""
+    kernel_id = plan.spec.kernel_id
+    return OutcomeUnknown(f"the engine did not say what became of kernel {kernel_id}: {error}")
+
+
+def is_no_image(error: EngineError) -> bool:
+    """Tell whether a create failed for want of the image, or of one for the platform."""
+    return error.status == NOT_FOUND and "image" in error.message.lower()
+
+
+def translated(error: BaseException, plan: KernelPlan | None = None) -> BaseException:
+    """Return the error of agentd that says what the engine's means; others as they are."""
+    if isinstance(error, EngineError):
+        return _refusal(error, plan)
+    if isinstance(error, (EngineUnreachable, AnswerLost, OSError, TimeoutError)):
+        return RuntimeUnavailable(str(error) or type(error).__name__)
+    return error
+
+
+def _refusal(error: EngineError, plan: KernelPlan | None) -> BaseException:
+    message = error.message
+    if any(why in message for why in _PASSES):
+        return RuntimeUnavailable(message)
+    if plan is not None and _is_no_command(message):
+        command = plan.spec.command[0] if plan.spec.command else "the image's command"
+        return CommandNotFound(f"command {command!r}: {message.rpartition('exec: ')[2]}")
+    if plan is not None and plan.spec.user and "unable to find user" in message:
+        return InvalidRequest([Problem("user", message)])
+    if plan is not None and error.status == BAD_REQUEST:
+        return InvalidRequest([Problem("", message)])
+    return RuntimeFailure(message)
+
+
+def _is_no_command(message: str) -> bool:
+    return "exec: " in message and any(
+        why in message
+        for why in ("executable file not found", "no such file or directory", "permission denied")
+    )
+
+
+@contextmanager
+def translating() -> Iterator[None]:
+    """Turn the engine's errors into agentd's."""
+    try:
+        yield
+    except (EngineError, EngineUnreachable, AnswerLost, OSError, TimeoutError) as error:
+        raise translated(error) from error
+
+
+@contextmanager
+def proving() -> Iterator[None]:
+    """Whatever the engine answers but "not found" proves nothing about its containers."""
+    try:
+        with translating():
+            yield
+    except RuntimeFailure as error:
+        raise RuntimeUnavailable(f"the engine failed: {error}") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RuntimeUnavailable(f"the engine's answer is unexpected: {error!r}") from error
+
+
+@contextmanager
+def absent_is_fine() -> Iterator[None]:
+    """Let a "not found" pass."""
+    try:
+        yield
+    except EngineError as error:
+        if error.status != NOT_FOUND:
+            raise

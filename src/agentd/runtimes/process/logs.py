@@ -1,0 +1,181 @@
+"""What a process kernel printed: files of bounded size, followed for as long as it runs.
+
+Files are read off the event loop, by a thread that never waits for the kernel, a bounded piece at
+a time. They are agentd's own: a kernel writes into a pipe of its shim.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from agentd.errors import Problem
+from agentd.services.interfaces import LogQuery, LogStream
+
+_CHUNK = 64 * 1024
+PAUSE_S = 0.2
+"""How often a file that is followed is looked at."""
+TAIL_BYTES = 16 << 20
+"""How far back the last lines are looked for; what is before it counts as printed earlier."""
+
+
+@dataclass(slots=True)
+class LogReader:
+    """The files of one log, from the oldest to the newest; blocks, and lets one in at a time."""
+
+    path: Path
+    _file: BinaryIO | None = field(default=None, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def open(self, tail: int | None) -> None:
+        """Begin with the oldest file, or `tail` lines before the end."""
+        with self._lock:
+            files = self._files()
+            if tail is not None:
+                self._seek_tail(files, tail)
+            elif files:
+                self._file = _opened(files[0])
+
+    def _files(self) -> list[Path]:
+        """Return the files that are there, the oldest first."""
+        stem = f"{self.path.name}."
+        numbers = sorted(
+            (
+                int(path.name.removeprefix(stem))
+                for path in self.path.parent.glob(f"{stem}*")
+                if path.name.removeprefix(stem).isdecimal()
+            ),
+            reverse=True,
+        )
+        older = [self.path.with_name(f"{stem}{number}") for number in numbers]
+        return [*older, *([self.path] if self.path.exists() else [])]
+
+    def _seek_tail(self, files: Sequence[Path], lines: int) -> None:
+        left = TAIL_BYTES
+        for path in reversed(files):
+            file = _opened(path)
+            if file is None:
+                continue
+            is_newest = self._file is None
+            self._replace(file)
+            offset, lines, left = _seek_lines(file, lines, left, is_newest=is_newest)
+            file.seek(offset)
+            if not lines or not left:
+                return
+
+    def read(self) -> bytes:
+        """Return the next piece; empty where nothing more is printed yet."""
+        with self._lock:
+            return self._read()
+
+    def _read(self) -> bytes:
+        if self._file is None:
+            self._file = _opened(self.path)
+        while self._file is not None:
+            if chunk := self._file.read(_CHUNK):
+                return chunk
+            following = self._following()
+            if following is None:
+                self._rewind_if_cut()
+                return self._file.read(_CHUNK)
+            if chunk := self._file.read(_CHUNK):  # printed between the two looks
+                following.close()
+                return chunk
+            self._replace(following)
+        return b""
+
+    def _following(self) -> BinaryIO | None:
+        """Open the file after the one at hand; None if that is the newest."""
+        if self._file is None:
+            return None
+        mine = os.fstat(self._file.fileno())
+        files = self._files()
+        for at, path in enumerate(files):
+            try:
+                is_mine = os.path.samestat(path.lstat(), mine)
+            except FileNotFoundError:
+                continue
+            if is_mine:
+                return _opened(files[at + 1]) if at + 1 < len(files) else None
+        return _opened(files[0]) if files else None
+
+    def _rewind_if_cut(self) -> None:
+        """Begin anew in a file that was emptied because it could not be rotated."""
+        if self._file is not None:
+            size = os.fstat(self._file.fileno()).st_size
+            if size < self._file.tell():
+                self._file.seek(0)
+
+    def close(self) -> None:
+        """Let go of the file, after whoever reads it at the moment."""
+        with self._lock:
+            self._replace(None)
+
+    def _replace(self, file: BinaryIO | None) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = file
+
+
+def _opened(path: Path) -> BinaryIO | None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def _seek_lines(
+    file: BinaryIO, lines: int, most_bytes: int, *, is_newest: bool
+) -> tuple[int, int, int]:
+    """Look for the last lines of a file, backwards; return offset, lines and bytes left to look.
+
+    The newline at the very end of a log begins no line; one at the end of an older file does.
+    """
+    position = end = file.seek(0, os.SEEK_END)
+    while position and lines and most_bytes:
+        start = max(0, position - min(_CHUNK, most_bytes))
+        file.seek(start)
+        block = file.read(position - start)
+        most_bytes -= position - start
+        cut = len(block) - (is_newest and position == end and block.endswith(b"\n"))
+        while lines and (cut := block.rfind(b"\n", 0, cut)) >= 0:
+            lines -= 1
+            if not lines:
+                return start + cut + 1, 0, most_bytes
+        position = start
+    return (position if lines else end), lines, most_bytes
+
+
+async def read_log(
+    path: Path, tail: int | None, is_running: Callable[[], bool], pool: Executor
+) -> AsyncGenerator[bytes]:
+    """Yield a log's bytes, and what is added to it for as long as its kernel runs."""
+    loop, reader = asyncio.get_running_loop(), LogReader(path)
+    try:
+        await loop.run_in_executor(pool, reader.open, tail)
+        goes_on = True
+        while goes_on:
+            goes_on = await loop.run_in_executor(pool, is_running)
+            while chunk := await loop.run_in_executor(pool, reader.read):
+                yield chunk
+            if goes_on:
+                await asyncio.sleep(PAUSE_S)
+    finally:
+        pool.submit(reader.close)
+
+
+def unkept(query: LogQuery) -> Iterator[Problem]:
+    """Yield what of a query this runtime does not keep."""
+    if query.since_ns:
+        yield Problem("since", "the process runtime keeps no times of lines")
+    if query.timestamps:
+        yield Problem("timestamps", "the process runtime keeps no times of lines")
+    if len(query.streams) < len(LogStream):
+        yield Problem("stream", "the process runtime keeps both streams in one")

@@ -1,0 +1,251 @@
+"""The state of the node: its kernels, what they hold, and how its runtimes do.
+
+The one place where any of it changes. A kernel that has not ended is charged with its whole
+allocation; one that ended, or is dropped, with nothing: kernels and ledger change together, in
+one method. Whoever wants to know of a change listens.
+
+What was seen of a kernel counts only if nothing happened to it while somebody looked: each
+change gives it another revision, and whoever works on it holds its lock meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from types import MappingProxyType
+from typing import NamedTuple, TypeAlias
+from weakref import WeakValueDictionary
+
+from agentd.core.kernel import Kernel
+from agentd.core.ledger import Ledger
+from agentd.core.ports import HostPort, host_ports
+from agentd.errors import NotReady, RuntimeUnavailable, UnknownKernel, UnknownRuntime
+from agentd.services.events import EventKind, EventLog
+
+Changed: TypeAlias = Callable[[Kernel | None, Kernel | None], None]
+"""Hears of every change: the kernel before and after, None where there is none."""
+
+
+class RuntimeState(StrEnum):
+    """Whether a runtime answers."""
+
+    STARTING = "starting"
+    AVAILABLE = "available"
+    UNAVAILABLE = "unavailable"
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeStatus:
+    """A runtime, whether it answers, and why not; it `is_listed` while its kernels are known."""
+
+    name: str
+    state: RuntimeState = RuntimeState.STARTING
+    reason: str = ""
+    is_listed: bool = False
+
+
+class Snapshot(NamedTuple):
+    """The revision of each kernel at one moment, and how many had been dropped."""
+
+    revisions: Mapping[str, int]
+    drops: int
+
+
+class Unsettled(NamedTuple):
+    """A create of unknown outcome: from when on absence counts (steady clock), and keeps it."""
+
+    until: float
+    keep: bool
+
+
+class NodeState:
+    """Kernels, ledger, ports, creates of unknown outcome, and runtimes."""
+
+    def __init__(self, runtimes: Iterable[str], events: EventLog) -> None:
+        self._events = events
+        self._listeners: list[Changed] = []
+        self._kernels: dict[str, Kernel] = {}
+        self._revisions: dict[str, int] = {}
+        self._drops = 0
+        self._ledger = Ledger()
+        self._port_claims: dict[HostPort, tuple[str, ...]] = {}
+        self._unsettled: dict[str, Unsettled] = {}
+        self._runtimes = {name: RuntimeStatus(name) for name in runtimes}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    @property
+    def ledger(self) -> Ledger:
+        return self._ledger
+
+    @property
+    def kernels(self) -> Mapping[str, Kernel]:
+        return MappingProxyType(self._kernels)
+
+    @property
+    def ports(self) -> Mapping[HostPort, str]:
+        """The node's ports that kernels hold, and which kernel.
+
+        Of two that claim one (after a start by hand) the first does.
+        """
+        return {port: claims[0] for port, claims in self._port_claims.items()}
+
+    def __iter__(self) -> Iterator[Kernel]:
+        return iter(self._kernels.values())
+
+    def get(self, kernel_id: str) -> Kernel:
+        """Return a kernel.
+
+        Raises:
+            UnknownKernel: there is none of that id.
+        """
+        if kernel_id not in self._kernels:
+            raise UnknownKernel(f"no kernel {kernel_id} on this node")
+        return self._kernels[kernel_id]
+
+    def is_second(self, kernel_id: str, runtime: str) -> bool:
+        """Tell whether what a runtime calls so bears the name of another runtime's kernel."""
+        known = self._kernels.get(kernel_id)
+        return known is not None and known.runtime != runtime and known.handle is not None
+
+    def listen(self, changed: Changed) -> None:
+        """Have every change of a kernel told, after it was made."""
+        self._listeners.append(changed)
+
+    def put(self, kernel: Kernel) -> None:
+        """Take a kernel as it is now, and charge or release what it holds."""
+        kernel_id = kernel.kernel_id
+        before = self._kernels.get(kernel_id)
+        self._kernels[kernel_id] = kernel
+        self._revisions[kernel_id] = self._revisions.get(kernel_id, 0) + 1
+        holding = self._ledger.holdings.get(kernel_id)
+        if not kernel.holds:
+            self._ledger = self._ledger.without(kernel_id)
+        elif holding is None or holding.allocation != kernel.allocation:
+            self._ledger = self._ledger.with_held(kernel_id, kernel.agent_id, kernel.allocation)
+        self._release_ports(before)
+        for port in host_ports(kernel) if kernel.holds else ():
+            self._port_claims[port] = (*self._port_claims.get(port, ()), kernel_id)
+        self._publish(before, kernel)
+
+    def drop(self, kernel_id: str) -> None:
+        """Forget a kernel; what it held is free. Dropping twice changes nothing."""
+        before = self._kernels.pop(kernel_id, None)
+        if before is None:
+            return
+        self._revisions.pop(kernel_id)
+        self._unsettled.pop(kernel_id, None)
+        self._drops += 1
+        self._ledger = self._ledger.without(kernel_id)
+        self._release_ports(before)
+        self._publish(before, None)
+
+    def _publish(self, before: Kernel | None, now: Kernel | None) -> None:
+        for changed in self._listeners:
+            changed(before, now)
+        if now is None:
+            self._events.publish(EventKind.KERNEL_REMOVED, before)
+        elif now != before:
+            self._events.publish(EventKind.KERNEL, now)
+
+    def _release_ports(self, kernel: Kernel | None) -> None:
+        if kernel is None:
+            return
+        kernel_id = kernel.kernel_id
+        for port in host_ports(kernel):
+            claims = self._port_claims.pop(port, ())
+            if others := tuple(claim for claim in claims if claim != kernel_id):
+                self._port_claims[port] = others
+
+    def lock(self, kernel_id: str) -> asyncio.Lock:
+        """Return the lock that whoever works on a kernel holds."""
+        return self._locks.setdefault(kernel_id, asyncio.Lock())
+
+    def is_busy(self, kernel_id: str) -> bool:
+        """Tell whether somebody works on a kernel."""
+        lock = self._locks.get(kernel_id)
+        return lock is not None and lock.locked()
+
+    def snapshot(self) -> Snapshot:
+        """Return the moment at which somebody begins to look."""
+        return Snapshot(dict(self._revisions), self._drops)
+
+    def is_unchanged(self, kernel_id: str, since: Snapshot) -> bool:
+        """Tell whether what was seen of a kernel since then still counts.
+
+        Of one that is not known now, nor was then, it counts if none was dropped meanwhile.
+        """
+        if self.is_busy(kernel_id):
+            return False
+        now = self._revisions.get(kernel_id)
+        is_same = now == since.revisions.get(kernel_id)
+        return is_same and (now is not None or self._drops == since.drops)
+
+    def leave_unsettled(self, kernel_id: str, until: float, *, keep: bool = False) -> None:
+        """Note that what became of a create is not known, and from when on absence counts.
+
+        `keep` it as `failed` if it left nothing: nobody waits for its error.
+        """
+        self._unsettled[kernel_id] = Unsettled(until, keep)
+
+    def settle(self, kernel_id: str) -> None:
+        """Note that what became of a create is known."""
+        self._unsettled.pop(kernel_id, None)
+
+    @property
+    def unsettled(self) -> Mapping[str, Unsettled]:
+        """Creates of unknown outcome."""
+        return MappingProxyType(self._unsettled)
+
+    @property
+    def runtimes(self) -> Mapping[str, RuntimeStatus]:
+        return MappingProxyType(self._runtimes)
+
+    def note_available(self, name: str) -> None:
+        """Note that a runtime gave a complete list, which was taken in."""
+        self._note(RuntimeStatus(name, RuntimeState.AVAILABLE, is_listed=True))
+
+    def note_unavailable(self, name: str, reason: str) -> None:
+        """Note that a runtime does not answer; says nothing about its kernels.
+
+        It may act unseen, so what it has is not known any more before the next complete list.
+        """
+        self._note(RuntimeStatus(name, RuntimeState.UNAVAILABLE, reason))
+
+    def _note(self, status: RuntimeStatus) -> None:
+        before = self.runtime(status.name)
+        self._runtimes[status.name] = status
+        if before.state is not status.state:
+            self._events.publish(EventKind.RUNTIME, status)
+
+    def runtime(self, name: str) -> RuntimeStatus:
+        """Return how a runtime does.
+
+        Raises:
+            UnknownRuntime: no such runtime on this node.
+        """
+        if name not in self._runtimes:
+            have = ", ".join(self._runtimes)
+            raise UnknownRuntime(f"no runtime {name} on this node; it has {have}")
+        return self._runtimes[name]
+
+    def forget_runtime(self, name: str) -> None:
+        """Drop a runtime."""
+        status = self.runtime(name)
+        del self._runtimes[name]
+        gone = replace(status, state=RuntimeState.UNAVAILABLE, reason="forgotten by an operator")
+        self._events.publish(EventKind.RUNTIME, gone)
+
+    def require_runtime(self, name: str) -> None:
+        """Refuse what needs a runtime whose kernels are not known.
+
+        Raises:
+            RuntimeUnavailable: it does not answer.
+            NotReady: it has not been listed yet.
+        """
+        status = self.runtime(name)
+        if status.state is RuntimeState.UNAVAILABLE:
+            raise RuntimeUnavailable(f"runtime {name} is unavailable: {status.reason}")
+        if not status.is_listed:
+            raise NotReady(f"the kernels of runtime {name} have not been listed yet")

@@ -1,0 +1,302 @@
+"""The node's state folder: what is remembered besides the kernels themselves.
+
+    lock                    held while a daemon runs; a second one refuses
+    node.json               the node id that the kernels here carry, and the runtimes with some
+    devices.json            the last inventory: stable ids, ids, drains
+    intents/ID.json         the record of a kernel whose create is under way
+    records/ID.json         the record of a kernel that lives
+    ended/ID.json           the record of a kernel that has ended, and is not removed yet
+    kernels/ID/             the bundle of a process kernel (see `agentd.runtimes.process.bundle`)
+
+Files are replaced in one step, and only their owner can read them. What cannot be read is set
+aside and reported; of what a newer agentd wrote, the members that are known are read, and a
+copy is kept. A folder that cannot be written (read-only, full) keeps nobody from being served:
+only what has to be remembered before it is done is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+import msgspec
+import structlog
+
+from agentd.core.devices import Device, Health
+from agentd.core.kernel import is_kernel_id
+from agentd.errors import StartRefused, StateUnavailable
+from agentd.failpoints import hit
+from agentd.services.interfaces import Phase, SavedRecord
+from agentd.state.locks import UNWRITABLE, Locks
+from agentd.state.schemas import SCHEMA, UNREADABLE, SavedDevices, SavedNode
+
+log = structlog.get_logger()
+_FOLDERS = {Phase.INTENT: "intents", Phase.HELD: "records", Phase.ENDED: "ended"}
+_S = TypeVar("_S", SavedNode, SavedDevices)
+
+
+class StateFolder:
+    """One state folder, locked for this daemon."""
+
+    def __init__(self, folder: Path, node_id: str = "") -> None:
+        self.folder = folder
+        self._node_id = node_id
+        self._locks = Locks()
+        self._complaints: dict[str, str] = {}
+        self._phases: dict[str, Phase] = {}
+        self._behind: dict[str, Callable[[], None]] = {}
+
+    @property
+    def kernels(self) -> Path:
+        """Where the bundles of process kernels are."""
+        return self.folder / "kernels"
+
+    def open(self, lock_folder: Path) -> None:
+        """Make the folder, and lock it and the node id.
+
+        Raises:
+            StartRefused: it is not ours to write, or another daemon uses it or the node id.
+        """
+        try:
+            self._make()
+        except OSError as error:
+            if error.errno not in UNWRITABLE:
+                raise StartRefused(f"state folder {self.folder}: {error.strerror}") from None
+            self._complain(self.folder, f"cannot be made: {error.strerror}")
+        self._lock(self.folder / "lock", f"state folder {self.folder} is used by another agentd")
+        with suppress(OSError):
+            lock_folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        why = f"another agentd serves node id {self._node_id} on this machine"
+        self._lock(lock_folder / f"node-{self._node_id}.lock", why)
+        for folder in (self.folder, *map(self._folder, Phase)):
+            for unfinished in folder.glob(".*.new"):
+                with suppress(OSError):
+                    unfinished.unlink()
+
+    def _lock(self, path: Path, refusal: str) -> None:
+        if complaint := self._locks.take(path, refusal):
+            self._complain(path, complaint)
+
+    def close(self) -> None:
+        """Let go of the locks."""
+        self._locks.close()
+
+    def _make(self) -> None:
+        self.folder.mkdir(mode=0o711, parents=True, exist_ok=True)
+        for folder in (self.kernels, *map(self._folder, Phase)):
+            folder.mkdir(mode=0o700, exist_ok=True)
+
+    def _folder(self, phase: Phase) -> Path:
+        return self.folder / _FOLDERS[phase]
+
+    def _complain(self, path: Path, why: str) -> None:
+        if self._complaints.get(str(path)) != why:
+            self._complaints[str(path)] = why
+            log.warning("state.trouble", file=str(path), reason=why)
+
+    def warnings(self) -> Sequence[str]:
+        """Return what an operator should know of this folder."""
+        return [f"{what} {why}" for what, why in self._complaints.items()]
+
+    def has_bundles(self) -> bool:
+        """Tell whether there is anything of process kernels."""
+        try:
+            return any(self.kernels.iterdir())
+        except OSError:
+            return False
+
+    def load_node(self) -> SavedNode | None:
+        """Return what stands in node.json; None where nothing does that can be read."""
+        return self._load("node.json", SavedNode)
+
+    def save_runtimes(self, names: Sequence[str]) -> None:
+        with suppress(StateUnavailable):  # nothing is created either, so it stays true
+            self._save_lasting("node", SavedNode(self._node_id, list(names)))
+
+    def load_devices(self) -> Sequence[Device]:
+        saved = self._load("devices.json", SavedDevices)
+        devices = saved.devices if saved else ()
+        return [replace(device, health=Health.UNKNOWN, gone=False, reason="") for device in devices]
+
+    def save_devices(self, devices: Sequence[Device]) -> None:
+        self._save_lasting("devices", SavedDevices(list(devices)))
+
+    def load_records(self) -> Sequence[SavedRecord]:
+        found: dict[str, SavedRecord] = {}
+        for phase in Phase:  # one that was being moved, or made anew, counts as it began
+            for path in sorted(self._folder(phase).glob("[!.]*.json")):
+                if is_kernel_id(path.stem):
+                    found.setdefault(path.stem, SavedRecord(path.stem, phase, _text(path)))
+        self._phases = {kernel_id: saved.phase for kernel_id, saved in found.items()}
+        return list(found.values())
+
+    def save_intent(self, kernel_id: str, text: str) -> None:
+        self._behind.pop(kernel_id, None)
+        self._write(self._path(kernel_id, Phase.INTENT), text.encode(), "intent")
+        self._phases[kernel_id] = Phase.INTENT
+
+    def save_phase(self, kernel_id: str, phase: Phase, text: Callable[[], str]) -> None:
+        before = self._phases.get(kernel_id)
+        if before is phase:
+            return
+        self._phases[kernel_id] = phase
+        self._try(kernel_id, lambda: self._move(kernel_id, before, phase, text))
+
+    def _move(
+        self, kernel_id: str, before: Phase | None, phase: Phase, text: Callable[[], str]
+    ) -> None:
+        path = self._path(kernel_id, phase)
+        try:
+            if before is None:
+                raise FileNotFoundError
+            hit("record.before_move")
+            self._path(kernel_id, before).rename(path)
+            hit("record.after_move")
+        except FileNotFoundError:
+            self._write(path, text().encode(), "record")
+
+    def drop_record(self, kernel_id: str) -> None:
+        if (phase := self._phases.pop(kernel_id, None)) is not None:
+            self._try(kernel_id, lambda: self._unlink(kernel_id, phase))
+
+    def _unlink(self, kernel_id: str, phase: Phase) -> None:
+        hit("record.before_drop")
+        self._path(kernel_id, phase).unlink(missing_ok=True)
+        hit("record.after_drop")
+
+    def _try(self, kernel_id: str, step: Callable[[], None]) -> None:
+        """Do what follows a change; where it cannot be done, say so and keep it for `retry`."""
+        path = self.folder / f"record of {kernel_id}"
+        if late := self._behind.pop(kernel_id, None):
+            step = _both(late, step)
+        try:
+            step()
+        except (OSError, StateUnavailable) as error:
+            self._behind[kernel_id] = step
+            self._complain(path, f"is out of date and cannot be written: {error}")
+        else:
+            self._complaints.pop(str(path), None)
+
+    def retry(self) -> None:
+        """Try again what could not be written."""
+        for kernel_id, step in list(self._behind.items()):
+            del self._behind[kernel_id]
+            self._try(kernel_id, step)
+
+    def _path(self, kernel_id: str, phase: Phase) -> Path:
+        return self._folder(phase) / f"{kernel_id}.json"
+
+    def _load(self, name: str, shape: type[_S]) -> _S | None:
+        path = self.folder / name
+        try:
+            saved = msgspec.json.decode(path.read_bytes(), type=shape)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._complain(path, f"cannot be read: {error.strerror}")
+        except UNREADABLE as error:
+            why = f"cannot be read ({type(error).__name__}: {error}); it is set aside as"
+            self._complain(path, f"{why} {path.name}.unreadable")
+            self._set_aside(path)
+        else:
+            self._keep_newer(path, saved.schema)
+            return saved
+        return None
+
+    def _keep_newer(self, path: Path, schema: int) -> None:
+        if schema > SCHEMA:
+            copy = path.with_name(f"{path.name}.schema-{schema}")
+            self._complain(path, f"is of a newer agentd; it is kept as {copy.name}")
+            self._copy(path, copy)
+
+    def _copy(self, path: Path, copy: Path) -> None:
+        with suppress(OSError):
+            shutil.copyfile(path, copy)
+
+    def _set_aside(self, path: Path) -> None:
+        with suppress(OSError):
+            path.rename(path.with_name(f"{path.name}.unreadable"))
+
+    def _save_lasting(self, what: str, content: msgspec.Struct) -> None:
+        path = self.folder / f"{what}.json"
+        self._write(path, msgspec.json.encode(content), what, is_lasting=True)
+
+    def _write(self, path: Path, content: bytes, what: str, *, is_lasting: bool = False) -> None:
+        """Replace a file; one that is lasting survives a loss of power.
+
+        Raises:
+            StateUnavailable: it could not be.
+        """
+        temporary = path.with_name(f".{path.name}.new")
+        try:
+            with _created(temporary, self._make) as file:
+                file.write(content)
+                if is_lasting:
+                    file.flush()
+                    os.fsync(file.fileno())
+            hit(f"{what}.before_replace")
+            temporary.replace(path)
+            if is_lasting:
+                _flush(path.parent)
+            hit(f"{what}.after_replace")
+            self._complaints.pop(str(path.parent), None)
+        except OSError as error:
+            self._complain(path.parent, f"cannot be written: {error.strerror}")
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise StateUnavailable(f"{path} cannot be written: {error.strerror}") from error
+
+
+class ReadOnlyState(StateFolder):
+    """The same folder, looked at beside a daemon that may be running: writes nothing."""
+
+    def save_devices(self, devices: Sequence[Device]) -> None:
+        del devices
+
+    def _set_aside(self, path: Path) -> None:
+        del path
+
+    def _copy(self, path: Path, copy: Path) -> None:
+        del path, copy
+
+
+def _created(path: Path, make: Callable[[], None]) -> BinaryIO:
+    """Open a new file for its owner alone; the folders are made if somebody removed them."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.fdopen(os.open(path, flags, 0o600), "wb")
+    except FileNotFoundError:
+        make()
+        return os.fdopen(os.open(path, flags, 0o600), "wb")
+
+
+def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    def steps() -> None:
+        first()
+        second()
+
+    return steps
+
+
+def _text(path: Path) -> str:
+    """Return a record's text; empty, which is no record, where it cannot be read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with os.fdopen(descriptor, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def _flush(folder: Path) -> None:
+    """Have a folder's names survive a loss of power; fsync(2) of a file says nothing of them."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,64 @@
+"""Locks that say: one daemon for a state folder, and one for a node id on this machine.
+
+They are the kernel's (flock(2)), so they end with whoever holds them, however that ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from agentd.errors import StartRefused
+
+UNWRITABLE = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""What passes, or is for an operator to mend, while the node goes on."""
+
+
+class Locks:
+    """The locks of this daemon, held until `close`."""
+
+    def __init__(self) -> None:
+        self._held: list[int] = []
+
+    def take(self, path: Path, refusal: str) -> str:
+        """Lock a file; return what is wrong with it, empty if nothing is.
+
+        Raises:
+            StartRefused: somebody holds it (`refusal`), or it is not ours to open.
+        """
+        descriptor, complaint = _opened(path)
+        if descriptor is None:
+            return complaint
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(descriptor)
+            raise StartRefused(f"{refusal} (pid {holder})") from None
+        self._held.append(descriptor)
+        with suppress(OSError):  # the holder's pid is for people alone
+            os.truncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        return complaint
+
+    def close(self) -> None:
+        """Let go of every lock."""
+        while self._held:
+            os.close(self._held.pop())
+
+
+def _opened(path: Path) -> tuple[int | None, str]:
+    """Open a file to lock it, and say what is wrong; None where there is none to be had."""
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600), ""
+    except OSError as error:
+        if error.errno not in (*UNWRITABLE, errno.ENOENT):
+            raise StartRefused(f"{path}: {error.strerror}") from None
+        complaint = f"cannot be written: {error.strerror}"
+    with suppress(OSError):
+        return os.open(path, os.O_RDONLY | flags), complaint
+    return None, complaint

@@ -1,0 +1,45 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentd.core.record import Record, RecordError, decode, parse_statement, statement
+from core.kernels import HELD, KERNEL, encoded
+
+
+def test_records_and_statements_come_back_as_they_were() -> None:
+    assert decode(encoded()) == Record("n", KERNEL)
+    assert parse_statement(statement(HELD)) == HELD
+    assert statement(HELD) == ("cuda/cuda0/cuda.device=1@GPU-cuda-0 mem/root/mem=4096B@mem-root")
+
+
+@given(st.text() | st.binary().map(lambda b: b.decode("latin-1")))
+def test_no_text_makes_a_reader_do_anything_but_refuse(text) -> None:
+    for read in (decode, parse_statement):
+        try:
+            read(text)
+        except RecordError as error:
+            assert str(error)
+
+
+@given(st.integers(0, len(encoded()) - 1), st.integers(0, 255))
+def test_a_damaged_record_is_refused_or_read_as_some_record(position, byte) -> None:
+    damaged = encoded()[:position] + chr(byte) + encoded()[position + 1 :]
+    try:
+        assert isinstance(decode(damaged), Record)
+    except RecordError as error:
+        assert str(error)
+
+
+def test_a_newer_schema_is_refused_and_unknown_members_are_not() -> None:
+    text = encoded()
+    with pytest.raises(RecordError, match="newer"):
+        decode(text.replace('"schema":1', '"schema":2'))
+    more = text.replace('"schema":1', '"schema":1,"extra":{"a":[1]}')
+    assert decode(more) == Record("n", KERNEL)
+
+
+@pytest.mark.parametrize("time", ["1e300", "NaN", "Infinity", "-1", '"x"', "null"])
+def test_a_time_that_cannot_be_shown_makes_a_record_unreadable(time) -> None:
+    text = encoded().replace('"created_at":5.0', f'"created_at":{time}')
+    with pytest.raises(RecordError, match="invalid time"):
+        decode(text)

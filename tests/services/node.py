@@ -1,0 +1,94 @@
+"""A node of fakes, and what tests of the services do with it."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from agentd.core.kernel import Kernel, KernelSpec
+from agentd.core.policy import Policy
+from agentd.core.ports import PortRange
+from agentd.core.rules import AgentRule, AllocationMode, SplitRules
+from agentd.core.slots import ONE, SlotKind, SlotType
+from agentd.services.devices import NodeDevices
+from agentd.services.events import EventLog
+from agentd.services.interfaces import Clock, PluginListing
+from agentd.services.kernels import KernelService
+from agentd.services.planner import NodeRules, Planner
+from agentd.services.reconciler import Reconciler
+from agentd.services.records import recall, remember
+from agentd.services.state import NodeState
+from core.machines import CPU, GIB, MEM, cores, gpus, memory
+from fakes import FakeMemory, FakePlugins, FakeRuntime
+
+CUDA = SlotType("cuda.device", SlotKind.COUNT, ONE)
+
+
+class Rig:
+    """A node of fakes with two GPUs and two agents, shared; the clock stands still."""
+
+    def __init__(self, memory_of_node: FakeMemory | None = None, *others: str) -> None:
+        self.runtime = FakeRuntime()
+        self.plugins = FakePlugins(PluginListing("cuda", (CUDA,), tuple(gpus(1, 1))))
+        self.memory = memory_of_node or FakeMemory()
+        self.now = 1000.0
+        rules = SplitRules(AllocationMode.SHARED, (AgentRule("a"), AgentRule("b")))
+        host = [*cores(4), memory(8 * GIB)]
+        events = EventLog()
+        self.devices = NodeDevices(self.plugins, self.memory, rules, (CPU, MEM), host, events)
+        self.devices.discover()
+        slots, real = {"cpu": 1, "mem": "256m"}, frozenset("0123")
+        node = NodeRules("n", Policy(), slots, real, PortRange(), lambda *_: True)
+        planner = Planner(self.devices, self.plugins, node)
+        self.clock = Clock(lambda: self.now, lambda: self.now)
+        self.runtimes = {"fake": self.runtime}
+        self.state = NodeState([*self.runtimes, *others], events)
+        self.state.listen(planner.notify_plugins)
+        remember(self.state, self.memory, "n")
+        common = (self.runtimes, "fake", self.memory, self.clock)
+        self.service = KernelService(self.state, self.devices, planner, *common)
+        self.reconciler = Reconciler(self.state, self.devices, *common)
+        self.reconciler._following.add("fake")
+
+    def recall(self) -> None:
+        recall(self.state, self.devices, self.memory, "fake", self.clock)
+
+    async def relist(self) -> None:
+        await self.reconciler.relist(self.runtime)
+
+    def spec(self, kernel_id: str = "k1", agent: str = "a", *command: str, **slots) -> KernelSpec:
+        amounts = {name.replace("_", "."): amount for name, amount in slots.items()}
+        words = command or ("sleep", "1000")
+        return KernelSpec(kernel_id, agent, words, f"{agent}{words}{amounts}", slots=amounts)
+
+    async def create(self, *args, **slots) -> Kernel:
+        kernel, _ = await self.service.create(self.spec(*args, **slots))
+        return kernel
+
+    @property
+    def free_gpus(self) -> int:
+        partition = self.devices.partition("a")
+        devices = self.devices.inventory.by_name["cuda"]
+        return sum(self.state.ledger.free(d, partition) for d in devices) // ONE
+
+    @property
+    def states(self) -> dict[str, str]:
+        return {kernel.kernel_id: kernel.state.value for kernel in self.state}
+
+
+@contextlib.asynccontextmanager
+async def running(rig: Rig) -> AsyncIterator[Rig]:
+    """The same, with the reconciler's loops running."""
+    loops = asyncio.create_task(rig.reconciler.run(rig.plugins))
+    try:
+        async with asyncio.timeout(5):
+            while not rig.runtime._followers:
+                await asyncio.sleep(0)
+        yield rig
+    finally:
+        loops.cancel()
+
+
+async def settled(rig: Rig, kernel_id: str, state: str) -> None:
+    async with asyncio.timeout(5):
+        while rig.states.get(kernel_id) != state:
+            await asyncio.sleep(0)

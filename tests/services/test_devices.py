@@ -1,0 +1,124 @@
+from dataclasses import replace
+
+import pytest
+
+from agentd.core.devices import DeviceId, Health
+from agentd.core.slots import ONE, SlotKind, SlotType
+from agentd.errors import (
+    InsufficientResource,
+)
+from agentd.services.interfaces import PluginListing
+from core.machines import gpus
+from services.node import CUDA, Rig
+
+
+async def test_an_unhealthy_device_leaves_capacity_not_the_known_slots(rig: Rig) -> None:
+    sick = replace(gpus(1, 1)[0], health=Health.UNHEALTHY, reason="Xid 79")
+    rig.plugins.ready = [PluginListing("cuda", (CUDA,), (sick, gpus(1, 1)[1]))]
+    rig.devices.discover()
+    assert rig.free_gpus == 1
+    assert "cuda.device" in rig.devices.inventory.slot_types
+
+
+async def test_a_late_plugin_joins_without_moving_anything(rig: Rig) -> None:
+    await rig.create(cuda_device=1)
+    npu = SlotType("npu.device", SlotKind.COUNT, ONE)
+    devices = tuple(replace(d, aliases=()) for d in gpus(1, slot="npu.device"))
+    rig.plugins.ready.append(PluginListing("npu", (npu,), devices))
+    before = rig.devices.generation
+    rig.devices.refresh("npu")
+    assert rig.devices.generation > before
+    assert rig.free_gpus == 1
+    await rig.create("k2", npu_device=1)
+
+
+async def test_a_late_plugin_takes_nothing_from_the_one_that_serves(rig: Rig) -> None:
+    """Also where it comes first in the order of plugins; the next start decides anew."""
+    await rig.create(cuda_device=2)
+    npu = SlotType("npu.device", SlotKind.COUNT, ONE)
+    same = [replace(d, device_id=DeviceId("npu", d.device_id.id)) for d in gpus(1, 1)]
+    new = replace(same[0], device_id=DeviceId("npu", "npu9"), stable_id="N", aliases=())
+    rig.plugins.ready.insert(0, PluginListing("npu", (npu,), (*same, new)))
+    rig.devices.refresh("npu")
+    assert [d.stable_id for d in rig.devices.inventory.by_name["npu"]] == ["N"]
+    assert len(rig.devices.inventory.by_name["cuda"]) == 2
+    assert rig.free_gpus == 0
+    assert sum("withheld" in warning for warning in rig.devices.warnings) == 2
+    rig.devices.refresh("npu")
+    assert not any("appeared" in warning for warning in rig.devices.warnings)
+    again = Rig(rig.memory)
+    again.plugins.ready = rig.plugins.ready
+    again.devices.discover()
+    again.runtime = rig.runtime
+    again.service.runtimes = {"fake": rig.runtime}
+    await again.reconciler.relist(rig.runtime)
+    served = again.devices.inventory.by_name["npu"]
+    assert [d.stable_id for d in served] == ["GPU-cuda-0", "GPU-cuda-1", "N"]
+    ledger = again.state.ledger
+    assert all(ledger.holders(device.device_id) for device in served[:2])
+    with pytest.raises(InsufficientResource):
+        await again.create("k2", npu_device=2)
+
+
+async def test_a_neighbour_that_keeps_failing_changes_nothing(rig: Rig) -> None:
+    rig.plugins.failed["bad"] = "it was killed"
+    extra = replace(gpus(1)[0], device_id=DeviceId("cuda", "cuda9"), stable_id="X", aliases=())
+    ready = rig.plugins.ready[0]
+    rig.plugins.ready[0] = replace(ready, devices=(*ready.devices, extra))
+    before = rig.devices.generation
+    for _ in range(3):
+        rig.devices.refresh("bad")
+    assert (rig.devices.generation, len(rig.devices.inventory.by_name["cuda"])) == (before, 2)
+
+
+async def test_whole_gpus_that_are_parts_now_hold_back_their_parts(rig: Rig) -> None:
+    kernel = await rig.create(cuda_device=1)
+    held = kernel.allocation.devices_of("cuda")[0].device_id.id
+    mig = SlotType("cuda.device:1g-mig", SlotKind.UNIQUE, ONE)
+    first, second = gpus(1, 1)
+    taken = next(d for d in (first, second) if d.device_id.id == held)
+    parts = tuple(
+        replace(
+            taken, device_id=DeviceId("cuda", f"{held}:{n}"), stable_id=f"MIG-{n}", slot=mig.name,
+            kind=SlotKind.UNIQUE, parent=taken.stable_id, aliases=(),
+        )
+        for n in range(2)
+    )  # fmt: skip
+    again = Rig(rig.memory)
+    again.plugins.ready = [PluginListing("cuda", (CUDA, mig), parts)]
+    again.devices.discover()
+    again.service.runtimes = {"fake": rig.runtime}
+    await again.reconciler.relist(rig.runtime)
+    spec = replace(rig.spec("k2"), slots={"cuda.device:1g-mig": 1}, spec_hash="other")
+    with pytest.raises(InsufficientResource):
+        await again.service.create(spec)
+
+
+async def test_what_a_plugin_says_later_changes_devices_and_the_generation_only_then(rig) -> None:
+    await rig.create(cuda_device=1)
+    first, second = gpus(1, 1)
+    before = rig.devices.generation
+    rig.devices.refresh("cuda")
+    assert rig.devices.generation == before
+    sick = replace(second, health=Health.UNHEALTHY, reason="Xid 79")
+    third = replace(second, device_id=DeviceId("cuda", "cuda7"), stable_id="GPU-new")
+    rig.plugins.ready = [PluginListing("cuda", (CUDA,), (first, sick, third))]
+    rig.devices.refresh("cuda")
+    assert (rig.devices.generation, rig.free_gpus) == (before + 1, 0)
+    assert any("GPU-new) appeared" in warning for warning in rig.devices.warnings)
+    rig.plugins.ready = [PluginListing("cuda", (CUDA,), (first, second))]
+    rig.devices.refresh("cuda")
+    assert rig.free_gpus == 1
+    assert not any("appeared" in warning for warning in rig.devices.warnings)
+
+
+async def test_plugins_hear_of_each_step_of_a_kernel_once(rig: Rig) -> None:
+    await rig.create(cuda_device=1)
+    await rig.service.stop("k1")
+    await rig.service.remove("k1")
+    assert rig.plugins.told == [
+        ("before-create", "k1"),
+        ("after-start", "k1"),
+        ("before-stop", "k1"),
+        ("after-stop", "k1"),
+    ]
