@@ -116,7 +116,7 @@ class Sweep:
     async def provoke(self, point: str, kernel_id: str) -> set[str]:
         """Ask for what passes a point; return the kernels that may end over it."""
         self._body = self.body(point)
-        match point.split(".", maxsplit=1)[0]:
+        match "create" if point.endswith("_move") else point.partition(".")[0]:
             case "create" | "intent" | "shim":
                 answer = await self.world.create(kernel_id, **self._body)
                 assert answer is None or answer.status == 201, (point, answer.content)
@@ -125,6 +125,8 @@ class Sweep:
                 await self.world.ask("POST", f"/v1/kernels/{kernel_id}/stop", {"timeout": 0.2})
             case "delete" | "record":
                 await self.daemon.running(kernel_id=kernel_id, **self._body)
+                if point.endswith("_replace"):  # written anew where it is not there any more
+                    (self.daemon.folder / "state" / "records" / f"{kernel_id}.json").unlink()
                 await self.world.remove(kernel_id)
             case "reconcile":
                 await self.daemon.running(kernel_id=kernel_id, **self._body)

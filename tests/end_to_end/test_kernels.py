@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentd.host.cgroups import find_memory_groups
+from agentd.host.cgroups import find_cgroups
 from daemon import AGENTS, Daemon, gpus
 
 
@@ -43,7 +43,7 @@ async def test_the_memory_limit_is_the_allocation_or_said_not_to_be(daemon: Daem
     made = await daemon.create(kernel_id="k1", command=["sh", "-c", script], slots={"mem": "32m"})
     kernel = await daemon.until("k1", "terminated")
     if "mem" in made.json["not_enforced"]:
-        assert (daemon.runtime, find_memory_groups()) == ("process", None)
+        assert (daemon.runtime, find_cgroups()) == ("process", None)
         return
     assert kernel["oom_killed"] or kernel["exit_code"] == 137
     assert (await daemon.call("GET", "/v1/kernels/k1/logs")).content == b""

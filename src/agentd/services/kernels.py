@@ -158,8 +158,7 @@ class KernelService:
                     plan, lambda state, pull=None: self._progress(kernel_id, state, pull)
                 )
             except OutcomeUnknown:
-                until = self._clock.steady() + GRACE_S
-                self._state.leave_unsettled(kernel_id, until, keep=keep_failure)
+                self._leave_unsettled(kernel_id, keep=keep_failure)
                 raise
             except BaseException as error:
                 if keep_failure and not isinstance(error, asyncio.CancelledError):
@@ -183,6 +182,14 @@ class KernelService:
         self._starting.pop(kernel_id, None)
         if not task.cancelled():
             task.exception()  # a caller that went away does not make it an unseen one
+        kernel = self._state.kernels.get(kernel_id)
+        if kernel is not None and kernel.state in STARTING:
+            self._leave_unsettled(kernel_id)
+
+    def _leave_unsettled(self, kernel_id: str, *, keep: bool = False) -> None:
+        if kernel_id not in self._state.unsettled:
+            until = self._clock.steady() + GRACE_S
+            self._state.leave_unsettled(kernel_id, until, keep=keep)
 
     async def stop(self, kernel_id: str, timeout_s: float | None = None) -> Kernel:
         """End a kernel and keep it listed; stopping an ended one changes nothing.

@@ -137,8 +137,8 @@ class StateFolder:
 
     def save_intent(self, kernel_id: str, text: str) -> None:
         self._behind.pop(kernel_id, None)
-        self._write(self._path(kernel_id, Phase.INTENT), text.encode(), "intent")
         self._phases[kernel_id] = Phase.INTENT
+        self._write(self._path(kernel_id, Phase.INTENT), text.encode(), "intent")
 
     def save_phase(self, kernel_id: str, phase: Phase, text: Callable[[], str]) -> None:
         before = self._phases.get(kernel_id)

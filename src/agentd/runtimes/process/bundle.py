@@ -2,7 +2,7 @@
 
     lock           held by the kernel's shim for as long as that lives (see `shim`)
     record.json    the kernel's record, written before anything starts
-    identity.json  pid, start time and boot id, of the command and the shim
+    identity.json  pid and start time of the command and the shim, and the boot
     exit.json      how it ended, written when nothing of it is left
     output.log     what it printed; older parts are output.log.1, output.log.2, …
 
@@ -48,6 +48,7 @@ class Identity:
     leader: Proc
     shim: Proc
     boot_id: str
+    has_cgroup: bool
     started_at: float
 
 
@@ -139,6 +140,7 @@ class Bundle:
                 Proc(int(raw["pid"]), int(raw["start_time"])),
                 Proc(int(raw["shim_pid"]), int(raw["shim_start_time"])),
                 str(raw["boot_id"]),
+                bool(raw["has_cgroup"]),
                 parse_time(raw["started_at"]),
             )
         except DAMAGE:

@@ -67,13 +67,13 @@ class Proof:
     def _leader(self) -> Proc | None:
         """The command, if it is proved to live.
 
-        What is written may be damaged: where there is a shim or a cgroup, it is one of theirs.
+        What is written may be damaged: where it had a cgroup or has a shim, it is one of theirs.
         """
         who = self.identity
         if who is None or who.boot_id != self._boot_id or not who.leader.is_alive():
             return None
         shim, grouped = self._shim, self._grouped()
-        if shim is None and not (self._cgroup and self._cgroup.exists()):
+        if shim is None and not who.has_cgroup:
             return who.leader
         stat = read_stat(who.leader.pid)
         is_kept = shim is not None and stat is not None and stat.parent == shim.pid

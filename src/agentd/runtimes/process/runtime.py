@@ -43,6 +43,7 @@ TRASH = ".removed-"
 AGENT, DEVICES = "agent", "devices"
 """What stands on a kernel's cgroup: whose it is, and the second statement of its devices."""
 LOG_THREADS = 4
+REMOVE_TRIES = 10
 
 
 class ProcessRuntime:
@@ -166,7 +167,7 @@ class ProcessRuntime:
                 await reach("stop.after_kill")
 
     async def remove(self, ref: KernelRef, *, unless_alive: bool = False) -> bool:
-        while True:
+        for _ in range(REMOVE_TRIES):
             if unless_alive:
                 with looking():
                     if self._proof(ref.kernel_id).lives:
@@ -175,6 +176,7 @@ class ProcessRuntime:
                 await self.stop(ref, 0)
             if await self._taken_away(ref.kernel_id):
                 return True  # else its shim was faster than we were
+        raise RuntimeFailure(f"kernel {ref.kernel_id} lives again, however often it is ended")
 
     async def _taken_away(self, kernel_id: str) -> bool:
         """Remove the bundle of a kernel that does not live; False if it began to."""

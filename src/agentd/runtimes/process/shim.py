@@ -72,6 +72,7 @@ def main() -> None:
         "boot_id": order["boot_id"],
         "shim_pid": os.getpid(),
         "shim_start_time": start_time(os.getpid()),
+        "has_cgroup": bool(order["cgroup_procs"]),
         "started_at": time.time(),
     }
     try:
