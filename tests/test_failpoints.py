@@ -11,7 +11,7 @@ from agentd import failpoints
 from agentd.failpoints import POINTS, hit, reach
 
 SOURCE = Path(failpoints.__file__).parent
-KINDS = ("intent", "devices", "node")
+KINDS = ("intent", "record", "devices", "node")
 
 
 @pytest.fixture(autouse=True)
@@ -69,9 +69,9 @@ async def test_a_delay_of_a_coroutine_lets_others_go_on() -> None:
 
 
 def test_a_delay_of_a_plain_step_blocks_it() -> None:
-    failpoints.arm("intent.before_drop=delay(20)")
+    failpoints.arm("record.before_drop=delay(20)")
     start = time.monotonic()
-    hit("intent.before_drop")
+    hit("record.before_drop")
     assert time.monotonic() - start >= 0.02
 
 

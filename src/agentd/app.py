@@ -39,7 +39,7 @@ from agentd.services.events import EventLog
 from agentd.services.interfaces import Clock, Memory, Runtime
 from agentd.services.kernels import KernelService
 from agentd.services.planner import NodeRules, Planner
-from agentd.services.reconciler import Reconciler
+from agentd.services.reconciler import Loops, Reconciler
 from agentd.services.records import recall, recorded_runtimes, remember
 from agentd.services.selfcheck import SelfCheck
 from agentd.services.state import NodeState
@@ -163,7 +163,7 @@ class Daemon:
             stack.push_async_callback(reach, "shutdown.after_server")
             stack.push_async_callback(server.stop)
             await reach("start.after_server")
-            await stack.enter_async_context(_running(node.reconciler, plugins))
+            await stack.enter_async_context(_running(node.loops))
             await self._until_listed(node)
             await reach("start.before_ready")
             node.handlers.open()
@@ -206,7 +206,8 @@ class Daemon:
         check = SelfCheck(state, devices, runtimes, memory)
         parts = NodeParts(state, devices, plugins, service, reconciler, check, events)
         handlers = Handlers(self._node_id, default, parts)
-        return _Node(state, service, reconciler, handlers, events)
+        loops = Loops(reconciler, state, devices, runtimes, plugins)
+        return _Node(state, service, reconciler, loops, handlers, events)
 
     def _rules(self, host: Host) -> NodeRules:
         return NodeRules(
@@ -293,6 +294,7 @@ class _Node(NamedTuple):
     state: NodeState
     service: KernelService
     reconciler: Reconciler
+    loops: Loops
     handlers: Handlers
     events: EventLog
 
@@ -302,8 +304,8 @@ async def _until(event: asyncio.Event) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _running(reconciler: Reconciler, plugins: PluginHost) -> AsyncIterator[None]:
-    task = asyncio.create_task(reconciler.run(plugins))
+async def _running(loops: Loops) -> AsyncIterator[None]:
+    task = asyncio.create_task(loops.run())
     try:
         yield
     finally:

@@ -168,7 +168,7 @@ class UnknownKernel(RequestError):
 class UnknownRuntime(RequestError):
     """No runtime of that name on this node."""
 
-    code = "NotFound"
+    code = "UnknownRuntime"
 
 
 class UnknownDevice(RequestError):

@@ -233,11 +233,62 @@ async def test_a_container_that_never_started_is_removed(dockered: Daemon) -> No
     shown = engine.call("GET", f"/containers/{kernel['container_id']}/json")
     await daemon.stop()
     engine.call("DELETE", f"/containers/{kernel['container_id']}?force=1")
-    config = {"Image": "agentd-test:1", "Labels": shown["Config"]["Labels"]}
-    engine.call("POST", f"/containers/create?name={kernel_name(daemon.node, 'k1')}", config)
+    labels = shown["Config"]["Labels"]
+    config = {"Image": "agentd-test:1", "Cmd": ["true"], "Labels": labels}
+    name = kernel_name(daemon.node, "k1")
+    assert engine.call("POST", f"/containers/create?name={name}", config)["Id"]
     await daemon.start()
     assert await daemon.get("/v1/kernels") == []
     assert engine.containers() == []
+
+
+@pytest.mark.docker
+async def test_a_container_that_somebody_removed_meanwhile_is_lost(dockered: Daemon) -> None:
+    daemon = dockered
+    await daemon.start()
+    kernel = await daemon.running(kernel_id="k1", slots={"cuda.device": 1})
+    await daemon.stop()
+    daemon.test_engine.call("DELETE", f"/containers/{kernel['container_id']}?force=1")
+    for _ in range(2):
+        await daemon.restart()
+        assert (await daemon.get("/v1/kernels/k1"))["state"] == "lost"
+        assert await daemon.free("cuda.device") == "2"
+    assert (await daemon.call("DELETE", "/v1/kernels/k1")).status == 204
+    await daemon.restart()
+    assert await daemon.get("/v1/kernels") == []
+
+
+@pytest.mark.docker
+async def test_a_runtime_that_is_down_holds_up_nobody_else(dockered: Daemon) -> None:
+    """An engine that was uninstalled keeps what it was last known to hold, and nothing more."""
+    daemon, engine_socket = dockered, dockered.engine
+    await daemon.start()
+    await daemon.running(kernel_id="k1", slots={"cuda.device": 1})
+    await daemon.stop()
+    daemon.runtime, daemon.engine = "process", daemon.folder / "nowhere.sock"
+    daemon.configure()
+    for _ in range(2):
+        await daemon.restart()
+        kernel = await daemon.get("/v1/kernels/k1")
+        assert (kernel["state"], kernel["allocation"]["cuda"]) == (
+            "running",
+            {"cuda.device": {"cuda0": "1"}},
+        )
+        second = await daemon.running(kernel_id="k2", slots={"cuda.device": 1})
+        assert list(second["allocation"]["cuda"]["cuda.device"]) == ["cuda1"]
+        assert (await daemon.call("DELETE", "/v1/kernels/k2?timeout=0")).status == 204
+    refused = await daemon.call("DELETE", "/v1/kernels/k1")
+    assert (refused.status, refused.json["code"]) == (503, "RuntimeUnavailable")
+    answers = await daemon.call("DELETE", "/v1/runtimes/process")
+    assert (answers.status, answers.json["code"]) == (409, "KernelConflict")
+    assert (await daemon.call("DELETE", "/v1/runtimes/docker")).status == 204
+    assert await daemon.get("/v1/kernels") == []
+    assert [item["name"] for item in await daemon.get("/v1/runtimes")] == ["process"]
+    await daemon.restart()
+    assert await daemon.free("cuda.device") == "2"
+    unknown = await daemon.call("DELETE", "/v1/runtimes/docker")
+    assert (unknown.status, unknown.json["code"]) == (404, "UnknownRuntime")
+    daemon.engine = engine_socket
 
 
 @pytest.mark.docker

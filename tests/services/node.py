@@ -14,7 +14,7 @@ from agentd.services.events import EventLog
 from agentd.services.interfaces import Clock, PluginListing
 from agentd.services.kernels import KernelService
 from agentd.services.planner import NodeRules, Planner
-from agentd.services.reconciler import Reconciler
+from agentd.services.reconciler import Loops, Reconciler
 from agentd.services.records import recall, remember
 from agentd.services.state import NodeState
 from core.machines import CPU, GIB, MEM, cores, gpus, memory
@@ -78,7 +78,8 @@ class Rig:
 @contextlib.asynccontextmanager
 async def running(rig: Rig) -> AsyncIterator[Rig]:
     """The same, with the reconciler's loops running."""
-    loops = asyncio.create_task(rig.reconciler.run(rig.plugins))
+    made = Loops(rig.reconciler, rig.state, rig.devices, rig.runtimes, rig.plugins)
+    loops = asyncio.create_task(made.run())
     try:
         async with asyncio.timeout(5):
             while not rig.runtime._followers:

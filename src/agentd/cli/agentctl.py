@@ -279,6 +279,24 @@ def forget(client: Client, device: str) -> None:
     client.call("DELETE", _device_path(client, device))
 
 
+@agentctl.group(invoke_without_command=True)
+@json_option
+@click.pass_context
+def runtimes(context: click.Context, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """List the runtimes that may have kernels of this node, and whether they answer."""
+    if context.invoked_subcommand is None:
+        rows = context.obj.call("GET", "/v1/runtimes")
+        print_answer(rows, ["name", "state", "reason"], as_json=as_json)
+
+
+@runtimes.command("forget")
+@click.argument("name")
+@click.pass_obj
+def forget_runtime(client: Client, name: str) -> None:
+    """Drop what runtime NAME, which does not answer, was last known to hold, for good."""
+    client.call("DELETE", f"/v1/runtimes/{quote(name, safe='')}")
+
+
 def _print_device(row: Mapping[str, Any], *, as_json: bool) -> None:
     shown = row if as_json else {**row, "device": f"{row['device_name']}/{row['id']}"}
     print_answer(shown, ["device", "state", "agents", "reason"], as_json=as_json)

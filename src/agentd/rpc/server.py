@@ -43,6 +43,7 @@ STATUSES = {
     "UnknownAgent": 404,
     "UnknownKernel": 404,
     "UnknownDevice": 404,
+    "UnknownRuntime": 404,
     "NotFound": 404,
     "MethodNotAllowed": 405,
     "BodyTooLarge": 413,

@@ -101,7 +101,8 @@ class NodeDevices:
         """
         self._statuses = {status.name: status for status in self._plugins.statuses()}
         self._split, self._warnings = self._discovered()
-        self._changed()
+        self._generation += 1
+        self._save()
 
     def refresh(self, name: str) -> bool:
         """Take in what a plugin says now: it opened late, its devices changed, or it is lost.
@@ -149,8 +150,9 @@ class NodeDevices:
             return False
         self._note_served(listing, late)
         self._split, self._news[name] = split, tuple(warnings)
-        self._changed()
-        self._publish(before, split.inventory)
+        self._generation += 1
+        self._save()
+        _publish_changes(self._events, before, split.inventory)
         log.info("plugin.joined", plugin=name)
         return True
 
@@ -255,14 +257,6 @@ class NodeDevices:
         if inventory is not self.inventory:
             self._replace_inventory(inventory)
 
-    def _publish(self, before: Inventory, now: Inventory) -> None:
-        for device_id, device in now.by_id.items():
-            if before.by_id.get(device_id) != device:
-                self._events.publish(EventKind.DEVICE, device)
-        for device_id, device in before.by_id.items():
-            if device_id not in now.by_id:
-                self._events.publish(EventKind.DEVICE_REMOVED, device)
-
     def _replace_for_good(self, inventory: Inventory) -> None:
         """Do what an operator wants: remembered first, or not done at all."""
         self._memory.save_devices(_lasting(inventory))
@@ -277,11 +271,7 @@ class NodeDevices:
         before = self.inventory
         self._split = self.split.with_inventory(inventory)
         self._generation += 1
-        self._publish(before, inventory)
-
-    def _changed(self) -> None:
-        self._generation += 1
-        self._save()
+        _publish_changes(self._events, before, inventory)
 
     def _save(self) -> None:
         try:
@@ -298,6 +288,15 @@ class NodeDevices:
         if self._unsaved:
             self._save()
         self._memory.retry()
+
+
+def _publish_changes(events: EventLog, before: Inventory, now: Inventory) -> None:
+    for device_id, device in now.by_id.items():
+        if before.by_id.get(device_id) != device:
+            events.publish(EventKind.DEVICE, device)
+    for device_id, device in before.by_id.items():
+        if device_id not in now.by_id:
+            events.publish(EventKind.DEVICE_REMOVED, device)
 
 
 def _lasting(inventory: Inventory, name: str = "") -> list[Device]:

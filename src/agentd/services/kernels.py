@@ -26,7 +26,7 @@ from agentd.errors import (
 )
 from agentd.failpoints import reach
 from agentd.services.devices import NodeDevices
-from agentd.services.interfaces import Clock, LogQuery, Memory, Runtime
+from agentd.services.interfaces import Clock, LogQuery, Memory, Progress, Runtime
 from agentd.services.planner import Decision, Planner
 from agentd.services.state import NodeState
 
@@ -154,9 +154,7 @@ class KernelService:
                 plan = await self._planner.plan(kernel, spec, self._default)
                 await reach("create.after_plan")
                 self._memory.save_intent(kernel_id, plan.record)
-                found = await self._default.create(
-                    plan, lambda state, pull=None: self._progress(kernel_id, state, pull)
-                )
+                found = await self._default.create(plan, self._progress(kernel_id))
             except OutcomeUnknown:
                 self._leave_unsettled(kernel_id, keep=keep_failure)
                 raise
@@ -175,8 +173,11 @@ class KernelService:
         log.info("kernel.created", kernel_id=kernel_id, agent_id=kernel.agent_id)
         return running
 
-    def _progress(self, kernel_id: str, state: KernelState, pull: Pull | None) -> None:
-        self._state.put(self._state.get(kernel_id).moved_to(state, pull=pull))
+    def _progress(self, kernel_id: str) -> Progress:
+        def moved(state: KernelState, pull: Pull | None = None) -> None:
+            self._state.put(self._state.get(kernel_id).moved_to(state, pull=pull))
+
+        return moved
 
     def _started(self, kernel_id: str, task: asyncio.Task[Kernel]) -> None:
         self._starting.pop(kernel_id, None)
@@ -276,21 +277,26 @@ class KernelService:
         return self._runtime_of(kernel).logs(kernel.ref, query)
 
     def _runtime_of(self, kernel: Kernel) -> Runtime:
-        if kernel.runtime not in self._runtimes:
+        if (runtime := self._runtimes.get(kernel.runtime)) is None:
             raise RuntimeUnavailable(f"this agentd has no runtime {kernel.runtime}")
-        return self._runtimes[kernel.runtime]
+        return runtime
 
     async def drain(self, timeout_s: float) -> None:
         """Take no more creates, and wait for those under way; cancel what is late."""
         self._is_draining = True
-        if tasks := list(self._starting.values()):
-            _, late = await asyncio.wait(tasks, timeout=timeout_s)
-            for task in late:
-                _cancel_once(task)
-            await asyncio.wait(tasks, timeout=timeout_s)
+        await _end_all(list(self._starting.values()), timeout_s)
 
 
 def _cancel_once(task: asyncio.Task[Kernel]) -> None:
     """Cancel a create; a second cancellation would interrupt what cleans up after the first."""
     if not task.cancelling():
         task.cancel()
+
+
+async def _end_all(tasks: list[asyncio.Task[Kernel]], timeout_s: float) -> None:
+    """Wait for creates, and cancel those that are late."""
+    if tasks:
+        _, late = await asyncio.wait(tasks, timeout=timeout_s)
+        for task in late:
+            _cancel_once(task)
+        await asyncio.wait(tasks, timeout=timeout_s)

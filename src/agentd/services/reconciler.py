@@ -61,41 +61,13 @@ class Reconciler:
         self._partial: set[str] = set()
         self._partial_again = 0.0
 
-    async def run(self, plugins: Plugins) -> None:
-        """Follow runtimes and plugins, settle, and look at what was requeued; until cancelled.
-
-        A loop that fails is logged and goes on.
-        """
-        for name in self._state.runtimes.keys() - self._runtimes.keys():
-            self._state.note_unavailable(name, "this agentd has no runtime of that name")
-        async with asyncio.TaskGroup() as group:
-            for name, runtime in self._runtimes.items():
-                group.create_task(self._follow(runtime), name=f"follow-{name}")
-            group.create_task(self._forever(lambda: self._work(group)), name="work")
-            group.create_task(self._forever(self._retry), name="retry")
-            watching = self._forever(lambda: self._watch_plugins(plugins))
-            group.create_task(watching, name="watch-plugins")
-
-    async def _watch_plugins(self, plugins: Plugins) -> None:
-        async for name in plugins.changes():
-            if self._devices.refresh(name):
-                self._relocate()
-
-    def _relocate(self) -> None:
+    def relocate(self) -> None:
         """Charge what kernels hold to devices that were known only from their records so far."""
         for kernel in list(self._state):
             allocation, missing = located(kernel.allocation, self._devices.inventory)
             self._devices.add_missing(missing)
             if allocation != kernel.allocation:
                 self._state.put(replace(kernel, allocation=allocation))
-
-    async def _forever(self, loop: Callable[[], Awaitable[None]]) -> None:
-        while True:
-            try:
-                await loop()
-            except Exception:
-                log.exception("reconciler.failed")
-                await asyncio.sleep(LONGEST_PAUSE_S)
 
     async def first_try(self) -> None:
         """Wait until every runtime gave its first list, or could not."""
@@ -106,37 +78,17 @@ class Reconciler:
         """Take runtimes that did not answer yet for unavailable."""
         for name, tried in self._tried.items():
             if not tried.is_set():
-                self._note_unavailable(name, reason)
+                self.note_unavailable(name, reason)
 
-    def _note_unavailable(self, name: str, reason: str) -> None:
+    def note_unavailable(self, name: str, reason: str) -> None:
+        """Note that a runtime does not answer; says nothing about its kernels."""
         if name not in self._state.runtimes:
             return
         if self._state.runtime(name).state is not RuntimeState.UNAVAILABLE:
             log.warning("runtime.unavailable", runtime=name, reason=reason)
         self._state.note_unavailable(name, reason)
-        self._tried[name].set()
-
-    async def _follow(self, runtime: Runtime) -> None:
-        pause_s = FIRST_PAUSE_S
-        while runtime.name in self._state.runtimes:
-            try:
-                async for kernel_id in runtime.follow():
-                    if kernel_id:
-                        self.requeue(kernel_id)
-                    else:
-                        self._following.add(runtime.name)
-                        await self.relist(runtime)
-                        pause_s = FIRST_PAUSE_S
-                reason = "its events ended"
-            except RuntimeUnavailable as error:
-                reason = str(error)
-            except Exception as error:
-                log.exception("reconciler.failed", runtime=runtime.name)
-                reason = f"{type(error).__name__}: {error}"
-            self._following.discard(runtime.name)
-            self._note_unavailable(runtime.name, reason)
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        if name in self._tried:
+            self._tried[name].set()
 
     async def relist(self, runtime: Runtime) -> None:
         """Compare everything that a runtime has with everything that is known of it.
@@ -151,7 +103,7 @@ class Reconciler:
             listing = await runtime.list()
             found = [*listing.kernels, *await self._renamed(runtime, listing.kernels)]
         except RuntimeUnavailable as error:
-            self._note_unavailable(runtime.name, str(error))
+            self.note_unavailable(runtime.name, str(error))
             raise
         await reach("adopt.after_list")
         known = {kernel.kernel_id: kernel for kernel in state if kernel.runtime == runtime.name}
@@ -197,23 +149,19 @@ class Reconciler:
         found = [await runtime.find(ref) for ref in missing]
         return [item for item in found if item is not None]
 
+    def note_following(self, name: str, *, is_following: bool) -> None:
+        """Note whether a runtime's events are heard; what is not heard is not listed either."""
+        (self._following.add if is_following else self._following.discard)(name)
+
+    async def next_queued(self) -> str:
+        """Wait for a kernel that is to be looked at."""
+        return await self._queue.get()
+
     def requeue(self, kernel_id: str) -> None:
         """Have a kernel looked at, as soon as nobody works on it."""
         if kernel_id not in self._queued:
             self._queued.add(kernel_id)
             self._queue.put_nowait(kernel_id)
-
-    async def _work(self, group: asyncio.TaskGroup) -> None:
-        while True:
-            group.create_task(self._observe_or_requeue(await self._queue.get()))
-
-    async def _observe_or_requeue(self, kernel_id: str) -> None:
-        try:
-            await self.observe(kernel_id)
-        except Exception:
-            log.exception("reconciler.failed", kernel_id=kernel_id)
-            await asyncio.sleep(LONGEST_PAUSE_S)
-            self.requeue(kernel_id)
 
     async def observe(self, kernel_id: str) -> None:
         """Look at one kernel after something happened to it, when nobody works on it."""
@@ -230,7 +178,7 @@ class Reconciler:
         try:
             found = await runtime.find(known.ref if known else KernelRef(kernel_id))
         except RuntimeUnavailable as error:
-            self._note_unavailable(runtime.name, str(error))
+            self.note_unavailable(runtime.name, str(error))
             return
         await reach("reconcile.after_find")
         if self._state.kernels.get(kernel_id) is not known:
@@ -240,11 +188,6 @@ class Reconciler:
         items = [found] if found and not self._is_second(found) else []
         await self._settle(reconcile(before, items, self._devices.inventory), is_locked=True)
         await reach("reconcile.after_settle")
-
-    async def _retry(self) -> None:
-        while True:
-            await asyncio.sleep(RETRY_PAUSE_S)
-            await self.retry()
 
     async def retry(self) -> None:
         """Ask again where a runtime did not answer, or a create has an unknown outcome."""
@@ -341,3 +284,85 @@ class Reconciler:
             log.info("kernel.never_ran_removed", kernel_id=kernel_id)
         else:
             self.requeue(kernel_id)
+
+
+class Loops:
+    """What goes on while nobody asks; a loop that fails is logged and goes on."""
+
+    def __init__(
+        self,
+        reconciler: Reconciler,
+        state: NodeState,
+        devices: NodeDevices,
+        runtimes: Mapping[str, Runtime],
+        plugins: Plugins,
+    ) -> None:
+        self._reconciler = reconciler
+        self._state = state
+        self._devices = devices
+        self._runtimes = runtimes
+        self._plugins = plugins
+
+    async def run(self) -> None:
+        """Follow runtimes and plugins, settle, and look at what was requeued; until cancelled."""
+        for name in self._state.runtimes.keys() - self._runtimes.keys():
+            self._reconciler.note_unavailable(name, "this agentd has no runtime of that name")
+        async with asyncio.TaskGroup() as group:
+            for name, runtime in self._runtimes.items():
+                group.create_task(self._follow(runtime), name=f"follow-{name}")
+            group.create_task(self._forever(lambda: self._work(group)), name="work")
+            group.create_task(self._forever(self._retry), name="retry")
+            watching = self._forever(self._watch_plugins)
+            group.create_task(watching, name="watch-plugins")
+
+    async def _watch_plugins(self) -> None:
+        async for name in self._plugins.changes():
+            if self._devices.refresh(name):
+                self._reconciler.relocate()
+
+    async def _forever(self, loop: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            try:
+                await loop()
+            except Exception:
+                log.exception("reconciler.failed")
+                await asyncio.sleep(LONGEST_PAUSE_S)
+
+    async def _follow(self, runtime: Runtime) -> None:
+        pause_s = FIRST_PAUSE_S
+        while runtime.name in self._state.runtimes:
+            try:
+                async for kernel_id in runtime.follow():
+                    if kernel_id:
+                        self._reconciler.requeue(kernel_id)
+                    else:
+                        self._reconciler.note_following(runtime.name, is_following=True)
+                        await self._reconciler.relist(runtime)
+                        pause_s = FIRST_PAUSE_S
+                reason = "its events ended"
+            except RuntimeUnavailable as error:
+                reason = str(error)
+            except Exception as error:
+                log.exception("reconciler.failed", runtime=runtime.name)
+                reason = f"{type(error).__name__}: {error}"
+            self._reconciler.note_following(runtime.name, is_following=False)
+            self._reconciler.note_unavailable(runtime.name, reason)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _work(self, group: asyncio.TaskGroup) -> None:
+        while True:
+            group.create_task(self._observe_or_requeue(await self._reconciler.next_queued()))
+
+    async def _observe_or_requeue(self, kernel_id: str) -> None:
+        try:
+            await self._reconciler.observe(kernel_id)
+        except Exception:
+            log.exception("reconciler.failed", kernel_id=kernel_id)
+            await asyncio.sleep(LONGEST_PAUSE_S)
+            self._reconciler.requeue(kernel_id)
+
+    async def _retry(self) -> None:
+        while True:
+            await asyncio.sleep(RETRY_PAUSE_S)
+            await self._reconciler.retry()

@@ -96,7 +96,7 @@ async def test_a_log_is_bounded_whatever_is_printed(folder: Path) -> None:
     script = "yes 0123456789abcde | head -c 1000000; echo the end"
     await create(runtime, "sh", "-c", script)
     async with asyncio.timeout(20):
-        await runtime._proof("k1").all_ended()
+        await runtime._bundles.proof("k1").all_ended()
     sizes = [path.stat().st_size for path in bundle(folder).glob("output.log*")]
     assert len(sizes) == 3
     assert max(sizes) <= 8192
@@ -112,7 +112,7 @@ async def test_one_file_is_emptied_where_no_other_may_be_kept(folder: Path) -> N
     runtime = process_runtime(folder / "kernels", log_max_size=4096, log_max_files=1)
     await create(runtime, "sh", "-c", "head -c 9000 /dev/zero; echo the end")
     async with asyncio.timeout(20):
-        await runtime._proof("k1").all_ended()
+        await runtime._bundles.proof("k1").all_ended()
     assert [path.name for path in bundle(folder).glob("output.log*")] == ["output.log"]
     logs = b"".join([chunk async for chunk in runtime.logs(K1, LogQuery(tail=1))])
     assert logs.endswith(b"the end\n")

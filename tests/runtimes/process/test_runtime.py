@@ -118,7 +118,7 @@ async def test_a_kernel_that_forks_and_exits_without_pause_is_ended(folder, with
     (folder / "kernels").mkdir()
     runtime = process_runtime(folder / "kernels")
     if not with_cgroups:
-        runtime._cgroups = None
+        runtime = without_cgroups(folder)
     await create(runtime, str(built("chain.c", folder / "chain")))
     async with asyncio.timeout(20):
         await runtime.stop(K1, 0.3)
@@ -151,7 +151,7 @@ async def test_a_pid_of_another_boot_is_nobody(runtime, folder) -> None:
     (bundle(folder) / "exit.json").unlink()
     me = read_stat(os.getpid())
     assert me is not None
-    mine = {"pid": me.pid, "start_time": me.start_time}
+    mine = {"pid": me.pid, "start_time": me.start_time, "has_cgroup": False}
     (bundle(folder) / "identity.json").write_text(json.dumps(identity(folder) | mine))
     assert await is_running(runtime)
     after = process_runtime(folder / "kernels", boot="another-boot")
@@ -201,10 +201,15 @@ async def test_processes_are_limited(runtime) -> None:
     await create(runtime, "sh", "-c", script, container=limits(pids_limit=10))
     async with asyncio.timeout(20):
         await anext(runtime.logs(K1, LogQuery(follow=True)))  # the shell complains
-    assert len(runtime._proof("k1").members()) <= 10
+    assert len(runtime._bundles.proof("k1").members()) <= 10
     spec = plan("sleep", container=limits(pids_limit=5000)).spec
     (problem,) = runtime.problems(spec)
     assert str(problem) == "pids_limit: 5000 are too many; allowed: up to 4096"
+
+
+def without_cgroups(folder: Path) -> ProcessRuntime:
+    made = process_runtime(folder / "kernels")
+    return ProcessRuntime(folder / "kernels", NODE, boot_id(), made._rules, None)
 
 
 def limits(**options):
@@ -219,7 +224,7 @@ async def test_memory_is_limited_and_swap_is_no_way_out(runtime, folder) -> None
     eat = "import sys; data = bytearray(200 << 20); sys.stdout.write('no limit')"
     await create(runtime, os.path.realpath("/usr/bin/python3"), "-c", eat)
     async with asyncio.timeout(30):
-        await runtime._proof("k1").all_ended()
+        await runtime._bundles.proof("k1").all_ended()
     ended = await found(runtime)
     assert (ended.ending.exit_code, ended.ending.oom_killed) == (137, True)
 
@@ -244,7 +249,7 @@ async def test_an_identity_that_cannot_be_read_takes_no_kernel_away(runtime, fol
 
 
 async def test_without_a_cgroup_the_shim_is_found_by_its_lock(runtime, folder) -> None:
-    runtime._cgroups = None
+    runtime = without_cgroups(folder)
     created = await create(runtime, "sh", "-c", "setsid sleep 1000 & sleep 1000")
     (bundle(folder) / "identity.json").write_text("{")
     kernel = await found(runtime)

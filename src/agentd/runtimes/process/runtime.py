@@ -8,19 +8,17 @@ prove to count as a kernel's is decided in `proof`, and nowhere else.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import pwd
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from agentd.core.container_edits import ContainerEdits
-from agentd.core.kernel import KernelRef, KernelSpec, KernelState, is_kernel_id
-from agentd.core.observation import Leftover, Listing, ObservedKernel, ObservedState
-from agentd.core.plan import KernelPlan, kernel_name
-from agentd.core.record import DAMAGE
+from agentd.core.kernel import KernelRef, KernelSpec, KernelState
+from agentd.core.observation import Listing, ObservedKernel
+from agentd.core.plan import KernelPlan
 from agentd.errors import (
     InvalidRequest,
     KernelConflict,
@@ -32,16 +30,12 @@ from agentd.errors import (
 from agentd.failpoints import reach
 from agentd.host.cgroups import MEMORY, PIDS, Cgroup, Cgroups
 from agentd.plugin_api import Features
-from agentd.runtimes.process.bundle import LOG, Bundle, names_in
+from agentd.runtimes.process.bundle import LOG, Bundle
+from agentd.runtimes.process.bundles import AGENT, DEVICES, Bundles, looking
 from agentd.runtimes.process.logs import read_log, unkept
-from agentd.runtimes.process.proof import Proof
 from agentd.runtimes.process.spawn import ProcessRules, failure, order_of, spawn
 from agentd.services.interfaces import LogQuery, Progress, Support
 
-TRASH = ".removed-"
-"""How the name of a bundle begins that is on its way out."""
-AGENT, DEVICES = "agent", "devices"
-"""What stands on a kernel's cgroup: whose it is, and the second statement of its devices."""
 LOG_THREADS = 4
 REMOVE_TRIES = 10
 
@@ -60,11 +54,10 @@ class ProcessRuntime:
         rules: ProcessRules,
         cgroups: Cgroups | None,
     ) -> None:
-        self._folder = folder
-        self._node_id = node_id
+        self._bundles = Bundles(folder, node_id, boot_id, cgroups)
+        self._cgroups = cgroups
         self._boot_id = boot_id
         self._rules = rules
-        self._cgroups = cgroups
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._events: asyncio.Queue[str] = asyncio.Queue()
         self._log_pool = ThreadPoolExecutor(LOG_THREADS, "logs")
@@ -96,7 +89,7 @@ class ProcessRuntime:
 
     async def create(self, plan: KernelPlan, progress: Progress) -> ObservedKernel:
         ref = KernelRef(plan.spec.kernel_id)
-        bundle = self._bundle(ref.kernel_id)
+        bundle = self._bundles.bundle(ref.kernel_id)
         _refuse_what_needs_a_container(plan.edits)
         progress(KernelState.CREATING)
         if bundle.is_taken():
@@ -152,7 +145,7 @@ class ProcessRuntime:
 
     async def stop(self, ref: KernelRef, timeout_s: float | None) -> None:
         with looking():
-            proof = self._proof(ref.kernel_id)
+            proof = self._bundles.proof(ref.kernel_id)
             if not proof.lives:
                 return
             grace_s = self._rules.stop_timeout_s if timeout_s is None else timeout_s
@@ -170,111 +163,27 @@ class ProcessRuntime:
         for _ in range(REMOVE_TRIES):
             if unless_alive:
                 with looking():
-                    if self._proof(ref.kernel_id).lives:
+                    if self._bundles.proof(ref.kernel_id).lives:
                         return False
             else:
                 await self.stop(ref, 0)
-            if await self._taken_away(ref.kernel_id):
+            with looking():
+                is_gone = await self._bundles.take_away(ref.kernel_id)
+            if is_gone:
                 return True  # else its shim was faster than we were
         raise RuntimeFailure(f"kernel {ref.kernel_id} lives again, however often it is ended")
 
-    async def _taken_away(self, kernel_id: str) -> bool:
-        """Remove the bundle of a kernel that does not live; False if it began to."""
-        with looking():
-            bundle, trash = self._bundle(kernel_id), Bundle(self._folder / f"{TRASH}{kernel_id}")
-            await self._clear(trash)
-            try:
-                bundle.path.rename(trash.path)
-            except FileNotFoundError:
-                await self._clear(trash)
-                return True
-            except OSError as error:
-                raise RuntimeFailure(f"{bundle.path}: {error.strerror}") from None
-            if Proof(trash, self._cgroup(kernel_id), self._boot_id).lives:
-                trash.path.rename(bundle.path)
-                return False
-            await reach("delete.after_rename")
-            await self._clear(trash)
-            return True
-
-    async def _clear(self, trash: Bundle) -> None:
-        """Remove what is left of a kernel whose bundle was set aside."""
-        if (cgroup := self._cgroup(trash.path.name.removeprefix(TRASH))) is not None:
-            await cgroup.remove()
-            await reach("delete.after_group")
-        trash.remove()
-
     async def list(self) -> Listing:
         with looking():
-            names = {name for name in names_in(self._folder) if is_kernel_id(name)}
-            names |= self._grouped_kernels().keys()
-            found = [self._observed(name) for name in sorted(names)]
-            kernels = tuple(item for item in found if item is not None)
-            return Listing(kernels, tuple(self._leftovers({item.kernel_id for item in kernels})))
-
-    def _grouped_kernels(self) -> dict[str, Cgroup]:
-        """Return the cgroups of this node's kernels, by kernel."""
-        if self._cgroups is None:
-            return {}
-        prefix = kernel_name(self._node_id, "")
-        names = (name for name in self._cgroups.names() if name.startswith(prefix))
-        found = {name.removeprefix(prefix): self._cgroups.group(name) for name in names}
-        return {name: group for name, group in found.items() if is_kernel_id(name)}
-
-    def _leftovers(self, listed: set[str]) -> Iterator[Leftover]:
-        for name in sorted(names_in(self._folder)):
-            kernel_id = name.removeprefix(TRASH)
-            if kernel_id not in listed:
-                yield Leftover(kernel_id, f"folder {name}")
-        for kernel_id in sorted(self._grouped_kernels().keys() - listed):
-            yield Leftover(kernel_id, f"cgroup of kernel {kernel_id}")
+            return self._bundles.listing()
 
     async def find(self, ref: KernelRef) -> ObservedKernel | None:
         with looking():
-            return self._observed(ref.kernel_id)
-
-    def _observed(self, kernel_id: str) -> ObservedKernel | None:
-        """Return what there is of a kernel; None if it is not there, or none of this node's."""
-        bundle, cgroup = self._bundle(kernel_id), self._cgroup(kernel_id)
-        proof = Proof(bundle, cgroup, self._boot_id)
-        is_bundle = bundle.exists()
-        state, ending = proof.state()
-        is_alive = state is ObservedState.RUNNING
-        record = bundle.record() if is_bundle else ""
-        if not self._is_own(kernel_id, record):
-            if not proof.is_grouped:
-                return None
-            record = ""  # it lives in a cgroup of its own, so this is not its record
-        if not (is_bundle or is_alive):
-            return None
-        return ObservedKernel(
-            kernel_id=kernel_id,
-            agent_id=cgroup.attribute(AGENT) if cgroup else "",
-            runtime=self.name,
-            handle=proof.handle(),
-            state=state,
-            record=record,
-            statement=cgroup.attribute(DEVICES) if cgroup else "",
-            started_at=proof.identity.started_at if proof.identity else None,
-            ending=ending,
-        )
-
-    def _is_own(self, kernel_id: str, record: str) -> bool:
-        """Tell whether a bundle's record does not name another kernel, as a copied one does.
-
-        Without a record that can be read, it is own if nobody else's files are in the bundle.
-        """
-        try:
-            raw = json.loads(record)
-            return bool((raw["node_id"], raw["kernel_id"]) == (self._node_id, kernel_id))
-        except DAMAGE:
-            return not self._bundle(kernel_id).has_strangers()
+            return self._bundles.observed(ref.kernel_id)
 
     async def follow(self) -> AsyncIterator[str]:
-        for name in names_in(self._folder):
-            if name.startswith(TRASH):
-                with looking():
-                    await self._clear(Bundle(self._folder / name))
+        with looking():
+            await self._bundles.clear_all()
         for item in (await self.list()).kernels:
             if item.is_alive:
                 self._watch(item.kernel_id)
@@ -287,9 +196,9 @@ class ProcessRuntime:
             raise InvalidRequest(problems)
 
         def is_running() -> bool:
-            return query.follow and self._proof(ref.kernel_id).lives
+            return query.follow and self._bundles.proof(ref.kernel_id).lives
 
-        path = self._bundle(ref.kernel_id).path / LOG
+        path = self._bundles.bundle(ref.kernel_id).path / LOG
         chunks = read_log(path, query.tail, is_running, self._log_pool)
         try:
             with looking():
@@ -306,35 +215,11 @@ class ProcessRuntime:
 
     async def _wait_for_end(self, kernel_id: str) -> None:
         with suppress(OSError):  # whoever looks at it is told the same
-            proof = self._proof(kernel_id)
+            proof = self._bundles.proof(kernel_id)
             if proof.identity is not None:
                 await proof.identity.shim.ended()
             await proof.all_ended()
         self._events.put_nowait(kernel_id)
-
-    def _bundle(self, kernel_id: str) -> Bundle:
-        if not is_kernel_id(kernel_id):
-            raise RuntimeFailure(f"{kernel_id!r} cannot be the name of a kernel")
-        return Bundle(self._folder / kernel_id)
-
-    def _cgroup(self, kernel_id: str) -> Cgroup | None:
-        if self._cgroups is None:
-            return None
-        return self._cgroups.group(kernel_name(self._node_id, kernel_id))
-
-    def _proof(self, kernel_id: str) -> Proof:
-        return Proof(self._bundle(kernel_id), self._cgroup(kernel_id), self._boot_id)
-
-
-@contextmanager
-def looking() -> Iterator[None]:
-    """What cannot be looked at, for want of a file descriptor or memory, proves nothing."""
-    try:
-        yield
-    except OSError as error:
-        what = f"{error.filename}: " if error.filename else ""
-        why = f"processes and folders cannot be looked at: {what}{error.strerror}"
-        raise RuntimeUnavailable(why) from error
 
 
 def _refuse_what_needs_a_container(edits: ContainerEdits) -> None:

@@ -66,15 +66,7 @@ def main() -> None:
     for descriptor in (go_read, error_write, output.writer):
         os.close(descriptor)
     hit("shim.after_fork")
-    identity = {
-        "pid": pid,
-        "start_time": start_time(pid),
-        "boot_id": order["boot_id"],
-        "shim_pid": os.getpid(),
-        "shim_start_time": start_time(os.getpid()),
-        "has_cgroup": bool(order["cgroup_procs"]),
-        "started_at": time.time(),
-    }
+    identity = described(order, pid)
     try:
         publish(order["folder"], "identity.json", identity, lambda: hit("shim.before_identity"))
         hit("shim.after_identity")
@@ -94,6 +86,19 @@ def main() -> None:
     hit("shim.before_answer")
     tell(answer, json.dumps(identity).encode())
     stay(order, pid, output, ending, wakeup, hit)
+
+
+def described(order: dict[str, Any], pid: int) -> dict[str, Any]:
+    """Return who the kernel is: its command, which has no go yet, and this shim."""
+    return {
+        "pid": pid,
+        "start_time": start_time(pid),
+        "boot_id": order["boot_id"],
+        "shim_pid": os.getpid(),
+        "shim_start_time": start_time(os.getpid()),
+        "has_cgroup": bool(order["cgroup_procs"]),
+        "started_at": time.time(),
+    }
 
 
 def detached() -> int:

@@ -1,0 +1,159 @@
+"""Everything that is there of a node's process kernels: their bundles, and their cgroups."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentd.core.kernel import is_kernel_id
+from agentd.core.observation import Leftover, Listing, ObservedKernel, ObservedState
+from agentd.core.plan import kernel_name
+from agentd.core.record import DAMAGE
+from agentd.errors import RuntimeFailure, RuntimeUnavailable
+from agentd.failpoints import reach
+from agentd.host.cgroups import Cgroup, Cgroups
+from agentd.runtimes.process.bundle import Bundle, names_in
+from agentd.runtimes.process.proof import Proof
+
+RUNTIME = "process"
+TRASH = ".removed-"
+"""How the name of a bundle begins that is on its way out."""
+AGENT, DEVICES = "agent", "devices"
+"""What stands on a kernel's cgroup: whose it is, and the second statement of its devices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bundles:
+    """The bundles in a folder, and the cgroups that bear this node's name; of this boot."""
+
+    folder: Path
+    node_id: str
+    boot_id: str
+    cgroups: Cgroups | None
+
+    def bundle(self, kernel_id: str) -> Bundle:
+        """Return where a kernel's bundle is, or would be.
+
+        Raises:
+            RuntimeFailure: no kernel has such a name.
+        """
+        if not is_kernel_id(kernel_id):
+            raise RuntimeFailure(f"{kernel_id!r} cannot be the name of a kernel")
+        return Bundle(self.folder / kernel_id)
+
+    def cgroup(self, kernel_id: str) -> Cgroup | None:
+        """Return a kernel's cgroup, which need not be there; None where none can be made."""
+        if self.cgroups is None:
+            return None
+        return self.cgroups.group(kernel_name(self.node_id, kernel_id))
+
+    def proof(self, kernel_id: str) -> Proof:
+        """Look at a kernel."""
+        return Proof(self.bundle(kernel_id), self.cgroup(kernel_id), self.boot_id)
+
+    def listing(self) -> Listing:
+        """Return every kernel, and what is left of others."""
+        names = {name for name in names_in(self.folder) if is_kernel_id(name)}
+        names |= self._grouped_kernels().keys()
+        found = [self.observed(name) for name in sorted(names)]
+        kernels = tuple(item for item in found if item is not None)
+        return Listing(kernels, tuple(self._leftovers({item.kernel_id for item in kernels})))
+
+    def _grouped_kernels(self) -> dict[str, Cgroup]:
+        """Return the cgroups of this node's kernels, by kernel."""
+        if self.cgroups is None:
+            return {}
+        prefix = kernel_name(self.node_id, "")
+        names = (name for name in self.cgroups.names() if name.startswith(prefix))
+        found = {name.removeprefix(prefix): self.cgroups.group(name) for name in names}
+        return {name: group for name, group in found.items() if is_kernel_id(name)}
+
+    def _leftovers(self, listed: set[str]) -> Iterator[Leftover]:
+        for name in sorted(names_in(self.folder)):
+            kernel_id = name.removeprefix(TRASH)
+            if kernel_id not in listed:
+                yield Leftover(kernel_id, f"folder {name}")
+        for kernel_id in sorted(self._grouped_kernels().keys() - listed):
+            yield Leftover(kernel_id, f"cgroup of kernel {kernel_id}")
+
+    def observed(self, kernel_id: str) -> ObservedKernel | None:
+        """Return what there is of a kernel; None if it is not there, or none of this node's."""
+        bundle, cgroup = self.bundle(kernel_id), self.cgroup(kernel_id)
+        proof = Proof(bundle, cgroup, self.boot_id)
+        is_bundle = bundle.exists()
+        state, ending = proof.state()
+        is_alive = state is ObservedState.RUNNING
+        record = bundle.record() if is_bundle else ""
+        if not self._is_own(kernel_id, record):
+            if not proof.is_grouped:
+                return None
+            record = ""  # it lives in a cgroup of its own, so this is not its record
+        if not (is_bundle or is_alive):
+            return None
+        return ObservedKernel(
+            kernel_id=kernel_id,
+            agent_id=cgroup.attribute(AGENT) if cgroup else "",
+            runtime=RUNTIME,
+            handle=proof.handle(),
+            state=state,
+            record=record,
+            statement=cgroup.attribute(DEVICES) if cgroup else "",
+            started_at=proof.identity.started_at if proof.identity else None,
+            ending=ending,
+        )
+
+    def _is_own(self, kernel_id: str, record: str) -> bool:
+        """Tell whether a bundle's record does not name another kernel, as a copied one does.
+
+        Without a record that can be read, it is own if nobody else's files are in the bundle.
+        """
+        try:
+            raw = json.loads(record)
+            return bool((raw["node_id"], raw["kernel_id"]) == (self.node_id, kernel_id))
+        except DAMAGE:
+            return not self.bundle(kernel_id).has_strangers()
+
+    async def take_away(self, kernel_id: str) -> bool:
+        """Remove the bundle of a kernel that does not live; False if it began to."""
+        bundle, trash = self.bundle(kernel_id), Bundle(self.folder / f"{TRASH}{kernel_id}")
+        await self.clear(trash)
+        try:
+            bundle.path.rename(trash.path)
+        except FileNotFoundError:
+            await self.clear(trash)
+            return True
+        except OSError as error:
+            raise RuntimeFailure(f"{bundle.path}: {error.strerror}") from None
+        if Proof(trash, self.cgroup(kernel_id), self.boot_id).lives:
+            trash.path.rename(bundle.path)
+            return False
+        await reach("delete.after_rename")
+        await self.clear(trash)
+        return True
+
+    async def clear_all(self) -> None:
+        """Remove what a daemon that died had set aside."""
+        for name in names_in(self.folder):
+            if name.startswith(TRASH):
+                await self.clear(Bundle(self.folder / name))
+
+    async def clear(self, trash: Bundle) -> None:
+        """Remove what is left of a kernel whose bundle was set aside."""
+        if (cgroup := self.cgroup(trash.path.name.removeprefix(TRASH))) is not None:
+            await cgroup.remove()
+            await reach("delete.after_group")
+        trash.remove()
+
+
+@contextmanager
+def looking() -> Iterator[None]:
+    """What cannot be looked at, for want of a file descriptor or memory, proves nothing."""
+    try:
+        yield
+    except OSError as error:
+        what = f"{error.filename}: " if error.filename else ""
+        why = f"processes and folders cannot be looked at: {what}{error.strerror}"
+        raise RuntimeUnavailable(why) from error
