@@ -33,14 +33,18 @@ class LogReader:
     _file: BinaryIO | None = field(default=None, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
-    def open(self, tail: int | None) -> None:
-        """Begin with the oldest file, or `tail` lines before the end."""
+    def open(self, tail: int | None) -> int:
+        """Begin with the oldest file, or `tail` lines before the end.
+
+        Returns how many bytes there are from there on, at this moment.
+        """
         with self._lock:
             files = self._files()
             if tail is not None:
-                self._seek_tail(files, tail)
-            elif files:
+                return self._seek_tail(files, tail)
+            if files:
                 self._file = _opened(files[0])
+            return sum(_size(path) for path in files)
 
     def _files(self) -> list[Path]:
         """Return the files that are there, the oldest first."""
@@ -56,8 +60,8 @@ class LogReader:
         older = [self.path.with_name(f"{stem}{number}") for number in numbers]
         return [*older, *([self.path] if self.path.exists() else [])]
 
-    def _seek_tail(self, files: Sequence[Path], lines: int) -> None:
-        left = TAIL_BYTES
+    def _seek_tail(self, files: Sequence[Path], lines: int) -> int:
+        left, there = TAIL_BYTES, 0
         for path in reversed(files):
             file = _opened(path)
             if file is None:
@@ -65,9 +69,11 @@ class LogReader:
             is_newest = self._file is None
             self._replace(file)
             offset, lines, left = _seek_lines(file, lines, left, is_newest=is_newest)
+            there += file.seek(0, os.SEEK_END) - offset
             file.seek(offset)
             if not lines or not left:
-                return
+                break
+        return there
 
     def read(self) -> bytes:
         """Return the next piece; empty where nothing more is printed yet."""
@@ -123,6 +129,13 @@ class LogReader:
         self._file = file
 
 
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except FileNotFoundError:
+        return 0
+
+
 def _opened(path: Path) -> BinaryIO | None:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -156,17 +169,24 @@ def _seek_lines(
 async def read_log(
     path: Path, tail: int | None, is_running: Callable[[], bool], pool: Executor
 ) -> AsyncGenerator[bytes]:
-    """Yield a log's bytes, and what is added to it for as long as its kernel runs."""
+    """Yield a log's bytes, and what is added to it for as long as its kernel runs.
+
+    Without that it ends where the log ended when it was opened, however fast that grows.
+    """
     loop, reader = asyncio.get_running_loop(), LogReader(path)
     try:
-        await loop.run_in_executor(pool, reader.open, tail)
-        goes_on = True
-        while goes_on:
-            goes_on = await loop.run_in_executor(pool, is_running)
+        left = await loop.run_in_executor(pool, reader.open, tail)
+        follows = goes_on = await loop.run_in_executor(pool, is_running)
+        while True:
             while chunk := await loop.run_in_executor(pool, reader.read):
-                yield chunk
-            if goes_on:
-                await asyncio.sleep(PAUSE_S)
+                yield chunk if follows else chunk[:left]
+                left -= len(chunk)
+                if left <= 0 and not follows:
+                    return
+            if not goes_on:
+                return
+            await asyncio.sleep(PAUSE_S)
+            goes_on = await loop.run_in_executor(pool, is_running)
     finally:
         pool.submit(reader.close)
 
