@@ -13,16 +13,9 @@ from daemon import AGENTS, Daemon, gpus
 from world import started
 
 NODE = (
-    '[runtime.process]
-log-max-size = "64k"
-log-max-files = 2
-'
-    "pids-limit = 64
-stop-timeout = 1
-"
-    '[plugins]
-allow = ["sim"]
-' + AGENTS + gpus(4)
+    '[runtime.process]\nlog-max-size = "64k"\nlog-max-files = 2\n'
+    "pids-limit = 64\nstop-timeout = 1\n"
+    '[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(4)
 )
 ANSWERS_WITHIN_S = 5.0
 
