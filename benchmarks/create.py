@@ -5,8 +5,11 @@
 Starts an engine of its own (needs root, dockerd, containerd, runc and busybox) and prints:
 create through agentd against the engine's create + start, in pairs, one at a time and eight
 at once; agentd's own share
-against a stand-in that answers at once, and the engine calls of one create; the memory (PSS)
-of the idle daemon; and the time from start to ready with 100 containers to adopt.
+against a stand-in that answers at once, beside a bare relay that makes the same three calls
+(`relay.py`: the limit; the goal is 1.3 times that), and the engine calls of one create; the
+memory (PSS) of the idle daemon; and the time from start to ready without kernels and with 100
+containers to adopt, beside the import of agentd's libraries (the goals: 1.4 times that, and half
+a millisecond for each adopted kernel).
 """
 
 import argparse
@@ -132,14 +135,17 @@ async def own_share(folder: Path, count: int) -> dict[str, Any]:
     """Create against a stand-in, less what the stand-in alone takes for the same calls."""
     path = folder / "stand-in.sock"
     stand_in = subprocess.Popen([sys.executable, ROOT / "benchmarks" / "stand_in.py", path])
+    relay_path = folder / "relay.sock"
+    relay = subprocess.Popen([sys.executable, ROOT / "benchmarks" / "relay.py", relay_path, path])
     daemon = Daemon(folder, "docker")
     daemon.engine = path
     try:
-        while not path.exists():
+        while not (path.exists() and relay_path.exists()):
             await asyncio.sleep(0.01)
         await daemon.start(AGENTS + gpus())
         agentd, raw = Caller(folder / "agentd.sock"), Caller(path)
-        ours, theirs = [], []
+        bare = Caller(relay_path)
+        ours, theirs, relayed = [], [], []
         await raw.call("GET", "/counted")
         for n in range(count + 20):
             ours.append(await through_agentd(agentd, f"a{n}"))
@@ -152,16 +158,26 @@ async def own_share(folder: Path, count: int) -> dict[str, Any]:
             await raw.call("GET", f"/v1.41/containers/r{n}/json")
             theirs.append(time.perf_counter() - before)
             await raw.call("DELETE", f"/v1.41/containers/r{n}")
+            relayed.append(await through_agentd(bare, f"a{n}"))
+            await delete(bare, f"a{n}")
             await raw.call("GET", "/counted")
-        for caller in (agentd, raw):
+        for caller in (agentd, raw, bare):
             await caller.session.close()
         share = [a - b for a, b in zip(ours[20:], theirs[20:], strict=True)]
-        return {"whole": spread(ours[20:]), "own_share": spread(share), "engine_calls": calls}
+        ratios = [a / b for a, b in zip(ours[20:], relayed[20:], strict=True)]
+        return {
+            "whole": spread(ours[20:]),
+            "relay": spread(relayed[20:]),
+            "ratio_to_relay": round(statistics.median(ratios), 3),
+            "own_share": spread(share),
+            "engine_calls": calls,
+        }
     finally:
         await daemon.stop()
         daemon.notes.close()
-        stand_in.terminate()
-        stand_in.wait()
+        for process in (relay, stand_in):
+            process.terminate()
+            process.wait()
 
 
 def pss_mib(pid: int) -> float:
@@ -171,21 +187,44 @@ def pss_mib(pid: int) -> float:
     raise OSError("no Pss")
 
 
-async def adoption(daemon: Daemon, count: int) -> dict[str, Any]:
+LIBRARIES = "aiohttp.web, click, importlib_metadata, msgspec, pydantic_settings, structlog, tomlkit"
+"""What the daemon imports of others; prometheus-client and rich are loaded when they are needed."""
+
+
+def imported() -> float:
+    """How long a fresh interpreter takes to import the libraries."""
+    before = time.perf_counter()
+    subprocess.run([sys.executable, "-c", f"import {LIBRARIES}"], check=True)
+    return time.perf_counter() - before
+
+
+async def started(daemon: Daemon) -> float:
+    await daemon.stop()
+    before = time.perf_counter()
+    await daemon.start()
+    return time.perf_counter() - before
+
+
+async def start_to_ready(daemon: Daemon, count: int) -> dict[str, Any]:
+    """Start to ready without kernels beside the import, in pairs; then with `count` kernels."""
+    daemon.configure('[plugins]\nallow = ["sim"]\n' + AGENTS + gpus())
+    pairs = [(await started(daemon), imported()) for _ in range(7)]
+    empty = statistics.median(took for took, _ in pairs)
     agentd = Caller(daemon.folder / "agentd.sock")
     for n in range(count):
         body = {**BODY, "kernel_id": f"k{n}", "slots": {"cpu": 0, "mem": "8m"}}
         await agentd.call("POST", "/v1/agents/agent-1/kernels", body)
     await agentd.session.close()
-    taken = []
-    for _ in range(5):
-        await daemon.stop()
-        before = time.perf_counter()
-        await daemon.start()
-        taken.append(time.perf_counter() - before)
-    adopted = await daemon.get("/v1/kernels")
-    assert len(adopted) == count
-    return {"containers": count, "start_to_ready": spread(taken)}
+    taken = [await started(daemon) for _ in range(5)]
+    assert len(await daemon.get("/v1/kernels")) == count
+    return {
+        "empty": spread([took for took, _ in pairs]),
+        "import": spread([took for _, took in pairs]),
+        "ratio_to_import": round(statistics.median(a / b for a, b in pairs), 3),
+        "containers": count,
+        "with_containers": spread(taken),
+        "ms_per_container": round((statistics.median(taken) - empty) * 1000 / count, 3),
+    }
 
 
 async def main() -> None:
@@ -210,7 +249,7 @@ async def main() -> None:
         results["create"] = await pairs(daemon, engine, options.pairs)
         results["create_8_at_once"] = await at_once(daemon, engine, options.pairs // 4)
         results["pss_after_mib"] = pss_mib(daemon.process.pid)
-        results["adoption"] = await adoption(daemon, options.containers)
+        results["start_to_ready"] = await start_to_ready(daemon, options.containers)
         await daemon.stop()
         daemon.notes.close()
     finally:

@@ -13,7 +13,11 @@ import engine as engines
 from registry import Registry
 
 settings.register_profile(
-    "agentd", deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow]
+    "agentd",
+    deadline=None,
+    max_examples=150,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize="CI" in os.environ,
 )
 settings.load_profile("agentd")
 structlog.configure(logger_factory=structlog.ReturnLoggerFactory())

@@ -62,6 +62,22 @@ def test_a_plugin_imports_the_plugin_api_and_nothing_else_of_agentd(path: Path) 
             assert name.partition(".")[0] != "agentd" or name == "agentd.plugin_api"
 
 
+SERVICES = sorted([*ROOT.glob("src/agentd/services/*.py"), *ROOT.glob("src/agentd/rpc/*.py")])
+
+
+@pytest.mark.parametrize("path", SERVICES, ids=lambda path: path.stem)
+def test_no_class_writes_another_s_attributes_or_shows_its_own(path: Path) -> None:
+    """What a service has is private, so that nobody reaches through it (ruff's SLF001)."""
+    for node in ast.walk(parsed(path.read_text())):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        targets += [node.target] if isinstance(node, ast.AnnAssign | ast.AugAssign) else []
+        for target in targets:
+            if isinstance(target, ast.Attribute):
+                assert isinstance(target.value, ast.Name), ast.unparse(target)
+                assert target.value.id == "self", f"{ast.unparse(target)} is another's"
+                assert target.attr.startswith("_"), f"{ast.unparse(target)} is to be seen"
+
+
 def test_there_is_no_drawer_for_odds_and_ends() -> None:
     drawers = {"utils", "helpers", "common", "base", "types", "manager"}
     assert not drawers & {path.stem for path in SOURCES}

@@ -263,7 +263,7 @@ async def test_a_runtime_that_is_down_holds_up_nobody_else(dockered: Daemon) -> 
     """An engine that was uninstalled keeps what it was last known to hold, and nothing more."""
     daemon, engine_socket = dockered, dockered.engine
     await daemon.start()
-    await daemon.running(kernel_id="k1", slots={"cuda.device": 1})
+    first = await daemon.running(kernel_id="k1", slots={"cuda.device": 1})
     await daemon.stop()
     daemon.runtime, daemon.engine = "process", daemon.folder / "nowhere.sock"
     daemon.configure()
@@ -289,6 +289,7 @@ async def test_a_runtime_that_is_down_holds_up_nobody_else(dockered: Daemon) -> 
     unknown = await daemon.call("DELETE", "/v1/runtimes/docker")
     assert (unknown.status, unknown.json["code"]) == (404, "UnknownRuntime")
     daemon.engine = engine_socket
+    daemon.test_engine.call("DELETE", f"/containers/{first['container_id']}?force=1")
 
 
 @pytest.mark.docker

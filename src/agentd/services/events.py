@@ -89,7 +89,7 @@ class EventLog:
     """The events of one daemon; `epoch` tells it from another's."""
 
     def __init__(self) -> None:
-        self.epoch = uuid.uuid4().hex[:12]
+        self._epoch = uuid.uuid4().hex[:12]
         self._past: deque[Event] = deque(maxlen=KEPT)
         self._number = 0
         self._listeners: set[Listener] = set()
@@ -111,7 +111,7 @@ class EventLog:
 
     def id_of(self, event: Event) -> str:
         """Return the id after which a listener can go on."""
-        return f"{self.epoch}-{event.number}"
+        return f"{self._epoch}-{event.number}"
 
     @contextmanager
     def listener(self, last_id: str | None) -> Iterator[Listener]:
@@ -130,7 +130,7 @@ class EventLog:
             return []
         epoch, _, number = last_id.rpartition("-")
         first = self._past[0].number if self._past else self._number + 1
-        is_known = number.isdecimal() and len(number) < _DIGITS and epoch == self.epoch
+        is_known = number.isdecimal() and len(number) < _DIGITS and epoch == self._epoch
         if is_known and first - 1 <= int(number) <= self._number:
             return [event for event in self._past if event.number > int(number)]
         why = "what happened since is not kept; list anew"
