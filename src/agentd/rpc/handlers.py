@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -58,13 +58,13 @@ class Handlers:
         self._reconciler = parts.reconciler
         self._check = parts.check
         self._events = parts.events
-        self._openapi: Mapping[str, Any] = {}
+        self._describe: Callable[[], Mapping[str, Any]] = dict
         self._is_open = False
         self._kernels: dict[str, tuple[Kernel, Inventory, bytes]] = {}
 
-    def describe(self, openapi: Mapping[str, Any]) -> None:
-        """Take the document that describes this API."""
-        self._openapi = openapi
+    def describe(self, openapi: Callable[[], Mapping[str, Any]]) -> None:
+        """Take what makes the document that describes this API; it is made when it is asked for."""
+        self._describe = openapi
 
     def open(self) -> None:
         """Answer every route from now on."""
@@ -90,7 +90,7 @@ class Handlers:
 
     async def get_openapi(self, _: web.Request) -> web.Response:
         """Describe this API."""
-        return answer(self._openapi)
+        return answer(self._describe())
 
     async def get_node(self, request: web.Request) -> web.Response:
         """Show the node, its parts, and what the operator should know; `check` judges it too."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeAlias
 
 from aiohttp import web
@@ -75,6 +76,7 @@ ROUTES: Sequence[Route] = (
 )
 
 
+@cache
 def openapi() -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of `ROUTES`."""
     schemas: dict[str, Any] = {}

@@ -108,7 +108,7 @@ class Server:
         Raises:
             StartRefused: the socket or the address cannot be had.
         """
-        self._handlers.describe(openapi())
+        self._handlers.describe(openapi)
         app = web.Application(
             client_max_size=MAX_BODY, middlewares=[self._errors, self._guard, self._queries]
         )
