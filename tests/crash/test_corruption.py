@@ -5,30 +5,20 @@ of, and serves everything else.
 """
 
 import asyncio
-import ctypes
 import json
-import os
-import resource
 import shutil
-import signal
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from agentd.core.record import SCHEMA
-from agentd.runtimes.process.shim import PR_SET_CHILD_SUBREAPER
 from daemon import AGENTS, Daemon, gpus
 from engine import Engine
-from native.libraries import built
-from world import World, session, started
+from world import World, started
 
-ROOT_ONLY = pytest.mark.skipif(
-    os.geteuid() != 0 and not os.environ.get("AGENTD_REQUIRE_ALL"), reason="mounts need root"
-)
 NODE = '[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(32)
+
+
 ONE = {"cuda.device": 1, "cpu": 0, "mem": "16m"}
 
 
@@ -46,15 +36,6 @@ async def plain_world(plain_world: World) -> World:
     return plain_world
 
 
-@contextmanager
-def mounted(*arguments: str, at: Path) -> Iterator[None]:
-    subprocess.run(["mount", *arguments, str(at)], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(at)], check=True)
-
-
 def flipped(path: Path, bit: int = 100) -> None:
     content = bytearray(path.read_bytes())
     content[bit // 8 % len(content)] ^= 1 << bit % 8
@@ -66,7 +47,11 @@ def changed(path: Path, **members: object) -> None:
 
 
 INIT = {"pid": 1, "start_time": started(1)}
+
+
 KEPT_BY_INIT = {"shim_pid": 1, "shim_start_time": started(1)}
+
+
 DAMAGE = {
     "record-truncated": lambda f: (f / "record.json").write_text("{"),
     "record-empty": lambda f: (f / "record.json").write_text(""),
@@ -93,6 +78,8 @@ DAMAGE = {
     "folder-empty": lambda f: [path.unlink() for path in f.iterdir()],
     "folder-gone": shutil.rmtree,
 }
+
+
 AS_BEFORE = (
     "record-unknown-members",
     "exit-is-a-folder",
@@ -222,102 +209,6 @@ async def test_a_newer_agentd_s_files_are_read_as_far_as_they_are_known(plain_wo
     assert (daemon.folder / "state" / "devices.json.schema-99").read_text() == text
 
 
-async def is_served_without_being_remembered(world: World) -> None:
-    """What needs no memory works; what does is refused, and leaves nothing."""
-    daemon = world.daemon
-    before = await world.look()
-    refused = await daemon.create(kernel_id="k2", slots=ONE)
-    assert (refused.status, refused.json["code"]) == (503, "StateUnavailable"), refused.content
-    assert "cannot be written" in refused.json["detail"]
-    drained = await daemon.call("POST", "/v1/devices/cuda/cuda9/drain")
-    assert (drained.status, drained.json["code"]) == (503, "StateUnavailable")
-    assert (await daemon.device("cuda9"))["state"] == "ok"
-    assert (await daemon.call("GET", "/v1/kernels/k1/logs")).status == 200
-    stopped = await daemon.call("POST", "/v1/kernels/k0/stop", {"timeout": 0})
-    assert (stopped.status, stopped.json["state"]) == (200, "terminated")
-    after = await world.look()
-    assert after.accounted.keys() == before.accounted.keys()
-
-
-@ROOT_ONLY
-async def test_a_read_only_state_folder_keeps_nobody_from_being_served(world: World) -> None:
-    daemon = world.daemon
-    for name in ("k0", "k1"):
-        await daemon.running(kernel_id=name, slots=ONE)
-    before, lives = await world.check(), world.lives()
-    await world.kill()
-    state = daemon.folder / "state"
-    with mounted("--bind", str(state), at=state):
-        subprocess.run(["mount", "-o", "remount,ro,bind", str(state)], check=True)
-        await world.start()
-        assert world.lives() == lives
-        warnings = (await daemon.get("/v1/node"))["warnings"]
-        assert [w for w in warnings if "the inventory is not remembered" in w], warnings
-        await is_served_without_being_remembered(world)
-        assert await world.kill(signal.SIGTERM) == 0
-    await world.start()
-    assert (await daemon.get("/v1/kernels/k0"))["state"] == "terminated"
-    await world.check(before, {"k0"})
-    assert (await daemon.create(kernel_id="k2", slots=ONE)).status == 201
-
-
-@ROOT_ONLY
-async def test_a_full_state_folder_is_the_same_and_mends_when_there_is_room(
-    folder: Path,
-) -> None:
-    world, state = World(Daemon(folder, "process")), folder / "state"
-    daemon = world.daemon
-    state.mkdir()
-    with mounted("-t", "tmpfs", "-o", "size=512k,mode=711", "none", at=state):
-        await world.start(text=NODE)
-        for name in ("k0", "k1"):
-            await daemon.running(kernel_id=name, slots=ONE)
-        fill(state / "filler")
-        await is_served_without_being_remembered(world)
-        lives = world.lives()
-        await world.kill()
-        await world.start()
-        assert world.lives() == lives
-        assert (await daemon.create(kernel_id="k2", slots=ONE)).status == 503
-        (state / "filler").unlink()
-        assert (await daemon.create(kernel_id="k2", slots=ONE)).status == 201
-        async with asyncio.timeout(10):
-            while any("not remembered" in w for w in (await daemon.get("/v1/node"))["warnings"]):
-                await asyncio.sleep(0.05)
-        await world.check()
-        await daemon.close()
-
-
-def fill(path: Path) -> None:
-    with path.open("wb", buffering=0) as filler, suppress(OSError):
-        while True:
-            filler.write(b"x" * 4096)
-
-
-async def test_a_state_folder_that_is_gone_costs_no_kernel(world: World) -> None:
-    daemon, state = world.daemon, world.daemon.folder / "state"
-    for agent in ("agent-1", "agent-2"):
-        await daemon.running(agent, kernel_id=f"k-{agent}", slots=ONE)
-    lives = world.lives()
-    shutil.rmtree(state)
-    assert (await daemon.create(kernel_id="k3", slots=ONE)).status == 201
-    await world.check(allowed=["stray"])  # records are written anew when something happens
-    shutil.rmtree(state)
-    await world.kill()
-    await world.start()
-    assert {k: v for k, v in world.lives().items() if k != "k3"} == lives
-    census = await world.check()
-    assert census.accounted.keys() == {"k-agent-1", "k-agent-2", "k3"}
-    assert {k: h for k, h in census.holdings.items() if k.startswith("cuda")} == {
-        f"cuda/cuda{n}": ({f"k-agent-{n + 1}": 10**6} if n < 2 else {"k3": 10**6} if n == 2 else {})
-        for n in range(32)
-    }
-    for kernel_id in census.accounted:
-        assert (await world.remove(kernel_id)).status == 204
-    await world.check()
-    assert world.lives() == {}
-
-
 EDITS = {
     "record-truncated": {"io.agentd.record": "{"},
     "devices-wrong": {"io.agentd.devices": "cuda/cuda9/cuda.device=1@SIM-cuda-cuda9"},
@@ -357,96 +248,3 @@ async def test_labels_that_somebody_edits_free_no_device(folder: Path, own_engin
         await world.remove(kernel["kernel_id"])
     assert own_engine.containers() == []
     await daemon.close()
-
-
-async def test_a_clock_that_is_set_back_moves_no_deadline(world: World) -> None:
-    daemon = world.daemon
-    await daemon.running(kernel_id="k1", slots=ONE)
-    before, lives = await world.check(), world.lives()
-    await world.kill()
-    (daemon.folder / "state" / "intents" / "k2.json").write_text("{")
-    offset = daemon.folder / "offset"
-    offset.write_text("0")
-    library = built("clock.c", daemon.folder / "clock.so")
-    await daemon.start(LD_PRELOAD=str(library), CLOCK_OFFSET=str(offset))
-    assert "k2" in [k["kernel_id"] for k in await daemon.get("/v1/kernels")]
-    offset.write_text("-86400")
-    async with asyncio.timeout(20):
-        while "k2" in [k["kernel_id"] for k in await daemon.get("/v1/kernels")]:
-            await asyncio.sleep(0.1)
-    assert world.lives() == lives
-    young = await daemon.running(kernel_id="k3", slots=ONE)
-    old = await daemon.get("/v1/kernels/k1")
-    assert young["created_at"] < old["created_at"], "the clock was set back for the daemon"
-    await world.check(before)
-    assert (await world.remove("k3")).status == 204
-
-
-@contextmanager
-def few_descriptors(pid: int) -> Iterator[None]:
-    """Let a process open nothing more."""
-    usual = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    used = {int(path.name) for path in Path(f"/proc/{pid}/fd").iterdir()}
-    free = next(number for number in range(len(used) + 1) if number not in used)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (free, usual[1]))
-    try:
-        yield
-    finally:
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, usual)
-
-
-async def test_no_file_descriptors_left_is_no_end_of_a_kernel(world: World) -> None:
-    daemon = world.daemon
-    for name in ("k1", "k2"):
-        await daemon.running(kernel_id=name, slots=ONE)
-    before, lives = await world.check(), world.lives()
-    assert daemon.process is not None
-    with few_descriptors(daemon.process.pid):
-        os.kill(lives["k2"][0], signal.SIGKILL)
-        with suppress(TimeoutError, OSError):
-            async with asyncio.timeout(2):
-                await daemon.create(kernel_id="k3", slots=ONE)
-    await daemon.until("k2", "terminated")
-    await world.check(before, {"k2", "k3"})
-    assert world.lives()["k1"] == lives["k1"]
-    assert daemon.process.poll() is None
-
-
-@ROOT_ONLY
-async def test_a_pid_that_is_used_again_is_somebody_else(plain_world: World) -> None:
-    world, daemon = plain_world, plain_world.daemon
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    kernel = await daemon.running(kernel_id="k1", slots=ONE)
-    await world.kill()
-    identity = daemon.folder / "state" / "kernels" / "k1" / "identity.json"
-    shim = json.loads(identity.read_text())["shim_pid"]
-    for pid in (shim, kernel["pid"]):
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    other = reincarnated(kernel["pid"])
-    try:
-        await world.start()
-        after = await daemon.get("/v1/kernels/k1")
-        assert (after["state"], after["exit_code"]) == ("terminated", None)
-        assert await daemon.free("cuda.device") == "32"
-        assert (await world.remove("k1")).status == 204
-        assert other.poll() is None
-        await world.check()
-    finally:
-        other.kill()
-        other.wait()
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
-
-
-def reincarnated(pid: int) -> subprocess.Popen[bytes]:
-    """Start a process that leads a session under this very pid."""
-    for _ in range(200):
-        Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
-        made = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-        if made.pid == pid:
-            assert session(pid) == pid
-            assert started(pid)
-            return made
-        made.kill()
-        made.wait()
-    raise AssertionError(f"pid {pid} could not be had again")

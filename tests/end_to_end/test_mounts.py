@@ -1,0 +1,111 @@
+"""Folders of the node in containers: only what is allowed, and only what was looked at."""
+
+import subprocess
+from pathlib import Path
+
+from daemon import AGENTS, Daemon
+from engine import Engine
+from engine_proxy import EngineProxy
+
+MOUNTABLE = 'allowed-mounts = ["{folder}/data"]\n'
+
+
+def inspected(engine: Engine, kernel: dict) -> dict:
+    return engine.call("GET", f"/containers/{kernel['container_id']}/json")
+
+
+async def printed(daemon: Daemon, script: str, **body: object) -> str:
+    """What a script prints in a kernel with these members."""
+    answer = await daemon.create(kernel_id="printer", command=["sh", "-c", script], **body)
+    assert answer.status == 201, answer.content
+    await daemon.until("printer", "terminated")
+    log = await daemon.call("GET", "/v1/kernels/printer/logs")
+    await daemon.call("DELETE", "/v1/kernels/printer")
+    return log.content.decode()
+
+
+async def test_mounts_are_read_only_unless_asked_and_only_below_what_is_allowed(
+    dockered: Daemon, folder: Path
+) -> None:
+    data = folder / "data"
+    data.mkdir()
+    (data / "file").write_text("hello\n")
+    (folder / "data2").mkdir()
+    (data / "out").symlink_to(folder / "data2")
+    await dockered.start(MOUNTABLE.format(folder=folder) + AGENTS)
+    mount = {"source": str(data), "target": "/data"}
+    assert "hello" in await printed(dockered, "cat /data/file", mounts=[mount])
+    script = "touch /data/new 2>&1; echo more >> /data/file 2>&1; true"
+    assert "Read-only" in await printed(dockered, script, mounts=[mount])
+    await printed(dockered, "echo more >> /data/file", mounts=[{**mount, "read_only": False}])
+    assert (data / "file").read_text() == "hello\nmore\n"
+    for source in (f"{data}/../data2", f"{data}/out", f"{folder}/data2", "/"):
+        answer = await dockered.create(mounts=[{"source": source, "target": "/data"}])
+        assert "is below no allowed folder" in answer.json["detail"], source
+    answer = await dockered.create(mounts=[{"source": f"{data}/none", "target": "/data"}])
+    assert "does not exist" in answer.json["detail"]
+
+
+async def test_a_folder_that_is_exchanged_before_the_mount_is_found_out(
+    proxied: tuple[Daemon, EngineProxy], engine: Engine, folder: Path
+) -> None:
+    daemon, proxy = proxied
+    data = folder / "data"
+    (data / "mine").mkdir(parents=True)
+
+    def exchange(_: dict) -> None:
+        (data / "mine").rmdir()
+        (data / "mine").symlink_to("/etc")
+
+    await daemon.start(MOUNTABLE.format(folder=folder) + AGENTS)
+    proxy.rule("POST .*/containers/create", proxy.change(exchange))
+    answer = await daemon.create(mounts=[{"source": str(data / "mine"), "target": "/data"}])
+    assert (answer.status, answer.json["code"]) == (502, "RuntimeFailure")
+    assert "was exchanged while the kernel was created" in answer.json["detail"]
+    assert engine.containers() == []
+
+
+async def test_a_link_that_is_exchanged_during_a_pull_is_not_followed(
+    proxied: tuple[Daemon, EngineProxy], engine: Engine, folder: Path
+) -> None:
+    """Two links to one file, so that the file is there whichever of them is exchanged."""
+    daemon, proxy = proxied
+    data = folder / "data"
+    data.mkdir()
+    (data / "f1").write_text("mine")
+    (data / "f2").hardlink_to(data / "f1")
+    (folder / "secret").write_text("secret")
+
+    def exchange(_: dict) -> None:
+        (data / "f2").unlink()
+        (data / "f2").symlink_to(folder / "secret")
+
+    await daemon.start(MOUNTABLE.format(folder=folder) + AGENTS)
+    for command in (["sleep", "100"], ["cat", "/b"]):
+        proxy.rule("POST .*/containers/create", proxy.change(exchange))
+        answer = await daemon.create(
+            command=command,
+            mounts=[
+                {"source": str(data / "f1"), "target": "/a"},
+                {"source": str(data / "f2"), "target": "/b"},
+            ],
+        )
+        assert (answer.status, answer.json["code"]) == (502, "RuntimeFailure"), command
+        assert engine.containers() == []
+        (data / "f2").unlink()
+        (data / "f2").hardlink_to(data / "f1")
+
+
+async def test_what_is_mounted_below_a_read_only_folder_cannot_be_written(
+    dockered: Daemon, folder: Path
+) -> None:
+    below = folder / "data" / "below"
+    below.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "none", below], check=True)
+    try:
+        await dockered.start(MOUNTABLE.format(folder=folder) + AGENTS)
+        mount = {"source": str(folder / "data"), "target": "/d"}
+        await printed(dockered, "touch /d/below/x; true", mounts=[mount])
+        assert not (below / "x").exists()
+    finally:
+        subprocess.run(["umount", below], check=True)

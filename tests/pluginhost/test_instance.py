@@ -1,0 +1,204 @@
+"""One plugin over the life of the daemon: lost, started again, slow, in the way."""
+
+import asyncio
+import errno
+import os
+import re
+
+import pytest
+from structlog.testing import capture_logs
+
+from agentd.config.plugins import PluginTable
+from agentd.errors import PluginUnavailable
+from agentd.pluginhost import instance as plugin_instance
+from agentd.pluginhost import process as plugin_process
+from agentd.pluginhost.instance import Pace
+from agentd.services.interfaces import PluginState
+from pluginhost.rig import (
+    PROCESS,
+    given,
+    helpers,
+    opened,
+    pid_of,
+    scripted,
+    states,
+    until,
+    until_ready,
+)
+from unkillable import hold, let_go
+
+
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [
+        ("crash", "it was killed by SIGKILL; next try in 1 s"),
+        ("hang", "listing: no answer within 0.5 s; next try in 1 s"),
+        ("raise", "list: OSError: the driver is gone; next try in 1 s"),
+    ],
+)
+async def test_a_plugin_that_is_lost_is_started_again_and_keeps_its_slots(
+    host, tmp_path, word, why
+) -> None:
+    table, file = scripted(tmp_path)
+    made = host([table], Scripted="Scripted", two="Good", call_timeout_s=0.5)
+    await opened(made)
+    first = pid_of(made, "one")
+    file.write_text(word)
+    await until(made, "one", lambda: states(made)["one"] is PluginState.FAILED)
+    status = made.statuses()[0]
+    assert (status.reason, status.slots) == (why, ("one.device",))
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+    with pytest.raises(PluginUnavailable, match="plugin one is failed"):
+        await made.container_edits(given("one"), PROCESS)
+    env = (await made.container_edits(given("two"), PROCESS)).env
+    assert (env["ONE"], env["TWO"]) == ("", "two0")
+    file.write_text("fine")
+    await until(made, "one", lambda: states(made)["one"] is PluginState.READY)
+    assert pid_of(made, "one") != first
+
+
+async def test_a_plugin_that_leaks_is_started_again(host, tmp_path) -> None:
+    table, file = scripted(tmp_path)
+    made = host([table], Scripted="Scripted", most_memory_bytes=128 << 20)
+    await opened(made)
+    file.write_text("leak")
+    await until(made, "one", lambda: states(made)["one"] is PluginState.FAILED)
+    assert re.fullmatch(r"it uses \d+ MiB of memory; next try in 1 s", made.statuses()[0].reason)
+    file.write_text("fine")
+    await until(made, "one", lambda: states(made)["one"] is PluginState.READY)
+
+
+@pytest.mark.parametrize("word", ["crash", "hang"])
+async def test_what_a_plugin_started_ends_with_it(host, tmp_path, word) -> None:
+    nap = f"{10**6 + int(tmp_path.stat().st_ino)}"
+    file = tmp_path / "script"
+    file.write_text("fine")
+    settings = {"file": str(file), "nap": nap}
+    made = host([PluginTable(name="one", plugin="w", settings=settings)], w="WithHelpers",
+                call_timeout_s=0.5)  # fmt: skip
+    await opened(made)
+    assert len(helpers(nap)) == 3
+    file.write_text(word)
+    await until(made, "one", lambda: states(made)["one"] is PluginState.FAILED)
+    assert helpers(nap) == []
+    file.write_text("fine")
+    await until_ready(made, "one")
+    await made.close()
+    assert helpers(nap) == []
+
+
+async def test_no_more_descriptors_is_not_the_end_of_a_plugin(host, tmp_path, monkeypatch) -> None:
+    table, file = scripted(tmp_path)
+    made = host([table], Scripted="Scripted")
+    await opened(made)
+
+    def none_left(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(plugin_process.socket, "socketpair", none_left)
+    monkeypatch.setattr(plugin_instance, "LONGEST_PAUSE_S", 0.1)
+    file.write_text("crash")
+    await until(made, "one", lambda: "Too many open files" in made.statuses()[0].reason)
+    monkeypatch.undo()
+    file.write_text("fine")
+    await until_ready(made, "one")
+
+
+async def test_a_number_beyond_64_bits_is_named_with_its_key(host) -> None:
+    made = host([PluginTable(name="one", plugin="g", settings={"speed": [2**64]})], g="Good")
+    seen = await opened(made)
+    assert seen["one"][0] is PluginState.FAILED
+    assert [problem.where for problem in made.problems()] == ["plugins.one.speed.0"]
+
+
+async def test_a_hung_call_does_not_hold_up_the_end(host, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(plugin_instance, "CLOSE_TIMEOUT_S", 0.1)
+    table, file = scripted(tmp_path)
+    made = host([table], Scripted="Scripted", call_timeout_s=600)
+    await opened(made)
+    file.write_text("hang")
+    instance = made._instances["one"]
+    async with asyncio.timeout(10):
+        while not instance._process._turn.locked():
+            await asyncio.sleep(0.01)
+        await made.close()
+
+
+async def test_a_plugin_that_is_slow_to_hear_holds_up_no_create(host, tmp_path) -> None:
+    gate = tmp_path / "gate"
+    settings = {"file": str(tmp_path / "heard"), "gate": str(gate)}
+    made = host([PluginTable(name="one", plugin="s", settings=settings)], s="SlowToHear",
+                call_timeout_s=600)  # fmt: skip
+    await opened(made)
+    with capture_logs() as logged:
+        for n in range(plugin_instance.MAX_EVENTS_WAITING + 3):
+            made.notify("after-start", f"k{n}", given("one"))
+    assert [entry["event"] for entry in logged] == 3 * ["plugin.event_dropped"]
+    gate.touch()
+    assert (await made.container_edits(given("one"), PROCESS)).env["ONE"] == "one0"
+
+
+async def test_a_process_that_cannot_be_killed_is_left_behind_and_never_a_third(
+    host, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(plugin_process, "KILL_PATIENCE_S", 0.2)
+    monkeypatch.setattr(plugin_instance, "FIRST_PAUSE_S", 0.1)
+    table, file = scripted(tmp_path)
+    made = host([table], Scripted="Scripted", two="Good", call_timeout_s=0.5)
+    pids = []
+    for _ in range(2):
+        await (until_ready(made, "one") if pids else opened(made))
+        pids.append(pid_of(made, "one"))
+        hold(pids[-1])
+        file.write_text("hang")
+        await until(made, "one", lambda: states(made)["one"] is PluginState.FAILED)
+        reason = made.statuses()[0].reason
+        assert f"process {pids[-1]} cannot be killed, left behind; next try in" in reason
+        file.write_text("fine")
+    await until(made, "one", lambda: made.statuses()[0].reason.startswith("its processes"))
+    assert f"its processes {pids[0]}, {pids[1]} cannot be killed" in made.statuses()[0].reason
+    assert states(made)["two"] is PluginState.READY
+    for pid in pids:
+        let_go(pid)
+    await until_ready(made, "one")
+
+
+async def test_a_change_of_health_is_seen_without_being_told(host, tmp_path) -> None:
+    table, file = scripted(tmp_path)
+    made = host([table], Scripted="Scripted")
+    await opened(made)
+    file.write_text("sick")
+    await until(made, "one", lambda: made.listings()[0].devices[0].reason == "it coughs")
+
+
+async def test_a_plugin_that_has_events_is_listed_at_once(host, tmp_path, monkeypatch) -> None:
+    table, file = scripted(tmp_path, "TellsOfChanges")
+    made = host([table], TellsOfChanges="TellsOfChanges")
+    made._instances["one"]._pace = Pace(health_interval_s=3600)
+    await opened(made)
+    file.write_text("none")
+    await until(made, "one", lambda: made.listings()[0].devices == ())
+
+
+async def test_plugins_hear_of_their_kernels_in_order(host, tmp_path) -> None:
+    file = tmp_path / "heard"
+    made = host([PluginTable(name="one", plugin="h", settings={"file": str(file)})], h="Hears")
+    await opened(made)
+    for step in ("before-create", "after-start"):
+        made.notify(step, "k1", given("one"))
+    await made.container_edits(given("one"), PROCESS)
+    assert file.read_text() == "before-create k1 one0\nafter-start k1 one0\n"
+
+
+async def test_what_a_plugin_prints_goes_to_the_log_under_its_name_and_is_bounded(
+    host, capsys
+) -> None:
+    with capture_logs() as logged:
+        made = host(loud="Prints")
+        await opened(made)
+        await made.close()
+    lines = [entry for entry in logged if entry["event"] == "plugin.printed"]
+    assert {entry["plugin"] for entry in lines} == {"loud"}
+    assert lines[0]["text"] == "to standard output"
+    assert 10 < len(lines) <= 50
