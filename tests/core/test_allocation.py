@@ -282,8 +282,8 @@ def test_agents_that_share_all_devices_share_what_is_kept_beside_the_ledger() ->
     for agent, part in node.partitions.items():
         given = allocate(ledger, node.inventory, part, slots(cpu=0.0), EVENLY)
         ledger = ledger.with_held(agent, agent, given)
-        ledger.shelf(node.inventory, part, node.inventory.slot_types["cpu"])
-    assert len(ledger._shelves) == 1
+        ledger.index(node.inventory, part, node.inventory.slot_types["cpu"])
+    assert len(ledger._indexes) == 1
 
 
 def test_releasing_twice_changes_nothing_and_is_reported() -> None:

@@ -192,9 +192,9 @@ class Node(RuleBasedStateMachine):
         assert anew == self.ledger
         for part in self.split.partitions.values():
             for slot_type in TYPES.values():
-                kept = self.ledger.shelf(self.split.inventory, part, slot_type)
-                built = anew.shelf(self.split.inventory, part, slot_type)
-                assert (kept.devices, kept.stacks) == (built.devices, built.stacks)
+                kept = self.ledger.index(self.split.inventory, part, slot_type)
+                built = anew.index(self.split.inventory, part, slot_type)
+                assert (kept.devices, kept.buckets) == (built.devices, built.buckets)
 
     @invariant()
     def outside_shared_mode_no_device_has_two_owners(self) -> None:

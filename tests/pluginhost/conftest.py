@@ -4,9 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pluginhost.rig import (
-    Hosts,
-)
+from pluginhost.rig import Hosts
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ Arithmetic over values: no clock, no I/O, no logging. A decision is returned,
 never applied; whoever holds the ledger applies it.
 
 A request is decided slot by slot: accelerators by device name, then cpu, then mem.
-Each step takes the shelf of devices of the agent's partition that offer the slot and
+Each step takes the index of devices of the agent's partition that offer the slot and
 splits it into tiers: all of a tier is taken before the next is touched. Under
 `prefer-single-node` the first step's tiers are the nodes (the one with most room that
 holds everything alone, if there is one); each later step's first tier is the nodes
@@ -21,10 +21,10 @@ from operator import or_
 from agentd.core import distribute
 from agentd.core.devices import Inventory, natural_key
 from agentd.core.explain import Question, refusal
+from agentd.core.free_index import Buckets, FreeIndex, given, rooms, total
 from agentd.core.ledger import Allocation, Holding, Ledger, Share, release
 from agentd.core.partition import Partition
 from agentd.core.policy import Affinity, Policy, Strategy
-from agentd.core.shelf import Shelf, Stacks, given, rooms, total
 from agentd.core.slots import (
     CPU,
     MEM,
@@ -64,8 +64,8 @@ def allocate(
     near: frozenset[int] = frozenset()
     for slot in sorted(slots, key=_step_order):
         slot_type = inventory.slot_types[slot]
-        shelf = ledger.shelf(inventory, partition, slot_type)
-        chosen = _step(shelf, slot_type, slots[slot], near, policy)
+        index = ledger.index(inventory, partition, slot_type)
+        chosen = _step(index, slot_type, slots[slot], near, policy)
         if chosen is None:
             question = Question(ledger, inventory, partition, slot_type, slots[slot], policy)
             raise refusal(question)
@@ -81,40 +81,40 @@ def _step_order(slot: SlotName) -> tuple[int, object, object]:
 
 
 def _step(
-    shelf: Shelf,
+    index: FreeIndex,
     slot_type: SlotType,
     amount: int,
     near: frozenset[int],
     policy: Policy,
 ) -> list[Share] | None:
-    wanted = amount // shelf.quantum
+    wanted = amount // index.quantum
     is_whole = not is_divisible(slot_type)
-    if total(shelf.stacks) < wanted:
+    if total(index.buckets) < wanted:
         return None
-    tiers = _tiers(shelf.stacks, wanted, near, policy)
+    tiers = _tiers(index.buckets, wanted, near, policy)
     parts: list[tuple[int, int]] | None
     if is_whole or policy.allow_fragmentation:
         parts = _divide(tiers, wanted, policy.strategy, is_whole=is_whole)
     else:
-        anywhere: Stacks = {None: shelf.stacks[None]} if None in shelf.stacks else {}
+        anywhere: Buckets = {None: index.buckets[None]} if None in index.buckets else {}
         alone = tiers[:1] if near else [tier | anywhere for tier in tiers]
-        parts = _divide_equally([*alone, *accumulate(tiers, or_)], shelf.capacities, wanted)
+        parts = _divide_equally([*alone, *accumulate(tiers, or_)], index.capacities, wanted)
     if parts is None:
         return None
     return [
         Share(
-            (device := shelf.devices[at]).device_id,
+            (device := index.devices[at]).device_id,
             device.stable_id,
             slot_type.name,
             slot_type.kind,
-            part * shelf.quantum,
+            part * index.quantum,
         )
         for at, part in sorted(parts)
     ]
 
 
 def _divide(
-    tiers: Iterable[Stacks], wanted: int, strategy: Strategy, *, is_whole: bool
+    tiers: Iterable[Buckets], wanted: int, strategy: Strategy, *, is_whole: bool
 ) -> list[tuple[int, int]]:
     """Return (position, quanta) of the devices that give; the tiers hold what is wanted."""
     if strategy is Strategy.FILL:
@@ -133,7 +133,7 @@ def _divide(
 
 
 def _divide_equally(
-    groups: Iterable[Stacks], capacities: distribute.Rooms, wanted: int
+    groups: Iterable[Buckets], capacities: distribute.Rooms, wanted: int
 ) -> list[tuple[int, int]] | None:
     """Give equal parts inside the first group of devices that can."""
     for group in groups:
@@ -143,24 +143,24 @@ def _divide_equally(
     return None
 
 
-def _tiers(stacks: Stacks, wanted: int, near: frozenset[int], policy: Policy) -> list[Stacks]:
-    """Split a shelf into groups, each to be used up before the next is touched."""
+def _tiers(buckets: Buckets, wanted: int, near: frozenset[int], policy: Policy) -> list[Buckets]:
+    """Split a index into groups, each to be used up before the next is touched."""
     is_interleaved = policy.affinity is Affinity.INTERLEAVED
     if not near:
-        return [stacks] if is_interleaved else _by_node(stacks)
-    close = {node: found for node, found in stacks.items() if node is None or node in near}
-    far = {node: found for node, found in stacks.items() if node not in close}
+        return [buckets] if is_interleaved else _by_node(buckets)
+    close = {node: found for node, found in buckets.items() if node is None or node in near}
+    far = {node: found for node, found in buckets.items() if node not in close}
     if is_interleaved or total(close) >= wanted:
         return [close, far]
     return [close, *_by_node(far)]
 
 
-def _by_node(stacks: Stacks) -> list[Stacks]:
+def _by_node(buckets: Buckets) -> list[Buckets]:
     """Group by NUMA node, the node with most room first; what is near everything joins it."""
-    nodes = [node for node in stacks if node is not None]
-    alone: dict[int, Stacks] = {node: {node: stacks[node]} for node in nodes}
+    nodes = [node for node in buckets if node is not None]
+    alone: dict[int, Buckets] = {node: {node: buckets[node]} for node in nodes}
     tiers = [alone[node] for node in sorted(nodes, key=lambda node: (-total(alone[node]), node))]
-    if None in stacks:
+    if None in buckets:
         tiers = tiers or [{}]
-        tiers[0][None] = stacks[None]
+        tiers[0][None] = buckets[None]
     return tiers

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from agentd.core.devices import Device, DeviceId, Health, Inventory
 from agentd.core.distribute import fewest
+from agentd.core.free_index import total
 from agentd.core.ledger import Ledger
 from agentd.core.partition import Partition
 from agentd.core.policy import Affinity, Policy
-from agentd.core.shelf import total
 from agentd.core.slots import SlotType, device_name_of, format_amount, is_divisible
 from agentd.errors import InsufficientResource
 
@@ -153,9 +153,9 @@ def _equal_part(question: Question) -> int:
     slot_type = question.slot_type
     if question.policy.allow_fragmentation or not is_divisible(slot_type):
         return 0
-    shelf = question.ledger.shelf(question.inventory, question.partition, slot_type)
+    index = question.ledger.index(question.inventory, question.partition, slot_type)
     wanted = question.amount // slot_type.quantum
-    if total(shelf.stacks) < wanted or not (count := fewest(shelf.capacities, wanted)):
+    if total(index.buckets) < wanted or not (count := fewest(index.capacities, wanted)):
         return 0
     return wanted // count * slot_type.quantum
 

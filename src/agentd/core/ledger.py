@@ -12,8 +12,8 @@ from typing import NamedTuple, TypeAlias
 
 from agentd.core.devices import MEMORY, Device, DeviceId, Inventory
 from agentd.core.distribute import alike
+from agentd.core.free_index import FreeIndex
 from agentd.core.partition import Partition
-from agentd.core.shelf import Shelf
 from agentd.core.slots import SlotKind, SlotName, SlotType, format_amount
 
 UNREADABLE_SLOT: SlotName = ""
@@ -66,7 +66,7 @@ class Tally(NamedTuple):
 
 
 _Tallies: TypeAlias = Mapping[tuple[str, SlotName], Tally]
-_Shelves: TypeAlias = dict[tuple[Inventory, str, SlotName], tuple[Partition, Shelf]]
+_Indexes: TypeAlias = dict[tuple[Inventory, str, SlotName], tuple[Partition, FreeIndex]]
 """Keyed by agent where partitions are exclusive; in shared mode all see the same."""
 
 
@@ -76,14 +76,14 @@ class Ledger:
 
     Everything else follows from `holdings` and is kept beside it, and kept up with what a
     kernel touches, so that no look-up has to go through kernels or devices: `held` is the
-    same by device, the tallies are its sums by agent and slot, and the shelves that were
-    asked for (see `agentd.core.shelf`) pass from each ledger to the next.
+    same by device, the tallies are its sums by agent and slot, and the indexes that were
+    asked for (see `agentd.core.free_index`) pass from each ledger to the next.
     """
 
     holdings: Mapping[str, Holding] = field(default_factory=dict)
     held: Mapping[DeviceId, Mapping[str, Share]] = field(default_factory=dict)
     _tallies: Mapping[DeviceId, _Tallies] = field(default_factory=dict, repr=False)
-    _shelves: _Shelves = field(default_factory=dict, repr=False, compare=False)
+    _indexes: _Indexes = field(default_factory=dict, repr=False, compare=False)
 
     def with_held(self, kernel_id: str, agent_id: str, allocation: Allocation) -> Ledger:
         """Return a ledger in which the kernel holds exactly this allocation."""
@@ -120,30 +120,30 @@ class Ledger:
         tallies: Mapping[DeviceId, _Tallies],
         touched: Allocation,
     ) -> Ledger:
-        shelves: _Shelves = {}
-        after = Ledger(holdings, held, tallies, shelves)
+        indexes: _Indexes = {}
+        after = Ledger(holdings, held, tallies, indexes)
         device_ids = {share.device_id for share in touched.shares}
-        for key, (partition, shelf) in self._shelves.items():
-            shelves[key] = (partition, _kept_up(shelf, partition, device_ids, self, after))
+        for key, (partition, index) in self._indexes.items():
+            indexes[key] = (partition, _kept_up(index, partition, device_ids, self, after))
         return after
 
-    def shelf(self, inventory: Inventory, partition: Partition, slot_type: SlotType) -> Shelf:
+    def index(self, inventory: Inventory, partition: Partition, slot_type: SlotType) -> FreeIndex:
         """Return the devices that may give a slot to an agent, with their room now.
 
         One of several devices is kept; an older inventory's are let go.
         """
         agent = partition.agent_id if partition.is_exclusive else ""
         key = (inventory, agent, slot_type.name)
-        if (known := self._shelves.get(key)) is not None and known[0].members == partition.members:
+        if (known := self._indexes.get(key)) is not None and known[0].members == partition.members:
             return known[1]
-        for stale in [other for other in self._shelves if other[0] is not inventory]:
-            del self._shelves[stale]
+        for stale in [other for other in self._indexes if other[0] is not inventory]:
+            del self._indexes[stale]
         devices = tuple(
             device
             for device in inventory.by_slot.get(slot_type.name, ())
             if device.usable and partition.limit(device)
         )
-        shelf = Shelf(
+        index = FreeIndex(
             devices,
             {device.device_id: position for position, device in enumerate(devices)},
             alike(partition.limit(device) // slot_type.quantum for device in devices),
@@ -154,8 +154,8 @@ class Ledger:
             for position, device in enumerate(devices)
         )
         if len(devices) > 1:
-            self._shelves[key] = (partition, shelf)
-        return shelf
+            self._indexes[key] = (partition, index)
+        return index
 
     def holders(self, device_id: DeviceId) -> Mapping[str, Share]:
         """Return the kernels that hold something of a device, and what."""
@@ -203,17 +203,21 @@ class Ledger:
 
 
 def _kept_up(
-    shelf: Shelf, partition: Partition, device_ids: Iterable[DeviceId], before: Ledger, now: Ledger
-) -> Shelf:
-    positions = [shelf.positions[d] for d in device_ids if d in shelf.positions]
+    index: FreeIndex,
+    partition: Partition,
+    device_ids: Iterable[DeviceId],
+    before: Ledger,
+    now: Ledger,
+) -> FreeIndex:
+    positions = [index.positions[d] for d in device_ids if d in index.positions]
     if not positions:
-        return shelf
-    devices = [(at, shelf.devices[at]) for at in positions]
-    return shelf.with_rooms(
+        return index
+    devices = [(at, index.devices[at]) for at in positions]
+    return index.with_rooms(
         (
             at,
-            before.free(device, partition) // shelf.quantum,
-            now.free(device, partition) // shelf.quantum,
+            before.free(device, partition) // index.quantum,
+            now.free(device, partition) // index.quantum,
         )
         for at, device in devices
     )

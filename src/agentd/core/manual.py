@@ -29,7 +29,7 @@ from agentd.errors import Problem
 
 
 @dataclass(frozen=True)
-class Pool:
+class AssignableDevices:
     """What can be seated: whole devices in natural order, and memory, reservation apart."""
 
     devices: tuple[Device, ...]
@@ -47,14 +47,14 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class Seats:
+class Assignment:
     """Who has which devices, and how many bytes of the memory."""
 
     devices: dict[str, list[DeviceId]]
     memory: dict[str, int]
 
 
-def seat_manually(pool: Pool, rules: SplitRules) -> tuple[Seats, list[Problem]]:
+def assign_manually(pool: AssignableDevices, rules: SplitRules) -> tuple[Assignment, list[Problem]]:
     """Seat every agent as its rule says; return the seats, and every rule that does not fit."""
     return _Seating(pool, rules).run()
 
@@ -62,14 +62,14 @@ def seat_manually(pool: Pool, rules: SplitRules) -> tuple[Seats, list[Problem]]:
 class _Seating:
     """One run over the rules; collects problems instead of stopping at the first."""
 
-    def __init__(self, pool: Pool, rules: SplitRules) -> None:
+    def __init__(self, pool: AssignableDevices, rules: SplitRules) -> None:
         self._pool = pool
         self._rules = rules
         self._problems: list[Problem] = []
         self._owner: dict[DeviceId, str] = {}
         self._seats: dict[str, list[DeviceId]] = {r.agent_id: [] for r in rules.agents}
 
-    def run(self) -> tuple[Seats, list[Problem]]:
+    def run(self) -> tuple[Assignment, list[Problem]]:
         wanted = [
             (where, rule.agent_id, name, device_rule)
             for where, rule in self._described()
@@ -83,7 +83,7 @@ class _Seating:
                 self._seat_some(where, agent, name, rule)
         memory = self._memory()
         order = {device.device_id: n for n, device in enumerate(self._pool.devices)}
-        seats = Seats(
+        seats = Assignment(
             {agent: sorted(ids, key=order.__getitem__) for agent, ids in self._seats.items()},
             memory,
         )

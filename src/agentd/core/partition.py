@@ -16,7 +16,7 @@ from decimal import ROUND_HALF_EVEN, Decimal
 from types import MappingProxyType
 
 from agentd.core.devices import MEMORY, Device, DeviceId, Inventory
-from agentd.core.manual import Pool, Seats, seat_manually
+from agentd.core.manual import AssignableDevices, Assignment, assign_manually
 from agentd.core.rules import AllocationMode, SplitRules
 from agentd.core.slots import CPU, ResourceSlots, SlotName, device_name_of
 from agentd.errors import ConfigRefused, Problem
@@ -174,7 +174,7 @@ def split(
     memory = inventory.by_id[MEMORY]
     available = max(0, memory.capacity - rules.reserved_mem)
     inventory = inventory.with_device(replace(memory, capacity=available))
-    pool = Pool(
+    pool = AssignableDevices(
         tuple(
             device
             for device in inventory.devices
@@ -188,11 +188,11 @@ def split(
     if not rules.agents or rules.mode is AllocationMode.SHARED:
         agents = [rule.agent_id for rule in rules.agents] or [DEFAULT_AGENT]
         everything = [device.device_id for device in pool.devices]
-        seats = Seats(dict.fromkeys(agents, everything), dict.fromkeys(agents, available))
+        seats = Assignment(dict.fromkeys(agents, everything), dict.fromkeys(agents, available))
     elif rules.mode is AllocationMode.AUTO_SPLIT:
         seats = _deal(pool, [rule.agent_id for rule in rules.agents], rules.align)
     else:
-        seats, wrong = seat_manually(pool, rules)
+        seats, wrong = assign_manually(pool, rules)
         problems += wrong
     if problems:
         raise ConfigRefused(problems)
@@ -223,24 +223,24 @@ def _reservation(inventory: Inventory, rules: SplitRules) -> tuple[list[DeviceId
     return reserved, problems
 
 
-def _deal(pool: Pool, agents: list[str], align: int) -> Seats:
+def _deal(pool: AssignableDevices, agents: list[str], align: int) -> Assignment:
     seats: dict[str, list[DeviceId]] = {agent: [] for agent in agents}
     for devices in pool.by_name.values():
         rest = iter(devices)
         for agent, share in zip(agents, split_units(len(devices), len(agents)), strict=True):
             seats[agent] += [next(rest).device_id for _ in range(share)]
     if len(agents) == 1:
-        return Seats(seats, {agents[0]: pool.memory_bytes})
+        return Assignment(seats, {agents[0]: pool.memory_bytes})
     units = split_units(pool.memory_bytes // align, len(agents))
-    return Seats(seats, {a: unit * align for a, unit in zip(agents, units, strict=True)})
+    return Assignment(seats, {a: unit * align for a, unit in zip(agents, units, strict=True)})
 
 
 def _split(
     inventory: Inventory,
     rules: SplitRules,
     reserved: list[DeviceId],
-    pool: Pool,
-    seats: Seats,
+    pool: AssignableDevices,
+    seats: Assignment,
 ) -> Split:
     seated = {device_id for devices in seats.devices.values() for device_id in devices}
     unassigned = {
@@ -295,7 +295,7 @@ def _ignored_rules(rules: SplitRules) -> Iterator[str]:
                 yield f"[agents.resource] of {rule.agent_id} is not used in {mode} mode"
 
 
-def _idle_agents(seats: Seats) -> Iterator[str]:
+def _idle_agents(seats: Assignment) -> Iterator[str]:
     for agent, devices in seats.devices.items():
         if not any(device_id.name == CPU for device_id in devices):
             yield f"agent {agent} has no core: there are more agents than cores"
