@@ -5,7 +5,7 @@ has two owners; memory alone is one device that is divided by amount. Devices th
 are gone keep their seat, so that one lost GPU does not move its neighbours.
 
 `split` decides in this order: withhold what is reserved, seat the devices, and
-leave slots to be derived from the seats (`slots_of`).
+leave slots to be derived from them (`slots_of`).
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Split:
         }
 
     def with_inventory(self, inventory: Inventory) -> Split:
-        """Return the same seats over devices whose health or presence changed."""
+        """Return the same assignment over devices whose health or presence changed."""
         return replace(self, inventory=inventory)
 
 
@@ -188,15 +188,15 @@ def split(
     if not rules.agents or rules.mode is AllocationMode.SHARED:
         agents = [rule.agent_id for rule in rules.agents] or [DEFAULT_AGENT]
         everything = [device.device_id for device in pool.devices]
-        seats = Assignment(dict.fromkeys(agents, everything), dict.fromkeys(agents, available))
+        assignment = Assignment(dict.fromkeys(agents, everything), dict.fromkeys(agents, available))
     elif rules.mode is AllocationMode.AUTO_SPLIT:
-        seats = _deal(pool, [rule.agent_id for rule in rules.agents], rules.align)
+        assignment = _deal(pool, [rule.agent_id for rule in rules.agents], rules.align)
     else:
-        seats, wrong = assign_manually(pool, rules)
+        assignment, wrong = assign_manually(pool, rules)
         problems += wrong
     if problems:
         raise ConfigRefused(problems)
-    return _split(inventory, rules, reserved, pool, seats)
+    return _split(inventory, rules, reserved, pool, assignment)
 
 
 def _reservation(inventory: Inventory, rules: SplitRules) -> tuple[list[DeviceId], list[Problem]]:
@@ -224,15 +224,15 @@ def _reservation(inventory: Inventory, rules: SplitRules) -> tuple[list[DeviceId
 
 
 def _deal(pool: AssignableDevices, agents: list[str], align: int) -> Assignment:
-    seats: dict[str, list[DeviceId]] = {agent: [] for agent in agents}
+    dealt: dict[str, list[DeviceId]] = {agent: [] for agent in agents}
     for devices in pool.by_name.values():
         rest = iter(devices)
         for agent, share in zip(agents, split_units(len(devices), len(agents)), strict=True):
-            seats[agent] += [next(rest).device_id for _ in range(share)]
+            dealt[agent] += [next(rest).device_id for _ in range(share)]
     if len(agents) == 1:
-        return Assignment(seats, {agents[0]: pool.memory_bytes})
+        return Assignment(dealt, {agents[0]: pool.memory_bytes})
     units = split_units(pool.memory_bytes // align, len(agents))
-    return Assignment(seats, {a: unit * align for a, unit in zip(agents, units, strict=True)})
+    return Assignment(dealt, {a: unit * align for a, unit in zip(agents, units, strict=True)})
 
 
 def _split(
@@ -240,15 +240,15 @@ def _split(
     rules: SplitRules,
     reserved: list[DeviceId],
     pool: AssignableDevices,
-    seats: Assignment,
+    assignment: Assignment,
 ) -> Split:
-    seated = {device_id for devices in seats.devices.values() for device_id in devices}
+    seated = {device_id for devices in assignment.devices.values() for device_id in devices}
     unassigned = {
         name: tuple(d.device_id.id for d in devices if d.device_id not in seated)
         for name, devices in pool.by_name.items()
         if any(d.device_id not in seated for d in devices)
     }
-    given = sum(seats.memory.values())
+    given = sum(assignment.memory.values())
     shared = rules.mode is AllocationMode.SHARED or not rules.agents
     return Split(
         mode=rules.mode,
@@ -257,10 +257,10 @@ def _split(
             agent: Partition(
                 agent,
                 (*devices, MEMORY),
-                seats.memory[agent],
+                assignment.memory[agent],
                 is_exclusive=rules.mode is not AllocationMode.SHARED,
             )
-            for agent, devices in seats.devices.items()
+            for agent, devices in assignment.devices.items()
         },
         reserved_cpu=tuple(device_id.id for device_id in reserved),
         reserved_mem=rules.reserved_mem,
@@ -271,7 +271,7 @@ def _split(
             *_gone_warnings(inventory),
             *(_left_over(name, ids) for name, ids in unassigned.items()),
             *_ignored_rules(rules),
-            *_idle_agents(seats),
+            *_idle_agents(assignment),
         ),
     )
 
@@ -295,11 +295,11 @@ def _ignored_rules(rules: SplitRules) -> Iterator[str]:
                 yield f"[agents.resource] of {rule.agent_id} is not used in {mode} mode"
 
 
-def _idle_agents(seats: Assignment) -> Iterator[str]:
-    for agent, devices in seats.devices.items():
+def _idle_agents(assignment: Assignment) -> Iterator[str]:
+    for agent, devices in assignment.devices.items():
         if not any(device_id.name == CPU for device_id in devices):
             yield f"agent {agent} has no core: there are more agents than cores"
-        if not seats.memory[agent]:
+        if not assignment.memory[agent]:
             yield f"agent {agent} has no memory: there is less than one aligned unit for it"
 
 

@@ -1,0 +1,149 @@
+"""The client of the Engine's API: three ways to fail, and nothing left open."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from agentd.runtimes.docker.engine import AnswerLost, EngineClient, EngineError, EngineUnreachable
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class FakeEngine:
+    """An HTTP server on a unix socket that answers as it is told."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.answer: Handler | None = None
+        self.asked: list[str] = []
+        self.version = "1.41"
+        self.hung_up = asyncio.Event()
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_route("*", "/{tail:.*}", self._handle)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.UnixSite(self._runner, str(self.path)).start()
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(f"{request.method} {request.path}")
+        if request.path == "/version":
+            return web.json_response({"ApiVersion": self.version})
+        assert self.answer is not None
+        try:
+            return await self.answer(request)
+        except asyncio.CancelledError:
+            self.hung_up.set()
+            raise
+
+
+@pytest.fixture
+async def engine(folder: Path) -> AsyncIterator[FakeEngine]:
+    made = FakeEngine(folder / "engine.sock")
+    await made.start()
+    yield made
+    await made.stop()
+
+
+@pytest.fixture
+async def client(engine: FakeEngine) -> AsyncIterator[EngineClient]:
+    made = EngineClient(engine.path)
+    yield made
+    await made.close()
+
+
+def says(status: int, body: bytes) -> Handler:
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(status=status, body=body)
+
+    return answer
+
+
+async def test_the_version_is_asked_once_and_anew_after_a_reconnect(engine, client) -> None:
+    engine.answer = says(200, b"[]")
+    for _ in range(2):
+        assert await client.call("GET", "/containers/json") == []
+    engine.version = "1.45"
+    client.forget_version()
+    await client.call("GET", "/info")
+    assert engine.asked == [
+        "GET /version", "GET /v1.41/containers/json", "GET /v1.41/containers/json",
+        "GET /version", "GET /v1.45/info",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"message": "No such container"}', "No such container"),
+        (b"plain words", "plain words"),
+        (b'{"other": 1}', '{"other": 1}'),
+        (b"", "it gave no reason"),
+        (b"\xff", "\N{REPLACEMENT CHARACTER}"),
+    ],
+)
+async def test_a_refusal_carries_status_and_message(engine, client, body, message) -> None:
+    engine.answer = says(404, body)
+    with pytest.raises(EngineError, match=r".*") as caught:
+        await client.call("GET", "/x")
+    assert (caught.value.status, caught.value.message) == (404, message)
+
+
+async def test_an_answer_that_is_no_json_is_lost(engine, client) -> None:
+    engine.answer = says(200, b"<html>")
+    with pytest.raises(AnswerLost, match="no JSON"):
+        await client.call("POST", "/containers/create")
+    engine.answer = says(204, b"")
+    assert await client.call("POST", "/x") is None
+
+
+async def test_a_connection_that_breaks_is_a_lost_answer(engine, client) -> None:
+    async def broken(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    engine.answer = broken
+    with pytest.raises(AnswerLost):
+        await client.call("POST", "/containers/create", body={"a": 1})
+
+
+async def test_nobody_there_was_never_asked(folder: Path) -> None:
+    client = EngineClient(folder / "none.sock")
+    with pytest.raises(EngineUnreachable, match=r"none\.sock: No such file"):
+        await client.call("POST", "/containers/create")
+    await client.close()
+
+
+async def test_leaving_a_stream_hangs_up(engine: FakeEngine, client: EngineClient) -> None:
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        try:
+            while True:
+                await response.write(b"line\n")
+                await asyncio.sleep(0.01)
+        finally:
+            engine.hung_up.set()
+
+    engine.answer = endless
+    async with client.stream("GET", "/events", {}) as stream:
+        assert await stream.readline() == b"line\n"
+    async with asyncio.timeout(10):
+        await engine.hung_up.wait()
+
+
+async def test_a_stream_that_is_refused_says_why(engine: FakeEngine, client: EngineClient) -> None:
+    engine.answer = says(500, b'{"message": "it went wrong"}')
+    with pytest.raises(EngineError, match="it went wrong"):
+        async with client.stream("GET", "/events", {}):
+            pass

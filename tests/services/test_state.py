@@ -1,0 +1,131 @@
+"""One state: kernels and ledger in step, revisions, locks, and how runtimes do."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentd.core.devices import DeviceId
+from agentd.core.kernel import Kernel, KernelState, Port
+from agentd.core.ledger import Allocation, Share
+from agentd.core.slots import ONE, SlotKind
+from agentd.errors import NotReady, RuntimeUnavailable, UnknownKernel, UnknownRuntime
+from agentd.services.events import EventLog
+from agentd.services.state import NodeState, RuntimeState
+
+GPU = Share(DeviceId("cuda", "cuda0"), "GPU-0", "cuda.device", SlotKind.COUNT, ONE)
+
+
+def kernel(kernel_id: str = "k1", state: KernelState = KernelState.RUNNING, **fields) -> Kernel:
+    held = Allocation((GPU,))
+    return Kernel(kernel_id, "a", state, "hash", 1.0, "fake", allocation=held, **fields)
+
+
+@pytest.fixture
+def state() -> NodeState:
+    return NodeState(["fake", "other"], EventLog())
+
+
+@given(st.lists(st.tuples(st.sampled_from(["k1", "k2"]), st.sampled_from([*KernelState, None]))))
+def test_kernels_and_ledger_are_always_in_step(changes) -> None:
+    state = NodeState(["fake"], EventLog())
+    for kernel_id, now in changes:
+        if now is None:
+            state.drop(kernel_id)
+        else:
+            state.put(kernel(kernel_id, now, ports=(Port(80, 8000),)))
+        holding = {k.kernel_id for k in state if k.holds}
+        assert state.ledger.holdings.keys() == holding
+        assert set(state.ports.values()) <= holding
+        assert bool(state.ports) == bool(holding)
+
+
+def test_whoever_listens_hears_of_every_change_after_it_was_made(state: NodeState) -> None:
+    heard = []
+    state.listen(lambda before, now: heard.append((before, now, len(state.kernels))))
+    first, second = kernel(), kernel(state=KernelState.TERMINATED)
+    state.put(first)
+    state.put(second)
+    state.drop("k1")
+    state.drop("k1")
+    assert heard == [(None, first, 1), (first, second, 1), (second, None, 0)]
+    with pytest.raises(UnknownKernel):
+        state.get("k1")
+
+
+async def test_what_was_seen_counts_only_if_nothing_happened_meanwhile(state: NodeState) -> None:
+    for name in ("same", "changed", "gone", "busy"):
+        state.put(kernel(name))
+    since = state.snapshot()
+    assert all(state.is_unchanged(name, since) for name in ("same", "changed", "never"))
+    state.put(kernel("changed", KernelState.STOPPING))
+    state.put(kernel("new"))
+    async with state.lock("busy"):
+        assert not state.is_unchanged("busy", since)
+    assert state.is_unchanged("busy", since)
+    assert state.is_unchanged("never", since)
+    state.drop("gone")
+    unchanged = [n for n in ("same", "changed", "gone", "new") if state.is_unchanged(n, since)]
+    assert unchanged == ["same"]
+    assert not state.is_unchanged("never", since), "it may be the one that came and went"
+
+
+async def test_a_lock_is_one_for_all_who_work_on_a_kernel_and_goes_with_them(state) -> None:
+    lock = state.lock("k1")
+    assert state.lock("k1") is lock
+    async with lock:
+        assert state.is_busy("k1")
+        waiting = asyncio.create_task(state.lock("k1").acquire())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+    await waiting
+    lock.release()
+    del lock, waiting
+    assert not state.is_busy("k1")
+    assert len(state._locks) == 0
+
+
+def test_a_runtime_holds_up_its_own_creates_and_nobody_else_s(state: NodeState) -> None:
+    with pytest.raises(NotReady):
+        state.require_runtime("fake")
+    state.note_available("fake")
+    state.note_unavailable("other", "it is down")
+    state.require_runtime("fake")
+    with pytest.raises(RuntimeUnavailable, match="it is down"):
+        state.require_runtime("other")
+    state.note_unavailable("fake", "down too")
+    assert not state.runtime("fake").is_listed
+    state.forget_runtime("other")
+    assert state.runtimes.keys() == {"fake"}
+    with pytest.raises(UnknownRuntime, match="it has fake"):
+        state.runtime("other")
+
+
+def test_a_change_of_a_runtime_s_state_is_told_once(state: NodeState) -> None:
+    with state._events.listener(None) as listener:
+        for reason in ("down", "still down"):
+            state.note_unavailable("fake", reason)
+        state.note_available("fake")
+        told = [event.value.state for event in listener._waiting]
+    assert told == [RuntimeState.UNAVAILABLE, RuntimeState.AVAILABLE]
+
+
+def test_a_create_of_unknown_outcome_is_settled_or_dropped(state: NodeState) -> None:
+    state.put(kernel(state=KernelState.CREATING))
+    state.leave_unsettled("k1", 10.0, keep=True)
+    assert state.unsettled["k1"] == (10.0, True)
+    state.settle("k1")
+    assert state.unsettled == {}
+    state.leave_unsettled("k1", 10.0)
+    state.drop("k1")
+    assert state.unsettled == {}
+
+
+def test_a_name_that_two_runtimes_have_is_the_first_one_s(state: NodeState) -> None:
+    state.put(kernel())
+    assert not state.is_second("k1", "other"), "nothing of it is there yet"
+    state.put(replace(kernel(), handle="7"))
+    assert state.is_second("k1", "other")
+    assert not state.is_second("k1", "fake")
