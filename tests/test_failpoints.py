@@ -78,14 +78,14 @@ def test_a_delay_of_a_plain_step_blocks_it() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("create.nowhere=kill", "names no point; there are: start.after_locks"),
-        ("create.after_plan", "names no point"),
-        ("create.after_plan=explode", "'explode' is no term; allowed: off, kill"),
-        ("create.after_plan=delay(soon)", "is no term"),
-        ("create.after_plan=error(ENOSUCH)", "is no term"),
-        ("create.after_plan=x*kill", "is no term"),
-        ("create.after_plan=kill(everybody)", "is no term"),
-        ("create.after_plan=", "'' is no term"),
+        ("create.nowhere=kill", "expected POINT=TERM; points: start.after_locks"),
+        ("create.after_plan", "invalid failpoint 'create.after_plan'"),
+        ("create.after_plan=explode", "invalid term 'explode': expected off, kill"),
+        ("create.after_plan=delay(soon)", "invalid term 'delay(soon)'"),
+        ("create.after_plan=error(ENOSUCH)", "invalid term 'error(ENOSUCH)'"),
+        ("create.after_plan=x*kill", "invalid term 'x*kill'"),
+        ("create.after_plan=kill(everybody)", "invalid term 'kill(everybody)'"),
+        ("create.after_plan=", "invalid term ''"),
     ],
 )
 def test_what_cannot_be_read_is_refused_and_changes_nothing(text: str, why: str) -> None:

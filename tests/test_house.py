@@ -75,7 +75,7 @@ def test_no_class_writes_another_s_attributes_or_shows_its_own(path: Path) -> No
             if isinstance(target, ast.Attribute):
                 assert isinstance(target.value, ast.Name), ast.unparse(target)
                 assert target.value.id == "self", f"{ast.unparse(target)} is another's"
-                assert target.attr.startswith("_"), f"{ast.unparse(target)} is to be seen"
+                assert target.attr.startswith("_"), f"{ast.unparse(target)} must be private"
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("tests/**/*.py")), ids=lambda path: path.stem)

@@ -1,4 +1,4 @@
-"""From the settings to the parts that are made of them: runtimes, and where the daemon answers."""
+"""Building runtimes and the RPC endpoint from the settings."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def process_rules(settings: Settings) -> ProcessRules:
     """Return what process kernels may have, with every user looked up.
 
     Raises:
-        ConfigRefused: there is no such user, or agentd cannot run anything as another one.
+        ConfigRefused: there is no such user, or agentd may not run processes as another user.
     """
     process, is_root = settings.runtime.process, os.geteuid() == 0
     problems: list[Problem] = []
@@ -115,7 +115,7 @@ def _token(path: Path | None) -> str:
     """Read the bearer token.
 
     Raises:
-        ConfigRefused: there is none in the file.
+        ConfigRefused: the file cannot be read or is empty.
     """
     try:
         token = path.read_text(encoding="utf-8").strip() if path else ""

@@ -10,7 +10,7 @@ Nothing happens at one unless AGENTD_FAILPOINTS was set when the program started
     term    = [ count "*" ] action            the term counts for so many visits, then the next
     action  = "off" | "kill" | "kill(parent)" | "delay(" milliseconds ")" | "error(" errno ")"
 
-A term without a count counts for good. The notation is that of FreeBSD's fail(9), cut down.
+A term without a count applies to all further visits. The notation is a subset of FreeBSD's fail(9).
 
 Imports little, and nothing of agentd: the shim of a process kernel uses it too.
 """
@@ -92,7 +92,7 @@ POINTS = {
     "plugin.before_kill": "a plugin's process is lost or unwanted, and may be there",
     "plugin.after_kill": "a plugin's process is gone, its helpers may not be",
 }
-"""Every point, and how things stand there."""
+"""Every point, and what has happened when it is reached."""
 
 
 class Term:
@@ -110,17 +110,17 @@ _parent = os.getppid()
 
 
 def arm(text: str) -> None:
-    """Set the points that a text describes; what was set before counts no more.
+    """Set the points that a text describes, in place of all that were set before.
 
     Raises:
-        ValueError: with what is wrong and what is allowed.
+        ValueError: the text is invalid; the message says what is expected.
     """
     armed: dict[str, list[Term]] = {}
     for part in filter(None, map(str.strip, text.split(";"))):
         name, found, terms = part.partition("=")
         if not found or name not in POINTS:
             known = ", ".join(POINTS)
-            raise ValueError(f"{part!r} names no point; there are: {known}")
+            raise ValueError(f"invalid failpoint {part!r}: expected POINT=TERM; points: {known}")
         armed[name] = [_term(term.strip()) for term in terms.split("->")]
     _armed.clear()
     _armed.update(armed)
@@ -149,7 +149,7 @@ def _term(text: str) -> Term:
     )
     if not is_known or (counted and not count.isdecimal()):
         allowed = "off, kill, kill(parent), delay(MILLISECONDS), error(ERRNO), each after COUNT*"
-        raise ValueError(f"{text!r} is no term; allowed: {allowed}")
+        raise ValueError(f"invalid term {text!r}: expected {allowed}")
     return Term(action, argument, int(count) if counted else None)
 
 
@@ -160,7 +160,7 @@ def hit(name: str) -> None:
 
 
 async def reach(name: str) -> None:
-    """Visit a point of a coroutine; a delay lets others go on."""
+    """Visit a point in a coroutine; a delay does not block other tasks."""
     if _armed and (pause_s := _visited(name)):
         import asyncio  # noqa: PLC0415 - the shim has no use for it
 

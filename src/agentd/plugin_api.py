@@ -176,7 +176,7 @@ class AcceleratorPlugin(ABC):
 
     @abstractmethod
     def open(self) -> None:
-        """Connect to the driver or library; raise if there is none."""
+        """Connect to the driver or library; raise if there is no driver."""
 
     def close(self) -> None:  # noqa: B027 - optional, and empty by default
         """Let go of the driver or library."""

@@ -90,7 +90,7 @@ async def test_a_plugin_that_fails_at_the_start_harms_only_itself(
     ("lie", "why"),
     [
         ("twice", "it lists the id cuda0 twice"),
-        ("odd-id", "its id 'no id/at all' is none"),
+        ("odd-id", "invalid id 'no id/at all'"),
         ("negative", "the capacity of cuda0: '-1' is negative"),
         ("nan", "the capacity of cuda0: 'NaN'"),
         ("huge", "longer than 64 characters"),

@@ -192,10 +192,12 @@ def inspect(client: Client, kernel: str, as_json: bool) -> None:  # noqa: FBT001
 
 @agentctl.command()
 @click.argument("kernel")
-@click.option("--follow", "-f", is_flag=True, help="Go on until the kernel ends.")
+@click.option("--follow", "-f", is_flag=True, help="Follow the log until the kernel ends.")
 @click.option("--tail", type=click.IntRange(min=0), help="Only the last lines.")
 @click.option("--since", metavar="TIME", help="Only lines since 2026-11-21T12:00:00Z.")
-@click.option("--timestamps", "-t", is_flag=True, help="When each line was printed, before it.")
+@click.option(
+    "--timestamps", "-t", is_flag=True, help="Start each line with the time it was printed."
+)
 @click.option("--stream", type=click.Choice(["both", "stdout", "stderr"]))
 @click.pass_obj
 def logs(client: Client, /, kernel: str, follow: bool, tail: int | None, **options: Any) -> None:  # noqa: ANN401, FBT001 - click passes them

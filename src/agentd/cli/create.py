@@ -34,7 +34,7 @@ _LOOK_EVERY_S = 0.25
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("agent")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
-@click.option("--id", "kernel_id", help="Name of the kernel; default: one is made up.")
+@click.option("--id", "kernel_id", help="Name of the kernel; default: a generated one.")
 @click.option("--image", help="Image; the docker runtime needs one.")
 @click.option("--slot", "-s", "slot", multiple=True, metavar="NAME=AMOUNT", help="cuda.device=1")
 @click.option("--env", "-e", multiple=True, metavar="NAME=VALUE")
@@ -48,7 +48,7 @@ _LOOK_EVERY_S = 0.25
 @click.option("--network", help="One of those that the node allows.")
 @click.option("--tmpfs", multiple=True, metavar="TARGET[:SIZE]", help="A folder in memory.")
 @click.option("--shm-size", metavar="SIZE", help="Of /dev/shm.")
-@click.option("--pids-limit", type=click.IntRange(min=1), help="Most processes.")
+@click.option("--pids-limit", type=click.IntRange(min=1), help="Maximum number of processes.")
 @click.option("--ulimit", multiple=True, metavar="NAME=SOFT[:HARD]")
 @click.option("--async", "is_async", is_flag=True, help="Do not wait until it runs.")
 @click.option("--dry-run", is_flag=True, help="Decide and explain, change nothing.")
@@ -130,7 +130,7 @@ def explain(client: Client, agent: str, slot: Sequence[str], as_json: bool) -> N
 
 
 def _created_with_bar(client: Client, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Create, and show meanwhile how far the image's download is."""
+    """Create a kernel, and show the progress of the image download meanwhile."""
     with ThreadPoolExecutor(1) as pool:
         creating: Future[Any] = pool.submit(client.call, "POST", path, body)
         if not wait([creating], _LOOK_EVERY_S).done:

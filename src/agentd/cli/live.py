@@ -29,7 +29,7 @@ def held_under(split: Split, socket_path: Path) -> list[dict[str, Any]]:
             elif device.slot != slot:
                 reason = f"holds {slot}; the device would offer {device.slot}"
             elif kernel["agent_id"] not in agents and row["device_name"] != MEM:
-                reason = f"the device would be of {', '.join(agents) or 'no agent'}"
+                reason = f"the device would belong to {', '.join(agents) or 'no agent'}"
             else:
                 continue
             held.append(

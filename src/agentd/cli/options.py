@@ -25,7 +25,7 @@ def pairs(values: Sequence[str], separator: str = "=") -> dict[str, str]:
     for value in values:
         name, found, rest = value.partition(separator)
         if not found:
-            raise click.UsageError(f"{value!r} is not NAME{separator}VALUE")
+            raise click.UsageError(f"invalid value {value!r}: expected NAME{separator}VALUE")
         if name in pairs:
             raise click.UsageError(f"{name} is given twice")
         pairs[name] = rest
@@ -39,7 +39,7 @@ def mounts(values: Sequence[str]) -> list[dict[str, Any]]:
         source, _, rest = value.partition(":")
         target, _, mode = rest.partition(":")
         if not target or mode not in ("", "ro", "rw"):
-            raise click.UsageError(f"{value!r} is not SOURCE:TARGET[:ro|:rw]")
+            raise click.UsageError(f"invalid mount {value!r}: expected SOURCE:TARGET[:ro|:rw]")
         mounts.append({"source": source, "target": target, "read_only": mode != "rw"})
     return mounts
 
@@ -55,7 +55,9 @@ def ports(values: Sequence[str]) -> list[dict[str, Any]]:
             if host:
                 port["host"] = int(host)
         except ValueError:
-            raise click.UsageError(f"{value!r} is not [HOST:]CONTAINER[/udp]") from None
+            raise click.UsageError(
+                f"invalid port {value!r}: expected [HOST:]CONTAINER[/udp]"
+            ) from None
         ports.append(port)
     return ports
 
@@ -77,7 +79,9 @@ def ulimits(values: Sequence[str]) -> dict[str, Any]:
         try:
             limits[name] = {"soft": int(soft), "hard": int(hard or soft)}
         except ValueError:
-            raise click.UsageError(f"{name}={value} is not NAME=SOFT[:HARD]") from None
+            raise click.UsageError(
+                f"invalid ulimit {name}={value}: expected NAME=SOFT[:HARD]"
+            ) from None
     return limits
 
 
@@ -141,7 +145,7 @@ def socket_of(config: str | None) -> str:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         if named:
-            why = getattr(error, "strerror", None) or f"is no TOML: {error}"
+            why = getattr(error, "strerror", None) or f"invalid TOML: {error}"
             raise RpcProblem({"code": "Config", "detail": f"{path}: {why}"}) from None
         return DEFAULT_SOCKET
     return str(content.get("rpc", {}).get("socket", DEFAULT_SOCKET))

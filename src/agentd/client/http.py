@@ -94,7 +94,7 @@ class Client:
             return _UnixConnection(self._socket_path)
         parts = urlsplit(self._url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError("is no address; allowed: http://HOST:PORT, https://HOST:PORT")
+            raise ValueError("invalid address: expected http://HOST:PORT or https://HOST:PORT")
         kind = (
             http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         )

@@ -55,13 +55,13 @@ def _device_rule(name: str, raw: object) -> DeviceRule:
 
 
 def devices_line(name: str, raw: object) -> str | None:
-    """Explain a slot name that stands where a device name belongs; None if `name` is none."""
+    """Explain a slot name used in place of a device name; None if `name` is not a slot name."""
     device = device_name_of(name)
     if "." not in name and not isinstance(raw, Mapping):
         return None
     slot = name if "." in name else f"{name}.{next(iter(raw), '')}"  # type: ignore[call-overload]
     return (
-        f"{slot} is a slot; devices are divided, and slots follow from them:"
+        f"{slot} is a slot, not a device name; agents are assigned whole devices:"
         f' write {device} = ["{device}0"] under devices'
     )
 

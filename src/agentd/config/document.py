@@ -109,7 +109,7 @@ def with_setting(text: str, key: str, value: str, path: Path | None) -> str:
     """Return the file's text with one setting changed, comments and order kept.
 
     `key` is a dotted path (`resource.allocation-mode`, `agents.0.id`), `value` a TOML value, or
-    plain text where it is none.
+    plain text if it is not valid TOML.
 
     Raises:
         ConfigRefused: the file would no longer be usable; every reason is listed.
@@ -120,11 +120,9 @@ def with_setting(text: str, key: str, value: str, path: Path | None) -> str:
         _assign(document, key.split("."), _value(value))
         changed = tomlkit.dumps(document)
     except (ParseError, TOMLKitError) as error:
-        raise ConfigRefused([Problem(key, f"is no TOML: {error}")], source) from None
+        raise ConfigRefused([Problem(key, f"invalid TOML: {error}")], source) from None
     except (IndexError, TypeError, ValueError) as error:
-        raise ConfigRefused(
-            [Problem(key, f"names no place in the file: {error}")], source
-        ) from None
+        raise ConfigRefused([Problem(key, f"cannot be set in the file: {error}")], source) from None
     load_text(changed, path, {})
     return changed
 

@@ -1,7 +1,7 @@
-"""From a file and an environment to settings, or to every reason why not.
+"""Loading settings from a file and the environment; every problem is reported.
 
-A key is kebab-case or it is unknown; an unknown key is an error that names the
-nearest known one. All errors are found before any is reported.
+Keys are kebab-case; an unknown key is an error that names the nearest known one.
+All errors are found before any is reported.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def load_text(text: str, path: Path | None, environ: Mapping[str, str]) -> Loade
     try:
         raw = tomllib.loads(text, parse_float=WrittenFloat)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigRefused([Problem("", f"is no TOML: {error}")], source) from None
+        raise ConfigRefused([Problem("", f"invalid TOML: {error}")], source) from None
     except (ValueError, RecursionError):
         why = "holds a number of over 4300 digits, or is nested too deeply"
         raise ConfigRefused([Problem("", why)], source) from None
@@ -131,7 +131,7 @@ def _models_of(annotation: object) -> type[BaseModel] | None:
 
 
 def _snake(raw: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
-    """Turn kebab-case keys into field names, and mark those that are none as unknown."""
+    """Turn kebab-case keys into field names, and mark the others as unknown."""
     fields = {name.replace("_", "-"): name for name in model.model_fields}
     result: dict[str, Any] = {}
     for key, value in raw.items():
@@ -170,19 +170,19 @@ def _problem(item: Any, environ: Mapping[str, str]) -> Problem:  # noqa: ANN401 
 
 _TYPES = {
     "missing": "is missing, and has no default",
-    "tuple_type": "allowed: a list",
-    "dict_type": "allowed: a table",
-    "mapping_type": "allowed: a table",
-    "model_type": "allowed: a table",
-    "string_type": "allowed: text",
-    "int_type": "allowed: a whole number",
-    "int_parsing": "allowed: a whole number",
-    "bool_type": "allowed: true, false",
-    "bool_parsing": "allowed: true, false",
-    "float_type": "allowed: a number",
-    "float_parsing": "allowed: a number",
+    "tuple_type": "expected a list",
+    "dict_type": "expected a table",
+    "mapping_type": "expected a table",
+    "model_type": "expected a table",
+    "string_type": "expected text",
+    "int_type": "expected a whole number",
+    "int_parsing": "expected a whole number",
+    "bool_type": "expected true or false",
+    "bool_parsing": "expected true or false",
+    "float_type": "expected a number",
+    "float_parsing": "expected a number",
 }
-"""What pydantic's type errors come to in the words of a TOML file."""
+"""Messages for pydantic's error types, in the terms of a TOML file."""
 
 
 def _is_union(part: str) -> bool:
@@ -214,7 +214,7 @@ def _unknown_key(loc: tuple[str, ...], value: object, parent: type[BaseModel]) -
 
 
 def _variable(keys: tuple[str, ...], environ: Mapping[str, str]) -> str | None:
-    """Return the variable that sets a key, a part of it, or a table it stands in."""
+    """Return the variable that sets a key, a part of it, or a table that contains it."""
     names = {name.upper(): name for name in environ}
     for end in range(len(keys), 0, -1):
         wanted = ENV_PREFIX + "__".join(keys[:end]).replace("-", "_").upper()

@@ -65,12 +65,12 @@ def table_problems(extras: Mapping[str, object]) -> Iterator[tuple[str, str]]:
         elif name in (CPU, MEM):
             yield name, "is built in and has no table"
         elif not DEVICE_NAME.fullmatch(name):
-            yield name, "is no device name; allowed: a-z, then a-z, 0-9, '_', '-'"
+            yield name, f"invalid device name {name!r}: expected a-z, then a-z, 0-9, '_', '-'"
         else:
             if not isinstance(raw.get("plugin", ""), str):
-                yield f"{name}.plugin", f"{raw['plugin']!r} is no name of an entry point"
+                yield f"{name}.plugin", f"invalid entry point {raw['plugin']!r}: expected text"
             if not isinstance(raw.get("required", False), bool):
-                yield f"{name}.required", f"{raw['required']!r} is neither true nor false"
+                yield f"{name}.required", f"expected true or false, not {raw['required']!r}"
 
 
 _KEYS = ("allow", "block", "open-timeout", "call-timeout", "health-interval")

@@ -116,14 +116,16 @@ class DockerSettings(Section):
                 return str(ipaddress.ip_address(value))
             raise ValueError
         except ValueError:
-            raise ValueError(f"{value!r} is no address; allowed: 127.0.0.1, 0.0.0.0, ::") from None
+            raise ValueError(
+                f"invalid address {value!r}: expected an IP address such as 127.0.0.1 or ::"
+            ) from None
 
     @field_validator("publish_ports")
     @classmethod
     def _a_range(cls, value: str) -> str:
         first, _, last = value.partition("-")
         if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) < 2**16):
-            raise ValueError(f'{value!r} is no range of ports; allowed: "30000-32767"')
+            raise ValueError(f'invalid port range {value!r}: expected one such as "30000-32767"')
         return value
 
     @field_validator("capabilities")
@@ -131,13 +133,13 @@ class DockerSettings(Section):
     def _names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if wrong := [name for name in value if name not in _ALL_CAPABILITIES]:
             raise ValueError(
-                f"{', '.join(wrong)} is no capability; allowed: {', '.join(_ALL_CAPABILITIES)}"
+                f"invalid capability {', '.join(wrong)}: expected {', '.join(_ALL_CAPABILITIES)}"
             )
         return value
 
     @property
     def ports(self) -> PortRange:
-        """What ports are handed out from."""
+        """The range from which ports are assigned."""
         first, _, last = self.publish_ports.partition("-")
         return PortRange(self.publish_address, int(first), int(last))
 
@@ -145,7 +147,9 @@ class DockerSettings(Section):
     @classmethod
     def _absolute(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
         if relative := [str(path) for path in value if not path.is_absolute()]:
-            raise ValueError(f"{', '.join(relative)} is not absolute; allowed: /data and the like")
+            raise ValueError(
+                f"invalid path {', '.join(relative)}: expected an absolute path such as /data"
+            )
         return value
 
 

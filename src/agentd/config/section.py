@@ -19,19 +19,19 @@ DEFAULT_SLOTS: Mapping[str, object] = {CPU: 1, MEM: "256m"}
 
 
 def size(raw: object) -> int:
-    """Read a size in bytes; ValueError says what is allowed."""
+    """Read a size in bytes; the message of a ValueError says what is expected."""
     try:
         return parse_base_units(raw, SlotKind.BYTES)
     except AmountError as error:
         raise ValueError(
-            f'{error}; allowed: a size such as "512m", "4g" or a number of bytes'
+            f'{error}; write a size such as "512m" or "4g", or a number of bytes'
         ) from None
 
 
 def no_flag(value: object) -> object:
-    """Let a number through, and not true or false, which Python counts as numbers."""
+    """Refuse true and false, which Python counts as numbers."""
     if isinstance(value, bool):
-        raise ValueError(f"{str(value).lower()} is no number")  # noqa: TRY004 - pydantic's way
+        raise ValueError(f"expected a number, not {str(value).lower()}")  # noqa: TRY004 - pydantic's way
     return value
 
 
@@ -45,11 +45,11 @@ class Section(BaseModel):
 
 
 def name(value: object) -> object:
-    """Let a name through, or None; ValueError says what is allowed."""
+    """Refuse anything but a name or None; the message of a ValueError says what is expected."""
     if value is not None and not (isinstance(value, str) and NAME.fullmatch(value)):
         raise ValueError(
-            f"{value!r} is no name; allowed: 1 to 63 letters, digits, '_', '.' and '-',"
-            " a letter or digit first"
+            f"invalid name {value!r}: expected 1 to 63 letters, digits, '_', '.' and '-',"
+            " starting with a letter or digit"
         )
     return value
 

@@ -69,11 +69,9 @@ class RpcSettings(Section):
     @classmethod
     def _short_enough(cls, value: Path) -> Path:
         if value == Path():
-            raise ValueError('is empty; allowed: a path such as "/run/agentd/agentd.sock"')
+            raise ValueError('is empty; expected a path such as "/run/agentd/agentd.sock"')
         if len(str(value).encode()) > MAX_SOCKET_PATH:
-            raise ValueError(
-                f"longer than {MAX_SOCKET_PATH} bytes, the most that a socket path has"
-            )
+            raise ValueError(f"longer than {MAX_SOCKET_PATH} bytes, the limit for a socket path")
         return value
 
     @field_validator("listen")
@@ -107,9 +105,11 @@ def _host_port(text: str) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Address
         address = ipaddress.ip_address(host.strip("[]"))
         number = int(port)
     except ValueError:
-        raise ValueError(f"{text!r} is no address; allowed: 127.0.0.1:6001, [::1]:6001") from None
+        raise ValueError(
+            f"invalid address {text!r}: expected IP:PORT, such as 127.0.0.1:6001 or [::1]:6001"
+        ) from None
     if not 0 <= number < 2**16:
-        raise ValueError(f"{number} is no port; allowed: 0 to 65535")
+        raise ValueError(f"invalid port {number}: expected 0 to 65535")
     return address, number
 
 
@@ -126,7 +126,7 @@ class HostSettings(Section):
     @classmethod
     def _some(cls, value: int | None) -> int | None:
         if value == 0:
-            raise ValueError("a node has some memory; allowed: 1 or more bytes")
+            raise ValueError("expected 1 or more bytes, not 0")
         return value
 
 
@@ -165,13 +165,15 @@ class ResourceSettings(Section):
             rule = parse_device_rule(list(value))
             if isinstance(rule, Ids):
                 return rule.names
-        raise ValueError(f'{value!r} is neither; allowed: a count (1) or a list of cores (["0"])')
+        raise ValueError(
+            f'invalid value {value!r}: expected a count (1) or a list of cores (["0"])'
+        )
 
     @field_validator("memory_align_size")
     @classmethod
     def _positive(cls, value: int) -> int:
         if value < 1:
-            raise ValueError('0 divides nothing; allowed: "16m" and the like')
+            raise ValueError('expected more than 0 bytes, such as "16m"')
         return value
 
     @field_validator("default_slots")
@@ -252,7 +254,7 @@ class Settings(BaseSettings):
     def _distinct(cls, value: tuple[AgentSettings, ...]) -> tuple[AgentSettings, ...]:
         ids = [agent.id for agent in value]
         if twice := sorted({name for name in ids if ids.count(name) > 1}):
-            raise ValueError(f"{', '.join(twice)} stands twice; each agent needs an id of its own")
+            raise ValueError(f"duplicate id {', '.join(twice)}; each agent needs its own id")
         return value
 
     def split_rules(self) -> SplitRules:

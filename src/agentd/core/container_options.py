@@ -1,4 +1,4 @@
-"""What a request may say about the container around its command; meaningless without one."""
+"""Container options of a request; only runtimes with containers use them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Tmpfs:
 
 @dataclass(frozen=True, slots=True)
 class Ulimit:
-    """A limit of setrlimit(2); -1 is none."""
+    """A limit of setrlimit(2); -1 means unlimited."""
 
     soft: int
     hard: int

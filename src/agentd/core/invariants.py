@@ -1,4 +1,4 @@
-"""What holds on a node at every moment, and what no crash of agentd may change.
+"""Invariants: rules that hold on a node at all times, also after a crash of agentd.
 
 Judges a `NodeSnapshot`: what the books say (kernels, and who holds how much of what) beside what
 is there (containers, processes). The daemon's self-check takes it from the inside, tests
@@ -147,7 +147,7 @@ def _ghosts(snapshot: NodeSnapshot) -> Iterator[Violation]:
 def changes(
     before: NodeSnapshot, after: NodeSnapshot, touched: Collection[str] = ()
 ) -> list[Violation]:
-    """Return what did not survive from one look to the next, but for kernels that were touched."""
+    """Return the kernels that changed or vanished between two snapshots, but for touched ones."""
     found = []
     for kernel_id, lived in before.present.items():
         if kernel_id in touched or not lived.is_alive:

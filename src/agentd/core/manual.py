@@ -202,7 +202,7 @@ def _is_nothing(rule: DeviceRule) -> bool:
 def _nearest_counts(rule: Percent, exact: Fraction, total: int) -> str:
     low, high = int(exact), int(exact) + 1
     return (
-        f"{rule} of {total} devices is no whole number; the nearest counts are"
+        f"{rule} of {total} devices is not a whole number; the nearest counts are"
         f" {_with_percent(low, total)} and {_with_percent(high, total)}"
     )
 

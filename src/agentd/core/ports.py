@@ -55,7 +55,7 @@ def hand_out(
 
     Raises:
         InvalidRequest: one lies outside the range, or is asked for twice.
-        InsufficientResource: one that was named is held, or there are none left.
+        InsufficientResource: a requested port is in use, or no port is free.
     """
     named = [(port.protocol, port.host) for port in requested if port.host is not None]
     if problems := list(_problems(requested, named, allowed)):

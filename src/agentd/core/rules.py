@@ -1,6 +1,6 @@
 """How an operator says which devices an agent gets.
 
-Text and TOML values become one of four rules here; what they come to on a given
+Text and TOML values become one of four rules here; which devices a rule selects on a
 node is decided by `agentd.core.partition`.
 """
 
@@ -70,7 +70,7 @@ MEMORY_RULE_FORMS = 'a size ("16g") or a percentage ("50%")'
 
 @dataclass(frozen=True, slots=True)
 class AgentRule:
-    """What the configuration says of one agent; `described` is False where it says nothing."""
+    """The rules of one agent; `described` is False without an [agents.resource] table."""
 
     agent_id: str
     cpu: DeviceRule | None = None
@@ -109,7 +109,7 @@ def parse_device_rule(raw: object) -> DeviceRule:
         if raw == "all":
             return Percent(Fraction(100))
         return _parse_percent(raw) or Ids(_parse_ranges(raw))
-    raise ValueError(f"{raw!r} is not {DEVICE_RULE_FORMS}")
+    raise ValueError(f"invalid rule {raw!r}: expected {DEVICE_RULE_FORMS}")
 
 
 def parse_memory_rule(raw: object) -> MemoryRule:
@@ -123,14 +123,14 @@ def parse_memory_rule(raw: object) -> MemoryRule:
     try:
         return Size(parse_base_units(raw, SlotKind.BYTES))
     except AmountError as error:
-        raise ValueError(f"{error}; allowed: {MEMORY_RULE_FORMS}") from None
+        raise ValueError(f"{error}; write {MEMORY_RULE_FORMS}") from None
 
 
 def _parse_percent(text: str) -> Percent | None:
     match = _PERCENT.fullmatch(text.strip())
     if not match:
         if text.rstrip().endswith("%"):
-            raise ValueError(f'{text!r} is no percentage; allowed: "50%", "33.3%", 0 to 100')
+            raise ValueError(f'invalid percentage {text!r}: expected "0%" to "100%"')
         return None
     percent = Fraction(match[1])
     if percent > 100:  # noqa: PLR2004 - a percentage
@@ -149,7 +149,7 @@ def _parse_ranges(text: str) -> tuple[str, ...]:
         elif part:
             names.append(part)
         else:
-            raise ValueError(f"{text!r} is not {DEVICE_RULE_FORMS}")
+            raise ValueError(f"invalid rule {text!r}: expected {DEVICE_RULE_FORMS}")
     if len(set(names)) < len(names):
         raise ValueError(f"{text!r} names a device twice")
     return tuple(names)

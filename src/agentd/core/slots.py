@@ -46,11 +46,11 @@ _SLOT_NAME = re.compile(r"[a-z][a-z0-9_-]*(?:\.[A-Za-z0-9][A-Za-z0-9._:+-]*)?")
 
 
 class AmountError(ValueError):
-    """Text or number that is no amount of the slot it was meant for."""
+    """A text or number that is not a valid amount of a slot."""
 
 
 class WrittenFloat(float):
-    """A float that remembers how it was written, for parsers of JSON and TOML to make."""
+    """A float that keeps its source text; made by the JSON and TOML parsers."""
 
     text: str
 
@@ -109,11 +109,11 @@ class Quantity:
     is_size: bool
 
     def in_units_of(self, kind: SlotKind) -> Fraction:
-        """Return the amount in base units of `kind`, which may be no whole number."""
+        """Return the amount in base units of `kind`, possibly a fraction."""
         return self.value if kind is SlotKind.BYTES else self.value * ONE
 
     def canonical(self) -> str:
-        """Return one spelling for equal quantities, whatever way they were written."""
+        """Return one canonical spelling for equal quantities."""
         return str(self.value)
 
 
@@ -124,7 +124,7 @@ def parse_quantity(raw: object) -> Quantity:
 
     Raises:
         AmountError: it is negative, not finite, in exponent notation, a boolean,
-            or no number at all.
+            or not a number.
     """
     text = _text_of(raw)
     if match := _PLAIN.fullmatch(text):
@@ -170,15 +170,15 @@ def _why_no_quantity(text: str) -> str:
         return f"{text!r} has an exponent; write it as a plain decimal"
     if lowered.startswith("-"):
         return f"{text!r} is negative"
-    return f'{text!r} is no amount; write a plain decimal such as "0.5", or a size such as "512m"'
+    return f'invalid amount {text!r}: expected a decimal such as "0.5" or a size such as "512m"'
 
 
 def parse_amount(raw: object, slot: SlotType) -> int:
     """Return the amount in base units of `slot`.
 
     Raises:
-        AmountError: no amount at all, or none this slot is given in; the message
-            then names the two nearest that are.
+        AmountError: not an amount, or not a multiple of the slot's quantum; the message
+            then names the two nearest multiples.
     """
     amount = parse_base_units(raw, slot.kind, slot.quantum)
     if slot.kind is SlotKind.UNIQUE and amount not in (0, ONE):
@@ -191,10 +191,10 @@ def parse_amount(raw: object, slot: SlotType) -> int:
 def parse_base_units(raw: object, kind: SlotKind, quantum: int = 1) -> int:
     """Return the amount in base units of `kind`.
 
-    `quantum` serves the message alone, which names amounts that can be asked for.
+    `quantum` is used in the error message only, to name the nearest valid amounts.
 
     Raises:
-        AmountError: no amount, finer than the base unit, or too large.
+        AmountError: not an amount, finer than the base unit, or too large.
     """
     quantity = parse_quantity(raw)
     if quantity.is_size and kind is not SlotKind.BYTES:

@@ -56,7 +56,7 @@ class Cgroup:
 
     @property
     def oom_file(self) -> Path:
-        """Where the number of kills for want of memory stands."""
+        """The file that counts out-of-memory kills."""
         for name in ("memory.oom_control", "memory.events"):
             for folder in self.folders:
                 if (folder / name).exists():
@@ -64,7 +64,7 @@ class Cgroup:
         return self.folders[0] / "memory.events"
 
     def exists(self) -> bool:
-        """Tell whether it is there, empty or not."""
+        """Tell whether it exists, with or without processes."""
         return any(folder.is_dir() for folder in self.folders)
 
     def members(self) -> set[int]:
@@ -86,7 +86,7 @@ class Cgroup:
             file.write_text("1", encoding="ascii")
 
     def attribute(self, name: str) -> str:
-        """Return what is written on it; empty if nothing is, or nothing can be."""
+        """Return its attributes; empty if there are none or they are not supported."""
         try:
             return os.getxattr(self.folders[0], _ATTRIBUTE + name).decode(errors="replace")
         except OSError:
@@ -117,7 +117,7 @@ class Cgroups:
 
     @property
     def keeps_attributes(self) -> bool:
-        """Whether what is written on a group will stand there."""
+        """Whether attributes of a group can be set."""
         return self.hierarchies[0].keeps_attributes
 
     def group(self, name: str) -> Cgroup:
@@ -157,7 +157,7 @@ def _write(file: Path, text: str, may_miss: bool = False) -> None:  # noqa: FBT0
 
 
 def find_cgroups(root: Path = Path("/")) -> Cgroups | None:
-    """Return where groups with limits can be made; None where there is no such place."""
+    """Return where groups with limits can be made; None if nowhere."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -5,7 +5,7 @@ A pid is used again after its process is gone; the pair of pid and start time is
 before the start time was compared, so they cannot reach a successor.
 
 Only ESRCH and ENOENT say that a process is not there. Any other failure to look (no file
-descriptor, no memory) is raised: who cannot look knows nothing.
+descriptor, no memory) is raised: a failed look proves nothing.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _settled(done: asyncio.Future[None]) -> None:
 
 
 def read_stat(pid: int) -> Stat | None:
-    """Return what the kernel says of a process; None if there is none."""
+    """Return what /proc says of a process; None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
     except NOT_THERE:

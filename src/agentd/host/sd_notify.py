@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 
 class Notifier:
-    """The socket in $NOTIFY_SOCKET; says nothing where there is none."""
+    """The socket in $NOTIFY_SOCKET; does nothing if the variable is not set."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         address = environ.get("NOTIFY_SOCKET", "")

@@ -87,7 +87,7 @@ class Host:
         for attribute in filter(None, attributes.split(".")):
             loaded = getattr(loaded, attribute)
         if not (isinstance(loaded, type) and issubclass(loaded, AcceleratorPlugin)):
-            raise TypeError(f"its entry point is no AcceleratorPlugin but {loaded!r}")
+            raise TypeError(f"its entry point is not an AcceleratorPlugin: {loaded!r}")
         self._class = loaded
         return Facts(
             loaded.api_version,
@@ -180,7 +180,7 @@ def _die_with_the_daemon(parent: int) -> None:
 
 
 def _be_killed_before_the_daemon() -> None:
-    """Where memory runs out, a leaking library goes first."""
+    """Raise the OOM score, so that a leaking plugin is killed before the daemon."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "wb") as file:  # noqa: PTH123
         file.write(_MORE_LIKELY_TO_BE_KILLED)
 

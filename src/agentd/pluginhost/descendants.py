@@ -34,12 +34,12 @@ def new_mark() -> str:
 
 
 def end_marked(mark: str) -> None:
-    """Kill whatever carries this mark."""
+    """Kill every process that carries this mark."""
     _end(lambda other: other == mark)
 
 
 def end_left_over() -> None:
-    """Kill what plugins of daemons that are no more have left behind."""
+    """Kill processes left behind by plugins of earlier daemons."""
     _end(lambda other: not _daemon(other).is_alive())
 
 

@@ -1,8 +1,8 @@
 """One process of a plugin, seen from the daemon.
 
-A call has a deadline; one that misses it, or an answer that is no answer, ends the
-process. Ending it is asked of the kernel and waited for briefly: a process that is stuck
-in a driver cannot be killed, and then it is left behind, with its pid in the reason.
+A call has a deadline; a call that misses it, or a frame that cannot be decoded, ends the
+process. The process is killed and waited for briefly. One that is stuck in a driver cannot be
+killed; it is left behind, with its pid in the reason.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PluginLost(Exception):
 
 
 class PluginRefused(Exception):
-    """The plugin answered that it cannot, or with what is no answer; it lives."""
+    """The plugin raised, or its answer is invalid; its process still runs."""
 
 
 class PluginProcess:
@@ -131,13 +131,13 @@ class PluginProcess:
         gives up does not stop the call.
 
         Raises:
-            PluginRefused: the plugin raised, or its answer is none.
-            PluginLost: the process ended, or was ended as its time was over.
+            PluginRefused: the plugin raised, or its answer is invalid.
+            PluginLost: the process ended, or was ended because the call timed out.
         """
         return await asyncio.shield(self.begin(method, *arguments, timeout_s=timeout_s))
 
     def begin(self, method: str, *arguments: object, timeout_s: float) -> asyncio.Task[Any]:
-        """Take a place in the row of calls, and return the call; see `call`."""
+        """Queue a call behind earlier ones, and return its task; see `call`."""
         exchange = asyncio.create_task(self._exchange(method, arguments, timeout_s))
         self._exchanges.add(exchange)
         exchange.add_done_callback(self._exchanges.discard)
@@ -171,7 +171,7 @@ class PluginProcess:
         try:
             value = msgspec.msgpack.decode(result, type=RESULTS[method])
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            why = f"it answered {method} with what is no answer: {error}"
+            why = f"its answer to {method} is invalid: {error}"
             raise PluginRefused(one_line(why)) from None
         self._last[method] = (result, value)
         return value
@@ -193,7 +193,7 @@ class PluginProcess:
         except (asyncio.IncompleteReadError, OSError):
             pass
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            why = f"it sent what is no message: {error}"
+            why = f"it sent an invalid message: {error}"
         await self.end(why)
 
     def _took(self, message: Message) -> None:

@@ -48,7 +48,7 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """What a call came to: a result still encoded, or why there is none."""
+    """The outcome of a call: the encoded result, or why the call failed."""
 
     number: int
     result: msgspec.Raw = msgspec.Raw(b"\xc0")
@@ -64,7 +64,7 @@ Message: TypeAlias = Answer | Changed
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a plugin's class says of itself."""
+    """The facts that a plugin's class declares."""
 
     api_version: object
     needs_table: bool
@@ -102,7 +102,7 @@ def framed(message: object) -> bytes:
     """Return a frame.
 
     Raises:
-        TypeError: the message holds what cannot be data.
+        TypeError: the message holds a value that cannot be encoded.
         ValueError: it is too long.
     """
     body = encode(message)

@@ -1,7 +1,7 @@
 """What plugins say, checked and turned into the core's values.
 
 A plugin's answer is foreign data. Its types are checked as it is decoded; whatever else
-does not hold (a slot outside its prefix, the same id twice, an amount that is none) makes
+does not hold (a slot outside its prefix, the same id twice, an invalid amount) makes
 the whole listing a lie, and the plugin fails with the reason.
 """
 
@@ -76,13 +76,13 @@ def _slot_type(name: str, info: SlotTypeInfo) -> SlotType:
         raise PluginLie(f"the quantum of {slot}: {error}") from None
     except ValueError:
         raise PluginLie(
-            f"{slot} is of kind {info.kind!r}; there are count, bytes, unique"
+            f"invalid kind {info.kind!r} of {slot}: expected count, bytes or unique"
         ) from None
     if kind is SlotKind.UNIQUE and quantum != ONE:
         raise PluginLie(f"the quantum of {slot} is {info.quantum}; a unique slot is given whole")
     largest = 1 if kind is SlotKind.BYTES else ONE
     if not 0 < quantum <= largest:
-        raise PluginLie(f"the quantum of {slot} is {info.quantum}; allowed: more than 0, at most 1")
+        raise PluginLie(f"the quantum of {slot} is {info.quantum}; expected more than 0, at most 1")
     return SlotType(slot, kind, quantum, info.exclusive_group, info.unit)
 
 
@@ -93,9 +93,9 @@ def _device(name: str, info: DeviceInfo, kinds: dict[str, SlotKind]) -> Device:
     for label, value in names:
         if not ID_PATTERN.fullmatch(value):
             shown = one_line(repr(value), 160)
-            raise PluginLie(f"its {label} {shown} is none; allowed: letters, digits, '_.:-'")
+            raise PluginLie(f"invalid {label} {shown}: expected letters, digits, '_.:-'")
     if info.slot not in kinds:
-        raise PluginLie(f"device {info.id} offers {info.slot!r}, which is no slot type of it")
+        raise PluginLie(f"device {info.id} offers {info.slot!r}, which is not in its slot types")
     try:
         capacity = parse_base_units(info.capacity, kinds[info.slot])
     except AmountError as error:
@@ -126,14 +126,14 @@ def _device(name: str, info: DeviceInfo, kinds: dict[str, SlotKind]) -> Device:
 
 
 def checked_edits(edits: ContainerEdits) -> ContainerEdits:
-    """Return a plugin's container edits, if they are what a runtime can use.
+    """Return a plugin's container edits, checked.
 
     Raises:
-        PluginLie: they are not.
+        PluginLie: a runtime cannot use them.
     """
     for name, value in edits.env.items():
         if not name or "=" in name or "\0" in name + value:
-            raise PluginLie(f"{name!r} is no name of a variable, or its value is none")
+            raise PluginLie(f"invalid variable {name!r}: expected no '=' in its name and no NUL")
     for node in edits.device_nodes:
         if not set(node.permissions) <= set("rwm") or not node.permissions:
             raise PluginLie(f"the permissions of {node.host_path} are {node.permissions!r}")
@@ -142,7 +142,7 @@ def checked_edits(edits: ContainerEdits) -> ContainerEdits:
     paths += [path for mount in edits.mounts for path in (mount.source, mount.target)]
     for path in paths:
         if not path.startswith("/") or "\0" in path or ".." in path.split("/"):
-            raise PluginLie(f"{path!r} is no absolute path")
+            raise PluginLie(f"invalid path {path!r}: expected an absolute path")
     return edits
 
 

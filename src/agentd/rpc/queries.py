@@ -1,4 +1,4 @@
-"""What stands beside a body: query parameters and headers, read and checked."""
+"""Query parameters and headers, read and checked."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def read_flag(query: Mapping[str, str], name: str) -> bool:
     """Read a parameter that is true or false; absent is false."""
     value = query.get(name, "false").lower()
     if value not in _TRUE + _FALSE:
-        raise InvalidRequest([Problem(name, f"{value!r} is neither; allowed: true, false")])
+        raise InvalidRequest([Problem(name, f"invalid value {value!r}: expected true or false")])
     return value in _TRUE
 
 
@@ -52,16 +52,16 @@ def read_timeout(query: Mapping[str, str]) -> float | None:
         return None
     seconds = _number(text)
     if not 0 <= seconds <= MAX_TIMEOUT_S:
-        why = f"{text!r} is no time; allowed: 0 to {MAX_TIMEOUT_S:g} seconds"
+        why = f"invalid time {text!r}: expected 0 to {MAX_TIMEOUT_S:g} seconds"
         raise InvalidRequest([Problem("timeout", why)])
     return seconds
 
 
 def read_log_query(query: Mapping[str, str]) -> LogQuery:
-    """Read what is wanted of a log."""
+    """Read the parameters of a log request."""
     stream = query.get("stream", "both")
     if stream not in ("both", *LogStream):
-        why = f"{stream!r} is no stream; allowed: both, stdout, stderr"
+        why = f"invalid stream {stream!r}: expected both, stdout or stderr"
         raise InvalidRequest([Problem("stream", why)])
     return LogQuery(
         follow=read_flag(query, "follow"),
@@ -78,13 +78,13 @@ def _tail(query: Mapping[str, str]) -> int | None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 10):  # noqa: PLR2004 - a thousand million lines
         raise InvalidRequest(
-            [Problem("tail", f'{text!r} is no number of lines; allowed: 100, "all"')]
+            [Problem("tail", f'invalid number of lines {text!r}: expected 0 or more, or "all"')]
         )
     return int(text)
 
 
 def _since(query: Mapping[str, str]) -> int:
-    """Return nanoseconds since 1970: the engine's own times have as many digits."""
+    """Return `since` in nanoseconds since 1970, the resolution of the engine's own times."""
     text = query.get("since", "0").replace(" ", "+")  # a plus sign in a query is a blank
     lead, fraction, zone = match.groups("") if (match := _TIME.fullmatch(text)) else ("", "", "")
     try:
@@ -97,7 +97,7 @@ def _since(query: Mapping[str, str]) -> int:
             return seconds * 10**9 + int(fraction.ljust(9, "0"))
     except (ValueError, OverflowError):
         pass
-    why = f"{text!r} is no time; allowed: 2026-11-21T12:00:00Z, or seconds since 1970"
+    why = f"invalid time {text!r}: expected 2026-11-21T12:00:00Z, or seconds since 1970"
     raise InvalidRequest([Problem("since", why)])
 
 

@@ -121,7 +121,7 @@ def _device_state(device: Device, ledger: Ledger) -> tuple[DeviceState, str]:
         return "held", f"kernel {holder} holds {what}; nothing new until it ends"
     if (used := ledger.used(device.device_id)) > device.capacity:
         over = format_amount(used - device.capacity, device.kind)
-        return "overcommitted", f"{over} more is held than there is"
+        return "overcommitted", f"over-allocated by {over}"
     if device.drained:
         return "drained", "drained by an operator"
     return "ok", ""

@@ -39,7 +39,7 @@ def _size(raw: object) -> int:
     except AmountError as error:
         raise ValueError(str(error)) from None
     if not 0 < size <= MAX_LIMIT:
-        raise ValueError('a size is more than 0 bytes, such as "64m"')
+        raise ValueError('expected more than 0 bytes, such as "64m"')
     return size
 
 
@@ -77,7 +77,7 @@ class TmpfsRequest(Body):
 
 
 class UlimitRequest(Body):
-    """A limit of setrlimit(2); -1 is none."""
+    """A limit of setrlimit(2); -1 means unlimited."""
 
     soft: Annotated[int, Field(ge=-1, le=MAX_LIMIT)]
     hard: Annotated[int, Field(ge=-1, le=MAX_LIMIT)]
@@ -113,7 +113,9 @@ class CreateKernelRequest(Body):
     def _known_limits(cls, value: dict[str, UlimitRequest]) -> dict[str, UlimitRequest]:
         for name, limit in value.items():
             if name not in _ULIMITS.split():
-                raise ValueError(f"{name!r} is no limit; allowed: {', '.join(_ULIMITS.split())}")
+                raise ValueError(
+                    f"invalid ulimit {name!r}: expected one of {', '.join(_ULIMITS.split())}"
+                )
             if limit.hard != -1 and not -1 < limit.soft <= limit.hard:
                 raise ValueError(f"the soft limit of {name} is above its hard limit")
         return value
@@ -129,7 +131,7 @@ class CreateKernelRequest(Body):
     @classmethod
     def _first_word(cls, value: list[str]) -> list[str]:
         if value and not value[0]:
-            raise ValueError("the first word of a command is not empty")
+            raise ValueError("expected a non-empty first word in the command")
         return value
 
     def to_spec(self, agent_id: str) -> KernelSpec:
@@ -159,7 +161,7 @@ class CreateKernelRequest(Body):
         )
 
     def _hash(self, agent_id: str) -> str:
-        """Return what is equal for equal requests, also in records of earlier versions."""
+        """Return a hash that is equal for equal requests, also in records of earlier versions."""
         content = self.model_dump(exclude={"kernel_id", "slots"})
         for name in _ADDED:
             if content[name] == type(self).model_fields[name].default:
@@ -173,7 +175,7 @@ _ADDED = ("pull_policy", "platform", "network", "tmpfs", "shm_size", "pids_limit
 
 
 def _canonical(slots: Mapping[str, object]) -> dict[str, str]:
-    """Return one spelling for equal requests; zero is absent, except for cpu and mem."""
+    """Return one canonical form for equal requests; zero slots are left out, but cpu and mem."""
     result = {}
     for name, raw in slots.items():
         try:
@@ -199,17 +201,17 @@ def read_body(model: type[_B], raw: bytes) -> _B:
     """Read a JSON body.
 
     Raises:
-        InvalidRequest: it is no JSON, or not of the model's shape; every reason is listed.
+        InvalidRequest: it is not JSON or does not fit the model; every problem is listed.
     """
     try:
         content = json.loads(raw or b"{}", parse_float=WrittenFloat)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest([Problem("", f"the body is no JSON: {error}")]) from None
+        raise InvalidRequest([Problem("", f"the body is not JSON: {error}")]) from None
     except (ValueError, RecursionError):
         why = "the body holds a number of over 4300 digits, or is nested too deeply"
         raise InvalidRequest([Problem("", why)]) from None
     if not isinstance(content, dict):
-        raise InvalidRequest([Problem("", "the body is no JSON object")])
+        raise InvalidRequest([Problem("", "the body is not a JSON object")])
     try:
         return model.model_validate(content)
     except ValidationError as error:

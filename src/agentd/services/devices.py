@@ -180,7 +180,7 @@ class NodeDevices:
         self._withheld |= listed - served
 
     def _unlisted(self, devices: Iterable[Device]) -> dict[str, str]:
-        """Return why there is no listing, for each plugin of which one is missed."""
+        """Return, for each plugin whose listing is missing, the reason."""
         missed = {name for rule in self._rules.agents for name in rule.devices}
         missed |= {device.device_id.name for device in devices}
         return {
@@ -206,7 +206,7 @@ class NodeDevices:
         """Return a device by id, stable id or alias.
 
         Raises:
-            UnknownDevice: there is none.
+            UnknownDevice: there is no such device.
         """
         devices = self.inventory.by_name.get(name, ())
         device = next((d for d in devices if d.answers_to(device_id)), None)
@@ -219,7 +219,7 @@ class NodeDevices:
         """Stop or resume giving anything new from a device; survives restarts.
 
         Raises:
-            UnknownDevice: there is none.
+            UnknownDevice: there is no such device.
             StateUnavailable: it cannot be remembered; nothing changed.
         """
         device = self.find(name, device_id)
@@ -234,7 +234,7 @@ class NodeDevices:
         """Stop remembering a device that is gone, at the next start with its seat.
 
         Raises:
-            UnknownDevice: there is none.
+            UnknownDevice: there is no such device.
             KernelConflict: it is there, or a kernel holds it.
             StateUnavailable: it cannot be remembered; nothing changed.
         """

@@ -1,4 +1,4 @@
-"""What the services need from the outside, and nothing about how it is done."""
+"""The Protocols that the services require of plugins, runtimes, store and clock."""
 
 from __future__ import annotations
 
@@ -82,13 +82,13 @@ class Plugins(Protocol):
 
 
 class Progress(Protocol):
-    """Hears of the steps of a create, and while it pulls, how far that is."""
+    """Is told the steps of a create, and the progress of its pull."""
 
     def __call__(self, state: KernelState, pull: Pull | None = None) -> None: ...
 
 
 class LogStream(StrEnum):
-    """Which of a kernel's two streams."""
+    """One of a kernel's two output streams."""
 
     STDOUT = "stdout"
     STDERR = "stderr"
@@ -96,7 +96,7 @@ class LogStream(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LogQuery:
-    """What of a log is wanted: the last `tail` lines, of those since a time (ns, the epoch)."""
+    """A log request: the last `tail` lines of those since a time (ns since the epoch)."""
 
     follow: bool = False
     tail: int | None = None
@@ -164,7 +164,7 @@ class Runtime(Protocol):
         """Return every kernel of this node, ended ones too, and what is left of others.
 
         Raises:
-            RuntimeUnavailable: there is no complete list to be had.
+            RuntimeUnavailable: a complete list is not available.
         """
         ...
 
@@ -253,7 +253,7 @@ class Memory(Protocol):
 
 
 class Clock(NamedTuple):
-    """`wall`: seconds since the epoch, as set by people. `steady`: seconds that only pass."""
+    """`wall`: seconds since the epoch. `steady`: a monotonic clock, in seconds."""
 
     wall: Callable[[], float]
     steady: Callable[[], float]

@@ -196,7 +196,7 @@ class KernelService:
         """End a kernel and keep it listed; stopping an ended one changes nothing.
 
         Raises:
-            UnknownKernel: there is none.
+            UnknownKernel: there is no such kernel.
             KernelConflict: it has not started yet.
             RuntimeUnavailable: the runtime cannot be asked; the kernel stays as it was.
         """
@@ -211,7 +211,7 @@ class KernelService:
         """Cut a stop short that is under way, if a time is asked for explicitly.
 
         Raises:
-            UnknownKernel: there is none.
+            UnknownKernel: there is no such kernel.
             KernelConflict: it has not started yet.
         """
         kernel = self._state.get(kernel_id)
@@ -239,7 +239,7 @@ class KernelService:
         """Stop a kernel if need be, and remove all that is left of it.
 
         Raises:
-            UnknownKernel: there is none.
+            UnknownKernel: there is no such kernel.
             KernelConflict: it is not known yet whether its create left anything.
             RuntimeUnavailable: the runtime cannot be asked; the kernel stays listed.
         """
@@ -267,7 +267,7 @@ class KernelService:
         """Return what a kernel printed, to be closed by whoever reads it.
 
         Raises:
-            UnknownKernel: there is none, it has not started, or it is lost.
+            UnknownKernel: there is no such kernel, it has not started, or it is lost.
         """
         kernel = self._state.get(kernel_id)
         if kernel.handle is None:

@@ -75,7 +75,7 @@ class Reconciler:
             await tried.wait()
 
     def give_up_waiting(self, reason: str) -> None:
-        """Take runtimes that did not answer yet for unavailable."""
+        """Mark runtimes that have not answered yet as unavailable."""
         for name, tried in self._tried.items():
             if not tried.is_set():
                 self.note_unavailable(name, reason)
@@ -94,7 +94,7 @@ class Reconciler:
         """Compare everything that a runtime has with everything that is known of it.
 
         Raises:
-            RuntimeUnavailable: there was no complete list; nothing changed.
+            RuntimeUnavailable: the list was not complete; nothing changed.
         """
         state = self._state
         since = state.snapshot()
@@ -136,7 +136,7 @@ class Reconciler:
     async def _renamed(
         self, runtime: Runtime, listed: Iterable[ObservedKernel]
     ) -> list[ObservedKernel]:
-        """Look by handle for kernels that a list is without: a name is no proof."""
+        """Look up by handle the kernels that a list lacks: a missing name proves nothing."""
         names = {item.kernel_id for item in listed}
         missing = [
             kernel.ref
@@ -150,7 +150,7 @@ class Reconciler:
         return [item for item in found if item is not None]
 
     def note_following(self, name: str, *, is_following: bool) -> None:
-        """Note whether a runtime's events are heard; what is not heard is not listed either."""
+        """Record whether a runtime's events arrive; without them its list is not current."""
         (self._following.add if is_following else self._following.discard)(name)
 
     async def next_queued(self) -> str:
@@ -209,7 +209,7 @@ class Reconciler:
         The default runtime stays, and is listed anew when it answers again.
 
         Raises:
-            UnknownRuntime: there is none of that name.
+            UnknownRuntime: there is no such runtime.
             KernelConflict: it answers.
         """
         self._state.runtime(name)
@@ -287,7 +287,7 @@ class Reconciler:
 
 
 class Loops:
-    """What goes on while nobody asks; a loop that fails is logged and goes on."""
+    """The background loops; a loop that fails is logged and continues."""
 
     def __init__(
         self,

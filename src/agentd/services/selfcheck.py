@@ -1,4 +1,4 @@
-"""A look at this node by its own rules: the daemon's books beside what its runtimes have.
+"""The self-check: compares the daemon's state with what its runtimes have.
 
 Changes nothing. Kernels that something is under way with are left out, and what is found
 counts only if a second look finds it too: an end is seen before it is accounted for.

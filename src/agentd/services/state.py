@@ -25,7 +25,7 @@ from agentd.errors import NotReady, RuntimeUnavailable, UnknownKernel, UnknownRu
 from agentd.services.events import EventKind, EventLog
 
 Changed: TypeAlias = Callable[[Kernel | None, Kernel | None], None]
-"""Hears of every change: the kernel before and after, None where there is none."""
+"""Is told of every change: the kernel before and after; None if it did not or does not exist."""
 
 
 class RuntimeState(StrEnum):
@@ -54,7 +54,7 @@ class Snapshot(NamedTuple):
 
 
 class Unsettled(NamedTuple):
-    """A create of unknown outcome: from when on absence counts (steady clock), and keeps it."""
+    """A create of unknown outcome: when absence counts as proof (steady clock), and `keep`."""
 
     until: float
     keep: bool
@@ -98,14 +98,14 @@ class NodeState:
         """Return a kernel.
 
         Raises:
-            UnknownKernel: there is none of that id.
+            UnknownKernel: there is no kernel of that id.
         """
         if kernel_id not in self._kernels:
             raise UnknownKernel(f"no kernel {kernel_id} on this node")
         return self._kernels[kernel_id]
 
     def is_second(self, kernel_id: str, runtime: str) -> bool:
-        """Tell whether what a runtime calls so bears the name of another runtime's kernel."""
+        """Tell whether another runtime has a kernel of this id."""
         known = self._kernels.get(kernel_id)
         return known is not None and known.runtime != runtime and known.handle is not None
 
@@ -168,13 +168,13 @@ class NodeState:
         return lock is not None and lock.locked()
 
     def snapshot(self) -> Snapshot:
-        """Return the moment at which somebody begins to look."""
+        """Return a snapshot of the revisions, taken before a kernel is observed."""
         return Snapshot(dict(self._revisions), self._drops)
 
     def is_unchanged(self, kernel_id: str, since: Snapshot) -> bool:
-        """Tell whether what was seen of a kernel since then still counts.
+        """Tell whether an observation made since that snapshot is still current.
 
-        Of one that is not known now, nor was then, it counts if none was dropped meanwhile.
+        For a kernel that is unknown now and was then: current if none was dropped meanwhile.
         """
         if self.is_busy(kernel_id):
             return False

@@ -284,7 +284,7 @@ def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[],
 
 
 def _text(path: Path) -> str:
-    """Return a record's text; empty, which is no record, where it cannot be read."""
+    """Return a record's text; empty if it cannot be read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         with os.fdopen(descriptor, encoding="utf-8", errors="replace") as file:

@@ -1,4 +1,4 @@
-"""Locks that say: one daemon for a state folder, and one for a node id on this machine.
+"""Locks: one daemon for each state folder, and one for each node id on this machine.
 
 They are the kernel's (flock(2)), so they end with whoever holds them, however that ends.
 """
@@ -51,7 +51,7 @@ class Locks:
 
 
 def _opened(path: Path) -> tuple[int | None, str]:
-    """Open a file to lock it, and say what is wrong; None where there is none to be had."""
+    """Open a file to lock it; None if it cannot be opened, with the reason."""
     flags = os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600), ""

@@ -52,15 +52,15 @@ class CudaPlugin(AcceleratorPlugin):
     def validate(cls, settings: Mapping[str, Any]) -> list[SettingProblem]:
         problems = unknown_settings(settings, _KEYS)
         if settings.get("mode", "device") not in _MODES:
-            why = f"{settings['mode']!r} is no mode; allowed: {', '.join(_MODES)}"
+            why = f"invalid mode {settings['mode']!r}: expected {' or '.join(_MODES)}"
             problems.append(SettingProblem("mode", why))
         quantum = _decimal(settings.get("quantum", "1"))
         if not _QUANTUM.fullmatch(quantum) or not 0 < Decimal(quantum) <= 1:
-            why = f'{quantum!r} is no quantum; allowed: more than 0 and at most 1, such as "0.01"'
+            why = f'invalid quantum {quantum!r}: expected more than 0, at most 1, such as "0.01"'
             problems.append(SettingProblem("quantum", why))
         xids = settings.get("ignored-xids", [])
         if not isinstance(xids, list) or not all(type(xid) is int for xid in xids):
-            problems.append(SettingProblem("ignored-xids", "allowed: a list of Xid numbers"))
+            problems.append(SettingProblem("ignored-xids", "expected a list of Xid numbers"))
         return problems
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
@@ -153,7 +153,7 @@ class CudaPlugin(AcceleratorPlugin):
                 gpu = nvml.read(index, handle)
             except pynvml.NVMLError as error:
                 if index not in self._last:
-                    nvml.note(f"GPU {index} is left out, it does not say who it is: {error}")
+                    nvml.note(f"GPU {index} is left out; its identity cannot be read: {error}")
                     continue
                 found.append(replace(self._last[index], trouble=f"it does not answer: {error}"))
                 continue

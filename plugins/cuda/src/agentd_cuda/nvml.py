@@ -17,7 +17,7 @@ import pynvml
 
 _T = TypeVar("_T")
 _RECOVERY = {1: "a GPU reset", 2: "a reboot", 3: "a peer-to-peer drain", 4: "a drain and a reset"}
-"""NVML_FI_DEV_GET_GPU_RECOVERY_ACTION; 0 is none."""
+"""NVML_FI_DEV_GET_GPU_RECOVERY_ACTION; 0 means no action."""
 _UNSUPPORTED = (
     pynvml.NVML_ERROR_NOT_SUPPORTED,
     pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,

@@ -18,7 +18,7 @@ devices of the node in a plain process, which sees them all.
 
 A device's identity is its PCI address, where sysfs tells one that no other file has, else
 the path that its file really has. It is healthy as long as its file is there and gone when it
-is not. A file whose name cannot stand in an id is left out, and said so in the log.
+is not. A file whose name cannot be used in an id is left out, and the log says so.
 """
 
 from __future__ import annotations
@@ -80,20 +80,24 @@ class GenericPlugin(AcceleratorPlugin):
         for key in _LISTS:
             value = settings.get(key, [])
             if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-                problems.append(SettingProblem(key, 'allowed: a list such as ["/dev/accel*"]'))
+                problems.append(SettingProblem(key, 'expected a list such as ["/dev/accel*"]'))
             elif key in ("devices", "companions", "per-device", "mounts"):
                 problems += [
                     SettingProblem(key, why) for item in value if (why := _wrong_path(key, item))
                 ]
         if not settings.get("devices"):
-            problems.append(SettingProblem("devices", 'is missing; such as ["/dev/accel[0-9]*"]'))
+            problems.append(
+                SettingProblem(
+                    "devices", 'is missing; expected a list such as ["/dev/accel[0-9]*"]'
+                )
+            )
         for key in _ENVS:
             problems += _env_problems(key, settings.get(key, {}))
         for key in _TEXTS:
             if not isinstance(settings.get(key, ""), str):
-                problems.append(SettingProblem(key, "allowed: text"))
+                problems.append(SettingProblem(key, "expected text"))
         if not _SLOT.fullmatch(str(settings.get("slot", "device"))):
-            problems.append(SettingProblem("slot", "allowed: a-z, then a-z, 0-9, '_', '-'"))
+            problems.append(SettingProblem("slot", "expected a-z, then a-z, 0-9, '_', '-'"))
         return problems
 
     def open(self) -> None:
@@ -126,7 +130,7 @@ class GenericPlugin(AcceleratorPlugin):
             if vendors and (pci is None or self._sysfs.vendor(pci) not in vendors):
                 continue
             if not _ID.fullmatch(_as_id(str(path))):
-                self._note(f"{str(path)!r} is left out: its name cannot stand in an id")
+                self._note(f"{str(path)!r} is left out: its name cannot be used in an id")
                 continue
             number = numbers.get(path, path.name)
             if [*numbers.values()].count(number) > 1:
@@ -197,16 +201,16 @@ def _natural(path: Path) -> list[tuple[int, str]]:
 
 
 def _wrong_path(key: str, item: str) -> str:
-    """Say what is wrong with a path or pattern of the settings; empty if nothing is."""
+    """Return what is wrong with a path or pattern of the settings; empty if it is valid."""
     if not item.startswith("/") or ".." in item.split("/") or not item.strip("/"):
-        return f"{item!r} is no absolute path of a file"
+        return f"invalid path {item!r}: expected the absolute path of a file"
     if key == "devices":
         try:
             next(Path("/nonexistent").glob(item.lstrip("/")), None)
         except (ValueError, NotImplementedError) as error:
-            return f"{item!r} is no pattern: {error}"
+            return f"invalid pattern {item!r}: {error}"
     elif set(item) & set("*?["):
-        return f"{item!r} is a pattern; allowed: the path of one file"
+        return f"invalid path {item!r}: expected one file, not a pattern"
     if fields := [field for field in _FIELD.findall(item) if (key, field) != ("per-device", "id")]:
         allowed = "{id}" if key == "per-device" else "none"
         return f"{{{fields[0]}}} is unknown; allowed: {allowed}"
@@ -215,12 +219,14 @@ def _wrong_path(key: str, item: str) -> str:
 
 def _env_problems(key: str, value: object) -> list[SettingProblem]:
     if not isinstance(value, Mapping) or not all(isinstance(text, str) for text in value.values()):
-        return [SettingProblem(key, 'allowed: a table such as { NAME = "{ids}" }')]
+        return [SettingProblem(key, 'expected a table such as { NAME = "{ids}" }')]
     fields = _FIELDS if key == "env" else ()
     allowed = ", ".join(f"{{{field}}}" for field in fields) or "plain text"
     return [
         *(
-            SettingProblem(f"{key}.{name}", "is no name of a variable")
+            SettingProblem(
+                f"{key}.{name}", f"invalid variable name {name!r}: expected no '=' or NUL"
+            )
             for name in value
             if not name or "=" in name or "\0" in name
         ),

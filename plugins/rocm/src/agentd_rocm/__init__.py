@@ -45,17 +45,17 @@ class RocmPlugin(AcceleratorPlugin):
     def validate(cls, settings: Mapping[str, Any]) -> list[SettingProblem]:
         problems = unknown_settings(settings, _KEYS)
         if settings.get("mode", "device") not in _MODES:
-            why = f"{settings['mode']!r} is no mode; allowed: {', '.join(_MODES)}"
+            why = f"invalid mode {settings['mode']!r}: expected {' or '.join(_MODES)}"
             problems.append(SettingProblem("mode", why))
         quantum = str(settings.get("quantum", "1"))
         if not _QUANTUM.fullmatch(quantum) or not Decimal(quantum):
-            why = f'{quantum!r} is no quantum; allowed: more than 0 and at most 1, such as "0.01"'
+            why = f'invalid quantum {quantum!r}: expected more than 0, at most 1, such as "0.01"'
             problems.append(SettingProblem("quantum", why))
         groups = settings.get("groups", [])
         if not isinstance(groups, list) or not all(isinstance(group, str) for group in groups):
-            problems.append(SettingProblem("groups", 'allowed: a list such as ["render"]'))
+            problems.append(SettingProblem("groups", 'expected a list such as ["render"]'))
         if not isinstance(settings.get("sysfs", ""), str):
-            problems.append(SettingProblem("sysfs", "allowed: the path of a folder"))
+            problems.append(SettingProblem("sysfs", "expected the path of a folder"))
         return problems
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:

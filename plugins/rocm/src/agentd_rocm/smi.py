@@ -35,7 +35,7 @@ _ARGUMENTS = {
     "amdsmi_get_temp_metric": [_P, _I, _I, _P],
 }
 _SENSORS, _CURRENT = (0, 1), 0
-"""Edge, and hotspot where there is none at the edge."""
+"""Sensors: edge, or hotspot if there is no edge sensor."""
 _UNKNOWN = {2**bits - 1 for bits in (16, 32, 64)}
 """AMD SMI's "not available": every bit is set."""
 

@@ -2,7 +2,7 @@
 
 `health-file` names a file of lines such as `cuda0 unhealthy it coughs` or `cuda1 gone`, read at
 every listing; devices that it does not name are healthy. How to make the plugin misbehave
-stands in `agentd_sim.faults`.
+is described in `agentd_sim.faults`.
 
 Stable ids follow from the table's name and the device's id, not from the mode, so that
 a change from whole devices to shares is a change of slot on the same physical device.
@@ -53,17 +53,17 @@ class SimPlugin(AcceleratorPlugin):
         problems += _check_number(settings, "count", 0, _MAX_COUNT)
         problems += _check_number(settings, "numa-nodes", 1, 64)
         if settings.get("mode", "device") not in tuple(_QUANTA):
-            why = f"{settings['mode']!r} is no mode; allowed: device, shares"
+            why = f"invalid mode {settings['mode']!r}: expected device or shares"
             problems.append(SettingProblem("mode", why))
         if (quantum := settings.get("quantum")) is not None and not _is_quantum(quantum):
-            why = f'{quantum!r} is no quantum; allowed: more than 0 and at most 1, such as "0.01"'
+            why = f'invalid quantum {quantum!r}: expected more than 0, at most 1, such as "0.01"'
             problems.append(SettingProblem("quantum", why))
         memory = settings.get("memory", "0")
         if not isinstance(memory, (int, str)) or not _SIZE.fullmatch(str(memory)):
-            why = f'{memory!r} is no size; allowed: "80g" and the like'
+            why = f'invalid size {memory!r}: expected one such as "80g"'
             problems.append(SettingProblem("memory", why))
         if not isinstance(settings.get("health-file", ""), str):
-            problems.append(SettingProblem("health-file", "allowed: the path of a file"))
+            problems.append(SettingProblem("health-file", "expected the path of a file"))
         problems += faults.problems(settings)
         if not problems:
             faults.Faults(settings).reached("import")
@@ -168,7 +168,7 @@ def _check_number(
     value = settings.get(key, low)
     if isinstance(value, int) and not isinstance(value, bool) and low <= value <= high:
         return []
-    return [SettingProblem(key, f"{value!r} is not allowed; allowed: {low} to {high}")]
+    return [SettingProblem(key, f"invalid value {value!r}: expected {low} to {high}")]
 
 
 def _is_amount(value: object) -> bool:
@@ -182,7 +182,7 @@ def _is_quantum(value: object) -> bool:
 def _check_devices(entries: object) -> list[SettingProblem]:
     if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
         return [
-            SettingProblem("devices", 'allowed: a list such as [{ id = "a0", capacity = "1" }]')
+            SettingProblem("devices", 'expected a list such as [{ id = "a0", capacity = "1" }]')
         ]
     problems = []
     for index, entry in enumerate(entries):
@@ -197,13 +197,13 @@ def _check_devices(entries: object) -> list[SettingProblem]:
         for key in ("id", "stable-id"):
             value = entry.get(key, "a" if key == "stable-id" else None)
             if not isinstance(value, str) or not _ID.fullmatch(value):
-                why = f"{value!r} is no id; allowed: letters, digits, and '_', '.', ':', '-'"
+                why = f"invalid id {value!r}: expected letters, digits, and '_', '.', ':', '-'"
                 problems.append(SettingProblem(f"{where}.{key}", why))
         if not _is_amount(entry.get("capacity", "1")):
-            why = f'{entry["capacity"]!r} is no amount; allowed: "1", "0.05" and the like'
+            why = f'invalid amount {entry["capacity"]!r}: expected a decimal such as "1" or "0.05"'
             problems.append(SettingProblem(f"{where}.capacity", why))
     for key in ("id", "stable-id"):
         values = [entry[key] for entry in entries if isinstance(entry.get(key), str)]
         if twice := sorted({value for value in values if values.count(value) > 1}):
-            problems.append(SettingProblem("devices", f"{key} {', '.join(twice)} stands twice"))
+            problems.append(SettingProblem("devices", f"duplicate {key} {', '.join(twice)}"))
     return problems

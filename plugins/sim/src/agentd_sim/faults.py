@@ -33,13 +33,15 @@ def problems(settings: Mapping[str, Any]) -> list[SettingProblem]:
     found = []
     for key, allowed in (("fault", FAULTS), ("fault-at", PLACES), ("lie", LIES)):
         if key in settings and settings[key] not in allowed:
-            why = f"{settings[key]!r} is not allowed; allowed: {', '.join(allowed)}"
+            why = f"invalid value {settings[key]!r}: expected {', '.join(allowed)}"
             found.append(SettingProblem(key, why))
     if ("fault" in settings) != ("fault-at" in settings):
-        found.append(SettingProblem("fault", "fault and fault-at belong together"))
+        found.append(SettingProblem("fault", "fault and fault-at must be set together"))
     after = settings.get("fault-after", 0)
     if not isinstance(after, int) or isinstance(after, bool) or after < 0:
-        found.append(SettingProblem("fault-after", f"{after!r} is no number of calls"))
+        found.append(
+            SettingProblem("fault-after", f"invalid number of calls {after!r}: expected 0 or more")
+        )
     return found
 
 

@@ -55,7 +55,9 @@ class DockerRules:
             yield Problem("image", "is missing; the docker runtime runs images")
         networks = (self.network, *self.allowed_networks)
         if self.network_of(spec) not in networks:
-            why = f"{spec.container.network!r} is not allowed; allowed: {', '.join(networks)}"
+            why = (
+                f"invalid network {spec.container.network!r}: expected one of {', '.join(networks)}"
+            )
             yield Problem("network", why)
         if (spec.container.pids_limit or 0) > self.pids_limit:
             why = f"{spec.container.pids_limit} are too many; allowed: up to {self.pids_limit}"

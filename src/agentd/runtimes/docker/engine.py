@@ -2,7 +2,7 @@
 
     EngineError         it was asked, and refused or failed: a status and a message
     EngineUnreachable   it was not asked: there was no connection
-    AnswerLost          it was asked, and what it said did not come, or is no answer of its
+    AnswerLost          it was asked, and its answer was lost or is not one of the Engine API
 
 API: https://docs.docker.com/reference/api/engine/; the version is the engine's own, asked once
 for each connection to its events.
@@ -95,7 +95,7 @@ class EngineClient:
             try:
                 return json.loads(content) if content else None
             except ValueError as error:
-                raise AnswerLost(f"the engine's answer is no JSON: {error}") from error
+                raise AnswerLost(f"the engine's answer is not JSON: {error}") from error
 
     @asynccontextmanager
     async def stream(

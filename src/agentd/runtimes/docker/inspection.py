@@ -1,4 +1,4 @@
-"""What an inspect says of a container, and whether that is what was asked for."""
+"""Reading the inspection of a container, and comparing it with what was requested."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def verify(
     plan: KernelPlan,
     sources: Sequence[Source],
 ) -> None:
-    """See that a started container has what it was to have; `asked` is the create's HostConfig.
+    """Check that a started container has what was requested; `asked` is the create's HostConfig.
 
     Of a command that has ended already only what the engine says can be seen.
 
@@ -148,7 +148,7 @@ def _verify_node(pid: int, node: DeviceNode) -> None:
 
 
 def _device_number(path: str) -> int | None:
-    """Return which device a file is (0 for one that is none); None if it is not there."""
+    """Return the device number of a file (0 if it is not a device); None if it does not exist."""
     try:
         return Path(path).stat().st_rdev
     except FileNotFoundError:

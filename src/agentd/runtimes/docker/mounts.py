@@ -36,7 +36,7 @@ def resolved(mounts: Sequence[Mount], allowed: Sequence[Path]) -> list[Source]:
     """Return the sources of a request's mounts.
 
     Raises:
-        InvalidRequest: with each source that is below no allowed folder, or not there.
+        InvalidRequest: with each source that is not below an allowed folder, or not there.
     """
     folders = [Path(os.path.realpath(folder)) for folder in allowed]
     sources: list[Source] = []
@@ -51,7 +51,7 @@ def resolved(mounts: Sequence[Mount], allowed: Sequence[Path]) -> list[Source]:
         where = f"mounts.{index}.source"
         if not any(path == folder or folder in path.parents for folder in folders):
             have = ", ".join(map(str, allowed)) or "none"
-            why = f"{mount.source} is below no allowed folder; allowed-mounts: {have}"
+            why = f"{mount.source} is not below an allowed folder; allowed-mounts: {have}"
             problems.append(Problem(where, why))
         elif not is_there:
             problems.append(Problem(where, f"{mount.source} does not exist"))

@@ -192,7 +192,7 @@ class DockerRuntime:
                 raise ImageNotFound(f"image {attempt.config['Image']}: {error.message}") from error
             raise
         if not isinstance(made, dict) or not isinstance(made.get("Id"), str):
-            raise AnswerLost("the engine's answer to a create names no container")
+            raise AnswerLost("the engine's answer to a create has no container id")
         container: str = made["Id"]
         return container
 

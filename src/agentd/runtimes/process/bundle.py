@@ -7,7 +7,7 @@
     output.log     what it printed; older parts are output.log.1, output.log.2, …
 
 Nothing here is opened through a symbolic link, nothing is read beyond a bound, and a folder that
-somebody else could have made is no bundle. What cannot be looked at (no file descriptor, no
+somebody else could have made is not a bundle. What cannot be looked at (no file descriptor, no
 memory) is raised as OSError, and proves nothing.
 """
 
@@ -34,7 +34,7 @@ LOCK, RECORD, IDENTITY, EXIT, LOG = (
     "lock", "record.json", "identity.json", "exit.json", "output.log",
 )  # fmt: skip
 F_OFD_GETLK = 36
-"""fcntl(2), Linux: asks whether a lock could be had, and takes none."""
+"""fcntl(2), Linux: tests whether a lock could be taken, without taking it."""
 _FLOCK = "hhqqi4x"
 _MOST_BYTES = 1 << 20
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)
@@ -66,7 +66,7 @@ class Bundle:
             return False
 
     def is_taken(self) -> bool:
-        """Tell whether anything stands where it would be made."""
+        """Tell whether anything exists at its path."""
         return os.path.lexists(self.path)
 
     @contextmanager
@@ -92,7 +92,7 @@ class Bundle:
         """Open a file of the bundle.
 
         Raises:
-            FileNotFoundError: there is none, or no bundle.
+            FileNotFoundError: there is no such file, or no bundle.
             OSError: it cannot be opened.
         """
         flags |= os.O_CLOEXEC | os.O_NOFOLLOW
@@ -125,7 +125,7 @@ class Bundle:
         return any(not name.startswith(f"{LOG}.") for name in names_in(self.path) - ours)
 
     def record(self) -> str:
-        """Return the record; empty if there is none, or it cannot be read."""
+        """Return the record; empty if it is missing or unreadable."""
         return self._read(RECORD) or ""
 
     def has_identity(self) -> bool:
@@ -177,7 +177,7 @@ class Bundle:
             os.close(descriptor)
 
     def remove(self) -> None:
-        """Remove the folder and all in it, or whatever else stands in its place."""
+        """Remove the folder and its content, or whatever else is in its place."""
         with suppress(*_NO_SUCH):
             if stat.S_ISDIR(self.path.lstat().st_mode):
                 shutil.rmtree(self.path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Everything that is there of a node's process kernels: their bundles, and their cgroups."""
+"""The bundles and cgroups of a node's process kernels."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from agentd.runtimes.process.proof import Proof
 
 RUNTIME = "process"
 TRASH = ".removed-"
-"""How the name of a bundle begins that is on its way out."""
+"""Prefix of the name of a bundle that is being removed."""
 AGENT, DEVICES = "agent", "devices"
-"""What stands on a kernel's cgroup: whose it is, and the second statement of its devices."""
+"""Attributes of a kernel's cgroup: the node, and the second statement of its devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,10 @@ class Bundles:
         """Return where a kernel's bundle is, or would be.
 
         Raises:
-            RuntimeFailure: no kernel has such a name.
+            RuntimeFailure: the kernel id is invalid.
         """
         if not is_kernel_id(kernel_id):
-            raise RuntimeFailure(f"{kernel_id!r} cannot be the name of a kernel")
+            raise RuntimeFailure(f"invalid kernel id {kernel_id!r}")
         return Bundle(self.folder / kernel_id)
 
     def cgroup(self, kernel_id: str) -> Cgroup | None:
@@ -80,7 +80,7 @@ class Bundles:
             yield Leftover(kernel_id, f"cgroup of kernel {kernel_id}")
 
     def observed(self, kernel_id: str) -> ObservedKernel | None:
-        """Return what there is of a kernel; None if it is not there, or none of this node's."""
+        """Return what exists of a kernel; None if nothing, or if it belongs to another node."""
         bundle, cgroup = self.bundle(kernel_id), self.cgroup(kernel_id)
         proof = Proof(bundle, cgroup, self.boot_id)
         is_bundle = bundle.exists()
@@ -150,7 +150,7 @@ class Bundles:
 
 @contextmanager
 def looking() -> Iterator[None]:
-    """What cannot be looked at, for want of a file descriptor or memory, proves nothing."""
+    """Raise `RuntimeUnavailable` if processes or folders cannot be inspected."""
     try:
         yield
     except OSError as error:

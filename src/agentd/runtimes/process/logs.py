@@ -119,7 +119,7 @@ class LogReader:
                 self._file.seek(0)
 
     def close(self) -> None:
-        """Let go of the file, after whoever reads it at the moment."""
+        """Close the file, after a read that is under way."""
         with self._lock:
             self._replace(None)
 
@@ -192,7 +192,7 @@ async def read_log(
 
 
 def unkept(query: LogQuery) -> Iterator[Problem]:
-    """Yield what of a query this runtime does not keep."""
+    """Yield the parts of a query that this runtime cannot answer."""
     if query.since_ns:
         yield Problem("since", "the process runtime keeps no times of lines")
     if query.timestamps:

@@ -32,7 +32,7 @@ from agentd.runtimes.process.bundle import LOCK, Bundle, Identity
 from agentd.runtimes.process.shim import RUNS, STANDS
 
 _PAUSES_S = (0.0, 0.02, 0.05, 0.1)
-"""How long after those of one look have ended the next one is taken."""
+"""Pause between two looks, after the processes of the first have ended."""
 _SHIM_ENDS_WITHIN_S = 0.02
 _STRIKES = 200
 
@@ -159,7 +159,7 @@ class Proof:
                 await asyncio.sleep(pause_s)
 
     def terminate(self) -> None:
-        """Ask the command's process group to end, or what is left if the command has ended."""
+        """Signal the command's process group; if it has ended, the remaining processes."""
         leader = self._leader
         if leader is not None:
             with suppress(ProcessLookupError):
@@ -169,7 +169,7 @@ class Proof:
             process.signal(signal.SIGTERM)
 
     async def kill(self, alive: Collection[Proc]) -> None:
-        """Kill those, and whom they start meanwhile, a few at a time."""
+        """Kill these processes and those they start meanwhile, a few at a time."""
         if self._cgroup is not None:
             self._cgroup.kill()
         for process in alive:
@@ -182,7 +182,7 @@ class Proof:
             await asyncio.sleep(0)
 
     def _at_hand(self) -> set[int]:
-        """Return those of its processes that are told without a look at all of the machine's."""
+        """Return the processes that are known without searching all processes of the machine."""
         shim = self._shim
         return self._grouped() | (children(shim.pid) if shim else set())
 

@@ -93,7 +93,7 @@ class ProcessRuntime:
         _refuse_what_needs_a_container(plan.edits)
         progress(KernelState.CREATING)
         if bundle.is_taken():
-            raise KernelConflict(f"{bundle.path} is there, and no kernel of this node")
+            raise KernelConflict(f"{bundle.path} exists, and is not a kernel of this node")
         try:
             return await self._started(plan, bundle)
         except BaseException as error:
@@ -124,7 +124,7 @@ class ProcessRuntime:
         return found
 
     async def _undo(self, ref: KernelRef, error: BaseException) -> None:
-        """Remove what a create left that failed.
+        """Remove what a failed create left behind.
 
         Raises:
             OutcomeUnknown: it cannot be removed.

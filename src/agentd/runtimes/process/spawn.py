@@ -65,7 +65,7 @@ def find_account(user: str, where: str) -> Account:
     """Return an account of this machine.
 
     Raises:
-        InvalidRequest: there is none of that name.
+        InvalidRequest: there is no such account.
     """
     try:
         entry = pwd.getpwnam(user)
@@ -123,7 +123,7 @@ def order_of(
 def spawn(order: Mapping[str, Any], lock: int) -> dict[str, Any]:
     """Start a shim, which inherits a lock, and return its answer.
 
-    That is the kernel's identity, or why there is none.
+    The answer is the kernel's identity, or why it did not start.
     """
     command = [sys.executable, "-I", "-S", shim.__file__]
     try:
