@@ -46,6 +46,7 @@ def left_behind(folder: Path, recorded: dict[str, Any]) -> Iterator[dict[str, An
     identity = state / "kernels" / "lives" / "identity.json"
     who = json.loads(identity.read_text())
     who |= {"pid": lives.pid, "start_time": started(lives.pid), "boot_id": BOOT_ID}
+    who["has_cgroup"] = False  # this one stands beside any
     identity.write_text(json.dumps(who))
     yield content | {"pid": lives.pid}
     lives.kill()
