@@ -239,3 +239,22 @@ async def test_a_retry_of_what_is_not_known_yet_is_told_so(rig: Rig) -> None:
     rig.now += GRACE_S
     await rig.reconciler.relist(rig.runtime)
     assert rig.states == {}
+
+
+async def test_a_create_that_is_deleted_before_it_began_is_gone_at_once(rig: Rig) -> None:
+    """Nothing was asked of a runtime: its outcome is known."""
+    creating = asyncio.create_task(rig.create(cuda_device=2))
+    await asyncio.sleep(0)
+    assert rig.states == {"k1": "preparing"}
+    await rig.service.remove("k1")
+    assert (rig.states, rig.free_gpus, rig.state.unsettled) == ({}, 2, {})
+    with pytest.raises(KernelConflict):
+        await creating
+    async with rig.state.lock("k1"):
+        creating = asyncio.create_task(rig.create(cuda_device=2))
+        await settled(rig, "k1", "preparing")
+        await asyncio.sleep(0)
+        await rig.service.remove("k1")
+    assert (rig.states, rig.free_gpus) == ({}, 2)
+    with pytest.raises(KernelConflict):
+        await creating

@@ -14,6 +14,7 @@ from agentd.errors import (
 )
 from agentd.services.kernels import GRACE_S
 from agentd.services.state import RuntimeState
+from fakes import FakeRuntime
 from services.node import Rig, settled
 
 
@@ -259,3 +260,55 @@ async def test_a_request_that_comes_while_its_name_is_looked_for_is_not_overwrit
     assert rig.reconciler._queued == {"k1"}
     rig.runtime.gate.set()
     assert (await rig.late).handle != "77"
+
+
+async def test_what_never_ran_is_looked_at_again_before_it_is_removed(rig: Rig) -> None:
+    """A list is out of date by the time that its removals begin."""
+    await rig.create("k1", cuda_device=1)
+    running = rig.runtime.kernels["k1"]
+    after = Rig()
+    after.runtime.kernels["k1"] = running
+
+    async def out_of_date() -> Listing:
+        return Listing((replace(running, state=ObservedState.CREATED),))
+
+    after.runtime.list = out_of_date
+    await after.relist()
+    assert after.states == {"k1": "running"}
+    assert after.runtime.kernels == {"k1": running}
+
+
+async def test_a_kernel_deleted_and_made_anew_during_a_list_is_not_overwritten(rig: Rig) -> None:
+    await rig.create("k1", cuda_device=1)
+    before = Listing(tuple(rig.runtime.kernels.values()))
+
+    async def slow() -> Listing:
+        await rig.service.remove("k1")
+        await rig.create("k1", cuda_device=2)
+        return before
+
+    rig.runtime.list = slow
+    await rig.relist()
+    assert rig.free_gpus == 0
+    assert rig.state.get("k1").handle == rig.runtime.kernels["k1"].handle
+
+
+async def test_one_runtime_that_hangs_keeps_no_other_from_being_listed(rig: Rig) -> None:
+    hung = FakeRuntime()
+    hung.name = "hung"
+
+    async def never() -> Listing:
+        return await asyncio.Event().wait()
+
+    hung.list = never
+    both = Rig(None, "hung")
+    both.runtimes["hung"] = hung
+    both.reconciler._tried["hung"] = asyncio.Event()
+    both.reconciler._following.add("hung")
+    for name in ("fake", "hung"):
+        both.state.note_unavailable(name, "down")
+    retrying = asyncio.create_task(both.reconciler.retry())
+    async with asyncio.timeout(5):
+        while both.state.runtime("fake").state is not RuntimeState.AVAILABLE:
+            await asyncio.sleep(0)
+    retrying.cancel()

@@ -88,10 +88,15 @@ async def test_a_runtime_is_forgotten_only_while_it_does_not_answer(rig: Rig) ->
     with pytest.raises(UnknownRuntime):
         await rig.reconciler.forget_runtime("none")
     rig.runtime.is_down = True
+    async with rig.state.lock("k1"):
+        with pytest.raises(KernelConflict, match="under way with k1"):
+            await rig.reconciler.forget_runtime("fake")
     await rig.reconciler.forget_runtime("fake")
     assert (rig.states, rig.free_gpus, rig.memory.records) == ({}, 2, {})
     rig.runtime.is_down = False
-    await rig.relist()
+    with pytest.raises(RuntimeUnavailable):
+        await rig.create("k2", cuda_device=2)
+    await rig.reconciler.retry()
     assert rig.states == {"k1": "running"}
 
 

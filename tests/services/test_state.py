@@ -125,7 +125,16 @@ def test_a_create_of_unknown_outcome_is_settled_or_dropped(state: NodeState) -> 
 
 def test_a_name_that_two_runtimes_have_is_the_first_one_s(state: NodeState) -> None:
     state.put(kernel())
-    assert not state.is_second("k1", "other"), "nothing of it is there yet"
-    state.put(replace(kernel(), handle="7"))
     assert state.is_second("k1", "other")
     assert not state.is_second("k1", "fake")
+    assert not state.is_second("k2", "other")
+    state.put(replace(kernel(), agent_id=""))
+    assert not state.is_second("k1", "other"), "whose it is was a guess: its record is unreadable"
+
+
+def test_a_kernel_made_anew_never_looks_like_the_one_before_it(state: NodeState) -> None:
+    state.put(kernel())
+    since = state.snapshot()
+    state.drop("k1")
+    state.put(kernel())
+    assert not state.is_unchanged("k1", since)

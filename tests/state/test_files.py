@@ -1,4 +1,5 @@
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -149,6 +150,26 @@ def test_what_could_not_be_written_is_written_later(state: StateFolder) -> None:
     state.retry()
     assert state.load_records() == [SavedRecord("k1", Phase.ENDED, "{}")]
     assert state.warnings() == []
+
+
+def test_looking_at_records_changes_nothing_of_what_is_to_be_done(state: StateFolder) -> None:
+    state.save_intent("k1", "{}")
+    failpoints.arm("record.before_move=1*error(EROFS)")
+    state.save_phase("k1", Phase.HELD, lambda: "{}")
+    assert [record.phase for record in state.load_records()] == [Phase.INTENT]
+    failpoints.arm("")
+    state.drop_record("k1")
+    state.retry()
+    assert state.load_records() == []
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_what_is_no_file_is_no_record(state: StateFolder, make) -> None:
+    make(state.folder / "records" / "k1.json")
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        assert state.load_records() == [SavedRecord("k1", Phase.HELD, "")]
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_a_folder_that_is_full_is_a_warning_until_it_is_not(state: StateFolder) -> None:

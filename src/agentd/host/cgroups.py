@@ -13,8 +13,10 @@ only root can set (xattr(7)).
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,6 +79,10 @@ class Cgroup:
             text = (self.folders[0] / "cgroup.procs").read_text(encoding="ascii")
         except (FileNotFoundError, ProcessLookupError):
             return set()
+        except OSError as error:
+            if error.errno == errno.ENODEV:  # removed between the open and the read
+                return set()
+            raise
         return {int(pid) for pid in text.split()}
 
     def kill(self) -> None:
@@ -125,10 +131,11 @@ class Cgroups:
         return Cgroup(tuple(item.folder / name for item in self.hierarchies))
 
     def names(self) -> list[str]:
-        """Return the names of all groups that are there."""
-        found = {
-            path.name for h in self.hierarchies for path in h.folder.iterdir() if path.is_dir()
-        }
+        """Return the names of all existing groups."""
+        found: set[str] = set()
+        for hierarchy in self.hierarchies:
+            with suppress(FileNotFoundError):
+                found |= {path.name for path in hierarchy.folder.iterdir() if path.is_dir()}
         return sorted(found)
 
     def create(
@@ -140,7 +147,7 @@ class Cgroups:
             OSError: the kernel refused.
         """
         for hierarchy, folder in zip(self.hierarchies, group.folders, strict=True):
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             for controller in hierarchy.controllers & limits.keys():
                 for name in _LIMIT_FILES[hierarchy.version][controller]:
                     _write(folder / name, str(limits[controller]), name.startswith("memory.memsw"))

@@ -68,8 +68,8 @@ class KernelService:
         self._refuse_early(spec)
         decision = self._planner.decide(spec, self._state, self._default)
         await self._planner.plan(self._prepared(spec, decision), spec, self._default)
-        rows = self._planner.explain(spec, decision, self._state.ledger, self._default)
-        return decision, rows
+        ledger = self._state.ledger
+        return decision, self._planner.explain(spec, decision, ledger, self._default)
 
     async def create(self, spec: KernelSpec, *, wait: bool = True) -> tuple[Kernel, bool]:
         """Create a kernel, or return the one that the same request created before.
@@ -94,8 +94,7 @@ class KernelService:
 
     async def _joined(self, known: Kernel, *, wait: bool) -> Kernel:
         """Return a kernel that is there, or wait for the create that is under way."""
-        task = self._starting.get(known.kernel_id)
-        if task is not None:
+        if (task := self._starting.get(known.kernel_id)) is not None:
             return await self._outcome(task) if wait else known
         if known.state in STARTING:
             raise RuntimeUnavailable(
@@ -183,8 +182,10 @@ class KernelService:
         self._starting.pop(kernel_id, None)
         if not task.cancelled():
             task.exception()  # a caller that went away does not make it an unseen one
-        kernel = self._state.kernels.get(kernel_id)
-        if kernel is not None and kernel.state in STARTING:
+        state = kernel.state if (kernel := self._state.kernels.get(kernel_id)) else None
+        if state is KernelState.PREPARING:
+            self._state.drop(kernel_id)  # cancelled before a runtime was asked for anything
+        elif state in STARTING:
             self._leave_unsettled(kernel_id)
 
     def _leave_unsettled(self, kernel_id: str, *, keep: bool = False) -> None:

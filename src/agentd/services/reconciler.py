@@ -129,8 +129,7 @@ class Reconciler:
         """Tell whether another runtime has a kernel of that name; that one is left alone."""
         is_second = self._state.is_second(item.kernel_id, item.runtime)
         if is_second:
-            what = {"kernel_id": item.kernel_id, "runtime": item.runtime, "handle": item.handle}
-            log.error("kernel.second_of_its_name", **what)
+            log.error("kernel.second_of_its_name", kernel_id=item.kernel_id, handle=item.handle)
         return is_second
 
     async def _renamed(
@@ -146,8 +145,7 @@ class Reconciler:
             and kernel.handle is not None
             and kernel.kernel_id not in names
         ]
-        found = [await runtime.find(ref) for ref in missing]
-        return [item for item in found if item is not None]
+        return [item for ref in missing if (item := await runtime.find(ref)) is not None]
 
     def note_following(self, name: str, *, is_following: bool) -> None:
         """Record whether a runtime's events arrive; without them its list is not current."""
@@ -192,16 +190,19 @@ class Reconciler:
     async def retry(self) -> None:
         """Ask again where a runtime did not answer, or a create has an unknown outcome."""
         self._devices.retry()
-        for name in self._following & self._state.runtimes.keys():
-            is_down = self._state.runtime(name).state is RuntimeState.UNAVAILABLE
-            if is_down or self._state.unsettled:
-                with suppress(RuntimeUnavailable):
-                    await self.relist(self._runtimes[name])
+        names = self._following & self._state.runtimes.keys()
+        await asyncio.gather(*(self._retry_runtime(name) for name in names))
         if self._partial and self._clock.steady() >= self._partial_again:
             self._partial_again = self._clock.steady() + PARTIAL_PAUSE_S
             partial, self._partial = self._partial, set()
             for kernel_id in partial:
                 self.requeue(kernel_id)
+
+    async def _retry_runtime(self, name: str) -> None:
+        is_down = self._state.runtime(name).state is RuntimeState.UNAVAILABLE
+        if is_down or self._state.unsettled:
+            with suppress(RuntimeUnavailable):
+                await self.relist(self._runtimes[name])
 
     async def forget_runtime(self, name: str) -> None:
         """Drop what a runtime that does not answer was last known to hold, for good.
@@ -209,19 +210,22 @@ class Reconciler:
         The default runtime stays, and is listed anew when it answers again.
 
         Raises:
-            UnknownRuntime: there is no such runtime.
-            KernelConflict: it answers.
+            UnknownRuntime: there is none of that name.
+            KernelConflict: it answers, or something is under way with one of its kernels.
         """
         self._state.runtime(name)
-        if name in self._runtimes:
-            with suppress(RuntimeUnavailable):
+        try:
+            if name in self._runtimes:
                 await self._runtimes[name].list()
-                raise KernelConflict(
-                    f"runtime {name} answers; its kernels can be removed one by one"
-                )
-        for kernel in [kernel for kernel in self._state if kernel.runtime == name]:
-            log.warning("kernel.forgotten", kernel_id=kernel.kernel_id, runtime=name)
-            self._state.drop(kernel.kernel_id)
+                raise KernelConflict(f"runtime {name} answers; remove its kernels one by one")
+        except RuntimeUnavailable as error:
+            self.note_unavailable(name, str(error))
+        kernels = [kernel.kernel_id for kernel in self._state if kernel.runtime == name]
+        if busy := [kernel_id for kernel_id in kernels if self._state.is_busy(kernel_id)]:
+            raise KernelConflict(f"something is under way with {', '.join(busy)}; try later")
+        for kernel_id in kernels:
+            log.warning("kernel.forgotten", kernel_id=kernel_id, runtime=name)
+            self._state.drop(kernel_id)
         if name != self._default:
             self._state.forget_runtime(name)
         self._memory.save_runtimes(sorted(self._state.runtimes))
@@ -244,11 +248,8 @@ class Reconciler:
                     removals.append(found)
             hit("adopt.after_action")
         for found in removals:
-            if is_locked:
-                await self._remove_never_ran(found)
-            else:
-                async with self._state.lock(found.kernel_id):
-                    await self._remove_never_ran(found)
+            # a list is out of date by now: look again, alone
+            await (self._remove_never_ran(found) if is_locked else self.observe(found.kernel_id))
 
     def _mark_absent(self, kernel: Kernel) -> None:
         create = self._state.unsettled.get(kernel.kernel_id)

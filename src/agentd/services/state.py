@@ -68,6 +68,7 @@ class NodeState:
         self._listeners: list[Changed] = []
         self._kernels: dict[str, Kernel] = {}
         self._revisions: dict[str, int] = {}
+        self._changes = 0
         self._drops = 0
         self._ledger = Ledger()
         self._port_claims: dict[HostPort, tuple[str, ...]] = {}
@@ -107,7 +108,9 @@ class NodeState:
     def is_second(self, kernel_id: str, runtime: str) -> bool:
         """Tell whether another runtime has a kernel of this id."""
         known = self._kernels.get(kernel_id)
-        return known is not None and known.runtime != runtime and known.handle is not None
+        if known is None or known.runtime == runtime:
+            return False
+        return known.handle is not None or bool(known.agent_id)
 
     def listen(self, changed: Changed) -> None:
         """Have every change of a kernel told, after it was made."""
@@ -118,7 +121,8 @@ class NodeState:
         kernel_id = kernel.kernel_id
         before = self._kernels.get(kernel_id)
         self._kernels[kernel_id] = kernel
-        self._revisions[kernel_id] = self._revisions.get(kernel_id, 0) + 1
+        self._changes += 1
+        self._revisions[kernel_id] = self._changes
         holding = self._ledger.holdings.get(kernel_id)
         if not kernel.holds:
             self._ledger = self._ledger.without(kernel_id)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -36,6 +37,7 @@ from agentd.state.locks import UNWRITABLE, Locks
 from agentd.state.schemas import SCHEMA, UNREADABLE, SavedDevices, SavedNode
 
 log = structlog.get_logger()
+_MOST_BYTES = 1 << 20
 _FOLDERS = {Phase.INTENT: "intents", Phase.HELD: "records", Phase.ENDED: "ended"}
 _S = TypeVar("_S", SavedNode, SavedDevices)
 
@@ -77,6 +79,7 @@ class StateFolder:
             for unfinished in folder.glob(".*.new"):
                 with suppress(OSError):
                     unfinished.unlink()
+        self._phases = {saved.kernel_id: saved.phase for saved in self.load_records()}
 
     def _lock(self, path: Path, refusal: str) -> None:
         if complaint := self._locks.take(path, refusal):
@@ -132,11 +135,13 @@ class StateFolder:
             for path in sorted(self._folder(phase).glob("[!.]*.json")):
                 if is_kernel_id(path.stem):
                     found.setdefault(path.stem, SavedRecord(path.stem, phase, _text(path)))
-        self._phases = {kernel_id: saved.phase for kernel_id, saved in found.items()}
         return list(found.values())
 
     def save_intent(self, kernel_id: str, text: str) -> None:
-        self._behind.pop(kernel_id, None)
+        if self._behind.pop(kernel_id, None):  # of an earlier kernel of that name
+            for phase in Phase:
+                with suppress(OSError):
+                    self._path(kernel_id, phase).unlink(missing_ok=True)
         self._phases[kernel_id] = Phase.INTENT
         self._write(self._path(kernel_id, Phase.INTENT), text.encode(), "intent")
 
@@ -286,9 +291,13 @@ def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[],
 def _text(path: Path) -> str:
     """Return a record's text; empty if it cannot be read."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        with os.fdopen(descriptor, encoding="utf-8", errors="replace") as file:
-            return file.read()
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(path, flags)
+        try:
+            is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+            return os.read(descriptor, _MOST_BYTES).decode(errors="replace") if is_file else ""
+        finally:
+            os.close(descriptor)
     except OSError:
         return ""
 

@@ -11,7 +11,7 @@ import pytest
 from agentd.core.observation import Leftover, ObservedState
 from agentd.core.plan import kernel_name
 from agentd.core.record import parse_statement
-from agentd.errors import KernelConflict
+from agentd.errors import KernelConflict, RuntimeUnavailable
 from agentd.host.cgroups import find_cgroups
 from agentd.host.probe import boot_id
 from agentd.host.processes import all_processes, read_stat
@@ -311,3 +311,56 @@ async def test_an_agent_can_have_a_user_of_its_own(folder) -> None:
 
 async def test_kernels_of_one_user_are_said_not_to_be_separated(runtime) -> None:
     assert "separation" in (await runtime.support(plan("sleep").spec)).not_enforced
+
+
+async def test_a_shim_that_was_stopped_keeps_nobody_from_removing_its_kernel(runtime, folder):
+    await create(runtime, "sleep", "1000")
+    shim(folder).signal(signal.SIGSTOP)
+    async with asyncio.timeout(30):
+        await runtime.remove(K1)
+    assert await runtime.find(K1) is None
+
+
+async def test_what_was_set_aside_and_lives_is_put_back(runtime, folder) -> None:
+    """A daemon died between setting a bundle aside and looking whether its kernel lives."""
+    created = await create(runtime, "sleep", "1000")
+    bundle(folder).rename(folder / "kernels" / ".removed-k1")
+    after = process_runtime(folder / "kernels")
+    events = after.follow()
+    assert await anext(events) == ""
+    kernel = await found(after)
+    assert (kernel.state, kernel.handle, kernel.record) == (
+        ObservedState.RUNNING,
+        created.handle,
+        created.record,
+    )
+    command(folder).signal(signal.SIGKILL)
+    async with asyncio.timeout(20):
+        assert await anext(events) == "k1"
+    await events.aclose()
+    await after.close()
+
+
+async def test_the_end_of_a_kernel_that_was_found_later_is_told(runtime, folder) -> None:
+    after = process_runtime(folder / "kernels")
+    events = after.follow()
+    assert await anext(events) == ""
+    await create(runtime, "sleep", "1000")
+    assert (await found(after)).state is ObservedState.RUNNING
+    command(folder).signal(signal.SIGKILL)
+    async with asyncio.timeout(20):
+        assert await anext(events) == "k1"
+    await events.aclose()
+    await after.close()
+
+
+async def test_logs_are_not_read_through_a_bundle_that_is_a_link(runtime, folder) -> None:
+    await create(runtime, "sh", "-c", "echo mine")
+    (folder / "theirs").mkdir(mode=0o700)
+    (folder / "theirs" / "output.log").write_text("secret")
+    bundle(folder).rename(folder / "kept")
+    bundle(folder).symlink_to(folder / "theirs")
+    with pytest.raises(RuntimeUnavailable):
+        _ = [chunk async for chunk in runtime.logs(K1, LogQuery())]
+    bundle(folder).unlink()
+    (folder / "kept").rename(bundle(folder))

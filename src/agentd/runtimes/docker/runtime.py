@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,6 +57,8 @@ from agentd.services.interfaces import LogQuery, Progress, Support
 
 INSPECTS_AT_ONCE = 16
 ASK_TIMEOUT_S = 5.0
+LIST_TIMEOUT_S = 20.0
+"""How long it may take to list everything, or to remove what never ran."""
 """How long an engine may take to say what one container, or the engine itself, is."""
 _T = TypeVar("_T")
 
@@ -228,7 +230,8 @@ class DockerRuntime:
         container = self._container(ref)
         with translating(), absent_is_fine():
             try:
-                await self._delete(container, force=not unless_alive)
+                async with asyncio.timeout(LIST_TIMEOUT_S if unless_alive else None):
+                    await self._delete(container, force=not unless_alive)
             except EngineError as error:
                 if error.status != CONFLICT:
                     raise
@@ -247,16 +250,23 @@ class DockerRuntime:
                 return await self._shown(summary)
 
         with proving():
-            params = {"all": "1", "filters": filters}
-            summaries = await self._engine.call("GET", "/containers/json", params)
-            answers = await asyncio.gather(*(shown(summary) for summary in summaries))
-            there = [answer for answer in answers if answer is not None]
-            ours = {labels_of(a)[KERNEL_LABEL]: a for a in there if self._fits(a)}
-            for answer in there:
-                kernel_id = labels_of(answer).get(KERNEL_LABEL)
-                if kernel_id and kernel_id not in ours and await self._was_renamed(answer):
-                    ours[kernel_id] = answer
-            return Listing(tuple(observed_kernel(answer) for answer in ours.values()))
+            return await asyncio.wait_for(self._listed(shown, filters), LIST_TIMEOUT_S)
+
+    async def _listed(
+        self,
+        shown: Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any] | None]],
+        filters: str,
+    ) -> Listing:
+        params = {"all": "1", "filters": filters}
+        summaries = await self._engine.call("GET", "/containers/json", params)
+        answers = await asyncio.gather(*(shown(summary) for summary in summaries))
+        there = [answer for answer in answers if answer is not None]
+        ours = {labels_of(a)[KERNEL_LABEL]: a for a in there if self._fits(a)}
+        for answer in there:
+            kernel_id = labels_of(answer).get(KERNEL_LABEL)
+            if kernel_id and kernel_id not in ours and await self._was_renamed(answer):
+                ours[kernel_id] = answer
+        return Listing(tuple(observed_kernel(answer) for answer in ours.values()))
 
     async def _shown(self, summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Inspect one container of a list; what the list said of it if that fails alone."""

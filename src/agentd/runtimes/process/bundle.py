@@ -96,13 +96,23 @@ class Bundle:
             OSError: it cannot be opened.
         """
         flags |= os.O_CLOEXEC | os.O_NOFOLLOW
-        folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        folder = self.open_folder()
         try:
-            if not _is_private(os.fstat(folder)):
-                raise FileNotFoundError(errno.ENOENT, "not a bundle", str(self.path))
             return os.open(name, flags, 0o600, dir_fd=folder)
         finally:
             os.close(folder)
+
+    def open_folder(self) -> int:
+        """Open the bundle itself; whoever calls closes it.
+
+        Raises:
+            FileNotFoundError: there is none, or what is there is no bundle.
+        """
+        folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        if _is_private(os.fstat(folder)):
+            return folder
+        os.close(folder)
+        raise FileNotFoundError(errno.ENOENT, "not a bundle", str(self.path))
 
     def is_locked(self, byte: int) -> bool:
         """Tell whether somebody holds a byte of the lock (`shim.STANDS`, `shim.RUNS`)."""
@@ -137,8 +147,8 @@ class Bundle:
         try:
             raw = json.loads(self._read(IDENTITY) or "")
             return Identity(
-                Proc(int(raw["pid"]), int(raw["start_time"])),
-                Proc(int(raw["shim_pid"]), int(raw["shim_start_time"])),
+                Proc(_pid(raw["pid"]), int(raw["start_time"])),
+                Proc(_pid(raw["shim_pid"]), int(raw["shim_start_time"])),
                 str(raw["boot_id"]),
                 bool(raw["has_cgroup"]),
                 parse_time(raw["started_at"]),
@@ -173,6 +183,10 @@ class Bundle:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 return ""
             return os.read(descriptor, _MOST_BYTES).decode(errors="replace")
+        except OSError as error:
+            if error.errno in _PASSING:
+                raise
+            return ""
         finally:
             os.close(descriptor)
 
@@ -183,6 +197,12 @@ class Bundle:
                 shutil.rmtree(self.path, ignore_errors=True)
             else:
                 self.path.unlink()
+
+
+def _pid(raw: object) -> int:
+    if not isinstance(raw, int) or not 0 < raw < 2**31:
+        raise ValueError(f"invalid process id {raw!r}")
+    return raw
 
 
 def _is_private(found: os.stat_result) -> bool:

@@ -135,10 +135,17 @@ class Bundles:
         return True
 
     async def clear_all(self) -> None:
-        """Remove what a daemon that died had set aside."""
+        """Remove what a daemon that died had set aside; what lives after all is put back."""
         for name in names_in(self.folder):
-            if name.startswith(TRASH):
-                await self.clear(Bundle(self.folder / name))
+            kernel_id = name.removeprefix(TRASH)
+            if name == kernel_id:
+                continue
+            trash = Bundle(self.folder / name)
+            lives = Proof(trash, self.cgroup(kernel_id), self.boot_id).lives
+            if lives and is_kernel_id(kernel_id) and not self.bundle(kernel_id).is_taken():
+                trash.path.rename(self.folder / kernel_id)
+            elif not lives:
+                await self.clear(trash)
 
     async def clear(self, trash: Bundle) -> None:
         """Remove what is left of a kernel whose bundle was set aside."""

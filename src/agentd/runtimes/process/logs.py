@@ -1,7 +1,8 @@
 """What a process kernel printed: files of bounded size, followed for as long as it runs.
 
-Files are read off the event loop, by a thread that never waits for the kernel, a bounded piece at
-a time. They are agentd's own: a kernel writes into a pipe of its shim.
+Files are found in the bundle as it was opened, and read off the event loop, by threads that never
+wait for a kernel, a bounded piece at a time. They are agentd's own: a kernel writes into a pipe of
+its shim.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from agentd.errors import Problem
+from agentd.runtimes.process.bundle import Bundle
 from agentd.services.interfaces import LogQuery, LogStream
 
 _CHUNK = 64 * 1024
@@ -30,6 +32,7 @@ class LogReader:
     """The files of one log, from the oldest to the newest; blocks, and lets one in at a time."""
 
     path: Path
+    _folder: int = field(default=-1, init=False)
     _file: BinaryIO | None = field(default=None, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
@@ -39,6 +42,11 @@ class LogReader:
         Returns how many bytes there are from there on, at this moment.
         """
         with self._lock:
+            try:
+                self._folder = Bundle(self.path.parent).open_folder()
+            except FileNotFoundError:
+                return 0
+            self.path = Path(f"/proc/self/fd/{self._folder}") / self.path.name
             files = self._files()
             if tail is not None:
                 return self._seek_tail(files, tail)
@@ -81,7 +89,7 @@ class LogReader:
             return self._read()
 
     def _read(self) -> bytes:
-        if self._file is None:
+        if self._file is None and self._folder >= 0:
             self._file = _opened(self.path)
         while self._file is not None:
             if chunk := self._file.read(_CHUNK):
@@ -122,6 +130,9 @@ class LogReader:
         """Close the file, after a read that is under way."""
         with self._lock:
             self._replace(None)
+            if self._folder >= 0:
+                os.close(self._folder)
+                self._folder = -1
 
     def _replace(self, file: BinaryIO | None) -> None:
         if self._file is not None:

@@ -35,6 +35,8 @@ _PAUSES_S = (0.0, 0.02, 0.05, 0.1)
 """Pause between two looks, after the processes of the first have ended."""
 _SHIM_ENDS_WITHIN_S = 0.02
 _STRIKES = 200
+_LOOKS_ALONE = 20
+"""How many looks in a row may find a shim, and nothing that it looks after: about two seconds."""
 
 
 class Proof:
@@ -44,6 +46,7 @@ class Proof:
         self._bundle = bundle
         self._cgroup = cgroup
         self._boot_id = boot_id
+        self._looks_alone = 0
 
     @cached_property
     def identity(self) -> Identity | None:
@@ -169,7 +172,13 @@ class Proof:
             process.signal(signal.SIGTERM)
 
     async def kill(self, alive: Collection[Proc]) -> None:
-        """Kill these processes and those they start meanwhile, a few at a time."""
+        """Kill these processes, and those that they start meanwhile, a few at a time.
+
+        A shim that goes on alone for too long (stopped, or waiting for a disk) is killed as well.
+        """
+        self._looks_alone = 0 if alive else self._looks_alone + 1
+        if self._looks_alone > _LOOKS_ALONE and (shim := self._shim) is not None:
+            shim.signal(signal.SIGKILL)
         if self._cgroup is not None:
             self._cgroup.kill()
         for process in alive:

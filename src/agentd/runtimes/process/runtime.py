@@ -38,6 +38,7 @@ from agentd.services.interfaces import LogQuery, Progress, Support
 
 LOG_THREADS = 4
 REMOVE_TRIES = 10
+WATCH_PAUSE_S = 1.0
 
 
 class ProcessRuntime:
@@ -59,6 +60,7 @@ class ProcessRuntime:
         self._boot_id = boot_id
         self._rules = rules
         self._watches: dict[str, asyncio.Task[None]] = {}
+        self._is_followed = False
         self._events: asyncio.Queue[str] = asyncio.Queue()
         self._log_pool = ThreadPoolExecutor(LOG_THREADS, "logs")
 
@@ -175,18 +177,22 @@ class ProcessRuntime:
 
     async def list(self) -> Listing:
         with looking():
-            return self._bundles.listing()
+            listing = self._bundles.listing()
+        for item in listing.kernels:
+            self._watch_living(item)
+        return listing
 
     async def find(self, ref: KernelRef) -> ObservedKernel | None:
         with looking():
-            return self._bundles.observed(ref.kernel_id)
+            found = self._bundles.observed(ref.kernel_id)
+        self._watch_living(found)
+        return found
 
     async def follow(self) -> AsyncIterator[str]:
         with looking():
             await self._bundles.clear_all()
-        for item in (await self.list()).kernels:
-            if item.is_alive:
-                self._watch(item.kernel_id)
+        self._is_followed = True
+        await self.list()
         yield ""
         while True:
             yield await self._events.get()
@@ -207,6 +213,11 @@ class ProcessRuntime:
         finally:
             await chunks.aclose()
 
+    def _watch_living(self, found: ObservedKernel | None) -> None:
+        """Have the end of a kernel told of that was found to live, by whomever."""
+        if self._is_followed and found is not None and found.is_alive:
+            self._watch(found.kernel_id)
+
     def _watch(self, kernel_id: str) -> None:
         if kernel_id not in self._watches:
             task = asyncio.create_task(self._wait_for_end(kernel_id))
@@ -214,11 +225,15 @@ class ProcessRuntime:
             task.add_done_callback(lambda _: self._watches.pop(kernel_id, None))
 
     async def _wait_for_end(self, kernel_id: str) -> None:
-        with suppress(OSError):  # whoever looks at it is told the same
-            proof = self._bundles.proof(kernel_id)
-            if proof.identity is not None:
-                await proof.identity.shim.ended()
-            await proof.all_ended()
+        while True:
+            try:
+                proof = self._bundles.proof(kernel_id)
+                if proof.identity is not None:
+                    await proof.identity.shim.ended()
+                await proof.all_ended()
+                break
+            except OSError:  # no descriptor, no memory: that is no end
+                await asyncio.sleep(WATCH_PAUSE_S)
         self._events.put_nowait(kernel_id)
 
 
