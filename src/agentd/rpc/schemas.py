@@ -227,6 +227,7 @@ def _problem(model: type[Body], item: Mapping[str, Any]) -> Problem:
         hint = f"did you mean {near[0]}? " if near else ""
         allowed = f"allowed: {', '.join(known)}" if len(item["loc"]) == 1 else ""
         return Problem(where, f"unknown member; {hint}{allowed}".rstrip("; "))
-    shown = repr(item["input"])
     message = str(item["msg"]).removeprefix("Value error, ")
-    return Problem(where, f"{message}, not {shown[:80]}")
+    if item["type"] == "value_error":
+        return Problem(where, message)
+    return Problem(where, f"{message}, not {item['input']!r:.80}")
