@@ -1,7 +1,6 @@
 """The house: directions, sizes, and what is shipped with it."""
 
 import ast
-import gc
 import shutil
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import pytest
 from agentd.cli.agentctl import agentctl
 from agentd.cli.agentd import agentd
 from agentd.host.sd_notify import Notifier
+from agentd.pluginhost.conformance import _parsed as parsed
 from agentd.rpc.routes import ROUTES
 from agentd.rpc.server import STATUSES
 
@@ -23,18 +23,6 @@ def test_imports_point_one_way() -> None:
     command = [Path(sys.executable).parent / "lint-imports"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
-
-
-def parsed(text: str) -> ast.Module:
-    """Parse with the collector off: Python before 3.11.8 may fail if it runs meanwhile.
-
-    https://github.com/python/cpython/issues/106905
-    """
-    gc.disable()
-    try:
-        return ast.parse(text)
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
 import structlog
@@ -36,7 +36,7 @@ from agentd.rpc.handlers import Handlers, NodeParts
 from agentd.rpc.server import Server
 from agentd.services.devices import NodeDevices
 from agentd.services.events import EventLog
-from agentd.services.interfaces import Clock, Memory, Runtime
+from agentd.services.interfaces import Clock, Memory, Runtime, SavedRecord
 from agentd.services.kernels import KernelService
 from agentd.services.planner import NodeRules, Planner
 from agentd.services.reconciler import Loops, Reconciler
@@ -189,7 +189,8 @@ class Daemon:
                 say("plugin.not_ready", plugin=status.name, reason=status.reason)
         for warning in devices.warnings:
             log.warning("node.warning", warning=warning)
-        names = self._used_runtimes()
+        records = memory.load_records()
+        names = self._used_runtimes(records)
         runtimes = {n: self._runtime(n, self._node_id) for n in names if n in assembly.RUNTIMES}
         for runtime in runtimes.values():
             stack.push_async_callback(runtime.close)
@@ -198,7 +199,7 @@ class Daemon:
         state = NodeState(names, events)
         planner = Planner(devices, plugins, self._rules(host))
         remember(state, memory, self._node_id)
-        recall(state, devices, memory, default, clock)
+        recall(state, devices, records, default, clock)
         state.listen(planner.notify_plugins)
         await reach("start.after_recall")
         service = KernelService(state, devices, planner, runtimes, default, memory, clock)
@@ -243,14 +244,14 @@ class Daemon:
             except TimeoutError:
                 self._notifier.alive()
 
-    def _used_runtimes(self) -> list[str]:
+    def _used_runtimes(self, records: Sequence[SavedRecord]) -> list[str]:
         """Return the configured runtime, and the others that may have kernels of ours.
 
         Where it is not remembered which ones had some, an engine that can be asked may have.
         """
         node = self._memory.load_node()
         used = {self._settings.node.runtime, *(node.runtimes if node else ())}
-        used |= recorded_runtimes(self._memory)
+        used |= recorded_runtimes(records)
         if node is None and os.access(self._settings.runtime.docker.socket, os.W_OK):
             used.add("docker")
         if self._memory.has_bundles():

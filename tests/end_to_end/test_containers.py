@@ -9,27 +9,11 @@ from pathlib import Path
 import pytest
 
 from daemon import AGENTS, Daemon, gpus
+from end_to_end.containers import inspected, printed
 from engine import Engine
 from engine_proxy import EngineProxy
 
 pytestmark = pytest.mark.docker
-
-
-MOUNTABLE = 'allowed-mounts = ["{folder}/data"]\n'
-
-
-def inspected(engine: Engine, kernel: dict) -> dict:
-    return engine.call("GET", f"/containers/{kernel['container_id']}/json")
-
-
-async def printed(daemon: Daemon, script: str, **body: object) -> str:
-    """What a script prints in a kernel with these members."""
-    answer = await daemon.create(kernel_id="printer", command=["sh", "-c", script], **body)
-    assert answer.status == 201, answer.content
-    await daemon.until("printer", "terminated")
-    log = await daemon.call("GET", "/v1/kernels/printer/logs")
-    await daemon.call("DELETE", "/v1/kernels/printer")
-    return log.content.decode()
 
 
 async def test_defaults_are_safe_and_seen_from_inside(dockered: Daemon, engine: Engine) -> None:

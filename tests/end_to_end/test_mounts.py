@@ -4,24 +4,9 @@ import subprocess
 from pathlib import Path
 
 from daemon import AGENTS, Daemon
+from end_to_end.containers import MOUNTABLE, printed
 from engine import Engine
 from engine_proxy import EngineProxy
-
-MOUNTABLE = 'allowed-mounts = ["{folder}/data"]\n'
-
-
-def inspected(engine: Engine, kernel: dict) -> dict:
-    return engine.call("GET", f"/containers/{kernel['container_id']}/json")
-
-
-async def printed(daemon: Daemon, script: str, **body: object) -> str:
-    """What a script prints in a kernel with these members."""
-    answer = await daemon.create(kernel_id="printer", command=["sh", "-c", script], **body)
-    assert answer.status == 201, answer.content
-    await daemon.until("printer", "terminated")
-    log = await daemon.call("GET", "/v1/kernels/printer/logs")
-    await daemon.call("DELETE", "/v1/kernels/printer")
-    return log.content.decode()
 
 
 async def test_mounts_are_read_only_unless_asked_and_only_below_what_is_allowed(

@@ -50,7 +50,8 @@ class Rig:
         self.reconciler._following.add("fake")
 
     def recall(self) -> None:
-        recall(self.state, self.devices, self.memory, "fake", self.clock)
+        records = self.memory.load_records()
+        recall(self.state, self.devices, records, "fake", self.clock)
 
     async def relist(self) -> None:
         await self.reconciler.relist(self.runtime)

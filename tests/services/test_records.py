@@ -107,7 +107,7 @@ async def test_a_runtime_that_this_agentd_does_not_have_blocks_nothing_and_can_b
     text = rig.memory.records["k1"].text.replace('"runtime":"fake"', '"runtime":"old"')
     after = Rig(rig.memory, "old")
     rig.memory.records["k1"] = SavedRecord("k1", Phase.HELD, text)
-    assert recorded_runtimes(rig.memory) == {"old"}
+    assert recorded_runtimes(rig.memory.load_records()) == {"old"}
     after.recall()
     await after.relist()
     after.state.note_unavailable("old", "this agentd has no runtime of that name")

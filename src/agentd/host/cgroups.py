@@ -65,10 +65,6 @@ class Cgroup:
                     return folder / name
         return self.folders[0] / "memory.events"
 
-    def exists(self) -> bool:
-        """Tell whether it exists, with or without processes."""
-        return any(folder.is_dir() for folder in self.folders)
-
     def members(self) -> set[int]:
         """Return the processes in it; none if it is not there.
 

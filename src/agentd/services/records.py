@@ -6,6 +6,7 @@ as its runtime cannot be asked itself.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -13,20 +14,24 @@ from agentd.core.adoption import recalled
 from agentd.core.kernel import LIVE, Kernel, KernelState, Sight
 from agentd.core.record import RecordError, decode, encode
 from agentd.services.devices import NodeDevices
-from agentd.services.interfaces import Clock, Memory, Phase
+from agentd.services.interfaces import Clock, Memory, Phase, SavedRecord
 from agentd.services.kernels import GRACE_S
 from agentd.services.state import NodeState
 
 
 def recall(
-    state: NodeState, devices: NodeDevices, memory: Memory, default_runtime: str, clock: Clock
+    state: NodeState,
+    devices: NodeDevices,
+    records: Iterable[SavedRecord],
+    default_runtime: str,
+    clock: Clock,
 ) -> None:
     """Take every remembered kernel for what it last was, until its runtime says more.
 
     What became of a create that was cut short is not known yet. A kernel whose record cannot be
     read is of the default runtime, and holds everything back.
     """
-    for saved in memory.load_records():
+    for saved in records:
         adoption = recalled(
             saved.kernel_id, saved.text, default_runtime, devices.inventory, clock.wall()
         )
@@ -44,10 +49,10 @@ def recall(
         state.put(kernel)
 
 
-def recorded_runtimes(memory: Memory) -> set[str]:
+def recorded_runtimes(records: Iterable[SavedRecord]) -> set[str]:
     """Return the runtimes that remembered kernels are of, where that can be read."""
     names = set()
-    for saved in memory.load_records():
+    for saved in records:
         with suppress(RecordError):
             names.add(decode(saved.text).kernel.runtime)
     return names

@@ -79,7 +79,7 @@ class StateFolder:
             for unfinished in folder.glob(".*.new"):
                 with suppress(OSError):
                     unfinished.unlink()
-        self._phases = {saved.kernel_id: saved.phase for saved in self.load_records()}
+        self._phases = {kernel_id: phase for kernel_id, (phase, _) in self._saved().items()}
 
     def _lock(self, path: Path, refusal: str) -> None:
         if complaint := self._locks.take(path, refusal):
@@ -130,12 +130,19 @@ class StateFolder:
         self._save_lasting("devices", SavedDevices(list(devices)))
 
     def load_records(self) -> Sequence[SavedRecord]:
-        found: dict[str, SavedRecord] = {}
-        for phase in Phase:  # one that was being moved, or made anew, counts as it began
+        return [
+            SavedRecord(kernel_id, phase, _text(path))
+            for kernel_id, (phase, path) in self._saved().items()
+        ]
+
+    def _saved(self) -> dict[str, tuple[Phase, Path]]:
+        """Return where each record is; one that was being moved, or made anew, where it began."""
+        found: dict[str, tuple[Phase, Path]] = {}
+        for phase in Phase:
             for path in sorted(self._folder(phase).glob("[!.]*.json")):
                 if is_kernel_id(path.stem):
-                    found.setdefault(path.stem, SavedRecord(path.stem, phase, _text(path)))
-        return list(found.values())
+                    found.setdefault(path.stem, (phase, path))
+        return found
 
     def save_intent(self, kernel_id: str, text: str) -> None:
         if self._behind.pop(kernel_id, None):  # of an earlier kernel of that name
