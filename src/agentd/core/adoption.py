@@ -14,7 +14,8 @@ from agentd.core.devices import MEMORY, Device, DeviceId, Inventory
 from agentd.core.kernel import Ending, Kernel, KernelState, Sight
 from agentd.core.ledger import UNREADABLE_SLOT, Allocation, Share
 from agentd.core.observation import ObservedKernel, ObservedState
-from agentd.core.record import NewerRecordError, Record, RecordError, decode, parse_statement
+from agentd.core.plan import KernelPlan
+from agentd.core.record import NewerRecordError, RecordError, decode, parse_statement
 from agentd.core.slots import CPU, MEM, ONE, SlotKind, format_amount
 
 SIGHTS = {
@@ -32,10 +33,16 @@ class Adoption:
     missing: tuple[Device, ...] = ()
 
 
-def adopt(item: ObservedKernel, inventory: Inventory, before: Kernel | None = None) -> Adoption:
+def adopt(
+    item: ObservedKernel,
+    inventory: Inventory,
+    before: Kernel | None = None,
+    plan: KernelPlan | None = None,
+) -> Adoption:
     """Describe an observed kernel by its record, else its statement, else by what it might hold.
 
-    `before` is the kernel as it was known, if it was.
+    `before` is the kernel as it was known, if it was; `plan` what it was created from just now:
+    a record that is the plan's need not be read.
     """
     state = KernelState.CREATING
     if before is not None and item.state is not ObservedState.CREATED:
@@ -53,16 +60,16 @@ def adopt(item: ObservedKernel, inventory: Inventory, before: Kernel | None = No
         ports=item.ports,
     )
     try:
-        record = _own_record(item)
+        recorded = plan.kernel if plan and plan.record == item.record else _recorded(item)
     except RecordError as error:
         return _without_record(seen, item, inventory, error)
-    allocation, missing = located(record.kernel.allocation, inventory)
+    allocation, missing = located(recorded.allocation, inventory)
     kernel = replace(
-        record.kernel,
+        recorded,
         state=state,
         runtime=item.runtime,
         allocation=allocation,
-        ports=record.kernel.ports or item.ports,
+        ports=recorded.ports or item.ports,
         handle=item.handle,
         started_at=seen.started_at,
         ending=seen.ending,
@@ -74,11 +81,11 @@ def _sighted(kernel: Kernel, item: ObservedKernel) -> Kernel:
     return kernel.observed(SIGHTS[item.state]) if item.state in SIGHTS else kernel
 
 
-def _own_record(item: ObservedKernel) -> Record:
-    record = decode(item.record)
-    if record.kernel.kernel_id != item.kernel_id:
-        raise RecordError(f"it is the record of {record.kernel.kernel_id}")
-    return record
+def _recorded(item: ObservedKernel) -> Kernel:
+    kernel = decode(item.record).kernel
+    if kernel.kernel_id != item.kernel_id:
+        raise RecordError(f"it is the record of {kernel.kernel_id}")
+    return kernel
 
 
 def _without_record(

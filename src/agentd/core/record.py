@@ -27,6 +27,9 @@ LAST_SECOND = 253_402_300_799
 """The end of the year 9999, the last that can be shown."""
 
 
+_WRITER = json.JSONEncoder(separators=(",", ":"))
+
+
 class RecordError(ValueError):
     """A record or statement that cannot be read, and why."""
 
@@ -44,7 +47,7 @@ class Record(NamedTuple):
 
 def encode(kernel: Kernel, node_id: str) -> str:
     """Return a kernel's record as one line of JSON; what changes while it runs is left out."""
-    return json.dumps(
+    return _WRITER.encode(
         {
             "schema": SCHEMA,
             "node_id": node_id,
@@ -57,8 +60,7 @@ def encode(kernel: Kernel, node_id: str) -> str:
             "allocation": [_encode_share(share) for share in kernel.allocation.shares],
             "not_enforced": list(kernel.not_enforced),
             "ports": [asdict(port) for port in kernel.ports],
-        },
-        separators=(",", ":"),
+        }
     )
 
 

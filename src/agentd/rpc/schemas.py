@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from hashlib import sha256
 from typing import Annotated, Any, Literal, TypeVar
 
+import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from agentd.core.container_edits import Mount
@@ -161,17 +162,10 @@ class CreateKernelRequest(Body):
         )
 
     def _hash(self, agent_id: str) -> str:
-        """Return a hash that is equal for equal requests, also in records of earlier versions."""
-        content = self.model_dump(exclude={"kernel_id", "slots"})
-        for name in _ADDED:
-            if content[name] == type(self).model_fields[name].default:
-                del content[name]
+        """Return a hash that is equal for equal requests; what says nothing does not count."""
+        content = self.model_dump(exclude_defaults=True, exclude={"kernel_id", "slots"})
         content |= {"agent_id": agent_id, "slots": _canonical(self.slots)}
-        return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
-
-
-_ADDED = ("pull_policy", "platform", "network", "tmpfs", "shm_size", "pids_limit", "ulimits")
-"""Members that the first version did not have; where they say nothing the hash is as it was."""
+        return sha256(msgspec.json.encode(content, order="deterministic")).hexdigest()[:32]
 
 
 def _canonical(slots: Mapping[str, object]) -> dict[str, str]:

@@ -167,7 +167,7 @@ class KernelService:
                 raise
             await reach("create.after_runtime")
             now = self._state.get(kernel_id)
-            running = adopt(found, self._devices.inventory, now).kernel
+            running = adopt(found, self._devices.inventory, now, plan).kernel
             self._state.put(running)
         log.info("kernel.created", kernel_id=kernel_id, agent_id=kernel.agent_id)
         return running

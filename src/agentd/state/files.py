@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 import msgspec
 import structlog
@@ -48,6 +48,7 @@ class StateFolder:
     def __init__(self, folder: Path, node_id: str = "") -> None:
         self.folder = folder
         self._node_id = node_id
+        self._folders = {phase: folder / name for phase, name in _FOLDERS.items()}
         self._locks = Locks()
         self._complaints: dict[str, str] = {}
         self._phases: dict[str, Phase] = {}
@@ -75,7 +76,7 @@ class StateFolder:
             lock_folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         why = f"another agentd serves node id {self._node_id} on this machine"
         self._lock(lock_folder / f"node-{self._node_id}.lock", why)
-        for folder in (self.folder, *map(self._folder, Phase)):
+        for folder in (self.folder, *self._folders.values()):
             for unfinished in folder.glob(".*.new"):
                 with suppress(OSError):
                     unfinished.unlink()
@@ -91,16 +92,13 @@ class StateFolder:
 
     def _make(self) -> None:
         self.folder.mkdir(mode=0o711, parents=True, exist_ok=True)
-        for folder in (self.kernels, *map(self._folder, Phase)):
+        for folder in (self.kernels, *self._folders.values()):
             folder.mkdir(mode=0o700, exist_ok=True)
 
-    def _folder(self, phase: Phase) -> Path:
-        return self.folder / _FOLDERS[phase]
-
-    def _complain(self, path: Path, why: str) -> None:
-        if self._complaints.get(str(path)) != why:
-            self._complaints[str(path)] = why
-            log.warning("state.trouble", file=str(path), reason=why)
+    def _complain(self, what: Path | str, why: str) -> None:
+        if self._complaints.get(str(what)) != why:
+            self._complaints[str(what)] = why
+            log.warning("state.trouble", file=str(what), reason=why)
 
     def warnings(self) -> Sequence[str]:
         """Return what an operator should know of this folder."""
@@ -139,7 +137,7 @@ class StateFolder:
         """Return where each record is; one that was being moved, or made anew, where it began."""
         found: dict[str, tuple[Phase, Path]] = {}
         for phase in Phase:
-            for path in sorted(self._folder(phase).glob("[!.]*.json")):
+            for path in sorted(self._folders[phase].glob("[!.]*.json")):
                 if is_kernel_id(path.stem):
                     found.setdefault(path.stem, (phase, path))
         return found
@@ -148,7 +146,7 @@ class StateFolder:
         if self._behind.pop(kernel_id, None):  # of an earlier kernel of that name
             for phase in Phase:
                 with suppress(OSError):
-                    self._path(kernel_id, phase).unlink(missing_ok=True)
+                    os.unlink(self._path(kernel_id, phase))
         self._phases[kernel_id] = Phase.INTENT
         self._write(self._path(kernel_id, Phase.INTENT), text.encode(), "intent")
 
@@ -167,7 +165,7 @@ class StateFolder:
             if before is None:
                 raise FileNotFoundError
             hit("record.before_move")
-            self._path(kernel_id, before).rename(path)
+            os.rename(self._path(kernel_id, before), path)
             hit("record.after_move")
         except FileNotFoundError:
             self._write(path, text().encode(), "record")
@@ -178,21 +176,22 @@ class StateFolder:
 
     def _unlink(self, kernel_id: str, phase: Phase) -> None:
         hit("record.before_drop")
-        self._path(kernel_id, phase).unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            os.unlink(self._path(kernel_id, phase))
         hit("record.after_drop")
 
     def _try(self, kernel_id: str, step: Callable[[], None]) -> None:
         """Do what follows a change; where it cannot be done, say so and keep it for `retry`."""
-        path = self.folder / f"record of {kernel_id}"
+        what = f"{self.folder}/record of {kernel_id}"
         if late := self._behind.pop(kernel_id, None):
             step = _both(late, step)
         try:
             step()
         except (OSError, StateUnavailable) as error:
             self._behind[kernel_id] = step
-            self._complain(path, f"is out of date and cannot be written: {error}")
+            self._complain(what, f"is out of date and cannot be written: {error}")
         else:
-            self._complaints.pop(str(path), None)
+            self._complaints.pop(what, None)
 
     def retry(self) -> None:
         """Try again what could not be written."""
@@ -200,8 +199,8 @@ class StateFolder:
             del self._behind[kernel_id]
             self._try(kernel_id, step)
 
-    def _path(self, kernel_id: str, phase: Phase) -> Path:
-        return self._folder(phase) / f"{kernel_id}.json"
+    def _path(self, kernel_id: str, phase: Phase) -> str:
+        return f"{self._folders[phase]}/{kernel_id}.json"
 
     def _load(self, name: str, shape: type[_S]) -> _S | None:
         path = self.folder / name
@@ -235,32 +234,29 @@ class StateFolder:
             path.rename(path.with_name(f"{path.name}.unreadable"))
 
     def _save_lasting(self, what: str, content: msgspec.Struct) -> None:
-        path = self.folder / f"{what}.json"
+        path = f"{self.folder}/{what}.json"
         self._write(path, msgspec.json.encode(content), what, is_lasting=True)
 
-    def _write(self, path: Path, content: bytes, what: str, *, is_lasting: bool = False) -> None:
+    def _write(self, path: str, content: bytes, what: str, *, is_lasting: bool = False) -> None:
         """Replace a file; one that is lasting survives a loss of power.
 
         Raises:
             StateUnavailable: it could not be.
         """
-        temporary = path.with_name(f".{path.name}.new")
+        folder, _, name = path.rpartition("/")
+        temporary = f"{folder}/.{name}.new"
         try:
-            with _created(temporary, self._make) as file:
-                file.write(content)
-                if is_lasting:
-                    file.flush()
-                    os.fsync(file.fileno())
+            _fill(temporary, content, self._make, is_lasting=is_lasting)
             hit(f"{what}.before_replace")
-            temporary.replace(path)
+            os.replace(temporary, path)
             if is_lasting:
-                _flush(path.parent)
+                _flush(folder)
             hit(f"{what}.after_replace")
-            self._complaints.pop(str(path.parent), None)
+            self._complaints.pop(folder, None)
         except OSError as error:
-            self._complain(path.parent, f"cannot be written: {error.strerror}")
+            self._complain(folder, f"cannot be written: {error.strerror}")
             with suppress(OSError):
-                temporary.unlink(missing_ok=True)
+                os.unlink(temporary)
             raise StateUnavailable(f"{path} cannot be written: {error.strerror}") from error
 
 
@@ -277,14 +273,21 @@ class ReadOnlyState(StateFolder):
         del path, copy
 
 
-def _created(path: Path, make: Callable[[], None]) -> BinaryIO:
-    """Open a new file for its owner alone; the folders are made if somebody removed them."""
+def _fill(path: str, content: bytes, make: Callable[[], None], *, is_lasting: bool) -> None:
+    """Write a new file for its owner alone; the folders are made if somebody removed them."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        return os.fdopen(os.open(path, flags, 0o600), "wb")
+        descriptor = os.open(path, flags, 0o600)
     except FileNotFoundError:
         make()
-        return os.fdopen(os.open(path, flags, 0o600), "wb")
+        descriptor = os.open(path, flags, 0o600)
+    try:
+        while content:
+            content = content[os.write(descriptor, content) :]
+        if is_lasting:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
@@ -309,7 +312,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _flush(folder: Path) -> None:
+def _flush(folder: str) -> None:
     """Have a folder's names survive a loss of power; fsync(2) of a file says nothing of them."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -10,13 +10,13 @@ for each connection to its events.
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 
 _NO_LIMIT = aiohttp.ClientTimeout(sock_connect=10.0)
 _BASE = "http://docker"
@@ -93,8 +93,8 @@ class EngineClient:
             if response.status >= _REFUSED:
                 raise EngineError(response.status, _message(content))
             try:
-                return json.loads(content) if content else None
-            except ValueError as error:
+                return msgspec.json.decode(content) if content else None
+            except (ValueError, RecursionError) as error:
                 raise AnswerLost(f"the engine's answer is not JSON: {error}") from error
 
     @asynccontextmanager
@@ -132,7 +132,7 @@ class EngineClient:
         sent = dict(headers or {})
         data = None
         if body is not None:
-            data, sent["Content-Type"] = json.dumps(body).encode(), "application/json"
+            data, sent["Content-Type"] = msgspec.json.encode(body), "application/json"
         try:
             async with self._opened().request(
                 method, _BASE + path, params=params, data=data, headers=sent
@@ -153,6 +153,6 @@ class EngineClient:
 def _message(content: bytes) -> str:
     """Return what an engine says is wrong, in the form of its errors or in any other."""
     try:
-        return str(json.loads(content)["message"])
-    except (ValueError, KeyError, TypeError):
+        return str(msgspec.json.decode(content)["message"])
+    except (ValueError, RecursionError, KeyError, TypeError):
         return content.decode(errors="replace").strip() or "it gave no reason"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import NamedTuple
 
 import aiohttp
+import msgspec
 
 from agentd.runtimes.docker.config import KERNEL_LABEL, NODE_LABEL
 from agentd.runtimes.docker.engine import AnswerLost, EngineClient
@@ -75,7 +75,7 @@ async def events(engine: EngineClient, node_id: str) -> AsyncGenerator[Container
         RuntimeUnavailable: the connection could not be made, or broke.
     """
     filters = {"type": ["container"], "label": [f"{NODE_LABEL}={node_id}"]}
-    params = {"filters": json.dumps(filters)}
+    params = {"filters": msgspec.json.encode(filters).decode()}
     with translating():
         async with engine.stream("GET", "/events", params) as stream:
             yield CONNECTED
@@ -97,9 +97,9 @@ async def _lines(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 
 def _event(line: bytes) -> ContainerEvent | None:
     try:
-        raw = json.loads(line)
+        raw = msgspec.json.decode(line)
         action, attributes = raw["Action"], raw["Actor"]["Attributes"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, RecursionError, KeyError, TypeError):
         return None
     if action not in _ACTIONS or KERNEL_LABEL not in attributes:
         return None
