@@ -52,7 +52,7 @@ INIT = {"pid": 1, "start_time": started(1)}
 KEPT_BY_INIT = {"shim_pid": 1, "shim_start_time": started(1)}
 
 
-DAMAGE = {
+MALFORMED = {
     "record-truncated": lambda f: (f / "record.json").write_text("{"),
     "record-empty": lambda f: (f / "record.json").write_text(""),
     "record-gone": lambda f: (f / "record.json").unlink(),
@@ -90,10 +90,10 @@ AS_BEFORE = (
 
 async def test_a_damaged_kernel_harms_only_itself_and_is_charged(plain_world: World) -> None:
     world, daemon = plain_world, plain_world.daemon
-    before = {name: await daemon.running(kernel_id=name, slots=ONE) for name in DAMAGE}
+    before = {name: await daemon.running(kernel_id=name, slots=ONE) for name in MALFORMED}
     census, lives = await world.check(), world.lives()
     await world.kill()
-    for name, damage in DAMAGE.items():
+    for name, damage in MALFORMED.items():
         damage(daemon.folder / "state" / "kernels" / name)
     await world.start()
     assert world.lives() == lives
@@ -106,11 +106,11 @@ async def test_a_damaged_kernel_harms_only_itself_and_is_charged(plain_world: Wo
         assert (now["reason"] == "") == (name in AS_BEFORE or "identity" in name), now
     looked = await world.look()
     assert looked.holdings == census.holdings
-    assert (await daemon.create(slots={"cuda.device": 32 - len(DAMAGE) + 1})).status == 409
-    assert (await daemon.create(slots={"cuda.device": 32 - len(DAMAGE)})).status == 201
-    for name in DAMAGE:
+    assert (await daemon.create(slots={"cuda.device": 32 - len(MALFORMED) + 1})).status == 409
+    assert (await daemon.create(slots={"cuda.device": 32 - len(MALFORMED)})).status == 201
+    for name in MALFORMED:
         assert (await world.remove(name)).status == 204, (name, daemon.log[-3000:])
-    assert not [name for name in world.lives() if name in DAMAGE]
+    assert not [name for name in world.lives() if name in MALFORMED]
     await world.check()
 
 

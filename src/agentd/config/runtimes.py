@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from agentd.config.section import Section, SizeBytes, no_flag
+from agentd.config.section import Section, SizeBytes, refuse_bool
 from agentd.core.ports import PortRange
 
 CAPABILITIES = (
@@ -65,8 +65,8 @@ _ALL_CAPABILITIES = [
 
 
 LogSize = Annotated[SizeBytes, Field(ge=4096)]
-LogFiles = Annotated[int, BeforeValidator(no_flag), Field(ge=1, le=1000)]
-PidsLimit = Annotated[int, BeforeValidator(no_flag), Field(ge=1, le=2**22)]
+LogFiles = Annotated[int, BeforeValidator(refuse_bool), Field(ge=1, le=1000)]
+PidsLimit = Annotated[int, BeforeValidator(refuse_bool), Field(ge=1, le=2**22)]
 Seconds = Annotated[float, Field(ge=0, le=86400)]
 
 

@@ -28,7 +28,7 @@ def size(raw: object) -> int:
         ) from None
 
 
-def no_flag(value: object) -> object:
+def refuse_bool(value: object) -> object:
     """Refuse true and false, which Python counts as numbers."""
     if isinstance(value, bool):
         raise ValueError(f"expected a number, not {str(value).lower()}")  # noqa: TRY004 - pydantic's way

@@ -25,7 +25,14 @@ from pydantic_settings import (
 from agentd.config.agents import AgentSettings
 from agentd.config.plugins import PluginSettings
 from agentd.config.runtimes import RuntimeSettings
-from agentd.config.section import DEFAULT_SLOTS, MAX_SOCKET_PATH, Name, Section, SizeBytes, no_flag
+from agentd.config.section import (
+    DEFAULT_SLOTS,
+    MAX_SOCKET_PATH,
+    Name,
+    Section,
+    SizeBytes,
+    refuse_bool,
+)
 from agentd.core.policy import Affinity, Policy, Strategy
 from agentd.core.rules import AllocationMode, Ids, SplitRules, parse_device_rule
 from agentd.core.slots import BUILT_IN, MEM, AmountError, WrittenFloat, parse_amount
@@ -116,7 +123,7 @@ def _host_port(text: str) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Address
 class HostSettings(Section):
     """[host]: declare other cores or memory than the probe finds (containers, tests)."""
 
-    cpus: Annotated[int, BeforeValidator(no_flag), Field(ge=1, le=4096)] | None = Field(
+    cpus: Annotated[int, BeforeValidator(refuse_bool), Field(ge=1, le=4096)] | None = Field(
         default=None,
         description="Number of cores; those that are not there are accounted for, and not pinned.",
     )

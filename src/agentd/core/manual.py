@@ -1,4 +1,4 @@
-"""Manual mode: seating devices as the operator wrote it.
+"""Manual mode: assigning devices as the operator wrote it.
 
 Two passes, so that the order of agents never matters for what is named: first the
 devices that rules name, then counts and percentages, filled in agent order from the
@@ -30,7 +30,7 @@ from agentd.errors import Problem
 
 @dataclass(frozen=True)
 class AssignableDevices:
-    """What can be seated: whole devices in natural order, and memory, reservation apart."""
+    """What can be assigned: whole devices in natural order, and memory, reservation apart."""
 
     devices: tuple[Device, ...]
     memory_bytes: int
@@ -55,11 +55,11 @@ class Assignment:
 
 
 def assign_manually(pool: AssignableDevices, rules: SplitRules) -> tuple[Assignment, list[Problem]]:
-    """Seat every agent as its rule says; return the seats, and every rule that does not fit."""
-    return _Seating(pool, rules).run()
+    """Assign devices as the rules say; return the assignment, and every rule that does not fit."""
+    return _Assigning(pool, rules).run()
 
 
-class _Seating:
+class _Assigning:
     """One run over the rules; collects problems instead of stopping at the first."""
 
     def __init__(self, pool: AssignableDevices, rules: SplitRules) -> None:
@@ -67,7 +67,7 @@ class _Seating:
         self._rules = rules
         self._problems: list[Problem] = []
         self._owner: dict[DeviceId, str] = {}
-        self._seats: dict[str, list[DeviceId]] = {r.agent_id: [] for r in rules.agents}
+        self._assigned: dict[str, list[DeviceId]] = {r.agent_id: [] for r in rules.agents}
 
     def run(self) -> tuple[Assignment, list[Problem]]:
         wanted = [
@@ -77,17 +77,17 @@ class _Seating:
         ]
         for where, agent, name, rule in wanted:
             if isinstance(rule, Ids):
-                self._seat_named(where, agent, name, rule)
+                self._assign_named(where, agent, name, rule)
         for where, agent, name, rule in wanted:
             if not isinstance(rule, Ids):
-                self._seat_some(where, agent, name, rule)
+                self._assign_some(where, agent, name, rule)
         memory = self._memory()
         order = {device.device_id: n for n, device in enumerate(self._pool.devices)}
-        seats = Assignment(
-            {agent: sorted(ids, key=order.__getitem__) for agent, ids in self._seats.items()},
+        assignment = Assignment(
+            {agent: sorted(ids, key=order.__getitem__) for agent, ids in self._assigned.items()},
             memory,
         )
-        return seats, self._problems
+        return assignment, self._problems
 
     def _devices(self, name: str) -> Sequence[Device]:
         return self._pool.by_name.get(name, ())
@@ -120,26 +120,26 @@ class _Seating:
                     f"{where}.devices.{name}", f"unknown device name {name!r}; available: {have}"
                 )
 
-    def _seat_named(self, where: str, agent: str, name: str, rule: Ids) -> None:
+    def _assign_named(self, where: str, agent: str, name: str, rule: Ids) -> None:
         path = _path(where, name)
         for wanted in rule.names:
             device = next((d for d in self._devices(name) if d.answers_to(wanted)), None)
             if device is None:
-                self._refuse(path, self._why_not_seated(name, wanted))
+                self._refuse(path, self._why_not_assigned(name, wanted))
             elif (owner := self._owner.get(device.device_id)) is not None:
                 who = "it twice" if owner == agent else f"it to {owner} too"
                 self._refuse(path, f"{wanted} is given to {agent}, and the rules give {who}")
             else:
                 self._give(device.device_id, agent)
 
-    def _why_not_seated(self, name: str, wanted: str) -> str:
+    def _why_not_assigned(self, name: str, wanted: str) -> str:
         if name == CPU and DeviceId(name, wanted.removeprefix("cpu-")) in self._pool.reserved:
             have = ", ".join(d.device_id.id for d in self._devices(name))
             return f"core {wanted} is reserved (resource.reserved-cpu); available: {have}"
         have = ", ".join(d.device_id.id for d in self._devices(name)) or "none"
         return f"no {name} device {wanted!r}; available: {have}"
 
-    def _seat_some(self, where: str, agent: str, name: str, rule: Count | Percent) -> None:
+    def _assign_some(self, where: str, agent: str, name: str, rule: Count | Percent) -> None:
         path, devices = _path(where, name), self._devices(name)
         if isinstance(rule, Count):
             count = rule.count
@@ -158,7 +158,7 @@ class _Seating:
 
     def _give(self, device_id: DeviceId, agent: str) -> None:
         self._owner[device_id] = agent
-        self._seats[agent].append(device_id)
+        self._assigned[agent].append(device_id)
 
     def _memory(self) -> dict[str, int]:
         amounts = {}

@@ -21,7 +21,7 @@ from agentd.core.ledger import Allocation, Share
 from agentd.core.slots import AmountError, SlotKind, format_amount, is_slot_name, parse_base_units
 
 SCHEMA = 1
-DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 """What reading JSON of any shape, into values of ours, can raise."""
 LAST_SECOND = 253_402_300_799
 """The end of the year 9999, the last that can be shown."""
@@ -104,7 +104,7 @@ def decode(text: str) -> Record:
         raise
     except KeyError as error:
         raise RecordError(f"it has no {error.args[0]}") from None
-    except DAMAGE as error:
+    except MALFORMED as error:
         raise RecordError(str(error) or type(error).__name__) from None
 
 

@@ -26,7 +26,12 @@ from agentd.pluginhost.instance import (
 )
 from agentd.pluginhost.process import PluginLost, PluginProcess, PluginRefused
 from agentd.pluginhost.protocol import Facts
-from agentd.pluginhost.validation import PluginLie, check_version, checked_edits, checked_listing
+from agentd.pluginhost.validation import (
+    InvalidAnswer,
+    check_version,
+    checked_edits,
+    checked_listing,
+)
 from agentd.services.interfaces import PluginListing
 
 _T = TypeVar("_T")
@@ -102,7 +107,7 @@ class Conformance:
     async def _tried(self, check: str, attempt: Callable[[], Awaitable[_T]]) -> _T:
         try:
             result = await attempt()
-        except (PluginRefused, PluginLie, PluginLost) as error:
+        except (PluginRefused, InvalidAnswer, PluginLost) as error:
             self.findings.append(Finding(check, passed=False, detail=str(error)))
             raise _Failed from None
         self.findings.append(Finding(check, passed=True))
@@ -119,7 +124,7 @@ class Conformance:
     async def _validate(self, process: PluginProcess) -> None:
         wrong = await process.call("validate", timeout_s=self._timeout_s)
         if wrong:
-            raise PluginLie("; ".join(f"{item.key}: {item.why}" for item in wrong))
+            raise InvalidAnswer("; ".join(f"{item.key}: {item.why}" for item in wrong))
 
     async def _listed(self, process: PluginProcess) -> PluginListing:
         found = await process.call("listing", timeout_s=self._timeout_s)
@@ -131,7 +136,7 @@ class Conformance:
         call = process.call("container_edits", devices, features, timeout_s=self._timeout_s)
         edits = checked_edits(await call)
         if not devices and edits != ContainerEdits(env=edits.env):
-            raise PluginLie("more than variables; hiding takes no files, mounts or names")
+            raise InvalidAnswer("more than variables; hiding takes no files, mounts or names")
         return edits
 
     async def _tell(self, process: PluginProcess, devices: list[AllocatedDevice]) -> None:
@@ -143,7 +148,7 @@ class Conformance:
         measured = await process.call("measure", timeout_s=self._timeout_s)
         known = {d.stable_id for d in listing.devices} | {d.parent for d in listing.devices}
         if strange := sorted({item.stable_id for item in measured} - known):
-            raise PluginLie(f"it measures {', '.join(strange)}, which it does not list")
+            raise InvalidAnswer(f"it measures {', '.join(strange)}, which it does not list")
 
 
 def _moved(first: PluginListing, second: PluginListing) -> str:

@@ -28,7 +28,7 @@ from agentd.plugin_api import AllocatedDevice, Features, KernelEvent, Measuremen
 from agentd.pluginhost.process import PluginLost, PluginProcess, PluginRefused
 from agentd.pluginhost.protocol import Facts, Listing
 from agentd.pluginhost.validation import (
-    PluginLie,
+    InvalidAnswer,
     check_version,
     checked_edits,
     checked_listing,
@@ -121,7 +121,7 @@ class PluginInstance:
             try:
                 await self._bring_up()
                 await self._follow()
-            except (PluginRefused, PluginLie) as error:
+            except (PluginRefused, InvalidAnswer) as error:
                 await self._give_up(str(error))
                 if self.listing is None:
                     self._tell_changed(self.wanted.name)
@@ -164,7 +164,7 @@ class PluginInstance:
             step = "settings"
             await self._validate(process)
             step = "hiding edits"
-            with contextlib.suppress(PluginRefused, PluginLie):
+            with contextlib.suppress(PluginRefused, InvalidAnswer):
                 self.hiding = await self._hiding(process)
             step = "open"
             await process.call("open", timeout_s=OPEN_TIMEOUT_S)
@@ -174,7 +174,7 @@ class PluginInstance:
             await reach("plugin.after_list")
             step = "hiding edits"
             self.hiding = await self._hiding(process)
-        except (PluginRefused, PluginLie, PluginLost) as error:
+        except (PluginRefused, InvalidAnswer, PluginLost) as error:
             raise type(error)(f"{step}: {error}") from None
         first = self.listing or listing
         self.listing = replace(first, devices=listing.devices)
@@ -186,13 +186,13 @@ class PluginInstance:
         """Refuse what cannot cross the channel.
 
         Raises:
-            PluginLie: a number of the settings is too large.
+            InvalidAnswer: a number of the settings is too large.
         """
         where = f"plugins.{self.wanted.name}"
         why = "is too large a number; allowed: up to 64 bits"
         self.problems = [Problem(key, why) for key in _large_numbers(where, self.wanted.settings)]
         if self.problems:
-            raise PluginLie("; ".join(map(str, self.problems)))
+            raise InvalidAnswer("; ".join(map(str, self.problems)))
 
     async def _hiding(self, process: PluginProcess) -> ContainerEdits:
         """Ask what hides the plugin's devices; before it is open too, as it may never be."""
@@ -205,7 +205,7 @@ class PluginInstance:
         where = f"plugins.{self.wanted.name}"
         self.problems = [Problem(f"{where}.{item.key}", item.why) for item in wrong]
         if self.problems:
-            raise PluginLie("; ".join(str(problem) for problem in self.problems))
+            raise InvalidAnswer("; ".join(str(problem) for problem in self.problems))
 
     async def _listed(self, process: PluginProcess) -> PluginListing:
         found: Listing = await process.call("listing", timeout_s=self._pace.call_timeout_s)
@@ -235,7 +235,7 @@ class PluginInstance:
     async def _look(self, process: PluginProcess) -> None:
         try:
             listing = await self._listed(process)
-        except (PluginRefused, PluginLie) as error:
+        except (PluginRefused, InvalidAnswer) as error:
             raise PluginLost(f"list: {error}") from None
         if self.listing is not None and listing.devices != self.listing.devices:
             self.listing = replace(self.listing, devices=listing.devices)
@@ -282,7 +282,7 @@ class PluginInstance:
             raise PluginUnavailable(f"plugin {name} is {self.state.value}: {self.reason}")
         try:
             return checked_edits(await self._call("container_edits", list(devices), features))
-        except (PluginRefused, PluginLie, PluginLost) as error:
+        except (PluginRefused, InvalidAnswer, PluginLost) as error:
             raise PluginUnavailable(
                 f"plugin {name} does not say what its devices need: {error}"
             ) from None

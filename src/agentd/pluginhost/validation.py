@@ -34,14 +34,14 @@ MAX_DEVICES = 4096
 _MAX_ALIASES, _MAX_ATTRIBUTES = 16, 64
 
 
-class PluginLie(Exception):
+class InvalidAnswer(Exception):
     """A plugin's answer breaks the contract; the message says how."""
 
 
 def check_version(version: object) -> None:
     """Refuse a plugin that speaks another version of the API."""
     if version != API_VERSION:
-        raise PluginLie(f"it speaks plugin API {version!r}; this agentd speaks {API_VERSION}")
+        raise InvalidAnswer(f"it speaks plugin API {version!r}; this agentd speaks {API_VERSION}")
 
 
 def checked_listing(
@@ -50,15 +50,15 @@ def checked_listing(
     """Return what a plugin offers, in the core's values.
 
     Raises:
-        PluginLie: some of it breaks the contract.
+        InvalidAnswer: some of it breaks the contract.
     """
     types = tuple(_slot_type(name, info) for info in slot_infos)
     kinds = {slot.name: slot.kind for slot in types}
     if len(kinds) < len(types):
-        raise PluginLie("it lists a slot type twice")
+        raise InvalidAnswer("it lists a slot type twice")
     infos = list(device_infos)
     if len(infos) > MAX_DEVICES:
-        raise PluginLie(f"it lists {len(infos)} devices; allowed: up to {MAX_DEVICES}")
+        raise InvalidAnswer(f"it lists {len(infos)} devices; allowed: up to {MAX_DEVICES}")
     devices = tuple(_device(name, info, kinds) for info in infos)
     _refuse_twice("id", [device.device_id.id for device in devices])
     _refuse_twice("stable id", [device.stable_id for device in devices])
@@ -68,21 +68,25 @@ def checked_listing(
 def _slot_type(name: str, info: SlotTypeInfo) -> SlotType:
     slot = info.name
     if not is_slot_name(slot) or device_name_of(slot) != name:
-        raise PluginLie(f"its slot {slot!r} is outside its prefix {name!r}")
+        raise InvalidAnswer(f"its slot {slot!r} is outside its prefix {name!r}")
     try:
         kind = SlotKind(info.kind)
         quantum = parse_base_units(info.quantum, kind)
     except AmountError as error:
-        raise PluginLie(f"the quantum of {slot}: {error}") from None
+        raise InvalidAnswer(f"the quantum of {slot}: {error}") from None
     except ValueError:
-        raise PluginLie(
+        raise InvalidAnswer(
             f"invalid kind {info.kind!r} of {slot}: expected count, bytes or unique"
         ) from None
     if kind is SlotKind.UNIQUE and quantum != ONE:
-        raise PluginLie(f"the quantum of {slot} is {info.quantum}; a unique slot is given whole")
+        raise InvalidAnswer(
+            f"the quantum of {slot} is {info.quantum}; a unique slot is given whole"
+        )
     largest = 1 if kind is SlotKind.BYTES else ONE
     if not 0 < quantum <= largest:
-        raise PluginLie(f"the quantum of {slot} is {info.quantum}; expected more than 0, at most 1")
+        raise InvalidAnswer(
+            f"the quantum of {slot} is {info.quantum}; expected more than 0, at most 1"
+        )
     return SlotType(slot, kind, quantum, info.exclusive_group, info.unit)
 
 
@@ -93,19 +97,21 @@ def _device(name: str, info: DeviceInfo, kinds: dict[str, SlotKind]) -> Device:
     for label, value in names:
         if not ID_PATTERN.fullmatch(value):
             shown = one_line(repr(value), 160)
-            raise PluginLie(f"invalid {label} {shown}: expected letters, digits, '_.:-'")
+            raise InvalidAnswer(f"invalid {label} {shown}: expected letters, digits, '_.:-'")
     if info.slot not in kinds:
-        raise PluginLie(f"device {info.id} offers {info.slot!r}, which is not in its slot types")
+        raise InvalidAnswer(
+            f"device {info.id} offers {info.slot!r}, which is not in its slot types"
+        )
     try:
         capacity = parse_base_units(info.capacity, kinds[info.slot])
     except AmountError as error:
-        raise PluginLie(f"the capacity of {info.id}: {error}") from None
+        raise InvalidAnswer(f"the capacity of {info.id}: {error}") from None
     if kinds[info.slot] is SlotKind.UNIQUE and capacity not in (0, ONE):
-        raise PluginLie(f"{info.id} offers {info.capacity} of a unique slot")
+        raise InvalidAnswer(f"{info.id} offers {info.capacity} of a unique slot")
     if info.health not in set(Health):
-        raise PluginLie(f"the health of {info.id} is {info.health!r}")
+        raise InvalidAnswer(f"the health of {info.id} is {info.health!r}")
     if info.numa_node is not None and info.numa_node < 0:
-        raise PluginLie(f"the NUMA node of {info.id} is {info.numa_node}")
+        raise InvalidAnswer(f"the NUMA node of {info.id} is {info.numa_node}")
     return Device(
         device_id=DeviceId(name, info.id),
         stable_id=info.stable_id,
@@ -129,23 +135,25 @@ def checked_edits(edits: ContainerEdits) -> ContainerEdits:
     """Return a plugin's container edits, checked.
 
     Raises:
-        PluginLie: a runtime cannot use them.
+        InvalidAnswer: a runtime cannot use them.
     """
     for name, value in edits.env.items():
         if not name or "=" in name or "\0" in name + value:
-            raise PluginLie(f"invalid variable {name!r}: expected no '=' in its name and no NUL")
+            raise InvalidAnswer(
+                f"invalid variable {name!r}: expected no '=' in its name and no NUL"
+            )
     for node in edits.device_nodes:
         if not set(node.permissions) <= set("rwm") or not node.permissions:
-            raise PluginLie(f"the permissions of {node.host_path} are {node.permissions!r}")
+            raise InvalidAnswer(f"the permissions of {node.host_path} are {node.permissions!r}")
     paths = [node.host_path for node in edits.device_nodes]
     paths += [node.container_path for node in edits.device_nodes]
     paths += [path for mount in edits.mounts for path in (mount.source, mount.target)]
     for path in paths:
         if not path.startswith("/") or "\0" in path or ".." in path.split("/"):
-            raise PluginLie(f"invalid path {path!r}: expected an absolute path")
+            raise InvalidAnswer(f"invalid path {path!r}: expected an absolute path")
     return edits
 
 
 def _refuse_twice(label: str, values: Sequence[str]) -> None:
     if twice := sorted(value for value, count in Counter(values).items() if count > 1):
-        raise PluginLie(f"it lists the {label} {', '.join(twice)} twice")
+        raise InvalidAnswer(f"it lists the {label} {', '.join(twice)} twice")

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import msgspec
 
 from agentd.core.devices import Device
-from agentd.core.record import DAMAGE
+from agentd.core.record import MALFORMED
 
 SCHEMA = 1
-UNREADABLE = (*DAMAGE, msgspec.MsgspecError)
+UNREADABLE = (*MALFORMED, msgspec.MsgspecError)
 """What reading a damaged file raises."""
 
 

@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentd.core.kernel import Ending
-from agentd.core.record import DAMAGE, parse_time
+from agentd.core.record import MALFORMED, parse_time
 from agentd.host.processes import Proc
-from agentd.runtimes.process.shim import F_OFD_SETLK, STANDS
+from agentd.runtimes.process.shim import F_OFD_SETLK, SHIM_BYTE
 
 LOCK, RECORD, IDENTITY, EXIT, LOG = (
     "lock", "record.json", "identity.json", "exit.json", "output.log",
@@ -80,7 +80,7 @@ class Bundle:
         self.path.mkdir(mode=0o700)
         descriptor = self._opened(LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
-            taken = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, STANDS, 1, 0)
+            taken = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, SHIM_BYTE, 1, 0)
             fcntl.fcntl(descriptor, F_OFD_SETLK, taken)
             with os.fdopen(self._opened(RECORD, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
                 file.write(record)
@@ -115,7 +115,7 @@ class Bundle:
         raise FileNotFoundError(errno.ENOENT, "not a bundle", str(self.path))
 
     def is_locked(self, byte: int) -> bool:
-        """Tell whether somebody holds a byte of the lock (`shim.STANDS`, `shim.RUNS`)."""
+        """Tell whether somebody holds a byte of the lock, `SHIM_BYTE` or `COMMAND_BYTE`."""
         try:
             descriptor = self._opened(LOCK, os.O_RDONLY)
         except OSError as error:
@@ -153,7 +153,7 @@ class Bundle:
                 bool(raw["has_cgroup"]),
                 parse_time(raw["started_at"]),
             )
-        except DAMAGE:
+        except MALFORMED:
             return None
 
     def ending(self) -> Ending | None:
@@ -162,7 +162,7 @@ class Bundle:
             raw = json.loads(self._read(EXIT) or "")
             finished_at = parse_time(raw["finished_at"])
             return Ending(int(raw["exit_code"]), bool(raw["oom_killed"]), finished_at)
-        except DAMAGE:
+        except MALFORMED:
             return None
 
     def _read(self, name: str) -> str | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from agentd.core.kernel import is_kernel_id
 from agentd.core.observation import Leftover, Listing, ObservedKernel, ObservedState
 from agentd.core.plan import kernel_name
-from agentd.core.record import DAMAGE
+from agentd.core.record import MALFORMED
 from agentd.errors import RuntimeFailure, RuntimeUnavailable
 from agentd.failpoints import reach
 from agentd.host.cgroups import Cgroup, Cgroups
@@ -113,7 +113,7 @@ class Bundles:
         try:
             raw = json.loads(record)
             return bool((raw["node_id"], raw["kernel_id"]) == (self.node_id, kernel_id))
-        except DAMAGE:
+        except MALFORMED:
             return not self.bundle(kernel_id).has_strangers()
 
     async def take_away(self, kernel_id: str) -> bool:

@@ -29,7 +29,7 @@ from agentd.core.observation import ObservedState
 from agentd.host.cgroups import Cgroup
 from agentd.host.processes import Proc, all_processes, children, descendants, read_stat, strike
 from agentd.runtimes.process.bundle import LOCK, Bundle, Identity
-from agentd.runtimes.process.shim import RUNS, STANDS
+from agentd.runtimes.process.shim import COMMAND_BYTE, SHIM_BYTE
 
 _PAUSES_S = (0.0, 0.02, 0.05, 0.1)
 """Pause between two looks, after the processes of the first have ended."""
@@ -56,7 +56,7 @@ class Proof:
     @property
     def lives(self) -> bool:
         """Whether anything proves that the kernel lives, at this moment."""
-        return self._bundle.is_locked(RUNS) or self.is_grouped or self._leader is not None
+        return self._bundle.is_locked(COMMAND_BYTE) or self.is_grouped or self._leader is not None
 
     @property
     def is_grouped(self) -> bool:
@@ -85,7 +85,7 @@ class Proof:
     @property
     def _shim(self) -> Proc | None:
         """The shim, if it is proved to live: whoever has the file of a lock that is held."""
-        if not self._bundle.is_locked(STANDS):
+        if not self._bundle.is_locked(SHIM_BYTE):
             return None
         lock, who = self._bundle.path / LOCK, self.identity
         if who is not None and who.shim.is_alive() and _has_open(who.shim.pid, lock):

@@ -34,7 +34,7 @@ PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
 F_OFD_SETLK = 37
 """fcntl(2), Linux: a lock of the open file description. Python 3.11 has no name for it."""
-STANDS, RUNS = 0, 1
+SHIM_BYTE, COMMAND_BYTE = 0, 1
 """Bytes of the lock file: a shim stands beside the kernel; its command may run."""
 ENDING_BYTES = 4096
 """Room that is reserved for how the kernel ended, before its command runs."""
@@ -70,7 +70,7 @@ def main() -> None:
     try:
         publish(order["folder"], "identity.json", identity, lambda: hit("shim.before_identity"))
         hit("shim.after_identity")
-        lock(order["lock"], RUNS)
+        lock(order["lock"], COMMAND_BYTE)
         os.write(go_write, b"g")
         os.close(go_write)
         hit("shim.after_go")
