@@ -160,6 +160,12 @@ class FakePlugins:
     def listings(self) -> list[PluginListing]:
         return self.ready
 
+    def warnings(self) -> list[str]:
+        return []
+
+    async def retry(self, name: str) -> PluginStatus:
+        return next(status for status in self.statuses() if status.name == name)
+
     def measurements(self) -> dict[str, Sequence[Measurement]]:
         return {}
 

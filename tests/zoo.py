@@ -19,6 +19,7 @@ from agentd.plugin_api import (
     DeviceInfo,
     Features,
     KernelEvent,
+    NotPresent,
     SettingProblem,
     SlotTypeInfo,
 )
@@ -281,3 +282,23 @@ class MadeSlowly(Good):
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
         wait_for(settings)
         super().__init__(name, settings)
+
+
+class Moody(Good):
+    """At `open` it does what the file in ZOO_MOOD says; no table is needed to tell it."""
+
+    def open(self) -> None:
+        mood = Path(os.environ["ZOO_MOOD"]).read_text().strip()
+        if mood == "absent":
+            raise NotPresent("none on the bus")
+        if mood == "raise":
+            raise RuntimeError("the driver is not loaded")
+        if mood == "hang":
+            time.sleep(1000)
+        if mood == "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        self._lies = mood == "lie"
+
+    def list_devices(self) -> Sequence[DeviceInfo]:
+        (device,) = super().list_devices()
+        return [device, device] if self._lies else [device]

@@ -65,31 +65,28 @@ def plugin_host(settings: Settings) -> PluginHost:
 
 
 async def open_plugins(loaded: Loaded) -> PluginHost:
-    """Load and open the plugins as the configuration says.
-
-    What is wrong with their tables is reported by `discover`, beside all else.
-
-    Raises:
-        StartRefused: a required plugin is not ready.
-    """
-    settings = loaded.settings
-    host = plugin_host(settings)
-    await host.open(settings.plugins.open_timeout)
-    if missing := host.failed_required():
-        await host.close()
-        if problems := host.problems():
-            raise ConfigRefused(problems, str(loaded.path or "defaults"))
-        raise StartRefused("; ".join(missing))
+    """Load and open the plugins as the configuration says; `discover` reports what is wrong."""
+    host = plugin_host(loaded.settings)
+    await host.open(loaded.settings.plugins.open_timeout)
     return host
 
 
 def discover(
-    loaded: Loaded, host: Host, plugins: PluginHost, memory: Memory, events: EventLog
+    loaded: Loaded,
+    host: Host,
+    plugins: PluginHost,
+    memory: Memory,
+    events: EventLog,
+    *,
+    is_strict: bool = False,
 ) -> NodeDevices:
     """Find the devices and divide them.
 
+    With `is_strict`, entry points that are not installed are errors of the configuration too.
+
     Raises:
         ConfigRefused: the configuration does not fit what was found.
+        StartRefused: it does, and a required plugin is not ready.
     """
     declared = loaded.settings.host
     devices = NodeDevices(
@@ -100,13 +97,15 @@ def discover(
         host.devices(declared.cpus, declared.mem),
         events,
     )
-    problems = plugins.problems()
+    problems = plugins.problems() + (plugins.doubts() if is_strict else [])
     try:
         devices.discover()
     except ConfigRefused as error:
         problems += error.problems
     if problems:
         raise ConfigRefused(problems, str(loaded.path or "defaults"))
+    if missing := plugins.failed_required():
+        raise StartRefused("; ".join(missing))
     return devices
 
 

@@ -171,6 +171,12 @@ class UnknownRuntime(RequestError):
     code = "UnknownRuntime"
 
 
+class UnknownPlugin(RequestError):
+    """No plugin of that name on this node."""
+
+    code = "UnknownPlugin"
+
+
 class UnknownDevice(RequestError):
     """No device of that name on this node."""
 

@@ -21,6 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, ClassVar
 
 from agentd.core.container_edits import ContainerEdits, DeviceNode, DeviceRequest, Mount
@@ -38,13 +39,28 @@ __all__ = [
     "KernelEvent",
     "Measurement",
     "Mount",
+    "NotPresent",
     "SettingProblem",
     "SlotTypeInfo",
+    "on_pci_bus",
     "unknown_settings",
 ]
 
 API_VERSION = 1
 ENTRY_POINT_GROUP = "agentd.accelerators"
+GPU_CLASSES = ("03", "12")
+"""PCI base classes of GPUs: display controllers and processing accelerators.
+
+https://admin.pci-ids.ucw.cz/read/PD
+"""
+
+
+class NotPresent(Exception):
+    """This node has none of the plugin's hardware; to be raised by `open`, after a look at the bus.
+
+    It is believed for as long as the daemon lives: the slots are unknown on this node. Where there
+    is hardware and no driver yet, raise anything else, and `open` is tried again.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +169,28 @@ def unknown_settings(settings: Mapping[str, Any], known: Iterable[str]) -> list[
     return problems
 
 
+def on_pci_bus(
+    vendor: str, classes: Sequence[str] = GPU_CLASSES, sysfs: Path = Path("/sys")
+) -> list[str]:
+    """Return the addresses of a vendor's devices on the PCI bus, whether they have a driver or not.
+
+    `vendor` is a PCI vendor id such as `10de`, `classes` the first digits of class codes. The
+    kernel tells both in `/sys/bus/pci/devices/ADDRESS` (Documentation/ABI/testing/sysfs-bus-pci).
+    """
+
+    def text(path: Path) -> str:
+        try:
+            return path.read_text(encoding="ascii").strip().removeprefix("0x")
+        except OSError:
+            return ""
+
+    return sorted(
+        device.name
+        for device in (sysfs / "bus/pci/devices").glob("*")
+        if text(device / "vendor") == vendor and text(device / "class").startswith(tuple(classes))
+    )
+
+
 class AcceleratorPlugin(ABC):
     """One family of devices; `name` is its device name, the table's name in the configuration.
 
@@ -176,7 +214,12 @@ class AcceleratorPlugin(ABC):
 
     @abstractmethod
     def open(self) -> None:
-        """Connect to the driver or library; raise if there is no driver."""
+        """Connect to the driver or library.
+
+        Raises:
+            NotPresent: this node has none of the hardware.
+            Exception: anything else is tried again, with growing pauses.
+        """
 
     def close(self) -> None:  # noqa: B027 - optional, and empty by default
         """Let go of the driver or library."""

@@ -7,7 +7,7 @@ from agentd.core.kernel import Kernel, KernelSpec, KernelState
 from agentd.core.plan import KernelPlan, NodeFacts, build_plan, kernel_name, reserved_problems
 from agentd.core.record import decode
 from agentd.core.slots import ONE, SlotKind
-from agentd.errors import InvalidRequest, RuntimeFailure
+from agentd.errors import InvalidRequest, PluginUnavailable
 
 NODE = NodeFacts("n", ("0", "1", "9"), frozenset({"0", "1"}), frozenset({"mem"}))
 
@@ -65,9 +65,13 @@ def test_no_two_kernels_of_any_nodes_have_one_name() -> None:
 def test_what_gives_a_device_wins_over_what_hides_others() -> None:
     edits = merged(
         [ContainerEdits(env={"GPU": "", "NPU": ""})],
-        [ContainerEdits(env={"GPU": "0"}, groups=("video",)), ContainerEdits(groups=("video",))],
+        {
+            "gpu": ContainerEdits(env={"GPU": "0"}, groups=("video",)),
+            "cam": ContainerEdits(groups=("video",)),
+        },
     )
     assert edits.env == {"GPU": "0", "NPU": ""}
     assert edits.groups == ("video",)
-    with pytest.raises(RuntimeFailure, match="two plugins set GPU"):
-        merged([], [ContainerEdits(env={"GPU": "0"}), ContainerEdits(env={"GPU": "1"})])
+    why = "plugin a sets GPU to '0', and plugin b to '1'"
+    with pytest.raises(PluginUnavailable, match=why):
+        merged([], {"a": ContainerEdits(env={"GPU": "0"}), "b": ContainerEdits(env={"GPU": "1"})})

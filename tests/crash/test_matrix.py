@@ -34,6 +34,7 @@ n=0
 say() { n=$((n+1)); echo "beat $n $CUDA_VISIBLE_DEVICES $(grep Cpus.*list /proc/self/status)"; }
 trap say USR1
 trap 'exit 3' USR2
+echo ready
 while :; do sleep 0.05; done
 """
 
@@ -123,16 +124,20 @@ class Scene:
             )
         self.lives = self.world.lives()
         for kernel_id in self.lives:
+            await self.said(kernel_id, "(ready)")  # before, a signal would be lost, or end it
             self.beats[kernel_id] = [await self.beat(kernel_id, 1)]
 
     async def beat(self, kernel_id: str, number: int) -> str:
         """Have a kernel say from the inside who it is; it counts how often it was asked."""
         os.kill(self.lives[kernel_id][0], signal.SIGUSR1)
+        return await self.said(kernel_id, f"beat {number} (.*)")
+
+    async def said(self, kernel_id: str, line: str) -> str:
+        """Wait for a line in a kernel's log."""
         async with asyncio.timeout(20):
             while True:
                 logs = await self.daemon.call("GET", f"/v1/kernels/{kernel_id}/logs")
-                said = logs.content.decode()
-                if match := re.search(rf"^beat {number} (.*)$", said, re.MULTILINE):
+                if match := re.search(f"^{line}$", logs.content.decode(), re.MULTILINE):
                     return match[1]
                 await asyncio.sleep(0.02)
 

@@ -46,7 +46,7 @@ def points_of(runtime: str) -> list[str]:
 
 
 def lives(runtime: str, chance: random.Random) -> Iterator[tuple[str, str]]:
-    """Yield what to die at, and what the next life dies at: some pairs, or all of them."""
+    """Yield what to die at, and what the next life does, if anything: each once, or all pairs."""
     at_start = [point for point in AT_START if point in points_of(runtime)]
     asked = [point for point in points_of(runtime) if point not in at_start]
     asked += [p for p in points_of(runtime) if p.startswith("plugin.") and p in at_start]
@@ -54,14 +54,12 @@ def lives(runtime: str, chance: random.Random) -> Iterator[tuple[str, str]]:
         everything = list(product(asked, at_start))
         yield from chance.sample(everything, len(everything))
         return
-    queue: list[str] = []
-    for point in asked:
-        queue = queue or chance.sample(at_start, len(at_start))
-        is_unborn = point in ("create.after_engine_create", "create.after_record")
-        yield point, chance.choice(UNBORN) if is_unborn else queue.pop()
-    for other in (*queue, *UNBORN):
+    seconds = [point for point in at_start if point not in UNBORN]
+    seconds += [""] * (len(asked) - len(seconds))
+    yield from zip(asked, chance.sample(seconds, len(asked)), strict=True)
+    for second in UNBORN:
         unborn = "create.after_engine_create" if runtime == "docker" else "create.after_group"
-        yield unborn, other
+        yield unborn, second
 
 
 class Sweep:
@@ -80,7 +78,7 @@ class Sweep:
         self.lives = self.world.lives()
 
     async def life(self, point: str, second: str) -> None:
-        """One life that ends at a point, and one that ends at another while it starts."""
+        """One life that ends at a point, and one that ends at another, if any, while it starts."""
         world = self.world
         assert await world.start(f"{point}={action(point)}"), point
         before = await world.check()
@@ -88,7 +86,7 @@ class Sweep:
         kernel_id = f"k{self._number}"
         touched = {*await self.provoke(point, kernel_id), kernel_id}
         self.reached.add(point)
-        if not await world.start(f"{second}=kill"):
+        if not await world.start(f"{second}=kill" if second else ""):
             self.reached.add(second)
             assert await world.start()
         await world.check(before, touched)

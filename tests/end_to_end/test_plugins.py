@@ -53,25 +53,23 @@ async def assert_the_rest_works(daemon: Daemon, before: list[dict[str, Any]]) ->
     assert (await daemon.device("cuda0"))["holders"] == [{"kernel_id": "k1", "amount": "1"}]
 
 
-@pytest.mark.parametrize("at", ["import", "open", "list"])
 @pytest.mark.parametrize(
-    ("fault", "state", "why"),
+    ("extra", "state", "why"),
     [
-        ("raise", "failed", "the simulated driver fails at"),
-        ("exit", "failed", "it exited with status 3"),
-        ("crash", "failed", "it was killed by SIGSEGV"),
-        ("hang", "", ""),
+        ('fault = "raise"\nfault-at = "open"\n', "pending", "the simulated driver fails at open"),
+        ('fault = "crash"\nfault-at = "list"\n', "pending", "it was killed by SIGSEGV"),
+        ('fault = "hang"\nfault-at = "open"\n', "pending", "has not opened within 1.5 s"),
+        ('fault = "absent"\nfault-at = "open"\n', "failed", "the simulated bus has no such"),
+        ('lie = "twice"\n', "failed", "it lists the id cuda0 twice"),
     ],
+    ids=["raises", "crashes", "hangs", "absent", "lies"],
 )
 async def test_a_plugin_that_fails_at_the_start_harms_only_itself(
-    plain: Daemon, fault: str, at: str, state: str, why: str
+    plain: Daemon, extra: str, state: str, why: str
 ) -> None:
+    """One case for each kind; the host's own tests have them all."""
     before = await two_kernels(plain)
-    await plain.restart(config(f'fault = "{fault}"\nfault-at = "{at}"\n'))
-    if fault == "hang":
-        is_ended = at != "open"
-        state = "failed" if is_ended else "pending"
-        why = "no answer within 1 s" if is_ended else "has not opened within 1.5 s"
+    await plain.restart(config(extra))
     told = plugin(await plain.get("/v1/node"))
     assert told["state"] == state
     assert why in told["reason"]
@@ -86,25 +84,31 @@ async def test_a_plugin_that_fails_at_the_start_harms_only_itself(
     await assert_the_rest_works(plain, before)
 
 
-@pytest.mark.parametrize(
-    ("lie", "why"),
-    [
-        ("twice", "it lists the id cuda0 twice"),
-        ("odd-id", "invalid id 'no id/at all'"),
-        ("negative", "the capacity of cuda0: '-1' is negative"),
-        ("nan", "the capacity of cuda0: 'NaN'"),
-        ("huge", "longer than 64 characters"),
-        ("prefix", "its slot 'cpu' is outside its prefix 'cuda'"),
-        ("other-api", "it speaks plugin API 2"),
-    ],
-)
-async def test_a_plugin_that_lies_is_found_out(plain: Daemon, lie: str, why: str) -> None:
-    before = await two_kernels(plain)
-    await plain.restart(config(f'lie = "{lie}"\n'))
-    told = plugin(await plain.get("/v1/node"))
-    assert told["state"] == "failed"
-    assert why in told["reason"]
-    await assert_the_rest_works(plain, before)
+async def test_a_driver_that_appears_is_found_and_can_be_asked_for_at_once(
+    plain: Daemon, tmp_path: Path
+) -> None:
+    driver = tmp_path / "driver"
+    late = f'fault = "raise"\nfault-at = "open"\nfault-until = "{driver}"\n'
+    await plain.start(config(late))
+    assert (await plain.create(slots={"cuda.device": 1})).status == 503
+    driver.touch()
+    socket = str(plain.folder / "agentd.sock")
+    tried = CliRunner().invoke(agentctl, ["--socket", socket, "plugins", "retry", "cuda"])
+    assert tried.exit_code == 0, tried.output
+    await plain.running(slots={"cuda.device": 1})
+    unknown = CliRunner().invoke(agentctl, ["--socket", socket, "plugins", "retry", "tpu"])
+    assert "UnknownPlugin" in unknown.output
+
+
+async def test_a_driver_that_appears_after_a_second_is_found_without_being_asked(
+    plain: Daemon, tmp_path: Path
+) -> None:
+    driver = tmp_path / "driver"
+    late = f'fault = "raise"\nfault-at = "open"\nfault-until = "{driver}"\n'
+    await plain.start(config(late))
+    driver.touch()
+    await eventually(plain, lambda node: plugin(node)["state"] == "ready")
+    await plain.running(slots={"cuda.device": 1})
 
 
 @pytest.mark.parametrize(

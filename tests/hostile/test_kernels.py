@@ -176,9 +176,10 @@ async def test_kernels_of_agents_with_users_of_their_own_do_not_meet(node: Daemo
     script = (
         f"kill -9 {victim['pid']}; cat /proc/{victim['pid']}/environ; ls /proc/{victim['pid']}/fd"
     )
-    attacker = await node.running("agent-2", kernel_id="attacker", command=["sh", "-c", script])
-    assert "separation" in attacker["not_enforced"]
+    made = await node.create("agent-2", kernel_id="attacker", command=["sh", "-c", script])
+    assert made.status == 201, made.content
     ended = await node.until("attacker", "terminated")
+    assert "separation" in ended["not_enforced"]
     assert ended["exit_code"] != 0
     assert started(victim["pid"])
     text = (await node.call("GET", "/v1/kernels/attacker/logs")).content

@@ -1,7 +1,7 @@
 """Plugin hosts of one test, and what is waited for."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from importlib_metadata import EntryPoint
@@ -36,10 +36,10 @@ class Hosts:
         block=(),
         call_timeout_s: float = 5.0,
         most_memory_bytes: int = Pace.most_memory_bytes,
-        points: Mapping[str, EntryPoint] | None = None,
+        points: Sequence[EntryPoint] | None = None,
         **targets: str,
     ) -> PluginHost:
-        points = points or {name: point(name, target) for name, target in targets.items()}
+        points = points or [point(name, target) for name, target in targets.items()]
         pace = Pace(call_timeout_s, 0.1, most_memory_bytes)
         made = PluginHost(tables, allow, block, features=PROCESS, pace=pace, points=points)
         self.made.append(made)
@@ -55,16 +55,16 @@ def states(made: PluginHost) -> dict[str, PluginState]:
     return {status.name: status.state for status in made.statuses()}
 
 
-async def until(made: PluginHost, name: str, holds: Callable[[], bool]) -> None:
-    """Follow the changes of a plugin until something holds."""
+async def until(made: PluginHost, holds: Callable[[], bool]) -> None:
+    """Follow the changes of the plugins until something holds."""
     async with asyncio.timeout(10):
         changes = made.changes()
         while not holds():
-            assert await anext(changes) == name
+            await anext(changes)
 
 
 async def until_ready(made: PluginHost, name: str) -> None:
-    await until(made, name, lambda: states(made)[name] is PluginState.READY)
+    await until(made, lambda: states(made)[name] is PluginState.READY)
 
 
 def given(*names: str) -> Allocation:

@@ -44,7 +44,7 @@ async def test_a_plugin_that_is_lost_is_started_again_and_keeps_its_slots(
     await opened(made)
     first = pid_of(made, "one")
     file.write_text(word)
-    await until(made, "one", lambda: states(made)["one"] is PluginState.FAILED)
+    await until(made, lambda: states(made)["one"] is PluginState.FAILED)
     status = made.statuses()[0]
     assert (status.reason, status.slots) == (why, ("one.device",))
     with pytest.raises(ProcessLookupError):
@@ -54,7 +54,7 @@ async def test_a_plugin_that_is_lost_is_started_again_and_keeps_its_slots(
     env = (await made.container_edits(given("two"), PROCESS)).env
     assert (env["ONE"], env["TWO"]) == ("", "two0")
     file.write_text("fine")
-    await until(made, "one", lambda: states(made)["one"] is PluginState.READY)
+    await until(made, lambda: states(made)["one"] is PluginState.READY)
     assert pid_of(made, "one") != first
 
 
@@ -63,10 +63,10 @@ async def test_a_plugin_that_leaks_is_started_again(host, tmp_path) -> None:
     made = host([table], Scripted="Scripted", most_memory_bytes=128 << 20)
     await opened(made)
     file.write_text("leak")
-    await until(made, "one", lambda: states(made)["one"] is PluginState.FAILED)
+    await until(made, lambda: states(made)["one"] is PluginState.FAILED)
     assert re.fullmatch(r"it uses \d+ MiB of memory; next try in 1 s", made.statuses()[0].reason)
     file.write_text("fine")
-    await until(made, "one", lambda: states(made)["one"] is PluginState.READY)
+    await until(made, lambda: states(made)["one"] is PluginState.READY)
 
 
 @pytest.mark.parametrize("word", ["crash", "hang"])
@@ -80,7 +80,7 @@ async def test_what_a_plugin_started_ends_with_it(host, tmp_path, word) -> None:
     await opened(made)
     assert len(helpers(nap)) == 3
     file.write_text(word)
-    await until(made, "one", lambda: states(made)["one"] is PluginState.FAILED)
+    await until(made, lambda: states(made)["one"] is PluginState.FAILED)
     assert helpers(nap) == []
     file.write_text("fine")
     await until_ready(made, "one")
@@ -99,7 +99,7 @@ async def test_no_more_descriptors_is_not_the_end_of_a_plugin(host, tmp_path, mo
     monkeypatch.setattr(plugin_process.socket, "socketpair", none_left)
     monkeypatch.setattr(plugin_instance, "LONGEST_PAUSE_S", 0.1)
     file.write_text("crash")
-    await until(made, "one", lambda: "Too many open files" in made.statuses()[0].reason)
+    await until(made, lambda: "Too many open files" in made.statuses()[0].reason)
     monkeypatch.undo()
     file.write_text("fine")
     await until_ready(made, "one")
@@ -152,11 +152,11 @@ async def test_a_process_that_cannot_be_killed_is_left_behind_and_never_a_third(
         pids.append(pid_of(made, "one"))
         hold(pids[-1])
         file.write_text("hang")
-        await until(made, "one", lambda: states(made)["one"] is PluginState.FAILED)
+        await until(made, lambda: states(made)["one"] is PluginState.FAILED)
         reason = made.statuses()[0].reason
         assert f"process {pids[-1]} cannot be killed, left behind; next try in" in reason
         file.write_text("fine")
-    await until(made, "one", lambda: made.statuses()[0].reason.startswith("its processes"))
+    await until(made, lambda: made.statuses()[0].reason.startswith("its processes"))
     assert f"its processes {pids[0]}, {pids[1]} cannot be killed" in made.statuses()[0].reason
     assert states(made)["two"] is PluginState.READY
     for pid in pids:
@@ -169,7 +169,7 @@ async def test_a_change_of_health_is_seen_without_being_told(host, tmp_path) -> 
     made = host([table], Scripted="Scripted")
     await opened(made)
     file.write_text("sick")
-    await until(made, "one", lambda: made.listings()[0].devices[0].reason == "it coughs")
+    await until(made, lambda: made.listings()[0].devices[0].reason == "it coughs")
 
 
 async def test_a_plugin_that_has_events_is_listed_at_once(host, tmp_path, monkeypatch) -> None:
@@ -178,7 +178,7 @@ async def test_a_plugin_that_has_events_is_listed_at_once(host, tmp_path, monkey
     made._instances["one"]._pace = Pace(health_interval_s=3600)
     await opened(made)
     file.write_text("none")
-    await until(made, "one", lambda: made.listings()[0].devices == ())
+    await until(made, lambda: made.listings()[0].devices == ())
 
 
 async def test_plugins_hear_of_their_kernels_in_order(host, tmp_path) -> None:

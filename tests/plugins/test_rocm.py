@@ -117,13 +117,21 @@ async def test_what_is_not_available_is_not_a_number(host: PluginHost) -> None:
 
 async def test_no_library_is_one_line_and_offers_nothing(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("ROCM_PATH", str(tmp_path))
-    made = plugin()
-    await made.open(10)
-    (status,) = made.statuses()
-    await made.close()
-    assert status.state is PluginState.FAILED
-    assert "open: RuntimeError: no AMD driver here: " in status.reason
-    assert made.listings() == []
+    for vendor, state, why in (
+        ("10de", PluginState.FAILED, "open: NotPresent: no AMD GPU on the PCI bus, and libamd_smi"),
+        ("1002", PluginState.PENDING, "open: RuntimeError: no AMD driver: libamd_smi.so is not"),
+    ):
+        device = tmp_path / vendor / "bus/pci/devices/0000:c1:00.0"
+        device.mkdir(parents=True)
+        (device / "vendor").write_text(f"0x{vendor}\n")
+        (device / "class").write_text("0x120000\n")
+        made = plugin(sysfs=str(tmp_path / vendor))
+        await made.open(10)
+        (status,) = made.statuses()
+        await made.close()
+        assert status.state is state
+        assert status.reason.startswith(why)
+        assert made.listings() == []
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from agentd.cli.options import (
 from agentd.client.http import Client, RpcProblem
 
 _CHUNK = 64 * 1024
+PLUGIN_COLUMNS = ["name", "plugin", "state", "slots", "reason"]
 
 
 @click.group()
@@ -69,7 +70,7 @@ def status(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passe
     for runtime in (node["runtime"], *node["other_runtimes"]):
         reason = f": {runtime['reason']}" if runtime["reason"] else ""
         click.echo(f"runtime {runtime['name']}: {runtime['state']}{reason}")
-    print_rows(node["plugins"], ["name", "plugin", "state", "slots", "reason"])
+    print_rows(node["plugins"], PLUGIN_COLUMNS)
     for warning in node["warnings"]:
         click.echo(f"warning: {warning}")
 
@@ -297,6 +298,27 @@ def runtimes(context: click.Context, as_json: bool) -> None:  # noqa: FBT001 - c
 def forget_runtime(client: Client, name: str) -> None:
     """Drop what runtime NAME, which does not answer, was last known to hold, for good."""
     client.call("DELETE", f"/v1/runtimes/{quote(name, safe='')}")
+
+
+@agentctl.group(invoke_without_command=True)
+@json_option
+@click.pass_context
+def plugins(context: click.Context, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """List the accelerator plugins, and how they do."""
+    if context.invoked_subcommand is None:
+        rows = context.obj.call("GET", "/v1/plugins")
+        print_answer(rows, PLUGIN_COLUMNS, as_json=as_json)
+
+
+@plugins.command("retry")
+@json_option
+@click.argument("name")
+@click.pass_obj
+def retry_plugin(client: Client, name: str, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """Have plugin NAME, which is not ready, tried again now; exit status 1 if it is not then."""
+    row = client.call("POST", f"/v1/plugins/{quote(name, safe='')}/retry")
+    print_answer(row, PLUGIN_COLUMNS, as_json=as_json)
+    sys.exit(0 if row["state"] == "ready" else 1)
 
 
 def _print_device(row: Mapping[str, Any], *, as_json: bool) -> None:

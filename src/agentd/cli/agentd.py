@@ -85,7 +85,9 @@ def run(config_file: str | None, log_level: str) -> None:
     _run(daemon())
 
 
-def _with_node(config_file: str | None, show: Callable[[Any, Any], _T]) -> _T:
+def _with_node(
+    config_file: str | None, show: Callable[[Any, Any], _T], *, is_strict: bool = False
+) -> _T:
     """Open the plugins and divide the devices as the daemon would, and change nothing."""
     loaded = _settings(config_file)
     log.configure("error")
@@ -98,7 +100,10 @@ def _with_node(config_file: str | None, show: Callable[[Any, Any], _T]) -> _T:
         plugins = await app.open_plugins(loaded)
         try:
             memory = ReadOnlyState(loaded.settings.node.state_dir)
-            return show(app.discover(loaded, probe(), plugins, memory, EventLog()), plugins)
+            devices = app.discover(
+                loaded, probe(), plugins, memory, EventLog(), is_strict=is_strict
+            )
+            return show(devices, plugins)
         finally:
             await plugins.close()
 
@@ -110,7 +115,7 @@ def _with_node(config_file: str | None, show: Callable[[Any, Any], _T]) -> _T:
 @json_option
 def check_config(config_file: str | None, as_json: bool) -> None:  # noqa: FBT001 - click passes it
     """Check the configuration, the plugins' tables and the partition."""
-    warnings = _with_node(config_file, lambda devices, _: list(devices.warnings))
+    warnings = _with_node(config_file, lambda devices, _: list(devices.warnings), is_strict=True)
     if as_json:
         click.echo(json.dumps({"ok": True, "warnings": warnings}))
         return

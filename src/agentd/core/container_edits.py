@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from agentd.errors import RuntimeFailure
+from agentd.errors import PluginUnavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,24 +51,31 @@ class ContainerEdits:
     groups: tuple[str, ...] = ()
 
 
-def merged(hiding: Iterable[ContainerEdits], giving: Iterable[ContainerEdits]) -> ContainerEdits:
+def merged(
+    hiding: Iterable[ContainerEdits], giving: Mapping[str, ContainerEdits]
+) -> ContainerEdits:
     """Return the edits of all plugins; what gives a device wins over what hides others.
 
+    `giving` is by the plugin's device name.
+
     Raises:
-        RuntimeFailure: two plugins that give devices want different values of one variable.
+        PluginUnavailable: two plugins that give devices want different values of one variable.
     """
-    giving = tuple(giving)
     env: dict[str, str] = {}
-    for edits in giving:
+    setter: dict[str, str] = {}
+    for plugin, edits in giving.items():
         for name, value in edits.env.items():
             if env.setdefault(name, value) != value:
-                raise RuntimeFailure(f"two plugins set {name}: {env[name]!r} and {value!r}")
+                who = f"{setter[name]} sets {name} to {env[name]!r}, and plugin {plugin}"
+                raise PluginUnavailable(f"plugin {who} to {value!r}")
+            setter.setdefault(name, plugin)
+    given = giving.values()
     hidden = {name: value for edits in hiding for name, value in edits.env.items()}
     return ContainerEdits(
         env={**hidden, **env},
-        device_nodes=tuple(dict.fromkeys(node for e in giving for node in e.device_nodes)),
-        mounts=tuple(dict.fromkeys(mount for edits in giving for mount in edits.mounts)),
-        cdi=tuple(name for edits in giving for name in edits.cdi),
-        device_requests=tuple(req for edits in giving for req in edits.device_requests),
-        groups=tuple(dict.fromkeys(group for edits in giving for group in edits.groups)),
+        device_nodes=tuple(dict.fromkeys(node for e in given for node in e.device_nodes)),
+        mounts=tuple(dict.fromkeys(mount for edits in given for mount in edits.mounts)),
+        cdi=tuple(name for edits in given for name in edits.cdi),
+        device_requests=tuple(req for edits in given for req in edits.device_requests),
+        groups=tuple(dict.fromkeys(group for edits in given for group in edits.groups)),
     )

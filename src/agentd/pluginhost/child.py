@@ -22,7 +22,14 @@ from typing import Any
 
 import msgspec
 
-from agentd.plugin_api import API_VERSION, AcceleratorPlugin, AllocatedDevice, Features, KernelEvent
+from agentd.plugin_api import (
+    API_VERSION,
+    AcceleratorPlugin,
+    AllocatedDevice,
+    Features,
+    KernelEvent,
+    NotPresent,
+)
 from agentd.pluginhost.protocol import (
     PROTOCOL,
     RESULTS,
@@ -30,6 +37,7 @@ from agentd.pluginhost.protocol import (
     Call,
     Changed,
     Facts,
+    Failure,
     Listing,
     Message,
     Order,
@@ -42,6 +50,10 @@ _PR_SET_PDEATHSIG = 1
 _EVENT_WAIT_S = 60.0
 _LEAST_PAUSE_S = 0.1
 _MORE_LIKELY_TO_BE_KILLED = b"500"
+
+
+class NoPluginError(TypeError):
+    """What the entry point names is no plugin that this agentd can run."""
 
 
 class Host:
@@ -68,7 +80,7 @@ class Host:
             result = encode(getattr(self, call.method)(*call.arguments))
             return Answer(call.number, msgspec.Raw(result))
         except BaseException as error:  # noqa: BLE001 - the call into a plugin
-            return Answer(call.number, error=said(error))
+            return Answer(call.number, error=said(error), failure=_failure(error))
 
     def _send(self, message: Message) -> None:
         try:
@@ -87,7 +99,7 @@ class Host:
         for attribute in filter(None, attributes.split(".")):
             loaded = getattr(loaded, attribute)
         if not (isinstance(loaded, type) and issubclass(loaded, AcceleratorPlugin)):
-            raise TypeError(f"its entry point is not an AcceleratorPlugin: {loaded!r}")
+            raise NoPluginError(f"its entry point is not an AcceleratorPlugin: {loaded!r}")
         self._class = loaded
         return Facts(
             loaded.api_version,
@@ -105,7 +117,7 @@ class Host:
     def open(self) -> None:
         plugin = self._made
         if plugin.api_version != API_VERSION:
-            raise TypeError(f"it speaks plugin API {plugin.api_version}, not {API_VERSION}")
+            raise NoPluginError(f"it speaks plugin API {plugin.api_version}, not {API_VERSION}")
         plugin.open()
         self._is_open = True
         if _overrides(type(plugin), "wait_for_change"):
@@ -161,6 +173,12 @@ class Host:
 
 def _overrides(loaded: type[AcceleratorPlugin], method: str) -> bool:
     return getattr(loaded, method) is not getattr(AcceleratorPlugin, method)
+
+
+def _failure(error: BaseException) -> Failure:
+    if isinstance(error, NotPresent):
+        return Failure.ABSENT
+    return Failure.INVALID if isinstance(error, NoPluginError) else Failure.RAISED
 
 
 def said(error: BaseException) -> str:

@@ -1,34 +1,36 @@
 """The accelerator plugins of this node: which there are, and what they say together.
 
 Entry points are found by their metadata alone. No plugin's code is ever imported here:
-each instance lives in a process of its own (`plugin_instance`, `plugin_process`,
-`plugin_child`), and one that raises, hangs, lies or dies is `failed`, with the reason, and
-touches nothing else. One that is merely late stays `pending` and joins when it opens.
+each instance lives in a process of its own (`instance`, `process`, `child`), and one that
+raises, hangs, lies or dies touches nothing else. What time can mend is `pending` and tried again;
+what it cannot is `failed`, with the reason.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, Protocol
 
-from importlib_metadata import EntryPoint, entry_points
+from importlib_metadata import EntryPoint
 
 from agentd.core.allocation import Allocation
 from agentd.core.container_edits import ContainerEdits, merged
 from agentd.core.slots import CPU, MEM, format_amount
-from agentd.errors import PluginUnavailable, Problem
+from agentd.errors import KernelConflict, PluginUnavailable, Problem, UnknownPlugin
 from agentd.plugin_api import (
-    ENTRY_POINT_GROUP,
     AllocatedDevice,
     Features,
     KernelEvent,
     Measurement,
 )
 from agentd.pluginhost.descendants import end_left_over
+from agentd.pluginhost.entry_points import EntryPoints, installed
 from agentd.pluginhost.instance import Pace, PluginInstance, Wanted
 from agentd.services.interfaces import PluginListing, PluginState, PluginStatus
+
+RETRY_WAIT_S = 10.0
+"""How long an operator waits for the outcome of another try, which goes on beyond that."""
 
 
 class Table(Protocol):
@@ -44,11 +46,6 @@ class Table(Protocol):
     def settings(self) -> Mapping[str, Any]: ...
 
 
-def installed() -> dict[str, EntryPoint]:
-    """Return the entry points of the group `agentd.accelerators`, by name."""
-    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
-
-
 class PluginHost:
     """All plugin instances of this daemon."""
 
@@ -60,14 +57,16 @@ class PluginHost:
         *,
         features: Features,
         pace: Pace | None = None,
-        points: Mapping[str, EntryPoint] | None = None,
+        points: Sequence[EntryPoint] | None = None,
     ) -> None:
-        points = installed() if points is None else points
+        self._points = EntryPoints(installed() if points is None else points)
+        self._tables = tuple(tables)
+        self._choices = {"allow": tuple(allow), "block": tuple(block)}
         self._changed: asyncio.Queue[str] = asyncio.Queue()
         self._instances: dict[str, PluginInstance] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._is_open = False
-        for wanted, state, reason in _wanted(tables, set(allow), set(block), points):
+        for wanted, state, reason in _wanted(tables, set(allow), set(block), self._points):
             instance = PluginInstance(wanted, features, pace or Pace(), self._note)
             if state is not PluginState.PENDING:
                 instance.settle(state, reason)
@@ -105,13 +104,32 @@ class PluginHost:
             for task in late:
                 task.cancel()
         for instance in waiting:
-            if instance.state is PluginState.PENDING:
+            if not instance.settled.is_set():
                 instance.reason = f"has not opened within {timeout_s:g} s"
         self._is_open = True
 
     def problems(self) -> list[Problem]:
         """Return what is wrong with the plugins' tables."""
-        return [problem for i in self._instances.values() for problem in i.problems]
+        clashes = [
+            Problem(f"plugins.{table.name}.plugin", why)
+            for table in self._tables
+            if (why := self._points.clashes.get(table.plugin))
+        ]
+        return [*clashes, *(problem for i in self._instances.values() for problem in i.problems)]
+
+    def doubts(self) -> list[Problem]:
+        """Return the entry points that the configuration names and that are not installed.
+
+        On a node of another kind that may be meant, so it keeps no daemon from starting.
+        """
+        named = [(f"plugins.{table.name}.plugin", table.plugin) for table in self._tables]
+        for key, names in self._choices.items():
+            named += [(f"plugins.{key}", name) for name in names]
+        return [
+            Problem(where, self._points.missing(name))
+            for where, name in named
+            if name not in self._points
+        ]
 
     def failed_required(self) -> list[str]:
         """Return one line for each plugin that the start depends on and that is not ready."""
@@ -126,6 +144,19 @@ class PluginHost:
         instances = self._instances.values()
         return [i.status for i in instances if everything or not i.is_silent]
 
+    def warnings(self) -> list[str]:
+        return [f"{doubt.where}: {doubt.why}" for doubt in self.doubts()]
+
+    async def retry(self, name: str) -> PluginStatus:
+        instance = self._instances.get(name)
+        if instance is None:
+            have = ", ".join(self._instances) or "none"
+            raise UnknownPlugin(f"no plugin {name!r} on this node; it has {have}")
+        if not instance.wanted.target or instance.state is PluginState.BLOCKED:
+            raise KernelConflict(f"plugin {name} is not to run: {instance.reason}")
+        await instance.retry(RETRY_WAIT_S)
+        return instance.status
+
     def listings(self) -> list[PluginListing]:
         return [i.listing for i in self._instances.values() if i.listing is not None]
 
@@ -139,11 +170,11 @@ class PluginHost:
 
     async def container_edits(self, allocation: Allocation, features: Features) -> ContainerEdits:
         names = dict.fromkeys(share.device_id.name for share in allocation.shares)
-        giving = [
-            await self._edits_of(name, _allocated(allocation, name), features)
+        giving = {
+            name: await self._edits_of(name, _allocated(allocation, name), features)
             for name in names
             if name not in (CPU, MEM)
-        ]
+        }
         instances = self._instances.items()
         hiding = [i.hiding for name, i in instances if i.hiding and name not in names]
         return merged(hiding, giving)
@@ -169,7 +200,7 @@ class PluginHost:
 
 
 def _wanted(
-    tables: Sequence[Table], allow: set[str], block: set[str], points: Mapping[str, EntryPoint]
+    tables: Sequence[Table], allow: set[str], block: set[str], points: EntryPoints
 ) -> Iterable[tuple[Wanted, PluginState, str]]:
     """Yield what is to run, and what is not to, with the reason."""
 
@@ -177,27 +208,28 @@ def _wanted(
         return plugin not in block and (not allow or plugin in allow)
 
     for table in tables:
-        point = points.get(table.plugin)
-        target = point.value if point else ""
+        target = points.target(table.plugin)
         wanted = Wanted(table.name, table.plugin, target, table.settings, True, table.required)  # noqa: FBT003
         if not is_allowed(table.plugin):
             why = f"entry point {table.plugin} is blocked by plugins.allow or plugins.block"
             yield wanted, PluginState.BLOCKED, why
-        elif point is None:
-            yield wanted, PluginState.FAILED, _not_installed(table.plugin, points)
+        elif not target:
+            yield wanted, PluginState.FAILED, points.why_not(table.plugin)
         else:
             yield wanted, PluginState.PENDING, ""
     named = {table.name for table in tables}
     for plugin in sorted(points):
-        if plugin not in named and is_allowed(plugin):
-            yield Wanted(plugin, plugin, points[plugin].value), PluginState.PENDING, ""
-
-
-def _not_installed(plugin: str, points: Mapping[str, EntryPoint]) -> str:
-    near = get_close_matches(plugin, points, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    have = ", ".join(sorted(points)) or "none"
-    return f"no entry point {plugin!r} is installed; {hint}installed: {have}"
+        if plugin in named or not is_allowed(plugin):
+            continue
+        wanted = Wanted(plugin, plugin, points.target(plugin))
+        if plugin in (CPU, MEM):
+            why = f"an entry point may not be named {plugin}: those devices are built in"
+            wanted = Wanted(f"{plugin} (entry point)", plugin, "")
+            yield wanted, PluginState.FAILED, why
+        elif not wanted.target:
+            yield wanted, PluginState.FAILED, points.why_not(plugin)
+        else:
+            yield wanted, PluginState.PENDING, ""
 
 
 def _allocated(allocation: Allocation, name: str) -> list[AllocatedDevice]:

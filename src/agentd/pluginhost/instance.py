@@ -1,13 +1,13 @@
 """One plugin under one device name, over the life of the daemon.
 
-    pending ──────────> ready <──────> failed (its process is lost; tried again)
-       │ refused at the first try
-       └──> failed for good, or blocked
+    pending ──────────> ready <──────> failed (it is lost; tried again)
+       │  tried again
+       └──> failed for good (no such hardware, wrong settings, a lie), or blocked
 
 `run` brings the plugin's process up, follows it, and brings it up again with a growing
-pause when it is lost. A plugin that answers, before it was ever ready, that it cannot
-(no driver, a lie, wrong settings) is not asked again. What it listed first decides its
-slots for good; later listings are its devices' health.
+pause when it is lost, or could not be brought up for a reason that time can mend. What it listed
+first decides its slots for good; later listings are its devices' health. An operator can
+have any plugin tried again at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from agentd.core.container_edits import ContainerEdits
 from agentd.errors import PluginUnavailable, Problem
 from agentd.failpoints import reach
 from agentd.plugin_api import AllocatedDevice, Features, KernelEvent, Measurement
-from agentd.pluginhost.process import PluginLost, PluginProcess, PluginRefused
+from agentd.pluginhost.process import PluginAbsent, PluginLost, PluginProcess, PluginRefused
 from agentd.pluginhost.protocol import Facts, Listing
 from agentd.pluginhost.validation import (
     InvalidAnswer,
@@ -38,7 +38,7 @@ from agentd.services.interfaces import PluginListing, PluginState, PluginStatus
 log = structlog.get_logger()
 
 LOAD_TIMEOUT_S, OPEN_TIMEOUT_S, CLOSE_TIMEOUT_S = 60.0, 120.0, 2.0
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 LONG_ENOUGH_S = 60.0
 """A process that was ready for so long starts the pauses anew."""
 MAX_EVENTS_WAITING = 16
@@ -70,6 +70,28 @@ class Pace:
     most_memory_bytes: int = 1 << 30
 
 
+class Pauses:
+    """The pauses between tries: they grow, and an operator can cut them short."""
+
+    def __init__(self) -> None:
+        self.next_s = FIRST_PAUSE_S
+        self._is_cut = asyncio.Event()
+
+    def start_anew(self) -> None:
+        self.next_s = FIRST_PAUSE_S
+
+    def cut_short(self) -> None:
+        self._is_cut.set()
+
+    async def wait(self, *, for_good: bool = False) -> None:
+        """Wait for the next pause, or until it is cut short."""
+        self._is_cut.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if for_good else self.next_s):
+                await self._is_cut.wait()
+        self.next_s = min(2 * self.next_s, LONGEST_PAUSE_S)
+
+
 class PluginInstance:
     """A plugin under a device name, and its process."""
 
@@ -80,6 +102,7 @@ class PluginInstance:
         self.state = PluginState.PENDING
         self.reason = ""
         self.problems: list[Problem] = []
+        self._said = ""
         self.listing: PluginListing | None = None
         self.hiding: ContainerEdits | None = None
         self.measurements: Sequence[Measurement] = ()
@@ -91,6 +114,7 @@ class PluginInstance:
         self._process: PluginProcess | None = None
         self._left_behind: list[PluginProcess] = []
         self._woken = asyncio.Event()
+        self._pauses = Pauses()
         self._ready_since: float | None = None
         self._seen: tuple[Listing, PluginListing] | None = None
         self._events_waiting = 0
@@ -98,10 +122,8 @@ class PluginInstance:
     @property
     def status(self) -> PluginStatus:
         slots = tuple(slot.name for slot in self.listing.slot_types) if self.listing else ()
-        wanted = self.wanted
-        return PluginStatus(
-            wanted.name, wanted.plugin, self.state, self.reason, slots, wanted.has_table
-        )
+        name, plugin, has_table = self.wanted.name, self.wanted.plugin, self.wanted.has_table
+        return PluginStatus(name, plugin, self.state, self.reason, slots, has_table)
 
     @property
     def is_silent(self) -> bool:
@@ -115,18 +137,19 @@ class PluginInstance:
 
     async def run(self) -> None:
         """Keep the plugin up until cancelled, or until it is known that it cannot be."""
-        pause_s = FIRST_PAUSE_S
         while True:
             self._ready_since = None
             try:
                 await self._bring_up()
                 await self._follow()
-            except (PluginRefused, InvalidAnswer) as error:
-                await self._give_up(str(error))
+            except (PluginAbsent, InvalidAnswer) as error:
                 if self.listing is None:
+                    await self._give_up(str(error), PluginState.FAILED)
                     self._tell_changed(self.wanted.name)
-                    return
-            except PluginLost as error:
+                    await self._pauses.wait(for_good=True)
+                    continue
+                await self._give_up(str(error))
+            except (PluginRefused, PluginLost) as error:
                 await self._give_up(str(error))
             except Exception as error:
                 log.exception("plugin.failed", plugin=self.wanted.name)
@@ -134,12 +157,23 @@ class PluginInstance:
             if self.is_silent:
                 return
             if self._ready_since and time.monotonic() - self._ready_since > LONG_ENOUGH_S:
-                pause_s = FIRST_PAUSE_S
-            self.reason += f"; next try in {pause_s:g} s"
-            log.warning("plugin.lost", plugin=self.wanted.name, reason=self.reason)
+                self._pauses.start_anew()
+            if self.reason != self._said:
+                self._said = self.reason
+                log.warning("plugin.lost", plugin=self.wanted.name, reason=self.reason)
+            self.reason += f"; next try in {self._pauses.next_s:g} s"
             self._tell_changed(self.wanted.name)
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            await self._pauses.wait()
+
+    async def retry(self, timeout_s: float) -> None:
+        """Try again now, and wait until it is known how that went, at most `timeout_s`."""
+        if self.state is PluginState.READY:
+            return
+        self.settled.clear()
+        self._pauses.cut_short()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.settled.wait()
 
     async def _bring_up(self) -> None:
         self._left_behind = [process for process in self._left_behind if process.is_alive]
@@ -147,7 +181,7 @@ class PluginInstance:
             pids = ", ".join(str(process.pid) for process in self._left_behind)
             raise PluginLost(f"its processes {pids} cannot be killed")
         wanted = self.wanted
-        self._refuse_large_numbers()
+        self._refuse_settings(_too_large(wanted))
         self._process = process = await PluginProcess.start(
             wanted.name, wanted.target, wanted.settings, self._woken.set
         )
@@ -178,21 +212,19 @@ class PluginInstance:
             raise type(error)(f"{step}: {error}") from None
         first = self.listing or listing
         self.listing = replace(first, devices=listing.devices)
-        self._ready_since = time.monotonic()
+        self._ready_since, self._said = time.monotonic(), ""
         self.settle(PluginState.READY, "")
         self._tell_changed(wanted.name)
 
-    def _refuse_large_numbers(self) -> None:
-        """Refuse what cannot cross the channel.
+    def _refuse_settings(self, problems: list[Problem]) -> None:
+        """Keep what is wrong with the table, for the operator.
 
         Raises:
-            InvalidAnswer: a number of the settings is too large.
+            InvalidAnswer: something is.
         """
-        where = f"plugins.{self.wanted.name}"
-        why = "is too large a number; allowed: up to 64 bits"
-        self.problems = [Problem(key, why) for key in _large_numbers(where, self.wanted.settings)]
-        if self.problems:
-            raise InvalidAnswer("; ".join(map(str, self.problems)))
+        self.problems = problems
+        if problems:
+            raise InvalidAnswer("; ".join(map(str, problems)))
 
     async def _hiding(self, process: PluginProcess) -> ContainerEdits:
         """Ask what hides the plugin's devices; before it is open too, as it may never be."""
@@ -203,17 +235,13 @@ class PluginInstance:
     async def _validate(self, process: PluginProcess) -> None:
         wrong = await process.call("validate", timeout_s=self._pace.call_timeout_s)
         where = f"plugins.{self.wanted.name}"
-        self.problems = [Problem(f"{where}.{item.key}", item.why) for item in wrong]
-        if self.problems:
-            raise InvalidAnswer("; ".join(str(problem) for problem in self.problems))
+        self._refuse_settings([Problem(f"{where}.{item.key}", item.why) for item in wrong])
 
     async def _listed(self, process: PluginProcess) -> PluginListing:
         found: Listing = await process.call("listing", timeout_s=self._pace.call_timeout_s)
         if self._seen is None or self._seen[0] is not found:
-            self._seen = (
-                found,
-                checked_listing(self.wanted.name, found.slot_types, found.devices),
-            )
+            checked = checked_listing(self.wanted.name, found.slot_types, found.devices)
+            self._seen = (found, checked)
         return self._seen[1]
 
     async def _follow(self) -> None:
@@ -244,12 +272,12 @@ class PluginInstance:
             try:
                 timeout_s = self._pace.call_timeout_s
                 self.measurements = await process.call("measure", timeout_s=timeout_s)
-            except PluginRefused as error:
+            except (PluginRefused, InvalidAnswer) as error:
                 self.measurements = ()
                 log.warning("plugin.no_measurements", plugin=self.wanted.name, reason=str(error))
 
-    async def _give_up(self, reason: str) -> None:
-        """End the process and say why; a plugin that merely is late stays pending."""
+    async def _give_up(self, reason: str, state: PluginState | None = None) -> None:
+        """End the process and say why; a plugin that never was ready, and may be, is pending."""
         process, self._process = self._process, None
         if process is not None:
             await process.end(reason)
@@ -257,7 +285,8 @@ class PluginInstance:
                 self._left_behind.append(process)
                 reason = reason if f"process {process.pid}" in reason else process.reason
         self.measurements = ()
-        self.settle(PluginState.FAILED, reason)
+        never_ready = self.listing is None
+        self.settle(state or (PluginState.PENDING if never_ready else PluginState.FAILED), reason)
 
     async def _call(self, method: str, *arguments: object) -> Any:  # noqa: ANN401 - by RESULTS
         if self._process is None:
@@ -311,14 +340,24 @@ class PluginInstance:
         if process is None:
             return
         if self.state is PluginState.READY:
-            try:
-                async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                    await process.call("close", timeout_s=CLOSE_TIMEOUT_S)
-            except TimeoutError:
-                log.warning("plugin.not_closed", plugin=self.wanted.name, reason="it is busy")
-            except (PluginRefused, PluginLost) as error:
-                log.warning("plugin.not_closed", plugin=self.wanted.name, reason=str(error))
+            await _ask_to_close(process, self.wanted.name)
         await process.end("the daemon stops")
+
+
+async def _ask_to_close(process: PluginProcess, name: str) -> None:
+    try:
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await process.call("close", timeout_s=CLOSE_TIMEOUT_S)
+    except TimeoutError:
+        log.warning("plugin.not_closed", plugin=name, reason="it is busy")
+    except (PluginRefused, InvalidAnswer, PluginLost) as error:
+        log.warning("plugin.not_closed", plugin=name, reason=str(error))
+
+
+def _too_large(wanted: Wanted) -> list[Problem]:
+    """Return the numbers of a table that cannot cross the channel."""
+    why = "is too large a number; allowed: up to 64 bits"
+    return [Problem(key, why) for key in _large_numbers(f"plugins.{wanted.name}", wanted.settings)]
 
 
 def _large_numbers(where: str, value: object) -> Iterator[str]:

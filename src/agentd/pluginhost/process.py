@@ -34,10 +34,12 @@ from agentd.pluginhost.protocol import (
     Answer,
     Call,
     Changed,
+    Failure,
     Message,
     Order,
     framed,
 )
+from agentd.pluginhost.validation import InvalidAnswer
 
 log = structlog.get_logger()
 
@@ -51,7 +53,18 @@ class PluginLost(Exception):
 
 
 class PluginRefused(Exception):
-    """The plugin raised, or its answer is invalid; its process still runs."""
+    """The plugin raised; its process still runs."""
+
+
+class PluginAbsent(PluginRefused):
+    """The plugin says that this node has none of its hardware (`plugin_api.NotPresent`)."""
+
+
+_FAILURES = {
+    Failure.RAISED: PluginRefused,
+    Failure.ABSENT: PluginAbsent,
+    Failure.INVALID: InvalidAnswer,
+}
 
 
 class PluginProcess:
@@ -131,7 +144,9 @@ class PluginProcess:
         gives up does not stop the call.
 
         Raises:
-            PluginRefused: the plugin raised, or its answer is invalid.
+            PluginRefused: the plugin raised.
+            PluginAbsent: the same, and it says that there is no hardware for it.
+            InvalidAnswer: it is no plugin, or what it answered is of another shape.
             PluginLost: the process ended, or was ended because the call timed out.
         """
         return await asyncio.shield(self.begin(method, *arguments, timeout_s=timeout_s))
@@ -160,7 +175,7 @@ class PluginProcess:
             finally:
                 self._answer = None
         if answer.error is not None:
-            raise PluginRefused(one_line(answer.error))
+            raise _FAILURES[answer.failure](one_line(answer.error))
         return self._decoded(method, bytes(answer.result))
 
     def _decoded(self, method: str, result: bytes) -> Any:  # noqa: ANN401 - as `call`
@@ -172,7 +187,7 @@ class PluginProcess:
             value = msgspec.msgpack.decode(result, type=RESULTS[method])
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             why = f"its answer to {method} is invalid: {error}"
-            raise PluginRefused(one_line(why)) from None
+            raise InvalidAnswer(one_line(why)) from None
         self._last[method] = (result, value)
         return value
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, TypeAlias
 
 import msgspec
@@ -47,12 +48,21 @@ class Call(msgspec.Struct, frozen=True):
     arguments: list[Any] = []
 
 
+class Failure(StrEnum):
+    """How a call failed: the plugin raised, has no hardware here, or is not what it says it is."""
+
+    RAISED = "raised"
+    ABSENT = "absent"
+    INVALID = "invalid"
+
+
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """The outcome of a call: the encoded result, or why the call failed."""
+    """The outcome of a call: the encoded result, or why the call failed, and how."""
 
     number: int
     result: msgspec.Raw = msgspec.Raw(b"\xc0")
     error: str | None = None
+    failure: Failure = Failure.RAISED
 
 
 class Changed(msgspec.Struct, frozen=True, tag=True):

@@ -111,6 +111,15 @@ class Handlers:
         await self._reconciler.forget_runtime(request.match_info["runtime"])
         return web.Response(status=204)
 
+    async def list_plugins(self, _: web.Request) -> web.Response:
+        """List the plugins, and how they do."""
+        return answer(rendering.plugin_views(self._plugins))
+
+    async def retry_plugin(self, request: web.Request) -> web.Response:
+        """Have a plugin that is not ready tried again now, and show how that went."""
+        status = await self._plugins.retry(request.match_info["plugin"])
+        return answer(rendering.plugin_view(status))
+
     async def list_slot_types(self, _: web.Request) -> web.Response:
         """List the known slot types."""
         types = self._devices.inventory.slot_types.values()

@@ -44,6 +44,7 @@ STATUSES = {
     "UnknownKernel": 404,
     "UnknownDevice": 404,
     "UnknownRuntime": 404,
+    "UnknownPlugin": 404,
     "NotFound": 404,
     "MethodNotAllowed": 405,
     "BodyTooLarge": 413,

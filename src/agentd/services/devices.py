@@ -84,9 +84,9 @@ class NodeDevices:
     def warnings(self) -> tuple[str, ...]:
         """What the operator should know, the partition's warnings included."""
         news = (warning for warnings in self._news.values() for warning in warnings)
-        memory = self._memory.warnings()
+        installed, memory = self._plugins.warnings(), self._memory.warnings()
         unsaved = [self._unsaved] if self._unsaved else []
-        return (*self._warnings, *news, *self.split.warnings, *memory, *unsaved)
+        return (*installed, *self._warnings, *news, *self.split.warnings, *memory, *unsaved)
 
     @property
     def generation(self) -> int:
@@ -166,7 +166,7 @@ class NodeDevices:
         why = {
             status.name: f"plugin {status.name} is {status.state.value}: {status.reason}"
             for status in self._plugins.statuses()
-            if status.state is PluginState.PENDING
+            if status.state is not PluginState.READY
         }
         devices = with_remembered(listed, remembered, why)
         types = [*self._host_types, *(slot for item in listings for slot in item.slot_types)]

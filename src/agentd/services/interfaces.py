@@ -64,6 +64,19 @@ class Plugins(Protocol):
         """Return what was last measured, by device name."""
         ...
 
+    def warnings(self) -> Sequence[str]:
+        """Return what an operator should know of what is installed."""
+        ...
+
+    async def retry(self, name: str) -> PluginStatus:
+        """Have a plugin that is not ready tried again now; return how that went.
+
+        Raises:
+            UnknownPlugin: there is none of that name.
+            KernelConflict: it is not to run.
+        """
+        ...
+
     def changes(self) -> AsyncIterator[str]:
         """Yield a plugin's name when its state or its devices changed after readiness."""
         ...

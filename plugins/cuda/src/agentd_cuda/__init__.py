@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import pynvml
@@ -29,13 +30,16 @@ from agentd.plugin_api import (
     DeviceRequest,
     Features,
     Measurement,
+    NotPresent,
     SettingProblem,
     SlotTypeInfo,
+    on_pci_bus,
     unknown_settings,
 )
 from agentd_cuda import cdi, nvml
 
-_KEYS = ("mode", "quantum", "ignored-xids")
+_KEYS = ("mode", "quantum", "ignored-xids", "sysfs")
+_VENDOR = "10de"
 _MODES = ("device", "shares")
 _QUANTUM = re.compile(r"1(?:\.0+)?|0\.[0-9]{1,6}")
 APPLICATION_XIDS = (13, 31, 43, 45, 68, 109)
@@ -61,10 +65,13 @@ class CudaPlugin(AcceleratorPlugin):
         xids = settings.get("ignored-xids", [])
         if not isinstance(xids, list) or not all(type(xid) is int for xid in xids):
             problems.append(SettingProblem("ignored-xids", "expected a list of Xid numbers"))
+        if not isinstance(settings.get("sysfs", ""), str):
+            problems.append(SettingProblem("sysfs", "expected the path of a folder"))
         return problems
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
         super().__init__(name, settings)
+        self._sysfs = Path(settings.get("sysfs", "/sys"))
         self._ignored = frozenset(settings.get("ignored-xids", APPLICATION_XIDS))
         self._events: Any = None
         self._xids: dict[str, tuple[int, float]] = {}
@@ -73,12 +80,7 @@ class CudaPlugin(AcceleratorPlugin):
         self._failed_waits = 0
 
     def open(self) -> None:
-        try:
-            pynvml.nvmlInit()
-        except pynvml.NVMLError_LibraryNotFound:
-            raise RuntimeError(
-                "no NVIDIA driver here: libnvidia-ml.so.1 is not installed"
-            ) from None
+        self._start()
         try:
             self._events = nvml.asked(pynvml.nvmlEventSetCreate)
         except pynvml.NVMLError as error:
@@ -88,6 +90,24 @@ class CudaPlugin(AcceleratorPlugin):
                 self._register(handle)
             except pynvml.NVMLError as error:
                 nvml.note(f"no events of GPU {index}: {error}")
+
+    def _start(self) -> None:
+        """Start NVML.
+
+        Where its library is installed, the bus proves nothing: not every GPU is on PCI.
+        """
+        found = on_pci_bus(_VENDOR, sysfs=self._sysfs)
+        seen = f"; on the PCI bus: {', '.join(found)}" if found else ""
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError_LibraryNotFound:
+            if not found:
+                why = "no NVIDIA GPU on the PCI bus, and libnvidia-ml.so.1 is not installed"
+                raise NotPresent(why) from None
+            why = f"no NVIDIA driver: libnvidia-ml.so.1 is not installed{seen}"
+            raise RuntimeError(why) from None
+        except pynvml.NVMLError as error:
+            raise RuntimeError(f"NVML does not start: {error}{seen}") from None
 
     def _register(self, handle: Any) -> None:  # noqa: ANN401 - opaque
         self._uuids[_address(handle)] = pynvml.nvmlDeviceGetUUID(handle)
@@ -125,7 +145,7 @@ class CudaPlugin(AcceleratorPlugin):
             slot=f"{self.name}.{self.settings.get('mode', 'device')}",
             aliases=[gpu.pci],
             model=gpu.model,
-            numa_node=nvml.numa_node(gpu.pci),
+            numa_node=nvml.numa_node(gpu.pci, self._sysfs),
             health="unhealthy" if trouble else "healthy",
             reason=trouble,
             attributes={"memory": str(gpu.memory_bytes)},

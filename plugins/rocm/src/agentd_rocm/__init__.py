@@ -26,8 +26,10 @@ from agentd.plugin_api import (
     DeviceNode,
     Features,
     Measurement,
+    NotPresent,
     SettingProblem,
     SlotTypeInfo,
+    on_pci_bus,
     unknown_settings,
 )
 from agentd_rocm import smi
@@ -36,6 +38,7 @@ _KEYS = ("mode", "quantum", "groups", "sysfs")
 _MODES = ("device", "shares")
 _QUANTUM = re.compile(r"1(?:\.0+)?|0\.[0-9]{1,6}")
 _KFD = "/dev/kfd"
+_VENDOR = "1002"
 
 
 class RocmPlugin(AcceleratorPlugin):
@@ -60,10 +63,20 @@ class RocmPlugin(AcceleratorPlugin):
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
         super().__init__(name, settings)
-        self._sysfs = Path(settings.get("sysfs", "/sys")) / "bus/pci/devices"
+        self._sysfs_root = Path(settings.get("sysfs", "/sys"))
+        self._sysfs = self._sysfs_root / "bus/pci/devices"
 
     def open(self) -> None:
-        smi.initialise()
+        found = on_pci_bus(_VENDOR, sysfs=self._sysfs_root)
+        seen = f"; on the PCI bus: {', '.join(found)}" if found else ""
+        try:
+            smi.initialise()
+        except smi.NoLibraryError as error:
+            if not found:
+                raise NotPresent(f"no AMD GPU on the PCI bus, and {error}") from None
+            raise RuntimeError(f"no AMD driver: {error}{seen}") from None
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}{seen}") from None
 
     def close(self) -> None:
         smi.shut_down()

@@ -63,11 +63,16 @@ class Load:
     power: float | None
 
 
+class NoLibraryError(Exception):
+    """AMD SMI is not installed."""
+
+
 def initialise() -> None:
     """Load the library and start it.
 
     Raises:
-        RuntimeError: there is no driver or no library; in one line.
+        NoLibraryError: it is not installed.
+        RuntimeError: it does not start; in one line.
     """
     logging.disable(logging.ERROR)  # pyrsmi logs every metric that a GPU does not have
     try:
@@ -76,8 +81,10 @@ def initialise() -> None:
             if (function := getattr(rocml.rocm_lib, name, None)) is not None:
                 function.argtypes = arguments
         rocml.smi_initialize()
+    except rocml.ROCMLError_LibraryNotFound as error:
+        raise NoLibraryError(f"libamd_smi.so is not installed: {error}") from None
     except Exception as error:  # noqa: BLE001 - pyrsmi raises whatever comes its way
-        raise RuntimeError(f"no AMD driver here: {error or type(error).__name__}") from None
+        raise RuntimeError(f"AMD SMI does not start: {error or type(error).__name__}") from None
 
 
 def shut_down() -> None:

@@ -1,8 +1,9 @@
 """Misbehaviour on request, so that what contains plugins can be seen at work.
 
-    fault = "hang"           raise, hang, exit, crash, flood
+    fault = "hang"           raise, absent, hang, exit, crash, flood
     fault-at = "list"        import, open, list, edits, measure, close
     fault-after = 2          so many of these calls go well first
+    fault-until = "/x"       there is no fault once this file exists
     lie = "negative"         twice, odd-id, negative, nan, huge, prefix, other-api
 
 `import` acts while the table is checked, the first moment at which settings are known.
@@ -17,14 +18,15 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from agentd.plugin_api import DeviceInfo, SettingProblem
+from agentd.plugin_api import DeviceInfo, NotPresent, SettingProblem
 
-FAULTS = ("raise", "hang", "exit", "crash", "flood")
+FAULTS = ("raise", "absent", "hang", "exit", "crash", "flood")
 PLACES = ("import", "open", "list", "edits", "measure", "close")
 LIES = ("twice", "odd-id", "negative", "nan", "huge", "prefix", "other-api")
-KEYS = ("fault", "fault-at", "fault-after", "lie")
+KEYS = ("fault", "fault-at", "fault-after", "fault-until", "lie")
 _FLOOD_LINES = 200_000
 
 
@@ -37,6 +39,8 @@ def problems(settings: Mapping[str, Any]) -> list[SettingProblem]:
             found.append(SettingProblem(key, why))
     if ("fault" in settings) != ("fault-at" in settings):
         found.append(SettingProblem("fault", "fault and fault-at must be set together"))
+    if not isinstance(settings.get("fault-until", ""), str):
+        found.append(SettingProblem("fault-until", "expected the path of a file"))
     after = settings.get("fault-after", 0)
     if not isinstance(after, int) or isinstance(after, bool) or after < 0:
         found.append(
@@ -52,6 +56,7 @@ class Faults:
         self._fault = settings.get("fault")
         self._at = settings.get("fault-at")
         self._after = settings.get("fault-after", 0)
+        self._until = settings.get("fault-until")
         self._calls: Counter[str] = Counter()
 
     def reached(self, place: str) -> None:
@@ -59,6 +64,10 @@ class Faults:
         self._calls[place] += 1
         if place != self._at or self._calls[place] <= self._after:
             return
+        if self._until and Path(self._until).exists():
+            return
+        if self._fault == "absent":
+            raise NotPresent("the simulated bus has no such device")
         if self._fault == "raise":
             raise RuntimeError(f"the simulated driver fails at {place}")
         if self._fault == "hang":

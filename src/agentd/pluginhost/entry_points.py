@@ -1,0 +1,56 @@
+"""The entry points of the group `agentd.accelerators`, found by their metadata alone.
+
+A name that two distributions claim belongs to neither: which one would be loaded would depend on
+the order of a path. https://packaging.python.org/en/latest/specifications/entry-points/
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+
+from importlib_metadata import EntryPoint, entry_points
+
+from agentd.plugin_api import ENTRY_POINT_GROUP
+
+
+def installed() -> list[EntryPoint]:
+    """Return the entry points that are installed."""
+    return [*entry_points(group=ENTRY_POINT_GROUP)]
+
+
+class EntryPoints:
+    """Entry points by name, and the names that more than one distribution claims."""
+
+    def __init__(self, points: Iterable[EntryPoint]) -> None:
+        found: dict[str, list[EntryPoint]] = {}
+        for point in points:
+            found.setdefault(point.name, []).append(point)
+        self._targets = {name: same[0].value for name, same in found.items() if len(same) == 1}
+        self.clashes = {name: _clash(name, same) for name, same in found.items() if len(same) > 1}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._targets.keys() | self.clashes.keys())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._targets or name in self.clashes
+
+    def target(self, name: str) -> str:
+        """Return what an entry point names (`module:class`); empty where it cannot be loaded."""
+        return self._targets.get(name, "")
+
+    def why_not(self, name: str) -> str:
+        """Return why there is no target of that name."""
+        return self.clashes.get(name) or self.missing(name)
+
+    def missing(self, name: str) -> str:
+        """Return that no such entry point is installed, and the nearest that is."""
+        near = get_close_matches(name, self, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        have = ", ".join(sorted(self)) or "none"
+        return f"no entry point {name!r} is installed; {hint}installed: {have}"
+
+
+def _clash(name: str, points: Iterable[EntryPoint]) -> str:
+    owners = sorted(point.dist.name if point.dist else point.value for point in points)
+    return f"entry point {name!r} is claimed by {' and '.join(owners)}; uninstall one of them"

@@ -1,0 +1,238 @@
+"""What becomes of a plugin that cannot be brought up: the rows of docs/reference/plugins.md.
+
+Each row is tried with a table of its own, loaded by itself, and as `required`, on a node on
+which a kernel already holds the plugin's device and another one that of a healthy plugin.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import pytest
+from importlib_metadata import EntryPoint
+
+from agentd.config.plugins import PluginTable
+from agentd.core.adoption import located
+from agentd.core.ledger import Allocation
+from agentd.core.rules import AgentRule, AllocationMode, SplitRules
+from agentd.core.slots import BUILT_IN, parse_slots
+from agentd.errors import (
+    KernelConflict,
+    PluginUnavailable,
+    UnknownPlugin,
+    UnsupportedResource,
+)
+from agentd.pluginhost import instance
+from agentd.pluginhost.host import PluginHost
+from agentd.services.devices import NodeDevices
+from agentd.services.events import EventLog
+from agentd.services.interfaces import PluginState
+from core.machines import GIB, cores, memory
+from fakes import FakeMemory
+from pluginhost.rig import Hosts, given, opened, point, states, until_ready
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "plugins.md"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A situation, and what is promised in it: state, words of the reason, answer to a request."""
+
+    name: str
+    mood: str
+    state: PluginState
+    why: str
+    answer: type[Exception] | None
+    mends: bool
+
+
+ROWS = (
+    Row("no such hardware", "absent", PluginState.FAILED, "none on the bus",
+        UnsupportedResource, mends=False),
+    Row("no driver yet, or its library raises", "raise", PluginState.PENDING,
+        "the driver is not loaded; next try in 1 s", PluginUnavailable, mends=True),
+    Row("it hangs", "hang", PluginState.PENDING, "has not opened within 1 s",
+        PluginUnavailable, mends=False),
+    Row("its process dies", "crash", PluginState.PENDING, "it was killed by SIGSEGV; next try",
+        PluginUnavailable, mends=True),
+    Row("it lies", "lie", PluginState.FAILED, "it lists the id moody0 twice",
+        UnsupportedResource, mends=False),
+    Row("wrong settings", "fine", PluginState.FAILED, "plugins.moody.wrong: unknown key",
+        UnsupportedResource, mends=False),
+    Row("it is blocked", "fine", PluginState.BLOCKED, "blocked by plugins.allow",
+        UnsupportedResource, mends=False),
+    Row("it works", "fine", PluginState.READY, "", None, mends=False),
+)  # fmt: skip
+
+
+@pytest.fixture
+def say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Sets what the plugin does the next time that it is opened."""
+    mood = tmp_path / "mood"
+    monkeypatch.setenv("ZOO_MOOD", str(mood))
+    return mood.write_text
+
+
+def test_the_page_has_a_line_for_each_row() -> None:
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    said = {cells[1].strip(): cells for line in lines if len(cells := line.split("|")) > 6}
+    for row in ROWS:
+        cells = said[row.name]
+        assert f"`{row.state.value}`" in cells[2], row.name
+        code = {UnsupportedResource: "422", PluginUnavailable: "503", None: "201"}[row.answer]
+        assert code in cells[4], row.name
+
+
+def ask(host: PluginHost, devices: NodeDevices, slot: str) -> None:
+    """Read a request as the daemon would."""
+    statuses = host.statuses()
+    parse_slots(
+        {slot: 1},
+        devices.inventory.slot_types,
+        pending={s.name: s.reason for s in statuses if s.state is PluginState.PENDING},
+        failed={s.name: s.reason for s in statuses if s.state is PluginState.FAILED},
+    )
+
+
+def discovered(host: PluginHost, remembered: FakeMemory) -> NodeDevices:
+    rules = SplitRules(AllocationMode.SHARED, (AgentRule("a"),))
+    machine = [*cores(2), memory(8 * GIB)]
+    devices = NodeDevices(host, remembered, rules, BUILT_IN, machine, EventLog())
+    devices.discover()
+    return devices
+
+
+CASES = [
+    pytest.param(row, loaded, id=f"{row.name}-{loaded}")
+    for row, loaded in product(ROWS, ("by table", "by itself", "required"))
+    if row.name != "wrong settings" or loaded != "by itself"
+]
+
+
+@pytest.mark.parametrize(("row", "loaded"), CASES)
+async def test_row(host: Hosts, say: Callable[[str], None], row: Row, loaded: str) -> None:
+    remembered = FakeMemory()
+    say("fine")
+    before = host(moody="Moody", good="Good")
+    await opened(before)
+    discovered(before, remembered)
+    await before.close()
+
+    say(row.mood)
+    settings = {"wrong": 1} if row.name == "wrong settings" else {}
+    is_required = loaded == "required"
+    table = PluginTable(name="moody", plugin="moody", required=is_required, settings=settings)
+    made = host(
+        [] if loaded == "by itself" else [table],
+        block=["moody"] if row.state is PluginState.BLOCKED else [],
+        moody="Moody",
+        good="Good",
+    )
+    seen = await opened(made, 1)
+    if row.state is PluginState.BLOCKED and loaded == "by itself":
+        assert "moody" not in seen
+    else:
+        assert seen["moody"][0] is row.state
+        assert row.why in seen["moody"][1]
+    assert bool(made.failed_required()) is (is_required and row.state is not PluginState.READY)
+
+    devices = discovered(made, remembered)
+    ask(made, devices, "good.device")
+    if row.answer is None:
+        ask(made, devices, "moody.device")
+    else:
+        with pytest.raises(row.answer):
+            ask(made, devices, "moody.device")
+
+    for name in ("moody", "good"):
+        share = given(name).shares[0]._replace(stable_id=f"S-{name}")
+        held, missing = located(Allocation((share,)), devices.inventory)
+        assert (held.shares, missing) == ((share,), ())
+    there = devices.find("moody", "moody0")
+    assert there.gone is (row.state is not PluginState.READY)
+
+    if row.mends:
+        say("fine")
+        await until_ready(made, "moody")
+        devices.refresh("moody")
+        ask(made, devices, "moody.device")
+        assert not devices.find("moody", "moody0").gone
+
+
+async def test_an_operator_can_have_any_of_them_tried_again_at_once(
+    host: Hosts, say: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(instance, "FIRST_PAUSE_S", 1000.0)
+    for mood in ("raise", "crash", "absent", "lie"):
+        say(mood)
+        made = host(moody="Moody")
+        await opened(made)
+        still = await made.retry("moody")
+        assert still.state is not PluginState.READY
+        say("fine")
+        assert (await made.retry("moody")).state is PluginState.READY
+        assert (await made.retry("moody")).state is PluginState.READY
+        await made.close()
+
+
+async def test_only_what_is_to_run_can_be_tried_again(host: Hosts) -> None:
+    made = host([PluginTable(name="x", plugin="nothing")], block=["good"], good="Good")
+    await opened(made)
+    with pytest.raises(KernelConflict, match="plugin x is not to run: no entry point 'nothing'"):
+        await made.retry("x")
+    with pytest.raises(UnknownPlugin, match="no plugin 'y' on this node; it has x"):
+        await made.retry("y")
+
+
+def test_the_pauses_grow_from_a_second_to_a_minute() -> None:
+    assert (instance.FIRST_PAUSE_S, instance.LONGEST_PAUSE_S) == (1.0, 60.0)
+    page = " ".join(PAGE.read_text().split())
+    assert re.search(r"after 1 s, then 2 s, and so on up to a minute", page)
+
+
+def claimed(name: str, target: str, owner: str) -> EntryPoint:
+    class Distribution:
+        pass
+
+    found = point(name, target)
+    dist = Distribution()
+    dist.name = owner
+    vars(found)["dist"] = dist
+    return found
+
+
+async def test_a_name_that_two_distributions_claim_is_nobodys(host: Hosts) -> None:
+    points = [claimed("cuda", "Good", "ours"), claimed("cuda", "Twice", "theirs")]
+    why = "entry point 'cuda' is claimed by ours and theirs; uninstall one of them"
+    made = host(points=points)
+    assert await opened(made) == {"cuda": (PluginState.FAILED, why)}
+    assert made.problems() == []
+    made = host([PluginTable(name="gpu", plugin="cuda")], points=points)
+    seen = await opened(made)
+    assert seen["gpu"] == (PluginState.FAILED, why)
+    assert [(p.where, p.why) for p in made.problems()] == [("plugins.gpu.plugin", why)]
+
+
+@pytest.mark.parametrize("name", ["cpu", "mem"])
+async def test_an_entry_point_with_the_name_of_what_is_built_in_is_never_loaded(
+    host: Hosts, name: str
+) -> None:
+    made = host(points=[point(name, "Good"), point("good", "Good")])
+    seen = await opened(made)
+    state, why = seen[f"{name} (entry point)"]
+    assert state is PluginState.FAILED
+    assert why == f"an entry point may not be named {name}: those devices are built in"
+    assert [listing.name for listing in made.listings()] == ["good"]
+    discovered(made, FakeMemory())
+
+
+async def test_names_that_nothing_installed_has_are_doubted_all_at_once(host: Hosts) -> None:
+    tables = [PluginTable(name="a", plugin="goood")]
+    made = host(tables, allow=["good", "gud"], block=["cdua"], good="Good")
+    assert [doubt.where for doubt in made.doubts()] == [
+        "plugins.a.plugin", "plugins.allow", "plugins.block",
+    ]  # fmt: skip
+    assert made.warnings()[0].endswith("did you mean good? installed: good")
+    assert states(made)["good"] is PluginState.PENDING
