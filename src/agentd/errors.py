@@ -118,13 +118,20 @@ class InsufficientResource(RequestError):
     code = "InsufficientResource"
 
     def __init__(
-        self, slot: str, requested: str, free: str, explain: Sequence[Mapping[str, object]]
+        self,
+        slot: str,
+        requested: str,
+        free: str,
+        explain: Sequence[Mapping[str, object]],
+        limit: str = "",
     ) -> None:
         self.slot = slot
         self.requested = requested
         self.free = free
         self.explain = tuple(explain)
-        super().__init__(f"{slot}: {requested} asked for, {free} free")
+        self.limit = limit
+        why = f"; {limit}" if limit else ""
+        super().__init__(f"{slot}: {requested} asked for, {free} free{why}")
 
     def facts(self) -> Mapping[str, object]:
         return {
@@ -132,6 +139,7 @@ class InsufficientResource(RequestError):
             "requested": self.requested,
             "free": self.free,
             "explain": [dict(row) for row in self.explain],
+            **({"reason": "limit"} if self.limit else {}),
         }
 
 

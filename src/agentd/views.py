@@ -97,13 +97,22 @@ class SlotUseView(TypedDict):
     free: Amount
 
 
+class LimitView(TypedDict):
+    """The most that an agent may hold of one device name, and what it holds of it."""
+
+    limit: Amount
+    held: Amount
+    guaranteed: bool
+
+
 class AgentView(TypedDict):
-    """An agent: its partition and its slots."""
+    """An agent: its partition, its slots, and in shared mode its limits by device name."""
 
     agent_id: str
     devices: dict[str, list[str]]
     slots: dict[str, SlotUseView]
     scaling_factors: dict[str, Amount]
+    limits: dict[str, LimitView]
 
 
 class SlotTypeView(TypedDict):

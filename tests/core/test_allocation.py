@@ -22,33 +22,7 @@ from agentd.core.rules import AgentRule, AllocationMode, SplitRules
 from agentd.core.slots import ONE, ResourceSlots, SlotKind
 from agentd.errors import InsufficientResource
 from core.machines import GIB, cores, gpus, machine, memory, shared
-
-FILL = Policy(Strategy.FILL)
-EVENLY = Policy(Strategy.EVENLY)
-NEAR = Policy(Strategy.EVENLY, Affinity.PREFER_SINGLE_NODE)
-CENT = ONE // 100
-
-
-def slots(**amounts: float) -> ResourceSlots:
-    return ResourceSlots(
-        {
-            name.replace("_", "."): int(amount) if name == "mem" else round(amount * ONE)
-            for name, amount in amounts.items()
-        }
-    )
-
-
-def given_ids(allocation: Allocation, name: str) -> dict[str, float]:
-    return {s.device_id.id: s.amount / ONE for s in allocation.devices_of(name)}
-
-
-def place(devices, asked, policy=EVENLY, quantum=ONE, ledger=None) -> Allocation:
-    node = shared(machine(*devices, memory(), quantum=quantum), "a")
-    return allocate(ledger or Ledger(), node.inventory, node.partitions["a"], asked, policy)
-
-
-def numa(*nodes: int | None, capacity: float = 1, slot: str = "cuda.device"):
-    return gpus(*[capacity] * len(nodes), nodes=nodes, slot=slot)
+from core.placing import CENT, EVENLY, FILL, NEAR, SNUG, given_ids, numa, place, slots
 
 
 @pytest.mark.parametrize(
@@ -64,6 +38,12 @@ def numa(*nodes: int | None, capacity: float = 1, slot: str = "cuda.device"):
         ([0, 1, 1, 2, 2], 2, NEAR, ["cuda1", "cuda2"]),
         # none can: the nodes with most room first
         ([0, 0, 1, 1, 1], 4, NEAR, ["cuda0", "cuda2", "cuda3", "cuda4"]),
+        # fill: the node with least room that still can
+        ([0, 0, 0, 1, 1], 2, SNUG, ["cuda3", "cuda4"]),
+        ([0, 0, 0, 1, 1], 3, SNUG, ["cuda0", "cuda1", "cuda2"]),
+        ([0, 1, 1, 2, 2], 2, SNUG, ["cuda1", "cuda2"]),
+        ([0, 0, 1, 1, 1], 4, SNUG, ["cuda0", "cuda2", "cuda3", "cuda4"]),
+        ([0, 0, 1, None], 2, SNUG, ["cuda2", "cuda3"]),
         # near everything
         ([None, None, None], 2, NEAR, ["cuda0", "cuda1"]),
         ([0, None], 2, NEAR, ["cuda0", "cuda1"]),

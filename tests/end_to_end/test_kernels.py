@@ -331,3 +331,43 @@ async def test_what_needs_a_container_is_refused_by_the_process_runtime(plain: D
         answer = await plain.call("GET", f"/v1/kernels/k1/logs?{query}")
         assert (answer.status, answer.json["code"]) == (422, "InvalidRequest")
         await plain.call("DELETE", "/v1/kernels/k1?timeout=0")
+
+
+async def test_a_request_may_name_the_devices_to_choose_from(daemon: Daemon) -> None:
+    await daemon.start(AGENTS + gpus(4))
+    stable = (await daemon.device("cuda2"))["stable_id"]
+    named = {"cuda": ["cuda1", stable]}
+    two = await daemon.running(slots={"cuda.device": 2}, devices=named)
+    assert two["allocation"]["cuda"]["cuda.device"] == {"cuda1": "1", "cuda2": "1"}
+    taken = await daemon.create(slots={"cuda.device": 1}, devices=named)
+    assert (taken.status, taken.json["code"]) == (409, "InsufficientResource")
+    reasons = {row["device"]: row["reason"] for row in taken.json["explain"]}
+    assert reasons["cuda0"] == "not among the devices that the request names"
+    unknown = await daemon.create(slots={"cuda.device": 1}, devices={"cuda": ["cuda9"], "x": ["y"]})
+    assert (unknown.status, unknown.json["code"]) == (422, "InvalidRequest")
+    assert [e["where"] for e in unknown.json["errors"]] == ["devices.cuda.0", "devices.x.0"]
+    dry = await daemon.create(slots={"cuda.device": 1}, devices={"cuda": ["cuda3"]},
+                              query="?dry_run=true")  # fmt: skip
+    assert dry.json["allocation"]["cuda"]["cuda.device"] == {"cuda3": "1"}
+
+
+async def test_a_limit_is_kept_shown_and_said_in_the_refusal(plain: Daemon) -> None:
+    half = "resource = { limits = { cuda = 0.5 } }\n"
+    agents = f'[[agents]]\nid = "agent-1"\n{half}[[agents]]\nid = "agent-2"\n{half}'
+    await plain.start(agents + gpus(1, mode="shares"))
+    await plain.running(slots={"cuda.shares": "0.3"})
+    refused = await plain.create(slots={"cuda.shares": "0.3"})
+    assert (refused.status, refused.json["code"]) == (409, "InsufficientResource")
+    assert (refused.json["reason"], refused.json["free"]) == ("limit", "0.2")
+    assert refused.json["detail"].endswith("agent-1 may hold 0.5 of cuda, and holds 0.3")
+    agent = await plain.get("/v1/agents/agent-1")
+    assert agent["limits"] == {"cuda": {"limit": "0.5", "held": "0.3", "guaranteed": True}}
+    assert agent["slots"]["cuda.shares"]["free"] == "0.2"
+    await plain.running("agent-2", slots={"cuda.shares": "0.5"})
+    metrics = (await plain.call("GET", "/metrics")).content.decode()
+    assert 'agentd_agent_limit_held{agent="agent-2",device_name="cuda"} 0.5' in metrics
+    smaller = agents.replace("0.5", "0.2")
+    await plain.restart(smaller + gpus(1, mode="shares"))
+    kernels = await plain.get("/v1/kernels")
+    assert [kernel["state"] for kernel in kernels] == ["running", "running"]
+    assert (await plain.get("/v1/agents/agent-2"))["slots"]["cuda.shares"]["free"] == "0"

@@ -132,7 +132,7 @@ def agents(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passe
     """List the agents and their partitions."""
     rows = client.call("GET", "/v1/agents")
     if not as_json:
-        from agentd.cli.tables import compact  # noqa: PLC0415
+        from agentd.cli.tables import compact, limit_line  # noqa: PLC0415
 
         rows = [
             {
@@ -141,10 +141,13 @@ def agents(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passe
                 "free": {name: use["free"] for name, use in row["slots"].items()},
                 "capacity": {name: use["capacity"] for name, use in row["slots"].items()},
                 "scaling_factors": row["scaling_factors"],
+                "limits": [limit_line(name, limit) for name, limit in row["limits"].items()],
             }
             for row in rows
         ]
-    print_answer(rows, ["agent", "devices", "free", "capacity", "scaling_factors"], as_json=as_json)
+    columns = ["agent", "devices", "free", "capacity", "scaling_factors"]
+    columns += ["limits"] if any(row["limits"] for row in rows) else []
+    print_answer(rows, columns, as_json=as_json)
 
 
 @agentctl.command()

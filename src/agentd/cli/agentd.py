@@ -147,7 +147,7 @@ def plan(config_file: str | None, as_json: bool, live: bool) -> None:  # noqa: F
         return
     from agentd.cli.tables import print_plan  # noqa: PLC0415
 
-    print_plan(content, split.unassigned_memory)
+    print_plan(content)
 
 
 @agentd.command()

@@ -16,6 +16,7 @@ from agentd.cli.options import (
     KERNEL_COLUMNS,
     json_option,
     kernel_row,
+    listed,
     mounts,
     pairs,
     ports,
@@ -37,6 +38,7 @@ _LOOK_EVERY_S = 0.25
 @click.option("--id", "kernel_id", help="Name of the kernel; default: a generated one.")
 @click.option("--image", help="Image; the docker runtime needs one.")
 @click.option("--slot", "-s", "slot", multiple=True, metavar="NAME=AMOUNT", help="cuda.device=1")
+@click.option("--device", multiple=True, metavar="NAME=ID", help="Choose from these: cuda=cuda0")
 @click.option("--env", "-e", multiple=True, metavar="NAME=VALUE")
 @click.option("--label", multiple=True, metavar="NAME=VALUE")
 @click.option("--mount", multiple=True, metavar="SOURCE:TARGET[:rw]")
@@ -65,6 +67,7 @@ def create(client: Client, /, agent: str, as_json: bool, **options: Any) -> None
         "ports": ports(options["port"]),
     }
     given = {
+        "devices": listed(options["device"]),
         **{name: options[name] for name in _PLAIN},
         "pull_policy": options["pull"],
         "tmpfs": tmpfs(options["tmpfs"]),
@@ -110,12 +113,20 @@ def _print_decision(content: Mapping[str, Any]) -> None:
 @click.command()
 @click.argument("agent")
 @click.option("--slot", "-s", "slot", multiple=True, metavar="NAME=AMOUNT", help="cuda.device=1")
+@click.option("--device", multiple=True, metavar="NAME=ID", help="Choose from these: cuda=cuda0")
 @json_option
 @click.pass_obj
-def explain(client: Client, agent: str, slot: Sequence[str], as_json: bool) -> None:  # noqa: FBT001 - click passes it
+def explain(
+    client: Client,
+    agent: str,
+    slot: Sequence[str],
+    device: Sequence[str],
+    as_json: bool,  # noqa: FBT001 - click passes it
+) -> None:
     """Show which devices a kernel on AGENT would get, or why it would get none."""
     path = f"/v1/agents/{quote(agent, safe='')}/kernels?dry_run=true"
-    body = {"slots": pairs(slot), "command": ["any"], "image": "any"}
+    choice = {"slots": pairs(slot), "devices": listed(device)}
+    body = choice | {"command": ["any"], "image": "any"}
     try:
         content = json.loads(client.open("POST", path, body).read())
     except RpcProblem as problem:

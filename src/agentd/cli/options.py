@@ -32,6 +32,15 @@ def pairs(values: Sequence[str], separator: str = "=") -> dict[str, str]:
     return pairs
 
 
+def listed(given: Sequence[str]) -> dict[str, list[str]]:
+    """Read NAME=ID options, of which a name may have several."""
+    found: dict[str, list[str]] = {}
+    for item in given:
+        for name, device_id in pairs([item]).items():
+            found.setdefault(name, []).append(device_id)
+    return found
+
+
 def mounts(values: Sequence[str]) -> list[dict[str, Any]]:
     """Read SOURCE:TARGET[:ro|:rw]."""
     mounts = []

@@ -76,7 +76,19 @@ def _stem(item: str) -> tuple[str, int | None]:
     return item.removesuffix(digits), int(digits) if digits else None
 
 
-def print_plan(plan: Mapping[str, Any], unassigned_memory: int) -> None:
+def left_over(name: str, left: list[str] | str) -> str:
+    """Return what nobody was assigned: ids, or an amount of memory."""
+    return amount(name, left) if isinstance(left, str) else compact(left)
+
+
+def limit_line(name: str, limit: Mapping[str, Any]) -> str:
+    """Return a limit in words: what of, how much, and what it promises."""
+    promise = "guaranteed" if limit["guaranteed"] else "at most, not guaranteed"
+    held = f", {amount(name, limit['held'])} held" if "held" in limit else ""
+    return f"{name} {amount(name, limit['limit'])} ({promise}{held})"
+
+
+def print_plan(plan: Mapping[str, Any]) -> None:
     """Print a partition: who has which devices, which slots follow, and what is left."""
     console = _console()
     console.print(f"allocation mode: {plan['allocation_mode']}")
@@ -93,10 +105,11 @@ def print_plan(plan: Mapping[str, Any], unassigned_memory: int) -> None:
     print_rows(rows, ["agent", *names, "slots", "scaling_factors"])
     reserved = plan["reserved"]
     console.print(f"reserved: cpu {compact(reserved['cpu'])}, mem {amount('mem', reserved['mem'])}")
-    for name, ids in plan["unassigned"].items():
-        console.print(f"unassigned: {name} {compact(ids)}")
-    if unassigned_memory:
-        console.print(f"unassigned: mem {amount('mem', str(unassigned_memory))}")
+    for name, left in plan["unassigned"].items():
+        console.print(f"unassigned: {name} {left_over(name, left)}")
+    for agent, part in plan["agents"].items():
+        for name, limit in part.get("limits", {}).items():
+            console.print(f"limit: {agent} {limit_line(name, limit)}")
     for warning in plan["warnings"]:
         console.print(f"warning: {warning}")
     for row in plan.get("held", ()):

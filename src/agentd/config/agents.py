@@ -1,9 +1,9 @@
-"""[[agents]]: the logical agents, and in manual mode their devices."""
+"""[[agents]]: the logical agents, in manual mode their devices, in shared mode their limits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field, field_validator
 
@@ -11,15 +11,19 @@ from agentd.config.section import Name, Section
 from agentd.core.rules import (
     AgentRule,
     DeviceRule,
+    LimitRule,
     MemoryRule,
     parse_device_rule,
+    parse_limit_rule,
     parse_memory_rule,
 )
 from agentd.core.slots import CPU, MEM, device_name_of
 
+_R = TypeVar("_R")
+
 
 class AgentResources(Section):
-    """[agents.resource]: the devices of one agent, manual mode only."""
+    """[agents.resource]: in manual mode the devices of one agent, in shared mode its limits."""
 
     cpu: Annotated[Any, BeforeValidator(parse_device_rule)] = Field(
         default=None, description='["0", "1"], "0-3", a count, or "50%".'
@@ -32,18 +36,42 @@ class AgentResources(Section):
         description='{ cuda = ["cuda0"] }: ids, UUIDs, PCI addresses, a count, "50%", "all".',
     )
 
+    limits: Mapping[str, Any] = Field(
+        default={},
+        description='{ cuda = 0.5, mem = "16g", cpu = "50%" }: shared mode, the most it may hold.',
+    )
+
+    @field_validator("limits")
+    @classmethod
+    def _limits(cls, value: Mapping[str, Any]) -> dict[str, LimitRule]:
+        return _all_read(value, _limit_rule)
+
     @field_validator("devices")
     @classmethod
     def _rules(cls, value: Mapping[str, Any]) -> dict[str, DeviceRule]:
-        rules, wrong = {}, []
-        for name, raw in value.items():
-            try:
-                rules[name] = _device_rule(name, raw)
-            except ValueError as error:
-                wrong.append(f"{name}: {error}")
-        if wrong:
-            raise ValueError("; ".join(wrong))
-        return rules
+        return _all_read(value, _device_rule)
+
+
+def _all_read(value: Mapping[str, Any], read: Callable[[str, object], _R]) -> dict[str, _R]:
+    """Read every rule of a table, and say all that is wrong at once."""
+    rules, wrong = {}, []
+    for name, raw in value.items():
+        try:
+            rules[name] = read(name, raw)
+        except ValueError as error:
+            wrong.append(f"{name}: {error}")
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    return rules
+
+
+def _limit_rule(name: str, raw: object) -> LimitRule:
+    if "." in name or isinstance(raw, Mapping):
+        device = device_name_of(name)
+        slot = name if "." in name else f"{name}.{next(iter(raw), '')}"  # type: ignore[call-overload]
+        why = "limits are by device name, for all of its slots together"
+        raise ValueError(f"{slot} is a slot; {why}: write {device} = 0.5")
+    return parse_limit_rule(raw)
 
 
 def _device_rule(name: str, raw: object) -> DeviceRule:
@@ -82,4 +110,6 @@ class AgentSettings(Section):
             return AgentRule(self.id)
         cpu: DeviceRule | None = self.resource.cpu
         mem: MemoryRule | None = self.resource.mem
-        return AgentRule(self.id, cpu, mem, self.resource.devices, described=True)
+        devices = self.resource.devices
+        is_described = cpu is not None or mem is not None or bool(devices)
+        return AgentRule(self.id, cpu, mem, devices, is_described, self.resource.limits)

@@ -157,7 +157,7 @@ class ResourceSettings(Section):
         default=Affinity.INTERLEAVED, description='"interleaved" or "prefer-single-node".'
     )
     allow_fragmentation: bool = Field(
-        default=True, description="Whether shares of one kernel may be of unequal sizes."
+        default=False, description="Whether half a GPU may be parts of several; else it is of one."
     )
     default_slots: Mapping[str, object] = Field(
         default=DEFAULT_SLOTS, description="What a request gets that does not name cpu or mem."

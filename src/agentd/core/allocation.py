@@ -6,20 +6,23 @@ never applied; whoever holds the ledger applies it.
 A request is decided slot by slot: accelerators by device name, then cpu, then mem.
 Each step takes the index of devices of the agent's partition that offer the slot and
 splits it into tiers: all of a tier is taken before the next is touched. Under
-`prefer-single-node` the first step's tiers are the nodes (the one with most room that
-holds everything alone, if there is one); each later step's first tier is the nodes
-of the steps before. Inside a tier, `agentd.core.distribute` says how much is taken from
-how many devices of which room; equally free devices alternate between NUMA nodes.
+`prefer-single-node` the first step's tiers are the nodes, one that holds everything alone
+before the others: with `fill` the one with least room, so that whole nodes stay whole, else
+the one with most. Each later step's first tier is the nodes of the steps before. Inside a tier,
+`agentd.core.distribute` says how much is taken from how many devices of which room; equally
+free devices alternate between NUMA nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from operator import or_
+from types import MappingProxyType
 
 from agentd.core import distribute
-from agentd.core.devices import Inventory, natural_key
+from agentd.core.devices import DeviceId, Inventory, natural_key
 from agentd.core.explain import Question, refusal
 from agentd.core.free_index import Buckets, FreeIndex, given, rooms, total
 from agentd.core.ledger import Allocation, Holding, Ledger, Share, release
@@ -54,21 +57,34 @@ def allocate(
     partition: Partition,
     slots: ResourceSlots,
     policy: Policy,
+    only: Mapping[str, frozenset[DeviceId]] = MappingProxyType({}),
 ) -> Allocation:
     """Choose devices for every slot of a request, or for none.
+
+    `only` names, by device name, the devices that may be given; of other names all may.
 
     Raises:
         InsufficientResource: one of the slots cannot be had in full; nothing changed.
     """
     shares: list[Share] = []
+    taken: Counter[str] = Counter()
     near: frozenset[int] = frozenset()
     for slot in sorted(slots, key=_step_order):
         slot_type = inventory.slot_types[slot]
         index = ledger.index(inventory, partition, slot_type)
-        chosen = _step(index, slot_type, slots[slot], near, policy)
+        name = device_name_of(slot)
+        named = only.get(name)
+        if named is not None:
+            index = index.only(named)
+        question = Question(
+            ledger, inventory, partition, slot_type, slots[slot], policy, named, earlier=taken[name]
+        )
+        chosen = None
+        if not question.is_over_limit:
+            chosen = _step(index, slot_type, slots[slot], near, policy)
         if chosen is None:
-            question = Question(ledger, inventory, partition, slot_type, slots[slot], policy)
             raise refusal(question)
+        taken[name] += slots[slot]
         shares += chosen
         numa = (inventory.by_id[share.device_id].numa_node for share in chosen)
         near |= frozenset(node for node in numa if node is not None)
@@ -144,22 +160,33 @@ def _divide_equally(
 
 
 def _tiers(buckets: Buckets, wanted: int, near: frozenset[int], policy: Policy) -> list[Buckets]:
-    """Split a index into groups, each to be used up before the next is touched."""
+    """Split an index into groups, each to be used up before the next is touched."""
     is_interleaved = policy.affinity is Affinity.INTERLEAVED
     if not near:
-        return [buckets] if is_interleaved else _by_node(buckets)
+        return [buckets] if is_interleaved else _by_node(buckets, wanted, policy.strategy)
     close = {node: found for node, found in buckets.items() if node is None or node in near}
     far = {node: found for node, found in buckets.items() if node not in close}
     if is_interleaved or total(close) >= wanted:
         return [close, far]
-    return [close, *_by_node(far)]
+    return [close, *_by_node(far, wanted - total(close), policy.strategy)]
 
 
-def _by_node(buckets: Buckets) -> list[Buckets]:
-    """Group by NUMA node, the node with most room first; what is near everything joins it."""
+def _by_node(buckets: Buckets, wanted: int, strategy: Strategy) -> list[Buckets]:
+    """Group by NUMA node; what is near everything joins the first.
+
+    With `fill`, nodes that hold all that is wanted come first, the one with least room before the
+    others; else, and after those, the node with most room.
+    """
     nodes = [node for node in buckets if node is not None]
     alone: dict[int, Buckets] = {node: {node: buckets[node]} for node in nodes}
-    tiers = [alone[node] for node in sorted(nodes, key=lambda node: (-total(alone[node]), node))]
+    room = {node: total(alone[node]) for node in nodes}
+    anywhere = total({None: buckets[None]}) if None in buckets else 0
+
+    def order(node: int) -> tuple[bool, int, int]:
+        is_snug = strategy is Strategy.FILL and room[node] + anywhere >= wanted
+        return not is_snug, room[node] if is_snug else -room[node], node
+
+    tiers = [alone[node] for node in sorted(nodes, key=order)]
     if None in buckets:
         tiers = tiers or [{}]
         tiers[0][None] = buckets[None]

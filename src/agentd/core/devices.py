@@ -100,7 +100,12 @@ class Device:
 
     def answers_to(self, name: str) -> bool:
         """Tell whether `name` is its id, its stable id or an alias of it."""
-        return name in (self.device_id.id, self.stable_id, *self.aliases)
+        return name in (self.device_id.id, *self.names)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What it is called besides its id: its stable id and its aliases."""
+        return self.stable_id, *self.aliases
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,8 @@ from agentd.errors import InsufficientResource
 class Question:
     """One slot of a request, and what there was when it was decided.
 
-    `given` is what each device gave, in base units; empty for a refusal.
+    `only` are the devices that the request named, if it did; `given` is what each device gave,
+    in base units, empty for a refusal; `earlier` what the request got of the same device name.
     """
 
     ledger: Ledger
@@ -28,14 +29,38 @@ class Question:
     slot_type: SlotType
     amount: int
     policy: Policy
+    only: frozenset[DeviceId] | None = None
     given: Mapping[DeviceId, int] = field(default_factory=dict)
+    earlier: int = 0
 
     def room(self, device: Device) -> int:
         """Return what a device could give, in whole steps of the slot, in base units."""
-        if device.slot != self.slot_type.name:
+        if device.slot != self.slot_type.name or not self.may_give(device):
             return 0
         free = self.ledger.free(device, self.partition)
         return free // self.slot_type.quantum * self.slot_type.quantum
+
+    def may_give(self, device: Device) -> bool:
+        """Tell whether the request leaves this device to choose from."""
+        return self.only is None or device.device_id in self.only
+
+    @property
+    def name(self) -> str:
+        """The device name of the slot."""
+        return device_name_of(self.slot_type.name)
+
+    @property
+    def is_over_limit(self) -> bool:
+        """Whether it is the agent's limit that the request does not keep."""
+        left = self.ledger.within_limit(self.partition, self.name)
+        return left is not None and self.earlier + self.amount > left
+
+    @property
+    def limit_line(self) -> str:
+        """What the agent may hold, and what it holds."""
+        held = self.written(self.ledger.held_of(self.partition.agent_id, self.name))
+        agent, limit = self.partition.agent_id, self.partition.limits[self.name]
+        return f"limit: {agent} may hold {limit} of {self.name}, and holds {held}"
 
     def written(self, amount: int) -> str:
         """Return an amount of the slot as it goes over the wire."""
@@ -45,11 +70,14 @@ class Question:
 def refusal(question: Question) -> InsufficientResource:
     """Return the error that refuses a slot, with how every device was looked at."""
     offering = question.inventory.by_slot.get(question.slot_type.name, ())
+    free = sum(question.room(device) for device in offering)
+    left = question.ledger.within_limit(question.partition, question.name)
     return InsufficientResource(
         question.slot_type.name,
         question.written(question.amount),
-        question.written(sum(question.room(device) for device in offering)),
+        question.written(free if left is None else min(free, left)),
         explain(question),
+        question.limit_line if question.is_over_limit else "",
     )
 
 
@@ -59,7 +87,7 @@ def explain(question: Question) -> list[dict[str, object]]:
     `free` and `given` are plain decimals; `considered` tells whether it could have given
     something, `reason` why it gave nothing, or not enough.
     """
-    devices = question.inventory.by_name.get(device_name_of(question.slot_type.name), ())
+    devices = question.inventory.by_name.get(question.name, ())
     return [_row(question, device, question.room(device)) for device in devices]
 
 
@@ -78,6 +106,8 @@ def _cannot_give(  # noqa: PLR0911 - one line for each reason, the gravest first
 ) -> str:
     """Return why a device can give nothing at all; empty if it can."""
     ledger = question.ledger
+    if not question.may_give(device):
+        return "not among the devices that the request names"
     if device.device_id not in question.partition.members:
         return f"not in the partition of {question.partition.agent_id}"
     if device.gone:
@@ -105,6 +135,8 @@ def _did_not_do(question: Question, device: Device, room: int) -> str:
         return _used_up(question, device)
     if question.given:
         return _not_chosen(question, device, room)
+    if question.is_over_limit:
+        return question.limit_line
     has = f"has {question.written(room)} of the {question.written(question.amount)}"
     if part := _equal_part(question):
         least = question.written(part)
@@ -154,6 +186,8 @@ def _equal_part(question: Question) -> int:
     if question.policy.allow_fragmentation or not is_divisible(slot_type):
         return 0
     index = question.ledger.index(question.inventory, question.partition, slot_type)
+    if question.only is not None:
+        index = index.only(question.only)
     wanted = question.amount // slot_type.quantum
     if total(index.buckets) < wanted or not (count := fewest(index.capacities, wanted)):
         return 0

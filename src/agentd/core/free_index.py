@@ -10,12 +10,12 @@ Immutable: `with_rooms` returns the index after a change.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from agentd.core.devices import Device, DeviceId
-from agentd.core.distribute import Part, Rooms
+from agentd.core.distribute import Part, Rooms, alike
 
 Buckets: TypeAlias = dict[int | None, dict[int, int]]
 """By NUMA node and by room in quanta: the positions of the devices, as bits."""
@@ -25,14 +25,29 @@ Buckets: TypeAlias = dict[int | None, dict[int, int]]
 class FreeIndex:
     """Devices in natural order, and the room on each in quanta.
 
-    `capacities` is the most that the agent may hold of each, by size.
+    `limits` is the most that the agent may hold of each, `capacities` the same by size.
     """
 
     devices: tuple[Device, ...]
     positions: Mapping[DeviceId, int]
+    limits: tuple[int, ...]
     capacities: Rooms
     quantum: int
     buckets: Buckets
+
+    def only(self, device_ids: Collection[DeviceId]) -> FreeIndex:
+        """Return the index of some of the devices."""
+        there = [self.positions[d] for d in device_ids if d in self.positions]
+        bits = sum(1 << position for position in there)
+        buckets = {
+            node: {room: some for room, found in by_room.items() if (some := found & bits)}
+            for node, by_room in self.buckets.items()
+        }
+        return replace(
+            self,
+            capacities=alike(self.limits[position] for position in there),
+            buckets={node: found for node, found in buckets.items() if found},
+        )
 
     def with_rooms(self, changes: Iterable[tuple[int, int, int]]) -> FreeIndex:
         """Return the index after changes: position, room before, room now."""

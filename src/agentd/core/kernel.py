@@ -118,7 +118,10 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
-    """A create request after it was read; `spec_hash` is equal for equal requests."""
+    """A create request after it was read; `spec_hash` is equal for equal requests.
+
+    `devices` narrows the choice, by device name: ids, stable ids or aliases.
+    """
 
     kernel_id: str
     agent_id: str
@@ -127,6 +130,7 @@ class KernelSpec:
     image: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     slots: Mapping[str, object] = field(default_factory=dict)
+    devices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     mounts: tuple[Mount, ...] = ()
     ports: tuple[Port, ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict)

@@ -76,13 +76,15 @@ class Ledger:
 
     Everything else follows from `holdings` and is kept beside it, and kept up with what a
     kernel touches, so that no look-up has to go through kernels or devices: `held` is the
-    same by device, the tallies are its sums by agent and slot, and the indexes that were
+    same by device, the tallies are its sums by agent and slot (and `_by_agent` those by agent and
+    device name), and the indexes that were
     asked for (see `agentd.core.free_index`) pass from each ledger to the next.
     """
 
     holdings: Mapping[str, Holding] = field(default_factory=dict)
     held: Mapping[DeviceId, Mapping[str, Share]] = field(default_factory=dict)
     _tallies: Mapping[DeviceId, _Tallies] = field(default_factory=dict, repr=False)
+    _by_agent: Mapping[tuple[str, str], int] = field(default_factory=dict, repr=False)
     _indexes: _Indexes = field(default_factory=dict, repr=False, compare=False)
 
     def with_held(self, kernel_id: str, agent_id: str, allocation: Allocation) -> Ledger:
@@ -95,7 +97,7 @@ class Ledger:
             device_id = share.device_id
             held[device_id] = {**held.get(device_id, {}), kernel_id: share}
             tallies[device_id] = _counted(tallies.get(device_id, {}), agent_id, share, 1)
-        return self._next(holdings, held, tallies, allocation)
+        return self._next(holdings, held, tallies, Holding(agent_id, allocation), 1)
 
     def without(self, kernel_id: str) -> Ledger:
         """Return a ledger in which the kernel holds nothing; the same one if it held nothing."""
@@ -111,18 +113,25 @@ class Ledger:
             counted = _counted(tallies.pop(device_id), agent_id, share, -1)
             if holders:
                 held[device_id], tallies[device_id] = holders, counted
-        return self._next(holdings, held, tallies, allocation)
+        return self._next(holdings, held, tallies, Holding(agent_id, allocation), -1)
 
     def _next(
         self,
         holdings: Mapping[str, Holding],
         held: Mapping[DeviceId, Mapping[str, Share]],
         tallies: Mapping[DeviceId, _Tallies],
-        touched: Allocation,
+        touched: Holding,
+        sign: int,
     ) -> Ledger:
         indexes: _Indexes = {}
-        after = Ledger(holdings, held, tallies, indexes)
-        device_ids = {share.device_id for share in touched.shares}
+        shares = touched.allocation.shares
+        by_agent = dict(self._by_agent)
+        for share in shares:
+            of_agent = (touched.agent_id, share.device_id.name)
+            by_agent[of_agent] = by_agent.get(of_agent, 0) + sign * share.amount
+        by_agent = {of_agent: amount for of_agent, amount in by_agent.items() if amount}
+        after = Ledger(holdings, held, tallies, by_agent, indexes)
+        device_ids = {share.device_id for share in shares}
         for key, (partition, index) in self._indexes.items():
             indexes[key] = (partition, _kept_up(index, partition, device_ids, self, after))
         return after
@@ -143,10 +152,12 @@ class Ledger:
             for device in inventory.by_slot.get(slot_type.name, ())
             if device.usable and partition.limit(device)
         )
+        limits = tuple(partition.limit(device) // slot_type.quantum for device in devices)
         index = FreeIndex(
             devices,
             {device.device_id: position for position, device in enumerate(devices)},
-            alike(partition.limit(device) // slot_type.quantum for device in devices),
+            limits,
+            alike(limits),
             slot_type.quantum,
             {},
         ).with_rooms(
@@ -169,6 +180,16 @@ class Ledger:
         """Return how much of a device one agent's kernels hold."""
         tallies = self._tallies.get(device_id, {}).items()
         return sum(tally.amount for (agent, _), tally in tallies if agent == agent_id)
+
+    def held_of(self, agent_id: str, name: str) -> int:
+        """Return how much of one device name's devices an agent's kernels hold together."""
+        return self._by_agent.get((agent_id, name), 0)
+
+    def within_limit(self, partition: Partition, name: str) -> int | None:
+        """Return how much more of a device name an agent may hold; None without a limit."""
+        limit = partition.limits.get(name)
+        held = self.held_of(partition.agent_id, name)
+        return None if limit is None else max(0, limit.amount - held)
 
     def kept_back_by(self, device: Device) -> str | None:
         """Return a kernel that holds another slot of this device than it offers now."""

@@ -16,9 +16,10 @@ from decimal import ROUND_HALF_EVEN, Decimal
 from types import MappingProxyType
 
 from agentd.core.devices import MEMORY, Device, DeviceId, Inventory
+from agentd.core.limits import Limit, Limitable, remarks, resolved
 from agentd.core.manual import AssignableDevices, Assignment, assign_manually
 from agentd.core.rules import AllocationMode, SplitRules
-from agentd.core.slots import CPU, ResourceSlots, SlotName, device_name_of
+from agentd.core.slots import CPU, MEM, ResourceSlots, SlotName, device_name_of
 from agentd.errors import ConfigRefused, Problem
 
 DEFAULT_AGENT = "main"
@@ -29,13 +30,15 @@ _SCALE = Decimal("0.000001")
 class Partition:
     """The devices one agent may use, and how much of the memory; compared by identity.
 
-    `is_exclusive` outside shared mode: nobody else is given anything of its devices.
+    `is_exclusive` outside shared mode: nobody else is given anything of its devices; in shared
+    mode `limits` are the most that it may hold, by device name.
     """
 
     agent_id: str
     devices: tuple[DeviceId, ...]
     memory_bytes: int
     is_exclusive: bool = False
+    limits: Mapping[str, Limit] = field(default_factory=dict)
     members: frozenset[DeviceId] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -125,7 +128,10 @@ def joined(
     return replace(
         fresh,
         partitions={
-            agent: replace(part, devices=merged(part.devices, fresh.partitions[agent].devices))
+            agent: replace(
+                fresh.partitions[agent],
+                devices=merged(part.devices, fresh.partitions[agent].devices),
+            )
             for agent, part in before.partitions.items()
         },
         unassigned={k: v for k, v in before.unassigned.items() if k != name} | late,
@@ -172,15 +178,15 @@ def split(
     """
     reserved, problems = _reservation(inventory, rules)
     memory = inventory.by_id[MEMORY]
-    available = max(0, memory.capacity - rules.reserved_mem)
-    inventory = inventory.with_device(replace(memory, capacity=available))
+    left = max(0, memory.capacity - rules.reserved_mem)
+    inventory = inventory.with_device(replace(memory, capacity=left))
     pool = AssignableDevices(
         tuple(
             device
             for device in inventory.devices
             if not _is_memory(device) and device.device_id not in reserved
         ),
-        available,
+        left,
         frozenset(reserved),
         unlisted,
         frozenset(device_name_of(slot) for slot in inventory.slot_types),
@@ -188,15 +194,47 @@ def split(
     if not rules.agents or rules.mode is AllocationMode.SHARED:
         agents = [rule.agent_id for rule in rules.agents] or [DEFAULT_AGENT]
         everything = [device.device_id for device in pool.devices]
-        assignment = Assignment(dict.fromkeys(agents, everything), dict.fromkeys(agents, available))
+        assignment = Assignment(dict.fromkeys(agents, everything), dict.fromkeys(agents, left))
     elif rules.mode is AllocationMode.AUTO_SPLIT:
         assignment = _deal(pool, [rule.agent_id for rule in rules.agents], rules.align)
     else:
         assignment, wrong = assign_manually(pool, rules)
         problems += wrong
+    available = _limitable(pool, inventory)
+    limits, wrong = resolved(rules.agents, available, rules.align)
+    problems += [*wrong, *_unknown_limits(rules, pool)]
     if problems:
         raise ConfigRefused(problems)
-    return _split(inventory, rules, reserved, pool, assignment)
+    divided = _split(inventory, rules, reserved, pool, assignment)
+    return _limited(divided, limits, available) if rules.mode is AllocationMode.SHARED else divided
+
+
+def _limitable(pool: AssignableDevices, inventory: Inventory) -> dict[str, Limitable]:
+    names = {**pool.by_name, MEM: [inventory.by_id[MEMORY]]}
+    return {name: Limitable.of(name, devices, inventory) for name, devices in names.items()}
+
+
+def _unknown_limits(rules: SplitRules, pool: AssignableDevices) -> Iterator[Problem]:
+    known = {*pool.by_name, *pool.known_names, MEM}
+    for index, rule in enumerate(rules.agents):
+        for name in rule.limits:
+            if name not in known and name not in pool.unlisted:
+                have = ", ".join(sorted(known))
+                where = f"agents.{index}.resource.limits.{name}"
+                yield Problem(where, f"unknown device name {name!r}; available: {have}")
+
+
+def _limited(
+    divided: Split, limits: Mapping[str, Mapping[str, Limit]], available: Mapping[str, Limitable]
+) -> Split:
+    return replace(
+        divided,
+        partitions={
+            agent: replace(part, limits=limits.get(agent, {}))
+            for agent, part in divided.partitions.items()
+        },
+        warnings=(*divided.warnings, *remarks(limits, available)),
+    )
 
 
 def _reservation(inventory: Inventory, rules: SplitRules) -> tuple[list[DeviceId], list[Problem]]:
@@ -293,6 +331,10 @@ def _ignored_rules(rules: SplitRules) -> Iterator[str]:
             if rule.described:
                 mode = rules.mode.value
                 yield f"[agents.resource] of {rule.agent_id} is not used in {mode} mode"
+    for rule in rules.agents:
+        if rule.limits and rules.mode is not AllocationMode.SHARED:
+            mode = rules.mode.value
+            yield f"limits of {rule.agent_id} are not used in {mode} mode: it has devices"
 
 
 def _idle_agents(assignment: Assignment) -> Iterator[str]:

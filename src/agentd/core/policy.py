@@ -26,4 +26,4 @@ class Policy:
 
     strategy: Strategy = Strategy.EVENLY
     affinity: Affinity = Affinity.INTERLEAVED
-    allow_fragmentation: bool = True
+    allow_fragmentation: bool = False

@@ -13,7 +13,7 @@ from enum import StrEnum
 from fractions import Fraction
 from typing import TypeAlias
 
-from agentd.core.slots import AmountError, SlotKind, parse_base_units
+from agentd.core.slots import AmountError, SlotKind, parse_base_units, parse_quantity
 
 _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)%")
 _RANGE = re.compile(r"([A-Za-z_:.-]*)([0-9]+)-\1?([0-9]+)")
@@ -59,8 +59,16 @@ class Size:
     size_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """An amount as it was written; its unit is that of the device name it is for."""
+
+    written: str
+
+
 DeviceRule: TypeAlias = Ids | Count | Percent
 MemoryRule: TypeAlias = Size | Percent
+LimitRule: TypeAlias = Amount | Percent
 
 DEVICE_RULE_FORMS = (
     'a list of ids (["0", "1"]), a range ("0-3"), a count (2), a percentage ("50%") or "all"'
@@ -70,13 +78,17 @@ MEMORY_RULE_FORMS = 'a size ("16g") or a percentage ("50%")'
 
 @dataclass(frozen=True, slots=True)
 class AgentRule:
-    """The rules of one agent; `described` is False without an [agents.resource] table."""
+    """The rules of one agent; `described` if devices are written down for it.
+
+    `limits` are by device name.
+    """
 
     agent_id: str
     cpu: DeviceRule | None = None
     mem: MemoryRule | None = None
     devices: Mapping[str, DeviceRule] = field(default_factory=dict)
     described: bool = False
+    limits: Mapping[str, LimitRule] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +136,21 @@ def parse_memory_rule(raw: object) -> MemoryRule:
         return Size(parse_base_units(raw, SlotKind.BYTES))
     except AmountError as error:
         raise ValueError(f"{error}; write {MEMORY_RULE_FORMS}") from None
+
+
+def parse_limit_rule(raw: object) -> LimitRule:
+    """Read a TOML value as a limit.
+
+    Raises:
+        ValueError: it is neither an amount nor a percentage.
+    """
+    if isinstance(raw, str) and (percent := _parse_percent(raw)) is not None:
+        return percent
+    try:
+        parse_quantity(raw)
+    except AmountError as error:
+        raise ValueError(f'{error}; write an amount (0.5) or a percentage ("50%")') from None
+    return Amount(str(getattr(raw, "text", raw)))
 
 
 def _parse_percent(text: str) -> Percent | None:

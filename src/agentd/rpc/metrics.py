@@ -35,6 +35,7 @@ def exposition(node_id: str, state: NodeState, devices: NodeDevices, plugins: Pl
             yield from _node(node_id, state, devices, plugins)
             yield from _kernels(state)
             yield from _slots(state, devices.split)
+            yield from _limits(state, devices.split)
             yield from _devices(state, devices.split, plugins)
 
     registry = CollectorRegistry(auto_describe=False)
@@ -89,6 +90,19 @@ def _slots(state: NodeState, split: Split) -> Iterator[GaugeMetricFamily]:
             for slot, use in slots.items():
                 gauge.add_metric([agent, slot], float(use[member]))
         yield gauge
+
+
+def _limits(state: NodeState, split: Split) -> Iterator[GaugeMetricFamily]:
+    labels = ("agent", "device_name")
+    limits = _gauge("agent_limit", "The most that an agent may hold", *labels)
+    held = _gauge("agent_limit_held", "What it holds of that", *labels)
+    guaranteed = _gauge("agent_limit_guaranteed", "Whether nobody can keep it from that", *labels)
+    for agent in split.partitions:
+        for name, limit in rendering.agent_view(agent, split, state.ledger)["limits"].items():
+            limits.add_metric([agent, name], float(limit["limit"]))
+            held.add_metric([agent, name], float(limit["held"]))
+            guaranteed.add_metric([agent, name], limit["guaranteed"])
+    yield from (limits, held, guaranteed)
 
 
 def _devices(state: NodeState, split: Split, plugins: Plugins) -> Iterator[GaugeMetricFamily]:

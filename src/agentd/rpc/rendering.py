@@ -10,7 +10,7 @@ from agentd import __version__
 from agentd.core.allocation import Ledger
 from agentd.core.devices import Device, Health, Inventory
 from agentd.core.kernel import Kernel
-from agentd.core.partition import Split
+from agentd.core.partition import Partition, Split
 from agentd.core.slots import MEM, SlotKind, SlotType, device_name_of, format_amount
 from agentd.services.devices import NodeDevices
 from agentd.services.events import Event, EventKind
@@ -138,6 +138,14 @@ def agent_view(agent_id: str, split: Split, ledger: Ledger) -> AgentView:
             for name, slot in split.inventory.slot_types.items()
         },
         "scaling_factors": {name: format(factor, "f") for name, factor in factors.items()},
+        "limits": {
+            name: {
+                "limit": str(limit),
+                "held": format_amount(ledger.held_of(agent_id, name), limit.kind),
+                "guaranteed": limit.is_guaranteed,
+            }
+            for name, limit in split.partitions[agent_id].limits.items()
+        },
     }
 
 
@@ -161,6 +169,8 @@ def _slot_use(agent_id: str, slot: SlotType, split: Split, ledger: Ledger) -> Sl
         if share.slot == slot.name
     )
     free = sum(ledger.free(d, partition) // slot.quantum * slot.quantum for d in devices)
+    if (left := ledger.within_limit(partition, device_name_of(slot.name))) is not None:
+        free = min(free, left // slot.quantum * slot.quantum)
     return {
         "capacity": format_amount(split.slots_of(agent_id)[slot.name], slot.kind),
         "allocated": format_amount(allocated, slot.kind),
@@ -270,13 +280,28 @@ def plan_view(split: Split) -> dict[str, object]:
                     name: format(factor, "f")
                     for name, factor in split.scaling_factors(agent_id).items()
                 },
+                **_planned_limits(partition),
             }
-            for agent_id in split.partitions
+            for agent_id, partition in split.partitions.items()
         },
         "reserved": {
             "cpu": list(split.reserved_cpu),
             "mem": format_amount(split.reserved_mem, SlotKind.BYTES),
         },
-        "unassigned": {name: list(ids) for name, ids in split.unassigned.items()},
+        "unassigned": {
+            **{name: list(ids) for name, ids in split.unassigned.items()},
+            **({MEM: str(split.unassigned_memory)} if split.unassigned_memory else {}),
+        },
         "warnings": list(split.warnings),
+    }
+
+
+def _planned_limits(partition: Partition) -> dict[str, object]:
+    if not partition.limits:
+        return {}
+    return {
+        "limits": {
+            name: {"limit": str(limit), "guaranteed": limit.is_guaranteed}
+            for name, limit in partition.limits.items()
+        }
     }

@@ -96,6 +96,7 @@ class CreateKernelRequest(Body):
     command: list[Text] = []
     env: dict[Annotated[str, Field(pattern=r"^[^=\x00]+$")], Text] = {}
     slots: dict[str, Any] = {}
+    devices: dict[str, Annotated[list[Text], Field(min_length=1, max_length=4096)]] = {}
     mounts: Annotated[list[MountRequest], Field(max_length=MAX_ITEMS)] = []
     ports: Annotated[list[PortRequest], Field(max_length=MAX_ITEMS)] = []
     labels: dict[Annotated[str, Field(min_length=1)], Text] = {}
@@ -145,6 +146,7 @@ class CreateKernelRequest(Body):
             image=self.image,
             env=self.env,
             slots=self.slots,
+            devices={name: tuple(ids) for name, ids in self.devices.items()},
             mounts=tuple(Mount(m.source, m.target, m.read_only) for m in self.mounts),
             ports=tuple(Port(p.container, p.host, p.protocol) for p in self.ports),
             labels=self.labels,

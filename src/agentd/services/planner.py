@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from agentd.core.allocation import Allocation, Ledger, Policy, allocate
+from agentd.core.devices import DeviceId, Inventory
 from agentd.core.explain import Question, explain
 from agentd.core.kernel import Kernel, KernelSpec, Port, step_between
 from agentd.core.plan import KernelPlan, NodeFacts, build_plan
 from agentd.core.ports import HostPort, PortRange, hand_out
-from agentd.core.slots import CPU, MEM, ResourceSlots, parse_slots
-from agentd.errors import InvalidSlotAmount, Problem
+from agentd.core.slots import CPU, MEM, ResourceSlots, device_name_of, parse_slots
+from agentd.errors import InvalidRequest, InvalidSlotAmount, Problem
 from agentd.services.devices import NodeDevices
 from agentd.services.interfaces import Plugins, PluginState, Runtime
 from agentd.services.state import NodeState
@@ -56,7 +57,8 @@ class Planner:
         inventory = self._devices.inventory
         slots = self._slots(spec, runtime)
         partition = self._devices.partition(spec.agent_id)
-        allocation = allocate(state.ledger, inventory, partition, slots, self._rules.policy)
+        policy, only = self._rules.policy, _named(spec.devices, inventory)
+        allocation = allocate(state.ledger, inventory, partition, slots, policy, only)
         ports = self._ports(spec, state.ports)
         return Decision(slots.to_wire(inventory.slot_types), allocation, ports)
 
@@ -81,13 +83,14 @@ class Planner:
         """Return for each slot of a decision how every device was looked at."""
         inventory, policy = self._devices.inventory, self._rules.policy
         partition = self._devices.partition(spec.agent_id)
+        only = _named(spec.devices, inventory)
         rows = {}
         for slot, amount in self._slots(spec, runtime).items():
             shares = (share for share in decision.allocation.shares if share.slot == slot)
             given = {share.device_id: share.amount for share in shares}
-            slot_type = inventory.slot_types[slot]
+            slot_type, named = inventory.slot_types[slot], only.get(device_name_of(slot))
             rows[slot] = explain(
-                Question(ledger, inventory, partition, slot_type, amount, policy, given)
+                Question(ledger, inventory, partition, slot_type, amount, policy, named, given)
             )
         return rows
 
@@ -126,3 +129,27 @@ class Planner:
             self._rules.node_id, tuple(cores), self._rules.real_cores, support.not_enforced
         )
         return build_plan(spec, kernel, edits, node)
+
+
+def _named(
+    names: Mapping[str, Sequence[str]], inventory: Inventory
+) -> dict[str, frozenset[DeviceId]]:
+    """Return the devices that a request names, by device name.
+
+    Raises:
+        InvalidRequest: there are no such devices; every one of them is listed.
+    """
+    problems, found = [], {}
+    for name, wanted in names.items():
+        devices = inventory.by_name.get(name, ())
+        by_key = {key: d.device_id for d in devices for key in (*d.names, d.device_id.id)}
+        found[name] = frozenset(by_key[key] for key in wanted if key in by_key)
+        have = ", ".join(device.device_id.id for device in devices) or "none of that name"
+        problems += [
+            Problem(f"devices.{name}.{place}", f"no device {key!r}; the node has {have}")
+            for place, key in enumerate(wanted)
+            if key not in by_key
+        ]
+    if problems:
+        raise InvalidRequest(problems)
+    return found

@@ -1,0 +1,33 @@
+"""Policies by short names, and requests placed on machines of a moment."""
+
+from agentd.core.allocation import Affinity, Allocation, Ledger, Policy, Strategy, allocate
+from agentd.core.slots import ONE, ResourceSlots
+from core.machines import gpus, machine, memory, shared
+
+FILL = Policy(Strategy.FILL, allow_fragmentation=True)
+EVENLY = Policy(Strategy.EVENLY, allow_fragmentation=True)
+NEAR = Policy(Strategy.EVENLY, Affinity.PREFER_SINGLE_NODE, allow_fragmentation=True)
+SNUG = Policy(Strategy.FILL, Affinity.PREFER_SINGLE_NODE, allow_fragmentation=True)
+CENT = ONE // 100
+
+
+def slots(**amounts: float) -> ResourceSlots:
+    return ResourceSlots(
+        {
+            name.replace("_", "."): int(amount) if name == "mem" else round(amount * ONE)
+            for name, amount in amounts.items()
+        }
+    )
+
+
+def given_ids(allocation: Allocation, name: str) -> dict[str, float]:
+    return {s.device_id.id: s.amount / ONE for s in allocation.devices_of(name)}
+
+
+def place(devices, asked, policy=EVENLY, quantum=ONE, ledger=None) -> Allocation:
+    node = shared(machine(*devices, memory(), quantum=quantum), "a")
+    return allocate(ledger or Ledger(), node.inventory, node.partitions["a"], asked, policy)
+
+
+def numa(*nodes: int | None, capacity: float = 1, slot: str = "cuda.device"):
+    return gpus(*[capacity] * len(nodes), nodes=nodes, slot=slot)
