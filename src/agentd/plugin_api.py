@@ -70,6 +70,8 @@ class SlotTypeInfo:
     `name` is the device name, or the device name, a dot and more. `kind` is `count`,
     `bytes` or `unique`; `quantum` the smallest step it is given in, at most 1 for counts.
     A request may ask for one slot of each `exclusive_group` only. `unit` is for people.
+    `is_enforced` says that a kernel which was given a part of a device cannot use more of it,
+    whatever it does; else the slot stands in the kernel's `not_enforced`.
     """
 
     name: str
@@ -77,6 +79,7 @@ class SlotTypeInfo:
     quantum: str = "1"
     exclusive_group: str | None = None
     unit: str = ""
+    is_enforced: bool = False
 
 
 @dataclass(frozen=True, slots=True)

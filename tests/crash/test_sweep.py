@@ -40,9 +40,16 @@ UNBORN = ("adopt.before_discard", "adopt.after_discard")
 """Reached where a start finds what never ran."""
 
 
+OF_NO_RUNTIME = ("start", "devices", "node", "drain", "shutdown", "plugin")
+"""What has nothing to do with a runtime is tried on one of them, in a soak on both."""
+
+
 def points_of(runtime: str) -> list[str]:
     other = {"docker": "process:", "process": "docker:"}[runtime]
-    return [name for name, what in POINTS.items() if not what.startswith(other)]
+    points = [name for name, what in POINTS.items() if not what.startswith(other)]
+    if runtime == "docker" and not SOAK_S:
+        points = [point for point in points if point.partition(".")[0] not in OF_NO_RUNTIME]
+    return points
 
 
 def lives(runtime: str, chance: random.Random) -> Iterator[tuple[str, str]]:

@@ -326,7 +326,7 @@ async def test_every_call_works_on_either_runtime(daemon: Daemon) -> None:
     node = await daemon.get("/v1/node")
     assert node["runtime"] == {"name": daemon.runtime, "state": "available", "reason": ""}
     paths = {"{agent}": "agent-1", "{kernel}": "k1", "{device_name}": "cuda", "{id}": "cuda1"}
-    paths["{runtime}"] = daemon.runtime
+    paths |= {"{runtime}": daemon.runtime, "{plugin}": "cuda"}
     expected = {"create_kernel": 422, "forget_device": 409, "forget_runtime": 409}
     last = ("stop_kernel", "delete_kernel")
     ending = [route for route in ROUTES if route.path != "/v1/events"]

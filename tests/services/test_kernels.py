@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 
 from agentd.core.kernel import Kernel, KernelRef, KernelState
+from agentd.core.slots import ONE
 from agentd.errors import (
     CommandNotFound,
     Draining,
@@ -20,7 +21,7 @@ from agentd.errors import (
     UnsupportedResource,
 )
 from agentd.services.kernels import GRACE_S
-from services.node import Rig, settled
+from services.node import Rig, running, settled
 
 
 async def test_a_kernel_holds_its_devices_until_it_is_removed(rig: Rig) -> None:
@@ -258,3 +259,19 @@ async def test_a_create_that_is_deleted_before_it_began_is_gone_at_once(rig: Rig
     assert (rig.states, rig.free_gpus) == ({}, 2)
     with pytest.raises(KernelConflict):
         await creating
+
+
+async def test_a_part_of_a_device_that_nothing_holds_a_kernel_to_is_said_so() -> None:
+    for is_enforced, asked, expected in (
+        (False, 0.25, ("cuda.device",)),
+        (False, 1, ()),
+        (True, 0.25, ()),
+    ):
+        rig = Rig()
+        (listing,) = rig.plugins.ready
+        parts = replace(listing.slot_types[0], quantum=ONE // 100, is_enforced=is_enforced)
+        rig.plugins.ready = [replace(listing, slot_types=(parts,))]
+        rig.devices.discover()
+        async with running(rig):
+            kernel = await rig.create(cuda_device=asked)
+            assert kernel.not_enforced == expected

@@ -70,13 +70,17 @@ class SlotKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SlotType:
-    """A slot that this node knows, and the smallest step it is given in (base units)."""
+    """A slot that this node knows, and the smallest step it is given in (base units).
+
+    `is_enforced` if a kernel cannot use more of a device than the part that it was given.
+    """
 
     name: SlotName
     kind: SlotKind
     quantum: int
     exclusive_group: str | None = None
     unit: str = ""
+    is_enforced: bool = False
 
 
 BUILT_IN = (

@@ -87,7 +87,7 @@ def _slot_type(name: str, info: SlotTypeInfo) -> SlotType:
         raise InvalidAnswer(
             f"the quantum of {slot} is {info.quantum}; expected more than 0, at most 1"
         )
-    return SlotType(slot, kind, quantum, info.exclusive_group, info.unit)
+    return SlotType(slot, kind, quantum, info.exclusive_group, info.unit, info.is_enforced)
 
 
 def _device(name: str, info: DeviceInfo, kinds: dict[str, SlotKind]) -> Device:

@@ -125,10 +125,20 @@ class Planner:
         support = await runtime.support(spec)
         edits = await self._plugins.container_edits(kernel.allocation, support.features)
         cores = [d.id for d in self._devices.partition(spec.agent_id).devices if d.name == CPU]
-        node = NodeFacts(
-            self._rules.node_id, tuple(cores), self._rules.real_cores, support.not_enforced
-        )
+        missing = support.not_enforced | _unheld(kernel.allocation, self._devices.inventory)
+        node = NodeFacts(self._rules.node_id, tuple(cores), self._rules.real_cores, missing)
         return build_plan(spec, kernel, edits, node)
+
+
+def _unheld(allocation: Allocation, inventory: Inventory) -> frozenset[str]:
+    """Return the slots of which a kernel has a part of a device that nothing holds it to."""
+    return frozenset(
+        share.slot
+        for share in allocation.shares
+        if share.device_id.name not in (CPU, MEM)
+        and share.amount < inventory.by_id[share.device_id].capacity
+        and not inventory.slot_types[share.slot].is_enforced
+    )
 
 
 def _named(
