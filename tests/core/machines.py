@@ -24,6 +24,22 @@ def cores(count: int, numa_nodes: int | None = None) -> list[Device]:
     ]
 
 
+def threads(*physical: tuple[int | None, int]) -> list[Device]:
+    """Hardware threads in the order of their ids: of which NUMA node and which core each is."""
+    return [
+        Device(
+            DeviceId("cpu", str(n)),
+            f"cpu-{n}",
+            "cpu",
+            SlotKind.COUNT,
+            ONE,
+            numa_node=node,
+            parent=f"core-{node}-{core}",
+        )
+        for n, (node, core) in enumerate(physical)
+    ]
+
+
 def memory(size: int = 32 * GIB) -> Device:
     return Device(MEMORY, "mem-root", "mem", SlotKind.BYTES, size)
 

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentd.core.dealing import split_units
 from agentd.core.devices import DeviceId
-from agentd.core.partition import split, split_units
+from agentd.core.partition import split
 from agentd.core.rules import (
     AgentRule,
     AllocationMode,

@@ -64,3 +64,19 @@ def test_the_node_id_is_derived_and_does_not_show_the_machine_id(tmp_path: Path)
     path.write_text("\n")
     with pytest.raises(OSError, match="no machine id"):
         derived_node_id(path)
+
+
+def test_hardware_threads_name_their_core_where_the_machine_tells(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    limits = {}
+    for cpu, (package, core) in enumerate([(0, 0), (1, 0), (0, 0)]):
+        folder = f"sys/devices/system/cpu/cpu{cpu}/topology"
+        limits |= {
+            f"{folder}/physical_package_id": f"{package}\n",
+            f"{folder}/core_id": f"{core}\n",
+        }
+    host = probe(machine(tmp_path, cgroup="", limits=limits))
+    assert host.physical == {0: "core-0-0", 1: "core-1-0", 2: "core-0-0"}
+    found = {device.device_id.id: device.parent for device in host.devices()}
+    assert found == {"0": "core-0-0", "1": "core-1-0", "2": "core-0-0", "3": None, "root": None}
+    assert {device.parent for device in host.devices(cpus=8)} == {None}

@@ -23,15 +23,22 @@ from fakes import FakeMemory, FakePlugins, FakeRuntime
 CUDA = SlotType("cuda.device", SlotKind.COUNT, ONE)
 
 
+SHARED = SplitRules(AllocationMode.SHARED, (AgentRule("a"), AgentRule("b")))
+
+
 class Rig:
     """A node of fakes with two GPUs and two agents, shared; the clock stands still."""
 
-    def __init__(self, memory_of_node: FakeMemory | None = None, *others: str) -> None:
+    def __init__(
+        self,
+        memory_of_node: FakeMemory | None = None,
+        *others: str,
+        rules: SplitRules = SHARED,
+    ) -> None:
         self.runtime = FakeRuntime()
         self.plugins = FakePlugins(PluginListing("cuda", (CUDA,), tuple(gpus(1, 1))))
         self.memory = memory_of_node or FakeMemory()
         self.now = 1000.0
-        rules = SplitRules(AllocationMode.SHARED, (AgentRule("a"), AgentRule("b")))
         host = [*cores(4), memory(8 * GIB)]
         events = EventLog()
         self.devices = NodeDevices(self.plugins, self.memory, rules, (CPU, MEM), host, events)

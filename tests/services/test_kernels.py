@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 
 from agentd.core.kernel import Kernel, KernelRef, KernelState
+from agentd.core.rules import AgentRule, AllocationMode, SplitRules
 from agentd.core.slots import ONE
 from agentd.errors import (
     CommandNotFound,
@@ -275,3 +276,13 @@ async def test_a_part_of_a_device_that_nothing_holds_a_kernel_to_is_said_so() ->
         async with running(rig):
             kernel = await rig.create(cuda_device=asked)
             assert kernel.not_enforced == expected
+
+
+async def test_an_agent_without_cores_says_that_nothing_holds_its_kernels() -> None:
+    agents = tuple(AgentRule(name) for name in ("a", "b", "c", "d", "e"))
+    rig = Rig(rules=SplitRules(AllocationMode.AUTO_SPLIT, agents))
+    async with running(rig):
+        for agent, cores, missing in (("a", ("0",), ()), ("e", (), ("cpu",))):
+            kernel = await rig.create(agent, agent, cpu=0)
+            assert kernel.not_enforced == missing
+            assert rig.runtime.plans[-1].cpus == cores

@@ -34,7 +34,7 @@ from agentd.config.section import (
     refuse_bool,
 )
 from agentd.core.policy import Affinity, Policy, Strategy
-from agentd.core.rules import AllocationMode, Ids, SplitRules, parse_device_rule
+from agentd.core.rules import AllocationMode, Ids, SplitOrder, SplitRules, parse_device_rule
 from agentd.core.slots import BUILT_IN, MEM, AmountError, WrittenFloat, parse_amount
 
 
@@ -159,6 +159,9 @@ class ResourceSettings(Section):
     allow_fragmentation: bool = Field(
         default=False, description="Whether half a GPU may be parts of several; else it is of one."
     )
+    auto_split_order: SplitOrder = Field(
+        default=SplitOrder.ID, description='"id" or "numa": each agent gets neighbours.'
+    )
     default_slots: Mapping[str, object] = Field(
         default=DEFAULT_SLOTS, description="What a request gets that does not name cpu or mem."
     )
@@ -272,6 +275,7 @@ class Settings(BaseSettings):
             reserved_cpu=self.resource.reserved_cpu,
             reserved_mem=self.resource.reserved_mem,
             align=self.resource.memory_align_size,
+            order=self.resource.auto_split_order,
         )
 
     def policy(self) -> Policy:

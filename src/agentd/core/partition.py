@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from decimal import ROUND_HALF_EVEN, Decimal
 from types import MappingProxyType
 
+from agentd.core.dealing import deal, split_units, torn_cores
 from agentd.core.devices import MEMORY, Device, DeviceId, Inventory
 from agentd.core.limits import Limit, Limitable, remarks, resolved
 from agentd.core.manual import AssignableDevices, Assignment, assign_manually
@@ -149,20 +150,6 @@ def _is_memory(device: Device) -> bool:
     return device.device_id == MEMORY
 
 
-def split_units(total: int, parts: int) -> list[int]:
-    """Return `parts` whole amounts that sum to `total`, the larger ones first.
-
-    Amounts are in units of the caller's choosing and differ by one at most.
-
-    Raises:
-        ValueError: `parts` is not positive, or `total` is negative.
-    """
-    if parts < 1 or total < 0:
-        raise ValueError(f"cannot split {total} into {parts}")
-    share, rest = divmod(total, parts)
-    return [share + 1] * rest + [share] * (parts - rest)
-
-
 def split(
     inventory: Inventory,
     rules: SplitRules,
@@ -196,7 +183,7 @@ def split(
         everything = [device.device_id for device in pool.devices]
         assignment = Assignment(dict.fromkeys(agents, everything), dict.fromkeys(agents, left))
     elif rules.mode is AllocationMode.AUTO_SPLIT:
-        assignment = _deal(pool, [rule.agent_id for rule in rules.agents], rules.align)
+        assignment = _deal(pool, rules)
     else:
         assignment, wrong = assign_manually(pool, rules)
         problems += wrong
@@ -261,16 +248,14 @@ def _reservation(inventory: Inventory, rules: SplitRules) -> tuple[list[DeviceId
     return reserved, problems
 
 
-def _deal(pool: AssignableDevices, agents: list[str], align: int) -> Assignment:
-    dealt: dict[str, list[DeviceId]] = {agent: [] for agent in agents}
-    for devices in pool.by_name.values():
-        rest = iter(devices)
-        for agent, share in zip(agents, split_units(len(devices), len(agents)), strict=True):
-            dealt[agent] += [next(rest).device_id for _ in range(share)]
+def _deal(pool: AssignableDevices, rules: SplitRules) -> Assignment:
+    agents = [rule.agent_id for rule in rules.agents]
+    dealt = deal(pool.by_name, agents, rules.order)
     if len(agents) == 1:
         return Assignment(dealt, {agents[0]: pool.memory_bytes})
-    units = split_units(pool.memory_bytes // align, len(agents))
-    return Assignment(dealt, {a: unit * align for a, unit in zip(agents, units, strict=True)})
+    units = split_units(pool.memory_bytes // rules.align, len(agents))
+    sizes = {agent: unit * rules.align for agent, unit in zip(agents, units, strict=True)}
+    return Assignment(dealt, sizes)
 
 
 def _split(
@@ -310,6 +295,7 @@ def _split(
             *(_left_over(name, ids) for name, ids in unassigned.items()),
             *_ignored_rules(rules),
             *_idle_agents(assignment),
+            *(() if shared else torn_cores(assignment.devices, pool.by_name.get(CPU, ()))),
         ),
     )
 

@@ -28,6 +28,13 @@ class AllocationMode(StrEnum):
     MANUAL = "manual"
 
 
+class SplitOrder(StrEnum):
+    """In which order auto-split deals devices."""
+
+    ID = "id"
+    NUMA = "numa"
+
+
 @dataclass(frozen=True, slots=True)
 class Ids:
     """Exactly these devices, by id, stable id or alias."""
@@ -100,6 +107,7 @@ class SplitRules:
     reserved_cpu: int | tuple[str, ...] = 0
     reserved_mem: int = 0
     align: int = 1
+    order: SplitOrder = SplitOrder.ID
 
 
 def parse_device_rule(raw: object) -> DeviceRule:

@@ -1,7 +1,8 @@
 """Cores and memory of this machine, as far as this process may use them.
 
 Sources: the affinity mask (sched_getaffinity(2)), /sys/devices/system/node for NUMA,
-/proc/meminfo, and the memory limits of the process's own cgroups, v1 and v2.
+/sys/devices/system/cpu for physical cores, /proc/meminfo, and the memory limits of the
+process's own cgroups, v1 and v2.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import errno
 import hashlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentd.core.devices import MEMORY, Device, DeviceId
@@ -21,13 +22,17 @@ from agentd.core.slots import CPU, MEM, ONE, SlotKind
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What the probe found: core -> NUMA node (None where unknown), and bytes of memory."""
+    """What the probe found: core -> NUMA node (None where unknown), and bytes of memory.
+
+    `physical` names the physical core of each hardware thread, where the machine tells.
+    """
 
     cores: dict[int, int | None]
     memory_bytes: int
+    physical: dict[int, str] = field(default_factory=dict)
 
     def devices(self, cpus: int | None = None, memory_bytes: int | None = None) -> list[Device]:
-        """Return the built-in devices, as found or as declared."""
+        """Return the built-in devices, as found or as declared; declared cores are all alike."""
         found = sorted(self.cores)
         ids = found if cpus is None else (found + _invented(found, cpus))[:cpus]
         cores = [
@@ -38,6 +43,7 @@ class Host:
                 SlotKind.COUNT,
                 ONE,
                 numa_node=self.cores.get(core),
+                parent=self.physical.get(core) if cpus is None else None,
             )
             for core in ids
         ]
@@ -73,7 +79,27 @@ def probe(root: Path = Path("/")) -> Host:
     nodes = dict(_numa_nodes(root / "sys/devices/system/node"))
     cores = {core: nodes.get(core) for core in os.sched_getaffinity(0)}
     limits = [_total_memory(root), *_cgroup_limits(root)]
-    return Host(cores, min(limits))
+    physical = _physical_cores(root / "sys/devices/system/cpu", cores)
+    return Host(cores, min(limits), physical)
+
+
+def _physical_cores(folder: Path, cores: Iterable[int]) -> dict[int, str]:
+    """Read which physical core each hardware thread is of; nothing where that cannot be read.
+
+    Core ids are unique within a package (Documentation/admin-guide/cputopology.rst).
+    """
+    found = {}
+    for core in cores:
+        topology = folder / f"cpu{core}" / "topology"
+        try:
+            package, number = (
+                int((topology / name).read_text(encoding="ascii"))
+                for name in ("physical_package_id", "core_id")
+            )
+        except (OSError, ValueError):
+            continue
+        found[core] = f"core-{package}-{number}"
+    return found
 
 
 def _numa_nodes(folder: Path) -> Iterator[tuple[int, int]]:

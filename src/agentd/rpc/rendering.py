@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Literal, TypeAlias
 
@@ -241,9 +241,20 @@ def node_view(
         "runtime": runtimes.pop(default_runtime),
         "other_runtimes": list(runtimes.values()),
         "plugins": plugin_views(plugins),
-        "warnings": list(devices.warnings),
+        "warnings": [*devices.warnings, *_left_agents(state, devices.split)],
         "generation": devices.generation,
     }
+
+
+def _left_agents(state: NodeState, split: Split) -> Iterator[str]:
+    """Yield the agents that are not configured any more and whose kernels hold something."""
+    holding: dict[str, list[str]] = {}
+    for kernel_id, held in state.ledger.holdings.items():
+        if held.agent_id not in split.partitions and held.allocation.shares:
+            holding.setdefault(held.agent_id or "unknown", []).append(kernel_id)
+    for agent, kernels in holding.items():
+        who = ", ".join(kernels)
+        yield f"agent {agent} is not configured any more, and its {who} still hold devices"
 
 
 def check_views(checks: Iterable[Check]) -> list[CheckView]:

@@ -124,8 +124,10 @@ class Planner:
         """
         support = await runtime.support(spec)
         edits = await self._plugins.container_edits(kernel.allocation, support.features)
-        cores = [d.id for d in self._devices.partition(spec.agent_id).devices if d.name == CPU]
         missing = support.not_enforced | _unheld(kernel.allocation, self._devices.inventory)
+        cores = [d.id for d in self._devices.partition(spec.agent_id).devices if d.name == CPU]
+        if not cores:  # nobody's, if there are any: those of other agents are theirs
+            cores, missing = list(self._devices.split.unassigned.get(CPU, ())), missing | {CPU}
         node = NodeFacts(self._rules.node_id, tuple(cores), self._rules.real_cores, missing)
         return build_plan(spec, kernel, edits, node)
 
