@@ -10,21 +10,23 @@ splits it into tiers: all of a tier is taken before the next is touched. Under
 before the others: with `fill` the one with least room, so that whole nodes stay whole, else
 the one with most. Each later step's first tier is the nodes of the steps before. Inside a tier,
 `agentd.core.distribute` says how much is taken from how many devices of which room; equally
-free devices alternate between NUMA nodes.
+free devices alternate between NUMA nodes, and of the threads of a core, or the parts of a
+device, whole ones are taken first.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 from operator import or_
 from types import MappingProxyType
+from typing import TypeAlias
 
 from agentd.core import distribute
 from agentd.core.devices import DeviceId, Inventory, natural_key
 from agentd.core.explain import Question, refusal
-from agentd.core.free_index import Buckets, FreeIndex, given, rooms, total
+from agentd.core.free_index import Buckets, FreeIndex, Siblings, given, rooms, total
 from agentd.core.ledger import Allocation, Holding, Ledger, Share, release
 from agentd.core.partition import Partition
 from agentd.core.policy import Affinity, Policy, Strategy
@@ -37,6 +39,9 @@ from agentd.core.slots import (
     device_name_of,
     is_divisible,
 )
+
+Rule: TypeAlias = Callable[[distribute.Rooms, int], list[distribute.Part]]
+"""How an amount is divided over rooms."""
 
 __all__ = [
     "Affinity",
@@ -110,7 +115,8 @@ def _step(
     tiers = _tiers(index.buckets, wanted, near, policy)
     parts: list[tuple[int, int]] | None
     if is_whole or policy.allow_fragmentation:
-        parts = _divide(tiers, wanted, policy.strategy, is_whole=is_whole)
+        rule = _rule(policy.strategy, is_whole=is_whole)
+        parts = _divide(tiers, wanted, rule, index.siblings)
     else:
         anywhere: Buckets = {None: index.buckets[None]} if None in index.buckets else {}
         alone = tiers[:1] if near else [tier | anywhere for tier in tiers]
@@ -129,19 +135,21 @@ def _step(
     ]
 
 
+def _rule(strategy: Strategy, *, is_whole: bool) -> Rule:
+    if strategy is Strategy.FILL:
+        return distribute.fill
+    return distribute.evenly_whole if is_whole else distribute.evenly_shares
+
+
 def _divide(
-    tiers: Iterable[Buckets], wanted: int, strategy: Strategy, *, is_whole: bool
+    tiers: Iterable[Buckets], wanted: int, rule: Rule, siblings: Siblings
 ) -> list[tuple[int, int]]:
     """Return (position, quanta) of the devices that give; the tiers hold what is wanted."""
-    if strategy is Strategy.FILL:
-        rule = distribute.fill
-    else:
-        rule = distribute.evenly_whole if is_whole else distribute.evenly_shares
     parts: list[tuple[int, int]] = []
     for tier in tiers:
         take = min(wanted, total(tier))
         if take:
-            parts += given(tier, rule(rooms(tier), take))
+            parts += given(tier, rule(rooms(tier), take), siblings)
         wanted -= take
         if not wanted:
             break

@@ -10,22 +10,26 @@ Immutable: `with_rooms` returns the index after a change.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from agentd.core.devices import Device, DeviceId
 from agentd.core.distribute import Part, Rooms, alike
 
+_T = TypeVar("_T")
 Buckets: TypeAlias = dict[int | None, dict[int, int]]
 """By NUMA node and by room in quanta: the positions of the devices, as bits."""
+Siblings: TypeAlias = Sequence[int]
+"""Devices that are parts of one (the threads of a core), as bits, where there are several."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FreeIndex:
     """Devices in natural order, and the room on each in quanta.
 
-    `limits` is the most that the agent may hold of each, `capacities` the same by size.
+    `limits` is the most that the agent may hold of each, `capacities` the same by size;
+    `siblings` are those that are parts of one physical device.
     """
 
     devices: tuple[Device, ...]
@@ -34,6 +38,7 @@ class FreeIndex:
     capacities: Rooms
     quantum: int
     buckets: Buckets
+    siblings: Siblings = ()
 
     def only(self, device_ids: Collection[DeviceId]) -> FreeIndex:
         """Return the index of some of the devices."""
@@ -64,6 +69,15 @@ class FreeIndex:
         return replace(self, buckets={node: found for node, found in buckets.items() if found})
 
 
+def siblings(devices: Iterable[Device]) -> Siblings:
+    """Return the devices that have the same parent, where there are several."""
+    masks: dict[str, int] = {}
+    for position, device in enumerate(devices):
+        if device.parent is not None:
+            masks[device.parent] = masks.get(device.parent, 0) | 1 << position
+    return [mask for mask in masks.values() if mask.bit_count() > 1]
+
+
 def rooms(buckets: Buckets) -> Rooms:
     """Return how many devices have which room."""
     counts: dict[int, int] = {}
@@ -80,34 +94,62 @@ def total(buckets: Buckets) -> int:
     )
 
 
-def given(buckets: Buckets, parts: Iterable[Part]) -> Iterator[tuple[int, int]]:
+def given(
+    buckets: Buckets, parts: Iterable[Part], siblings: Siblings = ()
+) -> Iterator[tuple[int, int]]:
     """Yield (position, quanta) for each device that gives a part."""
-    queues: dict[int, Iterator[int]] = {}
+    by_room: dict[int, list[Part]] = {}
     for part in parts:
-        queue = queues.get(part.room)
-        if queue is None:
-            queue = queues[part.room] = _in_turn(buckets, part.room)
-        for _ in range(part.devices):
-            yield next(queue), part.amount
+        by_room.setdefault(part.room, []).append(part)
+    for room, same in by_room.items():
+        found = {node: bits for node, rooms in buckets.items() if (bits := rooms.get(room))}
+        count = sum(part.devices for part in same)
+        chosen = _together(found, count, siblings) if siblings else _in_turn(found)
+        for part in same:
+            yield from ((next(chosen), part.amount) for _ in range(part.devices))
 
 
-def _in_turn(buckets: Buckets, room: int) -> Iterator[int]:
-    """Yield the devices with this room: one of each NUMA node in turn, in natural order.
+def _in_turn(found: Mapping[int | None, int]) -> Iterator[int]:
+    """Yield devices that are alike: one of each NUMA node in turn, in natural order.
 
     Devices that are near everything come after those that have a node.
     """
-    found = {node: bits for node, by_room in buckets.items() if (bits := by_room.get(room))}
-    anywhere = found.pop(None, 0)
-    queues = [_positions(bits) for _, bits in sorted(found.items(), key=lambda item: item[0] or 0)]
+    nodes = sorted((node, bits) for node, bits in found.items() if node is not None)
+    yield from _alternating([_positions(bits) for _, bits in nodes])
+    yield from _positions(found.get(None, 0))
+
+
+def _together(found: Mapping[int | None, int], count: int, siblings: Siblings) -> Iterator[int]:
+    """Yield so many devices, whole groups of siblings first, each node's in turn.
+
+    What is left of groups that are in use goes to odd amounts, before another group is broken.
+    """
+    whole = {node: [mask for mask in siblings if not mask & ~bits] for node, bits in found.items()}
+    odd = dict(found)
+    kept: list[int] = []
+    nodes = sorted(whole, key=lambda node: (node is None, node or 0))
+    for node, mask in _alternating([((node, mask) for mask in whole[node]) for node in nodes]):
+        odd[node] &= ~mask
+        if mask.bit_count() <= count:
+            count -= mask.bit_count()
+            yield from _positions(mask)
+        else:
+            kept.append(mask)
+    yield from _in_turn(odd)
+    for mask in kept:
+        yield from _positions(mask)
+
+
+def _alternating(queues: Sequence[Iterator[_T]]) -> Iterator[_T]:
+    """Yield one of each queue in turn."""
     while queues:
         still = []
         for queue in queues:
-            position = next(queue, None)
-            if position is not None:
-                yield position
+            first = next(queue, None)
+            if first is not None:
+                yield first
                 still.append(queue)
         queues = still
-    yield from _positions(anywhere)
 
 
 def _positions(bits: int) -> Iterator[int]:

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 from agentd.core.devices import MEMORY, Device, DeviceId, Inventory
 from agentd.core.distribute import alike
-from agentd.core.free_index import FreeIndex
+from agentd.core.free_index import FreeIndex, siblings
 from agentd.core.partition import Partition
 from agentd.core.slots import SlotKind, SlotName, SlotType, format_amount
 
@@ -160,6 +160,7 @@ class Ledger:
             alike(limits),
             slot_type.quantum,
             {},
+            siblings(devices),
         ).with_rooms(
             (position, 0, self.free(device, partition) // slot_type.quantum)
             for position, device in enumerate(devices)
