@@ -230,6 +230,46 @@ def test_profiles_are_named_as_nvidia_names_them(slices, memory_mib, profile) ->
     assert nvml.profile_name(*slices, memory_mib << 20, 80 << 30) == profile
 
 
+PROFILES = {
+    "A30": "1g.6gb 1g.6gb+me 2g.12gb 2g.12gb+me 4g.24gb",
+    "A100 40GB": "1g.5gb 1g.5gb+me 1g.10gb 2g.10gb 3g.20gb 4g.20gb 7g.40gb",
+    "A100, H100 80GB": "1g.10gb 1g.10gb+me 1g.20gb 2g.20gb 3g.40gb 4g.40gb 7g.80gb",
+    "H200 141GB": "1g.18gb 1g.18gb+me 1g.35gb 2g.35gb 3g.71gb 4g.71gb 7g.141gb",
+    "B200 180GB": "1g.23gb 1g.23gb+me 1g.45gb 2g.45gb 3g.90gb 4g.90gb 7g.180gb",
+    "RTX PRO 6000": "1g.24gb 1g.24gb+me 1g.24gb+gfx 1g.24gb+me.all 1g.24gb-me 2g.48gb 2g.48gb+gfx"
+    " 2g.48gb+me.all 2g.48gb-me 4g.96gb 4g.96gb+gfx",
+    "a part of a part": "1c.3g.40gb 2c.4g.40gb 1c.2g.48gb+gfx",
+}
+"""https://docs.nvidia.com/datacenter/tesla/mig-user-guide/supported-mig-profiles.html"""
+
+
+@pytest.mark.parametrize("gpu", PROFILES)
+async def test_profiles_keep_their_attributes_in_the_slot(node: Node, gpu: str) -> None:
+    profiles = PROFILES[gpu].split()
+    mig = HEALTHY.replace("lost=0 mig=0 recovery=0", "lost=0 mig=1 maxmig=16 recovery=0")
+    for place, profile in enumerate(profiles):
+        mig += (
+            f"mig gpu=0 idx={place} uuid=MIG-{place} gi={place} ci=0 gslices=1 cslices=1"
+            f" mem_mb=9984 used={place} name=NVIDIA GPU MIG {profile}\n"
+        )
+    node.say(mig)
+    host = await node.plugin()
+    slots = [device.slot for device in devices(host) if device.parent]
+    assert slots == [f"cuda.device:{profile.replace('+', '.')}-mig" for profile in profiles]
+    await until_measured(host, len(profiles) + 1)
+    measured = {item.stable_id: item for item in host.measurements()["cuda"]}
+    assert "GPU-aaaa" not in measured
+    part = measured["MIG-1"]
+    assert (part.memory_used_bytes, part.memory_total_bytes) == (1, 9984 << 20)
+    assert (part.temperature_c, part.power_w) == (41, None)
+
+
+async def until_measured(host: PluginHost, count: int) -> None:
+    async with asyncio.timeout(10):
+        while len(host.measurements().get("cuda", ())) != count:
+            await asyncio.sleep(0.02)
+
+
 def test_half_a_gib_is_rounded_up_as_nvidia_does() -> None:
     assert nvml.profile_name(3, 3, 69632 << 20, 143771 << 20) == "3g.71gb"
     assert nvml.profile_name(1, 1, 22500 << 20, 183359 << 20) == "1g.23gb"

@@ -108,6 +108,32 @@ async def test_edits(host: PluginHost) -> None:
     assert hidden.env == {"ROCR_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 
 
+@pytest.mark.parametrize(
+    ("compute", "memory", "slot"),
+    [("SPX", "NPS1", "rocm.device"), ("CPX", "NPS4", "rocm.device:cpx_nps4"),
+     ("DPX", "NPS1", "rocm.device:dpx_nps1"), ("", "", "rocm.device"),
+     ("../x", "NPS1", "rocm.device")],
+)  # fmt: skip
+async def test_partitions_have_slots_of_their_own(
+    root: Path, tmp_path: Path, monkeypatch, compute: str, memory: str, slot: str
+) -> None:
+    gpus = tmp_path / "gpus"
+    gpus.write_text(GPUS)
+    monkeypatch.setenv("ROCM_PATH", str(root))
+    monkeypatch.setenv("FAKE_AMDSMI_FILE", str(gpus))
+    monkeypatch.setenv("PATH", f"{root}/bin:{os.environ['PATH']}")
+    folder = tmp_path / "sys/bus/pci/devices/0000:c1:00.0"
+    (folder / "drm/renderD129").mkdir(parents=True)
+    (folder / "current_compute_partition").write_text(f"{compute}\n")
+    (folder / "current_memory_partition").write_text(f"{memory}\n")
+    made = plugin(sysfs=str(tmp_path / "sys"))
+    await made.open(10)
+    (listing,) = made.listings()
+    await made.close()
+    assert listing.devices[0].slot == slot
+    assert [found.name for found in listing.slot_types] == [*dict.fromkeys(["rocm.device", slot])]
+
+
 async def test_what_is_not_available_is_not_a_number(host: PluginHost) -> None:
     assert smi._known(2**16 - 1) is None
     assert smi._known(2**32 - 1) is None

@@ -132,7 +132,8 @@ class CudaPlugin(AcceleratorPlugin):
         ]
 
     def _mig_slot(self, profile: str) -> str:
-        return f"{self.name}.device:{profile}-mig"
+        """Return a profile's slot; a `+` is a `.`, as in NVIDIA's own k8s-device-plugin."""
+        return f"{self.name}.device:{profile.replace('+', '.')}-mig"
 
     def list_devices(self) -> Sequence[DeviceInfo]:
         return [device for gpu in self._gpus() for device in self._devices(gpu)]
@@ -156,7 +157,7 @@ class CudaPlugin(AcceleratorPlugin):
             replace(
                 whole,
                 id=f"{whole.id}:{part.place}",
-                stable_id=part.uuid.replace("/", ":"),
+                stable_id=_stable_id(part.uuid),
                 slot=self._mig_slot(part.profile),
                 aliases=[],
                 parent=gpu.uuid,
@@ -231,25 +232,31 @@ class CudaPlugin(AcceleratorPlugin):
         found = []
         for _, handle in nvml.handles():
             try:
-                load = nvml.load_of(handle)
+                loads = [*nvml.loads(handle)]
             except pynvml.NVMLError:
                 continue
-            found.append(
+            found += [
                 Measurement(
-                    load.uuid,
+                    _stable_id(load.uuid),
                     load.utilization,
                     load.used_bytes,
                     load.total_bytes,
                     load.temperature,
                     load.power,
                 )
-            )
+                for load in loads
+            ]
         return found
 
 
 def _decimal(value: object) -> str:
     """Return a number of the settings as a plain decimal: TOML reads 0.00001 as 1e-05."""
     return format(Decimal(str(value)), "f") if isinstance(value, float) else str(value)
+
+
+def _stable_id(uuid: str) -> str:
+    """Return a UUID as an identity, which has no slashes; the inverse of `_uuid`."""
+    return uuid.replace("/", ":")
 
 
 def _uuid(stable_id: str) -> str:

@@ -6,6 +6,7 @@ GPU does not support has no answer (None); a GPU that is lost says so for itself
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -18,6 +19,7 @@ import pynvml
 _T = TypeVar("_T")
 _RECOVERY = {1: "a GPU reset", 2: "a reboot", 3: "a peer-to-peer drain", 4: "a drain and a reset"}
 """NVML_FI_DEV_GET_GPU_RECOVERY_ACTION; 0 means no action."""
+_PROFILE = re.compile(r"\bMIG ((?:[0-9]+c\.)?[0-9]+g\.[0-9]+gb(?:[+-][a-z]+(?:\.[a-z]+)*)*)$")
 _UNSUPPORTED = (
     pynvml.NVML_ERROR_NOT_SUPPORTED,
     pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
@@ -28,7 +30,7 @@ _UNSUPPORTED = (
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A MIG device: its place on its GPU, and its profile, such as `1g.10gb`."""
+    """A MIG device: its place on its GPU, and its profile, such as `1g.10gb+me`."""
 
     place: int
     uuid: str
@@ -152,14 +154,18 @@ def _recovery_action(handle: Any) -> int | None:  # noqa: ANN401 - opaque
     return int(values[0].value.uiVal)
 
 
-def _parts(handle: Any, total_bytes: int) -> Iterator[Part]:  # noqa: ANN401 - opaque
+def _part_handles(handle: Any) -> Iterator[tuple[int, Any]]:  # noqa: ANN401 - opaque
+    """Yield the place and handle of each MIG device of a GPU."""
     for place in range(asked(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
         try:
-            part = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)
+            yield place, pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)
         except pynvml.NVMLError as error:
-            if error.value in (pynvml.NVML_ERROR_NOT_FOUND, *_UNSUPPORTED):
-                continue
-            raise
+            if error.value not in (pynvml.NVML_ERROR_NOT_FOUND, *_UNSUPPORTED):
+                raise
+
+
+def _parts(handle: Any, total_bytes: int) -> Iterator[Part]:  # noqa: ANN401 - opaque
+    for place, part in _part_handles(handle):
         try:
             attributes = pynvml.nvmlDeviceGetAttributes(part)
         except pynvml.NVMLError as error:
@@ -167,8 +173,19 @@ def _parts(handle: Any, total_bytes: int) -> Iterator[Part]:  # noqa: ANN401 - o
             continue
         memory_bytes = int(attributes.memorySizeMB) << 20
         gpu, compute = attributes.gpuInstanceSliceCount, attributes.computeInstanceSliceCount
-        profile = profile_name(gpu, compute, memory_bytes, total_bytes)
+        computed = profile_name(gpu, compute, memory_bytes, total_bytes)
+        profile = _told_profile(part) or computed
         yield Part(place, pynvml.nvmlDeviceGetUUID(part), profile, memory_bytes)
+
+
+def _told_profile(part: Any) -> str:  # noqa: ANN401 - opaque
+    """Return the profile that stands in a MIG device's name, attributes and all, if it does.
+
+    Attributes (`+me`, `+gfx`, `-me`) are nowhere else: slices and memory do not tell them.
+    https://docs.nvidia.com/datacenter/tesla/mig-user-guide/mig-device-names.html
+    """
+    match = _PROFILE.search(asked(pynvml.nvmlDeviceGetName, part) or "")
+    return match[1] if match else ""
 
 
 def profile_name(gpu_slices: int, compute_slices: int, memory_bytes: int, total_bytes: int) -> str:
@@ -184,8 +201,31 @@ def profile_name(gpu_slices: int, compute_slices: int, memory_bytes: int, total_
     return f"{lead}{gpu_slices}g.{gib}gb"
 
 
+def loads(handle: Any) -> Iterator[Load]:  # noqa: ANN401 - opaque
+    """Yield what a GPU does now; of one in MIG mode, what each of its parts does.
+
+    A part has its own memory, and the temperature of its GPU. NVML measures neither
+    utilization nor power of parts.
+    """
+    mode = asked(pynvml.nvmlDeviceGetMigMode, handle)
+    if not mode or mode[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
+        yield load_of(handle)
+        return
+    temperature = asked(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
+    for _, part in _part_handles(handle):
+        memory = asked(pynvml.nvmlDeviceGetMemoryInfo, part)
+        yield Load(
+            pynvml.nvmlDeviceGetUUID(part),
+            None,
+            None if memory is None else int(memory.used),
+            None if memory is None else int(memory.total),
+            None if temperature is None else float(temperature),
+            None,
+        )
+
+
 def load_of(handle: Any) -> Load:  # noqa: ANN401 - opaque
-    """Return what a GPU does now."""
+    """Return what a whole GPU does now."""
     rates = asked(pynvml.nvmlDeviceGetUtilizationRates, handle)
     memory = asked(pynvml.nvmlDeviceGetMemoryInfo, handle)
     temperature = asked(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)

@@ -6,7 +6,8 @@
 from zero inside a container, where only they are visible, and named outside.
 
 A GPU in compute partitions is several processors of one PCI address, each with a render node;
-the second and later ones are told apart by their place on it.
+the second and later ones are told apart by their place on it. Such partitions have slots of
+their own, such as `rocm.device:cpx_nps4`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from agentd_rocm import smi
 _KEYS = ("mode", "quantum", "groups", "sysfs")
 _MODES = ("device", "shares")
 _QUANTUM = re.compile(r"1(?:\.0+)?|0\.[0-9]{1,6}")
+_PARTITION = re.compile(r"[a-z]{2,4}[0-9]?")
 _KFD = "/dev/kfd"
 _VENDOR = "1002"
 
@@ -84,7 +86,24 @@ class RocmPlugin(AcceleratorPlugin):
     def slot_types(self) -> Sequence[SlotTypeInfo]:
         mode = self._mode
         quantum = str(self.settings.get("quantum", "1" if mode == "device" else "0.01"))
-        return [SlotTypeInfo(f"{self.name}.{mode}", "count", quantum, "mode", unit="GPU")]
+        whole = f"{self.name}.{mode}"
+        partitions = {self._slot(gpu) for gpu in smi.gpus()} - {whole}
+        return [
+            SlotTypeInfo(whole, "count", quantum, "mode", unit="GPU"),
+            *(SlotTypeInfo(slot, exclusive_group="mode") for slot in sorted(partitions)),
+        ]
+
+    def _slot(self, gpu: smi.Gpu) -> str:
+        """Return the slot of a GPU; a partition's is named as in AMD's own k8s-device-plugin.
+
+        The kernel's driver tells how a GPU is partitioned, in compute and in memory
+        (https://docs.kernel.org/gpu/amdgpu/driver-misc.html).
+        """
+        compute = self._text(gpu.pci, "current_compute_partition")
+        memory = self._text(gpu.pci, "current_memory_partition")
+        if not _PARTITION.fullmatch(compute) or compute == "spx":
+            return f"{self.name}.{self._mode}"
+        return f"{self.name}.device:{compute}_{memory if _PARTITION.fullmatch(memory) else 'nps1'}"
 
     @property
     def _mode(self) -> str:
@@ -98,7 +117,7 @@ class RocmPlugin(AcceleratorPlugin):
                 DeviceInfo(
                     id=f"{self.name}{gpu.index}",
                     stable_id=self._identity(gpu),
-                    slot=f"{self.name}.{self._mode}",
+                    slot=self._slot(gpu),
                     aliases=[gpu.pci] if self._unique_id(gpu.pci) and not gpu.place else [],
                     model=gpu.model,
                     numa_node=self._numa_node(gpu.pci),
