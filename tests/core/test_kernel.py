@@ -1,11 +1,12 @@
 """The state machine: two tables, and nothing besides."""
 
 import importlib.util
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from agentd import plugin_api
 from agentd.core.adoption import adopt
 from agentd.core.kernel import (
     ENDED,
@@ -97,6 +98,13 @@ def test_the_page_of_states_is_made_from_the_tables() -> None:
     generate = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generate)
     assert generate.STATES.read_text() == generate.states_page(), "run python docs/generate.py"
+    api = generate.plugin_api_page()
+    assert generate.PLUGIN_API.read_text() == api, "run python docs/generate.py"
+    for name in plugin_api.__all__:
+        value = getattr(plugin_api, name)
+        assert f"## `{name}`" in api
+        members = fields(value) if is_dataclass(value) else ()
+        assert all(f"| `{member.name}` |" in api for member in members)
 
 
 @pytest.mark.parametrize(

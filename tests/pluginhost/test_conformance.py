@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agentd import plugin_api
-from agentd.pluginhost.conformance import Conformance, imports_of_agentd
+from agentd.pluginhost.conformance import Conformance, imports_of_agentd, missing
 from agentd.pluginhost.instance import Pace, Wanted
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "write-a-plugin.md"
@@ -79,7 +79,7 @@ async def test_the_plugin_of_the_how_to_is_one(tmp_path: Path, monkeypatch) -> N
     code = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert code is not None
     (tmp_path / "dev").mkdir()
-    (tmp_path / "dev" / "7").touch()
+    (tmp_path / "dev" / "7").symlink_to("/dev/null")
     text = code[1].replace('"/dev/blinker")', f'"{tmp_path}/dev")', 1)
     (tmp_path / "blinker.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -87,6 +87,22 @@ async def test_the_plugin_of_the_how_to_is_one(tmp_path: Path, monkeypatch) -> N
     findings = await Conformance(wanted, Pace()).run()
     assert [finding for finding in findings if not finding.passed] == []
     assert len(findings) >= 9
+
+
+def test_what_devices_need_and_the_node_has_not_is_found(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    edits = plugin_api.ContainerEdits(
+        device_nodes=tuple(
+            plugin_api.DeviceNode(path, path)
+            for path in ("/dev/null", f"{tmp_path}/gone", f"{tmp_path}/file")
+        ),
+        mounts=(plugin_api.Mount(f"{tmp_path}/lib", "/lib"), plugin_api.Mount("/usr", "/usr")),
+    )
+    assert [*missing(edits)] == [
+        f"{tmp_path}/gone: No such file or directory",
+        f"{tmp_path}/file: it is no device",
+        f"{tmp_path}/lib: No such file or directory",
+    ]
 
 
 def test_everything_of_the_plugin_api_is_documented() -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ast
 import gc
-from collections.abc import Awaitable, Callable
+import stat
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -94,10 +95,11 @@ class Conformance:
         if not devices:
             self.findings.append(Finding("its devices' needs", True, "not tried: it lists none"))  # noqa: FBT003
         for features in _ENGINES if devices else ():
-            await self._tried(
+            edits = await self._tried(
                 f"it says what its devices need ({features.runtime})",
                 partial(self._edits, process, devices, features),
             )
+            self._say(f"what they need is there ({features.runtime})", ", ".join(missing(edits)))
         if facts.has_measurements:
             await self._tried("it measures", lambda: self._measure(process, listing))
         if facts.hears_kernels and devices:
@@ -149,6 +151,21 @@ class Conformance:
         known = {d.stable_id for d in listing.devices} | {d.parent for d in listing.devices}
         if strange := sorted({item.stable_id for item in measured} - known):
             raise InvalidAnswer(f"it measures {', '.join(strange)}, which it does not list")
+
+
+def missing(edits: ContainerEdits) -> Iterator[str]:
+    """Yield the device files and mount sources of edits that are not on this node."""
+    for node in edits.device_nodes:
+        try:
+            mode = Path(node.host_path).stat().st_mode
+        except OSError as error:
+            yield f"{node.host_path}: {error.strerror}"
+        else:
+            if not (stat.S_ISCHR(mode) or stat.S_ISBLK(mode)):
+                yield f"{node.host_path}: it is no device"
+    for mount in edits.mounts:
+        if not Path(mount.source).exists():
+            yield f"{mount.source}: No such file or directory"
 
 
 def _moved(first: PluginListing, second: PluginListing) -> str:
