@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-WORKERS ?= 2
+WORKERS ?= 3
 SECONDS ?= 3600
 PLUGINS := $(wildcard plugins/*)
 SOURCES := pyproject.toml $(PLUGINS:%=%/pyproject.toml)

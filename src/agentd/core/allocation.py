@@ -81,13 +81,15 @@ def allocate(
         named = only.get(name)
         if named is not None:
             index = index.only(named)
-        question = Question(
-            ledger, inventory, partition, slot_type, slots[slot], policy, named, earlier=taken[name]
-        )
+        left = ledger.within_limit(partition, name)
         chosen = None
-        if not question.is_over_limit:
+        if left is None or taken[name] + slots[slot] <= left:
             chosen = _step(index, slot_type, slots[slot], near, policy)
         if chosen is None:
+            asked, earlier = slots[slot], taken[name]
+            question = Question(
+                ledger, inventory, partition, slot_type, asked, policy, named, earlier=earlier
+            )
             raise refusal(question)
         taken[name] += slots[slot]
         shares += chosen

@@ -118,9 +118,10 @@ def _cannot_give(  # noqa: PLR0911 - one line for each reason, the gravest first
         return "drained by an operator"
     if device.slot != question.slot_type.name:
         return f"offers {device.slot}"
-    if (holder := ledger.kept_back_by(device)) is not None:
-        slot = ledger.holders(device.device_id)[holder].slot
-        return f"kept back: kernel {holder} holds {slot or 'an unreadable share'} of it"
+    if holders := ledger.kept_back_by(device):
+        held = ledger.holders(device.device_id)
+        shown = [f"kernel {k} holds {held[k].slot or 'an unreadable share'} of it" for k in holders]
+        return f"kept back: {', '.join(shown)}"
     strangers = ledger.strangers(device, question.partition)
     if question.partition.is_exclusive and strangers:
         return f"kept back: held by {', '.join(strangers)} of another agent"

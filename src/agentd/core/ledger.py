@@ -188,16 +188,16 @@ class Ledger:
 
     def within_limit(self, partition: Partition, name: str) -> int | None:
         """Return how much more of a device name an agent may hold; None without a limit."""
-        limit = partition.limits.get(name)
-        held = self.held_of(partition.agent_id, name)
-        return None if limit is None else max(0, limit.amount - held)
-
-    def kept_back_by(self, device: Device) -> str | None:
-        """Return a kernel that holds another slot of this device than it offers now."""
-        if all(slot == device.slot for _, slot in self._tallies.get(device.device_id, {})):
+        if (limit := partition.limits.get(name)) is None:
             return None
+        return max(0, limit.amount - self.held_of(partition.agent_id, name))
+
+    def kept_back_by(self, device: Device) -> list[str]:
+        """Return the kernels that hold another slot of this device than it offers now."""
+        if all(slot == device.slot for _, slot in self._tallies.get(device.device_id, {})):
+            return []
         holders = self.holders(device.device_id).items()
-        return next(k for k, share in holders if share.slot != device.slot)
+        return [kernel_id for kernel_id, share in holders if share.slot != device.slot]
 
     def strangers(self, device: Device, partition: Partition) -> list[str]:
         """Return kernels of other agents that hold something of a device, memory apart."""
@@ -214,7 +214,7 @@ class Ledger:
             return 0
         if device.device_id not in self.held:
             return limit
-        if self.kept_back_by(device) is not None:
+        if self.kept_back_by(device):
             return 0
         if partition.is_exclusive and self.strangers(device, partition):
             return 0

@@ -10,7 +10,7 @@ leave slots to be derived from them (`slots_of`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from decimal import ROUND_HALF_EVEN, Decimal
 from types import MappingProxyType
@@ -105,12 +105,12 @@ class Split:
 
 def joined(
     before: Split,
-    name: str,
+    names: Collection[str],
     inventory: Inventory,
     rules: SplitRules,
     unlisted: Mapping[str, str] = MappingProxyType({}),
 ) -> Split:
-    """Divide one device name that came late; everything else stays where it is seated.
+    """Divide device names that came late; everything else stays where it is seated.
 
     `inventory` has the late devices, and the memory as `before` left it.
 
@@ -122,10 +122,10 @@ def joined(
     fresh = split(inventory.with_device(whole), rules, unlisted)
 
     def merged(old: Iterable[DeviceId], new: Iterable[DeviceId]) -> tuple[DeviceId, ...]:
-        kept = (device_id for device_id in old if device_id.name != name)
-        return (*kept, *(device_id for device_id in new if device_id.name == name))
+        kept = (device_id for device_id in old if device_id.name not in names)
+        return (*kept, *(device_id for device_id in new if device_id.name in names))
 
-    late = {name: fresh.unassigned[name]} if name in fresh.unassigned else {}
+    late = {name: ids for name, ids in fresh.unassigned.items() if name in names}
     return replace(
         fresh,
         partitions={
@@ -135,7 +135,7 @@ def joined(
             )
             for agent, part in before.partitions.items()
         },
-        unassigned={k: v for k, v in before.unassigned.items() if k != name} | late,
+        unassigned={k: v for k, v in before.unassigned.items() if k not in names} | late,
     )
 
 

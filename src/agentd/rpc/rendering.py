@@ -11,7 +11,7 @@ from agentd.core.allocation import Ledger
 from agentd.core.devices import Device, Health, Inventory
 from agentd.core.kernel import Kernel
 from agentd.core.partition import Partition, Split
-from agentd.core.slots import MEM, SlotKind, SlotType, device_name_of, format_amount
+from agentd.core.slots import MEM, SlotKind, SlotName, SlotType, device_name_of, format_amount
 from agentd.services.devices import NodeDevices
 from agentd.services.events import Event, EventKind
 from agentd.services.interfaces import Plugins, PluginStatus
@@ -115,16 +115,23 @@ def _device_state(device: Device, ledger: Ledger) -> tuple[DeviceState, str]:
         return "gone", device.reason
     if device.health is Health.UNHEALTHY:
         return "unhealthy", device.reason
-    if (holder := ledger.kept_back_by(device)) is not None:
-        slot = ledger.holders(device.device_id)[holder].slot
-        what = f"{slot} of it" if slot else "it, or what it is a part of"
-        return "held", f"kernel {holder} holds {what}; nothing new until it ends"
+    if holders := ledger.kept_back_by(device):
+        shares = {kernel_id: ledger.holders(device.device_id)[kernel_id] for kernel_id in holders}
+        held = [
+            f"kernel {kernel_id} holds {_what(share.slot)}" for kernel_id, share in shares.items()
+        ]
+        until = "it ends" if len(held) == 1 else "they end"
+        return "held", f"{', '.join(held)}; nothing new until {until}"
     if (used := ledger.used(device.device_id)) > device.capacity:
         over = format_amount(used - device.capacity, device.kind)
         return "overcommitted", f"over-allocated by {over}"
     if device.drained:
         return "drained", "drained by an operator"
     return "ok", ""
+
+
+def _what(slot: SlotName) -> str:
+    return f"{slot} of it" if slot else "it, or what it is a part of"
 
 
 def agent_view(agent_id: str, split: Split, ledger: Ledger) -> AgentView:

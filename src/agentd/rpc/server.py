@@ -110,9 +110,7 @@ class Server:
             StartRefused: the socket or the address cannot be had.
         """
         self._handlers.describe(openapi)
-        app = web.Application(
-            client_max_size=MAX_BODY, middlewares=[self._errors, self._guard, self._queries]
-        )
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[self._answer])
         for route in ROUTES:
             bound = route.handler.__get__(self._handlers)
             app.router.add_route(route.method, route.path, bound, name=None)
@@ -141,8 +139,13 @@ class Server:
             self._endpoint.path.unlink(missing_ok=True)
 
     @web.middleware
-    async def _errors(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        """Refuse who may not call, or what cannot be asked; turn every error into a problem."""
         try:
+            if (refused := self._unauthorized(request)) is not None:
+                return refused
+            if (refused := _unknown_query(request)) is not None:
+                return refused
             return await handler(request)
         except AgentdError as error:
             headers = {}
@@ -163,15 +166,19 @@ class Server:
             log.exception("rpc.failed", method=request.method, path=request.path)
             return problem("Internal", f"{type(error).__name__}; the log has more")
 
-    @web.middleware
-    async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+    def _unauthorized(self, request: web.Request) -> web.Response | None:
+        """Return the refusal of a caller without the token.
+
+        Raises:
+            NotReady: the start is not over, and the path has to wait for that.
+        """
         path = request.path
         if _is_tcp(request) and path not in ("/livez", "/readyz") and not self._has_token(request):
             challenge = {"WWW-Authenticate": 'Bearer realm="agentd"'}
             return problem("Unauthorized", "a bearer token is needed", None, challenge)
         if path not in OPEN_PATHS:
             self._handlers.require_open()
-        return await handler(request)
+        return None
 
     def _has_token(self, request: web.Request) -> bool:
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
@@ -181,20 +188,23 @@ class Server:
         )
         return scheme.lower() == "bearer" and bool(wanted) and is_equal
 
-    @web.middleware
-    async def _queries(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Refuse query parameters that the route does not know: a typo must not be an order."""
-        resource = request.match_info.route.resource
-        known = _QUERIES.get((request.method, resource.canonical if resource else ""), ())
-        if unknown := sorted(set(request.query) - set(known)):
-            allowed = ", ".join(known) or "none"
-            detail = f"unknown query parameter {', '.join(unknown)}; allowed: {allowed}"
-            errors = [{"where": name, "why": "unknown query parameter"} for name in unknown]
-            return problem("InvalidRequest", detail, {"errors": errors})
-        return await handler(request)
-
 
 _QUERIES = {(route.method, route.path): route.query for route in ROUTES}
+
+
+def _unknown_query(request: web.Request) -> web.Response | None:
+    """Return the refusal of query parameters that a route does not know: a typo is no order."""
+    if not request.query_string:
+        return None
+    resource = request.match_info.route.resource
+    known = _QUERIES.get((request.method, resource.canonical if resource else ""), ())
+    unknown = sorted(set(request.query) - set(known))
+    if not unknown:
+        return None
+    allowed = ", ".join(known) or "none"
+    detail = f"unknown query parameter {', '.join(unknown)}; allowed: {allowed}"
+    errors = [{"where": name, "why": "unknown query parameter"} for name in unknown]
+    return problem("InvalidRequest", detail, {"errors": errors})
 
 
 def _is_tcp(request: web.Request) -> bool:

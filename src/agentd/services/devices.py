@@ -8,7 +8,7 @@ raises `generation`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import structlog
@@ -100,9 +100,8 @@ class NodeDevices:
             ConfigRefused: the rules do not fit what was found.
         """
         self._statuses = {status.name: status for status in self._plugins.statuses()}
-        self._split, self._warnings = self._discovered()
-        self._generation += 1
-        self._save()
+        self._warnings = ()
+        self._take_in(self._plugins.listings())
 
     def refresh(self, name: str) -> bool:
         """Take in what a plugin says now: it opened late, its devices changed, or it is lost.
@@ -135,61 +134,57 @@ class NodeDevices:
 
         What another plugin serves, or is remembered to have served, stays with that one.
         """
-        name, before = listing.name, self.inventory
-        others = [d for d in before.devices if d.device_id.name != name]
-        kept, warnings = served_once([others, listing.devices])
-        late = [device for device in kept if device.device_id.name == name]
-        devices = [*others, *with_remembered(late, _lasting(before, name))]
-        types = [*before.slot_types.values(), *listing.slot_types]
-        inventory = Inventory.of(types, with_shared_health(devices))
+        before = self.split
         try:
-            split = joined(self.split, name, inventory, self._rules, self._unlisted(devices))
+            self._take_in([listing], before)
         except ConfigRefused as error:
-            why = f"plugin {name} opened late and does not fit: {'; '.join(error.lines())}"
-            self._news[name] = (why,)
+            why = f"plugin {listing.name} opened late and does not fit: {'; '.join(error.lines())}"
+            self._news[listing.name] = (why,)
             return False
-        self._note_served(listing, late)
-        self._split, self._news[name] = split, tuple(warnings)
-        self._generation += 1
-        self._save()
-        _publish_changes(self._events, before, split.inventory)
-        log.info("plugin.joined", plugin=name)
+        _publish_changes(self._events, before.inventory, self.inventory)
+        log.info("plugin.joined", plugin=listing.name)
         return True
 
-    def _discovered(self) -> tuple[Split, tuple[str, ...]]:
-        listings = self._plugins.listings()
-        kept, warnings = served_once([listing.devices for listing in listings])
+    def _take_in(self, listings: Sequence[PluginListing], before: Split | None = None) -> None:
+        """Bring what plugins list together with what is there and what is remembered.
+
+        Without a partition `before` everything is new, the host's devices too; with one, only
+        what the listings are of, and all else stays as it is.
+
+        Raises:
+            ConfigRefused: the rules do not fit; nothing changed.
+        """
+        names = {listing.name for listing in listings}
+        known = before.inventory if before else None
+        remembered = self._memory.load_devices() if known is None else _lasting(known, names)
+        kept, devices, warnings = _together(
+            known.devices if known else self._host_devices,
+            listings,
+            names=None if known is None else names,
+            remembered=remembered,
+            not_ready=_not_ready(self._plugins.statuses()),
+        )
+        types = known.slot_types.values() if known else self._host_types
+        listed_types = (slot for listing in listings for slot in listing.slot_types)
+        inventory = Inventory.of([*types, *listed_types], devices)
+        missed = {name for rule in self._rules.agents for name in rule.devices}
+        missed |= {device.device_id.name for device in devices}
+        unlisted = _unlisted(self._plugins.statuses(), missed, self._joined | names)
+        if before is None:
+            self._split = split(inventory, self._rules, unlisted)
+        else:
+            self._split = joined(before, names, inventory, self._rules, unlisted)
         for listing in listings:
             self._note_served(listing, kept)
-        listed = with_shared_health([*self._host_devices, *kept])
-        remembered = self._memory.load_devices()
-        why = {
-            status.name: f"plugin {status.name} is {status.state.value}: {status.reason}"
-            for status in self._plugins.statuses()
-            if status.state is not PluginState.READY
-        }
-        devices = with_remembered(listed, remembered, why)
-        types = [*self._host_types, *(slot for item in listings for slot in item.slot_types)]
-        found = split(Inventory.of(types, devices), self._rules, self._unlisted(devices))
-        return found, tuple(warnings)
+        self._warnings = (*self._warnings, *warnings)
+        self._generation += 1
+        self._save()
 
     def _note_served(self, listing: PluginListing, kept: Iterable[Device]) -> None:
         served = {(d.device_id.name, d.stable_id) for d in kept}
         listed = {(listing.name, device.stable_id) for device in listing.devices}
         self._joined |= {listing.name}
         self._withheld |= listed - served
-
-    def _unlisted(self, devices: Iterable[Device]) -> dict[str, str]:
-        """Return, for each plugin whose listing is missing, the reason."""
-        missed = {name for rule in self._rules.agents for name in rule.devices}
-        missed |= {device.device_id.name for device in devices}
-        return {
-            status.name: f"plugin {status.state.value}: {status.reason}"
-            for status in self._plugins.statuses()
-            if status.state is not PluginState.READY
-            and status.name not in self._joined
-            and (status.has_table or status.name in missed)
-        }
 
     def partition(self, agent_id: str) -> Partition:
         """Return an agent's partition.
@@ -299,7 +294,56 @@ def _publish_changes(events: EventLog, before: Inventory, now: Inventory) -> Non
             events.publish(EventKind.DEVICE_REMOVED, device)
 
 
-def _lasting(inventory: Inventory, name: str = "") -> list[Device]:
-    """Return what is remembered of an inventory, or of one device name."""
-    devices = inventory.by_name.get(name, ()) if name else inventory.devices
-    return [device for device in devices if not device.is_hearsay]
+def _not_ready(statuses: Iterable[PluginStatus]) -> dict[str, str]:
+    """Return for each plugin whose devices cannot be told to be gone, why."""
+    return {
+        status.name: f"plugin {status.name} is {status.state.value}: {status.reason}"
+        for status in statuses
+        if status.state is not PluginState.READY
+    }
+
+
+def _unlisted(
+    statuses: Iterable[PluginStatus], missed: Collection[str], listed: Collection[str]
+) -> dict[str, str]:
+    """Return for each plugin that somebody misses and whose listing is missing, why."""
+    return {
+        status.name: f"plugin {status.state.value}: {status.reason}"
+        for status in statuses
+        if status.state is not PluginState.READY
+        and status.name not in listed
+        and (status.has_table or status.name in missed)
+    }
+
+
+def _together(
+    there: Iterable[Device],
+    listings: Sequence[PluginListing],
+    *,
+    names: Collection[str] | None,
+    remembered: Iterable[Device],
+    not_ready: Mapping[str, str],
+) -> tuple[list[Device], list[Device], list[str]]:
+    """Bring what plugins list together with what is there, each physical device once.
+
+    Devices of `names` (None: all) get the ids they are remembered
+    by; all others stay as they are. Returns what was kept of the listings, all devices,
+    and warnings.
+    """
+    stays = [d for d in there if names is None or d.device_id.name not in names]
+    kept, warnings = served_once([stays, *(listing.devices for listing in listings)])
+    listed = with_shared_health(kept)
+    if names is None:
+        return kept, with_remembered(listed, remembered, not_ready), warnings
+    fresh = [device for device in listed if device.device_id.name in names]
+    others = [device for device in listed if device.device_id.name not in names]
+    return kept, [*others, *with_remembered(fresh, remembered, not_ready)], warnings
+
+
+def _lasting(inventory: Inventory, names: Collection[str] | None = None) -> list[Device]:
+    """Return what is remembered of an inventory, or of some device names."""
+    return [
+        device
+        for device in inventory.devices
+        if not device.is_hearsay and (names is None or device.device_id.name in names)
+    ]

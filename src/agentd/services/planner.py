@@ -95,10 +95,14 @@ class Planner:
         return rows
 
     def _slots(self, spec: KernelSpec, runtime: Runtime) -> ResourceSlots:
-        statuses = self._plugins.statuses()
-        slots = parse_slots(
+        asked, types = (
             {**self._rules.default_slots, **spec.slots},
             self._devices.inventory.slot_types,
+        )
+        statuses = () if asked.keys() <= types.keys() else self._plugins.statuses()
+        slots = parse_slots(
+            asked,
+            types,
             pending={s.name: s.reason for s in statuses if s.state is PluginState.PENDING},
             failed={s.name: s.reason for s in statuses if s.state is PluginState.FAILED},
         )
