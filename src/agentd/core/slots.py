@@ -131,12 +131,15 @@ def parse_quantity(raw: object) -> Quantity:
             or not a number.
     """
     text = _text_of(raw)
+    if text.isdecimal() and text.isascii():
+        return Quantity(Fraction(int(text)), is_size=False)
     if match := _PLAIN.fullmatch(text):
         return Quantity(Fraction(text), is_size=False)
     if match := _SIZE.fullmatch(text):
         suffix = (match[2] or "").lower()
         power = "kmgtpe".index(suffix) + 1 if suffix else 0
-        return Quantity(Fraction(match[1]) * 1024**power, is_size=True)
+        number = Fraction(int(match[1]) if match[1].isdecimal() else match[1])
+        return Quantity(number * 1024**power, is_size=True)
     raise AmountError(_why_no_quantity(text))
 
 
