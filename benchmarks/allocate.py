@@ -76,7 +76,7 @@ def half_full(inventory: Inventory, name: str, *, shares: bool) -> Ledger:
     for n, device in enumerate(inventory.by_name[name]):
         if shares or n % 2:
             amount = (30 + 7 * n % 40) * CENT if shares else ONE
-            share = Share(device.device_id, device.slot, device.kind, amount)
+            share = Share(device.device_id, device.stable_id, device.slot, device.kind, amount)
             ledger = ledger.with_held(f"{name}-{n}", "a", Allocation((share,)))
     return ledger
 
@@ -147,7 +147,7 @@ def allocating(
     request: ResourceSlots,
     strategy: Strategy,
 ) -> Callable[[], None]:
-    policy = Policy(strategy, Affinity.PREFER_SINGLE_NODE)
+    policy = Policy(strategy, Affinity.PREFER_SINGLE_NODE, allow_fragmentation=True)
 
     def operation() -> None:
         allocation = allocate(ledger, inventory, partition, request, policy)
@@ -161,7 +161,7 @@ def whole_request(kernels: int, agents: int) -> dict[str, float]:
     inventory, partition, *others = node(64, shares=False, cores=256, agents=agents)
     ledger = half_full(inventory, "cuda", shares=False)
     for n in range(kernels):
-        share = Share(MEMORY, "mem", SlotKind.BYTES, 2**20)
+        share = Share(MEMORY, "mem-root", "mem", SlotKind.BYTES, 2**20)
         ledger = ledger.with_held(f"mem-{n}", "a", Allocation((share,)))
     request = ResourceSlots({"cuda.device": ONE, "cpu": 4 * ONE, "mem": 2**30})
     for other in others:

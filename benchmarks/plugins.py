@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from agentd.plugin_api import AllocatedDevice, Features
-from agentd.pluginhost.host import installed
+from agentd.pluginhost.entry_points import EntryPoints, installed
 from agentd.pluginhost.process import PluginProcess
 from agentd.pluginhost.protocol import Listing
 
@@ -136,10 +136,10 @@ async def main() -> None:
             "cuda": {},
         }
         os.environ |= {"FAKE_NVML_FILE": str(gpus), "LD_LIBRARY_PATH": folder}
-        points = installed()
+        points = EntryPoints(installed())
         results: dict[str, Any] = {"bare_interpreter_pss_mib": bare_interpreter_mib()}
         for name, table in settings.items():
-            results[name] = await measured(points[name].value, table, options.rounds)
+            results[name] = await measured(points.target(name), table, options.rounds)
     print(json.dumps(results, indent=None if options.json else 2))
 
 

@@ -95,18 +95,21 @@ def total(buckets: Buckets) -> int:
 
 
 def given(
-    buckets: Buckets, parts: Iterable[Part], siblings: Siblings = ()
+    buckets: Buckets, parts: Collection[Part], siblings: Siblings = ()
 ) -> Iterator[tuple[int, int]]:
     """Yield (position, quanta) for each device that gives a part."""
-    by_room: dict[int, list[Part]] = {}
+    counts: dict[int, int] = {}
     for part in parts:
-        by_room.setdefault(part.room, []).append(part)
-    for room, same in by_room.items():
-        found = {node: bits for node, rooms in buckets.items() if (bits := rooms.get(room))}
-        count = sum(part.devices for part in same)
-        chosen = _together(found, count, siblings) if siblings else _in_turn(found)
-        for part in same:
-            yield from ((next(chosen), part.amount) for _ in range(part.devices))
+        counts[part.room] = counts.get(part.room, 0) + part.devices
+    queues: dict[int, Iterator[int]] = {}
+    for part in parts:
+        if (queue := queues.get(part.room)) is None:
+            found = {node: bits for node, of in buckets.items() if (bits := of.get(part.room))}
+            count = counts[part.room]
+            queue = _together(found, count, siblings) if siblings else _in_turn(found)
+            queues[part.room] = queue
+        for _ in range(part.devices):
+            yield next(queue), part.amount
 
 
 def _in_turn(found: Mapping[int | None, int]) -> Iterator[int]:
@@ -114,9 +117,10 @@ def _in_turn(found: Mapping[int | None, int]) -> Iterator[int]:
 
     Devices that are near everything come after those that have a node.
     """
-    nodes = sorted((node, bits) for node, bits in found.items() if node is not None)
-    yield from _alternating([_positions(bits) for _, bits in nodes])
-    yield from _positions(found.get(None, 0))
+    anywhere = found.get(None, 0)
+    nodes = sorted(node for node in found if node is not None)
+    yield from _alternating([_positions(found[node]) for node in nodes])
+    yield from _positions(anywhere)
 
 
 def _together(found: Mapping[int | None, int], count: int, siblings: Siblings) -> Iterator[int]:
