@@ -13,7 +13,7 @@ from agentd.core.devices import (
     with_shared_health,
 )
 from agentd.core.slots import ONE
-from core.machines import cores, gpus
+from core.machines import cores, gpus, machine
 
 
 def ids(devices) -> dict[str, str]:
@@ -134,11 +134,24 @@ def test_a_listing_changes_health_and_presence_and_nothing_else() -> None:
     assert back.devices == inventory.devices
 
 
-def test_what_appears_waits_for_a_restart_and_another_slot_is_gone() -> None:
+def test_what_appears_joins_if_its_slot_is_known_and_another_slot_is_gone() -> None:
     inventory = Inventory.of([], gpus(1, 1))
     same, news = inventory.with_listing("cuda", listed("cuda0", "cuda1", "cuda2"))
     assert same is inventory
-    assert news == ["cuda/cuda2 (GPU-cuda-2) appeared; it joins when agentd is restarted"]
+    (warning,) = news
+    assert warning.startswith("cuda/cuda2 (GPU-cuda-2) appeared and offers cuda.device, which is")
+    knows = machine(*gpus(1, 1))
+    three = listed("cuda0", "cuda1", "cuda2")
+    more, news = knows.with_listing("cuda", three)
+    assert [d.device_id.id for d in more.by_name["cuda"]] == ["cuda0", "cuda1", "cuda2"]
+    assert news == []
+    again, _ = more.with_listing("cuda", three)
+    assert again is more
+    less, _ = more.with_listing("cuda", listed("cuda0", "cuda1"))
+    assert less.by_name["cuda"][2].gone
+    clash = replace(three[1], stable_id="X", aliases=())
+    twin, _ = knows.with_listing("cuda", [*three[:2], clash])
+    assert twin.by_stable_id["X"].device_id.id == "cuda2"
     other, _ = inventory.with_listing("cuda", listed("cuda0", "cuda1", slot="cuda.shares"))
     assert {d.reason for d in other.devices} == {
         "offers cuda.shares now; it joins when agentd is restarted"

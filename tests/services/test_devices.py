@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from agentd.core.devices import DeviceId, Health
+from agentd.core.rules import AgentRule, AllocationMode, SplitRules
 from agentd.core.slots import ONE, SlotKind, SlotType
 from agentd.errors import (
     InsufficientResource,
@@ -104,12 +105,28 @@ async def test_what_a_plugin_says_later_changes_devices_and_the_generation_only_
     third = replace(second, device_id=DeviceId("cuda", "cuda7"), stable_id="GPU-new")
     rig.plugins.ready = [PluginListing("cuda", (CUDA,), (first, sick, third))]
     rig.devices.refresh("cuda")
-    assert (rig.devices.generation, rig.free_gpus) == (before + 1, 0)
-    assert any("GPU-new) appeared" in warning for warning in rig.devices.warnings)
+    assert (rig.devices.generation, rig.free_gpus) == (before + 1, 1)
+    assert rig.devices.find("cuda", "GPU-new").device_id.id == "cuda7"
+    await rig.create("k7", cuda_device=1)
     rig.plugins.ready = [PluginListing("cuda", (CUDA,), (first, second))]
     rig.devices.refresh("cuda")
     assert rig.free_gpus == 1
-    assert not any("appeared" in warning for warning in rig.devices.warnings)
+    gone = rig.devices.find("cuda", "cuda7")
+    assert (gone.gone, gone.reason) == (True, "no longer listed by its plugin")
+    assert list(rig.state.ledger.holders(gone.device_id)) == ["k7"]
+
+
+async def test_what_appears_outside_shared_mode_belongs_to_nobody_before_a_restart() -> None:
+    agents = (AgentRule("a"), AgentRule("b"))
+    rig = Rig(rules=SplitRules(AllocationMode.AUTO_SPLIT, agents))
+    third = replace(gpus(1)[0], device_id=DeviceId("cuda", "cuda7"), stable_id="N", aliases=())
+    rig.plugins.ready = [PluginListing("cuda", (CUDA,), (*gpus(1, 1), third))]
+    assert rig.devices.refresh("cuda") is True
+    assert rig.devices.split.unassigned == {"cuda": ("cuda7",)}
+    assert "cuda7 appeared, and is assigned to no agent before a restart" in rig.devices.warnings
+    assert [p.members & {third.device_id} for p in rig.devices.split.partitions.values()] == [
+        frozenset(), frozenset(),
+    ]  # fmt: skip
 
 
 async def test_plugins_hear_of_each_step_of_a_kernel_once(rig: Rig) -> None:

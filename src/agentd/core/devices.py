@@ -168,27 +168,38 @@ class Inventory:
         return Inventory.of(self.slot_types.values(), (*others, device))
 
     def with_listing(self, name: str, listed: Iterable[Device]) -> tuple[Inventory, list[str]]:
-        """Return the inventory with one device name's health as it is listed now, and warnings.
+        """Return the inventory with one device name's devices as they are listed now, and warnings.
 
-        The same inventory if nothing changed. Slots and capacities stay what they were at the
-        start: a device that is not listed any more, or lists another slot, is gone until it is
-        back, and one that was never there before is left out, with a warning.
+        The same inventory if nothing changed. Slots and capacities stay what they were: a
+        device that is not listed any more, or lists another slot, is gone until it is back. One
+        that was never there before joins if its slot is known and nobody else serves it.
         """
         now = {device.stable_id: device for device in listed}
         known = {device.stable_id for device in self.by_name.get(name, ())}
         new = [device for stable_id, device in now.items() if stable_id not in known]
-        warnings = [
-            f"{d.device_id} ({d.stable_id}) appeared; it joins when agentd is restarted"
-            for d in new[:MAX_NEWS]
+        others = [device for device in self.devices if device.device_id.name != name]
+        kept, warnings = served_once([others, [d for d in new if d.slot in self.slot_types]])
+        warnings += [
+            f"{d.device_id} ({d.stable_id}) appeared and offers {d.slot}, which is known"
+            " when agentd is restarted"
+            for d in new
+            if d.slot not in self.slot_types
         ]
-        if len(new) > MAX_NEWS:
-            more = len(new) - MAX_NEWS
-            warnings.append(f"{more} more of {name} appeared; they join when agentd is restarted")
-        devices = (
+        if len(warnings) > MAX_NEWS:
+            warnings[MAX_NEWS:] = [f"{len(warnings) - MAX_NEWS} more of {name} appeared"]
+        devices = [
             _as_listed(d, now.get(d.stable_id)) if d.device_id.name == name else d
             for d in self.devices
-        )
-        return self._with(devices), warnings
+        ]
+        fresh = [device for device in kept if device.device_id.name == name]
+        if not fresh:
+            return self._with(devices), warnings
+        taken = set(self.by_id)
+        for device in fresh:
+            device_id = _free_id(device.device_id, taken)
+            taken.add(device_id)
+            devices.append(replace(device, device_id=device_id))
+        return Inventory.of(self.slot_types.values(), with_shared_health(devices)), warnings
 
     def with_health_unknown(self, name: str, reason: str) -> Inventory:
         """Return the inventory with nothing known of one device name's health.

@@ -99,8 +99,31 @@ class Split:
         }
 
     def with_inventory(self, inventory: Inventory) -> Split:
-        """Return the same assignment over devices whose health or presence changed."""
-        return replace(self, inventory=inventory)
+        """Return the same assignment over devices whose health or presence changed.
+
+        Devices that are new belong to everybody in shared mode, and else to nobody yet.
+        """
+        before = self.inventory.by_id
+        new = [d.device_id for d in inventory.devices if d.device_id not in before and not d.gone]
+        if not new:
+            return replace(self, inventory=inventory)
+        if self.mode is AllocationMode.SHARED:
+            partitions = {
+                agent: replace(part, devices=(*part.devices, *new))
+                for agent, part in self.partitions.items()
+            }
+            return replace(self, inventory=inventory, partitions=partitions)
+        unassigned, warnings = dict(self.unassigned), []
+        for device_id in new:
+            unassigned[device_id.name] = (*unassigned.get(device_id.name, ()), device_id.id)
+            name = _shown(device_id)
+            warnings.append(f"{name} appeared, and is assigned to no agent before a restart")
+        return replace(
+            self,
+            inventory=inventory,
+            unassigned=unassigned,
+            warnings=(*self.warnings, *warnings),
+        )
 
 
 def joined(

@@ -124,10 +124,11 @@ class NodeDevices:
             why = status.reason if status else "it is gone"
             inventory, news = self.inventory.with_health_unknown(name, f"plugin {name}: {why}"), []
         self._news[name] = tuple(news)
+        are_new = inventory.by_id.keys() - self.inventory.by_id.keys()
         if inventory is not self.inventory:
             log.info("devices.changed", plugin=name, generation=self._generation + 1)
             self._replace_inventory(inventory)
-        return False
+        return bool(are_new)
 
     def _join_late(self, listing: PluginListing) -> bool:
         """Take in a plugin that opened late; nothing that is there already moves.
