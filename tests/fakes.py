@@ -145,6 +145,7 @@ class FakePlugins:
     def __init__(self, *listings: PluginListing) -> None:
         self.ready = list(listings)
         self.failed: dict[str, str] = {}
+        self.absent: dict[str, str] = {}
         self.pending: list[str] = []
         self.edits = ContainerEdits()
         self.failure: Exception | None = None
@@ -154,6 +155,10 @@ class FakePlugins:
         return [
             *(PluginStatus(item.name, item.name, PluginState.READY) for item in self.ready),
             *(PluginStatus(n, n, PluginState.FAILED, why) for n, why in self.failed.items()),
+            *(
+                PluginStatus(n, n, PluginState.FAILED, why, is_absent=True)
+                for n, why in self.absent.items()
+            ),
             *(PluginStatus(name, name, PluginState.PENDING) for name in self.pending),
         ]
 

@@ -291,7 +291,9 @@ class Moody(Good):
         mood = Path(os.environ["ZOO_MOOD"]).read_text().strip()
         if mood == "absent":
             raise NotPresent("none on the bus")
-        if mood == "raise":
+        if mood == "slow":
+            time.sleep(1)
+        if mood in ("raise", "slow"):
             raise RuntimeError("the driver is not loaded")
         if mood == "hang":
             time.sleep(1000)

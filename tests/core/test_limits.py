@@ -1,5 +1,6 @@
 """The most that an agent may hold in shared mode: what a limit says, and what it promises."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentd.core.allocation import Allocation, Ledger, Policy, allocate
-from agentd.core.devices import Inventory
+from agentd.core.devices import DeviceId, Inventory
 from agentd.core.partition import Split, split
 from agentd.core.rules import (
     AgentRule,
@@ -17,9 +18,9 @@ from agentd.core.rules import (
     SplitRules,
     parse_limit_rule,
 )
-from agentd.core.slots import ONE, ResourceSlots
+from agentd.core.slots import ONE, ResourceSlots, SlotKind
 from agentd.errors import ConfigRefused, InsufficientResource
-from core.machines import GIB, cores, gpus, machine, memory
+from core.machines import CPU, GIB, MEM, cores, gpus, machine, memory
 from core.placing import CENT, slots
 
 HALF = Amount("0.5")
@@ -41,7 +42,7 @@ def ask(node: Split, ledger: Ledger, agent: str, **amounts: float) -> Allocation
 
 def shown(node: Split) -> dict[str, dict[str, tuple[str, bool]]]:
     return {
-        agent: {name: (str(limit), limit.is_guaranteed) for name, limit in part.limits.items()}
+        agent: {name: (str(limit), name in node.guaranteed) for name, limit in part.limits.items()}
         for agent, part in node.partitions.items()
     }
 
@@ -160,7 +161,7 @@ def test_nobody_passes_a_limit_and_nobody_breaks_a_guarantee(
     for number, (who, amount) in enumerate(requests):
         agent = agents[who % len(agents)]
         limit = node.partitions[agent].limits["cuda"]
-        assert limit.is_guaranteed is is_guaranteed
+        assert ("cuda" in node.guaranteed) is is_guaranteed
         fits = ledger.held_of(agent, "cuda") + amount * CENT <= limit.amount
         try:
             got = allocate(
@@ -185,3 +186,37 @@ def test_nobody_passes_a_limit_and_nobody_breaks_a_guarantee(
             assert (
                 held == ledger.held_of(name, "cuda") <= node.partitions[name].limits["cuda"].amount
             )
+
+
+def test_a_limit_of_a_name_whose_plugin_is_late_waits_for_it() -> None:
+    """Its devices are remembered, its slots are not known: nothing is judged by them."""
+    (gpu,) = gpus(1, slot="cuda.shares")
+    late = Inventory.of([CPU, MEM], [*cores(4), replace(gpu, gone=True), memory(8 * GIB)])
+    for rule in (HALF, Percent(Fraction(50))):
+        rules = SplitRules(AllocationMode.SHARED, (AgentRule("a1", limits={"cuda": rule}),))
+        node = split(late, rules, {"cuda": "plugin pending: no driver"})
+        assert shown(node) == {"a1": {}}
+
+
+def test_a_guarantee_ends_with_the_device_that_it_needs() -> None:
+    inventory = machine(*cores(2), *gpus(1, 1), memory())
+    node = limited(inventory, {"cuda": Amount("1")}, {"cuda": Amount("1")})
+    assert "cuda" in node.guaranteed
+    lost, _ = node.inventory.with_listing("cuda", gpus(1))
+    assert "cuda" not in node.with_inventory(lost).guaranteed
+
+
+def test_a_guarantee_counts_what_can_be_given_in_steps() -> None:
+    inventory = machine(*cores(2), *gpus(1, 1, 1, slot="cuda.shares"), memory(),
+                        quantum=60 * CENT)  # fmt: skip
+    node = limited(inventory, {"cuda": Amount("1.5")}, {"cuda": Amount("1.5")})
+    assert "cuda" not in node.guaranteed
+
+
+def test_a_limit_is_of_one_unit() -> None:
+    chips = gpus(1, slot="tpu.chip")
+    bytes_too = replace(chips[0], slot="tpu.hbm", kind=SlotKind.BYTES, stable_id="H",
+                        device_id=DeviceId("tpu", "h0"))  # fmt: skip
+    inventory = machine(*cores(2), *chips, bytes_too, memory())
+    with pytest.raises(ConfigRefused, match="in units and in bytes"):
+        limited(inventory, {"tpu": Amount("1")})

@@ -4,6 +4,7 @@ Each row is tried with a table of its own, loaded by itself, and as `required`, 
 which a kernel already holds the plugin's device and another one that of a healthy plugin.
 """
 
+import asyncio
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -175,6 +176,24 @@ async def test_an_operator_can_have_any_of_them_tried_again_at_once(
         assert (await made.retry("moody")).state is PluginState.READY
         assert (await made.retry("moody")).state is PluginState.READY
         await made.close()
+
+
+async def test_a_try_that_is_under_way_does_not_answer_for_the_one_that_was_asked_for(
+    host: Hosts, say: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver is mended while an earlier try is still on its way to fail."""
+    monkeypatch.setattr(instance, "FIRST_PAUSE_S", 1000.0)
+    say("slow")
+    made = host(moody="Moody")
+    opening = asyncio.create_task(opened(made))
+    plugin = made._instances["moody"]
+    async with asyncio.timeout(10):
+        while plugin._process is None:
+            await asyncio.sleep(0.01)
+    retrying = asyncio.create_task(made.retry("moody"))
+    await opening
+    say("fine")
+    assert (await retrying).state is PluginState.READY
 
 
 async def test_only_what_is_to_run_can_be_tried_again(host: Hosts) -> None:

@@ -70,3 +70,9 @@ def test_a_since_that_is_none(since: str) -> None:
 def test_streams() -> None:
     assert read_log_query({}).streams == frozenset(LogStream)
     assert read_log_query({"stream": "stderr"}).streams == {LogStream.STDERR}
+
+
+@pytest.mark.parametrize("member", [b'"slots": {"x\\ud800": 1}', b'"devices": {"x\\ud800": ["a"]}'])
+def test_names_that_are_no_text_are_refused(member: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        spec(b'{"command": ["a"], %s}' % member)

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from agentd.core.kernel import Kernel, KernelSpec
 from agentd.core.policy import Policy
@@ -34,9 +34,11 @@ class Rig:
         memory_of_node: FakeMemory | None = None,
         *others: str,
         rules: SplitRules = SHARED,
+        pending: Sequence[str] = (),
     ) -> None:
         self.runtime = FakeRuntime()
         self.plugins = FakePlugins(PluginListing("cuda", (CUDA,), tuple(gpus(1, 1))))
+        self.plugins.pending = [*pending]
         self.memory = memory_of_node or FakeMemory()
         self.now = 1000.0
         host = [*cores(4), memory(8 * GIB)]

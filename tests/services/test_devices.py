@@ -3,11 +3,9 @@ from dataclasses import replace
 import pytest
 
 from agentd.core.devices import DeviceId, Health
-from agentd.core.rules import AgentRule, AllocationMode, SplitRules
+from agentd.core.rules import AgentRule, AllocationMode, Amount, SplitRules
 from agentd.core.slots import ONE, SlotKind, SlotType
-from agentd.errors import (
-    InsufficientResource,
-)
+from agentd.errors import InsufficientResource, KernelConflict, UnknownDevice
 from agentd.services.interfaces import PluginListing
 from core.machines import gpus
 from services.node import CUDA, Rig
@@ -139,3 +137,56 @@ async def test_plugins_hear_of_each_step_of_a_kernel_once(rig: Rig) -> None:
         ("before-stop", "k1"),
         ("after-stop", "k1"),
     ]
+
+
+def late(rig: Rig, *names: str) -> None:
+    for name in names:
+        slot = SlotType(f"{name}.device", SlotKind.COUNT, ONE)
+        device = replace(
+            gpus(1)[0], device_id=DeviceId(name, f"{name}0"), stable_id=f"S-{name}",
+            slot=slot.name, aliases=(),
+        )  # fmt: skip
+        rig.plugins.pending.remove(name)
+        rig.plugins.ready.append(PluginListing(name, (slot,), (device,)))
+
+
+async def test_two_plugins_that_open_late_together_both_join() -> None:
+    limits = {"npu": Amount("1"), "tpu": Amount("1")}
+    rig = Rig(
+        rules=SplitRules(AllocationMode.SHARED, (AgentRule("a", limits=limits),)),
+        pending=("npu", "tpu"),
+    )
+    late(rig, "npu", "tpu")
+    assert [rig.devices.refresh("npu"), rig.devices.refresh("tpu")] == [True, True]
+    assert set(rig.devices.partition("a").limits) == {"npu", "tpu"}
+    assert not any("does not fit" in warning for warning in rig.devices.warnings)
+
+
+async def test_what_only_a_record_knew_is_a_device_again_when_it_is_listed(rig: Rig) -> None:
+    (gpu,) = gpus(1)
+    hearsay = replace(
+        gpu, device_id=DeviceId("cuda", "cuda9"), stable_id="N", aliases=(), capacity=ONE // 4,
+        gone=True, is_hearsay=True,
+    )  # fmt: skip
+    rig.devices.add_missing([hearsay])
+    assert rig.devices.find("cuda", "N").gone
+    real = replace(hearsay, capacity=ONE, gone=False, is_hearsay=False)
+    rig.plugins.ready = [PluginListing("cuda", (CUDA,), (*gpus(1, 1), real))]
+    assert rig.devices.refresh("cuda") is True
+    found = rig.devices.find("cuda", "N")
+    assert (found.capacity, found.gone, found.is_hearsay) == (ONE, False, False)
+    assert found.device_id in rig.devices.partition("a").members
+
+
+async def test_a_device_that_a_plugin_says_is_absent_can_be_forgotten(rig: Rig) -> None:
+    again = Rig(rig.memory)
+    again.plugins.ready, again.plugins.absent = [], {"cuda": "no GPU on the bus"}
+    again.devices.discover()
+    assert again.devices.find("cuda", "cuda0").gone
+    again.devices.forget("cuda", "cuda0", holders=())
+    with pytest.raises(UnknownDevice):
+        again.devices.find("cuda", "cuda0")
+    again.plugins.absent, again.plugins.failed = {}, {"cuda": "it lies"}
+    again.devices.discover()
+    with pytest.raises(KernelConflict, match="cannot be told"):
+        again.devices.forget("cuda", "cuda1", holders=())

@@ -131,6 +131,11 @@ class Inventory:
         return {device.device_id: device for device in self.devices}
 
     @cached_property
+    def listed(self) -> frozenset[DeviceId]:
+        """The devices that are, or were, listed: not those known from a kernel's record alone."""
+        return frozenset(d.device_id for d in self.devices if not d.is_hearsay)
+
+    @cached_property
     def by_stable_id(self) -> Mapping[str, Device]:
         return {device.stable_id: device for device in self.devices}
 
@@ -175,9 +180,10 @@ class Inventory:
         that was never there before joins if its slot is known and nobody else serves it.
         """
         now = {device.stable_id: device for device in listed}
-        known = {device.stable_id for device in self.by_name.get(name, ())}
+        there = [d for d in self.devices if not (d.is_hearsay and d.stable_id in now)]
+        known = {device.stable_id for device in there if device.device_id.name == name}
         new = [device for stable_id, device in now.items() if stable_id not in known]
-        others = [device for device in self.devices if device.device_id.name != name]
+        others = [device for device in there if device.device_id.name != name]
         kept, warnings = served_once([others, [d for d in new if d.slot in self.slot_types]])
         warnings += [
             f"{d.device_id} ({d.stable_id}) appeared and offers {d.slot}, which is known"
@@ -188,13 +194,12 @@ class Inventory:
         if len(warnings) > MAX_NEWS:
             warnings[MAX_NEWS:] = [f"{len(warnings) - MAX_NEWS} more of {name} appeared"]
         devices = [
-            _as_listed(d, now.get(d.stable_id)) if d.device_id.name == name else d
-            for d in self.devices
+            _as_listed(d, now.get(d.stable_id)) if d.device_id.name == name else d for d in there
         ]
         fresh = [device for device in kept if device.device_id.name == name]
         if not fresh:
             return self._with(devices), warnings
-        taken = set(self.by_id)
+        taken = {device.device_id for device in there}
         for device in fresh:
             device_id = _free_id(device.device_id, taken)
             taken.add(device_id)

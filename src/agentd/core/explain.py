@@ -72,10 +72,13 @@ def refusal(question: Question) -> InsufficientResource:
     offering = question.inventory.by_slot.get(question.slot_type.name, ())
     free = sum(question.room(device) for device in offering)
     left = question.ledger.within_limit(question.partition, question.name)
+    if left is not None:
+        quantum = question.slot_type.quantum
+        free = min(free, max(0, left - question.earlier) // quantum * quantum)
     return InsufficientResource(
         question.slot_type.name,
         question.written(question.amount),
-        question.written(free if left is None else min(free, left)),
+        question.written(free),
         explain(question),
         question.limit_line if question.is_over_limit else "",
     )

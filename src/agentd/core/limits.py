@@ -34,7 +34,6 @@ class Limit:
 
     amount: int
     kind: SlotKind
-    is_guaranteed: bool = False
 
     def __str__(self) -> str:
         return format_amount(self.amount, self.kind)
@@ -50,21 +49,30 @@ class Limitable:
     kind: SlotKind
     is_whole: bool
     devices: int
+    is_mixed: bool
 
     @classmethod
     def of(cls, name: str, devices: Iterable[Device], inventory: Inventory) -> Limitable:
         """Return what these devices of one name are together."""
         devices = tuple(devices)
         types = [t for slot, t in inventory.slot_types.items() if device_name_of(slot) == name]
-        is_bytes = bool(types) and all(slot.kind is SlotKind.BYTES for slot in types)
+        are_bytes = {slot.kind is SlotKind.BYTES for slot in types}
+        is_bytes = are_bytes == {True}
         return cls(
             name,
             sum(device.capacity for device in devices),
-            sum(device.offered for device in devices),
+            sum(_in_steps(device, inventory) for device in devices),
             SlotKind.BYTES if is_bytes else SlotKind.COUNT,
             not is_bytes and not any(is_divisible(slot) for slot in types),
             len(devices),
+            len(are_bytes) > 1,
         )
+
+
+def _in_steps(device: Device, inventory: Inventory) -> int:
+    """Return what can be given of a device, in whole steps of its slot."""
+    slot = inventory.slot_types.get(device.slot)
+    return device.offered // slot.quantum * slot.quantum if slot else 0
 
 
 def resolved(
@@ -84,15 +92,24 @@ def resolved(
                     mine[name] = Limit(_amount(limit, available[name], align), available[name].kind)
                 except AmountError as error:
                     problems.append(Problem(f"agents.{index}.resource.limits.{name}", str(error)))
-    for name, what in available.items():
-        given = [mine[name].amount for mine in limits.values() if name in mine]
-        if len(given) == len(limits) and sum(given) <= what.present:
-            for mine in limits.values():
-                mine[name] = Limit(mine[name].amount, what.kind, is_guaranteed=True)
     return limits, problems
 
 
+def guaranteed(
+    limits: Mapping[str, Mapping[str, Limit]], available: Mapping[str, Limitable]
+) -> set[str]:
+    """Return the device names of which everybody can have as much as the limits say."""
+    names = set()
+    for name, what in available.items():
+        given = [mine[name].amount for mine in limits.values() if name in mine]
+        if given and len(given) == len(limits) and sum(given) <= what.present:
+            names.add(name)
+    return names
+
+
 def _amount(limit: LimitRule, what: Limitable, align: int) -> int:
+    if what.is_mixed:
+        raise AmountError(f"slots of {what.name} are in units and in bytes; one limit has one unit")
     if isinstance(limit, Amount):
         amount = parse_base_units(limit.written, what.kind)
         if what.is_whole and amount % ONE:

@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from decimal import ROUND_HALF_EVEN, Decimal
+from functools import cached_property
 from types import MappingProxyType
 
 from agentd.core.dealing import deal, split_units, torn_cores
 from agentd.core.devices import MEMORY, Device, DeviceId, Inventory
-from agentd.core.limits import Limit, Limitable, remarks, resolved
+from agentd.core.limits import Limit, Limitable, guaranteed, remarks, resolved
 from agentd.core.manual import AssignableDevices, Assignment, assign_manually
 from agentd.core.rules import AllocationMode, SplitRules
 from agentd.core.slots import CPU, MEM, ResourceSlots, SlotName, device_name_of
@@ -52,7 +53,7 @@ class Partition:
         return min(device.offered, self.memory_bytes) if _is_memory(device) else device.offered
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Split:
     """A partition of the node: its agents', and what no agent has."""
 
@@ -82,6 +83,17 @@ class Split:
             lambda device: device.offered,
         )
 
+    @cached_property
+    def guaranteed(self) -> frozenset[str]:
+        """The device names of which every agent can have its limit, with the devices of now."""
+        limits = {agent: part.limits for agent, part in self.partitions.items()}
+        members = next(iter(self.partitions.values())).members
+        by_name = {
+            name: Limitable.of(name, [d for d in found if d.device_id in members], self.inventory)
+            for name, found in self.inventory.by_name.items()
+        }
+        return frozenset(guaranteed(limits, by_name))
+
     def scaling_factors(self, agent_id: str) -> dict[SlotName, Decimal]:
         """Return, for each known slot, the agent's part of the node's amount.
 
@@ -101,13 +113,14 @@ class Split:
     def with_inventory(self, inventory: Inventory) -> Split:
         """Return the same assignment over devices whose health or presence changed.
 
-        Devices that are new belong to everybody in shared mode, and else to nobody yet.
+        Devices that are new belong to everybody in shared mode, and to an agent that is alone;
+        else to nobody yet.
         """
-        before = self.inventory.by_id
-        new = [d.device_id for d in inventory.devices if d.device_id not in before and not d.gone]
+        new = sorted(inventory.listed - self.inventory.listed, key=str)
         if not new:
             return replace(self, inventory=inventory)
-        if self.mode is AllocationMode.SHARED:
+        is_alone = self.mode is AllocationMode.AUTO_SPLIT and len(self.partitions) == 1
+        if is_alone or self.mode is AllocationMode.SHARED:
             partitions = {
                 agent: replace(part, devices=(*part.devices, *new))
                 for agent, part in self.partitions.items()
@@ -220,8 +233,13 @@ def split(
 
 
 def _limitable(pool: AssignableDevices, inventory: Inventory) -> dict[str, Limitable]:
+    """Return what there is of each device name whose slots are known; others may still open."""
     names = {**pool.by_name, MEM: [inventory.by_id[MEMORY]]}
-    return {name: Limitable.of(name, devices, inventory) for name, devices in names.items()}
+    return {
+        name: Limitable.of(name, devices, inventory)
+        for name, devices in names.items()
+        if name in pool.known_names
+    }
 
 
 def _unknown_limits(rules: SplitRules, pool: AssignableDevices) -> Iterator[Problem]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -76,6 +76,7 @@ class Pauses:
     def __init__(self) -> None:
         self.next_s = FIRST_PAUSE_S
         self._is_cut = asyncio.Event()
+        self._said = ""
 
     def start_anew(self) -> None:
         self.next_s = FIRST_PAUSE_S
@@ -83,12 +84,17 @@ class Pauses:
     def cut_short(self) -> None:
         self._is_cut.set()
 
+    def is_news(self, reason: str) -> bool:
+        """Tell whether a reason is another one than the last time."""
+        before, self._said = self._said, reason
+        return reason != before
+
     async def wait(self, *, for_good: bool = False) -> None:
-        """Wait for the next pause, or until it is cut short."""
-        self._is_cut.clear()
+        """Wait for the next pause, or until it is cut short, which may have been before."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(None if for_good else self.next_s):
                 await self._is_cut.wait()
+        self._is_cut.clear()
         self.next_s = min(2 * self.next_s, LONGEST_PAUSE_S)
 
 
@@ -102,7 +108,8 @@ class PluginInstance:
         self.state = PluginState.PENDING
         self.reason = ""
         self.problems: list[Problem] = []
-        self._said = ""
+        self.is_absent = False
+        self.tries = self.settled_tries = 0
         self.listing: PluginListing | None = None
         self.hiding: ContainerEdits | None = None
         self.measurements: Sequence[Measurement] = ()
@@ -122,8 +129,8 @@ class PluginInstance:
     @property
     def status(self) -> PluginStatus:
         slots = tuple(slot.name for slot in self.listing.slot_types) if self.listing else ()
-        name, plugin, has_table = self.wanted.name, self.wanted.plugin, self.wanted.has_table
-        return PluginStatus(name, plugin, self.state, self.reason, slots, has_table)
+        of = (self.wanted.name, self.wanted.plugin, self.state, self.reason, slots)
+        return PluginStatus(*of, self.wanted.has_table, self.is_absent)
 
     @property
     def is_silent(self) -> bool:
@@ -133,17 +140,20 @@ class PluginInstance:
     def settle(self, state: PluginState, reason: str) -> None:
         """Take a state that others can rely on."""
         self.state, self.reason = state, " ".join(reason.split())
+        self.settled_tries = self.tries
         self.settled.set()
 
     async def run(self) -> None:
         """Keep the plugin up until cancelled, or until it is known that it cannot be."""
         while True:
-            self._ready_since = None
+            self._ready_since, self.is_absent = None, False
+            self.tries += 1
             try:
                 await self._bring_up()
                 await self._follow()
             except (PluginAbsent, InvalidAnswer) as error:
                 if self.listing is None:
+                    self.is_absent = isinstance(error, PluginAbsent)
                     await self._give_up(str(error), PluginState.FAILED)
                     self._tell_changed(self.wanted.name)
                     await self._pauses.wait(for_good=True)
@@ -158,22 +168,21 @@ class PluginInstance:
                 return
             if self._ready_since and time.monotonic() - self._ready_since > LONG_ENOUGH_S:
                 self._pauses.start_anew()
-            if self.reason != self._said:
-                self._said = self.reason
+            if self._pauses.is_news(self.reason):
                 log.warning("plugin.lost", plugin=self.wanted.name, reason=self.reason)
             self.reason += f"; next try in {self._pauses.next_s:g} s"
             self._tell_changed(self.wanted.name)
             await self._pauses.wait()
 
     async def retry(self, timeout_s: float) -> None:
-        """Try again now, and wait until it is known how that went, at most `timeout_s`."""
-        if self.state is PluginState.READY:
-            return
-        self.settled.clear()
+        """Try again, and wait for a try that begins from now on, at most `timeout_s`."""
+        before = self.tries
         self._pauses.cut_short()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self.settled.wait()
+                while self.state is not PluginState.READY and self.settled_tries <= before:
+                    self.settled.clear()
+                    await self.settled.wait()
 
     async def _bring_up(self) -> None:
         self._left_behind = [process for process in self._left_behind if process.is_alive]
@@ -196,7 +205,9 @@ class PluginInstance:
                 await self.close()
                 return
             step = "settings"
-            await self._validate(process)
+            wrong = await process.call("validate", timeout_s=self._pace.call_timeout_s)
+            where = f"plugins.{wanted.name}"
+            self._refuse_settings([Problem(f"{where}.{item.key}", item.why) for item in wrong])
             step = "hiding edits"
             with contextlib.suppress(PluginRefused, InvalidAnswer):
                 self.hiding = await self._hiding(process)
@@ -204,7 +215,7 @@ class PluginInstance:
             await process.call("open", timeout_s=OPEN_TIMEOUT_S)
             await reach("plugin.after_open")
             step = "list"
-            listing = await self._listed(process)
+            listing = await _once_more(lambda: self._listed(process))
             await reach("plugin.after_list")
             step = "hiding edits"
             self.hiding = await self._hiding(process)
@@ -212,7 +223,7 @@ class PluginInstance:
             raise type(error)(f"{step}: {error}") from None
         first = self.listing or listing
         self.listing = replace(first, devices=listing.devices)
-        self._ready_since, self._said = time.monotonic(), ""
+        self._ready_since = time.monotonic()
         self.settle(PluginState.READY, "")
         self._tell_changed(wanted.name)
 
@@ -231,11 +242,6 @@ class PluginInstance:
         timeout_s = self._pace.call_timeout_s
         edits = await process.call("container_edits", [], self._features, timeout_s=timeout_s)
         return ContainerEdits(env=checked_edits(edits).env)
-
-    async def _validate(self, process: PluginProcess) -> None:
-        wrong = await process.call("validate", timeout_s=self._pace.call_timeout_s)
-        where = f"plugins.{self.wanted.name}"
-        self._refuse_settings([Problem(f"{where}.{item.key}", item.why) for item in wrong])
 
     async def _listed(self, process: PluginProcess) -> PluginListing:
         found: Listing = await process.call("listing", timeout_s=self._pace.call_timeout_s)
@@ -342,6 +348,14 @@ class PluginInstance:
         if self.state is PluginState.READY:
             await _ask_to_close(process, self.wanted.name)
         await process.end("the daemon stops")
+
+
+async def _once_more(listed: Callable[[], Awaitable[PluginListing]]) -> PluginListing:
+    """List, and list again before a lie is final: devices may change between two reads."""
+    try:
+        return await listed()
+    except InvalidAnswer:
+        return await listed()
 
 
 async def _ask_to_close(process: PluginProcess, name: str) -> None:

@@ -149,7 +149,7 @@ def agent_view(agent_id: str, split: Split, ledger: Ledger) -> AgentView:
             name: {
                 "limit": str(limit),
                 "held": format_amount(ledger.held_of(agent_id, name), limit.kind),
-                "guaranteed": limit.is_guaranteed,
+                "guaranteed": name in split.guaranteed,
             }
             for name, limit in split.partitions[agent_id].limits.items()
         },
@@ -298,7 +298,7 @@ def plan_view(split: Split) -> dict[str, object]:
                     name: format(factor, "f")
                     for name, factor in split.scaling_factors(agent_id).items()
                 },
-                **_planned_limits(partition),
+                **_planned_limits(partition, split),
             }
             for agent_id, partition in split.partitions.items()
         },
@@ -314,12 +314,12 @@ def plan_view(split: Split) -> dict[str, object]:
     }
 
 
-def _planned_limits(partition: Partition) -> dict[str, object]:
+def _planned_limits(partition: Partition, split: Split) -> dict[str, object]:
     if not partition.limits:
         return {}
     return {
         "limits": {
-            name: {"limit": str(limit), "guaranteed": limit.is_guaranteed}
+            name: {"limit": str(limit), "guaranteed": name in split.guaranteed}
             for name, limit in partition.limits.items()
         }
     }

@@ -95,8 +95,8 @@ class CreateKernelRequest(Body):
     image: Annotated[Text, Field(min_length=1)] | None = None
     command: list[Text] = []
     env: dict[Annotated[str, Field(pattern=r"^[^=\x00]+$")], Text] = {}
-    slots: dict[str, Any] = {}
-    devices: dict[str, Annotated[list[Text], Field(min_length=1, max_length=4096)]] = {}
+    slots: dict[Text, Any] = {}
+    devices: dict[Text, Annotated[list[Text], Field(min_length=1, max_length=4096)]] = {}
     mounts: Annotated[list[MountRequest], Field(max_length=MAX_ITEMS)] = []
     ports: Annotated[list[PortRequest], Field(max_length=MAX_ITEMS)] = []
     labels: dict[Annotated[str, Field(min_length=1)], Text] = {}

@@ -124,7 +124,7 @@ class NodeDevices:
             why = status.reason if status else "it is gone"
             inventory, news = self.inventory.with_health_unknown(name, f"plugin {name}: {why}"), []
         self._news[name] = tuple(news)
-        are_new = inventory.by_id.keys() - self.inventory.by_id.keys()
+        are_new = inventory.listed - self.inventory.listed
         if inventory is not self.inventory:
             log.info("devices.changed", plugin=name, generation=self._generation + 1)
             self._replace_inventory(inventory)
@@ -142,6 +142,7 @@ class NodeDevices:
             why = f"plugin {listing.name} opened late and does not fit: {'; '.join(error.lines())}"
             self._news[listing.name] = (why,)
             return False
+        self._news.pop(listing.name, None)
         _publish_changes(self._events, before.inventory, self.inventory)
         log.info("plugin.joined", plugin=listing.name)
         return True
@@ -168,7 +169,7 @@ class NodeDevices:
         types = known.slot_types.values() if known else self._host_types
         listed_types = (slot for listing in listings for slot in listing.slot_types)
         inventory = Inventory.of([*types, *listed_types], devices)
-        missed = {name for rule in self._rules.agents for name in rule.devices}
+        missed = {name for rule in self._rules.agents for name in (*rule.devices, *rule.limits)}
         missed |= {device.device_id.name for device in devices}
         unlisted = _unlisted(self._plugins.statuses(), missed, self._joined | names)
         if before is None:
@@ -300,7 +301,8 @@ def _not_ready(statuses: Iterable[PluginStatus]) -> dict[str, str]:
     return {
         status.name: f"plugin {status.name} is {status.state.value}: {status.reason}"
         for status in statuses
-        if status.state is not PluginState.READY
+        if status.state is PluginState.PENDING
+        or (status.state is PluginState.FAILED and not status.is_absent)
     }
 
 
@@ -311,9 +313,7 @@ def _unlisted(
     return {
         status.name: f"plugin {status.state.value}: {status.reason}"
         for status in statuses
-        if status.state is not PluginState.READY
-        and status.name not in listed
-        and (status.has_table or status.name in missed)
+        if status.name not in listed and (status.has_table or status.name in missed)
     }
 
 

@@ -31,7 +31,8 @@ class PluginState(StrEnum):
 class PluginStatus:
     """A plugin instance: its device name, its entry point, and how it does.
 
-    One without a table was loaded because it is installed; nobody misses it where it fails.
+    One without a table was loaded because it is installed; nobody misses it where it fails. One
+    that `is_absent` says that this node has none of its hardware.
     """
 
     name: str
@@ -40,6 +41,7 @@ class PluginStatus:
     reason: str = ""
     slots: tuple[str, ...] = ()
     has_table: bool = True
+    is_absent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
