@@ -130,7 +130,11 @@ async def test_partitions_have_slots_of_their_own(
     await made.open(10)
     (listing,) = made.listings()
     await made.close()
-    assert listing.devices[0].slot == slot
+    first = listing.devices[0]
+    assert first.slot == slot
+    whole = "0000:c1:00.0"
+    is_part = slot != "rocm.device"
+    assert (first.stable_id, first.parent) == ((f"{whole}-p0", whole) if is_part else (whole, None))
     assert [found.name for found in listing.slot_types] == [*dict.fromkeys(["rocm.device", slot])]
 
 

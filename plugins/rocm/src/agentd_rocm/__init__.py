@@ -118,7 +118,8 @@ class RocmPlugin(AcceleratorPlugin):
                     id=f"{self.name}{gpu.index}",
                     stable_id=self._identity(gpu),
                     slot=self._slot(gpu),
-                    aliases=[gpu.pci] if self._unique_id(gpu.pci) and not gpu.place else [],
+                    aliases=self._aliases(gpu),
+                    parent=self._whole(gpu) if self._is_partition(gpu) else None,
                     model=gpu.model,
                     numa_node=self._numa_node(gpu.pci),
                     health="healthy" if node else "unhealthy",
@@ -128,10 +129,20 @@ class RocmPlugin(AcceleratorPlugin):
             )
         return found
 
-    def _identity(self, gpu: smi.Gpu) -> str:
+    def _whole(self, gpu: smi.Gpu) -> str:
         unique = self._unique_id(gpu.pci)
-        whole = f"GPU-{unique}" if unique else gpu.pci
-        return f"{whole}-p{gpu.place}" if gpu.place else whole
+        return f"GPU-{unique}" if unique else gpu.pci
+
+    def _identity(self, gpu: smi.Gpu) -> str:
+        is_part = gpu.place or self._is_partition(gpu)
+        return f"{self._whole(gpu)}-p{gpu.place}" if is_part else self._whole(gpu)
+
+    def _is_partition(self, gpu: smi.Gpu) -> bool:
+        return self._slot(gpu) != f"{self.name}.{self._mode}"
+
+    def _aliases(self, gpu: smi.Gpu) -> list[str]:
+        is_whole = not gpu.place and not self._is_partition(gpu)
+        return [gpu.pci] if is_whole and self._unique_id(gpu.pci) else []
 
     def _unique_id(self, pci: str) -> str:
         text = self._text(pci, "unique_id")
