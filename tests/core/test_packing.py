@@ -92,6 +92,19 @@ def test_both_threads_of_a_core_are_taken_before_the_next_core(
     assert "".join(sorted(given_ids(got, "cpu"))) == expected
 
 
+def test_parts_of_one_parent_are_given_together() -> None:
+    """Of three boards of four chips, with 1, 3 and 4 chips free, three come from the second."""
+    devices = threads(*((0, n // 4) for n in range(12)))
+    node = shared(machine(*devices, memory()), "a")
+    part = node.partitions["a"]
+    only = {"cpu": frozenset(DeviceId("cpu", str(n)) for n in (0, 1, 2, 4))}
+    had = allocate(Ledger(), node.inventory, part, slots(cpu=4), EVENLY, only)
+    ledger = Ledger().with_held("h", "a", had)
+    for asked, expected in ((3, "567"), (2, "56"), (1, "3")):
+        got = given_ids(allocate(ledger, node.inventory, part, slots(cpu=asked), EVENLY), "cpu")
+        assert "".join(sorted(got)) == expected
+
+
 @given(st.sets(st.integers(0, 11), max_size=11), st.integers(1, 12), st.sampled_from([2, 3, 4]))
 def test_no_more_cores_are_broken_than_must_be(held: set[int], asked: int, width: int) -> None:
     """On one node, with cores of several threads some of which are held."""

@@ -126,7 +126,8 @@ def _in_turn(found: Mapping[int | None, int]) -> Iterator[int]:
 def _together(found: Mapping[int | None, int], count: int, siblings: Siblings) -> Iterator[int]:
     """Yield so many devices, whole groups of siblings first, each node's in turn.
 
-    What is left of groups that are in use goes to odd amounts, before another group is broken.
+    What is left of groups that are in use goes to odd amounts, before another group is broken:
+    of the one with least left that still can, if there is one.
     """
     whole = {node: [mask for mask in siblings if not mask & ~bits] for node, bits in found.items()}
     odd = dict(found)
@@ -139,9 +140,17 @@ def _together(found: Mapping[int | None, int], count: int, siblings: Siblings) -
             yield from _positions(mask)
         else:
             kept.append(mask)
-    yield from _in_turn(odd)
+    snug = _snuggest((bits & mask for bits in odd.values() for mask in siblings), count)
+    yield from _positions(snug)
+    yield from _in_turn({node: bits & ~snug for node, bits in odd.items()})
     for mask in kept:
         yield from _positions(mask)
+
+
+def _snuggest(groups: Iterable[int], count: int) -> int:
+    """Return the group with fewest devices that has so many; none (0) if none has."""
+    enough = [bits for bits in groups if count and bits.bit_count() >= count]
+    return min(enough, key=int.bit_count, default=0)
 
 
 def _alternating(queues: Sequence[Iterator[_T]]) -> Iterator[_T]:
