@@ -21,12 +21,16 @@ import aiohttp
 from agentd.core.invariants import Accounted, NodeSnapshot, Present, Violation, changes, violations
 from agentd.core.kernel import ENDED, LIVE, STARTING, KernelState
 from agentd.core.plan import kernel_name
-from daemon import Answer, Daemon
+from daemon import AGENTS, Answer, Daemon, gpus
 
 SEED = int(os.environ["AGENTD_SEED"])
 """What tests that choose by chance start from; the run prints it."""
 SOAK_S = float(os.environ.get("AGENTD_SOAK", "0"))
 """For how long each test tries everything (seconds, `make soak`); 0: a sample, once."""
+NODE = '[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(32)
+"""Two agents that share 32 GPUs."""
+ONE = {"cuda.device": 1, "cpu": 0, "mem": "16m"}
+"""What a kernel asks for that is one of many."""
 _T = TypeVar("_T")
 
 

@@ -285,14 +285,20 @@ class MadeSlowly(Good):
 
 
 class Moody(Good):
-    """At `open` it does what the file in ZOO_MOOD says; no table is needed to tell it."""
+    """At `open` it does what the file in ZOO_MOOD says; no table is needed to tell it.
+
+    `slow` raises as soon as the file says something else.
+    """
+
+    def _mood(self) -> str:
+        return Path(os.environ["ZOO_MOOD"]).read_text().strip()
 
     def open(self) -> None:
-        mood = Path(os.environ["ZOO_MOOD"]).read_text().strip()
+        mood = self._mood()
         if mood == "absent":
             raise NotPresent("none on the bus")
-        if mood == "slow":
-            time.sleep(1)
+        while mood == "slow" and self._mood() == "slow":
+            time.sleep(0.01)
         if mood in ("raise", "slow"):
             raise RuntimeError("the driver is not loaded")
         if mood == "hang":

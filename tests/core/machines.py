@@ -11,33 +11,17 @@ MEM = SlotType("mem", SlotKind.BYTES, 1)
 
 
 def cores(count: int, numa_nodes: int | None = None) -> list[Device]:
-    return [
-        Device(
-            DeviceId("cpu", str(n)),
-            f"cpu-{n}",
-            "cpu",
-            SlotKind.COUNT,
-            ONE,
-            numa_node=None if numa_nodes is None else n * numa_nodes // count,
-        )
-        for n in range(count)
-    ]
+    return [_core(n, None if numa_nodes is None else n * numa_nodes // count) for n in range(count)]
 
 
 def threads(*physical: tuple[int | None, int]) -> list[Device]:
     """Hardware threads in the order of their ids: of which NUMA node and which core each is."""
-    return [
-        Device(
-            DeviceId("cpu", str(n)),
-            f"cpu-{n}",
-            "cpu",
-            SlotKind.COUNT,
-            ONE,
-            numa_node=node,
-            parent=f"core-{node}-{core}",
-        )
-        for n, (node, core) in enumerate(physical)
-    ]
+    return [_core(n, node, f"core-{node}-{core}") for n, (node, core) in enumerate(physical)]
+
+
+def _core(n: int, node: int | None, parent: str | None = None) -> Device:
+    device_id = DeviceId("cpu", str(n))
+    return Device(device_id, f"cpu-{n}", "cpu", SlotKind.COUNT, ONE, numa_node=node, parent=parent)
 
 
 def memory(size: int = 32 * GIB) -> Device:

@@ -8,22 +8,28 @@ import pytest
 
 from daemon import Daemon
 from engine import Engine, missing
-from world import World
+from world import NODE, World
 
 
 @pytest.fixture(params=["process", pytest.param("docker", marks=pytest.mark.docker)])
 async def world(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[World]:
-    """A node on either runtime, not started yet."""
+    """A node on either runtime; started where the test is marked `started`."""
     engine = request.getfixturevalue("engine") if request.param == "docker" else None
-    made = World(Daemon(folder, request.param, engine))
-    yield made
-    await made.daemon.close()
+    async for made in _node(request, Daemon(folder, request.param, engine)):
+        yield made
 
 
 @pytest.fixture
-async def plain_world(folder: Path) -> AsyncIterator[World]:
-    """A node on the process runtime, not started yet."""
-    made = World(Daemon(folder, "process"))
+async def plain_world(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[World]:
+    """The same on the process runtime."""
+    async for made in _node(request, Daemon(folder, "process")):
+        yield made
+
+
+async def _node(request: pytest.FixtureRequest, daemon: Daemon) -> AsyncIterator[World]:
+    made = World(daemon)
+    if request.node.get_closest_marker("started"):
+        await made.start(text=NODE)
     yield made
     await made.daemon.close()
 

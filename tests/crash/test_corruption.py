@@ -12,28 +12,11 @@ from pathlib import Path
 import pytest
 
 from agentd.core.record import SCHEMA
-from daemon import AGENTS, Daemon, gpus
+from daemon import Daemon
 from engine import Engine
-from world import World, started
+from world import NODE, ONE, World, started
 
-NODE = '[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(32)
-
-
-ONE = {"cuda.device": 1, "cpu": 0, "mem": "16m"}
-
-
-@pytest.fixture
-async def world(world: World) -> World:
-    """A node that has started, on either runtime."""
-    await world.start(text=NODE)
-    return world
-
-
-@pytest.fixture
-async def plain_world(plain_world: World) -> World:
-    """A node that has started, on the process runtime."""
-    await plain_world.start(text=NODE)
-    return plain_world
+pytestmark = pytest.mark.started
 
 
 def flipped(path: Path, bit: int = 100) -> None:

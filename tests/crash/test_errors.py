@@ -8,10 +8,9 @@ import pytest
 
 from agentd.failpoints import POINTS
 from daemon import AGENTS, gpus
-from world import World
+from world import ONE, World
 
 NODE = '[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(64)
-ONE = {"cuda.device": 1, "cpu": 0, "mem": "16m"}
 TRIES = 25
 
 

@@ -15,33 +15,16 @@ from pathlib import Path
 import pytest
 
 from agentd.runtimes.process.shim import PR_SET_CHILD_SUBREAPER
-from daemon import AGENTS, Daemon, gpus
+from daemon import Daemon
 from native.libraries import built
-from world import World, session, started
+from world import NODE, ONE, World, session, started
 
 ROOT_ONLY = pytest.mark.skipif(
     os.geteuid() != 0 and not os.environ.get("AGENTD_REQUIRE_ALL"), reason="mounts need root"
 )
 
 
-NODE = '[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(32)
-
-
-ONE = {"cuda.device": 1, "cpu": 0, "mem": "16m"}
-
-
-@pytest.fixture
-async def world(world: World) -> World:
-    """A node that has started, on either runtime."""
-    await world.start(text=NODE)
-    return world
-
-
-@pytest.fixture
-async def plain_world(plain_world: World) -> World:
-    """A node that has started, on the process runtime."""
-    await plain_world.start(text=NODE)
-    return plain_world
+pytestmark = pytest.mark.started
 
 
 @contextmanager

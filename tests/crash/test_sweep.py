@@ -18,7 +18,7 @@ from agentd.failpoints import POINTS
 from daemon import AGENTS, gpus
 from engine import Engine, rootfs
 from registry import Registry
-from world import SEED, SOAK_S, World, started, tried
+from world import ONE, SEED, SOAK_S, World, started, tried
 
 NODE = (
     '[resource]\nallocation-mode = "auto-split"\n[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(32)
@@ -168,7 +168,6 @@ class Sweep:
         return {"slots": ONE}
 
 
-ONE = {"cuda.device": 1, "cpu": 0, "mem": "16m"}
 A_DAY_S = "86400"
 
 

@@ -12,6 +12,7 @@ from agentd.core.container_edits import ContainerEdits, DeviceRequest
 from agentd.errors import RuntimeFailure
 from agentd.runtimes.docker.facts import engine_facts
 from daemon import AGENTS, Daemon
+from end_to_end.containers import printed
 from engine import Engine
 from engine_proxy import EngineProxy
 from native.libraries import nvml_library
@@ -74,25 +75,16 @@ async def node(
     engine26.clean()
 
 
-async def output(daemon: Daemon, script: str, **body: Any) -> str:
-    answer = await daemon.create(kernel_id="k1", command=["sh", "-c", script], **body)
-    assert answer.status == 201, answer.content
-    await daemon.until("k1", "terminated")
-    log = await daemon.call("GET", "/v1/kernels/k1/logs")
-    await daemon.call("DELETE", "/v1/kernels/k1")
-    return log.content.decode()
-
-
 async def test_a_kernel_has_its_gpu_and_no_other(node: Node) -> None:
     script = "exec 2>&1; ls /dev | grep nvidia; env; head -c 1 /dev/nvidia1 | od -An -tx1"
     await node.daemon.running(kernel_id="first", slots={"cuda.device": 1})
-    seen = await output(node.daemon, script, slots={"cuda.device": 1})
+    seen = await printed(node.daemon, script, slots={"cuda.device": 1})
     assert "nvidia1" in seen
     assert "nvidia0" not in seen
     assert " 00\n" in seen  # the file is the device, and can be read
     for line in ("SPECIFIED=yes", "CUDA_VISIBLE_DEVICES=GPU-bbbb", "NVIDIA_VISIBLE_DEVICES=void"):
         assert line in seen
-    none = await output(node.daemon, script)
+    none = await printed(node.daemon, script)
     assert "No such file or directory" in none
     assert "nvidia0" not in none
     assert "SPECIFIED" not in none

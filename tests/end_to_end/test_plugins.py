@@ -84,12 +84,15 @@ async def test_a_plugin_that_fails_at_the_start_harms_only_itself(
     await assert_the_rest_works(plain, before)
 
 
+def raising_until(driver: Path) -> str:
+    return f'fault = "raise"\nfault-at = "open"\nfault-until = "{driver}"\n'
+
+
 async def test_a_driver_that_appears_is_found_and_can_be_asked_for_at_once(
     plain: Daemon, tmp_path: Path
 ) -> None:
     driver = tmp_path / "driver"
-    late = f'fault = "raise"\nfault-at = "open"\nfault-until = "{driver}"\n'
-    await plain.start(config(late))
+    await plain.start(config(raising_until(driver)))
     assert (await plain.create(slots={"cuda.device": 1})).status == 503
     driver.touch()
     socket = str(plain.folder / "agentd.sock")
@@ -104,8 +107,7 @@ async def test_a_driver_that_appears_after_a_second_is_found_without_being_asked
     plain: Daemon, tmp_path: Path
 ) -> None:
     driver = tmp_path / "driver"
-    late = f'fault = "raise"\nfault-at = "open"\nfault-until = "{driver}"\n'
-    await plain.start(config(late))
+    await plain.start(config(raising_until(driver)))
     driver.touch()
     await eventually(plain, lambda node: plugin(node)["state"] == "ready")
     await plain.running(slots={"cuda.device": 1})

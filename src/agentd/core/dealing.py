@@ -76,11 +76,11 @@ def _side_by_side(devices: Sequence[Device], order: SplitOrder) -> list[Device]:
     """Order devices so that the parts of one are neighbours."""
     first: dict[str, int] = {}
     for position, device in enumerate(devices):
-        first.setdefault(device.parent or device.stable_id, position)
+        first.setdefault(device.physical_id, position)
 
     def place(device: Device) -> tuple[bool, int, int]:
         node = _node_order(device) if order is SplitOrder.NUMA else (False, 0)
-        return (*node, first[device.parent or device.stable_id])
+        return (*node, first[device.physical_id])
 
     return sorted(devices, key=place)
 
@@ -91,12 +91,10 @@ def _node_order(device: Device) -> tuple[bool, int]:
 
 def _core_units(cores: Sequence[Device], agents: int) -> Iterator[Unit]:
     """Yield physical cores, or threads where there are fewer cores than agents."""
-    ordered = sorted(
-        cores, key=lambda core: (_node_order(core), natural_key(core.parent or core.stable_id))
-    )
+    ordered = sorted(cores, key=lambda core: (_node_order(core), natural_key(core.physical_id)))
     physical: dict[str, list[Device]] = {}
     for core in ordered:
-        physical.setdefault(core.parent or core.stable_id, []).append(core)
+        physical.setdefault(core.physical_id, []).append(core)
     if len(physical) < agents:
         yield from ((core,) for core in ordered)
     else:

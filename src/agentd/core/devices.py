@@ -94,6 +94,11 @@ class Device:
         """The capacity that counts now: a device that is gone or unhealthy has none."""
         return 0 if self.gone or self.health is Health.UNHEALTHY else self.capacity
 
+    @property
+    def physical_id(self) -> str:
+        """The stable id of the physical thing that it is, or is a part of."""
+        return self.parent or self.stable_id
+
     def physical_keys(self) -> set[str]:
         """Return every name by which another plugin might offer the same thing."""
         return {key for key in (self.stable_id, self.parent, *self.aliases) if key}
@@ -245,13 +250,13 @@ def with_shared_health(devices: Sequence[Device]) -> list[Device]:
     What is on one physical device has the same parent, or is the parent of the others.
     """
     bad = {
-        device.parent or device.stable_id: device
+        device.physical_id: device
         for device in devices
         if device.health is Health.UNHEALTHY and not device.gone
     }
     return [
         replace(device, health=Health.UNHEALTHY, reason=f"{cause.device_id}: {cause.reason}")
-        if (cause := bad.get(device.parent or device.stable_id)) is not None
+        if (cause := bad.get(device.physical_id)) is not None
         and device.health is not Health.UNHEALTHY
         else device
         for device in devices

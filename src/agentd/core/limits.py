@@ -138,6 +138,7 @@ def remarks(
     limits: Mapping[str, Mapping[str, Limit]], available: Mapping[str, Limitable]
 ) -> Iterator[str]:
     """Yield what an operator should know of the limits that are set."""
+    sure = guaranteed(limits, available)
     for name, what in available.items():
         given = {agent: mine[name] for agent, mine in limits.items() if name in mine}
         if not given:
@@ -145,10 +146,9 @@ def remarks(
         if unlimited := [agent for agent in limits if agent not in given]:
             yield f"{name}: {', '.join(unlimited)} has no limit, so no part of it is guaranteed"
             continue
-        total = sum(limit.amount for limit in given.values())
-        if total > what.present:
+        if name not in sure:
             have = format_amount(what.present, what.kind)
-            summed = format_amount(total, what.kind)
+            summed = format_amount(sum(limit.amount for limit in given.values()), what.kind)
             yield f"{name}: the limits add up to {summed} of {have}, so none of them is guaranteed"
         elif not what.is_whole and what.devices > 1 and len(given) > 1:
             yield (

@@ -98,7 +98,7 @@ def _limits(state: NodeState, split: Split) -> Iterator[GaugeMetricFamily]:
     held = _gauge("agent_limit_held", "What it holds of that", *labels)
     guaranteed = _gauge("agent_limit_guaranteed", "Whether nobody can keep it from that", *labels)
     for agent in split.partitions:
-        for name, limit in rendering.agent_view(agent, split, state.ledger)["limits"].items():
+        for name, limit in rendering.limit_views(agent, split, state.ledger).items():
             limits.add_metric([agent, name], float(limit["limit"]))
             held.add_metric([agent, name], float(limit["held"]))
             guaranteed.add_metric([agent, name], limit["guaranteed"])

@@ -22,6 +22,7 @@ from agentd.views import (
     CheckView,
     DeviceView,
     KernelView,
+    LimitView,
     NodeView,
     PluginView,
     RuntimeView,
@@ -145,14 +146,19 @@ def agent_view(agent_id: str, split: Split, ledger: Ledger) -> AgentView:
             for name, slot in split.inventory.slot_types.items()
         },
         "scaling_factors": {name: format(factor, "f") for name, factor in factors.items()},
-        "limits": {
-            name: {
-                "limit": str(limit),
-                "held": format_amount(ledger.held_of(agent_id, name), limit.kind),
-                "guaranteed": name in split.guaranteed,
-            }
-            for name, limit in split.partitions[agent_id].limits.items()
-        },
+        "limits": limit_views(agent_id, split, ledger),
+    }
+
+
+def limit_views(agent_id: str, split: Split, ledger: Ledger) -> dict[str, LimitView]:
+    """Return the most that an agent may hold, by device name, and what it holds of that."""
+    return {
+        name: {
+            "limit": str(limit),
+            "held": format_amount(ledger.held_of(agent_id, name), limit.kind),
+            "guaranteed": name in split.guaranteed,
+        }
+        for name, limit in split.partitions[agent_id].limits.items()
     }
 
 

@@ -95,10 +95,8 @@ class Planner:
         return rows
 
     def _slots(self, spec: KernelSpec, runtime: Runtime) -> ResourceSlots:
-        asked, types = (
-            {**self._rules.default_slots, **spec.slots},
-            self._devices.inventory.slot_types,
-        )
+        types = self._devices.inventory.slot_types
+        asked = {**self._rules.default_slots, **spec.slots}
         statuses = () if asked.keys() <= types.keys() else self._plugins.statuses()
         slots = parse_slots(
             asked,
@@ -130,8 +128,8 @@ class Planner:
         edits = await self._plugins.container_edits(kernel.allocation, support.features)
         missing = support.not_enforced | _unheld(kernel.allocation, self._devices.inventory)
         cores = [d.id for d in self._devices.partition(spec.agent_id).devices if d.name == CPU]
-        if not cores:  # nobody's, if there are any: those of other agents are theirs
-            cores, missing = list(self._devices.split.unassigned.get(CPU, ())), missing | {CPU}
+        if not cores:
+            missing |= {CPU}
         node = NodeFacts(self._rules.node_id, tuple(cores), self._rules.real_cores, missing)
         return build_plan(spec, kernel, edits, node)
 

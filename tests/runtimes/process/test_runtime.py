@@ -322,6 +322,13 @@ async def test_a_shim_that_was_stopped_keeps_nobody_from_removing_its_kernel(run
     assert await runtime.find(K1) is None
 
 
+async def assert_end_is_told(events, folder) -> None:
+    command(folder).signal(signal.SIGKILL)
+    async with asyncio.timeout(20):
+        assert await anext(events) == "k1"
+    await events.aclose()
+
+
 async def test_what_was_set_aside_and_lives_is_put_back(runtime, folder) -> None:
     """A daemon died between setting a bundle aside and looking whether its kernel lives."""
     created = await create(runtime, "sleep", "1000")
@@ -335,10 +342,7 @@ async def test_what_was_set_aside_and_lives_is_put_back(runtime, folder) -> None
         created.handle,
         created.record,
     )
-    command(folder).signal(signal.SIGKILL)
-    async with asyncio.timeout(20):
-        assert await anext(events) == "k1"
-    await events.aclose()
+    await assert_end_is_told(events, folder)
     await after.close()
 
 
@@ -348,10 +352,7 @@ async def test_the_end_of_a_kernel_that_was_found_later_is_told(runtime, folder)
     assert await anext(events) == ""
     await create(runtime, "sleep", "1000")
     assert (await found(after)).state is ObservedState.RUNNING
-    command(folder).signal(signal.SIGKILL)
-    async with asyncio.timeout(20):
-        assert await anext(events) == "k1"
-    await events.aclose()
+    await assert_end_is_told(events, folder)
     await after.close()
 
 

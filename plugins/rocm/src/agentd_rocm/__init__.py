@@ -86,7 +86,7 @@ class RocmPlugin(AcceleratorPlugin):
     def slot_types(self) -> Sequence[SlotTypeInfo]:
         mode = self._mode
         quantum = str(self.settings.get("quantum", "1" if mode == "device" else "0.01"))
-        whole = f"{self.name}.{mode}"
+        whole = self._whole_slot
         partitions = {self._slot(gpu) for gpu in smi.gpus()} - {whole}
         return [
             SlotTypeInfo(whole, "count", quantum, "mode", unit="GPU"),
@@ -102,24 +102,29 @@ class RocmPlugin(AcceleratorPlugin):
         compute = self._text(gpu.pci, "current_compute_partition")
         memory = self._text(gpu.pci, "current_memory_partition")
         if not _PARTITION.fullmatch(compute) or compute == "spx":
-            return f"{self.name}.{self._mode}"
+            return self._whole_slot
         return f"{self.name}.device:{compute}_{memory if _PARTITION.fullmatch(memory) else 'nps1'}"
 
     @property
     def _mode(self) -> str:
         return str(self.settings.get("mode", "device"))
 
+    @property
+    def _whole_slot(self) -> str:
+        return f"{self.name}.{self._mode}"
+
     def list_devices(self) -> Sequence[DeviceInfo]:
         found = []
         for gpu in smi.gpus():
-            node = self._render_node(gpu)
+            node, slot = self._render_node(gpu), self._slot(gpu)
+            whole, stable_id = self._whole(gpu), self._identity(gpu, slot)
             found.append(
                 DeviceInfo(
                     id=f"{self.name}{gpu.index}",
-                    stable_id=self._identity(gpu),
-                    slot=self._slot(gpu),
-                    aliases=self._aliases(gpu),
-                    parent=self._whole(gpu) if self._is_partition(gpu) else None,
+                    stable_id=stable_id,
+                    slot=slot,
+                    aliases=[gpu.pci] if stable_id == whole != gpu.pci else [],
+                    parent=None if slot == self._whole_slot else whole,
                     model=gpu.model,
                     numa_node=self._numa_node(gpu.pci),
                     health="healthy" if node else "unhealthy",
@@ -133,16 +138,9 @@ class RocmPlugin(AcceleratorPlugin):
         unique = self._unique_id(gpu.pci)
         return f"GPU-{unique}" if unique else gpu.pci
 
-    def _identity(self, gpu: smi.Gpu) -> str:
-        is_part = gpu.place or self._is_partition(gpu)
+    def _identity(self, gpu: smi.Gpu, slot: str) -> str:
+        is_part = gpu.place or slot != self._whole_slot
         return f"{self._whole(gpu)}-p{gpu.place}" if is_part else self._whole(gpu)
-
-    def _is_partition(self, gpu: smi.Gpu) -> bool:
-        return self._slot(gpu) != f"{self.name}.{self._mode}"
-
-    def _aliases(self, gpu: smi.Gpu) -> list[str]:
-        is_whole = not gpu.place and not self._is_partition(gpu)
-        return [gpu.pci] if is_whole and self._unique_id(gpu.pci) else []
 
     def _unique_id(self, pci: str) -> str:
         text = self._text(pci, "unique_id")
@@ -163,7 +161,7 @@ class RocmPlugin(AcceleratorPlugin):
     ) -> ContainerEdits:
         if not allocation:
             return ContainerEdits(env={"ROCR_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""})
-        there = {self._identity(gpu): gpu for gpu in smi.gpus()}
+        there = {self._identity(gpu, self._slot(gpu)): gpu for gpu in smi.gpus()}
         if missing := [device.id for device in allocation if device.stable_id not in there]:
             raise LookupError(f"{', '.join(missing)} does not answer")
         given = [there[device.stable_id] for device in allocation]
@@ -196,7 +194,7 @@ class RocmPlugin(AcceleratorPlugin):
         loads = [(gpu, smi.load_of(gpu.index)) for gpu in smi.gpus()]
         return [
             Measurement(
-                self._identity(gpu),
+                self._identity(gpu, self._slot(gpu)),
                 load.utilization,
                 load.used_bytes,
                 load.total_bytes,
