@@ -27,9 +27,9 @@ from agentd.errors import (
     StartRefused,
 )
 from agentd.failpoints import reach
-from agentd.host.probe import Host, derived_node_id, is_port_free, probe
+from agentd.host.probe import Host, boot_id, derived_node_id, is_port_free, probe
 from agentd.host.sd_notify import Notifier
-from agentd.plugin_api import Features
+from agentd.plugin_api import NODE_ID_VARIABLE, Features
 from agentd.pluginhost.host import PluginHost
 from agentd.pluginhost.instance import Pace
 from agentd.rpc.handlers import Handlers, NodeParts
@@ -42,8 +42,10 @@ from agentd.services.planner import NodeRules, Planner
 from agentd.services.reconciler import Loops, Reconciler
 from agentd.services.records import recall, recorded_runtimes, remember
 from agentd.services.selfcheck import SelfCheck
+from agentd.services.serving import Serving
 from agentd.services.state import NodeState
 from agentd.state.files import StateFolder
+from agentd.state.neighbours import MachineNeighbours, Places
 
 log = structlog.get_logger()
 
@@ -57,7 +59,12 @@ def pace_of(settings: Settings) -> Pace:
 
 
 def plugin_host(settings: Settings) -> PluginHost:
-    """Return the plugins that the configuration asks for, none of them started."""
+    """Return the plugins that the configuration asks for, none of them started.
+
+    They find the node's id in their environment, which is this process's.
+    """
+    with contextlib.suppress(ConfigRefused):
+        os.environ[NODE_ID_VARIABLE] = node_id_of(settings)
     plugins, features = settings.plugins, Features(settings.node.runtime)
     return PluginHost(
         plugins.tables, plugins.allow, plugins.block, features=features, pace=pace_of(settings)
@@ -133,6 +140,7 @@ class Daemon:
         self._node_id = node_id_of(loaded.settings)
         state_dir = loaded.settings.node.state_dir.absolute()
         self._memory = StateFolder(state_dir, self._node_id)
+        self._neighbours = MachineNeighbours(self._node_id, boot_id(), Places.of(os.geteuid()))
         self._clock = Clock(time.time, time.monotonic)
         self._notifier = Notifier()
         self._stop = asyncio.Event()
@@ -149,6 +157,8 @@ class Daemon:
         async with contextlib.AsyncExitStack() as stack:
             self._memory.open(assembly.lock_folder())
             stack.callback(self._memory.close)
+            self._neighbours.open()
+            stack.callback(self._neighbours.close)
             if points := failpoints.armed():
                 log.warning("failpoints.armed", points=points)
             await reach("start.after_locks")
@@ -186,8 +196,6 @@ class Daemon:
             if status.reason:
                 say = log.warning if status.has_table else log.info
                 say("plugin.not_ready", plugin=status.name, reason=status.reason)
-        for warning in devices.warnings:
-            log.warning("node.warning", warning=warning)
         records = memory.load_records()
         names = self._used_runtimes(records)
         runtimes = {n: self._runtime(n, self._node_id) for n in names if n in assembly.RUNTIMES}
@@ -203,11 +211,22 @@ class Daemon:
         await reach("start.after_recall")
         service = KernelService(state, devices, planner, runtimes, default, memory, clock)
         reconciler = Reconciler(state, devices, runtimes, default, memory, clock)
+        serving = Serving(devices, state, self._neighbours, *self._real(host))
+        serving.update()
+        stack.callback(serving.close)
+        for warning in devices.warnings:
+            log.warning("node.warning", warning=warning)
         check = SelfCheck(state, devices, runtimes, memory)
         parts = NodeParts(state, devices, plugins, service, reconciler, check, events)
         handlers = Handlers(self._node_id, default, parts)
-        loops = Loops(reconciler, state, devices, runtimes, plugins)
+        loops = Loops(reconciler, state, devices, runtimes, plugins, serving.update)
         return _Node(state, service, reconciler, loops, handlers, events)
+
+    def _real(self, host: Host) -> tuple[frozenset[str], int | None]:
+        """Return the cores and the memory that are the machine's own, not declared ones."""
+        declared = self._settings.host
+        cores = host.real_cores if declared.cpus is None else frozenset[str]()
+        return cores, host.memory_bytes if declared.mem is None else None
 
     def _rules(self, host: Host) -> NodeRules:
         return NodeRules(

@@ -29,6 +29,7 @@ from agentd.core.container_edits import ContainerEdits, DeviceNode, DeviceReques
 __all__ = [
     "API_VERSION",
     "ENTRY_POINT_GROUP",
+    "NODE_ID_VARIABLE",
     "AcceleratorPlugin",
     "AllocatedDevice",
     "ContainerEdits",
@@ -48,6 +49,8 @@ __all__ = [
 
 API_VERSION = 1
 ENTRY_POINT_GROUP = "agentd.accelerators"
+NODE_ID_VARIABLE = "AGENTD_NODE_ID"
+"""Where a plugin finds the id of its node, in its environment."""
 GPU_CLASSES = ("03", "12")
 """PCI base classes of GPUs: display controllers and processing accelerators.
 
@@ -88,7 +91,8 @@ class DeviceInfo:
 
     `id` is a suggestion (agentd keeps the one it gave first), `stable_id` names the physical
     thing for good. `parent` is the stable id of what it is a part of. `health` is `healthy`,
-    `unhealthy` (with a `reason`) or `unknown`.
+    `unhealthy` (with a `reason`) or `unknown`. One that `is_simulated` is no hardware: other
+    daemons of the machine are not kept from one of the same stable id.
     """
 
     id: str
@@ -102,6 +106,7 @@ class DeviceInfo:
     health: str = "healthy"
     reason: str = ""
     attributes: Mapping[str, str] = field(default_factory=dict)
+    is_simulated: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ class DeviceView(TypedDict):
     stable_id: str
     aliases: list[str]
     agents: list[str]
-    state: Literal["ok", "held", "unhealthy", "drained", "gone", "overcommitted"]
+    state: Literal["ok", "held", "unhealthy", "drained", "gone", "withheld", "overcommitted"]
     reason: str
     numa_node: int | None
     model: str

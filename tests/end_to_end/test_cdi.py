@@ -17,7 +17,7 @@ from engine import Engine
 from engine_proxy import EngineProxy
 from native.libraries import nvml_library
 
-pytestmark = pytest.mark.docker
+pytestmark = [pytest.mark.docker, pytest.mark.xdist_group("cdi")]  # its GPUs are one daemon's
 GPUS = """driver 570.124.06
 init 0
 gpu uuid=GPU-aaaa pci=00000000:3B:00.0 mem=85899345920 used=0 util=0 temp=40 power=70000 \

@@ -88,7 +88,7 @@ class Rig:
 @contextlib.asynccontextmanager
 async def running(rig: Rig) -> AsyncIterator[Rig]:
     """The same, with the reconciler's loops running."""
-    made = Loops(rig.reconciler, rig.state, rig.devices, rig.runtimes, rig.plugins)
+    made = Loops(rig.reconciler, rig.state, rig.devices, rig.runtimes, rig.plugins, lambda: None)
     loops = asyncio.create_task(made.run())
     try:
         async with asyncio.timeout(5):

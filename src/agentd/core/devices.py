@@ -78,21 +78,29 @@ class Device:
     reason: str = ""
     gone: bool = False
     drained: bool = False
+    withheld: str = ""
+    """Which other agentd of this machine serves it; empty if none does."""
     attributes: Mapping[str, str] = field(default_factory=dict)
     former: tuple[str, ...] = ()
     """Stable ids under which the same physical thing was offered before."""
     is_hearsay: bool = False
     """Known only from a kernel's record: listed as gone, and remembered by nobody."""
+    is_simulated: bool = False
+    """No hardware: another daemon's device of the same stable id is another thing."""
 
     @property
     def usable(self) -> bool:
         """Whether anything new may be given from it, room apart."""
-        return not (self.gone or self.drained or self.health is Health.UNHEALTHY)
+        return self._is_there and not self.drained
 
     @property
     def offered(self) -> int:
-        """The capacity that counts now: a device that is gone or unhealthy has none."""
-        return 0 if self.gone or self.health is Health.UNHEALTHY else self.capacity
+        """The capacity that counts now: one that is gone, unhealthy or withheld has none."""
+        return self.capacity if self._is_there else 0
+
+    @property
+    def _is_there(self) -> bool:
+        return not (self.gone or self.withheld or self.health is Health.UNHEALTHY)
 
     @property
     def physical_id(self) -> str:
@@ -210,6 +218,15 @@ class Inventory:
             taken.add(device_id)
             devices.append(replace(device, device_id=device_id))
         return Inventory.of(self.slot_types.values(), with_shared_health(devices)), warnings
+
+    def with_withheld(self, reasons: Mapping[DeviceId, str]) -> Inventory:
+        """Return the inventory in which just the devices of `reasons` are withheld."""
+        return self._with(
+            replace(device, withheld=reasons.get(device.device_id, ""))
+            if device.withheld != reasons.get(device.device_id, "")
+            else device
+            for device in self.devices
+        )
 
     def with_health_unknown(self, name: str, reason: str) -> Inventory:
         """Return the inventory with nothing known of one device name's health.

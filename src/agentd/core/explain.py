@@ -117,6 +117,8 @@ def _cannot_give(  # noqa: PLR0911 - one line for each reason, the gravest first
         return f"gone: {device.reason}"
     if device.health is Health.UNHEALTHY:
         return f"unhealthy: {device.reason}"
+    if device.withheld:
+        return f"withheld: {device.withheld}"
     if device.drained:
         return "drained by an operator"
     if device.slot != question.slot_type.name:

@@ -128,6 +128,7 @@ def _device(name: str, info: DeviceInfo, kinds: dict[str, SlotKind]) -> Device:
             one_line(key): one_line(value)
             for key, value in islice(info.attributes.items(), _MAX_ATTRIBUTES)
         },
+        is_simulated=info.is_simulated,
     )
 
 

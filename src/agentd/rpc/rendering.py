@@ -30,7 +30,9 @@ from agentd.views import (
     SlotUseView,
 )
 
-DeviceState: TypeAlias = Literal["ok", "held", "unhealthy", "drained", "gone", "overcommitted"]
+DeviceState: TypeAlias = Literal[
+    "ok", "held", "unhealthy", "drained", "gone", "withheld", "overcommitted"
+]
 
 
 def kernel_view(kernel: Kernel, inventory: Inventory) -> KernelView:
@@ -111,11 +113,15 @@ def device_view(device: Device, split: Split, ledger: Ledger) -> DeviceView:
     }
 
 
-def _device_state(device: Device, ledger: Ledger) -> tuple[DeviceState, str]:
+def _device_state(  # noqa: PLR0911 - one line for each state, the gravest first
+    device: Device, ledger: Ledger
+) -> tuple[DeviceState, str]:
     if device.gone:
         return "gone", device.reason
     if device.health is Health.UNHEALTHY:
         return "unhealthy", device.reason
+    if device.withheld:
+        return "withheld", device.withheld
     if holders := ledger.kept_back_by(device):
         shares = {kernel_id: ledger.holders(device.device_id)[kernel_id] for kernel_id in holders}
         held = [

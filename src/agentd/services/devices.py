@@ -8,13 +8,14 @@ raises `generation`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import structlog
 
 from agentd.core.devices import (
     Device,
+    DeviceId,
     Health,
     Inventory,
     served_once,
@@ -59,6 +60,7 @@ class NodeDevices:
         self._warnings: tuple[str, ...] = ()
         self._news: dict[str, tuple[str, ...]] = {}
         self._events = events
+        self._remarks: tuple[str, ...] = ()
         self._joined: frozenset[str] = frozenset()
         self._withheld: frozenset[tuple[str, str]] = frozenset()
         self._unsaved = ""
@@ -85,8 +87,9 @@ class NodeDevices:
         """What the operator should know, the partition's warnings included."""
         news = (warning for warnings in self._news.values() for warning in warnings)
         installed, memory = self._plugins.warnings(), self._memory.warnings()
+        own = (*self.split.warnings, *_withheld_warnings(self.inventory), *self._remarks)
         unsaved = [self._unsaved] if self._unsaved else []
-        return (*installed, *self._warnings, *news, *self.split.warnings, *memory, *unsaved)
+        return (*installed, *self._warnings, *news, *own, *memory, *unsaved)
 
     @property
     def generation(self) -> int:
@@ -236,13 +239,7 @@ class NodeDevices:
             StateUnavailable: it cannot be remembered; nothing changed.
         """
         device = self.find(name, device_id)
-        if not device.gone:
-            raise KernelConflict(f"{device.device_id} is not gone; only what is gone is forgotten")
-        if device.health is Health.UNKNOWN:
-            why = f"whether {device.device_id} is gone cannot be told: {device.reason}"
-            raise KernelConflict(why)
-        if held := ", ".join(holders):
-            raise KernelConflict(f"{device.device_id} is held by {held}")
+        _refuse_forgetting(device, holders)
         self._replace_for_good(self.inventory.without(device.device_id))
 
     def add_missing(self, devices: Iterable[Device]) -> None:
@@ -253,6 +250,13 @@ class NodeDevices:
                 inventory = inventory.with_device(device)
         if inventory is not self.inventory:
             self._replace_inventory(inventory)
+
+    def withhold(self, reasons: Mapping[DeviceId, str], remarks: tuple[str, ...] = ()) -> None:
+        """Have just these devices withheld from everybody, as other daemons serve them."""
+        self._remarks = remarks
+        inventory = self.inventory.with_withheld(reasons)
+        if inventory is not self.inventory:
+            self._take(inventory)
 
     def _replace_for_good(self, inventory: Inventory) -> None:
         """Do what an operator wants: remembered first, or not done at all."""
@@ -294,6 +298,22 @@ def _publish_changes(events: EventLog, before: Inventory, now: Inventory) -> Non
     for device_id, device in before.by_id.items():
         if device_id not in now.by_id:
             events.publish(EventKind.DEVICE_REMOVED, device)
+
+
+def _refuse_forgetting(device: Device, holders: Iterable[str]) -> None:
+    if not device.gone:
+        raise KernelConflict(f"{device.device_id} is not gone; only what is gone is forgotten")
+    if device.health is Health.UNKNOWN:
+        why = f"whether {device.device_id} is gone cannot be told: {device.reason}"
+        raise KernelConflict(why)
+    if held := ", ".join(holders):
+        raise KernelConflict(f"{device.device_id} is held by {held}")
+
+
+def _withheld_warnings(inventory: Inventory) -> Iterator[str]:
+    for device in inventory.devices:
+        if device.withheld:
+            yield f"{device.device_id.id} is withheld: {device.withheld}"
 
 
 def _not_ready(statuses: Iterable[PluginStatus]) -> dict[str, str]:

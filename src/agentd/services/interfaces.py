@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol
@@ -265,6 +266,55 @@ class Memory(Protocol):
     def warnings(self) -> Sequence[str]:
         """Return what an operator should know of this memory."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServedDevice:
+    """An accelerator that a daemon serves: its id, and every name of the physical thing."""
+
+    name: str
+    keys: tuple[str, ...]
+    held: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a daemon serves; of cores and memory (bytes) only what is the machine's own."""
+
+    devices: tuple[ServedDevice, ...]
+    cores: tuple[str, ...] = ()
+    memory: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """Another daemon of this machine, and what it published last."""
+
+    node_id: str
+    user: str
+    pid: int
+    is_alive: bool
+    served: Served
+
+
+class Neighbours(Protocol):
+    """The other daemons of this machine, which are not to serve what this one does."""
+
+    def deciding(self) -> AbstractContextManager[bool]:
+        """Keep others from deciding meanwhile; False if that was not to be had."""
+        ...
+
+    def own(self) -> Served | None:
+        """Return what this node published last, before its daemon started."""
+        ...
+
+    def others(self) -> Sequence[Neighbour]: ...
+
+    def publish(self, served: Served) -> None:
+        """Tell the others what this node serves from now on."""
+        ...
+
+    def warnings(self) -> Sequence[str]: ...
 
 
 class Clock(NamedTuple):

@@ -32,6 +32,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 RETRY_PAUSE_S = 1.0
 PARTIAL_PAUSE_S = 10.0
 """How often kernels that a runtime only listed are looked at again."""
+NEIGHBOURS_PAUSE_S = 2.0
+"""How often it is looked at what other daemons of the machine serve."""
 LOOKS_AT_ONCE = 16
 
 
@@ -297,12 +299,14 @@ class Loops:
         devices: NodeDevices,
         runtimes: Mapping[str, Runtime],
         plugins: Plugins,
+        decide_served: Callable[[], None],
     ) -> None:
         self._reconciler = reconciler
         self._state = state
         self._devices = devices
         self._runtimes = runtimes
         self._plugins = plugins
+        self._decide_served = decide_served
 
     async def run(self) -> None:
         """Follow runtimes and plugins, settle, and look at what was requeued; until cancelled."""
@@ -313,6 +317,7 @@ class Loops:
                 group.create_task(self._follow(runtime), name=f"follow-{name}")
             group.create_task(self._forever(lambda: self._work(group)), name="work")
             group.create_task(self._forever(self._retry), name="retry")
+            group.create_task(self._forever(self._watch_neighbours), name="watch-neighbours")
             watching = self._forever(self._watch_plugins)
             group.create_task(watching, name="watch-plugins")
 
@@ -320,6 +325,12 @@ class Loops:
         async for name in self._plugins.changes():
             if self._devices.refresh(name):
                 self._reconciler.relocate()
+                self._decide_served()
+
+    async def _watch_neighbours(self) -> None:
+        while True:
+            await asyncio.sleep(NEIGHBOURS_PAUSE_S)
+            self._decide_served()
 
     async def _forever(self, loop: Callable[[], Awaitable[None]]) -> None:
         while True:

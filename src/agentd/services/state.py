@@ -206,6 +206,11 @@ class NodeState:
     def runtimes(self) -> Mapping[str, RuntimeStatus]:
         return MappingProxyType(self._runtimes)
 
+    @property
+    def is_listed(self) -> bool:
+        """Whether the kernels of every runtime are known."""
+        return all(status.is_listed for status in self._runtimes.values())
+
     def note_available(self, name: str) -> None:
         """Note that a runtime gave a complete list, which was taken in."""
         self._note(RuntimeStatus(name, RuntimeState.AVAILABLE, is_listed=True))

@@ -122,7 +122,10 @@ class StateFolder:
     def load_devices(self) -> Sequence[Device]:
         saved = self._load("devices.json", SavedDevices)
         devices = saved.devices if saved else ()
-        return [replace(device, health=Health.UNKNOWN, gone=False, reason="") for device in devices]
+        return [
+            replace(device, health=Health.UNKNOWN, gone=False, reason="", withheld="")
+            for device in devices
+        ]
 
     def save_devices(self, devices: Sequence[Device]) -> None:
         self._save_lasting("devices", SavedDevices(list(devices)))

@@ -4,12 +4,14 @@
 every listing; devices that it does not name are healthy. How to make the plugin misbehave
 is described in `agentd_sim.faults`.
 
-Stable ids follow from the table's name and the device's id, not from the mode, so that
-a change from whole devices to shares is a change of slot on the same physical device.
+Stable ids follow from the node's id, the table's name and the device's id, so that those of two
+daemons never meet; not from the mode, so that a change from whole devices to shares is a change
+of slot on the same physical device.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +21,7 @@ from typing import Any, ClassVar
 
 from agentd.plugin_api import (
     API_VERSION,
+    NODE_ID_VARIABLE,
     AcceleratorPlugin,
     AllocatedDevice,
     ContainerEdits,
@@ -38,6 +41,7 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 _SIZE = re.compile(r"([0-9]+)([kmgt]?)i?b?", re.IGNORECASE)
 _AMOUNT = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,6}0*)?")
 _MAX_COUNT = 4096
+_MOST_ID = 128
 
 
 class SimPlugin(AcceleratorPlugin):
@@ -114,15 +118,22 @@ class SimPlugin(AcceleratorPlugin):
         return [
             DeviceInfo(
                 id=entry["id"],
-                stable_id=entry.get("stable-id", f"SIM-{self.name}-{entry['id']}"),
+                stable_id=entry.get("stable-id", self._stable_id(entry["id"])),
+                aliases=[] if "stable-id" in entry else [f"SIM-{self.name}-{entry['id']}"],
                 slot=self._slot,
                 capacity=str(entry.get("capacity", "1")),
                 model="simulated",
                 numa_node=entry.get("numa-node", n * nodes // len(entries) if nodes else None),
                 attributes={"memory": str(self._memory_bytes)} if self._memory_bytes else {},
+                is_simulated=True,
             )
             for n, entry in enumerate(entries)
         ]
+
+    def _stable_id(self, device_id: str) -> str:
+        mine = f"-{self.name}-{device_id}"
+        node = f"-{os.environ.get(NODE_ID_VARIABLE, '')}"[: _MOST_ID - len("SIM" + mine)]
+        return f"SIM{node.rstrip('-')}{mine}"
 
     def container_edits(
         self, allocation: Sequence[AllocatedDevice], features: Features
