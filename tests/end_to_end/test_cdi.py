@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,10 @@ class Node:
 
     def __init__(self, daemon: Daemon, proxy: EngineProxy, engine: Engine) -> None:
         self.daemon, self.proxy, self.engine = daemon, proxy, engine
+        self.environ: dict[str, str] = {}
+
+    async def start(self, table: str) -> None:
+        await self.daemon.start(AGENTS + table, **self.environ)
 
     def specify(self, *uuids: str) -> None:
         """Say what the engine is to do for these GPUs, as `nvidia-ctk cdi generate` does."""
@@ -63,11 +68,11 @@ async def node(
     made = Node(daemon, proxy, engine26)
     made.specify("GPU-aaaa", "GPU-bbbb")
     (folder / "gpus").write_text(GPUS)
-    await daemon.start(
-        AGENTS + "[plugins.cuda]\n",
-        LD_LIBRARY_PATH=str(nvml_library(tmp_path_factory)),
-        FAKE_NVML_FILE=str(folder / "gpus"),
-    )
+    made.environ = {
+        "LD_LIBRARY_PATH": str(nvml_library(tmp_path_factory)),
+        "FAKE_NVML_FILE": str(folder / "gpus"),
+    }
+    await made.start("[plugins.cuda]\n")
     yield made
     proxy.clear()
     await daemon.close()
@@ -138,3 +143,30 @@ def test_what_an_engine_does_not_know_is_refused_before_the_create(edits, why) -
     old = engine_facts({}, {"ApiVersion": "1.39", "Os": "linux", "Arch": "amd64"})
     with pytest.raises(RuntimeFailure, match=why):
         old.refuse_what_it_cannot(edits)
+
+
+async def test_a_kernel_with_a_share_reaches_the_mps_server(node: Node, folder: Path) -> None:
+    """The stand-in for its control daemon is a socket, and a file in shared memory of its own."""
+    for name in ("pipes", "shm"):
+        (folder / name).mkdir()
+    (folder / "shm/cuda.shm.server").write_text("the server's")
+    with socket.socket(socket.AF_UNIX) as control:
+        control.bind(str(folder / "pipes/control"))
+        control.listen()
+        await node.daemon.stop()
+        await node.start(
+            '[plugins.cuda]\nmode = "shares"\nshare-control = "mps"\n'
+            f'mps-pipe-directory = "{folder}/pipes"\nmps-shm-directory = "{folder}/shm"\n'
+        )
+        see = "env; cat /dev/shm/cuda.shm.server; test -S $CUDA_MPS_PIPE_DIRECTORY/control"
+        shown = await printed(node.daemon, f"{see} && echo REACHED", slots={"cuda.shares": "0.25"})
+        ended = await node.daemon.running(slots={"cuda.shares": "0.25"}, kernel_id="k2")
+    assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25\n" in shown
+    assert "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=20480M\n" in shown
+    assert "the server's" in shown
+    assert "REACHED" in shown
+    assert ended["not_enforced"] == ["cuda.shares"]
+    answer = await node.daemon.create(
+        slots={"cuda.shares": "0.25"}, env={"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100"}
+    )
+    assert (answer.status, answer.json["code"]) == (422, "InvalidRequest")

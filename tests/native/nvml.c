@@ -8,7 +8,7 @@
  *   gpu uuid=GPU-.. pci=00000000:3B:00.0 mem=BYTES used=BYTES util=% memutil=% temp=C power=mW
  *       numa=N (memory affinity) numaid=N (GetNumaNodeId; -1 = not supported, as on x86)
  *       lost=0|1|2 (1: all calls 15; 2: handle look-up works, calls 15) mig=-1|0|1 maxmig=N
- *       recovery=N (-1: field not supported) events=MASK minor=N name=...
+ *       recovery=N (-1: field not supported) events=MASK minor=N mode=N (compute mode) cc=90 (capability) name=...
  *   mig gpu=0 idx=0 uuid=MIG-.. gi=1 ci=0 gslices=1 cslices=1 mem_mb=9984 used=BYTES sm=16 name=...
  *   xid id=1 gpu=0 code=79 gi=4294967295 ci=4294967295    each id (rising, > 0) is delivered once per event set
  *   fail nvmlDeviceGetPowerUsage 3 [gpu]                  this function gives this nvmlReturn_t
@@ -31,7 +31,7 @@ enum { OK = 0, UNINIT = 1, INVAL = 2, NOTSUP = 3, NOTFOUND = 6, TOOSMALL = 7, NO
 #define NOID 0xFFFFFFFFu
 
 typedef struct { char uuid[96], name[96], pci[32]; unsigned long long mem, used, events;
-                 int util, memutil, temp, power, numa, numaid, lost, mig, maxmig, recovery, minor; } gpu_t;
+                 int util, memutil, temp, power, numa, numaid, lost, mig, maxmig, recovery, minor, mode, cc; } gpu_t;
 typedef struct { char uuid[96], name[96]; int gpu, idx; unsigned gi, ci, gslices, cslices, sm;
                  unsigned long long mem_mb, used; } mig_t;
 typedef struct { unsigned long long id, code; int gpu; unsigned gi, ci; } xid_t;
@@ -98,6 +98,7 @@ static int load(conf_t *c)
             g->util = num(l, "util", 0); g->memutil = num(l, "memutil", 0); g->temp = num(l, "temp", 40); g->power = num(l, "power", 100000);
             g->numa = num(l, "numa", 0); g->numaid = num(l, "numaid", -1); g->lost = num(l, "lost", 0); g->mig = num(l, "mig", -1);
             g->maxmig = num(l, "maxmig", g->mig < 0 ? 0 : 7); g->recovery = num(l, "recovery", 0); g->minor = num(l, "minor", c->ng);
+            g->mode = num(l, "mode", 0); g->cc = num(l, "cc", 90);
             c->ng++;
         } else if (!strncmp(l, "mig ", 4) && c->nm < MAXMIG) {
             mig_t *m = &c->m[c->nm++];
@@ -188,6 +189,8 @@ int nvmlDeviceGetHandleByPciBusId_v2(const char *p, void **h)
     return NOTFOUND;
 }
 int nvmlDeviceGetIndex(void *h, unsigned *i) { DEV(h); *i = m ? (unsigned)m->idx : (unsigned)(g - c.g); return OK; }
+int nvmlDeviceGetComputeMode(void *h, unsigned *o) { DEV(h); *o = g->mode; return OK; }
+int nvmlDeviceGetCudaComputeCapability(void *h, int *major, int *minor) { DEV(h); *major = g->cc / 10; *minor = g->cc % 10; return OK; }
 int nvmlDeviceGetMinorNumber(void *h, unsigned *n) { DEV(h); WHOLE; *n = g->minor; return OK; }
 int nvmlDeviceGetName(void *h, char *o, unsigned n) { DEV(h); return put(o, n, m && m->name[0] ? m->name : g->name); }
 int nvmlDeviceGetUUID(void *h, char *o, unsigned n) { DEV(h); return put(o, n, m ? m->uuid : g->uuid); }

@@ -36,9 +36,9 @@ from agentd.plugin_api import (
     on_pci_bus,
     unknown_settings,
 )
-from agentd_cuda import cdi, nvml
+from agentd_cuda import cdi, mps, nvml
 
-_KEYS = ("mode", "quantum", "ignored-xids", "sysfs")
+_KEYS = ("mode", "quantum", "ignored-xids", "sysfs", *mps.KEYS)
 _VENDOR = "10de"
 _MODES = ("device", "shares")
 _QUANTUM = re.compile(r"1(?:\.0+)?|0\.[0-9]{1,6}")
@@ -67,7 +67,7 @@ class CudaPlugin(AcceleratorPlugin):
             problems.append(SettingProblem("ignored-xids", "expected a list of Xid numbers"))
         if not isinstance(settings.get("sysfs", ""), str):
             problems.append(SettingProblem("sysfs", "expected the path of a folder"))
-        return problems
+        return problems + mps.problems(settings)
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
         super().__init__(name, settings)
@@ -78,9 +78,12 @@ class CudaPlugin(AcceleratorPlugin):
         self._last: dict[int, nvml.Gpu] = {}
         self._uuids: dict[int | None, str] = {}
         self._failed_waits = 0
+        self._mps = mps.Server.of(settings)
 
     def open(self) -> None:
         self._start()
+        if self._mps is not None and (trouble := self._mps.trouble() or self._unfit_for_mps()):
+            raise RuntimeError(trouble)
         try:
             self._events = nvml.asked(pynvml.nvmlEventSetCreate)
         except pynvml.NVMLError as error:
@@ -108,6 +111,10 @@ class CudaPlugin(AcceleratorPlugin):
             raise RuntimeError(why) from None
         except pynvml.NVMLError as error:
             raise RuntimeError(f"NVML does not start: {error}{seen}") from None
+
+    def _unfit_for_mps(self) -> str:
+        found = ((index, mps.unfit(handle)) for index, handle in nvml.handles())
+        return "; ".join(f"{self.name}{index}: {why}" for index, why in found if why)
 
     def _register(self, handle: Any) -> None:  # noqa: ANN401 - opaque
         self._uuids[_address(handle)] = pynvml.nvmlDeviceGetUUID(handle)
@@ -185,6 +192,8 @@ class CudaPlugin(AcceleratorPlugin):
     def _trouble(self, gpu: nvml.Gpu) -> str:
         if gpu.trouble:
             return gpu.trouble
+        if self._mps is not None and not gpu.is_mig and (trouble := self._mps.trouble()):
+            return trouble
         xid, since = self._xids.get(gpu.uuid, (0, 0.0))
         if xid and gpu.tells_recovery and time.monotonic() - since > XID_HOLDS_S:
             del self._xids[gpu.uuid]
@@ -219,6 +228,18 @@ class CudaPlugin(AcceleratorPlugin):
             return ContainerEdits(
                 env={"NVIDIA_VISIBLE_DEVICES": "void", "CUDA_VISIBLE_DEVICES": ""}
             )
+        edits = self._gpu_edits(allocation, features)
+        shares = [device for device in allocation if device.slot == f"{self.name}.shares"]
+        if self._mps is None or not shares:
+            return edits
+        memory = {gpu.uuid: gpu.memory_bytes for gpu in self._gpus()}
+        parts = [mps.Part(Decimal(d.amount), memory.get(d.stable_id, 0)) for d in shares]
+        client = self._mps.edits(parts, features.runtime)
+        return replace(edits, env={**edits.env, **client.env}, mounts=client.mounts)
+
+    def _gpu_edits(
+        self, allocation: Sequence[AllocatedDevice], features: Features
+    ) -> ContainerEdits:
         uuids = tuple(_uuid(device.stable_id) for device in allocation)
         visible = ",".join(uuids)
         env = {"CUDA_VISIBLE_DEVICES": visible, "NVIDIA_VISIBLE_DEVICES": visible}

@@ -1,0 +1,153 @@
+"""Shares of GPUs by NVIDIA's Multi-Process Service (MPS), as the client of a running server.
+
+Variables, files and rules: https://docs.nvidia.com/deploy/mps/. MPS is cooperative: a kernel can
+unset what it was given, so that a share stays one that nothing enforces. One server serves the
+processes of one user at a time; those of another wait for it to end.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from decimal import ROUND_DOWN, Decimal
+from pathlib import Path
+from typing import Any
+
+import pynvml
+
+from agentd.plugin_api import ContainerEdits, Mount, SettingProblem
+from agentd_cuda import nvml
+
+KEYS = ("share-control", "mps-pipe-directory", "mps-shm-directory")
+_PIPES = "CUDA_MPS_PIPE_DIRECTORY"
+_DEFAULT_PIPES, _SHM = "/tmp/nvidia-mps", "/dev/shm"  # noqa: S108 - where they are by default
+_CONTROL_PID = "nvidia-cuda-mps-control.pid"
+_FIRST_CAPABLE = 7
+"""Compute capability (Volta) from which a client can be held to a part of the threads."""
+_PATH = re.compile(r"/[^\0]*")
+
+
+def problems(settings: Mapping[str, Any]) -> list[SettingProblem]:
+    """Return what is wrong with the settings of MPS."""
+    found = []
+    control = settings.get("share-control")
+    if control not in (None, "mps"):
+        why = f'invalid value {control!r}: expected "mps", or nothing: shares are not enforced'
+        found.append(SettingProblem("share-control", why))
+    elif control and settings.get("mode") != "shares":
+        found.append(SettingProblem("share-control", 'needs mode = "shares": it is about shares'))
+    for key in KEYS[1:]:
+        value = settings.get(key, "/")
+        if not isinstance(value, str) or not _PATH.fullmatch(value):
+            found.append(SettingProblem(key, f"invalid value {value!r}: expected an absolute path"))
+        elif key in settings and not control:
+            found.append(SettingProblem(key, 'is not used without share-control = "mps"'))
+    return found
+
+
+@dataclass(frozen=True)
+class Part:
+    """A kernel's part of one GPU: `amount` of 1, and the memory of the whole (0: not known)."""
+
+    amount: Decimal
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Server:
+    """A control daemon: the folder of its pipes, and what it sees as /dev/shm."""
+
+    pipes: str
+    shm: str
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Server | None:
+        """Return the server that the settings mean; None if shares are not controlled."""
+        if settings.get("share-control") != "mps":
+            return None
+        pipes = settings.get("mps-pipe-directory") or os.environ.get(_PIPES) or _DEFAULT_PIPES
+        return cls(str(Path(pipes)), str(Path(settings.get("mps-shm-directory", _SHM))))
+
+    def trouble(self) -> str:
+        """Return why no client can reach it; empty if one can."""
+        folder = Path(self.pipes)
+        why = _not_running(folder / _CONTROL_PID)
+        if why and not _answers(folder / "control"):
+            start = f"start it: {_PIPES}={self.pipes} nvidia-cuda-mps-control -d"
+            return f"no MPS control daemon runs ({why}); {start}"
+        if not Path(self.shm).is_dir():
+            return f"the shared memory of the MPS server, {self.shm}, is no folder"
+        return ""
+
+    def edits(self, parts: Sequence[Part], runtime: str) -> ContainerEdits:
+        """Return what a client needs to be held to its parts, in the order in which it sees them.
+
+        A client has one percentage for all of its GPUs: that of its smallest part. A limit of
+        memory that is not known is not set.
+
+        Raises:
+            RuntimeError: a kernel of this runtime does not see the server's shared memory.
+        """
+        if runtime == "process" and self.shm != _SHM:
+            why = f"plain processes see {_SHM}, and the MPS server {self.shm}"
+            raise RuntimeError(f"{why}: use containers, or a server with the machine's {_SHM}")
+        percentage = min(part.amount for part in parts) * 100
+        limits = [
+            f"{ordinal}={int(part.memory_bytes * part.amount) >> 20}M"
+            for ordinal, part in enumerate(parts)
+            if part.memory_bytes
+        ]
+        env = {
+            _PIPES: self.pipes,
+            "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": _plain(percentage),
+        }
+        if limits:
+            env["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = ",".join(limits)
+        mounts = (
+            Mount(self.pipes, self.pipes, read_only=False),
+            Mount(self.shm, _SHM, read_only=False),
+        )
+        return ContainerEdits(env=env, mounts=mounts)
+
+
+def _not_running(pid_file: Path) -> str:
+    """Return why the process that a file names does not run; empty if it does."""
+    try:
+        os.kill(int(pid_file.read_text(encoding="ascii")), 0)
+    except PermissionError:
+        return ""
+    except (OSError, ValueError, OverflowError) as error:
+        why = error.strerror if isinstance(error, OSError) else "holds no process id"
+        return f"{pid_file}: {why}"
+    return ""
+
+
+def _answers(control: Path) -> bool:
+    """Tell whether somebody listens at a control daemon's socket, of which other pids are seen."""
+    with socket.socket(socket.AF_UNIX) as client:
+        try:
+            client.connect(str(control))
+        except OSError:
+            return False
+    return True
+
+
+def unfit(handle: Any) -> str:  # noqa: ANN401 - opaque
+    """Return why MPS cannot hold a client to a part of a GPU; empty if it can, or does not tell."""
+    capability = nvml.asked(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
+    if capability is not None and capability[0] < _FIRST_CAPABLE:
+        version = ".".join(map(str, capability))
+        return f"compute capability {version} is below 7.0: MPS cannot hold a client to a part"
+    mode = nvml.asked(pynvml.nvmlDeviceGetComputeMode, handle)
+    if mode == pynvml.NVML_COMPUTEMODE_PROHIBITED:
+        return "its compute mode is Prohibited: no program can use it"
+    return ""
+
+
+def _plain(number: Decimal) -> str:
+    """Return a number without an exponent and without zeros at its end, rounded down."""
+    text = format(number.quantize(Decimal("0.0001"), ROUND_DOWN), "f")
+    return text.rstrip("0").rstrip(".")

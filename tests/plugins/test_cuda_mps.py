@@ -1,0 +1,210 @@
+"""Shares through MPS: what a client is given, and when there is no server for it."""
+
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+from agentd.core.container_edits import ContainerEdits, Mount
+from agentd.core.devices import DeviceId
+from agentd.core.ledger import Allocation, Share
+from agentd.core.slots import SlotKind, parse_base_units
+from agentd.errors import PluginUnavailable
+from agentd.plugin_api import Features
+from agentd.pluginhost.host import PluginHost
+from agentd.services.interfaces import PluginState
+from agentd_cuda import CudaPlugin
+from agentd_cuda.mps import Part, Server
+from plugins.test_cuda import HEALTHY, Node, devices, library, node, until
+
+__all__ = ["library", "node"]
+
+GIB = 1 << 30
+ON = {"mode": "shares", "share-control": "mps"}
+
+
+class Control:
+    """A stand-in for nvidia-cuda-mps-control: a process, its pid file and its socket."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        self.process = subprocess.Popen(["sleep", "1000"])
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.bind(str(folder / "control"))
+        self.socket.listen()
+        self.pid_file = folder / "nvidia-cuda-mps-control.pid"
+        self.pid_file.write_text(f"{self.process.pid}\n")
+
+    def stop(self) -> None:
+        self.socket.close()
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def control(folder: Path) -> Iterator[Control]:
+    made = Control(folder / "mps")
+    yield made
+    made.stop()
+
+
+def mps(control: Control, **settings: str) -> dict[str, str]:
+    return {**ON, "mps-pipe-directory": str(control.folder), **settings}
+
+
+def given(**amounts: str) -> Allocation:
+    return Allocation(
+        tuple(
+            Share(
+                DeviceId("cuda", f"cuda{n}"),
+                f"GPU-{gpu}",
+                "cuda.shares",
+                SlotKind.COUNT,
+                parse_base_units(amount, SlotKind.COUNT),
+            )
+            for n, (gpu, amount) in enumerate(amounts.items())
+        )
+    )
+
+
+async def edits(host: PluginHost, runtime: str = "docker", **amounts: str) -> ContainerEdits:
+    return await host.container_edits(given(**amounts), Features(runtime, device_requests=True))
+
+
+@pytest.mark.parametrize(
+    ("amounts", "percentage", "limits"),
+    [
+        ({"aaaa": "0.5"}, "50", "0=40960M"),
+        ({"aaaa": "1"}, "100", "0=81920M"),
+        ({"aaaa": "0.01"}, "1", "0=819M"),
+        ({"aaaa": "0.333333"}, "33.3333", "0=27306M"),
+        ({"aaaa": "0.75", "bbbb": "0.75"}, "75", "0=61440M,1=61440M"),
+        ({"aaaa": "1", "bbbb": "0.3"}, "30", "0=81920M,1=24576M"),
+    ],
+)
+async def test_a_client_is_held_to_its_share(
+    node: Node, control: Control, amounts: dict[str, str], percentage: str, limits: str
+) -> None:
+    host = await node.plugin(**mps(control))
+    found = await edits(host, **amounts)
+    assert found.env["CUDA_MPS_PIPE_DIRECTORY"] == str(control.folder)
+    assert found.env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == percentage
+    assert found.env["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == limits
+    assert found.env["CUDA_VISIBLE_DEVICES"] == ",".join(f"GPU-{gpu}" for gpu in amounts)
+    pipes = str(control.folder)
+    assert found.mounts == (
+        Mount(pipes, pipes, read_only=False),
+        Mount("/dev/shm", "/dev/shm", read_only=False),
+    )
+    assert found.device_requests[0].device_ids == tuple(f"GPU-{gpu}" for gpu in amounts)
+
+
+async def test_a_share_through_mps_is_still_not_enforced(node: Node, control: Control) -> None:
+    host = await node.plugin(**mps(control))
+    assert not host.listings()[0].slot_types[0].is_enforced
+
+
+async def test_kernels_without_a_share_get_nothing_of_mps(node: Node, control: Control) -> None:
+    host = await node.plugin(**mps(control))
+    found = await edits(host)
+    assert not [name for name in found.env if "MPS" in name]
+    assert not found.mounts
+
+
+async def test_a_server_with_shared_memory_of_its_own_serves_containers(
+    node: Node, control: Control, tmp_path: Path
+) -> None:
+    (tmp_path / "shm").mkdir()
+    host = await node.plugin(**mps(control, **{"mps-shm-directory": str(tmp_path / "shm")}))
+    found = await edits(host, aaaa="0.5")
+    assert found.mounts[1] == Mount(str(tmp_path / "shm"), "/dev/shm", read_only=False)
+    with pytest.raises(PluginUnavailable, match="plain processes see /dev/shm"):
+        await edits(host, "process", aaaa="0.5")
+
+
+def refused(host: PluginHost) -> str:
+    status = host.statuses()[0]
+    assert status.state is PluginState.PENDING
+    return status.reason
+
+
+async def test_without_a_server_it_does_not_open_and_says_how_to_start_one(
+    node: Node, control: Control
+) -> None:
+    control.stop()
+    reason = refused(await node.plugin(**mps(control)))
+    assert "no MPS control daemon runs" in reason
+    assert f"CUDA_MPS_PIPE_DIRECTORY={control.folder} nvidia-cuda-mps-control -d" in reason
+
+
+@pytest.mark.parametrize("text", ["", "what", "0x1", "99999999999999999999"])
+def test_a_pid_file_that_names_nobody_counts_for_nothing(control: Control, text: str) -> None:
+    server = Server(str(control.folder), "/dev/shm")
+    control.pid_file.write_text(text)
+    assert server.trouble() == "", "its socket answers"
+    control.socket.close()
+    assert "no MPS control daemon runs" in server.trouble()
+
+
+def test_without_a_setting_the_daemon_s_own_variable_says_where(monkeypatch, tmp_path) -> None:
+    on = {"share-control": "mps"}
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+    assert Server.of(on) == Server("/tmp/nvidia-mps", "/dev/shm")
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    assert Server.of(on) == Server(str(tmp_path), "/dev/shm")
+    assert Server.of({**on, "mps-pipe-directory": "/p"}) == Server("/p", "/dev/shm")
+    assert Server.of({}) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "why"),
+    [
+        ("cc=61", "cuda0: compute capability 6.1 is below"),
+        ("mode=2", "cuda0: its compute mode"),
+    ],
+)
+async def test_a_gpu_that_cannot_be_shared_so_is_named(
+    node: Node, control: Control, field: str, why: str
+) -> None:
+    node.say(HEALTHY.replace("uuid=GPU-aaaa", f"uuid=GPU-aaaa {field}"))
+    assert why in refused(await node.plugin(**mps(control)))
+
+
+async def test_a_server_that_ends_makes_its_gpus_unhealthy_until_it_is_back(
+    node: Node, control: Control
+) -> None:
+    host = await node.plugin(**mps(control))
+    control.stop()
+    found = await until(host, lambda found: found[0].health == "unhealthy")
+    assert "no MPS control daemon runs" in found[0].reason
+    control.pid_file.write_text(f"{os.getpid()}\n")
+    await until(host, lambda found: found[0].health == "healthy")
+    assert len(devices(host)) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"share-control": "mps"}, "share-control"),
+        ({"share-control": "mps", "mode": "device"}, "share-control"),
+        ({"share-control": "time-slicing", "mode": "shares"}, "share-control"),
+        ({"share-control": True, "mode": "shares"}, "share-control"),
+        ({"mode": "shares", "mps-pipe-directory": "/tmp/mps"}, "mps-pipe-directory"),
+        ({**ON, "mps-shm-directory": "shm"}, "mps-shm-directory"),
+        ({**ON, "mps-pipe-directory": 7}, "mps-pipe-directory"),
+    ],
+)
+def test_wrong_settings_of_mps_are_named(settings: dict[str, object], key: str) -> None:
+    assert key in [problem.key for problem in CudaPlugin.validate(settings)]
+    assert CudaPlugin.validate(ON) == []
+
+
+def test_memory_that_is_not_known_is_not_limited() -> None:
+    parts = [Part(Decimal("0.5"), 0), Part(Decimal(1), GIB)]
+    found = Server("/p", "/dev/shm").edits(parts, "docker")
+    assert found.env["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "1=1024M"
