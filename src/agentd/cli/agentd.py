@@ -252,6 +252,32 @@ def init(file: str | None, force: bool) -> None:  # noqa: FBT001 - click passes 
         raise click.ClickException(f"{file}: {error.strerror}") from None
 
 
+@config.command()
+@click.argument("old", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--output", type=click.Path(path_type=Path), help="Write it there; default: print.")
+@click.option("--force", is_flag=True, help="Replace a file that is there.")
+def migrate(old: Path, output: Path | None, force: bool) -> None:  # noqa: FBT001 - click passes it
+    """Bring OLD, a slot-based configuration of an older agent, into today's form."""
+    from agentd.config.document import write_file  # noqa: PLC0415
+    from agentd.config.loading import load_text  # noqa: PLC0415
+    from agentd.config.migration import migrated  # noqa: PLC0415
+
+    try:
+        text = migrated(old.read_text(encoding="utf-8"), old)
+        load_text(text, None, {})
+        if output is None:
+            click.echo(text, nl=False)
+        elif output.exists() and not force:
+            raise click.ClickException(f"{output} exists; --force replaces it")
+        else:
+            write_file(output, text)
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "is not UTF-8"
+        raise click.ClickException(f"{old} to {output or 'standard output'}: {why}") from None
+    except ConfigRefused as error:
+        _refused(error)
+
+
 @config.command("set")
 @config_option
 @click.argument("key")

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_settings import SettingsError
 
 from agentd.config.agents import AgentResources, devices_line
+from agentd.config.migration import explanations
 from agentd.config.plugins import PluginSettings, table_problems
 from agentd.config.settings import Settings
 from agentd.core.slots import WrittenFloat
@@ -92,7 +93,9 @@ def load_text(text: str, path: Path | None, environ: Mapping[str, str]) -> Loade
     try:
         settings = Settings(**values)
     except ValidationError as error:
-        problems += [_problem(item, environ) for item in error.errors()]
+        older = explanations(raw)
+        found = [_problem(item, environ) for item in error.errors()]
+        problems += [Problem(p.where, older.get(p.where, p.why)) for p in found]
         settings = None
     except SettingsError as error:
         problems.append(Problem("environment", f"{error}: {error.__cause__}"))

@@ -1,0 +1,248 @@
+"""From older configurations of such agents, which are divided by slots, to this one.
+
+Both published forms are read (https://github.com/lablup/backend.ai, proposals/BEP-1044, "Before"
+and "After"): amounts by slot under `[agent.resource.allocations]`, for one agent or as what all
+`[[agents]]` start from; and devices under `[agents.resource]`, with the id in `[agents.agent]`.
+What has no equivalent here is kept as a comment that says why.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+
+from agentd.core.partition import DEFAULT_AGENT
+from agentd.core.slots import WrittenFloat, device_name_of
+from agentd.errors import ConfigRefused, Problem
+
+_SHARED, _MANUAL = "shared", "manual"
+_DIVIDED = ("shares", "device")
+"""The slots whose amounts say how much of a device an agent had, the most telling first."""
+_RESOURCE = ("reserved-cpu", "reserved-mem", "memory-align-size", "affinity-policy")
+_WORDS = ("allocation-mode", "affinity-policy")
+_HEAD = "# Written by `agentd config migrate`. What had no equivalent stands in comments.\n"
+
+
+@dataclass(frozen=True)
+class _Agent:
+    """One agent of an older file; `amounts` by slot, `devices` by device name."""
+
+    id: str
+    cpu: Any = None
+    mem: Any = None
+    amounts: Mapping[str, Any] = field(default_factory=dict)
+    devices: Mapping[str, Any] = field(default_factory=dict)
+
+
+def explanations(raw: Mapping[str, Any]) -> dict[str, str]:
+    """Return for each key of the older forms that a file has, what to write; empty if none."""
+    found = {"agent": _explained([*_lines(raw)])} if isinstance(raw.get("agent"), Mapping) else {}
+    agents = _agents(raw)
+    is_divided = _is_divided(agents)
+    for index, entry in enumerate(_entries(raw)):
+        keys = ["agent"] if "agent" in entry else []
+        keys += ["resource.allocations"] if "allocations" in _table(entry, "resource") else []
+        why = _explained([*_mode_lines(is_divided), *_agent_lines(agents[index], is_divided)])
+        found |= {f"agents.{index}.{key}": why for key in keys}
+    return found
+
+
+def _explained(lines: list[str]) -> str:
+    shown = "; ".join(line for line in lines if line and not line.startswith("#"))
+    return f"is of an older form. Write: {shown}. `agentd config migrate FILE` writes all of it"
+
+
+def migrated(text: str, path: Path) -> str:
+    """Return the text of a file in today's form.
+
+    Raises:
+        ConfigRefused: it is no TOML, or of no older form.
+    """
+    try:
+        raw = tomllib.loads(text, parse_float=WrittenFloat)
+    except (tomllib.TOMLDecodeError, ValueError, RecursionError) as error:
+        raise ConfigRefused([Problem("", f"invalid TOML: {error}")], str(path)) from None
+    if not explanations(raw) and not _is_divided(_agents(raw)):
+        why = "is of no older form: it has neither [agent] nor [agents.agent] nor allocations"
+        raise ConfigRefused([Problem("", why)], str(path))
+    return "\n".join([_HEAD, *_lines(raw), *_left_out(raw)]) + "\n"
+
+
+def _lines(raw: Mapping[str, Any]) -> Iterator[str]:
+    agents = _agents(raw)
+    is_divided = _is_divided(agents)
+    yield "[resource]"
+    yield from _resource_lines(_table(raw, "resource"), agents, is_divided)
+    for agent in agents:
+        yield ""
+        yield from _agent_lines(agent, is_divided)
+
+
+def _is_divided(agents: list[_Agent]) -> bool:
+    """Tell whether agents have amounts of slots rather than devices."""
+    return any(agent.amounts for agent in agents)
+
+
+def _mode_lines(is_divided: bool) -> list[str]:  # noqa: FBT001 - it is what it is about
+    return ["[resource]", f"allocation-mode = {_toml(_SHARED)}"] if is_divided else []
+
+
+def _agent_lines(agent: _Agent, is_divided: bool) -> Iterator[str]:  # noqa: FBT001 - see above
+    yield "[[agents]]"
+    yield f"id = {_toml(agent.id)}"
+    yield from _shared_lines(agent) if is_divided else _manual_lines(agent)
+
+
+def _resource_lines(
+    resource: Mapping[str, Any],
+    agents: list[_Agent],
+    is_divided: bool,  # noqa: FBT001 - see above
+) -> Iterator[str]:
+    mode = _word(resource.get("allocation-mode", ""))
+    if is_divided:
+        if mode != _SHARED:
+            yield "# amounts of a device are limits, which are for shared mode"
+        mode = _SHARED
+    elif not mode and any(agent.cpu or agent.mem or agent.devices for agent in agents):
+        mode = _MANUAL
+    if mode:
+        yield f"allocation-mode = {_toml(mode)}"
+    for key in _RESOURCE:
+        if key in resource:
+            value = _word(resource[key]) if key in _WORDS else resource[key]
+            yield f"{key} = {_toml(value)}"
+
+
+def _shared_lines(agent: _Agent) -> Iterator[str]:
+    limits: dict[str, Any] = {}
+    if isinstance(agent.cpu, list):
+        limits["cpu"] = len(agent.cpu)
+        yield f"# cpu = {_toml(agent.cpu)}: a number of them, as all agents share all cores"
+    elif agent.cpu is not None:
+        limits["cpu"] = agent.cpu
+    if agent.mem is not None:
+        limits["mem"] = agent.mem
+    chosen = dict(_telling(agent.amounts))
+    limits |= {name: agent.amounts[slot] for name, slot in chosen.items()}
+    for slot, amount in agent.amounts.items():
+        if slot not in chosen.values():
+            is_known = device_name_of(slot) in chosen
+            why = "goes with the share" if is_known else "says nothing of how much of a device"
+            yield f"# {_key(slot)} = {_toml(amount)}: is not divided by itself; it {why}"
+    for name, value in agent.devices.items():
+        yield f"# devices = {_inline({name: value})}: nobody owns devices in shared mode"
+    if limits:
+        yield "[agents.resource]"
+        yield f"limits = {_inline(limits)}"
+
+
+def _telling(amounts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield for each device name the slot whose amount says how much of it an agent had."""
+    for name in dict.fromkeys(map(device_name_of, amounts)):
+        slots = (f"{name}.{kind}" for kind in _DIVIDED)
+        if found := next((slot for slot in slots if slot in amounts), None):
+            yield name, found
+
+
+def _manual_lines(agent: _Agent) -> Iterator[str]:
+    if agent.cpu is None and agent.mem is None and not agent.devices:
+        return
+    yield "[agents.resource]"
+    for key, value in (("cpu", agent.cpu), ("mem", agent.mem)):
+        if value is not None:
+            yield f"{key} = {_toml(value)}"
+    if agent.devices:
+        yield f"devices = {_inline(agent.devices)}"
+
+
+def _left_out(raw: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a comment for each section of which something has no equivalent."""
+    taken = {"resource": {"allocation-mode", *_RESOURCE}, "agent": {"id", "resource"}}
+    left = []
+    for section, content in raw.items():
+        if section == "agents":
+            continue
+        keys = [*content] if isinstance(content, Mapping) else []
+        others = [key for key in keys if key not in taken.get(section, ())]
+        if others or not keys:
+            left.append(f"# [{_key(section)}] {', '.join(map(_key, others))}".rstrip())
+    for index, entry in enumerate(_entries(raw)):
+        others = [key for key in entry if key not in ("id", "agent", "resource")]
+        others += [key for key in _table(entry, "agent") if key != "id"]
+        if others:
+            left.append(f"# [[agents]] {index}: {', '.join(map(_key, others))}")
+    if left:
+        yield ""
+        yield "# without an equivalent, and left out (`agentd config init` shows what there is):"
+        yield from left
+
+
+def _agents(raw: Mapping[str, Any]) -> list[_Agent]:
+    common = _table(raw, "agent")
+    entries = _entries(raw)
+    if not entries:
+        return [_agent(common, common, str(common.get("id", DEFAULT_AGENT)))]
+    return [
+        _agent(
+            entry,
+            common,
+            str(_table(entry, "agent").get("id") or entry.get("id") or f"agent-{number}"),
+        )
+        for number, entry in enumerate(entries, 1)
+    ]
+
+
+def _agent(entry: Mapping[str, Any], common: Mapping[str, Any], agent_id: str) -> _Agent:
+    said: dict[str, Any] = {}
+    for table in (common, entry):
+        resource = _table(table, "resource")
+        said |= {key: value for key, value in resource.items() if key != "allocations"}
+        said |= _table(resource, "allocations")
+    amounts: dict[str, Any] = {}
+    devices: dict[str, Any] = {}
+    for name, value in _table(said, "devices").items():
+        if isinstance(value, Mapping):  # cuda.shares = 0.5 without quotes
+            amounts |= {f"{name}.{kind}": amount for kind, amount in value.items()}
+        elif "." in name or isinstance(value, WrittenFloat):
+            amounts[name if "." in name else f"{name}.{_DIVIDED[0]}"] = value
+        else:
+            devices[name] = value
+    return _Agent(agent_id, said.get("cpu"), said.get("mem"), amounts, devices)
+
+
+def _entries(raw: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    entries = raw.get("agents")
+    found = entries if isinstance(entries, list) else []
+    return [entry for entry in found if isinstance(entry, Mapping)]
+
+
+def _table(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return a table with its keys in kebab-case; empty if there is none."""
+    value = raw.get(key)
+    if not isinstance(value, Mapping):
+        return {}
+    return {name.replace("_", "-"): below for name, below in value.items()}
+
+
+def _word(value: object) -> str:
+    return str(value).lower().replace("_", "-")
+
+
+def _key(name: str) -> str:
+    return tomlkit.key(name).as_string()
+
+
+def _inline(values: Mapping[str, Any]) -> str:
+    inside = ", ".join(f"{_key(name)} = {_toml(value)}" for name, value in values.items())
+    return f"{{ {inside} }}"
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, WrittenFloat):
+        return value.text
+    return tomlkit.item(value).as_string()

@@ -1,0 +1,187 @@
+"""Older, slot-based configurations: recognised, explained, and brought into today's form."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from agentd.cli.agentd import agentd
+from agentd.config.loading import load_text
+from agentd.config.migration import migrated
+from agentd.core.rules import AllocationMode
+from agentd.errors import ConfigRefused
+
+BEFORE = """
+[etcd]
+namespace = "local"
+[agent]
+id = "i-gpu1"
+rpc-listen-addr = { host = "", port = 6011 }
+[agent.resource.allocations]
+cpu = 4
+mem = "16G"
+devices = { "cuda.mem" = 0.5, "cuda.shares" = 0.50 }
+[resource]
+reserved-cpu = 1
+reserved-mem = "1G"
+reserved-disk = "8G"
+affinity-policy = "PREFER_SINGLE_NODE"
+allocation-mode = "manual"
+"""
+AFTER = """
+[resource]
+allocation-mode = "manual"
+[[agents]]
+[agents.agent]
+id = "agent-1"
+[agents.resource]
+cpu = ["0", "1"]
+mem = "32G"
+devices = { cuda = ["cuda0", "cuda1"] }
+[[agents]]
+[agents.agent]
+id = "agent-2"
+[agents.resource]
+cpu = ["2", "3"]
+mem = "32G"
+devices = { cuda = ["cuda2"] }
+"""
+EACH = """
+[agent.resource.allocations]
+mem = "8g"
+[[agents]]
+[agents.agent]
+id = "a"
+[agents.resource.allocations]
+devices = { "cuda.shares" = 0.5, "rocm.device" = 2 }
+[[agents]]
+id = "b"
+[agents.resource]
+devices = { cuda.shares = 1.5 }
+"""
+
+
+def new(text: str) -> dict:
+    """Today's form of a file, which has to be one that can be used."""
+    found = migrated(text, Path("old.toml"))
+    load_text(found, None, {})
+    return tomllib.loads(found)
+
+
+def test_half_of_the_shares_becomes_a_limit_in_shared_mode() -> None:
+    text = migrated(BEFORE, Path("old.toml"))
+    assert tomllib.loads(text) == {
+        "resource": {
+            "allocation-mode": "shared",
+            "reserved-cpu": 1,
+            "reserved-mem": "1G",
+            "affinity-policy": "prefer-single-node",
+        },
+        "agents": [{"id": "i-gpu1", "resource": {"limits": {"cpu": 4, "mem": "16G", "cuda": 0.5}}}],
+    }
+    assert "cuda = 0.50 }" in text, "as it was written"
+    settings = load_text(text, None, {}).settings
+    assert settings.resource.allocation_mode is AllocationMode.SHARED
+
+
+def test_what_has_no_equivalent_is_a_comment_that_says_why() -> None:
+    text = migrated(BEFORE, Path("old.toml"))
+    comments = [line for line in text.splitlines() if line.startswith("#")]
+    assert "# [etcd] namespace" in comments
+    assert "# [agent] rpc-listen-addr" in comments
+    assert "# [resource] reserved-disk" in comments
+    assert any('"cuda.mem" = 0.5: is not divided by itself' in line for line in comments)
+    assert any("which are for shared mode" in line for line in comments)
+
+
+def test_devices_stay_devices_in_manual_mode() -> None:
+    found = new(AFTER)
+    assert found["resource"] == {"allocation-mode": "manual"}
+    assert [agent["id"] for agent in found["agents"]] == ["agent-1", "agent-2"]
+    assert found["agents"][1]["resource"] == {
+        "cpu": ["2", "3"],
+        "mem": "32G",
+        "devices": {"cuda": ["cuda2"]},
+    }
+
+
+def test_every_agent_has_its_own_and_what_all_start_from() -> None:
+    found = new(EACH)
+    assert found["agents"] == [
+        {"id": "a", "resource": {"limits": {"mem": "8g", "cuda": 0.5, "rocm": 2}}},
+        {"id": "b", "resource": {"limits": {"mem": "8g", "cuda": 1.5}}},
+    ]
+
+
+def test_lists_beside_amounts_become_what_shared_mode_has() -> None:
+    found = migrated(
+        """
+[agent.resource.allocations]
+cpu = ["0", "1", "2"]
+devices = { "cuda.shares" = 0.5, rocm = ["rocm0"] }
+""",
+        Path("old.toml"),
+    )
+    assert tomllib.loads(found)["agents"][0]["resource"]["limits"] == {"cpu": 3, "cuda": 0.5}
+    assert '# cpu = ["0", "1", "2"]: a number of them' in found
+    assert '# devices = { rocm = ["rocm0"] }: nobody owns devices in shared mode' in found
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        (BEFORE, "agent"),
+        (AFTER, "agents.1.agent"),
+        (EACH, "agents.0.resource.allocations"),
+    ],
+)
+def test_an_older_file_is_refused_with_the_lines_to_write(text: str, where: str) -> None:
+    with pytest.raises(ConfigRefused) as refused:
+        load_text(text, Path("old.toml"), {})
+    why = next(problem.why for problem in refused.value.problems if problem.where == where)
+    assert "is of an older form. Write: " in why
+    assert "agentd config migrate" in why
+    wanted = {"agent": "cuda = 0.50", "agents.1.agent": 'cuda = ["cuda2"]'}
+    assert wanted.get(where, 'allocation-mode = "shared"') in why
+    assert "did you mean" not in why
+
+
+def test_a_file_of_today_is_not_migrated() -> None:
+    for text in ("", '[[agents]]\nid = "a"\n', '[agents]\nid = "a"\n', "agent = 1\n"):
+        with pytest.raises(ConfigRefused, match="of no older form"):
+            migrated(text, Path("new.toml"))
+
+
+@pytest.mark.parametrize("text", ["[agent", "a = 1\na = 2", "\0"])
+def test_what_is_no_toml_is_refused(text: str) -> None:
+    with pytest.raises(ConfigRefused, match="invalid TOML"):
+        migrated(text, Path("old.toml"))
+
+
+def test_nothing_in_the_file_gets_out_of_its_comment() -> None:
+    found = migrated('[agent]\n"x\\n[rpc]\\nlisten" = 1\n["a\\n[node]"]\nb = 1\n', Path("old.toml"))
+    assert set(tomllib.loads(found)) == {"resource", "agents"}
+
+
+def test_the_command_prints_or_writes(tmp_path: Path) -> None:
+    old, output = tmp_path / "old.toml", tmp_path / "new.toml"
+    old.write_text(BEFORE)
+    run = CliRunner().invoke
+    printed = run(agentd, ["config", "migrate", str(old)])
+    assert (printed.exit_code, "cuda = 0.50" in printed.output) == (0, True)
+    assert run(agentd, ["config", "migrate", str(old), "--output", str(output)]).exit_code == 0
+    assert output.read_text() == printed.output
+    again = run(agentd, ["config", "migrate", str(old), "--output", str(output)])
+    assert (again.exit_code, "--force replaces it" in again.output) == (1, True)
+    refused = run(agentd, ["config", "migrate", str(output)])
+    assert (refused.exit_code, "of no older form" in refused.output) == (78, True)
+
+
+def test_what_cannot_be_used_afterwards_is_said_and_not_written(tmp_path: Path) -> None:
+    old, output = tmp_path / "old.toml", tmp_path / "new.toml"
+    old.write_text('[agent]\nid = "no name"\n[agent.resource.allocations]\nmem = "lots"\n')
+    result = CliRunner().invoke(agentd, ["config", "migrate", str(old), "--output", str(output)])
+    assert result.exit_code == 78
+    assert "agents.0.id" in result.output
+    assert not output.exists()
