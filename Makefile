@@ -9,13 +9,26 @@ SECONDS ?= 3600
 PLUGINS := $(wildcard plugins/*)
 SOURCES := pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 
-.PHONY: demo test check lint unit soak bench clean
+WHEELS := .wheels
+FOR ?= 3.11
+PLATFORMS ?= manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
+NAMES := $(PLUGINS:plugins/%=agentd-plugin-%)
+
+.PHONY: demo test test-hardware wheels check lint unit soak bench clean
 
 demo: $(VENV)/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash docs/tutorial/demo.sh
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+
+# On a machine with a GPU, and no network: `make wheels` made .wheels before, on one that has some.
+test-hardware: $(VENV)/.installed
+	bash tests/hardware/run.sh
+
+wheels: $(VENV)/bin/python
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir $(WHEELS) . $(PLUGINS:%=./%)
+	$(BIN)/python -m pip download --quiet --only-binary=:all: --python-version $(FOR) --implementation cp $(PLATFORMS:%=--platform %) --find-links $(WHEELS) --dest $(WHEELS) agentd-node $(NAMES)
 
 check: lint
 	$(MAKE) --no-print-directory unit
@@ -38,14 +51,18 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/scale.py --json
 
 clean:
-	rm -rf $(VENV) build .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(WHEELS) build .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: $(SOURCES) | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable . $(PLUGINS:%=--editable %)
+	if [ -d $(WHEELS) ]; then \
+		$(BIN)/python -m pip install --quiet --no-index --find-links $(WHEELS) agentd-node $(NAMES); \
+	else \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable . $(PLUGINS:%=--editable %); \
+	fi
 	touch $@
 
 $(VENV)/.installed-dev: $(SOURCES) | $(VENV)/bin/python

@@ -236,6 +236,7 @@ PROFILES = {
     "A100, H100 80GB": "1g.10gb 1g.10gb+me 1g.20gb 2g.20gb 3g.40gb 4g.40gb 7g.80gb",
     "H200 141GB": "1g.18gb 1g.18gb+me 1g.35gb 2g.35gb 3g.71gb 4g.71gb 7g.141gb",
     "B200 180GB": "1g.23gb 1g.23gb+me 1g.45gb 2g.45gb 3g.90gb 4g.90gb 7g.180gb",
+    "GB200 186GB": "1g.23gb 1g.23gb+me 1g.47gb 2g.47gb 3g.93gb 4g.93gb 7g.186gb",
     "RTX PRO 6000": "1g.24gb 1g.24gb+me 1g.24gb+gfx 1g.24gb+me.all 1g.24gb-me 2g.48gb 2g.48gb+gfx"
     " 2g.48gb+me.all 2g.48gb-me 4g.96gb 4g.96gb+gfx",
     "a part of a part": "1c.3g.40gb 2c.4g.40gb 1c.2g.48gb+gfx",
@@ -262,6 +263,12 @@ async def test_profiles_keep_their_attributes_in_the_slot(node: Node, gpu: str) 
     part = measured["MIG-1"]
     assert (part.memory_used_bytes, part.memory_total_bytes) == (1, 9984 << 20)
     assert (part.temperature_c, part.power_w) == (41, None)
+
+
+def test_the_reference_lists_the_slots_of_every_gpu() -> None:
+    page = (Path(__file__).parents[2] / "docs/reference/slots.md").read_text()
+    for profile in " ".join(PROFILES.values()).split():
+        assert f"`{profile.replace('+', '.')}`" in page
 
 
 async def until_measured(host: PluginHost, count: int) -> None:

@@ -184,8 +184,22 @@ def plugin() -> None:
 @config_option
 @json_option
 @click.argument("name")
-def check(config_file: str | None, as_json: bool, name: str) -> None:  # noqa: FBT001 - click passes it
-    """Run the conformance suite against plugin NAME: a table of the file, or an entry point."""
+@click.option("--hardware", is_flag=True, help="Also: try its devices, and print a report.")
+@click.option("--image", help="With --hardware: try containers of this image too.")
+@click.option("--probe", default="", help="With --hardware: a shell command that sees a device.")
+def check(
+    config_file: str | None,
+    as_json: bool,  # noqa: FBT001 - click passes it
+    name: str,
+    hardware: bool,  # noqa: FBT001 - the same
+    image: str | None,
+    probe: str,
+) -> None:
+    """Run the conformance suite against plugin NAME: a table of the file, or an entry point.
+
+    With --hardware a daemon of its own then gives each device to a real kernel. The probe is to
+    end with 0 in a kernel that has a device, and with another status in one that has none.
+    """
     loaded = _settings(config_file)
     log.configure("error")
     from agentd import app  # noqa: PLC0415 - see above
@@ -197,7 +211,16 @@ def check(config_file: str | None, as_json: bool, name: str) -> None:  # noqa: F
         wanted = host.wanted(name)
     except LookupError as error:
         raise click.ClickException(str(error)) from None
-    findings = _run(Conformance(wanted, app.pace_of(loaded.settings)).run())
+    conformance = Conformance(wanted, app.pace_of(loaded.settings))
+    findings = _run(conformance.run())
+    if hardware:
+        from agentd.cli.hardware import Ways, tried  # noqa: PLC0415
+
+        report = tried(wanted, loaded, conformance.files, Ways(image, probe), findings)
+        findings = report.findings
+    if hardware and not as_json:
+        click.echo(report.text())
+        sys.exit(0 if all(finding.passed for finding in findings) else 1)
     rows = [asdict(finding) for finding in findings]
     if as_json:
         click.echo(json.dumps(rows, indent=1))

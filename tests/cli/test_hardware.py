@@ -1,0 +1,98 @@
+"""`agentd plugin check NAME --hardware`, on device files that can really be opened."""
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from agentd.cli.agentd import agentd
+from daemon import AGENTS, Daemon
+from engine import Engine
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="device files are made by root")
+
+
+class Node:
+    """A node with two device files and a configuration."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for number in range(2):
+            os.mknod(folder / f"acc{number}", 0o666 | 0o020000, os.makedev(1, 3))
+            (folder / f"acc{number}").chmod(0o666)
+        self.configure()
+
+    def configure(self, engine: str = "/nowhere", more: str = "") -> None:
+        (self.folder / "agent.toml").write_text(
+            f'[runtime.docker]\nsocket = "{engine}"\n'
+            f'[plugins.acc]\nplugin = "generic"\ndevices = ["{self.folder}/acc*"]\n{more}'
+        )
+
+    def check(self, *options: str) -> Result:
+        config = ["--config", str(self.folder / "agent.toml")]
+        return CliRunner().invoke(agentd, ["plugin", "check", "acc", *config, *options])
+
+    def rows(self, *options: str) -> dict[str, dict]:
+        found = json.loads(self.check("--hardware", "--json", *options).output)
+        return {row["check"]: row for row in found}
+
+
+@pytest.fixture
+def node(folder: Path) -> Node:
+    return Node(folder)
+
+
+def test_each_device_is_given_to_a_real_kernel(node: Node) -> None:
+    result = node.check("--hardware")
+    assert result.exit_code == 0, result.output
+    assert "| acc0 | " in result.output
+    for number in range(2):
+        line = f"| a kernel with acc{number} runs (process) | yes | {node.folder}/acc"
+        assert line in result.output
+    assert "plain processes are not kept from device files" in result.output
+    assert "devices in containers | yes | not tried: name one with --image" in result.output
+
+
+def test_the_probe_decides(node: Node) -> None:
+    sees = 'test -n "$ACC"'
+    node.configure(more='env = { ACC = "{ids}" }\n')
+    good = node.rows("--probe", sees)
+    assert all(row["passed"] for row in good.values()), good
+    always = node.rows("--probe", "echo I see; true")
+    hidden = always["what a kernel without devices sees (process)"]
+    assert (hidden["passed"], "I see" in hidden["detail"]) == (False, True)
+    never = node.rows("--probe", "echo broken; exit 3")
+    given = never["a kernel with acc0 runs (process)"]
+    assert (given["passed"], given["detail"]) == (False, "it ended with 3: " + given["detail"][17:])
+    assert "broken" in given["detail"]
+
+
+async def test_devices_that_a_daemon_serves_are_not_tried_beside_it(node: Node) -> None:
+    (node.folder / "other").mkdir()
+    other = Daemon(node.folder / "other", "process")
+    try:
+        table = f'[plugins.acc]\nplugin = "generic"\ndevices = ["{node.folder}/acc*"]\n'
+        await other.start(AGENTS + table)
+        rows = await asyncio.to_thread(node.rows)
+    finally:
+        await other.close()
+    assert "withheld: served by agentd test-other" in rows["acc0 can be given (process)"]["detail"]
+
+
+def test_a_daemon_that_does_not_start_is_a_finding(node: Node) -> None:
+    node.configure(more="required-version = 1\n")
+    rows = node.rows()
+    assert "unknown key" in rows["a daemon serves it (process)"]["detail"]
+
+
+@pytest.mark.docker
+def test_containers_have_what_they_were_given_and_nothing_else(node: Node, engine: Engine) -> None:
+    node.configure(str(engine.socket))
+    rows = node.rows("--image", "agentd-test:1")
+    assert all(row["passed"] for row in rows.values()), rows
+    assert rows["a kernel with acc1 runs (docker)"]["detail"] == f"{node.folder}/acc1"
+    assert rows["what a kernel without devices sees (docker)"]["detail"] == ""
+    assert engine.containers() == []

@@ -1,0 +1,43 @@
+"""What a CUDA program sees: each GPU by UUID, with memory taken from it. 1 if it sees none.
+
+Only the driver's own library is used (https://docs.nvidia.com/cuda/cuda-driver-api/), so that this
+runs wherever the driver is.
+"""
+
+import ctypes
+import os
+import sys
+import uuid
+
+TAKEN_BYTES = 256 << 20
+
+
+def main() -> int:
+    """Print what is seen."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    if status := cuda.cuInit(0):
+        print(f"cuInit: error {status}")
+        return 1
+    count = ctypes.c_int()
+    cuda.cuDeviceGetCount(ctypes.byref(count))
+    for ordinal in range(count.value):
+        name, raw = ctypes.create_string_buffer(96), (ctypes.c_ubyte * 16)()
+        cuda.cuDeviceGetName(name, 96, ordinal)
+        cuda.cuDeviceGetUuid_v2(raw, ordinal)
+        context, address = ctypes.c_void_p(), ctypes.c_uint64()
+        cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), ordinal)
+        cuda.cuCtxSetCurrent(context)
+        taken = cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(TAKEN_BYTES))
+        threads = ctypes.c_int()
+        cuda.cuDeviceGetAttribute(ctypes.byref(threads), 16, ordinal)  # MULTIPROCESSOR_COUNT
+        seen = f"GPU-{uuid.UUID(bytes=bytes(raw))} {name.value.decode()}"
+        print(f"{seen}, {threads.value} multiprocessors, 256 MiB: error {taken}")
+        if taken:
+            return 1
+    share = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+    print(f"{count.value} GPUs" + (f", MPS share {share}%" if share else ""))
+    return 0 if count.value else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

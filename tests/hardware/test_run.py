@@ -1,0 +1,74 @@
+"""The script for real GPUs, with stand-ins: that it tries what it says, and fails where it must."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from native.libraries import nvml_library
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tests/hardware/run.sh"
+GPU = "driver 570.1\ninit 0\ngpu uuid=GPU-{uuid} pci=00000000:3B:00.0 name=NVIDIA H100\n"
+
+pytestmark = pytest.mark.skipif(
+    Path(sys.prefix).resolve() != (ROOT / ".venv").resolve(), reason="it runs what is in .venv"
+)
+
+
+@pytest.fixture
+def machine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a machine whose GPU is NVML's stand-in."""
+    (folder / "bin").mkdir()
+    (folder / "out").mkdir()
+    smi = folder / "bin/nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'NVIDIA H100, 570.1, 81559 MiB, Default, Disabled'\n")
+    smi.chmod(0o755)
+    (folder / "gpus").write_text(GPU.format(uuid=folder.name))
+    return {
+        **os.environ,
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "OUT": str(folder / "out"),
+        "LD_LIBRARY_PATH": str(nvml_library(tmp_path_factory)),
+        "FAKE_NVML_FILE": str(folder / "gpus"),
+    }
+
+
+def run(environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(SCRIPT)],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=80,
+        check=False,
+    )
+
+
+def test_without_a_gpu_it_fails_and_says_so(machine: dict[str, str]) -> None:
+    result = run({**machine, "PATH": os.environ["PATH"]})
+    assert result.returncode == 1
+    assert "nothing was tried" in result.stderr
+
+
+def test_it_writes_down_what_was_seen(machine: dict[str, str], folder: Path) -> None:
+    result = run({**machine, "PROBE": 'test -n "$CUDA_VISIBLE_DEVICES"'})
+    assert result.returncode == 0, result.stdout + result.stderr
+    record = next((folder / "out").glob("*-NVIDIA-H100.md")).read_text()
+    for line in (
+        f"GPU-{folder.name}",
+        "| a kernel with cuda0 runs (process) | yes |",
+        "| what a kernel without devices sees (process) | yes |",
+        "Not tried: nvidia-cuda-mps-control is not installed here.",
+        'agentd_device_memory_total_bytes{device_name="cuda"',
+    ):
+        assert line in record
+
+
+def test_a_probe_that_fails_makes_it_fail(machine: dict[str, str], folder: Path) -> None:
+    result = run({**machine, "PROBE": "false"})
+    assert result.returncode == 1
+    record = next((folder / "out").glob("*.md")).read_text()
+    assert "| a kernel with cuda0 runs (process) | **no** |" in record
