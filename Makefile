@@ -23,8 +23,12 @@ test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 # On a machine with a GPU, and no network: `make wheels` made .wheels before, on one that has some.
-test-hardware: $(VENV)/.installed
+test-hardware: $(if $(wildcard $(WHEELS)/*.whl),$(VENV)/.installed-wheels,$(VENV)/.installed)
 	bash tests/hardware/run.sh
+
+$(VENV)/.installed-wheels: $(wildcard $(WHEELS)/*.whl) | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --no-index --find-links $(WHEELS) --force-reinstall agentd-node $(NAMES)
+	touch $@
 
 wheels: $(VENV)/bin/python
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir $(WHEELS) . $(PLUGINS:%=./%)
@@ -40,7 +44,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/lint-imports
 
 unit: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not docker" --ignore=tests/end_to_end --ignore=tests/crash --ignore=tests/hostile $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not docker" --ignore=tests/end_to_end --ignore=tests/crash --ignore=tests/hostile --ignore=tests/hardware $(ARGS)
 
 soak: $(VENV)/.installed-dev
 	AGENTD_SEED=$${AGENTD_SEED:-$$(shuf -i 0-999999 -n 1)} AGENTD_SOAK=$(SECONDS) AGENTD_REQUIRE_ALL=1 $(BIN)/python -m pytest -s tests/crash $(ARGS)
@@ -58,11 +62,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: $(SOURCES) | $(VENV)/bin/python
-	if [ -d $(WHEELS) ]; then \
-		$(BIN)/python -m pip install --quiet --no-index --find-links $(WHEELS) agentd-node $(NAMES); \
-	else \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable . $(PLUGINS:%=--editable %); \
-	fi
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable . $(PLUGINS:%=--editable %)
 	touch $@
 
 $(VENV)/.installed-dev: $(SOURCES) | $(VENV)/bin/python

@@ -11,13 +11,13 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import NamedTuple
 
 import structlog
 
 from agentd import assembly, failpoints
-from agentd.config.loading import Loaded
+from agentd.config.loading import Loaded, load
 from agentd.config.settings import Settings
 from agentd.core.slots import BUILT_IN
 from agentd.errors import (
@@ -34,6 +34,7 @@ from agentd.pluginhost.host import PluginHost
 from agentd.pluginhost.instance import Pace
 from agentd.rpc.handlers import Handlers, NodeParts
 from agentd.rpc.server import Server
+from agentd.services.access import Access
 from agentd.services.devices import NodeDevices
 from agentd.services.events import EventLog
 from agentd.services.interfaces import Clock, Memory, Runtime, SavedRecord
@@ -42,7 +43,7 @@ from agentd.services.planner import NodeRules, Planner
 from agentd.services.reconciler import Loops, Reconciler
 from agentd.services.records import recall, recorded_runtimes, remember
 from agentd.services.selfcheck import SelfCheck
-from agentd.services.serving import Serving
+from agentd.services.serving import Serving, claimable, taken_by_others
 from agentd.services.state import NodeState
 from agentd.state.files import StateFolder
 from agentd.state.neighbours import MachineNeighbours, Places
@@ -51,6 +52,7 @@ log = structlog.get_logger()
 
 FIRST_LIST_TIMEOUT_S = 20.0
 DRAIN_TIMEOUT_S = 20.0
+START_PATIENCE_S = 2.0
 
 
 def pace_of(settings: Settings) -> Pace:
@@ -131,6 +133,17 @@ def node_id_of(settings: Settings) -> str:
         raise ConfigRefused([Problem("node.id", why)]) from None
 
 
+def withhold_what_others_serve(settings: Settings, devices: NodeDevices) -> None:
+    """Have withheld what other daemons of this machine serve, beside one of this node that may run.
+
+    Without a node id nobody can be told apart, and nothing is withheld.
+    """
+    with contextlib.suppress(ConfigRefused):
+        places = Places.of(os.geteuid())
+        others = MachineNeighbours(node_id_of(settings), boot_id(), places).others()
+        devices.withhold(taken_by_others(claimable(devices), others))
+
+
 class Daemon:
     """One running agentd."""
 
@@ -143,7 +156,7 @@ class Daemon:
         self._neighbours = MachineNeighbours(self._node_id, boot_id(), Places.of(os.geteuid()))
         self._clock = Clock(time.time, time.monotonic)
         self._notifier = Notifier()
-        self._stop = asyncio.Event()
+        self._stop, self._reload = asyncio.Event(), asyncio.Event()
 
     async def run(self) -> None:
         """Run until SIGTERM or SIGINT.
@@ -154,6 +167,7 @@ class Daemon:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
+        loop.add_signal_handler(signal.SIGHUP, self._reload.set)
         async with contextlib.AsyncExitStack() as stack:
             self._memory.open(assembly.lock_folder())
             stack.callback(self._memory.close)
@@ -172,13 +186,14 @@ class Daemon:
             stack.push_async_callback(reach, "shutdown.after_server")
             stack.push_async_callback(server.stop)
             await reach("start.after_server")
-            await stack.enter_async_context(_running(node.loops))
+            await stack.enter_async_context(_running(node.loops.run()))
             await self._until_listed(node)
             await reach("start.before_ready")
             node.handlers.open()
             kernels = len(node.state.kernels)
             log.info("daemon.ready", node_id=self._node_id, kernels=kernels)
             self._notifier.ready(f"serving node {self._node_id}; {kernels} kernels adopted")
+            await stack.enter_async_context(_running(self._reloading(server)))
             await self._until_stopped()
             self._notifier.stopping()
             log.info("daemon.stopping")
@@ -212,14 +227,15 @@ class Daemon:
         service = KernelService(state, devices, planner, runtimes, default, memory, clock)
         reconciler = Reconciler(state, devices, runtimes, default, memory, clock)
         serving = Serving(devices, state, self._neighbours, *self._real(host))
-        serving.update()
+        serving.update(patience_s=START_PATIENCE_S)
         stack.callback(serving.close)
         for warning in devices.warnings:
             log.warning("node.warning", warning=warning)
         check = SelfCheck(state, devices, runtimes, memory)
-        parts = NodeParts(state, devices, plugins, service, reconciler, check, events)
+        access = Access(state, devices)
+        parts = NodeParts(state, devices, plugins, service, reconciler, check, events, access)
         handlers = Handlers(self._node_id, default, parts)
-        loops = Loops(reconciler, state, devices, runtimes, plugins, serving.update)
+        loops = Loops(reconciler, state, devices, runtimes, plugins, serving)
         return _Node(state, service, reconciler, loops, handlers, events)
 
     def _real(self, host: Host) -> tuple[frozenset[str], int | None]:
@@ -251,6 +267,19 @@ class Daemon:
         used = {kernel.runtime for kernel in node.state}
         used |= {name for name, status in node.state.runtimes.items() if not status.is_listed}
         self._memory.save_runtimes(sorted(used | {self._settings.node.runtime}))
+
+    async def _reloading(self, server: Server) -> None:
+        """Read the tokens again whenever that is asked for; what cannot be read changes nothing."""
+        while True:
+            await self._reload.wait()
+            self._reload.clear()
+            try:
+                rpc = load(self._loaded.path, self._loaded.environ).settings.rpc
+                server.renew_tokens(assembly.tokens(rpc))
+            except ConfigRefused as error:
+                log.warning("daemon.not_reloaded", reasons=error.lines())
+            else:
+                log.info("daemon.reloaded", tokens=len(rpc.tokens))
 
     async def _until_stopped(self) -> None:
         """Wait for a signal, and meanwhile keep systemd's watchdog quiet, if it watches."""
@@ -323,8 +352,8 @@ async def _until(event: asyncio.Event) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _running(loops: Loops) -> AsyncIterator[None]:
-    task = asyncio.create_task(loops.run())
+async def _running(work: Coroutine[object, object, None]) -> AsyncIterator[None]:
+    task = asyncio.create_task(work)
     try:
         yield
     finally:

@@ -191,6 +191,34 @@ class UnknownDevice(RequestError):
     code = "UnknownDevice"
 
 
+class Forbidden(RequestError):
+    """The caller sees this, and its role may not do it; `roles` may."""
+
+    code = "Forbidden"
+
+    def __init__(self, caller: str, role: str, right: str, roles: Sequence[str]) -> None:
+        self.roles = list(roles)
+        super().__init__(
+            f"{caller} has the role {role}, which may not do this ({right});"
+            f" {' and '.join(self.roles)} may"
+        )
+
+    def facts(self) -> Mapping[str, object]:
+        return {"roles": self.roles}
+
+
+class TooManyStreams(RequestError):
+    """The caller has as many logs and event streams open as one may have."""
+
+    code = "TooManyStreams"
+
+
+class RequestTimeout(RequestError):
+    """The caller did not send all of its request in time."""
+
+    code = "RequestTimeout"
+
+
 class RuntimeFailure(AgentdError):
     """The runtime refused or failed, and said so."""
 

@@ -53,6 +53,10 @@ class KernelView(TypedDict):
     pull: PullView | None
     reason: str
     not_enforced: list[str]
+    created_by: str
+    image: str | None
+    command: list[str]
+    labels: dict[str, str]
 
 
 class DecisionView(TypedDict):
@@ -142,6 +146,15 @@ class PluginView(TypedDict):
     state: Literal["pending", "ready", "failed", "blocked"]
     reason: str
     slots: list[str]
+
+
+class CallerView(TypedDict):
+    """Who calls, as what, and for which agents (None: all); `uid` on a unix socket."""
+
+    name: str
+    role: Literal["admin", "agent", "read"]
+    agents: list[str] | None
+    uid: int | None
 
 
 class CheckView(TypedDict):

@@ -1,5 +1,8 @@
 """Older, slot-based configurations: recognised, explained, and brought into today's form."""
 
+import json
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -79,6 +82,7 @@ def test_half_of_the_shares_becomes_a_limit_in_shared_mode() -> None:
             "affinity-policy": "prefer-single-node",
         },
         "agents": [{"id": "i-gpu1", "resource": {"limits": {"cpu": 4, "mem": "16G", "cuda": 0.5}}}],
+        "plugins": {"cuda": {"mode": "shares"}},
     }
     assert "cuda = 0.50 }" in text, "as it was written"
     settings = load_text(text, None, {}).settings
@@ -145,6 +149,53 @@ def test_an_older_file_is_refused_with_the_lines_to_write(text: str, where: str)
     wanted = {"agent": "cuda = 0.50", "agents.1.agent": 'cuda = ["cuda2"]'}
     assert wanted.get(where, 'allocation-mode = "shared"') in why
     assert "did you mean" not in why
+
+
+def test_what_was_migrated_starts(tmp_path: Path) -> None:
+    """With simulated GPUs that offer what the file asks for."""
+    text = migrated(BEFORE, Path("old.toml"))
+    text = text.replace('mode = "shares"', 'mode = "shares"\nplugin = "sim"\ncount = 2')
+    (tmp_path / "new.toml").write_text(f'{text}[host]\ncpus = 8\nmem = "32g"\n')
+    command = ["plan", "--json", "--config", str(tmp_path / "new.toml")]
+    run = subprocess.run(
+        [sys.executable, "-m", "agentd", *command], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    limits = json.loads(run.stdout)["agents"]["i-gpu1"]["limits"]
+    assert limits["cuda"] == {"limit": "0.5", "guaranteed": True}
+
+
+def test_sections_of_today_stay_and_unknown_keys_are_told() -> None:
+    text = migrated(
+        """
+[node]
+id = "n"
+[plugins.cuda]
+ignored-xids = [13]
+[plugins.tpu]
+plugin = "generic"
+devices = ["/dev/accel*"]
+[agent.resource]
+foo = { a = { b = 0.5 } }
+[agent.resource.allocations]
+cpu = "0-3"
+devices = { cuda = { mem = { rpc = 1 }, shares = 0.5 } }
+""",
+        Path("old.toml"),
+    )
+    found = tomllib.loads(text)
+    assert found["node"] == {"id": "n"}
+    assert found["plugins"]["tpu"]["devices"] == ["/dev/accel*"]
+    assert found["plugins"]["cuda"] == {"mode": "shares"}
+    assert "# foo = { a = { b = 0.5 } }: there is no such setting of an agent" in text
+    assert '# cpu = "0-3": a limit is a number or a percentage' in text
+    assert '# "cuda.mem" = { rpc = 1 }: is not divided by itself' in text
+
+
+def test_a_wrong_key_of_today_is_explained_as_what_it_is() -> None:
+    with pytest.raises(ConfigRefused) as refused:
+        load_text('[[agents]]\nid = "a"\nagent = "alpha"\n', None, {})
+    assert "unknown key" in str(refused.value)
 
 
 def test_a_file_of_today_is_not_migrated() -> None:

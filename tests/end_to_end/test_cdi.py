@@ -6,6 +6,7 @@ import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 
@@ -18,12 +19,12 @@ from engine import Engine
 from engine_proxy import EngineProxy
 from native.libraries import nvml_library
 
-pytestmark = [pytest.mark.docker, pytest.mark.xdist_group("cdi")]  # its GPUs are one daemon's
+pytestmark = pytest.mark.docker
 GPUS = """driver 570.124.06
 init 0
-gpu uuid=GPU-aaaa pci=00000000:3B:00.0 mem=85899345920 used=0 util=0 temp=40 power=70000 \
+gpu uuid=GPU-{node}-a pci={domain:08X}:3B:00.0 mem=85899345920 used=0 util=0 temp=40 power=70000 \
 lost=0 mig=0 recovery=0 events=8 name=NVIDIA H100 80GB HBM3
-gpu uuid=GPU-bbbb pci=00000000:5E:00.0 mem=85899345920 used=0 util=0 temp=40 power=70000 \
+gpu uuid=GPU-{node}-b pci={domain:08X}:5E:00.0 mem=85899345920 used=0 util=0 temp=40 power=70000 \
 lost=0 mig=0 recovery=0 events=8 name=NVIDIA H100 80GB HBM3
 """
 
@@ -34,6 +35,10 @@ class Node:
     def __init__(self, daemon: Daemon, proxy: EngineProxy, engine: Engine) -> None:
         self.daemon, self.proxy, self.engine = daemon, proxy, engine
         self.environ: dict[str, str] = {}
+
+    def gpu(self, which: str) -> str:
+        """The UUID of a GPU, which no other test's daemon serves."""
+        return f"GPU-{self.daemon.folder.name}-{which}"
 
     async def start(self, table: str) -> None:
         await self.daemon.start(AGENTS + table, **self.environ)
@@ -66,8 +71,10 @@ async def node(
     daemon = Daemon(folder, "docker", engine26)
     daemon.engine = proxy.path
     made = Node(daemon, proxy, engine26)
-    made.specify("GPU-aaaa", "GPU-bbbb")
-    (folder / "gpus").write_text(GPUS)
+    made.specify(made.gpu("a"), made.gpu("b"))
+    (folder / "gpus").write_text(
+        GPUS.format(node=folder.name, domain=crc32(folder.name.encode()) % 2**16)
+    )
     made.environ = {
         "LD_LIBRARY_PATH": str(nvml_library(tmp_path_factory)),
         "FAKE_NVML_FILE": str(folder / "gpus"),
@@ -87,7 +94,8 @@ async def test_a_kernel_has_its_gpu_and_no_other(node: Node) -> None:
     assert "nvidia1" in seen
     assert "nvidia0" not in seen
     assert " 00\n" in seen  # the file is the device, and can be read
-    for line in ("SPECIFIED=yes", "CUDA_VISIBLE_DEVICES=GPU-bbbb", "NVIDIA_VISIBLE_DEVICES=void"):
+    visible = f"CUDA_VISIBLE_DEVICES={node.gpu('b')}"
+    for line in ("SPECIFIED=yes", visible, "NVIDIA_VISIBLE_DEVICES=void"):
         assert line in seen
     none = await printed(node.daemon, script)
     assert "No such file or directory" in none
@@ -110,7 +118,7 @@ async def test_a_kernel_never_runs_without_the_names_it_was_given(node: Node) ->
 
 async def test_a_gpu_that_is_not_specified_is_asked_of_the_driver(node: Node) -> None:
     """Which this engine has not: the create fails, and leaves nothing."""
-    node.specify("GPU-aaaa")
+    node.specify(node.gpu("a"))
     await node.daemon.running(kernel_id="first", slots={"cuda.device": 1})
     answer = await node.daemon.create(slots={"cuda.device": 1})
     assert (answer.status, answer.json["code"]) == (502, "RuntimeFailure")

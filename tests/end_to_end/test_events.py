@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,9 +17,9 @@ from daemon import AGENTS, Daemon, gpus
 
 @asynccontextmanager
 async def listening(
-    daemon: Daemon, last_id: str | None = None
+    daemon: Daemon, last_id: str | None = None, sock: str = "agentd.sock"
 ) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
-    connector = aiohttp.UnixConnector(str(daemon.folder / "agentd.sock"))
+    connector = aiohttp.UnixConnector(str(daemon.folder / sock))
     headers = {"Last-Event-ID": last_id} if last_id else {}
     async with (
         aiohttp.ClientSession(connector=connector) as session,
@@ -60,16 +61,26 @@ async def test_the_life_of_a_kernel_is_told_in_order(daemon: Daemon) -> None:
         kernel = await daemon.running(kernel_id="k1", slots={"cuda.device": 1})
         begun = await until(frames, kernel_id="k1", state="running")
         states = [frame["data"]["state"] for frame in begun]
+        (called,) = await until(frames, event="audit")
+        assert called["data"] == {
+            "caller": "agentd",
+            "uid": os.getuid(),
+            "action": "create_kernel",
+            "agent_id": "agent-1",
+            "kernel_id": "k1",
+            "outcome": "201",
+        }
         assert states == ["preparing", "creating", "running"]
         assert begun[-1]["data"] == kernel
         await daemon.call("POST", "/v1/kernels/k1/stop", {"timeout": 0})
         ended = await until(frames, state="terminated")
         assert [frame["data"]["state"] for frame in ended] == ["stopping", "terminated"]
         await daemon.call("DELETE", "/v1/kernels/k1")
+        assert (await until(frames, event="audit"))[-1]["data"]["action"] == "stop_kernel"
         removed = await until(frames, event="kernel-removed")
         assert removed[-1]["data"] == {"kernel_id": "k1", "agent_id": "agent-1"}
         await daemon.call("POST", "/v1/devices/cuda/cuda0/drain")
-        (drained,) = await until(frames, event="device")
+        drained = (await until(frames, event="device"))[-1]
         assert (drained["data"]["id"], drained["data"]["state"]) == ("cuda0", "drained")
 
 
@@ -100,10 +111,10 @@ async def test_a_reader_that_takes_nothing_is_dropped_and_holds_up_nobody(plain:
             for step in ("drain", "undrain"):
                 answer = await plain.call("POST", f"/v1/devices/cuda/cuda0/{step}")
                 assert answer.status == 200
-            if "events.listener_dropped" in plain.log:
+            if "stream.dropped" in plain.log:
                 break
         async with asyncio.timeout(30):
-            while "events.listener_dropped" not in plain.log:
+            while "stream.dropped" not in plain.log:
                 await plain.call("GET", "/livez")
 
 

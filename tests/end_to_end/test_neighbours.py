@@ -109,6 +109,30 @@ async def test_the_same_node_takes_up_what_it_served(two: Two) -> None:
     await two.one.running(slots={"acc.device": 1}, kernel_id="k2")
 
 
+async def test_a_device_that_was_gone_is_given_by_one_daemon_alone(two: Two) -> None:
+    """It is back for both at once, and each is asked for it before the other looks."""
+    two.table = two.table.replace(
+        "[plugins.acc]", "[plugins]\nhealth-interval = 0.1\n[plugins.acc]"
+    )
+    await two.start(two.one)
+    await two.start(two.two)
+    for _ in range(3):
+        (two.folder / "acc0").unlink()
+        for daemon in (two.one, two.two):
+            await become(daemon, ["gone", "ok" if daemon is two.one else "withheld"])
+        os.mknod(two.folder / "acc0", 0o666 | 0o020000, os.makedev(1, 3))
+        body = {"slots": {"acc.device": 1}, "devices": {"acc": ["acc0"]}, "kernel_id": "k"}
+        given = set()
+        async with asyncio.timeout(10):
+            while not given:
+                for daemon in (two.one, two.two):
+                    if (await daemon.create(**body)).status == 201:
+                        given.add(daemon.node)
+        assert len(given) == 1
+        for daemon in (two.one, two.two):
+            await daemon.call("DELETE", "/v1/kernels/k?timeout=0")
+
+
 async def test_simulated_devices_never_meet(folder: Path) -> None:
     nodes = []
     for name in ("one", "two"):

@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
 # The real GPUs of this machine, tried through a real daemon; writes docs/hardware/DATE-GPU.md.
-# Fails where there is no GPU: nothing was shown then.
+# Fails where there is no GPU: nothing was shown then. IMAGE names one with the probe's needs, to try
+# containers too; OUT is another folder for the record.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 bin="$PWD/.venv/bin"
 out=${OUT:-docs/hardware}
+mkdir -p "$out" && [ -w "$out" ] || { echo "$out cannot be written: nothing was tried" >&2; exit 1; }
 work=$(mktemp -d)
 chmod 755 "$work"
-trap 'rm -rf "$work"' EXIT
+mps_stop() { [ -d "$work/pipe" ] && echo quit | CUDA_MPS_PIPE_DIRECTORY="$work/pipe" nvidia-cuda-mps-control; }
+trap 'mps_stop 2>/dev/null; rm -rf "$work"' EXIT
 
 if ! smi=$(nvidia-smi --query-gpu=name,driver_version,memory.total,compute_mode,mig.mode.current --format=csv,noheader); then
   echo "no NVIDIA GPU answers on this machine: nothing was tried" >&2
@@ -25,7 +28,7 @@ config() {
 }
 section() { printf '\n# %s\n\n' "$1"; }
 checked() { # checked NAME: the whole report of one configuration
-  timeout 120 "$bin/agentd" plugin check cuda --config "$work/$1.toml" --hardware --probe "$probe" ||
+  timeout 120 "$bin/agentd" plugin check cuda --config "$work/$1.toml" --hardware --probe "$probe" ${IMAGE:+--image "$IMAGE"} ||
     { failed=1; echo "**failed**"; }
 }
 
@@ -34,6 +37,7 @@ config shares 'mode = "shares"'
 {
   section "The machine"
   printf '```\n%s\n```\n' "$smi"
+  printf '\nagentd at commit %s.\n' "$(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
   section "Whole GPUs"
   checked device
   section "Shares"
@@ -46,8 +50,8 @@ config shares 'mode = "shares"'
     config mps 'mode = "shares"' 'share-control = "mps"' "mps-pipe-directory = \"$work/pipe\""
     checked mps
     section "What a quarter is, through MPS"
-    timeout 60 env CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25 $probe | sed 's/^/    /'
-    echo quit | nvidia-cuda-mps-control
+    timeout 60 env CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25 $probe | sed 's/^/    /' ||
+      { failed=1; echo "**failed**"; }
   else
     echo "Not tried: nvidia-cuda-mps-control is not installed here."
   fi

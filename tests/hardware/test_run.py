@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 
@@ -11,7 +12,7 @@ from native.libraries import nvml_library
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests/hardware/run.sh"
-GPU = "driver 570.1\ninit 0\ngpu uuid=GPU-{uuid} pci=00000000:3B:00.0 name=NVIDIA H100\n"
+GPU = "driver 570.1\ninit 0\ngpu uuid=GPU-{uuid} pci={domain:08X}:3B:00.0 name=NVIDIA H100\n"
 
 pytestmark = pytest.mark.skipif(
     Path(sys.prefix).resolve() != (ROOT / ".venv").resolve(), reason="it runs what is in .venv"
@@ -26,7 +27,9 @@ def machine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     smi = folder / "bin/nvidia-smi"
     smi.write_text("#!/bin/sh\necho 'NVIDIA H100, 570.1, 81559 MiB, Default, Disabled'\n")
     smi.chmod(0o755)
-    (folder / "gpus").write_text(GPU.format(uuid=folder.name))
+    (folder / "gpus").write_text(
+        GPU.format(uuid=folder.name, domain=crc32(folder.name.encode()) % 2**16)
+    )
     return {
         **os.environ,
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
@@ -65,6 +68,11 @@ def test_it_writes_down_what_was_seen(machine: dict[str, str], folder: Path) -> 
         'agentd_device_memory_total_bytes{device_name="cuda"',
     ):
         assert line in record
+
+
+def test_where_the_record_cannot_be_written_nothing_is_tried(machine: dict[str, str]) -> None:
+    result = run({**machine, "OUT": "/proc/nowhere"})
+    assert (result.returncode, "nothing was tried" in result.stderr) == (1, True)
 
 
 def test_a_probe_that_fails_makes_it_fail(machine: dict[str, str], folder: Path) -> None:

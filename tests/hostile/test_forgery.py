@@ -266,7 +266,7 @@ async def test_records_that_lie_rename_and_move_nothing(world, folder) -> None:
 async def test_a_device_that_only_a_record_knows_is_gone_with_its_kernel(world, folder) -> None:
     record = folder / "state" / "kernels" / "of-agent-1" / "record.json"
     await world.kill()
-    lie = record.read_text().replace("SIM-cuda-cuda0", "SIM-nobody")
+    lie = record.read_text().replace(f"SIM-{world.node}-cuda-cuda0", "SIM-nobody")
     record.write_text(lie)
     await world.start()
     devices = {d["stable_id"]: d for d in await world.daemon.get("/v1/devices")}

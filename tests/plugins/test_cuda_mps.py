@@ -33,7 +33,7 @@ class Control:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir()
-        self.process = subprocess.Popen(["sleep", "1000"])
+        self.process = subprocess.Popen(["sh", "-c", "sleep 1000 & wait # mps"])
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.bind(str(folder / "control"))
         self.socket.listen()
@@ -127,6 +127,20 @@ async def test_a_server_with_shared_memory_of_its_own_serves_containers(
         await edits(host, "process", aaaa="0.5")
 
 
+def test_a_set_up_that_cannot_work_does_not_open(control: Control, tmp_path: Path) -> None:
+    plugin = CudaPlugin("cuda", mps(control, **{"mps-shm-directory": str(tmp_path)}))
+    with pytest.raises(RuntimeError, match="plain processes see /dev/shm"):
+        plugin.container_edits([], Features("process"))
+    assert plugin.container_edits([], Features("docker")).env
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_stranger_s_server_is_nobody_s(control: Control) -> None:
+    os.chown(control.folder, 61001, 61001)
+    server = Server(str(control.folder), "/dev/shm")
+    assert "user 61001's, whom kernels would talk to" in server.trouble()
+
+
 def refused(host: PluginHost) -> str:
     status = host.statuses()[0]
     assert status.state is PluginState.PENDING
@@ -142,7 +156,7 @@ async def test_without_a_server_it_does_not_open_and_says_how_to_start_one(
     assert f"CUDA_MPS_PIPE_DIRECTORY={control.folder} nvidia-cuda-mps-control -d" in reason
 
 
-@pytest.mark.parametrize("text", ["", "what", "0x1", "99999999999999999999"])
+@pytest.mark.parametrize("text", ["", "what", "0x1", "99999999999999999999", "1", "0", "-1"])
 def test_a_pid_file_that_names_nobody_counts_for_nothing(control: Control, text: str) -> None:
     server = Server(str(control.folder), "/dev/shm")
     control.pid_file.write_text(text)
@@ -182,8 +196,12 @@ async def test_a_server_that_ends_makes_its_gpus_unhealthy_until_it_is_back(
     control.stop()
     found = await until(host, lambda found: found[0].health == "unhealthy")
     assert "no MPS control daemon runs" in found[0].reason
-    control.pid_file.write_text(f"{os.getpid()}\n")
-    await until(host, lambda found: found[0].health == "healthy")
+    again = Control(control.folder.with_name("again"))
+    try:
+        control.pid_file.write_text(f"{again.process.pid}\n")
+        await until(host, lambda found: found[0].health == "healthy")
+    finally:
+        again.stop()
     assert len(devices(host)) == 2
 
 
@@ -206,5 +224,5 @@ def test_wrong_settings_of_mps_are_named(settings: dict[str, object], key: str) 
 
 def test_memory_that_is_not_known_is_not_limited() -> None:
     parts = [Part(Decimal("0.5"), 0), Part(Decimal(1), GIB)]
-    found = Server("/p", "/dev/shm").edits(parts, "docker")
+    found = Server("/p", "/dev/shm").edits(parts)
     assert found.env["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "1=1024M"

@@ -85,10 +85,18 @@ class Rig:
         return {kernel.kernel_id: kernel.state.value for kernel in self.state}
 
 
+class Alone:
+    """A node without neighbours: it serves all it has."""
+
+    def update(self) -> None: ...
+
+    async def look(self) -> None: ...
+
+
 @contextlib.asynccontextmanager
 async def running(rig: Rig) -> AsyncIterator[Rig]:
     """The same, with the reconciler's loops running."""
-    made = Loops(rig.reconciler, rig.state, rig.devices, rig.runtimes, rig.plugins, lambda: None)
+    made = Loops(rig.reconciler, rig.state, rig.devices, rig.runtimes, rig.plugins, Alone())
     loops = asyncio.create_task(made.run())
     try:
         async with asyncio.timeout(5):

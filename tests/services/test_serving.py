@@ -1,5 +1,6 @@
 """What a node serves beside others: all of its accelerators, or those that nobody else does."""
 
+import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -23,7 +24,7 @@ class FakeNeighbours:
         self.may_decide = True
 
     @contextlib.contextmanager
-    def deciding(self) -> Iterator[bool]:
+    def deciding(self, patience_s: float) -> Iterator[bool]:
         yield self.may_decide
 
     def own(self) -> Served | None:
@@ -207,3 +208,32 @@ async def test_cores_and_memory_served_twice_are_a_warning_alone() -> None:
     assert twice[0] == "2 of the cores (cores 2 to 3) are served by agentd other (root, pid 17) too"
     assert twice[1].startswith("memory is served by agentd other (root, pid 17) too")
     assert (await node.create(cpu=4)).state == "running"
+
+
+async def test_what_another_came_to_serve_stays_told_as_held() -> None:
+    node = await Node.listed()
+    kernel = await node.create(cuda_device=1)
+    held = next(iter(kernel.allocation.shares)).device_id
+    node.neighbours.serve(node.devices.inventory.by_id[held].stable_id)
+    node.serving.update()
+    assert node.neighbours.held == [str(held)]
+    node.serving.close()
+    assert node.neighbours.served == [str(held)]
+
+
+async def test_what_was_held_of_a_device_that_is_not_listed_yet_stays_told() -> None:
+    late = ServedDevice("cuda/cuda9", ("GPU-late",), held=True)
+    node = Node(before=Served((late,)))
+    assert node.neighbours.held == ["cuda/cuda9"]
+    node.state.note_available("fake")
+    node.serving.update()
+    assert "cuda/cuda9" not in node.neighbours.served
+
+
+async def test_a_look_beside_a_change_does_not_undo_it() -> None:
+    node = await Node.listed()
+    looking = asyncio.create_task(node.serving.look())
+    await asyncio.sleep(0)
+    await node.create(cuda_device=1)
+    await looking
+    assert node.neighbours.held == ["cuda/cuda0"]

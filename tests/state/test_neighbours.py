@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,7 +41,7 @@ class Machine:
             daemon.publish(Served(devices))
 
     def seen(self, daemon: MachineNeighbours) -> dict[str, tuple[str, bool]]:
-        with user(daemon.places.uid), daemon.deciding() as may_decide:
+        with user(daemon.places.uid), daemon.deciding(1) as may_decide:
             assert may_decide
             return {
                 other.node_id: (
@@ -192,16 +193,13 @@ def test_what_was_published_last_is_read_back(machine: Machine) -> None:
 
 
 @as_root
-def test_one_decides_at_a_time_and_none_waits_for_ever(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("agentd.state.neighbours._LOCK_WAIT_S", 0.05)
+def test_one_decides_at_a_time_and_none_waits_for_ever(machine: Machine) -> None:
     one, two = machine.daemon(0, "one"), machine.daemon(0, "two")
-    with one.deciding() as may_decide:
+    with one.deciding(1) as may_decide:
         assert may_decide
-        with two.deciding() as also:
+        with two.deciding(0.05) as also:
             assert not also
-    with two.deciding() as may_decide:
+    with two.deciding(1) as may_decide:
         assert may_decide
 
 
@@ -210,8 +208,79 @@ def test_a_machine_without_a_place_to_tell_others_is_said(folder: Path) -> None:
     (folder / "run").write_text("a file")
     alone = MachineNeighbours("one", "boot", Places.of(0, folder / "run", folder))
     alone.open()
-    with alone.deciding() as may_decide:
+    with alone.deciding(1) as may_decide:
         assert may_decide
         assert alone.others() == []
         alone.publish(Served((GPU,)))
     assert "Not a directory" in alone.warnings()[0]
+
+
+@as_root
+def test_a_umask_that_hides_files_hides_nothing_from_the_others(machine: Machine) -> None:
+    before = os.umask(0o077)
+    try:
+        root, alice = machine.daemon(0, "root"), machine.daemon(ALICE, "alice")
+        machine.publish(root, GPU)
+        machine.publish(alice, HELD)
+    finally:
+        os.umask(before)
+    seen = machine.seen(machine.daemon(BOB, "bob"))
+    assert seen == {"root": ("cuda/cuda0", True), "alice": ("cuda/cuda1", True)}
+
+
+@as_root
+def test_what_root_serves_and_cannot_be_read_is_said(machine: Machine) -> None:
+    root, bob = machine.daemon(0, "root"), machine.daemon(BOB, "bob")
+    machine.publish(root, GPU)
+    (machine.run / "served").chmod(0o700)
+    assert machine.seen(bob) == {}
+    assert "cannot be read" in bob.warnings()[0]
+
+
+@as_root
+@pytest.mark.parametrize(
+    "member",
+    [
+        '"pid":' + "9" * 4200,
+        '"start_time":' + "9" * 30,
+        '"served":{"devices":[],"memory":' + "9" * 4300 + "}",
+        '"served":{"devices":[],"memory":-1}',
+    ],
+)
+def test_numbers_that_cannot_be_are_nobodys(machine: Machine, member: str) -> None:
+    alice, bob = machine.daemon(ALICE, "alice"), machine.daemon(BOB, "bob")
+    machine.publish(alice, GPU)
+    file = machine.tmp / f"agentd-served-{ALICE}/alice.json"
+    text = file.read_text()
+    name = member.partition(":")[0]
+    start = text.index(name)
+    end = len(text) - 1 if "served" in name else text.index(",", start)
+    file.write_text(text[:start] + member + text[end:])
+    assert machine.seen(bob) == {}
+
+
+@as_root
+def test_one_user_has_one_folder_and_few_files(machine: Machine) -> None:
+    alice, bob = machine.daemon(ALICE, "alice"), machine.daemon(BOB, "bob")
+    machine.publish(bob, GPU)
+    mine = machine.tmp / f"agentd-served-{BOB}"
+    text = (mine / "bob.json").read_text()
+    with user(BOB):
+        for name in (f"0{BOB}", f"00{BOB}", f"+{BOB}"):
+            folder = machine.tmp / f"agentd-served-{name}"
+            folder.mkdir()
+            (folder / "more.json").write_text(text.replace('"bob"', '"more"'))
+        for number in range(50):
+            (mine / f"n{number:02}.json").write_text(text.replace('"bob"', f'"n{number:02}"'))
+    assert len(machine.seen(alice)) == 4
+
+
+@as_root
+def test_a_run_folder_that_somebody_empties_is_made_anew(machine: Machine) -> None:
+    one, two = machine.daemon(0, "one"), machine.daemon(0, "two")
+    machine.publish(one, GPU)
+    shutil.rmtree(machine.run / "serving")
+    shutil.rmtree(machine.run / "served")
+    assert machine.seen(two) == {}
+    machine.publish(one, GPU)
+    assert machine.seen(two) == {"one": ("cuda/cuda0", True)}

@@ -25,6 +25,7 @@ from agentd.cli.options import (
     print_answer,
     socket_of,
 )
+from agentd.cli.token import token
 from agentd.client.http import Client, RpcProblem
 
 _CHUNK = 64 * 1024
@@ -322,6 +323,18 @@ def retry_plugin(client: Client, name: str, as_json: bool) -> None:  # noqa: FBT
     row = client.call("POST", f"/v1/plugins/{quote(name, safe='')}/retry")
     print_answer(row, PLUGIN_COLUMNS, as_json=as_json)
     sys.exit(0 if row["state"] == "ready" else 1)
+
+
+@agentctl.command()
+@json_option
+@click.pass_obj
+def whoami(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """Show as whom the node takes this call."""
+    row = client.call("GET", "/v1/whoami")
+    print_answer(row, ["name", "role", "agents", "uid"], as_json=as_json)
+
+
+agentctl.add_command(token)
 
 
 def _print_device(row: Mapping[str, Any], *, as_json: bool) -> None:

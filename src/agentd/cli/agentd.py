@@ -103,6 +103,7 @@ def _with_node(
             devices = app.discover(
                 loaded, probe(), plugins, memory, EventLog(), is_strict=is_strict
             )
+            app.withhold_what_others_serve(loaded.settings, devices)
             return show(devices, plugins)
         finally:
             await plugins.close()
@@ -198,7 +199,8 @@ def check(
     """Run the conformance suite against plugin NAME: a table of the file, or an entry point.
 
     With --hardware a daemon of its own then gives each device to a real kernel. The probe is to
-    end with 0 in a kernel that has a device, and with another status in one that has none.
+    end with 0 in a kernel that has a device, and with another status in one that has none; if it
+    prints anything, it is to name the devices that it sees.
     """
     loaded = _settings(config_file)
     log.configure("error")
@@ -225,7 +227,8 @@ def check(
     if as_json:
         click.echo(json.dumps(rows, indent=1))
     else:
-        shown = [{**row, "passed": "yes" if row["passed"] else "NO"} for row in rows]
+        words = {True: "yes", False: "NO"}
+        shown = [{**row, "passed": words[row["passed"]] if row["tried"] else "-"} for row in rows]
         print_rows(shown, ["check", "passed", "detail"])
     sys.exit(0 if all(row["passed"] for row in rows) else 1)
 

@@ -32,7 +32,7 @@ from agentd.core.slots import CPU, MEM
 from agentd.pluginhost.conformance import MEASURES, Finding
 from agentd.pluginhost.instance import Wanted
 
-READY_TIMEOUT_S, END_TIMEOUT_S, MEASURED_TIMEOUT_S, LOOK_PAUSE_S = 90.0, 60.0, 10.0, 0.1
+READY_TIMEOUT_S, END_TIMEOUT_S, MEASURED_TIMEOUT_S, LOOK_PAUSE_S = 90.0, 60.0, 30.0, 0.1
 _OPENED = "opened "
 
 
@@ -40,7 +40,8 @@ _OPENED = "opened "
 class Ways:
     """How devices are tried: `image` for containers (None: only processes), and a command.
 
-    `probe` is run by a shell in every kernel, and ends with 0 only where it sees a device.
+    `probe` is run by a shell in every kernel, and ends with 0 only where it sees a device; if it
+    prints anything, it names the devices that it sees.
     """
 
     image: str | None = None
@@ -78,10 +79,7 @@ class Report:
             "",
             "| check | passed | seen |",
             "|---|---|---|",
-            *(
-                f"| {f.check} | {'yes' if f.passed else '**no**'} | {_cell(f.detail)} |"
-                for f in self.findings
-            ),
+            *(f"| {f.check} | {_verdict(f)} | {_cell(f.detail)} |" for f in self.findings),
             "",
             *(f"    {line}" for line in self.measured),
         ]
@@ -113,8 +111,8 @@ def tried(
         findings += trial.findings
         devices, measured = trial.devices or devices, trial.measured or measured
     if ways.image is None:
-        why = "not tried: name one with --image"
-        findings.append(Finding("devices in containers", passed=True, detail=why))
+        why = "name an image with --image"
+        findings.append(Finding("devices in containers", passed=True, detail=why, tried=False))
     settings = {key: value for key, value in wanted.settings.items() if key != "required"}
     return Report(wanted.plugin, settings, devices, measured, findings)
 
@@ -190,7 +188,9 @@ class _Trial:
             else:
                 return ""
         log.seek(0)
-        return log.read().strip().splitlines()[-1] if daemon.poll() is not None else why
+        if daemon.poll() is None:
+            return why
+        return next(reversed(log.read().strip().splitlines()), "it ended without a word")
 
     def _try_devices(self, client: Client) -> None:
         shown = client.call("GET", "/v1/devices")
@@ -207,11 +207,11 @@ class _Trial:
                 "devices": {device["device_name"]: [device_id]},
             }
             status, output = self._kernel(client, f"with-{len(self.findings)}", body)
-            opened = _opened(output)
             wrong = f"it ended with {status}: {output[-300:]}" if status else ""
-            if self._files and not opened:
-                wrong = wrong or f"none of {', '.join(self._files)} can be opened"
-            self._say(check, wrong, ", ".join(opened) or output[-300:])
+            self._say(check, wrong or self._unlike(device, output), output[-300:])
+            if not (self._files or self._ways.probe):
+                why = "there are no device files, and no --probe"
+                self._leave_out(f"that {device_id} is what a kernel sees", why)
         self._try_hiding(client)
         if self._measures:
             self._read_measurements(client)
@@ -225,6 +225,16 @@ class _Trial:
         wrong = "" if self.measured else f"nothing within {MEASURED_TIMEOUT_S:g} s"
         self._say("the daemon measures it", wrong)
 
+    def _unlike(self, device: dict[str, Any], output: str) -> str:
+        """Return what is wrong with what a kernel saw of the device that it was given."""
+        if self._files and not _opened(output):
+            return f"none of {', '.join(self._files)} can be opened"
+        names = [device["id"], device["stable_id"], *device["aliases"]]
+        said = "\n".join(line for line in output.splitlines() if not line.startswith(_OPENED))
+        if said and not any(name.lower() in said.lower() for name in names):
+            return f"the probe names none of {', '.join(names)}: {said[-300:]}"
+        return ""
+
     def _try_hiding(self, client: Client) -> None:
         """Look whether a kernel that was given no device sees one."""
         status, output = self._kernel(client, "without", {})
@@ -232,10 +242,10 @@ class _Trial:
         if self._ways.probe:
             self._say(check, "" if status else f"the probe ended with 0: {output[-300:]}")
         elif not self._files:
-            self._say(check, "", "not tried: there are no device files, and no --probe")
+            self._leave_out(check, "there are no device files, and no --probe")
         elif self._runtime == "process":
             kept = "plain processes are not kept from device files"
-            self._say(check, "", f"{', '.join(opened)} can be opened: {kept}" if opened else "")
+            self._leave_out(check, f"{', '.join(opened)} can be opened: {kept}")
         else:
             self._say(check, f"it opened {', '.join(opened)}" if opened else "")
 
@@ -269,6 +279,16 @@ class _Trial:
     def _say(self, check: str, wrong: str, seen: str = "") -> None:
         found = Finding(f"{check} ({self._runtime})", passed=not wrong, detail=wrong or seen)
         self.findings.append(found)
+
+    def _leave_out(self, check: str, why: str) -> None:
+        name = f"{check} ({self._runtime})"
+        self.findings.append(Finding(name, passed=True, detail=why, tried=False))
+
+
+def _verdict(finding: Finding) -> str:
+    if not finding.tried:
+        return "not tried"
+    return "yes" if finding.passed else "**no**"
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import tomlkit
 from pydantic import BaseModel
@@ -45,6 +45,19 @@ _AGENTS = """
 # mem = "16g"  # or "50%"
 # devices = { cuda = ["cuda0"] }  # ids, UUIDs or PCI addresses; a count, "50%", or "all"
 """
+_CALLERS = """
+# Further callers, each with its name, its role ("admin", "agent", "read") and its agents.
+# [[rpc.tokens]]  # for TCP; `agentctl token create NAME` writes the file
+# name = "team-a"
+# file = "/etc/agentd/tokens/team-a"  # one line; mode 0600 or 0640
+# role = "agent"
+# agents = ["agent-1"]
+# [[rpc.sockets]]  # further unix sockets; the main one is an admin's
+# path = "/run/agentd/agent-1.sock"
+# group = "team-a"
+# role = "agent"
+# agents = ["agent-1"]
+"""
 _TABLES = """
 # A plugin's own table: its name is the device name, the first part of its slots.
 # [plugins.cuda]
@@ -59,8 +72,10 @@ def default_text() -> str:
     for name, field in Settings.model_fields.items():
         if name == "agents":
             parts.append(_AGENTS)
-        else:
-            parts += _section((name,), field.default)
+            continue
+        parts += _section((name,), field.default)
+        if name == "rpc":
+            parts.append(_CALLERS)
     return "".join([*parts, _TABLES])
 
 
@@ -75,10 +90,18 @@ def _section(keys: tuple[str, ...], value: BaseModel) -> Iterator[str]:
             continue
         key = name.replace("_", "-")
         default = getattr(value, name)
+        if _is_of_tables(field.annotation):
+            continue
         if default is None or default is PydanticUndefined:
             yield f"# {key} = {_EXAMPLES[f'{head}.{key}']}  # {field.description}\n"
         else:
             yield f"{key} = {_toml(key, default)}  # {field.description}\n"
+
+
+def _is_of_tables(annotation: object) -> bool:
+    """Tell whether a setting is an array of tables, which is shown as an example."""
+    kinds = get_args(annotation)
+    return any(isinstance(kind, type) and issubclass(kind, BaseModel) for kind in kinds)
 
 
 def _summary(value: BaseModel) -> str:

@@ -9,7 +9,7 @@ What has no equivalent here is kept as a comment that says why.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ _DIVIDED = ("shares", "device")
 """The slots whose amounts say how much of a device an agent had, the most telling first."""
 _RESOURCE = ("reserved-cpu", "reserved-mem", "memory-align-size", "affinity-policy")
 _WORDS = ("allocation-mode", "affinity-policy")
+_TODAY = ("node", "rpc", "host", "runtime", "plugins")
+"""Sections that older files do not have: who wrote one meant today's."""
 _HEAD = "# Written by `agentd config migrate`. What had no equivalent stands in comments.\n"
 
 
@@ -37,6 +39,13 @@ class _Agent:
     mem: Any = None
     amounts: Mapping[str, Any] = field(default_factory=dict)
     devices: Mapping[str, Any] = field(default_factory=dict)
+    others: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def shared(self) -> list[str]:
+        """The device names of which this agent had shares."""
+        suffix = f".{_DIVIDED[0]}"
+        return [slot.removesuffix(suffix) for slot in self.amounts if slot.endswith(suffix)]
 
 
 def explanations(raw: Mapping[str, Any]) -> dict[str, str]:
@@ -45,7 +54,7 @@ def explanations(raw: Mapping[str, Any]) -> dict[str, str]:
     agents = _agents(raw)
     is_divided = _is_divided(agents)
     for index, entry in enumerate(_entries(raw)):
-        keys = ["agent"] if "agent" in entry else []
+        keys = ["agent"] if isinstance(entry.get("agent"), Mapping) else []
         keys += ["resource.allocations"] if "allocations" in _table(entry, "resource") else []
         why = _explained([*_mode_lines(is_divided), *_agent_lines(agents[index], is_divided)])
         found |= {f"agents.{index}.{key}": why for key in keys}
@@ -70,7 +79,8 @@ def migrated(text: str, path: Path) -> str:
     if not explanations(raw) and not _is_divided(_agents(raw)):
         why = "is of no older form: it has neither [agent] nor [agents.agent] nor allocations"
         raise ConfigRefused([Problem("", why)], str(path))
-    return "\n".join([_HEAD, *_lines(raw), *_left_out(raw)]) + "\n"
+    shared = {name for agent in _agents(raw) for name in agent.shared}
+    return "\n".join([_HEAD, *_lines(raw), *_kept(raw, shared), *_left_out(raw)]) + "\n"
 
 
 def _lines(raw: Mapping[str, Any]) -> Iterator[str]:
@@ -81,6 +91,23 @@ def _lines(raw: Mapping[str, Any]) -> Iterator[str]:
     for agent in agents:
         yield ""
         yield from _agent_lines(agent, is_divided)
+    for name in dict.fromkeys(name for agent in agents for name in agent.shared):
+        yield ""
+        yield f"[plugins.{_key(name)}]"
+        yield f"mode = {_toml(_DIVIDED[0])}"
+
+
+def _kept(raw: Mapping[str, Any], shared: Collection[str]) -> Iterator[str]:
+    """Yield the sections that are today's already, as they are."""
+    for section in _TODAY:
+        content = raw.get(section)
+        if not isinstance(content, Mapping):
+            continue
+        if section == "plugins":
+            content = {name: value for name, value in content.items() if name not in shared}
+        if content:
+            yield ""
+            yield tomlkit.dumps({section: _plain(content)}).rstrip()
 
 
 def _is_divided(agents: list[_Agent]) -> bool:
@@ -95,6 +122,8 @@ def _mode_lines(is_divided: bool) -> list[str]:  # noqa: FBT001 - it is what it 
 def _agent_lines(agent: _Agent, is_divided: bool) -> Iterator[str]:  # noqa: FBT001 - see above
     yield "[[agents]]"
     yield f"id = {_toml(agent.id)}"
+    for key, value in agent.others.items():
+        yield f"# {_key(key)} = {_toml(value)}: there is no such setting of an agent"
     yield from _shared_lines(agent) if is_divided else _manual_lines(agent)
 
 
@@ -123,8 +152,10 @@ def _shared_lines(agent: _Agent) -> Iterator[str]:
     if isinstance(agent.cpu, list):
         limits["cpu"] = len(agent.cpu)
         yield f"# cpu = {_toml(agent.cpu)}: a number of them, as all agents share all cores"
-    elif agent.cpu is not None:
+    elif isinstance(agent.cpu, int) or (isinstance(agent.cpu, str) and "%" in agent.cpu):
         limits["cpu"] = agent.cpu
+    elif agent.cpu is not None:
+        yield f"# cpu = {_toml(agent.cpu)}: a limit is a number or a percentage"
     if agent.mem is not None:
         limits["mem"] = agent.mem
     chosen = dict(_telling(agent.amounts))
@@ -132,8 +163,8 @@ def _shared_lines(agent: _Agent) -> Iterator[str]:
     for slot, amount in agent.amounts.items():
         if slot not in chosen.values():
             is_known = device_name_of(slot) in chosen
-            why = "goes with the share" if is_known else "says nothing of how much of a device"
-            yield f"# {_key(slot)} = {_toml(amount)}: is not divided by itself; it {why}"
+            why = "what it was goes with the device" if is_known else "it says nothing of devices"
+            yield f"# {_key(slot)} = {_toml(amount)}: is not divided by itself; {why}"
     for name, value in agent.devices.items():
         yield f"# devices = {_inline({name: value})}: nobody owns devices in shared mode"
     if limits:
@@ -150,6 +181,7 @@ def _telling(amounts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _manual_lines(agent: _Agent) -> Iterator[str]:
+    """Yield the devices of an agent, which the other modes do not look at."""
     if agent.cpu is None and agent.mem is None and not agent.devices:
         return
     yield "[agents.resource]"
@@ -165,10 +197,10 @@ def _left_out(raw: Mapping[str, Any]) -> Iterator[str]:
     taken = {"resource": {"allocation-mode", *_RESOURCE}, "agent": {"id", "resource"}}
     left = []
     for section, content in raw.items():
-        if section == "agents":
+        if section in _TODAY or (section == "agents" and isinstance(content, list)):
             continue
         keys = [*content] if isinstance(content, Mapping) else []
-        others = [key for key in keys if key not in taken.get(section, ())]
+        others = [key for key in keys if key.replace("_", "-") not in taken.get(section, ())]
         if others or not keys:
             left.append(f"# [{_key(section)}] {', '.join(map(_key, others))}".rstrip())
     for index, entry in enumerate(_entries(raw)):
@@ -212,7 +244,8 @@ def _agent(entry: Mapping[str, Any], common: Mapping[str, Any], agent_id: str) -
             amounts[name if "." in name else f"{name}.{_DIVIDED[0]}"] = value
         else:
             devices[name] = value
-    return _Agent(agent_id, said.get("cpu"), said.get("mem"), amounts, devices)
+    others = {k: v for k, v in said.items() if k not in ("cpu", "mem", "devices")}
+    return _Agent(agent_id, said.get("cpu"), said.get("mem"), amounts, devices, others)
 
 
 def _entries(raw: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -243,6 +276,20 @@ def _inline(values: Mapping[str, Any]) -> str:
 
 
 def _toml(value: object) -> str:
+    """Return a value on one line, numbers as they were written."""
     if isinstance(value, WrittenFloat):
         return value.text
+    if isinstance(value, Mapping):
+        return _inline(value)
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
     return tomlkit.item(value).as_string()
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401 - TOML
+    """Return a value with its numbers as tomlkit writes them."""
+    if isinstance(value, Mapping):
+        return {key: _plain(below) for key, below in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return tomlkit.parse(f"x = {value.text}")["x"] if isinstance(value, WrittenFloat) else value

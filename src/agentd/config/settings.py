@@ -22,17 +22,18 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from agentd.config.access import SocketSettings, TokenSettings, short_enough
 from agentd.config.agents import AgentSettings
 from agentd.config.plugins import PluginSettings
 from agentd.config.runtimes import RuntimeSettings
 from agentd.config.section import (
     DEFAULT_SLOTS,
-    MAX_SOCKET_PATH,
     Name,
     Section,
     SizeBytes,
     refuse_bool,
 )
+from agentd.core.partition import DEFAULT_AGENT
 from agentd.core.policy import Affinity, Policy, Strategy
 from agentd.core.rules import AllocationMode, Ids, SplitOrder, SplitRules, parse_device_rule
 from agentd.core.slots import BUILT_IN, MEM, AmountError, WrittenFloat, parse_amount
@@ -67,19 +68,32 @@ class RpcSettings(Section):
         description="Optional TCP address; needs token-file, beyond loopback TLS too.",
     )
     token_file: Path | None = Field(
-        default=None, description="File with the bearer token that TCP callers send."
+        default=None, description="File with an admin's bearer token for TCP; mode 0600 or 0640."
     )
     tls_cert: Path | None = Field(default=None, description="PEM certificate chain for TCP.")
     tls_key: Path | None = Field(default=None, description="PEM private key for TCP.")
+    max_connections: Annotated[int, BeforeValidator(refuse_bool), Field(ge=1, le=65536)] = Field(
+        default=1024, description="The most TCP connections; never over half of all descriptors."
+    )
+    tokens: tuple[TokenSettings, ...] = ()
+    sockets: tuple[SocketSettings, ...] = ()
 
     @field_validator("socket")
     @classmethod
     def _short_enough(cls, value: Path) -> Path:
-        if value == Path():
-            raise ValueError('is empty; expected a path such as "/run/agentd/agentd.sock"')
-        if len(str(value).encode()) > MAX_SOCKET_PATH:
-            raise ValueError(f"longer than {MAX_SOCKET_PATH} bytes, the limit for a socket path")
-        return value
+        return short_enough(value)
+
+    @model_validator(mode="after")
+    def _distinct(self) -> RpcSettings:
+        names = [token.name for token in self.tokens]
+        names += [socket.caller_name for socket in self.sockets]
+        names += [self.token_file.stem] if self.token_file else []
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"duplicate name {', '.join(twice)} of tokens and sockets")
+        paths = [self.socket, *(socket.path for socket in self.sockets)]
+        if twice := sorted({str(path) for path in paths if paths.count(path) > 1}):
+            raise ValueError(f"socket {', '.join(twice)} is given twice")
+        return self
 
     @field_validator("listen")
     @classmethod
@@ -92,8 +106,10 @@ class RpcSettings(Section):
     def _protected(self) -> RpcSettings:
         if self.listen is None:
             return self
-        if self.token_file is None:
-            raise ValueError("listen needs token-file: TCP callers must send a bearer token")
+        if self.token_file is None and not self.tokens:
+            raise ValueError(
+                "listen needs token-file or [[rpc.tokens]]: TCP callers must send a bearer token"
+            )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls-cert and tls-key go together")
         if not self.host_port[0].is_loopback and self.tls_cert is None:
@@ -266,6 +282,16 @@ class Settings(BaseSettings):
         if twice := sorted({name for name in ids if ids.count(name) > 1}):
             raise ValueError(f"duplicate id {', '.join(twice)}; each agent needs its own id")
         return value
+
+    @model_validator(mode="after")
+    def _callers_agents(self) -> Settings:
+        known = {agent.id for agent in self.agents} or {DEFAULT_AGENT}
+        entries = [*self.rpc.tokens, *self.rpc.sockets]
+        if unknown := sorted({a for entry in entries for a in entry.agents} - known):
+            have = ", ".join(sorted(known))
+            why = f"no agent {', '.join(unknown)}; there are {have}"
+            raise ValueError(f"rpc.tokens and rpc.sockets: {why}")
+        return self
 
     def split_rules(self) -> SplitRules:
         """Return what the partition follows from."""

@@ -137,6 +137,7 @@ class KernelSpec:
     working_dir: str | None = None
     user: str | None = None
     container: ContainerOptions = field(default_factory=ContainerOptions)
+    created_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +170,7 @@ class Kernel:
     """One kernel as agentd knows it; times are seconds since the epoch.
 
     `slots` are plain decimals as they were granted, `handle` is what the runtime knows
-    it by (a container id, a process id).
+    it by (a container id, a process id); `created_by` is the caller's name.
     """
 
     kernel_id: str
@@ -187,6 +188,10 @@ class Kernel:
     not_enforced: tuple[str, ...] = ()
     reason: str = ""
     pull: Pull | None = None
+    created_by: str = ""
+    image: str | None = None
+    command: tuple[str, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def holds(self) -> bool:

@@ -60,6 +60,10 @@ def encode(kernel: Kernel, node_id: str) -> str:
             "allocation": [_encode_share(share) for share in kernel.allocation.shares],
             "not_enforced": list(kernel.not_enforced),
             "ports": [asdict(port) for port in kernel.ports],
+            "created_by": kernel.created_by,
+            "image": kernel.image,
+            "command": list(kernel.command),
+            "labels": dict(kernel.labels),
         }
     )
 
@@ -98,6 +102,10 @@ def decode(text: str) -> Record:
             allocation=Allocation(tuple(_decode_share(item) for item in raw["allocation"])),
             not_enforced=tuple(_text(item) for item in raw["not_enforced"]),
             ports=tuple(_decode_port(item) for item in raw["ports"]),
+            created_by=_text(raw.get("created_by", "")),
+            image=None if raw.get("image") is None else _text(raw["image"]),
+            command=tuple(_text(word) for word in raw.get("command", ())),
+            labels={_text(k): _text(v) for k, v in raw.get("labels", {}).items()},
         )
         return Record(_text(raw["node_id"]), kernel)
     except RecordError:

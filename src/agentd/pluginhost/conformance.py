@@ -43,11 +43,15 @@ _ENGINES = (Features("process"), Features("docker", device_requests=True))
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What came of one check; `detail` says why it failed, or what was seen."""
+    """What came of one check; `detail` says why it failed, or what was seen.
+
+    One that could not be tried has passed nothing and failed nothing.
+    """
 
     check: str
     passed: bool
     detail: str = ""
+    tried: bool = True
 
 
 class _Failed(Exception):
@@ -97,7 +101,10 @@ class Conformance:
             for d in listing.devices
         ]
         if not devices:
-            self.findings.append(Finding("its devices' needs", True, "not tried: it lists none"))  # noqa: FBT003
+            nothing = Finding(
+                "its devices' needs", passed=True, detail="it lists none", tried=False
+            )
+            self.findings.append(nothing)
         for features in _ENGINES if devices else ():
             edits = await self._tried(
                 f"it says what its devices need ({features.runtime})",

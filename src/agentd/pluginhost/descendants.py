@@ -2,8 +2,8 @@
 
 A library may start helpers, in sessions of their own too, which no signal to the process
 reaches. They inherit its environment, and there stands a mark: the daemon's pid and start
-time, and a word of each plugin process's own. Those of a daemon that was killed are ended
-by the next one.
+time, the pid namespace that these are of, and a word of each plugin process's own. Those of a
+daemon that was killed are ended by the next one of the same namespace.
 
 Anybody can put a mark into an environment, so it counts only on a process that is this
 user's through and through: a setuid program that somebody else started is not.
@@ -15,6 +15,7 @@ import os
 import signal
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 
 import structlog
 
@@ -30,7 +31,7 @@ _ROUNDS = 5
 def new_mark() -> str:
     """Return a mark for one process of this daemon."""
     own = read_stat(os.getpid())
-    return f"{os.getpid()}.{own.start_time if own else 0}.{uuid.uuid4().hex}"
+    return f"{os.getpid()}.{own.start_time if own else 0}.{_namespace()}.{uuid.uuid4().hex}"
 
 
 def end_marked(mark: str) -> None:
@@ -40,7 +41,7 @@ def end_marked(mark: str) -> None:
 
 def end_left_over() -> None:
     """Kill processes left behind by plugins of earlier daemons."""
-    _end(lambda other: not _daemon(other).is_alive())
+    _end(lambda other: _is_of_here(other) and not _daemon(other).is_alive())
 
 
 def _end(is_meant: Callable[[str], bool]) -> None:
@@ -57,6 +58,17 @@ def _end(is_meant: Callable[[str], bool]) -> None:
             process.signal(signal.SIGKILL)
         if not found:
             return
+
+
+def _namespace() -> str:
+    """Return the number of the pid namespace of this process (pid_namespaces(7))."""
+    return Path("/proc/self/ns/pid").readlink().name.strip("pid:[]")
+
+
+def _is_of_here(mark: str) -> bool:
+    """Tell whether a mark's pid means the same here: one without a namespace is an older one's."""
+    words = mark.split(".")
+    return len(words) < len(("pid", "start", "namespace", "word")) or words[2] == _namespace()
 
 
 def _daemon(mark: str) -> Proc:

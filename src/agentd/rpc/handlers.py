@@ -12,12 +12,16 @@ from agentd.core.devices import Inventory
 from agentd.core.kernel import Kernel
 from agentd.errors import NotReady
 from agentd.rpc import rendering
+from agentd.rpc.audit import Auditor
+from agentd.rpc.callers import caller_of, note_kernel
 from agentd.rpc.metrics import CONTENT_TYPE, exposition
 from agentd.rpc.queries import body_of, prefers_async, read_flag, read_log_query, read_timeout
 from agentd.rpc.schemas import CreateKernelRequest, StopRequest, read_body
-from agentd.rpc.streams import stream_events, stream_log
+from agentd.rpc.streams import Streams, stream_events, stream_log
+from agentd.rpc.visible import Visible
+from agentd.services.access import Access
 from agentd.services.devices import NodeDevices
-from agentd.services.events import Event, EventLog
+from agentd.services.events import EventLog
 from agentd.services.interfaces import Plugins
 from agentd.services.kernels import KernelService
 from agentd.services.reconciler import Reconciler
@@ -43,6 +47,7 @@ class NodeParts(NamedTuple):
     reconciler: Reconciler
     check: SelfCheck
     events: EventLog
+    access: Access
 
 
 class Handlers:
@@ -58,13 +63,34 @@ class Handlers:
         self._reconciler = parts.reconciler
         self._check = parts.check
         self._events = parts.events
+        self._access = parts.access
+        self._visible = Visible(parts.state, parts.devices, parts.access)
         self._describe: Callable[[], Mapping[str, Any]] = dict
         self._is_open = False
+        self._streams = Streams()
         self._kernels: dict[str, tuple[Kernel, Inventory, bytes]] = {}
 
     def describe(self, openapi: Callable[[], Mapping[str, Any]]) -> None:
         """Take what makes the document that describes this API; it is made when it is asked for."""
         self._describe = openapi
+
+    @property
+    def access(self) -> Access:
+        return self._access
+
+    @property
+    def visible(self) -> Visible:
+        return self._visible
+
+    @property
+    def streams(self) -> Streams:
+        return self._streams
+
+    def auditor(self, request: web.Request, action: str) -> Auditor:
+        """Return what writes down a call that is to change something."""
+        kernel = self._state.kernels.get(request.match_info.get("kernel", ""))
+        agent = request.match_info.get("agent") or (kernel.agent_id if kernel else "")
+        return Auditor(self._events, request, action, agent)
 
     def open(self) -> None:
         """Answer every route from now on."""
@@ -88,16 +114,23 @@ class Handlers:
         self.require_open()
         return answer({"status": "ok"})
 
+    async def whoami(self, request: web.Request) -> web.Response:
+        """Show who calls, and as what."""
+        return answer(rendering.caller_view(caller_of(request)))
+
     async def get_openapi(self, _: web.Request) -> web.Response:
         """Describe this API."""
         return answer(self._describe())
 
     async def get_node(self, request: web.Request) -> web.Response:
         """Show the node, its parts, and what the operator should know; `check` judges it too."""
+        caller = caller_of(request)
         node = rendering.node_view(
             self._node_id, self._default_runtime, self._state, self._devices, self._plugins
         )
+        node = self._visible.node(node, caller)
         if read_flag(request.query, "check"):
+            self._access.require_all(caller)
             node["checks"] = rendering.check_views(await self._check.run())
         return answer(node)
 
@@ -125,10 +158,10 @@ class Handlers:
         types = self._devices.inventory.slot_types.values()
         return answer([rendering.slot_type_view(slot) for slot in types])
 
-    async def list_devices(self, _: web.Request) -> web.Response:
+    async def list_devices(self, request: web.Request) -> web.Response:
         """List every device with its holders."""
-        split, ledger = self._devices.split, self._state.ledger
-        return answer([rendering.device_view(d, split, ledger) for d in split.inventory.devices])
+        caller = caller_of(request)
+        return answer([self._visible.device(d, caller) for d in self._access.devices(caller)])
 
     async def drain_device(self, request: web.Request) -> web.Response:
         """Give nothing new from a device; survives restarts."""
@@ -152,10 +185,11 @@ class Handlers:
         devices.forget(match["device_name"], match["id"], holders=holders)
         return web.Response(status=204)
 
-    async def list_agents(self, _: web.Request) -> web.Response:
+    async def list_agents(self, request: web.Request) -> web.Response:
         """List the agents with their partitions and slots."""
         split, ledger = self._devices.split, self._state.ledger
-        return answer([rendering.agent_view(agent, split, ledger) for agent in split.partitions])
+        agents = self._access.agents(caller_of(request))
+        return answer([rendering.agent_view(agent, split, ledger) for agent in agents])
 
     async def get_agent(self, request: web.Request) -> web.Response:
         """Show one agent."""
@@ -167,13 +201,19 @@ class Handlers:
         """Create a kernel, or return the one that the same request created before."""
         agent_id = self._devices.partition(request.match_info["agent"]).agent_id
         body = read_body(CreateKernelRequest, await body_of(request))
-        spec = body.to_spec(agent_id)
+        caller = caller_of(request)
+        spec = body.to_spec(agent_id, caller.name)
+        note_kernel(request, spec.kernel_id)
         if read_flag(request.query, "dry_run"):
             if known := self._service.existing(spec):
                 return answer(self._shown(known))
             decision, explain = await self._service.decide(spec)
-            allocation = decision.allocation.to_wire()
-            return answer({"slots": decision.slots, "allocation": allocation, "explain": explain})
+            shown = {
+                "slots": decision.slots,
+                "allocation": decision.allocation.to_wire(),
+                "explain": explain,
+            }
+            return answer(self._visible.redacted(shown, caller))
         is_async = prefers_async(request)
         kernel, is_new = await self._service.create(spec, wait=not is_async)
         headers = {"Location": f"/v1/kernels/{kernel.kernel_id}"}
@@ -185,7 +225,8 @@ class Handlers:
     async def list_kernels(self, request: web.Request) -> web.Response:
         """List the kernels of the node, or of one agent."""
         agent = request.match_info.get("agent")
-        kernels = [k for k in self._state if agent is None or k.agent_id == agent]
+        visible = self._access.kernels(caller_of(request))
+        kernels = [k for k in visible if agent is None or k.agent_id == agent]
         if agent is not None and not kernels:
             self._devices.partition(agent)
         kernels.sort(key=lambda kernel: (kernel.created_at, kernel.kernel_id))
@@ -223,19 +264,22 @@ class Handlers:
         """Stream what a kernel printed, byte for byte."""
         kernel_id = request.match_info["kernel"]
         query = read_log_query(request.query)
-        return await stream_log(request, self._service.logs(kernel_id, query))
+        with self._streams.opened(request):
+            return await stream_log(request, self._service.logs(kernel_id, query))
 
     async def get_events(self, request: web.Request) -> web.StreamResponse:
         """Stream what happens to kernels, devices, plugins and runtimes, as server-sent events."""
-        return await stream_events(request, self._events, self._shown_event)
+        caller = caller_of(request)
+        with self._streams.opened(request):
+            return await stream_events(
+                request, self._events, lambda event: self._visible.event(event, caller)
+            )
 
-    def _shown_event(self, event: Event) -> object:
-        split, ledger = self._devices.split, self._state.ledger
-        return rendering.event_view(event, split, ledger)
-
-    async def get_metrics(self, _: web.Request) -> web.Response:
+    async def get_metrics(self, request: web.Request) -> web.Response:
         """Show the node in the Prometheus exposition format."""
-        text = exposition(self._node_id, self._state, self._devices, self._plugins)
+        caller = caller_of(request)
+        parts = (self._state, self._devices, self._plugins, self._access)
+        text = exposition(self._node_id, caller, *parts)
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     def _shown(self, kernel: Kernel) -> object:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from agentd import __version__
+from agentd.core.access import Caller
+from agentd.core.devices import Device
+from agentd.core.kernel import Kernel
 from agentd.core.partition import Split
+from agentd.core.slots import CPU, MEM
 from agentd.rpc import rendering
+from agentd.services.access import Access
 from agentd.services.devices import NodeDevices
 from agentd.services.interfaces import Plugins, PluginState
 from agentd.services.state import NodeState, RuntimeState
@@ -26,17 +31,25 @@ _MEASURED = {
 }
 
 
-def exposition(node_id: str, state: NodeState, devices: NodeDevices, plugins: Plugins) -> bytes:
-    """Return all metrics of the node as text."""
+def exposition(
+    node_id: str,
+    caller: Caller,
+    state: NodeState,
+    devices: NodeDevices,
+    plugins: Plugins,
+    access: Access,
+) -> bytes:
+    """Return all metrics of the node that a caller can see as text."""
     from prometheus_client import CollectorRegistry, generate_latest  # noqa: PLC0415 - 5 MiB
 
     class Node:
         def collect(self) -> Iterator[GaugeMetricFamily]:
             yield from _node(node_id, state, devices, plugins)
-            yield from _kernels(state)
-            yield from _slots(state, devices.split)
-            yield from _limits(state, devices.split)
-            yield from _devices(state, devices.split, plugins)
+            agents, seen = access.agents(caller), access.devices(caller)
+            yield from _kernels(access.kernels(caller))
+            yield from _slots(state, devices.split, agents)
+            yield from _limits(state, devices.split, agents)
+            yield from _devices(state, devices.split, plugins, seen)
 
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Node())
@@ -71,19 +84,17 @@ def _node(
     yield ready
 
 
-def _kernels(state: NodeState) -> Iterator[GaugeMetricFamily]:
+def _kernels(shown: Iterable[Kernel]) -> Iterator[GaugeMetricFamily]:
     kernels = _gauge("kernels", "Kernels by agent and state", "agent", "state")
-    counts = Counter((kernel.agent_id, kernel.state) for kernel in state)
+    counts = Counter((kernel.agent_id, kernel.state) for kernel in shown)
     for (agent, kernel_state), count in sorted(counts.items()):
         kernels.add_metric([agent, kernel_state.value], count)
     yield kernels
 
 
-def _slots(state: NodeState, split: Split) -> Iterator[GaugeMetricFamily]:
+def _slots(state: NodeState, split: Split, agents: Iterable[str]) -> Iterator[GaugeMetricFamily]:
     ledger = state.ledger
-    uses = {
-        agent: rendering.agent_view(agent, split, ledger)["slots"] for agent in split.partitions
-    }
+    uses = {agent: rendering.agent_view(agent, split, ledger)["slots"] for agent in agents}
     for member in ("capacity", "allocated", "free"):
         gauge = _gauge(f"slot_{member}", f"{member.title()} of an agent's slot", "agent", "slot")
         for agent, slots in uses.items():
@@ -92,12 +103,12 @@ def _slots(state: NodeState, split: Split) -> Iterator[GaugeMetricFamily]:
         yield gauge
 
 
-def _limits(state: NodeState, split: Split) -> Iterator[GaugeMetricFamily]:
+def _limits(state: NodeState, split: Split, agents: Iterable[str]) -> Iterator[GaugeMetricFamily]:
     labels = ("agent", "device_name")
     limits = _gauge("agent_limit", "The most that an agent may hold", *labels)
     held = _gauge("agent_limit_held", "What it holds of that", *labels)
     guaranteed = _gauge("agent_limit_guaranteed", "Whether nobody can keep it from that", *labels)
-    for agent in split.partitions:
+    for agent in agents:
         for name, limit in rendering.limit_views(agent, split, state.ledger).items():
             limits.add_metric([agent, name], float(limit["limit"]))
             held.add_metric([agent, name], float(limit["held"]))
@@ -105,10 +116,13 @@ def _limits(state: NodeState, split: Split) -> Iterator[GaugeMetricFamily]:
     yield from (limits, held, guaranteed)
 
 
-def _devices(state: NodeState, split: Split, plugins: Plugins) -> Iterator[GaugeMetricFamily]:
+def _devices(
+    state: NodeState, split: Split, plugins: Plugins, seen: Iterable[Device]
+) -> Iterator[GaugeMetricFamily]:
     ledger = state.ledger
     states = _gauge("device_state", "1 for the state a device is in", "device_name", "id", "state")
-    accelerators = [d for d in split.inventory.devices if d.device_id.name not in ("cpu", "mem")]
+    accelerators = [d for d in seen if d.device_id.name not in (CPU, MEM)]
+    known = {name for device in accelerators for name in (device.stable_id, device.parent)}
     for device in accelerators:
         shown = rendering.device_view(device, split, ledger)["state"]
         states.add_metric([*device.device_id, shown], 1)
@@ -118,6 +132,6 @@ def _devices(state: NodeState, split: Split, plugins: Plugins) -> Iterator[Gauge
     for member, text in _MEASURED.items():
         gauge = _gauge(f"device_{member}", text, "device_name", "id", "stable_id")
         for name, item in measured:
-            if (value := getattr(item, member)) is not None:
+            if item.stable_id in known and (value := getattr(item, member)) is not None:
                 gauge.add_metric([name, ids.get(item.stable_id, ""), item.stable_id], value)
         yield gauge

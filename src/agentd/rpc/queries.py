@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 from collections.abc import Mapping
@@ -9,10 +10,11 @@ from datetime import datetime
 
 from aiohttp import web
 
-from agentd.errors import InvalidRequest, Problem
+from agentd.errors import InvalidRequest, Problem, RequestTimeout
 from agentd.services.interfaces import LogQuery, LogStream
 
 MAX_TIMEOUT_S = 86400.0
+BODY_TIMEOUT_S = 30.0
 _TIME = re.compile(
     r"([0-9]{1,12}|[0-9-]{10}T[0-9:]{8})(?:\.([0-9]{1,9}))?(Z|[+-][0-9]{2}:[0-9]{2})?"
 )
@@ -24,9 +26,13 @@ async def body_of(request: web.Request) -> bytes:
 
     Raises:
         InvalidRequest: it cannot be read.
+        RequestTimeout: it does not come.
     """
     try:
-        return await request.read()
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await request.read()
+    except TimeoutError:
+        raise RequestTimeout(f"the body did not come within {BODY_TIMEOUT_S:g} s") from None
     except web.RequestPayloadError as error:
         raise InvalidRequest([Problem("", f"the body cannot be read: {error}")]) from None
 

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Literal, TypeAlias
 
 from agentd import __version__
+from agentd.core.access import Caller
 from agentd.core.allocation import Ledger
 from agentd.core.devices import Device, Health, Inventory
 from agentd.core.kernel import Kernel
 from agentd.core.partition import Partition, Split
 from agentd.core.slots import MEM, SlotKind, SlotName, SlotType, device_name_of, format_amount
 from agentd.services.devices import NodeDevices
-from agentd.services.events import Event, EventKind
+from agentd.services.events import Audit, Event, EventKind
 from agentd.services.interfaces import Plugins, PluginStatus
 from agentd.services.selfcheck import Check
 from agentd.services.state import NodeState, RuntimeStatus
 from agentd.views import (
     AgentView,
+    CallerView,
     CheckView,
     DeviceView,
     KernelView,
@@ -65,6 +68,10 @@ def kernel_view(kernel: Kernel, inventory: Inventory) -> KernelView:
         else None,
         "reason": kernel.reason or kernel.ending.reason,
         "not_enforced": list(kernel.not_enforced),
+        "created_by": kernel.created_by,
+        "image": kernel.image,
+        "command": list(kernel.command),
+        "labels": dict(kernel.labels),
     }
 
 
@@ -241,7 +248,19 @@ def event_view(event: Event, split: Split, ledger: Ledger) -> object:
             shown = plugin_view(status)
         case EventKind.RUNTIME, RuntimeStatus() as runtime:
             shown = runtime_view(runtime)
+        case EventKind.AUDIT, Audit() as audit:
+            shown = asdict(audit)
     return shown
+
+
+def caller_view(caller: Caller) -> CallerView:
+    """Return who calls."""
+    return {
+        "name": caller.name,
+        "role": caller.role.value,
+        "agents": None if caller.agents is None else sorted(caller.agents),
+        "uid": caller.uid,
+    }
 
 
 def runtime_view(status: RuntimeStatus) -> RuntimeView:
@@ -322,7 +341,14 @@ def plan_view(split: Split) -> dict[str, object]:
             **{name: list(ids) for name, ids in split.unassigned.items()},
             **({MEM: str(split.unassigned_memory)} if split.unassigned_memory else {}),
         },
-        "warnings": list(split.warnings),
+        "warnings": [
+            *split.warnings,
+            *(
+                f"{d.device_id.id} is withheld: {d.withheld}"
+                for d in split.inventory.devices
+                if d.withheld
+            ),
+        ],
     }
 
 

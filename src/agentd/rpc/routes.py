@@ -11,10 +11,12 @@ from aiohttp import web
 from pydantic import TypeAdapter
 
 from agentd import __version__
+from agentd.core.access import Right
 from agentd.rpc.handlers import Handlers
 from agentd.rpc.schemas import Body, CreateKernelRequest, StopRequest
 from agentd.views import (
     AgentView,
+    CallerView,
     DecisionView,
     DeviceView,
     KernelView,
@@ -26,8 +28,8 @@ from agentd.views import (
 )
 
 Handler: TypeAlias = Callable[[Handlers, web.Request], Awaitable[web.StreamResponse]]
-OPEN_PATHS = frozenset({"/livez", "/readyz", "/v1/openapi.json"})
-"""Answered while the daemon starts; the first two without a token too."""
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/v1/openapi.json", "/v1/whoami"})
+"""Answered while the daemon starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,14 @@ class Route:
     answers: dict[int, Any]
     query: tuple[str, ...] = ()
     body: type[Body] | None = None
+    right: Right | None = Right.LOOK
+    """What a caller needs; None: nothing, not even a token."""
+    repeatable: tuple[str, ...] = ()
+
+    @property
+    def action(self) -> str:
+        """What the call does, in the log and in events."""
+        return self.handler.__name__
 
 
 LOG_QUERY = ("follow", "tail", "since", "timestamps", "stream")
@@ -47,14 +57,38 @@ H = Handlers
 ROUTES: Sequence[Route] = (
     Route("GET", "/v1/node", H.get_node, {200: NodeView}, ("check",)),
     Route("GET", "/v1/runtimes", H.list_runtimes, {200: list[RuntimeView]}),
-    Route("DELETE", "/v1/runtimes/{runtime}", H.forget_runtime, {204: None}),
+    Route("DELETE", "/v1/runtimes/{runtime}", H.forget_runtime, {204: None}, right=Right.NODE),
     Route("GET", "/v1/plugins", H.list_plugins, {200: list[PluginView]}),
-    Route("POST", "/v1/plugins/{plugin}/retry", H.retry_plugin, {200: PluginView}),
+    Route(
+        "POST",
+        "/v1/plugins/{plugin}/retry",
+        H.retry_plugin,
+        {200: PluginView},
+        right=Right.NODE,
+    ),
     Route("GET", "/v1/slot-types", H.list_slot_types, {200: list[SlotTypeView]}),
     Route("GET", "/v1/devices", H.list_devices, {200: list[DeviceView]}),
-    Route("POST", "/v1/devices/{device_name}/{id}/drain", H.drain_device, {200: DeviceView}),
-    Route("POST", "/v1/devices/{device_name}/{id}/undrain", H.undrain_device, {200: DeviceView}),
-    Route("DELETE", "/v1/devices/{device_name}/{id}", H.forget_device, {204: None}),
+    Route(
+        "POST",
+        "/v1/devices/{device_name}/{id}/drain",
+        H.drain_device,
+        {200: DeviceView},
+        right=Right.NODE,
+    ),
+    Route(
+        "POST",
+        "/v1/devices/{device_name}/{id}/undrain",
+        H.undrain_device,
+        {200: DeviceView},
+        right=Right.NODE,
+    ),
+    Route(
+        "DELETE",
+        "/v1/devices/{device_name}/{id}",
+        H.forget_device,
+        {204: None},
+        right=Right.NODE,
+    ),
     Route("GET", "/v1/agents", H.list_agents, {200: list[AgentView]}),
     Route("GET", "/v1/agents/{agent}", H.get_agent, {200: AgentView}),
     Route(
@@ -64,18 +98,42 @@ ROUTES: Sequence[Route] = (
         {200: KernelView | DecisionView, 201: KernelView, 202: KernelView},
         ("dry_run",),
         CreateKernelRequest,
+        Right.KERNELS,
     ),
     Route("GET", "/v1/agents/{agent}/kernels", H.list_kernels, {200: list[KernelView]}),
     Route("GET", "/v1/kernels", H.list_kernels, {200: list[KernelView]}),
     Route("GET", "/v1/kernels/{kernel}", H.get_kernel, {200: KernelView}),
-    Route("POST", "/v1/kernels/{kernel}/stop", H.stop_kernel, {200: KernelView}, (), StopRequest),
-    Route("DELETE", "/v1/kernels/{kernel}", H.delete_kernel, {204: None}, ("timeout",)),
-    Route("GET", "/v1/kernels/{kernel}/logs", H.get_logs, {200: None}, LOG_QUERY),
+    Route(
+        "POST",
+        "/v1/kernels/{kernel}/stop",
+        H.stop_kernel,
+        {200: KernelView},
+        (),
+        StopRequest,
+        Right.KERNELS,
+    ),
+    Route(
+        "DELETE",
+        "/v1/kernels/{kernel}",
+        H.delete_kernel,
+        {204: None},
+        ("timeout",),
+        right=Right.KERNELS,
+    ),
+    Route(
+        "GET",
+        "/v1/kernels/{kernel}/logs",
+        H.get_logs,
+        {200: None},
+        LOG_QUERY,
+        right=Right.OUTPUT,
+    ),
     Route("GET", "/v1/events", H.get_events, {200: None}, ("last_event_id",)),
+    Route("GET", "/v1/whoami", H.whoami, {200: CallerView}),
     Route("GET", "/v1/openapi.json", H.get_openapi, {200: dict[str, Any]}),
     Route("GET", "/metrics", H.get_metrics, {200: None}),
-    Route("GET", "/livez", H.livez, {200: dict[str, str]}),
-    Route("GET", "/readyz", H.readyz, {200: dict[str, str]}),
+    Route("GET", "/livez", H.livez, {200: dict[str, str]}, right=None),
+    Route("GET", "/readyz", H.readyz, {200: dict[str, str]}, right=None),
 )
 
 

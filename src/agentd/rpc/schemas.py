@@ -136,7 +136,7 @@ class CreateKernelRequest(Body):
             raise ValueError("expected a non-empty first word in the command")
         return value
 
-    def to_spec(self, agent_id: str) -> KernelSpec:
+    def to_spec(self, agent_id: str, created_by: str = "") -> KernelSpec:
         """Return the request as the core knows it, with a kernel id if it has none."""
         return KernelSpec(
             kernel_id=self.kernel_id or f"k-{uuid.uuid4().hex[:12]}",
@@ -161,6 +161,7 @@ class CreateKernelRequest(Body):
                 pids_limit=self.pids_limit,
                 ulimits={name: Ulimit(u.soft, u.hard) for name, u in self.ulimits.items()},
             ),
+            created_by=created_by,
         )
 
     def _hash(self, agent_id: str) -> str:
@@ -200,7 +201,9 @@ def read_body(model: type[_B], raw: bytes) -> _B:
         InvalidRequest: it is not JSON or does not fit the model; every problem is listed.
     """
     try:
-        content = json.loads(raw or b"{}", parse_float=WrittenFloat)
+        content = json.loads(
+            raw or b"{}", parse_float=WrittenFloat, object_pairs_hook=_each_member_once
+        )
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest([Problem("", f"the body is not JSON: {error}")]) from None
     except (ValueError, RecursionError):
@@ -213,6 +216,16 @@ def read_body(model: type[_B], raw: bytes) -> _B:
     except ValidationError as error:
         problems = [_problem(model, dict(item)) for item in error.errors()]
         raise InvalidRequest(problems) from None
+
+
+def _each_member_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Read an object; of members of one name another reader might take another one (RFC 8259)."""
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = ", ".join(sorted({name for name in names if names.count(name) > 1}))
+        raise InvalidRequest([Problem(twice[:200], "given more than once")])
+    return members
 
 
 def _problem(model: type[Body], item: Mapping[str, Any]) -> Problem:

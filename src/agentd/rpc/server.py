@@ -1,18 +1,18 @@
 """The HTTP server: who may call, what an error looks like, and where it listens.
 
-On the unix socket the file's mode decides who may call; on TCP a bearer token does. Every
-error is a problem (RFC 9457) with a stable code.
+A unix socket's mode and group decide who may connect, and the socket what they may do; on TCP a
+bearer token does both. Every error is a problem (RFC 9457) with a stable code.
 """
 
 from __future__ import annotations
 
+import asyncio
 import grp
-import hmac
 import json
 import os
 import socket
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -20,14 +20,19 @@ from typing import TypeAlias
 import structlog
 from aiohttp import web
 
-from agentd.errors import AgentdError, StartRefused, Unavailable
+from agentd.core.access import Caller, Right
+from agentd.core.devices import DeviceId
+from agentd.errors import AgentdError, InvalidRequest, Problem, StartRefused, Unavailable
+from agentd.rpc.callers import Callers, Token, kernel_of, note_caller
+from agentd.rpc.connections import Connection, Limits
 from agentd.rpc.handlers import Handlers
-from agentd.rpc.routes import OPEN_PATHS, ROUTES, openapi
+from agentd.rpc.routes import OPEN_PATHS, ROUTES, Route, openapi
 
 log = structlog.get_logger()
 
 MAX_BODY = 1024 * 1024
 SOCKET_MODE = 0o660
+BACKLOG = 1024
 SHUTDOWN_TIMEOUT_S = 3.0
 SERVER_ERROR = 500
 
@@ -47,9 +52,12 @@ STATUSES = {
     "UnknownPlugin": 404,
     "NotFound": 404,
     "MethodNotAllowed": 405,
+    "RequestTimeout": 408,
     "BodyTooLarge": 413,
+    "BadRequest": 400,
     "Unauthorized": 401,
     "Forbidden": 403,
+    "TooManyStreams": 429,
     "Internal": 500,
     "RuntimeFailure": 502,
     "PluginUnavailable": 503,
@@ -84,15 +92,24 @@ def problem(
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Where to listen: a unix socket, and TCP if `host` is set; `token` guards TCP."""
+class Door:
+    """A unix socket: where it is, who may connect, and as what."""
 
     path: Path
-    group: str | None = None
+    group: str | None
+    caller: Caller
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where to listen: unix sockets, and TCP for callers with a token if `host` is set."""
+
+    doors: tuple[Door, ...]
     host: str | None = None
     port: int = 0
-    token: str | None = None
+    tokens: tuple[Token, ...] = ()
     tls: ssl.SSLContext | None = None
+    max_connections: int = 1024
 
 
 class Server:
@@ -101,58 +118,140 @@ class Server:
     def __init__(self, handlers: Handlers, endpoint: Endpoint) -> None:
         self._handlers = handlers
         self._endpoint = endpoint
+        self._callers = Callers(
+            endpoint.tokens, {str(door.path): door.caller for door in endpoint.doors}
+        )
+        self._limits = Limits(endpoint.max_connections)
         self._runner: web.AppRunner | None = None
+        self._listeners: list[asyncio.Server] = []
 
     async def start(self) -> None:
         """Listen.
 
         Raises:
-            StartRefused: the socket or the address cannot be had.
+            StartRefused: a socket or the address cannot be had.
         """
         self._handlers.describe(openapi)
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._answer])
         for route in ROUTES:
             bound = route.handler.__get__(self._handlers)
             app.router.add_route(route.method, route.path, bound, name=None)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
-        await runner.setup()
-        self._runner = runner
-        site = web.SockSite(runner, unix_socket(self._endpoint.path, self._endpoint.group))
-        await site.start()
+        self._runner = web.AppRunner(app, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
+        await self._runner.setup()
+        loop = asyncio.get_running_loop()
+        for door in self._endpoint.doors:
+            listening = unix_socket(door.path, door.group)
+            listener = await loop.create_unix_server(
+                self._connection(is_tcp=False), sock=listening, backlog=BACKLOG
+            )
+            self._listeners.append(listener)
         if self._endpoint.host is not None:
-            await self._start_tcp(runner)
+            self._listeners.append(await self._listen_on_tcp(loop))
 
-    async def _start_tcp(self, runner: web.AppRunner) -> None:
+    async def _listen_on_tcp(self, loop: asyncio.AbstractEventLoop) -> asyncio.Server:
         end = self._endpoint
-        tcp = web.TCPSite(runner, end.host, end.port, ssl_context=end.tls)
+        made = self._connection(is_tcp=True)
         try:
-            await tcp.start()
+            return await loop.create_server(
+                made, end.host, end.port, ssl=end.tls, backlog=BACKLOG, reuse_address=True
+            )
         except OSError as error:
             raise StartRefused(
                 f"cannot listen on {end.host}:{end.port}: {error.strerror}"
             ) from None
 
+    def _connection(self, *, is_tcp: bool) -> Callable[[], Connection]:
+        """Return what makes the protocol of a new connection."""
+        server = self._runner.server if self._runner is not None else None
+        if server is None:
+            raise RuntimeError("the server has not been set up")
+        return lambda: Connection(server, self._limits, _broken, is_tcp=is_tcp)
+
+    def renew_tokens(self, tokens: Sequence[Token]) -> None:
+        """Take other tokens from now on; who has one that is gone is cut off at once."""
+        for name in self._callers.renew(tokens):
+            self._handlers.streams.cut(name)
+
     async def stop(self) -> None:
-        """Stop accepting, let open requests end, and remove the socket."""
+        """Stop accepting, let open requests end, and remove the sockets."""
+        for listener in self._listeners:
+            listener.close()
         if self._runner is not None:
             await self._runner.cleanup()
-            self._endpoint.path.unlink(missing_ok=True)
+            for door in self._endpoint.doors:
+                door.path.unlink(missing_ok=True)
 
     @web.middleware
     async def _answer(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """Refuse who may not call, or what cannot be asked; turn every error into a problem."""
+        connection = request.protocol
+        if isinstance(connection, Connection):
+            connection.began()
+        caller = self._callers.identify(request)
         try:
-            if (refused := self._unauthorized(request)) is not None:
-                return refused
-            if (refused := _unknown_query(request)) is not None:
-                return refused
+            response = await self._answered(request, handler, caller)
+        except ConnectionError:
+            raise  # the caller has gone; there is nobody to answer
+        except Exception as error:  # noqa: BLE001 - what has no code of its own is logged
+            response = self._refusal(request, error, caller)
+        finally:
+            if isinstance(connection, Connection):
+                connection.ended()
+        return response
+
+    async def _answered(
+        self, request: web.Request, handler: _Handler, caller: Caller | None
+    ) -> web.StreamResponse:
+        """Carry out a call that may be made.
+
+        Raises:
+            AgentdError, web.HTTPException: it may not, or cannot.
+        """
+        route = _route_of(request)
+        needs_nobody = route is not None and route.right is None
+        if caller is None and not needs_nobody:
+            challenge = {"WWW-Authenticate": 'Bearer realm="agentd"'}
+            return problem("Unauthorized", "a bearer token is needed", None, challenge)
+        if request.path not in OPEN_PATHS:
+            self._handlers.require_open()
+        if route is None or caller is None or route.right is None:
             return await handler(request)
-        except AgentdError as error:
+        note_caller(request, caller)
+        _refuse_unknown_query(request, route)
+        if route.method == "GET" or "dry_run" in request.query:
+            self._require(request, caller, route.right)
+            return await handler(request)
+        with self._handlers.auditor(request, route.action) as auditor:
+            self._require(request, caller, route.right)
+            response = await handler(request)
+            auditor.answered(response)
+        return response
+
+    def _require(self, request: web.Request, caller: Caller, right: Right) -> None:
+        match = request.match_info
+        name = match.get("device_name")
+        self._handlers.access.require(
+            caller,
+            right,
+            agent=match.get("agent"),
+            kernel=match.get("kernel"),
+            device=DeviceId(name, match["id"]) if name is not None else None,
+        )
+
+    def _refusal(
+        self, request: web.Request, error: Exception, caller: Caller | None
+    ) -> web.Response:
+        """Return the problem that an error is, with nobody named whom the caller cannot see."""
+        if isinstance(error, AgentdError):
             headers = {}
             if isinstance(error, Unavailable):
                 headers["Retry-After"] = str(error.retry_after_s)
-            return problem(error.code, str(error), dict(error.facts()), headers)
-        except web.HTTPException as error:
+            content = {"detail": str(error), "facts": dict(error.facts())}
+            if caller is not None:
+                said = {*request.match_info.values(), kernel_of(request)}
+                content = self._handlers.visible.redacted(content, caller, said)
+            return problem(error.code, str(content["detail"]), content["facts"], headers)
+        if isinstance(error, web.HTTPException):
             unnamed = "InvalidRequest" if error.status < SERVER_ERROR else "Internal"
             code = _HTTP_CODES.get(error.status, unnamed)
             allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
@@ -160,56 +259,43 @@ class Server:
             if code == "BodyTooLarge":
                 detail = f"the body is larger than {MAX_BODY} bytes"
             return problem(code, detail, None, allow)
-        except ConnectionError:
-            raise  # the caller has gone; there is nobody to answer
-        except Exception as error:
-            log.exception("rpc.failed", method=request.method, path=request.path)
-            return problem("Internal", f"{type(error).__name__}; the log has more")
-
-    def _unauthorized(self, request: web.Request) -> web.Response | None:
-        """Return the refusal of a caller without the token.
-
-        Raises:
-            NotReady: the start is not over, and the path has to wait for that.
-        """
-        path = request.path
-        if _is_tcp(request) and path not in ("/livez", "/readyz") and not self._has_token(request):
-            challenge = {"WWW-Authenticate": 'Bearer realm="agentd"'}
-            return problem("Unauthorized", "a bearer token is needed", None, challenge)
-        if path not in OPEN_PATHS:
-            self._handlers.require_open()
-        return None
-
-    def _has_token(self, request: web.Request) -> bool:
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        wanted = self._endpoint.token or ""
-        is_equal = hmac.compare_digest(
-            given.strip().encode(errors="surrogateescape"), wanted.encode()
-        )
-        return scheme.lower() == "bearer" and bool(wanted) and is_equal
+        log.error("rpc.failed", method=request.method, path=request.path, exc_info=error)
+        return problem("Internal", f"{type(error).__name__}; the log has more")
 
 
-_QUERIES = {(route.method, route.path): route.query for route in ROUTES}
+_ROUTES = {(route.method, route.path): route for route in ROUTES}
 
 
-def _unknown_query(request: web.Request) -> web.Response | None:
-    """Return the refusal of query parameters that a route does not know: a typo is no order."""
-    if not request.query_string:
-        return None
+def _route_of(request: web.Request) -> Route | None:
     resource = request.match_info.route.resource
-    known = _QUERIES.get((request.method, resource.canonical if resource else ""), ())
-    unknown = sorted(set(request.query) - set(known))
-    if not unknown:
-        return None
-    allowed = ", ".join(known) or "none"
-    detail = f"unknown query parameter {', '.join(unknown)}; allowed: {allowed}"
-    errors = [{"where": name, "why": "unknown query parameter"} for name in unknown]
-    return problem("InvalidRequest", detail, {"errors": errors})
+    return _ROUTES.get((request.method, resource.canonical)) if resource else None
 
 
-def _is_tcp(request: web.Request) -> bool:
-    transport = request.transport
-    return transport is None or isinstance(transport.get_extra_info("sockname"), tuple)
+def _broken(why: str) -> web.Response:
+    return problem("BadRequest", f"this is no request of HTTP/1.1: {why}")
+
+
+def _refuse_unknown_query(request: web.Request, route: Route) -> None:
+    """Refuse query parameters that a route does not know, or knows once: a typo is no order.
+
+    Raises:
+        InvalidRequest: every one of them is named.
+    """
+    if not request.query_string:
+        return
+    given = list(request.query)
+    allowed = ", ".join(route.query) or "none"
+    problems = [
+        Problem(name, f"unknown query parameter {name}; allowed: {allowed}")
+        for name in sorted(set(given) - set(route.query))
+    ]
+    problems += [
+        Problem(name, "given more than once")
+        for name in sorted(set(given) & set(route.query) - set(route.repeatable))
+        if given.count(name) > 1
+    ]
+    if problems:
+        raise InvalidRequest(problems)
 
 
 def unix_socket(path: Path, group: str | None) -> socket.socket:
@@ -232,9 +318,9 @@ def unix_socket(path: Path, group: str | None) -> socket.socket:
         if group is not None:
             os.chown(path, -1, grp.getgrnam(group).gr_gid)
     except KeyError:
-        raise StartRefused(f"rpc.socket-group: no group {group!r} on this machine") from None
+        raise StartRefused(f"socket {path}: no group {group!r} on this machine") from None
     except OSError as error:
-        raise StartRefused(f"rpc.socket {path}: {error.strerror}") from None
+        raise StartRefused(f"socket {path}: {error.strerror}") from None
     return listener
 
 
@@ -244,4 +330,4 @@ def _refuse_in_use(path: Path) -> None:
             probe.connect(str(path))
         except ConnectionRefusedError:
             return
-    raise StartRefused(f"rpc.socket {path} is in use by another process")
+    raise StartRefused(f"socket {path} is in use by another process")

@@ -1,20 +1,23 @@
 """Answers that go on: a kernel's log, byte for byte, and the node's events.
 
 Events are server-sent (https://html.spec.whatwg.org/multipage/server-sent-events.html): `event`
-says what the JSON in `data` is, `id` is what a client sends back as `Last-Event-ID`.
+says what the JSON in `data` is, `id` is what a client sends back as `Last-Event-ID`. Whoever
+hangs up, or takes nothing, is let go of with everything that was opened for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 
 import structlog
 from aiohttp import web
 
-from agentd.errors import AgentdError
+from agentd.errors import AgentdError, TooManyStreams
+from agentd.rpc.callers import caller_of
+from agentd.rpc.connections import Connection
 from agentd.services.events import Event, EventLog, TooSlow
 
 log = structlog.get_logger()
@@ -23,7 +26,42 @@ LOG_PATIENCE_S = 1.0
 """How long a follower waits for the first bytes before its answer begins."""
 KEEP_ALIVE_S = 15.0
 WRITE_PATIENCE_S = 10.0
-"""A listener that takes nothing for so long is dropped."""
+"""A reader that takes nothing for so long is dropped."""
+MOST_STREAMS = 64
+"""How many streams one caller may have open."""
+
+
+class Streams:
+    """The streams that are open, by who reads them."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, set[asyncio.Task[object]]] = {}
+
+    @contextmanager
+    def opened(self, request: web.Request) -> Iterator[None]:
+        """Count a stream for as long as it is open; it ends as soon as its reader hangs up.
+
+        Raises:
+            TooManyStreams: its caller has as many as one may have.
+        """
+        name, task = caller_of(request).name, asyncio.current_task()
+        mine = self._open.setdefault(name, set())
+        if len(mine) >= MOST_STREAMS:
+            raise TooManyStreams(f"{name} has {len(mine)} streams open, which is the most")
+        if task is not None:
+            mine.add(task)
+            if isinstance(request.protocol, Connection):
+                request.protocol.carries(task)
+        try:
+            yield
+        finally:
+            if task is not None:
+                mine.discard(task)
+
+    def cut(self, name: str) -> None:
+        """End every stream of a caller now."""
+        for task in self._open.get(name, ()):
+            task.cancel()
 
 
 async def stream_log(request: web.Request, chunks: AsyncGenerator[bytes]) -> web.StreamResponse:
@@ -42,10 +80,10 @@ async def _stream_log(request: web.Request, chunks: AsyncGenerator[bytes]) -> we
         await _given_up(reading)
         raise
     response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
-    await response.prepare(request)
     try:
-        while chunk := await _while_connected(request, reading):
-            await response.write(chunk)
+        await response.prepare(request)
+        while chunk := await reading:
+            await _write(request, response, chunk)
             reading = asyncio.ensure_future(anext(chunks, b""))
     except AgentdError as error:
         log.warning("logs.cut", path=request.path, reason=str(error))
@@ -62,46 +100,48 @@ async def _given_up(reading: asyncio.Future[bytes]) -> None:
     await asyncio.wait([reading])
 
 
-async def _while_connected(request: web.Request, reading: asyncio.Future[bytes]) -> bytes:
-    """Wait for bytes as long as somebody wants them.
-
-    Raises:
-        ConnectionResetError: the caller hung up.
-    """
-    while not reading.done():
-        await asyncio.wait([reading], timeout=LOG_PATIENCE_S)
-        if request.transport is None or request.transport.is_closing():
-            raise ConnectionResetError
-    return reading.result()
-
-
 async def stream_events(
     request: web.Request, events: EventLog, shown: Callable[[Event], object]
 ) -> web.StreamResponse:
-    """Answer with events until the client hangs up, is too slow, or the daemon stops."""
+    """Answer with events until the client hangs up, is too slow, or the daemon stops.
+
+    `shown` returns what an event carries, None if it is nothing for this client.
+    """
     last_id = request.headers.get("Last-Event-ID") or request.query.get("last_event_id")
     headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
     response = web.StreamResponse(headers=headers)
-    try:
-        with events.listener(last_id) as listener:
-            await response.prepare(request)
-            await _write(response, b": agentd\n\n")
+    with events.listener(last_id) as listener:
+        await response.prepare(request)
+        await _write(request, response, b": agentd\n\n")
+        try:
             async for event in listener.follow(KEEP_ALIVE_S):
                 if event is None:
-                    await _write(response, b": still here\n\n")
-                    continue
-                data = json.dumps(shown(event), separators=(",", ":"))
-                frame = f"id: {events.id_of(event)}\nevent: {event.kind}\ndata: {data}\n\n"
-                await _write(response, frame.encode())
-    except (TooSlow, TimeoutError) as error:
-        log.warning("events.listener_dropped", reason=str(error) or "it takes nothing")
-        if request.transport is not None:
-            request.transport.abort()
-        raise ConnectionResetError from error
+                    await _write(request, response, b": still here\n\n")
+                elif (content := shown(event)) is not None:
+                    data = json.dumps(content, separators=(",", ":"))
+                    frame = f"id: {events.id_of(event)}\nevent: {event.kind}\ndata: {data}\n\n"
+                    await _write(request, response, frame.encode())
+        except TooSlow as error:
+            _dropped(request, str(error))
     await response.write_eof()
     return response
 
 
-async def _write(response: web.StreamResponse, data: bytes) -> None:
-    async with asyncio.timeout(WRITE_PATIENCE_S):
-        await response.write(data)
+async def _write(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+    """Write to a reader.
+
+    Raises:
+        ConnectionResetError: it has gone, or takes nothing.
+    """
+    try:
+        async with asyncio.timeout(WRITE_PATIENCE_S):
+            await response.write(data)
+    except TimeoutError:
+        _dropped(request, f"it took nothing for {WRITE_PATIENCE_S:g} s")
+
+
+def _dropped(request: web.Request, why: str) -> None:
+    log.warning("stream.dropped", path=request.path, reason=why)
+    if request.transport is not None:
+        request.transport.abort()
+    raise ConnectionResetError(why)

@@ -209,11 +209,11 @@ class NodeDevices:
             UnknownDevice: there is no such device.
         """
         devices = self.inventory.by_name.get(name, ())
-        device = next((d for d in devices if d.answers_to(device_id)), None)
-        if device is None:
-            have = ", ".join(d.device_id.id for d in devices) or "none of that name"
-            raise UnknownDevice(f"no device {name}/{device_id}; the node has {have}")
-        return device
+        for device in devices:
+            if device.answers_to(device_id):
+                return device
+        have = ", ".join(d.device_id.id for d in devices) or "none of that name"
+        raise UnknownDevice(f"no device {name}/{device_id}; the node has {have}")
 
     def set_drained(self, name: str, device_id: str, *, drained: bool) -> Device:
         """Stop or resume giving anything new from a device; survives restarts.
@@ -254,8 +254,7 @@ class NodeDevices:
     def withhold(self, reasons: Mapping[DeviceId, str], remarks: tuple[str, ...] = ()) -> None:
         """Have just these devices withheld from everybody, as other daemons serve them."""
         self._remarks = remarks
-        inventory = self.inventory.with_withheld(reasons)
-        if inventory is not self.inventory:
+        if (inventory := self.inventory.with_withheld(reasons)) is not self.inventory:
             self._take(inventory)
 
     def _replace_for_good(self, inventory: Inventory) -> None:

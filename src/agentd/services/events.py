@@ -29,7 +29,20 @@ class EventKind(StrEnum):
     DEVICE_REMOVED = "device-removed"
     PLUGIN = "plugin"
     RUNTIME = "runtime"
+    AUDIT = "audit"
     RESET = "reset"
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """A call that was to change a kernel: who (`uid` on a unix socket), what, and the outcome."""
+
+    caller: str
+    uid: int | None
+    action: str
+    agent_id: str
+    kernel_id: str
+    outcome: str
 
 
 @dataclass(frozen=True, slots=True)

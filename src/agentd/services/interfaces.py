@@ -300,8 +300,8 @@ class Neighbour:
 class Neighbours(Protocol):
     """The other daemons of this machine, which are not to serve what this one does."""
 
-    def deciding(self) -> AbstractContextManager[bool]:
-        """Keep others from deciding meanwhile; False if that was not to be had."""
+    def deciding(self, patience_s: float) -> AbstractContextManager[bool]:
+        """Keep others from deciding meanwhile; False if that was not to be had in time."""
         ...
 
     def own(self) -> Served | None:

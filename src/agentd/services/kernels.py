@@ -33,6 +33,8 @@ from agentd.services.state import NodeState
 log = structlog.get_logger()
 
 GRACE_S = 10.0
+MAX_KEPT = 32 * 1024
+"""Characters of a command that are remembered, and shown; a longer one is not."""
 """How long an engine may take to finish a create that agentd lost sight of."""
 
 
@@ -67,7 +69,7 @@ class KernelService:
         """
         self._refuse_early(spec)
         decision = self._planner.decide(spec, self._state, self._default)
-        await self._planner.plan(self._prepared(spec, decision), spec, self._default)
+        await self._planner.plan(self._preparing(spec, decision), spec, self._default)
         ledger = self._state.ledger
         return decision, self._planner.explain(spec, decision, ledger, self._default)
 
@@ -85,7 +87,7 @@ class KernelService:
             return await self._joined(known, wait=wait), False
         self._refuse_early(spec)
         decision = self._planner.decide(spec, self._state, self._default)
-        kernel = self._prepared(spec, decision)
+        kernel = self._preparing(spec, decision)
         self._state.put(kernel)
         task = asyncio.create_task(self._start(kernel, spec, keep_failure=not wait))
         self._starting[spec.kernel_id] = task
@@ -121,6 +123,8 @@ class KernelService:
         self._devices.partition(spec.agent_id)
         known = self._state.kernels.get(spec.kernel_id)
         if known is not None and known.spec_hash != spec.spec_hash:
+            if known.agent_id != spec.agent_id:
+                raise KernelConflict(f"kernel id {spec.kernel_id} is taken")
             raise KernelConflict(f"kernel {spec.kernel_id} exists, made by another request")
         return known
 
@@ -132,18 +136,8 @@ class KernelService:
         if problems := [*reserved_problems(spec), *self._default.problems(spec)]:
             raise InvalidRequest(problems)
 
-    def _prepared(self, spec: KernelSpec, decision: Decision) -> Kernel:
-        return Kernel(
-            kernel_id=spec.kernel_id,
-            agent_id=spec.agent_id,
-            state=KernelState.PREPARING,
-            spec_hash=spec.spec_hash,
-            created_at=self._clock.wall(),
-            runtime=self._default.name,
-            slots=decision.slots,
-            allocation=decision.allocation,
-            ports=decision.ports,
-        )
+    def _preparing(self, spec: KernelSpec, decision: Decision) -> Kernel:
+        return prepared(spec, decision, self._default.name, self._clock.wall())
 
     async def _start(self, kernel: Kernel, spec: KernelSpec, *, keep_failure: bool) -> Kernel:
         kernel_id = kernel.kernel_id
@@ -301,3 +295,22 @@ async def _end_all(tasks: list[asyncio.Task[Kernel]], timeout_s: float) -> None:
         for task in late:
             _cancel_once(task)
         await asyncio.wait(tasks, timeout=timeout_s)
+
+
+def prepared(spec: KernelSpec, decision: Decision, runtime: str, now: float) -> Kernel:
+    """Return the kernel of a request that has been decided, before anything is asked for it."""
+    return Kernel(
+        kernel_id=spec.kernel_id,
+        agent_id=spec.agent_id,
+        state=KernelState.PREPARING,
+        spec_hash=spec.spec_hash,
+        created_at=now,
+        runtime=runtime,
+        slots=decision.slots,
+        allocation=decision.allocation,
+        ports=decision.ports,
+        created_by=spec.created_by,
+        image=spec.image,
+        command=spec.command if sum(map(len, spec.command)) <= MAX_KEPT else (),
+        labels=spec.labels,
+    )

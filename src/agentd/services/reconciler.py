@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from typing import Protocol
 
 import structlog
 
@@ -289,6 +290,14 @@ class Reconciler:
             self.requeue(kernel_id)
 
 
+class Decides(Protocol):
+    """What decides which devices this node serves, beside others of the machine."""
+
+    def update(self) -> None: ...
+
+    async def look(self) -> None: ...
+
+
 class Loops:
     """The background loops; a loop that fails is logged and continues."""
 
@@ -299,14 +308,14 @@ class Loops:
         devices: NodeDevices,
         runtimes: Mapping[str, Runtime],
         plugins: Plugins,
-        decide_served: Callable[[], None],
+        serving: Decides,
     ) -> None:
         self._reconciler = reconciler
         self._state = state
         self._devices = devices
         self._runtimes = runtimes
         self._plugins = plugins
-        self._decide_served = decide_served
+        self._serving = serving
 
     async def run(self) -> None:
         """Follow runtimes and plugins, settle, and look at what was requeued; until cancelled."""
@@ -325,12 +334,12 @@ class Loops:
         async for name in self._plugins.changes():
             if self._devices.refresh(name):
                 self._reconciler.relocate()
-                self._decide_served()
+            self._serving.update()
 
     async def _watch_neighbours(self) -> None:
         while True:
             await asyncio.sleep(NEIGHBOURS_PAUSE_S)
-            self._decide_served()
+            await self._serving.look()
 
     async def _forever(self, loop: Callable[[], Awaitable[None]]) -> None:
         while True:

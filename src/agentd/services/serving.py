@@ -7,20 +7,41 @@ too are a warning alone, as an operator may well want that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-
-import structlog
+import asyncio
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from agentd.core.devices import Device, DeviceId
 from agentd.core.kernel import Kernel
+from agentd.core.partition import Split
 from agentd.core.rules import AllocationMode
 from agentd.core.slots import CPU, MEM
 from agentd.services.devices import NodeDevices
 from agentd.services.interfaces import Neighbour, Neighbours, Served, ServedDevice
 from agentd.services.state import NodeState
 
-log = structlog.get_logger()
-_UNDECIDED = "another agentd of this machine has been deciding what it serves for too long"
+UPDATE_PATIENCE_S, LOOK_PATIENCE_S = 0.05, 1.0
+"""How long others may keep a decision from being made: while everything waits, and beside it."""
+_UNDECIDED = "it is not decided yet which agentd of this machine serves it"
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """What this node would serve, were it alone; `kept` are entries of devices not listed yet."""
+
+    devices: Mapping[DeviceId, ServedDevice]
+    kept: tuple[ServedDevice, ...]
+    cores: tuple[str, ...]
+    memory: int
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """What is served, and why the rest is not."""
+
+    served: tuple[ServedDevice, ...]
+    withheld: Mapping[DeviceId, str]
+    others: tuple[Neighbour, ...]
 
 
 class Serving:
@@ -44,56 +65,75 @@ class Serving:
         self._real_cores = frozenset(real_cores)
         self._real_memory = real_memory
         before = neighbours.own()
-        self._held_before = (
-            {key for device in before.devices if device.held for key in device.keys}
-            if before
-            else set()
-        )
+        self._before = tuple(d for d in before.devices if d.held) if before else ()
         self._served: tuple[ServedDevice, ...] = ()
+        self._changes = 0
         self._is_over = False
         state.listen(self._changed)
 
-    def update(self) -> None:
-        """Decide anew what this node serves; to be called after every change of its devices."""
+    def update(self, patience_s: float = UPDATE_PATIENCE_S) -> None:
+        """Decide anew what this node serves, before anybody asks for a device.
+
+        To be called after every change of the devices; what cannot be decided in time is
+        withheld for now.
+        """
+        if not self._is_over:
+            self._changes += 1
+            wish = self._wish()
+            self._take(wish, self._decided(wish, patience_s=patience_s))
+
+    async def look(self) -> None:
+        """Decide anew, as others may have come or gone; holds up nobody meanwhile."""
         if self._is_over:
             return
-        with self._neighbours.deciding() as may_decide:
-            others = self._neighbours.others()
-            wanted = {device.device_id: self._as_served(device) for device in self._wanted()}
-            taken = _taken(others)
-            withheld = {
-                device_id: taken[key]
-                for device_id, device in wanted.items()
-                if (key := next((key for key in device.keys if key in taken), None))
-            }
-            if not may_decide:
-                mine = {device.name for device in self._served}
-                new = [i for i in wanted if str(i) not in mine and i not in withheld]
-                withheld |= dict.fromkeys(new, _UNDECIDED)
-            self._publish(device for i, device in wanted.items() if i not in withheld)
-        remarks = (*self._warnings(others), *self._neighbours.warnings())
-        self._devices.withhold(withheld, remarks)
+        wish, changes = self._wish(), self._changes
+        decision = await asyncio.to_thread(self._decided, wish, patience_s=LOOK_PATIENCE_S)
+        if changes == self._changes and not self._is_over:
+            self._take(wish, decision)
+        else:
+            self.update()
 
     def close(self) -> None:
         """Serve nothing any more but what kernels hold."""
         self._is_over = True
-        self._neighbours.publish(Served(tuple(d for d in self._as_of_now() if d.held)))
+        self._neighbours.publish(Served((*self._kept(), *self._held())))
+
+    def _decided(self, wish: _Wish, *, patience_s: float) -> _Decision:
+        with self._neighbours.deciding(patience_s) as may_decide:
+            others = tuple(self._neighbours.others())
+            withheld = taken_by_others(wish.devices, others)
+            if not may_decide:
+                mine = {device.name for device in self._served}
+                new = [i for i in wish.devices if str(i) not in mine and i not in withheld]
+                withheld |= dict.fromkeys(new, _UNDECIDED)
+            served = (
+                *wish.kept,
+                *(d for i, d in wish.devices.items() if d.held or i not in withheld),
+            )
+            self._neighbours.publish(Served(served, wish.cores, wish.memory))
+        return _Decision(served, withheld, others)
+
+    def _take(self, wish: _Wish, decision: _Decision) -> None:
+        self._served = decision.served
+        remarks = [*self._remarks(wish, decision.others), *self._neighbours.warnings()]
+        self._devices.withhold(decision.withheld, tuple(remarks))
 
     def _changed(self, before: Kernel | None, now: Kernel | None) -> None:
         """Say which devices are held, before anything is started on them."""
-        if self._served and _holds_any(before) != _holds_any(now) and not self._is_over:
-            self._publish(self._as_of_now())
-
-    def _as_of_now(self) -> Iterator[ServedDevice]:
+        if self._is_over or _accelerators_of(before) == _accelerators_of(now):
+            return
+        if not self._served and not _accelerators_of(now):
+            return
+        self._changes += 1
+        wish = self._wish()
         served = {device.name for device in self._served}
-        for device in self._wanted():
-            if str(device.device_id) in served:
-                yield self._as_served(device)
+        now_served = [d for d in wish.devices.values() if d.held or d.name in served]
+        self._served = (*wish.kept, *now_served)
+        self._neighbours.publish(Served(self._served, wish.cores, wish.memory))
 
-    def _publish(self, devices: Iterable[ServedDevice]) -> None:
-        self._served = tuple(devices)
-        cores, memory = self._cores(), self._memory_bytes()
-        self._neighbours.publish(Served(self._served, cores, memory))
+    def _wish(self) -> _Wish:
+        devices = {device.device_id: self._as_served(device) for device in self._wanted()}
+        return _Wish(devices, self._kept(), self._cores(), self._memory_bytes())
 
     def _wanted(self) -> Iterator[Device]:
         """Yield the accelerators that this node can give to somebody, or has given."""
@@ -107,51 +147,82 @@ class Serving:
 
     def _as_served(self, device: Device) -> ServedDevice:
         keys = device.physical_keys()
-        if self._held_before and self._state.is_listed:
-            self._held_before = set()
         held = device.device_id in self._state.ledger.held
-        held = held or not keys.isdisjoint(self._held_before)
+        held = held or any(not keys.isdisjoint(d.keys) for d in self._held_before())
         return ServedDevice(str(device.device_id), tuple(sorted(keys)), held)
 
+    def _held(self) -> list[ServedDevice]:
+        return [device for device in map(self._as_served, self._wanted()) if device.held]
+
+    def _held_before(self) -> tuple[ServedDevice, ...]:
+        """Return what was held before the start, until it is known what is."""
+        if self._before and self._state.is_listed:
+            self._before = ()
+        return self._before
+
+    def _kept(self) -> tuple[ServedDevice, ...]:
+        """Return what was held before the start of devices that nobody has listed yet."""
+        known = {key for device in self._wanted() for key in device.physical_keys()}
+        return tuple(d for d in self._held_before() if known.isdisjoint(d.keys))
+
     def _cores(self) -> tuple[str, ...]:
-        split = self._devices.split
-        given = {i.id for p in split.partitions.values() for i in p.members if i.name == CPU}
-        return tuple(sorted(given & self._real_cores, key=int))
+        given = _given(self._devices.split, CPU) & self._real_cores
+        return tuple(sorted(given, key=int))
 
     def _memory_bytes(self) -> int:
         if self._real_memory is None:
             return 0
-        partitions = self._devices.split.partitions.values()
-        sizes = [partition.memory_bytes for partition in partitions]
-        is_shared = self._devices.split.mode is AllocationMode.SHARED
-        return max(sizes) if is_shared else sum(sizes)
+        sizes = [part.memory_bytes for part in self._devices.split.partitions.values()]
+        return max(sizes) if self._devices.split.mode is AllocationMode.SHARED else sum(sizes)
 
-    def _warnings(self, others: Sequence[Neighbour]) -> Iterator[str]:
+    def _remarks(self, wish: _Wish, others: Sequence[Neighbour]) -> Iterator[str]:
         """Yield what is served twice and is no accelerator."""
         alive = [other for other in others if other.is_alive]
         for other in alive:
-            if both := [core for core in self._cores() if core in other.served.cores]:
+            if both := [core for core in wish.cores if core in other.served.cores]:
                 what = f"cores {both[0]} to {both[-1]}" if len(both) > 1 else f"core {both[0]}"
                 yield f"{len(both)} of the cores ({what}) are served by {_named(other)} too"
-        if (mine := self._memory_bytes()) and self._real_memory:
-            total = mine + sum(other.served.memory for other in alive)
-            if total > self._real_memory and any(other.served.memory for other in alive):
-                who = ", ".join(_named(other) for other in alive if other.served.memory)
-                yield (
-                    f"memory is served by {who} too: {total} bytes in all,"
-                    f" and the machine has {self._real_memory}"
-                )
+        with_memory = [other for other in alive if other.served.memory]
+        total = wish.memory + sum(other.served.memory for other in with_memory)
+        if wish.memory and with_memory and self._real_memory and total > self._real_memory:
+            who = ", ".join(map(_named, with_memory))
+            has = f"{total} bytes in all, and the machine has {self._real_memory}"
+            yield f"memory is served by {who} too: {has}"
 
 
-def _holds_any(kernel: Kernel | None) -> frozenset[DeviceId]:
+def claimable(devices: NodeDevices) -> dict[DeviceId, ServedDevice]:
+    """Return the accelerators that agents have, as they would be told to others."""
+    return {
+        device.device_id: ServedDevice(
+            str(device.device_id), tuple(sorted(device.physical_keys())), held=False
+        )
+        for device in devices.inventory.devices
+        if device.device_id.name not in (CPU, MEM)
+        and not device.is_simulated
+        and devices.split.agents_of(device.device_id)
+    }
+
+
+def _given(split: Split, name: str) -> frozenset[str]:
+    return frozenset(
+        device_id.id
+        for partition in split.partitions.values()
+        for device_id in partition.members
+        if device_id.name == name
+    )
+
+
+def _accelerators_of(kernel: Kernel | None) -> frozenset[DeviceId]:
     if kernel is None or not kernel.holds:
         return frozenset()
     ids = (share.device_id for share in kernel.allocation.shares)
     return frozenset(i for i in ids if i.name not in (CPU, MEM))
 
 
-def _taken(others: Sequence[Neighbour]) -> dict[str, str]:
-    """Return for every name of what others serve, or hold, why it is not ours."""
+def taken_by_others(
+    devices: Mapping[DeviceId, ServedDevice], others: Sequence[Neighbour]
+) -> dict[DeviceId, str]:
+    """Return which of these devices others serve, or hold, and who."""
     taken: dict[str, str] = {}
     for other in others:
         why = f"served by {_named(other)}"
@@ -164,7 +235,12 @@ def _taken(others: Sequence[Neighbour]) -> dict[str, str]:
             if other.is_alive or device.held:
                 for key in device.keys:
                     taken.setdefault(key, why)
-    return taken
+    found: dict[DeviceId, str] = {}
+    for device_id, device in devices.items():
+        reasons = (taken[key] for key in device.keys if key in taken)
+        if (reason := next(reasons, None)) is not None:
+            found[device_id] = reason
+    return found
 
 
 def _named(other: Neighbour) -> str:

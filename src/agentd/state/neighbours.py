@@ -18,11 +18,14 @@ import fcntl
 import os
 import pwd
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import structlog
@@ -32,9 +35,13 @@ from agentd.host.processes import Proc, read_stat
 from agentd.services.interfaces import Neighbour, Served
 
 log = structlog.get_logger()
-_MOST_BYTES, _MOST_FILES = 1 << 20, 64
-_LOCK_WAIT_S, _LOCK_PAUSE_S = 1.0, 0.01
+MOST_PIDS = 1 << 22
+"""The largest process id there is (proc(5), pid_max)."""
+_MOST_BYTES, _MOST_FILES, _MOST_FOLDERS = 128 << 10, 4, 64
+_MOST_MEMORY = 1 << 62
+_LOCK_PAUSE_S = 0.01
 _OTHERS_MAY_WRITE = 0o022
+_FOLDER, _DIGITS = "agentd-served-", 11
 
 
 class _Published(msgspec.Struct):
@@ -42,8 +49,8 @@ class _Published(msgspec.Struct):
 
     node_id: str
     boot_id: str
-    pid: int
-    start_time: int
+    pid: Annotated[int, msgspec.Meta(gt=0, le=MOST_PIDS)]
+    start_time: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     served: Served
 
 
@@ -61,7 +68,7 @@ class Places:
     def of(cls, uid: int, run: Path = Path("/run/agentd"), tmp: Path = Path("/tmp")) -> Places:  # noqa: S108 - the folder that every user can write
         if uid == 0:
             return cls(uid, run / "served", run / "serving")
-        return cls(uid, tmp / f"agentd-served-{uid}", tmp, run / "served", tmp)
+        return cls(uid, tmp / f"{_FOLDER}{uid}", tmp, run / "served", tmp)
 
     def folders(self) -> Iterator[tuple[Path, int]]:
         """Yield every folder to look into, with the user whose it must be."""
@@ -70,10 +77,11 @@ class Places:
         if self.users is None:
             yield self.own, self.uid
             return
-        for folder in sorted(self.users.glob("agentd-served-*")):
-            _, _, owner = folder.name.rpartition("-")
-            if owner.isdecimal():
-                yield folder, int(owner)
+        names = (name for name in os.listdir(self.users) if name.startswith(_FOLDER))  # noqa: PTH208 - the names alone
+        for name in islice(sorted(names), _MOST_FOLDERS):
+            owner = name.removeprefix(_FOLDER)
+            if len(owner) < _DIGITS and owner.isdecimal() and str(int(owner)) == owner:
+                yield self.users / name, int(owner)
 
 
 @dataclass
@@ -85,36 +93,64 @@ class MachineNeighbours:
     places: Places
     _complaint: str = field(default="", init=False)
     _alive: int | None = field(default=None, init=False)
+    _unread: str = field(default="", init=False)
     _published: bytes = field(default=b"", init=False)
+    _writing: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def open(self) -> None:
         """Make the folders, and be seen to run."""
         try:
-            self.places.own.mkdir(mode=0o755, parents=True, exist_ok=True)
-            if self.places.root is None:
-                self.places.lock.mkdir(mode=0o700, exist_ok=True)
-                with self.deciding():
-                    self._alive = _open_lock(self._lock_of(self.node_id), os.O_CREAT)
-                    fcntl.flock(self._alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._complaint = self._not_mine()
+            self._be_seen()
         except OSError as error:
             self._complaint = f"{error.filename or self.places.lock}: {error.strerror}"
         if self._complaint:
             log.warning("neighbours.not_told", reason=self._complaint)
 
+    def _be_seen(self) -> None:
+        """Make what is not there, or not there any more, whatever the umask is."""
+        own = self.places.own
+        own.mkdir(mode=0o755, parents=True, exist_ok=True)
+        self._complaint = self._not_mine()
+        if self._complaint:
+            return
+        if self.places.root is not None:
+            own.chmod(0o755)
+            return
+        for folder in (own.parent, own):
+            if folder.stat().st_uid == self.places.uid:
+                folder.chmod(folder.stat().st_mode | 0o755)
+        self.places.lock.mkdir(mode=0o700, exist_ok=True)
+        mine = self._lock_of(self.node_id)
+        if self._alive is None or not _is_same(self._alive, mine):
+            self._let_go()
+            self._alive = _open_lock(mine, os.O_CREAT)
+            fcntl.flock(self._alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
     def warnings(self) -> list[str]:
         """Return why others may serve what this daemon does, if they may."""
-        why = self._complaint
-        return [f"other daemons of this machine are not told what is served: {why}"] * bool(why)
+        said = []
+        if self._complaint:
+            why = self._complaint
+            said.append(f"other daemons of this machine are not told what is served: {why}")
+        if self._unread:
+            said.append(f"what others of this machine serve cannot be read: {self._unread}")
+        return said
 
     def close(self) -> None:
         """Be seen to have ended; what was published last stays."""
+        if self._alive is not None:
+            with self.deciding(1):
+                if _is_same(self._alive, self._lock_of(self.node_id)):
+                    self._lock_of(self.node_id).unlink(missing_ok=True)
+                self._let_go()
+
+    def _let_go(self) -> None:
         if self._alive is not None:
             os.close(self._alive)
             self._alive = None
 
     @contextmanager
-    def deciding(self) -> Iterator[bool]:
+    def deciding(self, patience_s: float) -> Iterator[bool]:
         """Keep others of the same rank from deciding meanwhile; False if one does for long."""
         try:
             descriptor = os.open(self.places.lock, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -122,7 +158,7 @@ class MachineNeighbours:
             yield True
             return
         try:
-            yield _locked(descriptor)
+            yield _locked(descriptor, patience_s)
         finally:
             os.close(descriptor)
 
@@ -134,13 +170,27 @@ class MachineNeighbours:
     def others(self) -> list[Neighbour]:
         """Return what the others serve; of those that ended, what they published last."""
         found = []
+        self._unread = ""
         for folder, uid in self.places.folders():
-            if _is_of(folder, uid):
-                for path in sorted(folder.glob("[!.]*.json"))[:_MOST_FILES]:
-                    content = self._read(path, uid)
-                    if content is not None and not self._is_own(content, uid):
-                        found.append(self._neighbour(content, uid))
+            for path in self._files(folder, uid):
+                content = self._read(path, uid)
+                if content is not None and not self._is_own(content, uid):
+                    found.append(self._neighbour(content, uid))
         return found
+
+    def _files(self, folder: Path, uid: int) -> list[Path]:
+        try:
+            if not _is_of(folder, uid):
+                return []
+            names = sorted(name for name in os.listdir(folder) if name.endswith(".json"))  # noqa: PTH208 - see above
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            if uid == 0:  # root's word counts; what another user hides is its own loss
+                self._unread = f"{folder}: {error.strerror}"
+            return []
+        most = len(names) if uid == 0 else _MOST_FILES
+        return [folder / name for name in names[:most] if not name.startswith(".")]
 
     def publish(self, served: Served) -> None:
         """Say what this node serves now; without any device, nothing."""
@@ -149,9 +199,12 @@ class MachineNeighbours:
         content = msgspec.json.encode(
             _Published(self.node_id, self.boot_id, os.getpid(), me.start_time if me else 0, served)
         )
+        with self._writing:
+            self._publish(path, served, content)
+
+    def _publish(self, path: Path, served: Served, content: bytes) -> None:
         try:
-            self.places.own.mkdir(mode=0o755, parents=True, exist_ok=True)
-            self._complaint = self._not_mine()
+            self._be_seen()
             if self._complaint:
                 return
             if not served.devices and not served.cores:
@@ -175,7 +228,10 @@ class MachineNeighbours:
             return None
         if content is None or content.boot_id != self.boot_id:
             return None
-        return content if ID_PATTERN.fullmatch(content.node_id) else None
+        is_sound = ID_PATTERN.fullmatch(content.node_id) and (
+            0 <= content.served.memory < _MOST_MEMORY
+        )
+        return content if is_sound else None
 
     def _neighbour(self, content: _Published, uid: int) -> Neighbour:
         with_lock = uid == 0 and self.places.root is None
@@ -198,8 +254,8 @@ class MachineNeighbours:
         return self.places.lock / f"{node_id}.lock"
 
 
-def _locked(descriptor: int) -> bool:
-    end = time.monotonic() + _LOCK_WAIT_S
+def _locked(descriptor: int, patience_s: float) -> bool:
+    end = time.monotonic() + patience_s
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -232,8 +288,6 @@ def _is_held(lock: Path) -> bool:
 
 def _may_run(process: Proc) -> bool:
     """Tell whether a process runs; also if all that is told of it is that its number is taken."""
-    if process.pid <= 0:
-        return False
     if read_stat(process.pid) is not None:
         return process.is_alive()
     try:
@@ -247,15 +301,21 @@ def _may_run(process: Proc) -> bool:
 
 def _is_of(folder: Path, uid: int) -> bool:
     """Tell whether what is in a folder can only have been written by one user, or by root."""
-    try:
-        found = folder.lstat()
-    except OSError:
-        return False
+    found = folder.lstat()
     return (
         stat.S_ISDIR(found.st_mode)
         and found.st_uid == uid
         and not (found.st_mode & _OTHERS_MAY_WRITE)
     )
+
+
+def _is_same(descriptor: int, path: Path) -> bool:
+    """Tell whether a path still names the file that is open."""
+    try:
+        there, held = path.stat(), os.fstat(descriptor)
+    except OSError:
+        return False
+    return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
 
 
 def _text(path: Path, uid: int) -> bytes:
@@ -267,7 +327,8 @@ def _text(path: Path, uid: int) -> bytes:
     try:
         found = os.fstat(descriptor)
         is_theirs = stat.S_ISREG(found.st_mode) and found.st_uid == uid
-        return os.read(descriptor, _MOST_BYTES) if is_theirs else b""
+        is_theirs = is_theirs and (uid == 0 or found.st_size <= _MOST_BYTES)
+        return os.read(descriptor, found.st_size) if is_theirs else b""
     except OSError:
         return b""
     finally:

@@ -224,6 +224,8 @@ class CudaPlugin(AcceleratorPlugin):
     def container_edits(
         self, allocation: Sequence[AllocatedDevice], features: Features
     ) -> ContainerEdits:
+        if self._mps is not None:
+            self._mps.require(features.runtime)
         if not allocation:
             return ContainerEdits(
                 env={"NVIDIA_VISIBLE_DEVICES": "void", "CUDA_VISIBLE_DEVICES": ""}
@@ -234,7 +236,7 @@ class CudaPlugin(AcceleratorPlugin):
             return edits
         memory = {gpu.uuid: gpu.memory_bytes for gpu in self._gpus()}
         parts = [mps.Part(Decimal(d.amount), memory.get(d.stable_id, 0)) for d in shares]
-        client = self._mps.edits(parts, features.runtime)
+        client = self._mps.edits(parts)
         return replace(edits, env={**edits.env, **client.env}, mounts=client.mounts)
 
     def _gpu_edits(

@@ -74,6 +74,8 @@ class Server:
     def trouble(self) -> str:
         """Return why no client can reach it; empty if one can."""
         folder = Path(self.pipes)
+        if whose := _strangers(folder):
+            return f"{folder} is {whose}'s, whom kernels would talk to; it has to be root's or ours"
         why = _not_running(folder / _CONTROL_PID)
         if why and not _answers(folder / "control"):
             start = f"start it: {_PIPES}={self.pipes} nvidia-cuda-mps-control -d"
@@ -82,21 +84,25 @@ class Server:
             return f"the shared memory of the MPS server, {self.shm}, is no folder"
         return ""
 
-    def edits(self, parts: Sequence[Part], runtime: str) -> ContainerEdits:
-        """Return what a client needs to be held to its parts, in the order in which it sees them.
-
-        A client has one percentage for all of its GPUs: that of its smallest part. A limit of
-        memory that is not known is not set.
+    def require(self, runtime: str) -> None:
+        """Refuse a runtime whose kernels do not see the server's shared memory.
 
         Raises:
-            RuntimeError: a kernel of this runtime does not see the server's shared memory.
+            RuntimeError: they do not.
         """
         if runtime == "process" and self.shm != _SHM:
             why = f"plain processes see {_SHM}, and the MPS server {self.shm}"
             raise RuntimeError(f"{why}: use containers, or a server with the machine's {_SHM}")
+
+    def edits(self, parts: Sequence[Part]) -> ContainerEdits:
+        """Return what a client needs to be held to its parts, in the order in which it sees them.
+
+        A client has one percentage for all of its GPUs: that of its smallest part. A limit of
+        memory that is not known is not set.
+        """
         percentage = min(part.amount for part in parts) * 100
         limits = [
-            f"{ordinal}={int(part.memory_bytes * part.amount) >> 20}M"
+            f"{ordinal}={max(1, int(part.memory_bytes * part.amount) >> 20)}M"
             for ordinal, part in enumerate(parts)
             if part.memory_bytes
         ]
@@ -113,16 +119,26 @@ class Server:
         return ContainerEdits(env=env, mounts=mounts)
 
 
-def _not_running(pid_file: Path) -> str:
-    """Return why the process that a file names does not run; empty if it does."""
+def _strangers(folder: Path) -> str:
+    """Return whose a folder is, if anybody but root and this user could have made it."""
     try:
-        os.kill(int(pid_file.read_text(encoding="ascii")), 0)
-    except PermissionError:
+        uid = folder.stat().st_uid
+    except OSError:
         return ""
-    except (OSError, ValueError, OverflowError) as error:
+    return "" if uid in (0, os.geteuid()) else f"user {uid}"
+
+
+def _not_running(pid_file: Path) -> str:
+    """Return why the control daemon that a file names does not run; empty if it does."""
+    try:
+        if not pid_file.is_file():
+            return f"{pid_file} is no file"
+        pid = int(pid_file.read_text(encoding="ascii"))
+        command = Path(f"/proc/{pid}/cmdline").read_bytes() if pid > 0 else b""
+    except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "holds no process id"
         return f"{pid_file}: {why}"
-    return ""
+    return "" if b"mps" in command else f"{pid_file}: process {pid} is no MPS control daemon"
 
 
 def _answers(control: Path) -> bool:

@@ -1,0 +1,45 @@
+"""`agentctl token`: tokens for those who call over TCP. Nothing here asks a daemon."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+import click
+import tomlkit
+
+FOLDER = Path("/etc/agentd/tokens")
+_BYTES = 32
+
+
+@click.group()
+def token() -> None:
+    """Make tokens for callers over TCP."""
+
+
+@token.command("create")
+@click.argument("name")
+@click.option("--role", type=click.Choice(["admin", "agent", "read"]), help="Default: agent.")
+@click.option("--agent", "agents", multiple=True, help="Whose agents; may be repeated.")
+@click.option("--file", type=click.Path(path_type=Path), help=f"Default: {FOLDER}/NAME.")
+def create_token(name: str, role: str | None, agents: tuple[str, ...], file: Path | None) -> None:
+    """Write a new token for NAME, and print the lines that let it in."""
+    chosen = role or "agent"
+    if chosen == "agent" and not agents:
+        raise click.UsageError("--agent AGENT is needed: whose kernels NAME may create")
+    if chosen == "admin" and agents:
+        raise click.UsageError("an admin is for all agents; leave --agent out")
+    path = (file or FOLDER / name).absolute()
+    try:
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        with os.fdopen(os.open(path, flags, 0o600), "w", encoding="ascii") as new:
+            new.write(f"{secrets.token_urlsafe(_BYTES)}\n")
+    except FileExistsError:
+        raise click.ClickException(f"{path} exists; remove it first, or name another") from None
+    except OSError as error:
+        raise click.ClickException(f"{path}: {error.strerror}") from None
+    lines = {"name": name, "file": str(path), "role": chosen}
+    entry = tomlkit.dumps(lines | ({"agents": list(agents)} if agents else {}))
+    click.echo(f"[[rpc.tokens]]\n{entry}", nl=False)

@@ -1,0 +1,52 @@
+"""One line for every call that was to change something: who, what, and what came of it."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import structlog
+from aiohttp import web
+
+from agentd.errors import AgentdError
+from agentd.rpc.callers import caller_of, kernel_of
+from agentd.services.events import Audit, EventKind, EventLog
+
+log = structlog.get_logger()
+
+
+class Auditor:
+    """One call that changes something; used as a context around it."""
+
+    def __init__(self, events: EventLog, request: web.Request, action: str, agent_id: str) -> None:
+        self._events = events
+        self._request = request
+        self._action = action
+        self._agent_id = agent_id
+        self._outcome = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def answered(self, response: web.StreamResponse) -> None:
+        """Note what the call was answered with."""
+        self._outcome = str(response.status)
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self._outcome = error.code if isinstance(error, AgentdError) else type(error).__name__
+        caller, kernel_id = caller_of(self._request), kernel_of(self._request)
+        audit = Audit(
+            caller.name, caller.uid, self._action, self._agent_id, kernel_id, self._outcome
+        )
+        log.info(
+            "rpc.call",
+            caller=audit.caller,
+            uid=audit.uid,
+            action=audit.action,
+            path=self._request.path,
+            agent_id=audit.agent_id,
+            kernel_id=kernel_id,
+            outcome=audit.outcome,
+        )
+        if kernel_id:
+            self._events.publish(EventKind.AUDIT, audit)

@@ -1,0 +1,91 @@
+"""Who calls: told by the unix socket that a call came in on, or by its bearer token."""
+
+from __future__ import annotations
+
+import hmac
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from aiohttp import web
+
+from agentd.core.access import Caller
+
+_CALLER, _KERNEL = "caller", "kernel"
+_UCRED = struct.Struct("3i")
+"""struct ucred of unix(7): pid, uid, gid."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A bearer token, and whom it lets in."""
+
+    secret: str
+    caller: Caller
+
+
+class Callers:
+    """The tokens, and the unix sockets by path."""
+
+    def __init__(self, tokens: Sequence[Token], sockets: Mapping[str, Caller]) -> None:
+        self._tokens = tuple(tokens)
+        self._sockets = dict(sockets)
+
+    def renew(self, tokens: Sequence[Token]) -> set[str]:
+        """Take other tokens from now on; return the names of callers whose token is gone."""
+        kept = {token.caller.name for token in tokens if token in self._tokens}
+        gone = {token.caller.name for token in self._tokens} - kept
+        self._tokens = tuple(tokens)
+        return gone
+
+    def identify(self, request: web.Request) -> Caller | None:
+        """Return who calls; None for one over TCP without a token that is known."""
+        transport = request.transport
+        name = transport.get_extra_info("sockname") if transport is not None else None
+        if isinstance(name, str):
+            caller = self._sockets[name]
+            return replace(caller, uid=_peer_uid(transport))
+        return self._by_token(request.headers.get("Authorization", ""))
+
+    def _by_token(self, header: str) -> Caller | None:
+        """Compare with every token, in a time that does not tell which is near."""
+        scheme, _, given = header.partition(" ")
+        secret = given.strip().encode(errors="surrogateescape")
+        found = [
+            token.caller
+            for token in self._tokens
+            if hmac.compare_digest(secret, token.secret.encode())
+        ]
+        return found[0] if found and secret and scheme.lower() == "bearer" else None
+
+
+def note_caller(request: web.Request, caller: Caller) -> None:
+    """Keep who calls with the request."""
+    request[_CALLER] = caller
+
+
+def caller_of(request: web.Request) -> Caller:
+    """Return who calls, once that is known."""
+    caller: Caller = request[_CALLER]
+    return caller
+
+
+def note_kernel(request: web.Request, kernel_id: str) -> None:
+    """Keep which kernel a request is about, where its path does not say."""
+    request[_KERNEL] = kernel_id
+
+
+def kernel_of(request: web.Request) -> str:
+    """Return the kernel that a request is about; empty if it is about none."""
+    return str(request.get(_KERNEL) or request.match_info.get("kernel", ""))
+
+
+def _peer_uid(transport: object) -> int | None:
+    """Return the user id of who is at the other end of a unix socket."""
+    held = transport.get_extra_info("socket")  # type: ignore[attr-defined]
+    try:
+        content = held.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    except (AttributeError, OSError):
+        return None
+    return int(_UCRED.unpack(content)[1])

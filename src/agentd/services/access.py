@@ -1,0 +1,107 @@
+"""Who may do what on this node: decided in one place, before a call is carried out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+
+from agentd.core.access import Caller, Right, roles_with
+from agentd.core.devices import Device, DeviceId
+from agentd.core.kernel import Kernel
+from agentd.errors import Forbidden, UnknownAgent, UnknownDevice, UnknownKernel
+from agentd.services.devices import NodeDevices
+from agentd.services.state import NodeState
+
+OTHER = "other"
+"""What stands for an agent or a kernel that a caller cannot see."""
+
+
+class Access:
+    """The rules of `agentd.core.access`, on the agents, kernels and devices of this node."""
+
+    def __init__(self, state: NodeState, devices: NodeDevices) -> None:
+        self._state = state
+        self._devices = devices
+
+    def require(
+        self,
+        caller: Caller,
+        right: Right,
+        *,
+        agent: str | None = None,
+        kernel: str | None = None,
+        device: DeviceId | None = None,
+    ) -> None:
+        """Refuse what a caller cannot see, or may not do.
+
+        Raises:
+            UnknownAgent, UnknownKernel, UnknownDevice: exactly as if it did not exist.
+            Forbidden: it is seen, and not this caller's to change.
+        """
+        if agent is not None and not caller.sees(agent):
+            mine = ", ".join(self.agents(caller))
+            raise UnknownAgent(f"no agent {agent} on this node; it has {mine}")
+        if kernel is not None and not self._sees_kernel(caller, kernel):
+            raise UnknownKernel(f"no kernel {kernel} on this node")
+        if device is not None:
+            self._require_device(caller, device)
+        if not caller.may(right):
+            raise Forbidden(caller.name, caller.role.value, right.value, roles_with(right))
+
+    def require_all(self, caller: Caller) -> None:
+        """Refuse a caller that does not see all of the node.
+
+        Raises:
+            Forbidden: it does not.
+        """
+        if caller.agents is not None:
+            right = "all of the node"
+            raise Forbidden(caller.name, caller.role.value, right, roles_with(Right.NODE))
+
+    def agents(self, caller: Caller) -> list[str]:
+        """Return the agents that a caller sees, in their order."""
+        return [agent for agent in self._devices.split.partitions if caller.sees(agent)]
+
+    def kernels(self, caller: Caller) -> list[Kernel]:
+        """Return the kernels that a caller sees."""
+        return [kernel for kernel in self._state if caller.sees(kernel.agent_id)]
+
+    def devices(self, caller: Caller) -> list[Device]:
+        """Return the devices that a caller sees: those of its agents' partitions."""
+        devices = self._devices.split.inventory.devices
+        if caller.agents is None:
+            return list(devices)
+        return [device for device in devices if self.sees_device(caller, device.device_id)]
+
+    def sees_device(self, caller: Caller, device_id: DeviceId) -> bool:
+        """Tell whether a device is in a partition that a caller sees."""
+        return caller.agents is None or any(
+            caller.sees(agent) for agent in self._devices.split.agents_of(device_id)
+        )
+
+    def redacted(self, caller: Caller, text: str, said: Collection[str] = ()) -> str:
+        """Return a text in which nobody is named whom a caller cannot see, or has not `said`."""
+        if caller.agents is None or not text:
+            return text
+        names = {kernel.kernel_id for kernel in self._state if not caller.sees(kernel.agent_id)}
+        names |= {kernel.agent_id for kernel in self._state}
+        names |= self._devices.split.partitions.keys()
+        hidden = {name for name in names if name and not caller.sees(name)}
+        return _without(text, hidden - {OTHER, *said})
+
+    def _sees_kernel(self, caller: Caller, kernel_id: str) -> bool:
+        known = self._state.kernels.get(kernel_id)
+        return known is None or caller.sees(known.agent_id)
+
+    def _require_device(self, caller: Caller, wanted: DeviceId) -> None:
+        if caller.agents is None:
+            return
+        mine = [d for d in self.devices(caller) if d.device_id.name == wanted.name]
+        if not any(device.answers_to(wanted.id) for device in mine):
+            have = ", ".join(device.device_id.id for device in mine) or "none of that name"
+            raise UnknownDevice(f"no device {wanted}; the node has {have}")
+
+
+def _without(text: str, names: Iterable[str]) -> str:
+    words = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
+    return re.sub(rf"(?<![\w.-])(?:{words})(?![\w-])", OTHER, text) if words else text
