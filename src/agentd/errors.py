@@ -30,6 +30,8 @@ class AgentdError(Exception):
     """Root of all errors; `facts` are the members a caller can rely on."""
 
     code: ClassVar[str] = "Internal"
+    content: Mapping[str, object] = {}
+    """The whole problem, where the error was read from an answer."""
 
     def facts(self) -> Mapping[str, object]:
         """Return the machine-readable members of this error, JSON-ready."""
@@ -251,6 +253,21 @@ class StateUnavailable(Unavailable):
     """The state folder cannot be written: what cannot be remembered is not promised."""
 
     code = "StateUnavailable"
+
+
+class Unreachable(Unavailable):
+    """No daemon answers there, or not in time; only clients raise it."""
+
+    code = "Unreachable"
+
+
+class Refused(AgentdError):
+    """An answer that is an error without a class of its own; only clients raise it."""
+
+    def __init__(self, code: str, detail: str, content: Mapping[str, object]) -> None:
+        self.code = code  # type: ignore[misc]
+        self.content = dict(content)
+        super().__init__(detail)
 
 
 class NotReady(Unavailable):

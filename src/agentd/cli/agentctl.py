@@ -10,7 +10,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlencode
 
 import click
 
@@ -19,6 +18,8 @@ from agentd.cli.create import create, explain
 from agentd.cli.doctor import check_row, print_checks, runtimes_row
 from agentd.cli.options import (
     KERNEL_COLUMNS,
+    RpcGroup,
+    RpcProblem,
     event_line,
     json_option,
     kernel_row,
@@ -26,13 +27,13 @@ from agentd.cli.options import (
     socket_of,
 )
 from agentd.cli.token import token
-from agentd.client.http import Client, RpcProblem
+from agentd.client import Client
+from agentd.errors import AgentdError
 
-_CHUNK = 64 * 1024
 PLUGIN_COLUMNS = ["name", "plugin", "state", "slots", "reason"]
 
 
-@click.group()
+@click.group(cls=RpcGroup)
 @click.version_option(__version__, prog_name="agentctl")
 @click.option(
     "--socket", "socket_path", envvar="AGENTD_SOCKET", metavar="PATH", help="Unix socket."
@@ -53,7 +54,7 @@ def agentctl(
         token = Path(token_file).read_text(encoding="utf-8").strip() if token_file else None
     except (OSError, ValueError) as error:
         raise click.ClickException(f"{token_file}: {error}") from None
-    context.obj = Client(socket_path or socket_of(config), url, token)
+    context.obj = Client(socket_path or socket_of(config), url=url, token=token, retry_s=0)
 
 
 @agentctl.command()
@@ -61,7 +62,7 @@ def agentctl(
 @click.pass_obj
 def status(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes it
     """Show the node, its runtime and its plugins."""
-    node = client.call("GET", "/v1/node")
+    node = client.node()
     if as_json:
         click.echo(json.dumps(node, indent=1))
         return
@@ -81,12 +82,12 @@ def status(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passe
 @click.pass_obj
 def doctor(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes it
     """Check the node by its own rules; exit status 1 if one does not hold, or cannot be told."""
-    node = client.call("GET", "/v1/node")
-    rows = [runtimes_row(node)]
+    node = client.node()
+    rows: list[Mapping[str, Any]] = [runtimes_row(node)]
     try:
-        rows += client.call("GET", "/v1/node?check=true")["checks"]
-    except RpcProblem as problem:
-        rows.append(check_row("books", "the books can be compared", str(problem)))
+        rows += client.node(check=True)["checks"]
+    except AgentdError as error:
+        rows.append(check_row("books", "the books can be compared", str(error)))
     if as_json:
         click.echo(json.dumps(rows, indent=1))
     else:
@@ -99,7 +100,7 @@ def doctor(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passe
 @click.pass_obj
 def devices(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes it
     """List the devices and who holds them."""
-    rows = client.call("GET", "/v1/devices")
+    rows: list[Mapping[str, Any]] = [*client.devices()]
     if not as_json:
         rows = [
             {**row, "device": f"{row['device_name']}/{row['id']}"} | _holders(row) for row in rows
@@ -131,7 +132,7 @@ def _holders(row: Mapping[str, Any]) -> dict[str, Any]:
 @click.pass_obj
 def agents(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes it
     """List the agents and their partitions."""
-    rows = client.call("GET", "/v1/agents")
+    rows: list[Mapping[str, Any]] = [*client.agents()]
     if not as_json:
         from agentd.cli.tables import compact, limit_line  # noqa: PLC0415
 
@@ -156,7 +157,7 @@ def agents(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passe
 @click.pass_obj
 def slots(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes it
     """List the slots that the node knows."""
-    rows = client.call("GET", "/v1/slot-types")
+    rows = client.slot_types()
     print_answer(rows, ["name", "kind", "quantum", "exclusive_group", "unit"], as_json=as_json)
 
 
@@ -170,8 +171,7 @@ agentctl.add_command(explain)
 @click.pass_obj
 def ls(client: Client, agent: str | None, as_json: bool) -> None:  # noqa: FBT001 - click passes it
     """List kernels."""
-    path = f"/v1/agents/{quote(agent, safe='')}/kernels" if agent else "/v1/kernels"
-    rows = client.call("GET", path)
+    rows = client.kernels(agent)
     print_answer(
         rows if as_json else [kernel_row(row) for row in rows], KERNEL_COLUMNS, as_json=as_json
     )
@@ -183,7 +183,7 @@ def ls(client: Client, agent: str | None, as_json: bool) -> None:  # noqa: FBT00
 @click.pass_obj
 def inspect(client: Client, kernel: str, as_json: bool) -> None:  # noqa: FBT001 - click passes it
     """Show everything about one kernel."""
-    content = client.call("GET", _kernel_path(kernel))
+    content = client.kernel(kernel)
     if as_json:
         click.echo(json.dumps(content, indent=1))
         return
@@ -207,12 +207,9 @@ def inspect(client: Client, kernel: str, as_json: bool) -> None:  # noqa: FBT001
 @click.pass_obj
 def logs(client: Client, /, kernel: str, follow: bool, tail: int | None, **options: Any) -> None:  # noqa: ANN401, FBT001 - click passes them
     """Print what a kernel printed."""
-    wanted = {"tail": "all" if tail is None else tail, "follow": str(follow).lower()}
-    wanted |= {name: value for name, value in options.items() if value}
-    query = urlencode(wanted)
-    response = client.open("GET", f"{_kernel_path(kernel)}/logs?{query}")
+    wanted = {name: value for name, value in options.items() if value}
     output = sys.stdout.buffer
-    while chunk := response.read1(_CHUNK):
+    for chunk in client.logs(kernel, follow=follow, tail=tail, **wanted):
         output.write(chunk)
         output.flush()
 
@@ -222,17 +219,11 @@ def logs(client: Client, /, kernel: str, follow: bool, tail: int | None, **optio
 @click.pass_obj
 def events(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes it
     """Print what happens on the node, until interrupted."""
-    name = ""
-    for raw in client.open("GET", "/v1/events"):
-        member, _, value = raw.decode().rstrip("\n").partition(": ")
-        if member == "event":
-            name = value
-        elif member == "data":
-            content = json.loads(value)
-            if as_json:
-                click.echo(json.dumps({"event": name, "data": content}))
-            else:
-                click.echo(f"{name} {event_line(content)}")
+    for event in client.events():
+        if as_json:
+            click.echo(json.dumps({"event": event.kind, "data": event.data}))
+        else:
+            click.echo(f"{event.kind} {event_line(event.data)}")
 
 
 @agentctl.command()
@@ -242,8 +233,7 @@ def events(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passe
 @click.pass_obj
 def stop(client: Client, kernel: str, timeout: float | None, as_json: bool) -> None:  # noqa: FBT001 - click passes it
     """End a kernel, and keep it listed."""
-    body = {} if timeout is None else {"timeout": timeout}
-    content = client.call("POST", f"{_kernel_path(kernel)}/stop", body)
+    content = client.stop_kernel(kernel, timeout)
     print_answer(content if as_json else kernel_row(content), KERNEL_COLUMNS, as_json=as_json)
 
 
@@ -254,9 +244,8 @@ def stop(client: Client, kernel: str, timeout: float | None, as_json: bool) -> N
 @click.pass_obj
 def rm(client: Client, kernels: Sequence[str], timeout: float | None, as_json: bool) -> None:  # noqa: FBT001 - click passes it
     """Stop kernels if need be, and remove them."""
-    query = "" if timeout is None else f"?timeout={timeout:g}"
     for kernel in kernels:
-        client.call("DELETE", f"{_kernel_path(kernel)}{query}")
+        client.delete_kernel(kernel, timeout)
     click.echo(json.dumps({"removed": list(kernels)}) if as_json else "\n".join(kernels))
 
 
@@ -266,7 +255,7 @@ def rm(client: Client, kernels: Sequence[str], timeout: float | None, as_json: b
 @click.pass_obj
 def drain(client: Client, device: str, as_json: bool) -> None:  # noqa: FBT001 - click passes it
     """Give nothing new from DEVICE (cuda3, or cuda/cuda3)."""
-    _print_device(client.call("POST", f"{_device_path(client, device)}/drain"), as_json=as_json)
+    _print_device(client.drain(*_device(client, device)), as_json=as_json)
 
 
 @agentctl.command()
@@ -275,7 +264,7 @@ def drain(client: Client, device: str, as_json: bool) -> None:  # noqa: FBT001 -
 @click.pass_obj
 def undrain(client: Client, device: str, as_json: bool) -> None:  # noqa: FBT001 - click passes it
     """Give from DEVICE again."""
-    _print_device(client.call("POST", f"{_device_path(client, device)}/undrain"), as_json=as_json)
+    _print_device(client.undrain(*_device(client, device)), as_json=as_json)
 
 
 @agentctl.command()
@@ -283,7 +272,7 @@ def undrain(client: Client, device: str, as_json: bool) -> None:  # noqa: FBT001
 @click.pass_obj
 def forget(client: Client, device: str) -> None:
     """Forget DEVICE, which is gone, and its seat at the next start."""
-    client.call("DELETE", _device_path(client, device))
+    client.forget_device(*_device(client, device))
 
 
 @agentctl.group(invoke_without_command=True)
@@ -292,7 +281,7 @@ def forget(client: Client, device: str) -> None:
 def runtimes(context: click.Context, as_json: bool) -> None:  # noqa: FBT001 - click passes it
     """List the runtimes that may have kernels of this node, and whether they answer."""
     if context.invoked_subcommand is None:
-        rows = context.obj.call("GET", "/v1/runtimes")
+        rows = context.obj.runtimes()
         print_answer(rows, ["name", "state", "reason"], as_json=as_json)
 
 
@@ -301,7 +290,7 @@ def runtimes(context: click.Context, as_json: bool) -> None:  # noqa: FBT001 - c
 @click.pass_obj
 def forget_runtime(client: Client, name: str) -> None:
     """Drop what runtime NAME, which does not answer, was last known to hold, for good."""
-    client.call("DELETE", f"/v1/runtimes/{quote(name, safe='')}")
+    client.forget_runtime(name)
 
 
 @agentctl.group(invoke_without_command=True)
@@ -310,7 +299,7 @@ def forget_runtime(client: Client, name: str) -> None:
 def plugins(context: click.Context, as_json: bool) -> None:  # noqa: FBT001 - click passes it
     """List the accelerator plugins, and how they do."""
     if context.invoked_subcommand is None:
-        rows = context.obj.call("GET", "/v1/plugins")
+        rows = context.obj.plugins()
         print_answer(rows, PLUGIN_COLUMNS, as_json=as_json)
 
 
@@ -320,7 +309,7 @@ def plugins(context: click.Context, as_json: bool) -> None:  # noqa: FBT001 - cl
 @click.pass_obj
 def retry_plugin(client: Client, name: str, as_json: bool) -> None:  # noqa: FBT001 - click passes it
     """Have plugin NAME, which is not ready, tried again now; exit status 1 if it is not then."""
-    row = client.call("POST", f"/v1/plugins/{quote(name, safe='')}/retry")
+    row = client.retry_plugin(name)
     print_answer(row, PLUGIN_COLUMNS, as_json=as_json)
     sys.exit(0 if row["state"] == "ready" else 1)
 
@@ -330,7 +319,7 @@ def retry_plugin(client: Client, name: str, as_json: bool) -> None:  # noqa: FBT
 @click.pass_obj
 def whoami(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes it
     """Show as whom the node takes this call."""
-    row = client.call("GET", "/v1/whoami")
+    row = client.whoami()
     print_answer(row, ["name", "role", "agents", "uid"], as_json=as_json)
 
 
@@ -342,21 +331,17 @@ def _print_device(row: Mapping[str, Any], *, as_json: bool) -> None:
     print_answer(shown, ["device", "state", "agents", "reason"], as_json=as_json)
 
 
-def _kernel_path(kernel: str) -> str:
-    return f"/v1/kernels/{quote(kernel, safe='')}"
-
-
-def _device_path(client: Client, device: str) -> str:
+def _device(client: Client, device: str) -> tuple[str, str]:
     name, found, device_id = device.partition("/")
     if not found:
         name, device_id = "", device
     names = [
         (row["device_name"], row["id"])
-        for row in client.call("GET", "/v1/devices")
+        for row in client.devices()
         if device_id in (row["id"], row["stable_id"], *row["aliases"])
         and name in ("", row["device_name"])
     ]
     if len(names) != 1:
         why = "no such device" if not names else f"more than one: {', '.join(n for n, _ in names)}"
         raise RpcProblem({"code": "UnknownDevice", "detail": f"{device}: {why}"})
-    return f"/v1/devices/{quote(names[0][0])}/{quote(names[0][1], safe='')}"
+    return names[0]

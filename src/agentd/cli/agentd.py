@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from agentd import __version__, failpoints, log
-from agentd.errors import ConfigRefused, Problem, StartRefused
+from agentd.errors import AgentdError, ConfigRefused, Problem, StartRefused
 
 EX_CONFIG = 78
 _T = TypeVar("_T")
@@ -140,8 +140,8 @@ def plan(config_file: str | None, as_json: bool, live: bool) -> None:  # noqa: F
 
         try:
             content["held"] = held_under(split, _settings(config_file).settings.rpc.socket)
-        except click.ClickException as error:
-            why = f"what kernels hold is not known: {error.format_message()}"
+        except AgentdError as error:
+            why = f"what kernels hold is not known: {error}"
             content["warnings"] = [*split.warnings, why]
     if as_json:
         click.echo(json.dumps(content, indent=1))

@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
-from urllib.parse import quote
 
 import click
 
@@ -24,7 +23,8 @@ from agentd.cli.options import (
     tmpfs,
     ulimits,
 )
-from agentd.client.http import Client, RpcProblem
+from agentd.client import Client
+from agentd.errors import AgentdError, InsufficientResource
 
 _PLAIN = (
     "kernel_id", "image", "working_dir", "user", "platform", "network", "shm_size", "pids_limit",
@@ -74,15 +74,15 @@ def create(client: Client, /, agent: str, as_json: bool, **options: Any) -> None
         "ulimits": ulimits(options["ulimit"]),
     }
     body |= {name: value for name, value in given.items() if value}
-    query = "?dry_run=true" if options["dry_run"] else ""
-    headers = {"Prefer": "respond-async"} if options["is_async"] else {}
-    path = f"/v1/agents/{quote(agent, safe='')}/kernels{query}"
+    content: Mapping[str, Any]
     waits = not (as_json or options["dry_run"] or options["is_async"])
-    if waits and sys.stderr.isatty():
+    if options["dry_run"]:
+        content = client.explain(agent, body)
+    elif waits and sys.stderr.isatty():
         body.setdefault("kernel_id", f"k-{uuid.uuid4().hex[:12]}")
-        content = _created_with_bar(client, path, body)
+        content = _created_with_bar(client, agent, body)
     else:
-        content = json.loads(client.open("POST", path, body, headers).read())
+        content = client.create_kernel(agent, body, wait=not options["is_async"])
     if as_json:
         click.echo(json.dumps(content, indent=1))
     elif options["dry_run"] and "explain" in content:
@@ -124,15 +124,13 @@ def explain(
     as_json: bool,  # noqa: FBT001 - click passes it
 ) -> None:
     """Show which devices a kernel on AGENT would get, or why it would get none."""
-    path = f"/v1/agents/{quote(agent, safe='')}/kernels?dry_run=true"
     choice = {"slots": pairs(slot), "devices": listed(device)}
     body = choice | {"command": ["any"], "image": "any"}
     try:
-        content = json.loads(client.open("POST", path, body).read())
-    except RpcProblem as problem:
-        rows = problem.content.get("explain", ())
-        if rows and not as_json:
-            _print_decision({"explain": {problem.content["slot"]: rows}})
+        content = client.explain(agent, body)
+    except InsufficientResource as error:
+        if not as_json:
+            _print_decision({"explain": {error.slot: error.explain}})
         raise
     if as_json:
         click.echo(json.dumps(content, indent=1))
@@ -140,10 +138,10 @@ def explain(
         _print_decision(content)
 
 
-def _created_with_bar(client: Client, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+def _created_with_bar(client: Client, agent: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
     """Create a kernel, and show the progress of the image download meanwhile."""
     with ThreadPoolExecutor(1) as pool:
-        creating: Future[Any] = pool.submit(client.call, "POST", path, body)
+        creating: Future[Any] = pool.submit(client.create_kernel, agent, body)
         if not wait([creating], _LOOK_EVERY_S).done:
             _show_pull(client, str(body["kernel_id"]), creating)
         content: Mapping[str, Any] = creating.result()
@@ -159,8 +157,8 @@ def _show_pull(client: Client, kernel_id: str, creating: Future[Any]) -> None:
         bar = progress.add_task("creating", total=None)
         while not wait([creating], _LOOK_EVERY_S).done:
             try:
-                kernel = client.call("GET", f"/v1/kernels/{quote(kernel_id, safe='')}")
-            except RpcProblem:
+                kernel = client.kernel(kernel_id)
+            except AgentdError:
                 continue
             pull = kernel["pull"] or {"current": 0, "total": None}
             progress.update(

@@ -26,9 +26,10 @@ from typing import Any, TextIO
 import tomlkit
 
 from agentd import __version__
-from agentd.client.http import Client, RpcProblem
+from agentd.client import Client, calls
 from agentd.config.loading import Loaded
 from agentd.core.slots import CPU, MEM
+from agentd.errors import AgentdError
 from agentd.pluginhost.conformance import MEASURES, Finding
 from agentd.pluginhost.instance import Wanted
 
@@ -54,7 +55,7 @@ class Report:
 
     plugin: str
     settings: dict[str, Any]
-    devices: list[dict[str, Any]]
+    devices: list[Mapping[str, Any]]
     measured: list[str]
     findings: list[Finding]
 
@@ -99,7 +100,7 @@ def tried(
     is known already, and stands first in the report.
     """
     findings = [*before]
-    devices: list[dict[str, Any]] = []
+    devices: list[Mapping[str, Any]] = []
     measured: list[str] = []
     measures = any(finding.check == MEASURES and finding.passed for finding in before)
     runtimes = ["process", *(["docker"] if ways.image else [])]
@@ -137,7 +138,7 @@ class _Trial:
         self._ways = ways
         self._measures = measures
         self.findings: list[Finding] = []
-        self.devices: list[dict[str, Any]] = []
+        self.devices: list[Mapping[str, Any]] = []
         self.measured: list[str] = []
 
     def run(self, folder: Path) -> None:
@@ -146,15 +147,15 @@ class _Trial:
         config = folder / "agent.toml"
         config.write_text(self._config(folder), encoding="utf-8")
         with (folder / "log").open("w+", encoding="utf-8") as log, _daemon(config, log) as daemon:
-            client = Client(str(folder / "agentd.sock"))
+            client = Client(folder / "agentd.sock", retry_s=0)
             if why := self._not_ready(daemon, client, log):
                 self._say("a daemon serves it", why)
                 return
             self._say("a daemon serves it", "")
             try:
                 self._try_devices(client)
-            except RpcProblem as problem:
-                self._say("the daemon answers", problem.format_message())
+            except AgentdError as error:
+                self._say("the daemon answers", str(error))
 
     def _config(self, folder: Path) -> str:
         settings, wanted = self._loaded.settings, self._wanted
@@ -181,9 +182,9 @@ class _Trial:
         why = f"not ready within {READY_TIMEOUT_S:g} s"
         while daemon.poll() is None and time.monotonic() < end:
             try:
-                client.call("GET", "/readyz")
-            except RpcProblem as problem:
-                why = problem.format_message()
+                client.carry_out(calls.ready())
+            except AgentdError as error:
+                why = str(error)
                 time.sleep(LOOK_PAUSE_S)
             else:
                 return ""
@@ -193,7 +194,7 @@ class _Trial:
         return next(reversed(log.read().strip().splitlines()), "it ended without a word")
 
     def _try_devices(self, client: Client) -> None:
-        shown = client.call("GET", "/v1/devices")
+        shown = client.devices()
         self.devices = [device for device in shown if device["device_name"] not in (CPU, MEM)]
         for device in self.devices:
             if device["state"] != "ok":
@@ -220,12 +221,12 @@ class _Trial:
         mine, end = f'device_name="{self._wanted.name}"', time.monotonic() + MEASURED_TIMEOUT_S
         while not self.measured and time.monotonic() < end:
             time.sleep(LOOK_PAUSE_S)
-            lines = client.open("GET", "/metrics").read().decode().splitlines()
+            lines = client.metrics().splitlines()
             self.measured = [line for line in lines if mine in line and "stable_id=" in line]
         wrong = "" if self.measured else f"nothing within {MEASURED_TIMEOUT_S:g} s"
         self._say("the daemon measures it", wrong)
 
-    def _unlike(self, device: dict[str, Any], output: str) -> str:
+    def _unlike(self, device: Mapping[str, Any], output: str) -> str:
         """Return what is wrong with what a kernel saw of the device that it was given."""
         if self._files and not _opened(output):
             return f"none of {', '.join(self._files)} can be opened"
@@ -254,18 +255,18 @@ class _Trial:
         kernel = {"kernel_id": kernel_id, "command": ["sh", "-c", self._script()], **body}
         if self._runtime == "docker":
             kernel["image"] = self._ways.image
-        agent = client.call("GET", "/v1/agents")[0]["agent_id"]
-        client.call("POST", f"/v1/agents/{agent}/kernels", kernel)
+        agent = client.agents()[0]["agent_id"]
+        client.create_kernel(agent, kernel)
         try:
             end = time.monotonic() + END_TIMEOUT_S
-            state: dict[str, Any] = {"state": "running"}
+            state = client.kernel(kernel_id)
             while state["state"] == "running" and time.monotonic() < end:
                 time.sleep(LOOK_PAUSE_S)
-                state = client.call("GET", f"/v1/kernels/{kernel_id}")
-            output = client.open("GET", f"/v1/kernels/{kernel_id}/logs").read()
+                state = client.kernel(kernel_id)
+            output = b"".join(client.logs(kernel_id))
         finally:
-            client.call("DELETE", f"/v1/kernels/{kernel_id}?timeout=0")
-        status = state.get("exit_code")
+            client.delete_kernel(kernel_id, 0)
+        status = state["exit_code"]
         return -1 if status is None else int(status), output.decode(errors="replace").strip()
 
     def _script(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from agentd.client.http import Client
+from agentd.client import Client
 from agentd.core.devices import DeviceId
 from agentd.core.partition import Split
 from agentd.core.slots import MEM
@@ -13,10 +13,10 @@ from agentd.core.slots import MEM
 
 def held_under(split: Split, socket_path: Path) -> list[dict[str, Any]]:
     """Return what running kernels would hold back if `split` were in force."""
-    client = Client(str(socket_path))
-    owners = {k["kernel_id"]: k for k in client.call("GET", "/v1/kernels")}
+    client = Client(socket_path, retry_s=0)
+    owners = {k["kernel_id"]: k for k in client.kernels()}
     held = []
-    for row in client.call("GET", "/v1/devices"):
+    for row in client.devices():
         device = split.inventory.by_stable_id.get(row["stable_id"])
         device_id = device.device_id if device else DeviceId(row["device_name"], row["id"])
         for holder in row["holders"]:

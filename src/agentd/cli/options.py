@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,10 +13,41 @@ from typing import Any
 
 import click
 
-from agentd.client.http import RpcProblem
+from agentd.client.http import DEFAULT_SOCKET
+from agentd.errors import AgentdError
 
-DEFAULT_SOCKET = "/run/agentd/agentd.sock"
 DEFAULT_CONFIG = "/etc/agentd/agent.toml"
+
+
+class RpcProblem(click.ClickException):
+    """An answer that is an error; shown as its detail, in one line, or as JSON."""
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self.content = content
+        super().__init__(f"{content.get('code', 'error')}: {content.get('detail', content)}")
+
+    @classmethod
+    def of(cls, error: AgentdError) -> RpcProblem:
+        """Return what is shown of an error that the client raised."""
+        return cls({"code": error.code, "detail": str(error), **error.content})
+
+    def show(self, file: Any = None) -> None:  # noqa: ANN401 - click's signature
+        del file
+        if "--json" in itertools.takewhile(lambda word: word != "--", sys.argv):
+            click.echo(json.dumps(self.content), err=True)
+        else:
+            click.echo(f"agentctl: {' '.join(self.format_message().split())}", err=True)
+
+
+class RpcGroup(click.Group):
+    """Commands whose errors are a daemon's."""
+
+    def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401 - click's signature
+        try:
+            return super().invoke(ctx)
+        except AgentdError as error:
+            raise RpcProblem.of(error) from None
+
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 

@@ -1,1 +1,25 @@
-"""Talking to a daemon."""
+"""The client library: typed calls of one daemon's RPC, with asyncio and without.
+
+`agentd.client.AsyncClient` and `agentd.client.Client`; see docs/reference/client.md.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from agentd.client.events import NodeEvent
+from agentd.client.http import Client
+
+if TYPE_CHECKING:
+    from agentd.client.aio import AsyncClient
+
+__all__ = ["AsyncClient", "Client", "NodeEvent"]
+
+
+def __getattr__(name: str) -> object:
+    """Load the asyncio client, which needs aiohttp, only where it is asked for."""
+    if name == "AsyncClient":
+        from agentd.client.aio import AsyncClient  # noqa: PLC0415
+
+        return AsyncClient
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,109 +1,221 @@
-"""Talking to a daemon from a command line, over its socket or over TCP with a token.
+"""The client without asyncio, on the standard library's HTTP: it is loaded in a few milliseconds.
 
-The standard library's HTTP client: a command that starts in a tenth of a second needs none
-of what a larger one offers.
+For command lines and scripts; programs that do more than one thing at a time take `AsyncClient`.
 """
 
 from __future__ import annotations
 
 import http.client
-import itertools
 import json
+import os
 import socket
-import sys
-from collections.abc import Mapping
-from typing import Any
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
-import click
+from agentd.client import calls
+from agentd.client.calls import Call
+from agentd.client.events import Frames, NodeEvent
+from agentd.client.problems import error_in, unreachable
+from agentd.errors import Unavailable
+from agentd.views import (
+    AgentView,
+    CallerView,
+    DecisionView,
+    DeviceView,
+    KernelView,
+    NodeView,
+    PluginView,
+    RuntimeView,
+    SlotTypeView,
+)
 
-
-class RpcProblem(click.ClickException):
-    """An answer that is an error; shown as its detail, in one line."""
-
-    def __init__(self, content: Mapping[str, Any]) -> None:
-        self.content = content
-        super().__init__(f"{content.get('code', 'error')}: {content.get('detail', content)}")
-
-    def show(self, file: Any = None) -> None:  # noqa: ANN401 - click's signature
-        del file
-        if "--json" in itertools.takewhile(lambda word: word != "--", sys.argv):
-            click.echo(json.dumps(self.content), err=True)
-        else:
-            click.echo(f"agentctl: {' '.join(self.format_message().split())}", err=True)
+DEFAULT_SOCKET = "/run/agentd/agentd.sock"
+TIMEOUT_S = 30.0
+CREATE_TIMEOUT_S = 3600.0
+"""A create may wait for the download of an image."""
+_CHUNK = 64 * 1024
+T = TypeVar("T")
 
 
 class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: str) -> None:
-        super().__init__("localhost")
+    def __init__(self, path: str, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
         self._path = path
 
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
         self.sock.connect(self._path)
 
 
 class Client:
-    """Calls one daemon, over its socket or over TCP with a token."""
+    """Calls one daemon, over its socket (default: the system's) or over TCP with a token.
 
-    def __init__(self, socket_path: str, url: str | None = None, token: str | None = None) -> None:
-        self._socket_path = socket_path
+    Refusals are raised as the classes of `agentd.errors`; a daemon that does not answer is
+    `Unreachable`. Answers of 503 are tried again, as they ask for, for up to `retry_s`.
+    """
+
+    def __init__(
+        self,
+        socket: str | os.PathLike[str] | None = None,
+        *,
+        url: str | None = None,
+        token: str | None = None,
+        timeout_s: float = TIMEOUT_S,
+        retry_s: float = TIMEOUT_S,
+    ) -> None:
+        self._socket_path = os.fspath(socket) if socket is not None else DEFAULT_SOCKET
         self._url = url
         self._token = token
+        self._timeout_s = timeout_s
+        self._retry_s = retry_s
 
-    def open(
-        self, method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None
-    ) -> http.client.HTTPResponse:
-        """Call, and return the answer to be read.
+    def open(self, call: Call[Any], timeout_s: float | None = None) -> http.client.HTTPResponse:
+        """Carry out a call, and return the answer to be read.
 
         Raises:
-            RpcProblem: the daemon refused, or cannot be reached.
+            AgentdError: the daemon refused, or cannot be reached.
         """
-        sent = dict(headers or {})
+        sent = dict(call.headers)
         if self._token:
             sent["Authorization"] = f"Bearer {self._token}"
         data = None
-        if body is not None:
-            data, sent["Content-Type"] = json.dumps(body).encode(), "application/json"
+        if call.body is not None:
+            data, sent["Content-Type"] = json.dumps(call.body).encode(), "application/json"
         try:
-            connection = self._connection()
-            connection.request(method, path, data, sent)
+            connection = self._connection(timeout_s or self._timeout_s)
+            connection.request(call.method, call.path, data, sent)
             response = connection.getresponse()
             if response.status >= http.client.BAD_REQUEST:
-                raise RpcProblem(_problem(response.read()))
+                raise error_in(response.status, response.read())
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise self._unreachable(error) from None
+            raise unreachable(self._url or self._socket_path, error) from None
         return response
 
-    def _unreachable(self, error: Exception) -> RpcProblem:
-        where = self._url or self._socket_path
-        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        return RpcProblem({"code": "Unreachable", "detail": f"{where}: {why}"})
+    def carry_out(self, call: Call[T], *, timeout_s: float | None = None) -> T:
+        """Carry out a call, again as long as the daemon is not ready for it.
 
-    def call(self, method: str, path: str, body: object = None) -> Any:  # noqa: ANN401 - JSON
-        """Call, and return the JSON of the answer; None if it has none."""
-        response = self.open(method, path, body)
-        try:
-            content = response.read()
-            return json.loads(content) if content else None
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            raise self._unreachable(error) from None
+        Raises:
+            AgentdError: the daemon refused, or cannot be reached.
+        """
+        end = time.monotonic() + self._retry_s
+        while True:
+            try:
+                content = self.open(call, timeout_s).read()
+            except Unavailable as error:
+                pause_s = error.retry_after_s
+                is_last = not error.content or time.monotonic() + pause_s > end
+                if is_last or not call.is_repeatable:
+                    raise
+                time.sleep(pause_s)
+            except (OSError, http.client.HTTPException) as error:
+                raise unreachable(self._url or self._socket_path, error) from None
+            else:
+                return cast("T", json.loads(content) if content else None)
 
-    def _connection(self) -> http.client.HTTPConnection:
+    def node(self, *, check: bool = False) -> NodeView:
+        return self.carry_out(calls.node(check=check))
+
+    def whoami(self) -> CallerView:
+        return self.carry_out(calls.whoami())
+
+    def runtimes(self) -> list[RuntimeView]:
+        return self.carry_out(calls.runtimes())
+
+    def forget_runtime(self, name: str) -> None:
+        self.carry_out(calls.forget_runtime(name))
+
+    def plugins(self) -> list[PluginView]:
+        return self.carry_out(calls.plugins())
+
+    def retry_plugin(self, name: str) -> PluginView:
+        return self.carry_out(calls.retry_plugin(name))
+
+    def slot_types(self) -> list[SlotTypeView]:
+        return self.carry_out(calls.slot_types())
+
+    def devices(self) -> list[DeviceView]:
+        return self.carry_out(calls.devices())
+
+    def drain(self, device_name: str, device_id: str) -> DeviceView:
+        return self.carry_out(calls.drain(device_name, device_id))
+
+    def undrain(self, device_name: str, device_id: str) -> DeviceView:
+        return self.carry_out(calls.undrain(device_name, device_id))
+
+    def forget_device(self, device_name: str, device_id: str) -> None:
+        self.carry_out(calls.forget_device(device_name, device_id))
+
+    def agents(self) -> list[AgentView]:
+        return self.carry_out(calls.agents())
+
+    def agent(self, agent_id: str) -> AgentView:
+        return self.carry_out(calls.agent(agent_id))
+
+    def create_kernel(
+        self,
+        agent_id: str,
+        request: Mapping[str, Any],
+        *,
+        wait: bool = True,
+        timeout_s: float = CREATE_TIMEOUT_S,
+    ) -> KernelView:
+        return self.carry_out(
+            calls.create_kernel(agent_id, request, wait=wait), timeout_s=timeout_s
+        )
+
+    def explain(self, agent_id: str, request: Mapping[str, Any]) -> DecisionView:
+        return self.carry_out(calls.explain(agent_id, request))
+
+    def kernels(
+        self,
+        agent_id: str | None = None,
+        *,
+        state: str | Sequence[str] | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> list[KernelView]:
+        return self.carry_out(calls.kernels(agent_id, state=state, labels=labels))
+
+    def kernel(self, kernel_id: str) -> KernelView:
+        return self.carry_out(calls.kernel(kernel_id))
+
+    def stop_kernel(self, kernel_id: str, timeout: float | None = None) -> KernelView:
+        call = calls.stop_kernel(kernel_id, timeout)
+        return self.carry_out(call, timeout_s=self._timeout_s + (timeout or 0))
+
+    def delete_kernel(self, kernel_id: str, timeout: float | None = None) -> None:
+        call = calls.delete_kernel(kernel_id, timeout)
+        self.carry_out(call, timeout_s=self._timeout_s + (timeout or 0))
+
+    def logs(self, kernel_id: str, **options: Any) -> Iterator[bytes]:  # noqa: ANN401 - those of `calls.logs`
+        """Yield what a kernel printed; `follow`, `tail`, `since`, `timestamps`, `stream`."""
+        endless_s = CREATE_TIMEOUT_S if options.get("follow") else None
+        response = self.open(calls.logs(kernel_id, **options), endless_s)
+        while chunk := response.read1(_CHUNK):
+            yield chunk
+
+    def events(self, *, after: str | None = None) -> Iterator[NodeEvent]:
+        """Yield what happens on the node, from the event after `after` on, until it stops."""
+        frames = Frames()
+        for line in self.open(calls.events(after), CREATE_TIMEOUT_S):
+            if (event := frames.read(line)) is not None:
+                yield event
+
+    def metrics(self) -> str:
+        return self.open(calls.metrics()).read().decode()
+
+    def openapi(self) -> dict[str, Any]:
+        return self.carry_out(calls.openapi())
+
+    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
         if self._url is None:
-            return _UnixConnection(self._socket_path)
+            return _UnixConnection(self._socket_path, timeout_s)
         parts = urlsplit(self._url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("invalid address: expected http://HOST:PORT or https://HOST:PORT")
         kind = (
             http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         )
-        return kind(parts.hostname, parts.port)
-
-
-def _problem(content: bytes) -> Mapping[str, Any]:
-    try:
-        found = json.loads(content)
-    except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {"detail": content.decode(errors="replace")}
+        return kind(parts.hostname, parts.port, timeout=timeout_s)

@@ -14,6 +14,7 @@ from agentd.errors import NotReady
 from agentd.rpc import rendering
 from agentd.rpc.audit import Auditor
 from agentd.rpc.callers import caller_of, note_kernel
+from agentd.rpc.listing import Order
 from agentd.rpc.metrics import CONTENT_TYPE, exposition
 from agentd.rpc.queries import body_of, prefers_async, read_flag, read_log_query, read_timeout
 from agentd.rpc.schemas import CreateKernelRequest, StopRequest, read_body
@@ -68,6 +69,8 @@ class Handlers:
         self._describe: Callable[[], Mapping[str, Any]] = dict
         self._is_open = False
         self._streams = Streams()
+        self._order = Order()
+        parts.state.listen(self._order.note)
         self._kernels: dict[str, tuple[Kernel, Inventory, bytes]] = {}
 
     def describe(self, openapi: Callable[[], Mapping[str, Any]]) -> None:
@@ -229,11 +232,15 @@ class Handlers:
         kernels = [k for k in visible if agent is None or k.agent_id == agent]
         if agent is not None and not kernels:
             self._devices.partition(agent)
-        kernels.sort(key=lambda kernel: (kernel.created_at, kernel.kernel_id))
-        body = b"[%s]" % b",".join(self._encoded(kernel) for kernel in kernels)
+        page = self._order.page(kernels, request.query)
+        body = b"[%s]" % b",".join(self._encoded(kernel) for kernel in page.kernels)
         for gone in self._kernels.keys() - self._state.kernels.keys():
             del self._kernels[gone]
-        return web.Response(body=body, content_type="application/json")
+        headers = {}
+        if page.next_after is not None:
+            url = request.rel_url.update_query(after=page.next_after)
+            headers["Link"] = f'<{url}>; rel="next"'
+        return web.Response(body=body, content_type="application/json", headers=headers)
 
     def _encoded(self, kernel: Kernel) -> bytes:
         """Return a kernel as JSON; most are as they were when the list was last asked for."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
@@ -12,7 +12,10 @@ from pydantic import TypeAdapter
 
 from agentd import __version__
 from agentd.core.access import Right
+from agentd.core.kernel import KERNEL_ID, KernelState
 from agentd.rpc.handlers import Handlers
+from agentd.rpc.listing import MAX_PAGE
+from agentd.rpc.queries import MAX_TIMEOUT_S
 from agentd.rpc.schemas import Body, CreateKernelRequest, StopRequest
 from agentd.views import (
     AgentView,
@@ -33,18 +36,41 @@ OPEN_PATHS = frozenset({"/livez", "/readyz", "/v1/openapi.json", "/v1/whoami"})
 
 
 @dataclass(frozen=True, slots=True)
+class Parameter:
+    """A query parameter or a header, and the JSON schema of its value."""
+
+    name: str
+    schema: Mapping[str, Any]
+    description: str
+    is_repeatable: bool = False
+    place: str = "query"
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """An answer that is no JSON: its media type, and what it is."""
+
+    type: str
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
 class Route:
-    """One call: `answers` maps a status to what it carries (None: no JSON)."""
+    """One call: `answers` maps a status to what it carries (None: nothing)."""
 
     method: str
     path: str
     handler: Handler
     answers: dict[int, Any]
-    query: tuple[str, ...] = ()
+    takes: tuple[Parameter, ...] = ()
     body: type[Body] | None = None
     right: Right | None = Right.LOOK
     """What a caller needs; None: nothing, not even a token."""
-    repeatable: tuple[str, ...] = ()
+
+    @property
+    def parameters(self) -> dict[str, Parameter]:
+        """The query parameters by name."""
+        return {item.name: item for item in self.takes if item.place == "query"}
 
     @property
     def action(self) -> str:
@@ -52,10 +78,57 @@ class Route:
         return self.handler.__name__
 
 
-LOG_QUERY = ("follow", "tail", "since", "timestamps", "stream")
+_FLAG = {"type": "string", "enum": ["true", "false", "1", "0", ""], "default": "false"}
+_SECONDS = {"type": "number", "minimum": 0, "maximum": MAX_TIMEOUT_S}
+_KERNEL_ID = {"type": "string", "pattern": f"^{KERNEL_ID}$"}
+CHECK = (Parameter("check", _FLAG, "Judge the node too."),)
+DRY_RUN = (
+    Parameter("dry_run", _FLAG, "Decide and explain; change nothing."),
+    Parameter(
+        "Prefer",
+        {"type": "string", "examples": ["respond-async"]},
+        "respond-async: do not wait until it runs (RFC 7240).",
+        place="header",
+    ),
+)
+LIST = (
+    Parameter(
+        "state",
+        {"type": "string", "enum": [state.value for state in KernelState]},
+        "Only kernels in one of these states.",
+        is_repeatable=True,
+    ),
+    Parameter(
+        "label",
+        {"type": "string", "pattern": "^[^=]+=[\\s\\S]*$"},
+        "Only kernels with all of these labels: KEY=VALUE.",
+        is_repeatable=True,
+    ),
+    Parameter("limit", {"type": "integer", "minimum": 1, "maximum": MAX_PAGE}, "At most so many."),
+    Parameter("after", _KERNEL_ID, "Those that were created after this one."),
+)
+DELETE = (Parameter("timeout", _SECONDS, "Between TERM and KILL."),)
+LOGS = (
+    Parameter("follow", _FLAG, "Go on until the kernel ends."),
+    Parameter(
+        "tail",
+        {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 999_999_999}, {"const": "all"}]},
+        "The last lines.",
+    ),
+    Parameter("since", {"type": "string"}, "RFC 3339, or seconds since 1970."),
+    Parameter("timestamps", _FLAG, "Lead every line with its time."),
+    Parameter("stream", {"type": "string", "enum": ["both", "stdout", "stderr"]}, "Which output."),
+)
+EVENTS = (
+    Parameter("last_event_id", {"type": "string"}, "Go on after this event."),
+    Parameter("Last-Event-ID", {"type": "string"}, "The same.", place="header"),
+)
+LOG = Media("application/octet-stream", "What the kernel printed, byte for byte.")
+STREAM = Media("text/event-stream", "Server-sent events.")
+METRICS = Media("text/plain", "The Prometheus exposition format.")
 H = Handlers
 ROUTES: Sequence[Route] = (
-    Route("GET", "/v1/node", H.get_node, {200: NodeView}, ("check",)),
+    Route("GET", "/v1/node", H.get_node, {200: NodeView}, CHECK),
     Route("GET", "/v1/runtimes", H.list_runtimes, {200: list[RuntimeView]}),
     Route("DELETE", "/v1/runtimes/{runtime}", H.forget_runtime, {204: None}, right=Right.NODE),
     Route("GET", "/v1/plugins", H.list_plugins, {200: list[PluginView]}),
@@ -96,12 +169,12 @@ ROUTES: Sequence[Route] = (
         "/v1/agents/{agent}/kernels",
         H.create_kernel,
         {200: KernelView | DecisionView, 201: KernelView, 202: KernelView},
-        ("dry_run",),
+        DRY_RUN,
         CreateKernelRequest,
         Right.KERNELS,
     ),
-    Route("GET", "/v1/agents/{agent}/kernels", H.list_kernels, {200: list[KernelView]}),
-    Route("GET", "/v1/kernels", H.list_kernels, {200: list[KernelView]}),
+    Route("GET", "/v1/agents/{agent}/kernels", H.list_kernels, {200: list[KernelView]}, LIST),
+    Route("GET", "/v1/kernels", H.list_kernels, {200: list[KernelView]}, LIST),
     Route("GET", "/v1/kernels/{kernel}", H.get_kernel, {200: KernelView}),
     Route(
         "POST",
@@ -117,21 +190,21 @@ ROUTES: Sequence[Route] = (
         "/v1/kernels/{kernel}",
         H.delete_kernel,
         {204: None},
-        ("timeout",),
+        DELETE,
         right=Right.KERNELS,
     ),
     Route(
         "GET",
         "/v1/kernels/{kernel}/logs",
         H.get_logs,
-        {200: None},
-        LOG_QUERY,
+        {200: LOG},
+        LOGS,
         right=Right.OUTPUT,
     ),
-    Route("GET", "/v1/events", H.get_events, {200: None}, ("last_event_id",)),
+    Route("GET", "/v1/events", H.get_events, {200: STREAM}, EVENTS),
     Route("GET", "/v1/whoami", H.whoami, {200: CallerView}),
     Route("GET", "/v1/openapi.json", H.get_openapi, {200: dict[str, Any]}),
-    Route("GET", "/metrics", H.get_metrics, {200: None}),
+    Route("GET", "/metrics", H.get_metrics, {200: METRICS}),
     Route("GET", "/livez", H.livez, {200: dict[str, str]}, right=None),
     Route("GET", "/readyz", H.readyz, {200: dict[str, str]}, right=None),
 )
@@ -163,8 +236,8 @@ def _operation(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
         "operationId": name if "agent}/" not in route.path else f"{name}_of_agent",
         "summary": (route.handler.__doc__ or "").strip(),
         "parameters": [
-            *(_parameter(item, "path", required=True) for item in names),
-            *(_parameter(item, "query", required=False) for item in route.query),
+            *(_shown(Parameter(name, {"type": "string"}, "", place="path")) for name in names),
+            *(_shown(parameter) for parameter in route.takes),
         ],
         "responses": {
             str(status): _response(status, model, schemas, "application/json")
@@ -183,14 +256,24 @@ def _operation(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
     return operation
 
 
-def _parameter(name: str, place: str, *, required: bool) -> dict[str, Any]:
-    return {"name": name, "in": place, "required": required, "schema": {"type": "string"}}
+def _shown(parameter: Parameter) -> dict[str, Any]:
+    schema = parameter.schema
+    shown: dict[str, Any] = {
+        "name": parameter.name,
+        "in": parameter.place,
+        "required": parameter.place == "path",
+        "schema": {"type": "array", "items": schema} if parameter.is_repeatable else schema,
+    }
+    return shown | ({"description": parameter.description} if parameter.description else {})
 
 
 def _response(status: int, model: Any, schemas: dict[str, Any], media: str) -> dict[str, Any]:  # noqa: ANN401 - a type
     description = {0: "a problem", 201: "created", 202: "accepted", 204: "done"}.get(status, "ok")
     if model is None:
         return {"description": description}
+    if isinstance(model, Media):
+        content = {model.type: {"schema": {"type": "string"}}}
+        return {"description": model.description, "content": content}
     return {
         "description": description,
         "content": {media: {"schema": _schema(model, schemas)}},

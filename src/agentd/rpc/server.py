@@ -283,16 +283,16 @@ def _refuse_unknown_query(request: web.Request, route: Route) -> None:
     """
     if not request.query_string:
         return
-    given = list(request.query)
-    allowed = ", ".join(route.query) or "none"
+    given = [name for name, _ in request.query.items()]
+    allowed = ", ".join(route.parameters) or "none"
     problems = [
         Problem(name, f"unknown query parameter {name}; allowed: {allowed}")
-        for name in sorted(set(given) - set(route.query))
+        for name in sorted(set(given) - route.parameters.keys())
     ]
     problems += [
         Problem(name, "given more than once")
-        for name in sorted(set(given) & set(route.query) - set(route.repeatable))
-        if given.count(name) > 1
+        for name, parameter in route.parameters.items()
+        if given.count(name) > 1 and not parameter.is_repeatable
     ]
     if problems:
         raise InvalidRequest(problems)

@@ -1,0 +1,265 @@
+"""The asyncio client of one daemon: for schedulers, for the fleet, for other programs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast
+
+import aiohttp
+
+from agentd.client import calls
+from agentd.client.calls import Call
+from agentd.client.events import Frames, NodeEvent
+from agentd.client.http import CREATE_TIMEOUT_S, DEFAULT_SOCKET, TIMEOUT_S
+from agentd.client.problems import error_in, unreachable
+from agentd.errors import AgentdError, Unavailable, Unreachable
+from agentd.views import (
+    AgentView,
+    CallerView,
+    DecisionView,
+    DeviceView,
+    KernelView,
+    NodeView,
+    PluginView,
+    RuntimeView,
+    SlotTypeView,
+)
+
+RECONNECT_S = 1.0
+_CHUNK = 64 * 1024
+_BAD_REQUEST = 400
+T = TypeVar("T")
+
+
+class AsyncClient:
+    """Calls one daemon, over its socket (default: the system's) or over TCP with a token.
+
+        async with AsyncClient() as node:
+            kernel = await node.create_kernel("agent-1", {"command": ["true"]})
+
+    Refusals are raised as the classes of `agentd.errors`; a daemon that does not answer in
+    `timeout_s` is `Unreachable`. Answers of 503 are tried again, as they ask for, for as long.
+    """
+
+    def __init__(
+        self,
+        socket: str | os.PathLike[str] | None = None,
+        *,
+        url: str | None = None,
+        token: str | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self._socket_path = os.fspath(socket) if socket is not None else DEFAULT_SOCKET
+        self._url = url
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._timeout_s = timeout_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        connector = None if self._url else aiohttp.UnixConnector(self._socket_path)
+        self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def carry_out(self, call: Call[T], *, timeout_s: float | None = None) -> T:
+        """Carry out a call, again as long as the daemon is not ready for it.
+
+        Raises:
+            AgentdError: the daemon refused, or did not answer in time.
+        """
+        content = await self._content(call, self._timeout_s if timeout_s is None else timeout_s)
+        return cast("T", json.loads(content) if content else None)
+
+    async def _content(self, call: Call[Any], timeout_s: float) -> bytes:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self._timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    try:
+                        async with await self._opened(call) as response:
+                            return await response.read()
+                    except Unavailable as error:
+                        pause_s = error.retry_after_s
+                        is_last = not error.content or loop.time() + pause_s > end
+                        if is_last or not call.is_repeatable:
+                            raise
+                    await asyncio.sleep(pause_s)
+        except TimeoutError:
+            raise Unreachable(f"{self._where}: no answer within {timeout_s:g} s") from None
+        except aiohttp.ClientError as error:
+            raise unreachable(self._where, error) from None
+
+    async def _opened(self, call: Call[Any]) -> aiohttp.ClientResponse:
+        """Send a call, and return its answer to be read.
+
+        Raises:
+            AgentdError: it is an error, or there is none.
+            RuntimeError: the client is not entered.
+        """
+        if self._session is None:
+            raise RuntimeError("use it as `async with AsyncClient() as client`")
+        try:
+            response = await self._session.request(
+                call.method,
+                f"{self._url or 'http://agentd'}{call.path}",
+                json=call.body,
+                headers=call.headers,
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._timeout_s),
+            )
+        except (aiohttp.ClientError, OSError) as error:
+            raise unreachable(self._where, error) from None
+        if response.status >= _BAD_REQUEST:
+            async with response:
+                raise error_in(response.status, await response.read())
+        return response
+
+    @property
+    def _where(self) -> str:
+        return self._url or self._socket_path
+
+    async def node(self, *, check: bool = False) -> NodeView:
+        return await self.carry_out(calls.node(check=check))
+
+    async def whoami(self) -> CallerView:
+        return await self.carry_out(calls.whoami())
+
+    async def runtimes(self) -> list[RuntimeView]:
+        return await self.carry_out(calls.runtimes())
+
+    async def forget_runtime(self, name: str) -> None:
+        await self.carry_out(calls.forget_runtime(name))
+
+    async def plugins(self) -> list[PluginView]:
+        return await self.carry_out(calls.plugins())
+
+    async def retry_plugin(self, name: str) -> PluginView:
+        return await self.carry_out(calls.retry_plugin(name))
+
+    async def slot_types(self) -> list[SlotTypeView]:
+        return await self.carry_out(calls.slot_types())
+
+    async def devices(self) -> list[DeviceView]:
+        return await self.carry_out(calls.devices())
+
+    async def drain(self, device_name: str, device_id: str) -> DeviceView:
+        return await self.carry_out(calls.drain(device_name, device_id))
+
+    async def undrain(self, device_name: str, device_id: str) -> DeviceView:
+        return await self.carry_out(calls.undrain(device_name, device_id))
+
+    async def forget_device(self, device_name: str, device_id: str) -> None:
+        await self.carry_out(calls.forget_device(device_name, device_id))
+
+    async def agents(self) -> list[AgentView]:
+        return await self.carry_out(calls.agents())
+
+    async def agent(self, agent_id: str) -> AgentView:
+        return await self.carry_out(calls.agent(agent_id))
+
+    async def create_kernel(
+        self,
+        agent_id: str,
+        request: Mapping[str, Any],
+        *,
+        wait: bool = True,
+        timeout_s: float = CREATE_TIMEOUT_S,
+    ) -> KernelView:
+        """Create a kernel; a request without `kernel_id` gets one, so that it can be repeated."""
+        return await self.carry_out(
+            calls.create_kernel(agent_id, request, wait=wait), timeout_s=timeout_s
+        )
+
+    async def explain(self, agent_id: str, request: Mapping[str, Any]) -> DecisionView:
+        """Return what a create would be given now, and why."""
+        return await self.carry_out(calls.explain(agent_id, request))
+
+    async def kernels(
+        self,
+        agent_id: str | None = None,
+        *,
+        state: str | Sequence[str] | None = None,
+        labels: Mapping[str, str] | None = None,
+        limit: int | None = None,
+        after: str | None = None,
+    ) -> list[KernelView]:
+        call = calls.kernels(agent_id, state=state, labels=labels, limit=limit, after=after)
+        return await self.carry_out(call)
+
+    async def kernel(self, kernel_id: str) -> KernelView:
+        return await self.carry_out(calls.kernel(kernel_id))
+
+    async def stop_kernel(self, kernel_id: str, timeout: float | None = None) -> KernelView:
+        call = calls.stop_kernel(kernel_id, timeout)
+        return await self.carry_out(call, timeout_s=self._timeout_s + (timeout or 0))
+
+    async def delete_kernel(self, kernel_id: str, timeout: float | None = None) -> None:
+        call = calls.delete_kernel(kernel_id, timeout)
+        await self.carry_out(call, timeout_s=self._timeout_s + (timeout or 0))
+
+    async def logs(
+        self,
+        kernel_id: str,
+        *,
+        follow: bool = False,
+        tail: int | None = None,
+        since: str | float | None = None,
+        timestamps: bool = False,
+        stream: str | None = None,
+    ) -> AsyncIterator[bytes]:
+        """Yield what a kernel printed, as it comes; with `follow` until the kernel ends."""
+        call = calls.logs(
+            kernel_id,
+            follow=follow,
+            tail=tail,
+            since=since,
+            timestamps=timestamps,
+            stream=stream,
+        )
+        async with await self._opened(call) as response:
+            try:
+                async for chunk in response.content.iter_chunked(_CHUNK):
+                    yield chunk
+            except aiohttp.ClientError as error:
+                raise unreachable(self._where, error) from None
+
+    async def events(self, *, after: str | None = None) -> AsyncIterator[NodeEvent]:
+        """Yield what happens on the node, for ever; after a lost connection it goes on by itself.
+
+        What cannot be told any more comes as an event of kind `reset`: list anew.
+        """
+        while True:
+            frames = Frames()
+            try:
+                async with await self._opened(calls.events(after)) as response:
+                    async for line in response.content:
+                        if (event := frames.read(line)) is not None:
+                            after = event.id
+                            yield event
+            except aiohttp.ClientError:
+                pass
+            except AgentdError as error:
+                if not isinstance(error, Unavailable):
+                    raise
+            await asyncio.sleep(RECONNECT_S)
+            if after is None:
+                yield NodeEvent("reset", {"reason": "the connection was lost; list anew"}, "")
+
+    async def metrics(self) -> str:
+        return (await self._content(calls.metrics(), self._timeout_s)).decode()
+
+    async def openapi(self) -> dict[str, Any]:
+        return await self.carry_out(calls.openapi())

@@ -1,0 +1,203 @@
+"""Every call of the RPC, as a value: what is sent, and the type of what comes back.
+
+Both clients carry these out, so that a route is described in one place.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+from urllib.parse import quote, urlencode
+
+from agentd.views import (
+    AgentView,
+    CallerView,
+    DecisionView,
+    DeviceView,
+    KernelView,
+    NodeView,
+    PluginView,
+    RuntimeView,
+    SlotTypeView,
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Call(Generic[T]):
+    """One call; `T` is its answer's type. One that `is_repeatable` may be sent again."""
+
+    method: str
+    path: str
+    body: Mapping[str, Any] | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    is_repeatable: bool = True
+
+
+def _at(*parts: str, **query: object) -> str:
+    path = "/v1/" + "/".join(quote(part, safe="") for part in parts)
+    pairs = [
+        (name, item if isinstance(item, str) else _text(item))
+        for name, value in query.items()
+        for item in (value if isinstance(value, (list, tuple)) else [value])
+        if item is not None
+    ]
+    return f"{path}?{urlencode(pairs)}" if pairs else path
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value}"
+
+
+def node(*, check: bool = False) -> Call[NodeView]:
+    """`GET /v1/node`."""
+    return Call("GET", _at("node", check=check or None))
+
+
+def whoami() -> Call[CallerView]:
+    """`GET /v1/whoami`."""
+    return Call("GET", _at("whoami"))
+
+
+def runtimes() -> Call[list[RuntimeView]]:
+    """`GET /v1/runtimes`."""
+    return Call("GET", _at("runtimes"))
+
+
+def forget_runtime(name: str) -> Call[None]:
+    """`DELETE /v1/runtimes/{runtime}`."""
+    return Call("DELETE", _at("runtimes", name))
+
+
+def plugins() -> Call[list[PluginView]]:
+    """`GET /v1/plugins`."""
+    return Call("GET", _at("plugins"))
+
+
+def retry_plugin(name: str) -> Call[PluginView]:
+    """`POST /v1/plugins/{plugin}/retry`."""
+    return Call("POST", _at("plugins", name, "retry"))
+
+
+def slot_types() -> Call[list[SlotTypeView]]:
+    """`GET /v1/slot-types`."""
+    return Call("GET", _at("slot-types"))
+
+
+def devices() -> Call[list[DeviceView]]:
+    """`GET /v1/devices`."""
+    return Call("GET", _at("devices"))
+
+
+def drain(device_name: str, device_id: str) -> Call[DeviceView]:
+    """`POST /v1/devices/{device_name}/{id}/drain`."""
+    return Call("POST", _at("devices", device_name, device_id, "drain"))
+
+
+def undrain(device_name: str, device_id: str) -> Call[DeviceView]:
+    """`POST /v1/devices/{device_name}/{id}/undrain`."""
+    return Call("POST", _at("devices", device_name, device_id, "undrain"))
+
+
+def forget_device(device_name: str, device_id: str) -> Call[None]:
+    """`DELETE /v1/devices/{device_name}/{id}`."""
+    return Call("DELETE", _at("devices", device_name, device_id))
+
+
+def agents() -> Call[list[AgentView]]:
+    """`GET /v1/agents`."""
+    return Call("GET", _at("agents"))
+
+
+def agent(agent_id: str) -> Call[AgentView]:
+    """`GET /v1/agents/{agent}`."""
+    return Call("GET", _at("agents", agent_id))
+
+
+def create_kernel(
+    agent_id: str, request: Mapping[str, Any], *, wait: bool = True
+) -> Call[KernelView]:
+    """`POST /v1/agents/{agent}/kernels`; with a kernel id, so that it can be repeated."""
+    body = {"kernel_id": f"k-{uuid.uuid4().hex[:12]}", **request}
+    headers = {} if wait else {"Prefer": "respond-async"}
+    return Call("POST", _at("agents", agent_id, "kernels"), body, headers)
+
+
+def explain(agent_id: str, request: Mapping[str, Any]) -> Call[DecisionView]:
+    """`POST /v1/agents/{agent}/kernels?dry_run=true`."""
+    return Call("POST", _at("agents", agent_id, "kernels", dry_run=True), request)
+
+
+def kernels(
+    agent_id: str | None = None,
+    *,
+    state: str | Sequence[str] | None = None,
+    labels: Mapping[str, str] | None = None,
+    limit: int | None = None,
+    after: str | None = None,
+) -> Call[list[KernelView]]:
+    """`GET /v1/kernels`, or those of one agent."""
+    place = ("kernels",) if agent_id is None else ("agents", agent_id, "kernels")
+    states = [state] if isinstance(state, str) else list(state or ())
+    wanted = [f"{name}={value}" for name, value in (labels or {}).items()]
+    return Call("GET", _at(*place, state=states, label=wanted, limit=limit, after=after))
+
+
+def kernel(kernel_id: str) -> Call[KernelView]:
+    """`GET /v1/kernels/{kernel}`."""
+    return Call("GET", _at("kernels", kernel_id))
+
+
+def stop_kernel(kernel_id: str, timeout: float | None = None) -> Call[KernelView]:
+    """`POST /v1/kernels/{kernel}/stop`."""
+    body = {} if timeout is None else {"timeout": timeout}
+    return Call("POST", _at("kernels", kernel_id, "stop"), body)
+
+
+def delete_kernel(kernel_id: str, timeout: float | None = None) -> Call[None]:
+    """`DELETE /v1/kernels/{kernel}`."""
+    return Call("DELETE", _at("kernels", kernel_id, timeout=timeout))
+
+
+def logs(
+    kernel_id: str,
+    *,
+    follow: bool = False,
+    tail: int | None = None,
+    since: str | float | None = None,
+    timestamps: bool = False,
+    stream: str | None = None,
+) -> Call[bytes]:
+    """`GET /v1/kernels/{kernel}/logs`."""
+    query = {"tail": tail, "since": since, "stream": stream}
+    query |= {"follow": follow or None, "timestamps": timestamps or None}
+    return Call("GET", _at("kernels", kernel_id, "logs", **query), is_repeatable=False)
+
+
+def events(after: str | None = None) -> Call[bytes]:
+    """`GET /v1/events`, from the event after `after` on."""
+    headers = {} if after is None else {"Last-Event-ID": after}
+    return Call("GET", _at("events"), headers=headers, is_repeatable=False)
+
+
+def metrics() -> Call[bytes]:
+    """`GET /metrics`."""
+    return Call("GET", "/metrics")
+
+
+def openapi() -> Call[dict[str, Any]]:
+    """`GET /v1/openapi.json`."""
+    return Call("GET", _at("openapi.json"))
+
+
+def alive() -> Call[dict[str, str]]:
+    """`GET /livez`."""
+    return Call("GET", "/livez")
+
+
+def ready() -> Call[dict[str, str]]:
+    """`GET /readyz`."""
+    return Call("GET", "/readyz")

@@ -1,0 +1,66 @@
+"""Problems (RFC 9457) back into the errors of `agentd.errors` that they came from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from agentd.errors import AgentdError, Problem, Refused, Unreachable
+
+_SERVER_ERROR = 500
+
+
+def error_of(content: Mapping[str, Any]) -> AgentdError:
+    """Return the error that a problem tells of: its class by `code`, its facts as attributes.
+
+    A code that this version does not know is a `Refused`.
+    """
+    kind = _CLASSES.get(str(content.get("code", "")))
+    detail = str(content.get("detail", content))
+    if kind is None:
+        return Refused(str(content.get("code", "Internal")), detail, content)
+    error = kind.__new__(kind)
+    Exception.__init__(error, detail)
+    for name, value in content.items():
+        if name not in ("type", "title", "status", "detail", "code"):
+            setattr(error, "limit" if name == "reason" else name, value)
+    if isinstance(listed := content.get("errors"), list):
+        problems = tuple(Problem(item["where"], item["why"]) for item in listed)
+        error.problems = problems  # type: ignore[attr-defined]
+    slots = content.get("known_slots")
+    if slots is not None:
+        error.known = slots  # type: ignore[attr-defined]
+    error.content = dict(content)
+    return error
+
+
+def error_in(status: int, raw: bytes) -> AgentdError:
+    """Return the error that an answer is."""
+    try:
+        content = json.loads(raw)
+    except ValueError:
+        content = None
+    if isinstance(content, dict):
+        return error_of(content)
+    text = raw.decode(errors="replace")
+    return Refused("Internal" if status >= _SERVER_ERROR else "BadRequest", text, {})
+
+
+def unreachable(where: str, error: Exception) -> Unreachable:
+    """Return the error of a call that no daemon answered."""
+    why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return Unreachable(f"{where}: {why}")
+
+
+def _all(kind: type[AgentdError]) -> Iterator[type[AgentdError]]:
+    for below in kind.__subclasses__():
+        yield below
+        yield from _all(below)
+
+
+_CLASSES = {
+    kind.code: kind
+    for kind in reversed(list(_all(AgentdError)))
+    if "code" in vars(kind) and kind is not Refused
+}

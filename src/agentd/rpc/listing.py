@@ -1,0 +1,105 @@
+"""Lists of kernels: which of them, in what order, and page by page."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from multidict import MultiMapping
+
+from agentd.core.kernel import Kernel, KernelState
+from agentd.errors import InvalidRequest, Problem
+
+MAX_PAGE = 1000
+MOST_REMOVED = 16_384
+"""How many kernels that are gone a page can still begin after."""
+
+
+class Page(NamedTuple):
+    """A part of a list; `next_after` is where the next one begins, None at the end."""
+
+    kernels: Sequence[Kernel]
+    next_after: str | None
+
+
+class Order:
+    """The order of creation; it knows the places of kernels that are gone, too."""
+
+    def __init__(self) -> None:
+        self._removed: OrderedDict[str, float] = OrderedDict()
+
+    def note(self, before: Kernel | None, now: Kernel | None) -> None:
+        """Keep the place of a kernel that is removed."""
+        if now is None and before is not None:
+            self._removed[before.kernel_id] = before.created_at
+            self._removed.move_to_end(before.kernel_id)
+            if len(self._removed) > MOST_REMOVED:
+                self._removed.popitem(last=False)
+
+    def page(self, kernels: Iterable[Kernel], query: MultiMapping[str]) -> Page:
+        """Return the kernels that a query asks for: `state`, `label`, `limit`, `after`.
+
+        Raises:
+            InvalidRequest: a parameter cannot be read, or `after` names no kernel there was.
+        """
+        states, labels = _states(query), _labels(query)
+        limit = _limit(query)
+        found = sorted(kernels, key=_place)
+        after = query.get("after")
+        if after is not None:
+            place = self._place_of(after, found)
+            found = [kernel for kernel in found if _place(kernel) > place]
+        found = [
+            kernel
+            for kernel in found
+            if (not states or kernel.state in states)
+            and all(kernel.labels.get(name) == value for name, value in labels)
+        ]
+        if limit is None or len(found) <= limit:
+            return Page(found, None)
+        return Page(found[:limit], found[limit - 1].kernel_id)
+
+    def _place_of(self, kernel_id: str, visible: Iterable[Kernel]) -> tuple[float, str]:
+        for kernel in visible:
+            if kernel.kernel_id == kernel_id:
+                return _place(kernel)
+        if (created_at := self._removed.get(kernel_id)) is not None:
+            return created_at, kernel_id
+        why = f"no kernel {kernel_id!r} that is there, or was since the daemon's start"
+        raise InvalidRequest([Problem("after", why)])
+
+
+def _place(kernel: Kernel) -> tuple[float, str]:
+    return kernel.created_at, kernel.kernel_id
+
+
+def _states(query: MultiMapping[str]) -> frozenset[KernelState]:
+    given = query.getall("state", [])
+    known = {state.value for state in KernelState}
+    if unknown := sorted(set(given) - known):
+        why = f"invalid state {', '.join(unknown)}: expected one of {', '.join(sorted(known))}"
+        raise InvalidRequest([Problem("state", why)])
+    return frozenset(KernelState(value) for value in given)
+
+
+def _labels(query: MultiMapping[str]) -> list[tuple[str, str]]:
+    found = []
+    for given in query.getall("label", []):
+        name, has_value, value = given.partition("=")
+        if not has_value or not name:
+            raise InvalidRequest([Problem("label", f"invalid value {given!r}: expected KEY=VALUE")])
+        found.append((name, value))
+    return found
+
+
+def _limit(query: MultiMapping[str]) -> int | None:
+    text = query.get("limit")
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < len("10000")) or not (
+        1 <= int(text) <= MAX_PAGE
+    ):
+        why = f"invalid number {text!r}: expected 1 to {MAX_PAGE}"
+        raise InvalidRequest([Problem("limit", why)])
+    return int(text)

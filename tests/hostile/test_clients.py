@@ -1,0 +1,221 @@
+"""Clients that mean harm: half requests, readers that read nothing, followers that hang up.
+
+The figures are the contract's under `make soak`, and smaller ones else; the machine may be busy, so
+a deadline of milliseconds holds under soak alone.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from daemon import AGENTS, BASE, Daemon, gpus
+
+SOAK = bool(os.environ.get("AGENTD_SOAK"))
+HALF, READERS, FOLLOWERS = (2000, 1000, 500) if SOAK else (700, 150, 100)
+MOST = 400
+PATIENCE_S = 0.05 if SOAK else 1.0
+"""Within what `/livez` answers on the unix socket, whatever others do."""
+
+
+class Node:
+    """A node that listens on TCP, and how it does."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self.daemon = daemon
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        (daemon.folder / "token").write_text("secret\n")
+        (daemon.folder / "token").chmod(0o600)
+        listen = f'listen = "127.0.0.1:{self.port}"\ntoken-file = "{daemon.folder}/token"\n'
+        listen += f"max-connections = {MOST}\n[host]"
+        daemon.configure(AGENTS + gpus(), BASE.replace("[host]", listen))
+        self.slowest_s = 0.0
+
+    @property
+    def pid(self) -> int:
+        assert self.daemon.process is not None
+        return self.daemon.process.pid
+
+    @property
+    def descriptors(self) -> int:
+        return sum(1 for _ in Path(f"/proc/{self.pid}/fd").iterdir())
+
+    @property
+    def memory_kib(self) -> int:
+        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+    async def back_to(self, descriptors: int, within_s: float = 20) -> None:
+        """Wait until no more descriptors are open than before."""
+        async with asyncio.timeout(within_s):
+            while self.descriptors > descriptors + 2:
+                await asyncio.sleep(0.05)
+
+    async def watched(self, connector: aiohttp.UnixConnector) -> None:
+        """Ask for `/livez` on the unix socket again and again, and note the slowest answer."""
+        async with aiohttp.ClientSession(connector=connector) as session:
+            while True:
+                before = time.monotonic()
+                async with session.get("http://agentd/livez") as response:
+                    assert response.status == 200
+                self.slowest_s = max(self.slowest_s, time.monotonic() - before)
+                await asyncio.sleep(0.02)
+
+    def request(self, path: str) -> bytes:
+        return f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n\r\n".encode()
+
+    async def connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.port)
+
+
+@pytest.fixture
+async def plain(folder: Path) -> AsyncIterator[Daemon]:
+    """A node on the process runtime."""
+    made = Daemon(folder, "process")
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def node(plain: Daemon) -> AsyncIterator[Node]:
+    made = Node(plain)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    await plain.start()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 16384), most))
+    watching = asyncio.create_task(
+        made.watched(aiohttp.UnixConnector(str(plain.folder / "agentd.sock")))
+    )
+    yield made
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    is_alive = not watching.done()
+    watching.cancel()
+    assert is_alive, "the unix socket did not answer"
+    assert made.slowest_s < PATIENCE_S, f"/livez took {made.slowest_s:.3f} s"
+
+
+async def test_half_requests_lock_nobody_out(node: Node) -> None:
+    before = node.descriptors
+    async with AsyncExitStack() as stack:
+        half = []
+        for _ in range(HALF):
+            reader, writer = await node.connected()
+            stack.callback(writer.close)
+            writer.write(b"GET /v1/node HTTP/1.1\r\nHost: ")
+            half.append(reader)
+        assert (await node.daemon.call("GET", "/v1/node")).status == 200
+        assert node.descriptors <= before + MOST + 20
+        async with asyncio.timeout(30):
+            for reader in half:
+                with contextlib.suppress(ConnectionResetError):
+                    assert await reader.read() == b""
+    await node.back_to(before)
+    assert node.daemon.log.count("\n") < 200
+
+
+async def test_a_body_that_does_not_come_is_a_408(node: Node) -> None:
+    reader, writer = await node.connected()
+    head = node.request("/v1/agents/agent-1/kernels").replace(b"GET", b"POST")
+    writer.write(head[:-2] + b"Content-Length: 100\r\n\r\n{")
+    async with asyncio.timeout(60):
+        answer = await reader.readuntil(b"}")
+    writer.close()
+    assert b"408" in answer.splitlines()[0]
+    assert b"RequestTimeout" in answer
+
+
+async def test_readers_that_read_nothing_are_let_go_of(node: Node) -> None:
+    """The first 64 of a caller get an answer that they do not read; all others a 429."""
+    await node.daemon.running(
+        kernel_id="loud", command=["sh", "-c", "yes | head -c 30000000; sleep 1000"]
+    )
+    before, memory = node.descriptors, node.memory_kib
+    refused = 0
+    async with AsyncExitStack() as stack:
+        readers = []
+        for _ in range(READERS):
+            sock = socket.socket()
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", node.port))
+            stack.callback(sock.close)
+            await asyncio.get_running_loop().sock_sendall(
+                sock, node.request("/v1/kernels/loud/logs?follow=true")
+            )
+            readers.append(sock)
+        async with asyncio.timeout(30):
+            while "stream.dropped" not in node.daemon.log:
+                await asyncio.sleep(0.1)
+        for sock in readers:
+            head = await asyncio.get_running_loop().sock_recv(sock, 12)
+            refused += head.endswith(b"429")
+    assert refused == READERS - 64
+    await node.back_to(before)
+    assert node.memory_kib < memory + 100_000
+
+
+async def test_followers_that_hang_up_leave_nothing(node: Node) -> None:
+    await node.daemon.running(kernel_id="quiet", command=["sh", "-c", "echo one; sleep 1000"])
+    before = node.descriptors
+    for start in range(0, FOLLOWERS, 50):
+        writers = []
+        for number in range(start, start + 50):
+            reader, writer = await node.connected()
+            path = "/v1/events" if number % 2 else "/v1/kernels/quiet/logs?follow=true"
+            writer.write(node.request(path))
+            writers.append(writer)
+            assert b"200 OK" in await reader.readline()
+        for writer in writers:
+            writer.transport.abort()
+        await node.back_to(before, within_s=5)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/1.1\r\nHost : x\r\n\r\n", b"GET  / HTTP/9\r\n\r\n",
+     b"GET / HTTP/1.1\r\n" + b"X: " + b"y" * 20000 + b"\r\n\r\n", b"foo bar\r\n\r\n"],
+)  # fmt: skip
+async def test_what_is_no_request_is_a_problem_like_every_other(node: Node, sent: bytes) -> None:
+    for _ in range(20):
+        reader, writer = await node.connected()
+        writer.write(sent)
+        answer = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert b"application/problem+json" in head
+        content = json.loads(body)
+        assert (content["status"], content["code"]) == (400, "BadRequest")
+    assert "Traceback" not in node.daemon.log
+    assert node.daemon.log.count("rpc.broken_request") <= 3
+
+
+@pytest.mark.parametrize(
+    ("query", "where"), [("?dry_run=true&dry_run=false", "dry_run"), ("?tail=1&tail=2", "tail")]
+)
+async def test_a_parameter_that_is_given_twice_is_refused(
+    plain: Daemon, query: str, where: str
+) -> None:
+    await plain.start()
+    path = "/v1/kernels/k1/logs" if where == "tail" else "/v1/agents/agent-1/kernels"
+    answer = await plain.call("GET" if where == "tail" else "POST", path + query, None)
+    assert answer.status == 422
+    assert answer.json["errors"] == [{"where": where, "why": "given more than once"}]
+
+
+async def test_a_member_that_is_given_twice_is_refused(plain: Daemon) -> None:
+    await plain.start()
+    body = b'{"command": ["true"], "slots": {"cpu": 1, "cpu": 2}}'
+    answer = await plain.call("POST", "/v1/agents/agent-1/kernels", data=body)
+    assert answer.status == 422
+    assert answer.json["errors"] == [{"where": "cpu", "why": "given more than once"}]
