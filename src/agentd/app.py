@@ -233,7 +233,10 @@ class Daemon:
             log.warning("node.warning", warning=warning)
         check = SelfCheck(state, devices, runtimes, memory)
         access = Access(state, devices)
-        parts = NodeParts(state, devices, plugins, service, reconciler, check, events, access)
+        remarks = assembly.remarks(self._settings)
+        parts = NodeParts(
+            state, devices, plugins, service, reconciler, check, events, access, remarks
+        )
         handlers = Handlers(self._node_id, default, parts)
         loops = Loops(reconciler, state, devices, runtimes, plugins, serving)
         return _Node(state, service, reconciler, loops, handlers, events)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import ssl
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 import structlog
@@ -55,6 +56,7 @@ def docker_rules(docker: DockerSettings) -> DockerRules:
         log_max_files=docker.log_max_files,
         registry_auth=docker.registry_auth,
         stop_timeout_s=docker.stop_timeout,
+        ulimits=docker.ulimits,
     )
 
 
@@ -90,7 +92,22 @@ def process_rules(settings: Settings) -> ProcessRules:
         log_max_files=process.log_max_files,
         pids_limit=process.pids_limit,
         stop_timeout_s=process.stop_timeout,
+        ulimits=process.ulimits,
     )
+
+
+def remarks(settings: Settings) -> list[str]:
+    """Return what an operator should know of what these settings let kernels do."""
+    wanted = os.ST_NOSUID | os.ST_NODEV
+    found = []
+    for folder in settings.runtime.docker.allowed_mounts:
+        with suppress(OSError):
+            if os.statvfs(folder).f_flag & wanted != wanted:
+                found.append(
+                    f"{folder} (allowed-mounts) is not mounted nosuid,nodev: root of a container"
+                    " can leave setuid programs and devices there, and the engine cannot prevent it"
+                )
+    return found
 
 
 def lock_folder() -> Path:

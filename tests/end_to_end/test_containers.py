@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from daemon import AGENTS, Daemon, gpus
+from daemon import AGENTS, BASE, Daemon, gpus
 from end_to_end.containers import inspected, printed
 from engine import Engine
 from engine_proxy import EngineProxy
@@ -319,3 +319,36 @@ async def test_a_user_whom_the_image_does_not_know_is_the_caller_s_to_mend(
     assert (answer.status, answer.json["code"]) == (422, "InvalidRequest")
     assert answer.json["errors"][0]["where"] == "user"
     assert engine.containers() == []
+
+
+@pytest.mark.parametrize(
+    ("body", "where"),
+    [
+        ({"user": "0:no-such-group"}, "user"),
+        ({"tmpfs": [{"target": "/proc/sys"}]}, "tmpfs.0.target"),
+        ({"tmpfs": [{"target": "/../etc"}]}, "tmpfs.0.target"),
+        ({"ulimits": {"rtprio": 99}}, "ulimits.rtprio"),
+    ],
+)
+async def test_a_caller_s_mistake_is_never_the_engine_s_failure(
+    dockered: Daemon, engine: Engine, body: dict, where: str
+) -> None:
+    await dockered.start(AGENTS)
+    answer = await dockered.create(slots={"cpu": 0}, **body)
+    assert (answer.status, answer.json["code"]) == (422, "InvalidRequest")
+    assert [problem["where"] for problem in answer.json["errors"]] == [where]
+    assert engine.containers() == []
+
+
+async def test_folders_in_which_setuid_programs_could_be_left_are_told(
+    dockered: Daemon, folder: Path
+) -> None:
+    (folder / "data").mkdir()
+    await dockered.start(AGENTS)
+    assert not [w for w in (await dockered.get("/v1/node"))["warnings"] if "nosuid" in w]
+    allowed = f'stop-timeout = 1\nallowed-mounts = ["{folder}/data"]'
+    await dockered.stop()
+    dockered.configure(AGENTS, BASE.replace("stop-timeout = 1", allowed))
+    await dockered.start()
+    (warning,) = [w for w in (await dockered.get("/v1/node"))["warnings"] if "nosuid" in w]
+    assert str(folder / "data") in warning

@@ -1,6 +1,7 @@
 """The commands `agentctl …`: everything the RPC offers, for people and for scripts.
 
-Errors are one line with the problem's detail; the exit status is then 1.
+Errors are one line with the problem's detail. Exit status: 0 done; 1 refused, or nobody answers;
+2 wrong usage; 3 `wait` ran out of time.
 """
 
 from __future__ import annotations
@@ -14,19 +15,23 @@ from typing import Any
 import click
 
 from agentd import __version__
+from agentd.cli import names
 from agentd.cli.create import create, explain
 from agentd.cli.doctor import check_row, print_checks, runtimes_row
 from agentd.cli.options import (
     KERNEL_COLUMNS,
+    WIDE_KERNEL_COLUMNS,
     RpcGroup,
     RpcProblem,
     event_line,
     json_option,
     kernel_row,
+    pairs,
     print_answer,
     socket_of,
 )
 from agentd.cli.token import token
+from agentd.cli.watching import logs, wait
 from agentd.client import Client
 from agentd.errors import AgentdError
 
@@ -40,7 +45,13 @@ PLUGIN_COLUMNS = ["name", "plugin", "state", "slots", "reason"]
 )
 @click.option("--config", metavar="FILE", help="agent.toml that names the socket.")
 @click.option("--url", envvar="AGENTD_URL", help="http://127.0.0.1:6001, in place of the socket.")
-@click.option("--token-file", metavar="FILE", type=click.Path(), help="Token for --url.")
+@click.option(
+    "--token-file",
+    envvar="AGENTD_TOKEN_FILE",
+    metavar="FILE",
+    type=click.Path(),
+    help="Token for --url.",
+)
 @click.pass_context
 def agentctl(
     context: click.Context,
@@ -116,7 +127,8 @@ def devices(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click pass
         "holders",
         "reason",
     ]
-    print_answer(rows, columns, as_json=as_json)
+    wide = ["stable_id", "model", "numa_node", "aliases"]
+    print_answer(rows, columns, as_json=as_json, wide=wide)
 
 
 def _holders(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,19 +178,31 @@ agentctl.add_command(explain)
 
 
 @agentctl.command()
-@click.option("--agent", help="Of this agent only.")
+@click.option("--agent", help="Of this agent only.", shell_complete=names.agents)
+@click.option("--state", multiple=True, help="Only in this state; may be repeated.")
+@click.option("--label", "-l", multiple=True, metavar="KEY=VALUE", help="Only with this label.")
 @json_option
 @click.pass_obj
-def ls(client: Client, agent: str | None, as_json: bool) -> None:  # noqa: FBT001 - click passes it
-    """List kernels."""
-    rows = client.kernels(agent)
-    print_answer(
-        rows if as_json else [kernel_row(row) for row in rows], KERNEL_COLUMNS, as_json=as_json
-    )
+def ls(
+    client: Client,
+    agent: str | None,
+    state: Sequence[str],
+    label: Sequence[str],
+    as_json: bool,  # noqa: FBT001 - click passes it
+) -> None:
+    """List kernels.
+
+    \b
+    agentctl ls --state running --label queue=night
+    agentctl rm $(agentctl ls --state terminated -o name)
+    """  # noqa: D301 - click reads \b as "keep these lines"
+    rows = client.kernels(agent, state=state, labels=pairs(label))
+    shown = rows if as_json else [kernel_row(row) for row in rows]
+    print_answer(shown, KERNEL_COLUMNS, as_json=as_json, wide=WIDE_KERNEL_COLUMNS)
 
 
 @agentctl.command()
-@click.argument("kernel")
+@click.argument("kernel", shell_complete=names.kernels)
 @json_option
 @click.pass_obj
 def inspect(client: Client, kernel: str, as_json: bool) -> None:  # noqa: FBT001 - click passes it
@@ -195,23 +219,8 @@ def inspect(client: Client, kernel: str, as_json: bool) -> None:  # noqa: FBT001
     )
 
 
-@agentctl.command()
-@click.argument("kernel")
-@click.option("--follow", "-f", is_flag=True, help="Follow the log until the kernel ends.")
-@click.option("--tail", type=click.IntRange(min=0), help="Only the last lines.")
-@click.option("--since", metavar="TIME", help="Only lines since 2026-11-21T12:00:00Z.")
-@click.option(
-    "--timestamps", "-t", is_flag=True, help="Start each line with the time it was printed."
-)
-@click.option("--stream", type=click.Choice(["both", "stdout", "stderr"]))
-@click.pass_obj
-def logs(client: Client, /, kernel: str, follow: bool, tail: int | None, **options: Any) -> None:  # noqa: ANN401, FBT001 - click passes them
-    """Print what a kernel printed."""
-    wanted = {name: value for name, value in options.items() if value}
-    output = sys.stdout.buffer
-    for chunk in client.logs(kernel, follow=follow, tail=tail, **wanted):
-        output.write(chunk)
-        output.flush()
+agentctl.add_command(logs)
+agentctl.add_command(wait)
 
 
 @agentctl.command()
@@ -227,7 +236,7 @@ def events(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passe
 
 
 @agentctl.command()
-@click.argument("kernel")
+@click.argument("kernel", shell_complete=names.kernels)
 @click.option("--timeout", type=float, help="Seconds between TERM and KILL.")
 @json_option
 @click.pass_obj
@@ -238,7 +247,7 @@ def stop(client: Client, kernel: str, timeout: float | None, as_json: bool) -> N
 
 
 @agentctl.command()
-@click.argument("kernels", nargs=-1, required=True)
+@click.argument("kernels", nargs=-1, required=True, shell_complete=names.kernels)
 @click.option("--timeout", type=float, help="Seconds between TERM and KILL.")
 @json_option
 @click.pass_obj
@@ -250,7 +259,7 @@ def rm(client: Client, kernels: Sequence[str], timeout: float | None, as_json: b
 
 
 @agentctl.command()
-@click.argument("device")
+@click.argument("device", shell_complete=names.devices)
 @json_option
 @click.pass_obj
 def drain(client: Client, device: str, as_json: bool) -> None:  # noqa: FBT001 - click passes it
@@ -259,7 +268,7 @@ def drain(client: Client, device: str, as_json: bool) -> None:  # noqa: FBT001 -
 
 
 @agentctl.command()
-@click.argument("device")
+@click.argument("device", shell_complete=names.devices)
 @json_option
 @click.pass_obj
 def undrain(client: Client, device: str, as_json: bool) -> None:  # noqa: FBT001 - click passes it
@@ -268,7 +277,7 @@ def undrain(client: Client, device: str, as_json: bool) -> None:  # noqa: FBT001
 
 
 @agentctl.command()
-@click.argument("device")
+@click.argument("device", shell_complete=names.devices)
 @click.pass_obj
 def forget(client: Client, device: str) -> None:
     """Forget DEVICE, which is gone, and its seat at the next start."""

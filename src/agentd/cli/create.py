@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from agentd.cli import names
 from agentd.cli.options import (
     KERNEL_COLUMNS,
     json_option,
@@ -33,7 +34,7 @@ _LOOK_EVERY_S = 0.25
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
-@click.argument("agent")
+@click.argument("agent", shell_complete=names.agents)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.option("--id", "kernel_id", help="Name of the kernel; default: a generated one.")
 @click.option("--image", help="Image; the docker runtime needs one.")
@@ -57,7 +58,12 @@ _LOOK_EVERY_S = 0.25
 @json_option
 @click.pass_obj
 def create(client: Client, /, agent: str, as_json: bool, **options: Any) -> None:  # noqa: ANN401, FBT001 - click passes them
-    """Create a kernel on AGENT that runs COMMAND (after `--`)."""
+    """Create a kernel on AGENT that runs COMMAND (after `--`).
+
+    \b
+    agentctl create agent-1 -s cuda.device=2 --image pytorch:2 -- python train.py
+    agentctl create agent-1 --id train-1 -s cuda.shares=0.5 -s mem=16g -- ./train
+    """  # noqa: D301 - click reads \b as "keep these lines"
     body = {
         "command": list(options["command"]),
         "slots": pairs(options["slot"]),
@@ -111,7 +117,7 @@ def _print_decision(content: Mapping[str, Any]) -> None:
 
 
 @click.command()
-@click.argument("agent")
+@click.argument("agent", shell_complete=names.agents)
 @click.option("--slot", "-s", "slot", multiple=True, metavar="NAME=AMOUNT", help="cuda.device=1")
 @click.option("--device", multiple=True, metavar="NAME=ID", help="Choose from these: cuda=cuda0")
 @json_option

@@ -7,15 +7,17 @@ import json
 import os
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import click
 
 from agentd.client.http import DEFAULT_SOCKET
 from agentd.errors import AgentdError
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 DEFAULT_CONFIG = "/etc/agentd/agent.toml"
 
 
@@ -49,7 +51,33 @@ class RpcGroup(click.Group):
             raise RpcProblem.of(error) from None
 
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+_OUTPUT = "agentd.output"
+OUT_OF_TIME = 3
+"""Exit status of a `wait` that ran out of time."""
+
+
+def _note_output(context: click.Context, _: click.Parameter, value: str | None) -> str | None:
+    if value is not None:
+        context.meta[_OUTPUT] = value
+    return value
+
+
+def json_option(command: _F) -> _F:
+    """Add `-o json|wide|name`, and `--json`; the command is told of JSON alone."""
+
+    @wraps(command)
+    def told(*args: Any, as_json: bool, output: str | None, **options: Any) -> Any:  # noqa: ANN401 - click's
+        return command(*args, as_json=as_json or output == "json", **options)
+
+    flag = click.option("--json", "as_json", is_flag=True, help="The same as -o json.")
+    choice = click.option(
+        "-o",
+        "--output",
+        type=click.Choice(["json", "wide", "name"]),
+        callback=_note_output,
+        help="JSON, more columns, or names alone.",
+    )
+    return cast("_F", flag(choice(told)))
 
 
 def pairs(values: Sequence[str], separator: str = "=") -> dict[str, str]:
@@ -127,16 +155,32 @@ def ulimits(values: Sequence[str]) -> dict[str, Any]:
     return limits
 
 
-def print_answer(content: Any, columns: Sequence[str], *, as_json: bool) -> None:  # noqa: ANN401 - JSON, and click's flag
-    """Print an answer as JSON, or as a table with these columns."""
+def print_answer(
+    content: Any,  # noqa: ANN401 - JSON
+    columns: Sequence[str],
+    *,
+    as_json: bool,
+    wide: Sequence[str] = (),
+) -> None:
+    """Print an answer as JSON, as the names in its first column, or as a table.
+
+    `wide` are the columns that are shown only where they are asked for.
+    """
     if as_json:
         click.echo(json.dumps(content, indent=1))
         return
+    rows = content if isinstance(content, list) else [content]
+    output = click.get_current_context().meta.get(_OUTPUT)
+    if output == "name":
+        for row in rows:
+            click.echo(row[columns[0]])
+        return
     from agentd.cli.tables import print_rows  # noqa: PLC0415 - rich is slow to load
 
-    print_rows(content if isinstance(content, list) else [content], columns)
+    print_rows(rows, [*columns, *(wide if output == "wide" else ())])
 
 
+WIDE_KERNEL_COLUMNS = ["image", "command", "labels", "created_by", "started_at", "finished_at"]
 KERNEL_COLUMNS = [
     "kernel",
     "agent",

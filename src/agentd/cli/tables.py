@@ -12,23 +12,30 @@ from rich.text import Text
 
 _BYTE_SLOTS = {"mem"}
 _UNITS = ("", "K", "M", "G", "T", "P", "E")
-_WIDE = 160
+_UNBOUNDED = 100_000
+_KEPT_WHOLE = 1
+"""Columns that are never cut: what a row is about."""
 
 
 def _console() -> Console:
+    """Return a console as wide as the terminal; without one, lines are as long as they are."""
     console = Console(highlight=False, markup=False)
     if console.is_terminal:
         return console
-    return Console(highlight=False, markup=False, width=_WIDE)
+    return Console(highlight=False, markup=False, width=_UNBOUNDED)
 
 
 def print_rows(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> None:
     """Print one line for each row, under the columns' names."""
+    cells = [[shown(row.get(column)) for column in columns] for row in rows]
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for column in columns:
-        table.add_column(column.replace("_", " ").upper(), overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(shown(row.get(column))) for column in columns))
+    for place, column in enumerate(columns):
+        head = column.replace("_", " ").upper()
+        widest = max([len(head), *(len(row[place]) for row in cells)])
+        kept = widest if place < _KEPT_WHOLE else len(head)
+        table.add_column(head, overflow="ellipsis", no_wrap=True, min_width=min(kept, widest))
+    for row in cells:
+        table.add_row(*map(Text, row))
     _console().print(table)
 
 

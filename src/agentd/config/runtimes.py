@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field, field_validator
 
 from agentd.config.section import Section, SizeBytes, refuse_bool
+from agentd.core.container_options import ULIMITS
 from agentd.core.ports import PortRange
 
 CAPABILITIES = (
@@ -70,6 +72,20 @@ PidsLimit = Annotated[int, BeforeValidator(refuse_bool), Field(ge=1, le=2**22)]
 Seconds = Annotated[float, Field(ge=0, le=86400)]
 
 
+def _known_ulimits(value: object) -> object:
+    if isinstance(value, Mapping) and (unknown := sorted(set(value) - set(ULIMITS))):
+        allowed = ", ".join(ULIMITS)
+        raise ValueError(f"invalid ulimit {', '.join(unknown)}: expected one of {allowed}")
+    return value
+
+
+Ceiling = Annotated[int, BeforeValidator(refuse_bool), Field(ge=-1, le=2**63 - 1)]
+Ulimits = Annotated[Mapping[str, Ceiling], BeforeValidator(_known_ulimits)]
+CEILINGS: Mapping[str, int] = {"rtprio": 0, "nice": 20}
+"""No real-time priority, and no niceness below 0: what starves everybody else on the node."""
+ULIMITS_TEXT = "The most that a request may ask for; -1, or not named: unlimited."
+
+
 class DockerSettings(Section):
     """[runtime.docker]: the Docker Engine."""
 
@@ -107,6 +123,7 @@ class DockerSettings(Section):
         description="Credentials of registries, in the form of Docker's config.json.",
     )
     stop_timeout: Seconds = Field(default=10, description="Seconds between TERM and KILL.")
+    ulimits: Ulimits = Field(default=CEILINGS, description=ULIMITS_TEXT)
 
     @field_validator("publish_address")
     @classmethod
@@ -169,6 +186,7 @@ class ProcessSettings(Section):
         default=4096, description="Most processes of a kernel; a request may ask for fewer."
     )
     stop_timeout: Seconds = Field(default=10, description="Seconds between TERM and KILL.")
+    ulimits: Ulimits = Field(default=CEILINGS, description=ULIMITS_TEXT)
 
 
 class RuntimeSettings(Section):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -29,6 +29,26 @@ class Ulimit:
 
     soft: int
     hard: int
+
+
+ULIMITS = (
+    "core", "cpu", "data", "fsize", "locks", "memlock", "msgqueue", "nice", "nofile", "nproc",
+    "rss", "rtprio", "rttime", "sigpending", "stack",
+)  # fmt: skip
+"""The names that an engine takes (setrlimit(2) without its RLIMIT_)."""
+UNLIMITED = -1
+
+
+def over_ceiling(
+    limits: Mapping[str, Ulimit], ceilings: Mapping[str, int]
+) -> Iterator[tuple[str, str]]:
+    """Yield each limit that is over what the operator allows, and why it is refused."""
+    for name, limit in limits.items():
+        ceiling = ceilings.get(name, UNLIMITED)
+        values = (limit.soft, limit.hard)
+        if ceiling != UNLIMITED and any(v == UNLIMITED or v > ceiling for v in values):
+            given = "unlimited" if limit.hard == UNLIMITED else limit.hard
+            yield name, f"{given} is too much; allowed: up to {ceiling}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -49,6 +49,8 @@ class NodeParts(NamedTuple):
     check: SelfCheck
     events: EventLog
     access: Access
+    remarks: Sequence[str] = ()
+    """What the operator should know of the configuration."""
 
 
 class Handlers:
@@ -65,6 +67,7 @@ class Handlers:
         self._check = parts.check
         self._events = parts.events
         self._access = parts.access
+        self._remarks = parts.remarks
         self._visible = Visible(parts.state, parts.devices, parts.access)
         self._describe: Callable[[], Mapping[str, Any]] = dict
         self._is_open = False
@@ -131,6 +134,7 @@ class Handlers:
         node = rendering.node_view(
             self._node_id, self._default_runtime, self._state, self._devices, self._plugins
         )
+        node["warnings"] += self._remarks
         node = self._visible.node(node, caller)
         if read_flag(request.query, "check"):
             self._access.require_all(caller)

@@ -17,7 +17,13 @@ import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from agentd.core.container_edits import Mount
-from agentd.core.container_options import ContainerOptions, PullPolicy, Tmpfs, Ulimit
+from agentd.core.container_options import (
+    ULIMITS,
+    ContainerOptions,
+    PullPolicy,
+    Tmpfs,
+    Ulimit,
+)
 from agentd.core.kernel import KERNEL_ID, KernelSpec, Port
 from agentd.core.slots import AmountError, SlotKind, WrittenFloat, parse_base_units, parse_quantity
 from agentd.errors import InvalidRequest, Problem
@@ -29,9 +35,6 @@ MAX_LIMIT = 2**63 - 1
 MAX_ITEMS = 256
 MAX_LABELS = 64 * 1024
 """Characters of all labels: an engine repeats them in every event."""
-_ULIMITS = "core cpu data fsize locks memlock msgqueue nice nofile nproc rss rtprio rttime \
-sigpending stack"
-"""The names that an engine takes (setrlimit(2) without its RLIMIT_)."""
 
 
 def _size(raw: object) -> int:
@@ -114,10 +117,8 @@ class CreateKernelRequest(Body):
     @classmethod
     def _known_limits(cls, value: dict[str, UlimitRequest]) -> dict[str, UlimitRequest]:
         for name, limit in value.items():
-            if name not in _ULIMITS.split():
-                raise ValueError(
-                    f"invalid ulimit {name!r}: expected one of {', '.join(_ULIMITS.split())}"
-                )
+            if name not in ULIMITS:
+                raise ValueError(f"invalid ulimit {name!r}: expected one of {', '.join(ULIMITS)}")
             if limit.hard != -1 and not -1 < limit.soft <= limit.hard:
                 raise ValueError(f"the soft limit of {name} is above its hard limit")
         return value

@@ -5,12 +5,14 @@ Source of the members: the Engine API's ContainerCreate.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from agentd.core.container_edits import Mount
+from agentd.core.container_options import over_ceiling
 from agentd.core.kernel import KernelSpec, Port
 from agentd.core.plan import LABEL_PREFIX, KernelPlan
 from agentd.core.record import SCHEMA
@@ -45,6 +47,7 @@ class DockerRules:
     log_max_files: int = 5
     registry_auth: Path | None = None
     stop_timeout_s: float = 10.0
+    ulimits: Mapping[str, int] = field(default_factory=dict)
 
     def network_of(self, spec: KernelSpec) -> str:
         return spec.container.network or self.network
@@ -62,10 +65,25 @@ class DockerRules:
         if (spec.container.pids_limit or 0) > self.pids_limit:
             why = f"{spec.container.pids_limit} are too many; allowed: up to {self.pids_limit}"
             yield Problem("pids_limit", why)
+        for name, why in over_ceiling(spec.container.ulimits, self.ulimits):
+            yield Problem(f"ulimits.{name}", why)
+        yield from _problems_of_targets(spec)
         targets = [mount.target for mount in spec.mounts]
         targets += [tmpfs.target for tmpfs in spec.container.tmpfs]
         for target in sorted({target for target in targets if targets.count(target) > 1}):
             yield Problem("mounts", f"{target} is mounted twice")
+
+
+def _problems_of_targets(spec: KernelSpec) -> Iterator[Problem]:
+    """Yield the places in a container that an engine refuses, in words of its own."""
+    named = [(f"mounts.{n}.target", mount.target) for n, mount in enumerate(spec.mounts)]
+    named += [(f"tmpfs.{n}.target", tmpfs.target) for n, tmpfs in enumerate(spec.container.tmpfs)]
+    for where, target in named:
+        path = os.path.normpath(f"/{target.strip('/')}")
+        if ".." in target.split("/") or path == "/":
+            yield Problem(where, f"invalid path {target!r}: expected a folder below /, without ..")
+        elif any(path == own or path.startswith(f"{own}/") for own in ("/proc", "/sys")):
+            yield Problem(where, f"{path} is the container's own; nothing can be mounted there")
 
 
 def container_config(

@@ -49,7 +49,8 @@ def _refusal(error: EngineError, plan: KernelPlan | None) -> BaseException:
     if plan is not None and _is_no_command(message):
         command = plan.spec.command[0] if plan.spec.command else "the image's command"
         return CommandNotFound(f"command {command!r}: {message.rpartition('exec: ')[2]}")
-    if plan is not None and plan.spec.user and "unable to find user" in message:
+    is_nobody = "unable to find user" in message or "unable to find group" in message
+    if plan is not None and plan.spec.user and is_nobody:
         return InvalidRequest([Problem("user", message)])
     if plan is not None and error.status == BAD_REQUEST:
         return InvalidRequest([Problem("", message)])

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from agentd.core.container_edits import ContainerEdits
+from agentd.core.container_options import over_ceiling
 from agentd.core.kernel import KernelRef, KernelSpec, KernelState
 from agentd.core.observation import Listing, ObservedKernel
 from agentd.core.plan import KernelPlan
@@ -73,7 +74,11 @@ class ProcessRuntime:
     def problems(self, spec: KernelSpec) -> Sequence[Problem]:
         account = self._rules.account_of(spec.agent_id)
         user = account.name if account else pwd.getpwuid(os.geteuid()).pw_name
-        return list(_problems(spec, user, self._rules.pids_limit))
+        over = over_ceiling(spec.container.ulimits, self._rules.ulimits)
+        return [
+            *_problems(spec, user, self._rules.pids_limit),
+            *(Problem(f"ulimits.{name}", why) for name, why in over),
+        ]
 
     async def support(self, spec: KernelSpec) -> Support:
         controllers = self._cgroups.controllers if self._cgroups else frozenset[str]()

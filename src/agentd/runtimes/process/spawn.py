@@ -10,7 +10,7 @@ import pwd
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +48,7 @@ class ProcessRules:
     log_max_files: int = 5
     pids_limit: int = 4096
     stop_timeout_s: float = 10.0
+    ulimits: Mapping[str, int] = field(default_factory=dict)
 
     def account_of(self, agent_id: str) -> Account | None:
         """Return whom an agent's kernels run as."""

@@ -1,0 +1,120 @@
+"""What people expect of `agentctl`: names completed, columns chosen, waiting, several logs."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from daemon import AGENTS, Daemon, gpus
+
+BIN = Path(sys.executable).parent
+
+
+@pytest.fixture
+async def up(folder: Path) -> AsyncIterator[Daemon]:
+    made = Daemon(folder, "process")
+    await made.start(AGENTS + gpus())
+    yield made
+    await made.close()
+
+
+def ctl(up: Daemon, *words: str, code: int = 0, **environ: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "AGENTD_SOCKET": str(up.folder / "agentd.sock"), **environ}
+    done = subprocess.run(
+        [BIN / "agentctl", *words], capture_output=True, text=True, check=False, env=env
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def completed(up: Daemon, line: str) -> list[str]:
+    words = line.split(" ")
+    environ = {"_AGENTCTL_COMPLETE": "bash_complete", "COMP_WORDS": line}
+    out = ctl(up, COMP_CWORD=str(len(words) - 1), **environ).stdout
+    return [row.partition(",")[2] for row in out.splitlines() if row]
+
+
+async def test_names_are_completed_from_the_live_node(up: Daemon) -> None:
+    for kernel_id in ("train-1", "train-2", "other"):
+        await up.running(kernel_id=kernel_id, slots={"cpu": 0})
+    assert completed(up, "agentctl inspect train") == ["train-1", "train-2"]
+    assert completed(up, "agentctl create agent") == ["agent-1", "agent-2"]
+    assert completed(up, "agentctl drain cuda") == ["cuda0", "cuda1"]
+    await up.stop()
+    assert completed(up, "agentctl inspect train") == []
+
+
+async def test_columns_are_chosen_by_output(up: Daemon) -> None:
+    await up.running(kernel_id="k1", slots={"cpu": 0}, labels={"queue": "night"})
+    await up.running(kernel_id="k2", slots={"cpu": 0})
+    assert ctl(up, "ls", "-o", "name").stdout.splitlines() == ["k1", "k2"]
+    assert ctl(up, "ls", "-o", "name", "-l", "queue=night").stdout == "k1\n"
+    assert ctl(up, "ls", "-o", "name", "--state", "failed").stdout == ""
+    assert json.loads(ctl(up, "ls", "-o", "json").stdout) == json.loads(
+        ctl(up, "ls", "--json").stdout
+    )
+    wide, narrow = ctl(up, "ls", "-o", "wide").stdout, ctl(up, "ls").stdout
+    assert ("LABELS" in wide, "LABELS" in narrow) == (True, False)
+    assert "sleep, 1000" in wide
+    assert ctl(up, "devices", "-o", "name").stdout.splitlines()[-1] == "mem/root"
+    assert "unknown state" not in ctl(up, "ls", "--state", "asleep", code=1).stdout
+
+
+async def test_waiting_ends_as_it_says(up: Daemon) -> None:
+    await up.create(kernel_id="short", command=["sh", "-c", "sleep 0.3"], slots={"cpu": 0})
+    await up.running(kernel_id="long", slots={"cpu": 0})
+    ctl(up, "wait", "--for", "running", "--timeout", "20", "long")
+    ctl(up, "wait", "--timeout", "20", "short")
+    late = ctl(up, "wait", "--timeout", "0.3", "short", "long", code=3)
+    assert late.stderr == "agentctl: not ended: long\n"
+    never = ctl(up, "wait", "--for", "running", "short", code=1)
+    assert "short is terminated, and will not be running any more" in never.stderr
+    ctl(up, "wait", "nobody", code=1)
+    ctl(up, "wait", "--for", "removed", "nobody")
+
+
+async def test_several_logs_are_told_apart(up: Daemon) -> None:
+    for kernel_id in ("a", "long-name"):
+        script = f"for i in 1 2 3; do echo {kernel_id} $i; sleep 0.05; done; printf end"
+        await up.create(kernel_id=kernel_id, command=["sh", "-c", script], slots={"cpu": 0})
+    lines = ctl(up, "logs", "-f", "a", "long-name").stdout.splitlines()
+    assert sorted(lines) == sorted(
+        [f"a         | {text}" for text in ("a 1", "a 2", "a 3", "end")]
+        + [f"long-name | {text}" for text in ("long-name 1", "long-name 2", "long-name 3", "end")]
+    )
+    one = ctl(up, "logs", "--tail", "1", "a").stdout
+    assert one == "end"
+    assert "UnknownKernel" in ctl(up, "logs", "a", "nobody", code=1).stderr
+
+
+async def test_tables_fit_the_terminal_and_keep_their_lines(up: Daemon) -> None:
+    labels = {"note": "a text of many words that no terminal of eighty columns can show in a cell"}
+    await up.running(kernel_id="k1", slots={"cpu": 0}, labels=labels)
+    plain = ctl(up, "ls", "-o", "wide").stdout.splitlines()
+    assert len(plain) == 3
+    assert labels["note"] in plain[-1]
+    ours, theirs = pty.openpty()
+    env = {**os.environ, "AGENTD_SOCKET": str(up.folder / "agentd.sock"), "COLUMNS": "80"}
+    env |= {"TERM": "xterm", "LINES": "24"}
+    process = subprocess.Popen([BIN / "agentctl", "ls"], stdout=theirs, stderr=theirs, env=env)
+    process.wait(20)
+    os.close(theirs)
+    shown = re.sub(r"\x1b\[[0-9;]*m|\r", "", os.read(ours, 65536).decode()).splitlines()
+    os.close(ours)
+    assert len(shown) == 3
+    assert shown[-1].startswith("k1 ")
+    assert max(map(len, shown)) <= 80
+
+
+def test_help_shows_how() -> None:
+    for command in ("create", "ls", "logs", "wait"):
+        text = subprocess.run(
+            [BIN / "agentctl", command, "--help"], capture_output=True, text=True, check=True
+        ).stdout
+        assert f"\n  agentctl {command} " in text
