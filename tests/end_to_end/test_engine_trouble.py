@@ -272,3 +272,15 @@ async def test_one_inspect_that_hangs_holds_up_no_other_kernel(node, engine: Eng
     async with asyncio.timeout(40):
         while (await daemon.get("/v1/kernels/stuck"))["exit_code"] != 137:
             await asyncio.sleep(0.1)
+
+
+async def test_an_engine_that_is_frozen_is_not_available(node) -> None:
+    """It accepts connections and answers nothing, as one that is stopped (SIGSTOP) does."""
+    daemon, proxy = node
+    gate = asyncio.Event()
+    proxy.rule("GET .*/version", proxy.stall(gate, before=True), always=True)
+    await daemon.runtime_is("unavailable", within_s=40)
+    assert "frozen" in (await daemon.get("/v1/node"))["runtime"]["reason"]
+    gate.set()
+    proxy.clear()
+    await daemon.runtime_is("available")

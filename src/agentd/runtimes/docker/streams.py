@@ -16,6 +16,8 @@ from agentd.runtimes.docker.translation import translating
 from agentd.services.interfaces import LogQuery, LogStream
 
 _EXPECTED_S = 600.0
+SILENCE_S = 10.0
+"""How long the engine may be silent before it is asked whether it is there, and then to answer."""
 _LONGEST_LINE = 8 << 20
 _ACTIONS = {"create", "start", "die", "oom", "pause", "unpause", "destroy", "rename"}
 
@@ -79,20 +81,44 @@ async def events(engine: EngineClient, node_id: str) -> AsyncGenerator[Container
     with translating():
         async with engine.stream("GET", "/events", params) as stream:
             yield CONNECTED
-            async for line in _lines(stream):
+            async for line in _lines(stream, engine):
                 if event := _event(line):
                     yield event
 
 
-async def _lines(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield lines; an event carries all labels, and a whole command line, so they may be long."""
+async def _lines(stream: aiohttp.StreamReader, engine: EngineClient) -> AsyncGenerator[bytes]:
+    """Yield lines; an event carries all labels, and a whole command line, so they may be long.
+
+    Raises:
+        AnswerLost: one is endless, or the engine answers nothing at all any more.
+    """
     rest = b""
-    async for chunk in stream.iter_any():
+    while chunk := await _while_it_answers(stream, engine):
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
             yield line
         if len(rest) > _LONGEST_LINE:
             raise AnswerLost("an event of the engine does not end")
+
+
+async def _while_it_answers(stream: aiohttp.StreamReader, engine: EngineClient) -> bytes:
+    """Return the next bytes, empty at the end; in long silences the engine is asked something.
+
+    Raises:
+        AnswerLost: it does not answer: it is frozen, and its silence says nothing.
+    """
+    reading = asyncio.ensure_future(stream.readany())
+    try:
+        while not (await asyncio.wait([reading], timeout=SILENCE_S))[0]:
+            try:
+                async with asyncio.timeout(SILENCE_S):
+                    await engine.version()
+            except TimeoutError:
+                why = f"it has answered nothing for {SILENCE_S:g} s"
+                raise AnswerLost(f"the engine is frozen: {why}") from None
+        return reading.result()
+    finally:
+        reading.cancel()
 
 
 def _event(line: bytes) -> ContainerEvent | None:
