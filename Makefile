@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 WORKERS ?= 3
 SECONDS ?= 3600
 PLUGINS := $(wildcard plugins/*)
-SOURCES := pyproject.toml $(PLUGINS:%=%/pyproject.toml)
+PARTS := $(PLUGINS) fleet
+SOURCES := pyproject.toml $(PARTS:%=%/pyproject.toml)
 
 WHEELS := .wheels
 FOR ?= 3.11
@@ -47,7 +48,7 @@ unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not docker" --ignore=tests/end_to_end --ignore=tests/crash --ignore=tests/hostile --ignore=tests/hardware $(ARGS)
 
 soak: $(VENV)/.installed-dev
-	AGENTD_SEED=$${AGENTD_SEED:-$$(shuf -i 0-999999 -n 1)} AGENTD_SOAK=$(SECONDS) AGENTD_REQUIRE_ALL=1 $(BIN)/python -m pytest -s tests/crash $(ARGS)
+	AGENTD_SEED=$${AGENTD_SEED:-$$(shuf -i 0-999999 -n 1)} AGENTD_SOAK=$(SECONDS) AGENTD_REQUIRE_ALL=1 $(BIN)/python -m pytest -s tests/crash tests/hostile/test_clients.py tests/end_to_end/test_document.py $(ARGS)
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/create.py --json
@@ -62,9 +63,9 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: $(SOURCES) | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable . $(PLUGINS:%=--editable %)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable . $(PARTS:%=--editable %)
 	touch $@
 
 $(VENV)/.installed-dev: $(SOURCES) | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' $(PLUGINS:%=--editable %)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' $(PARTS:%=--editable %)
 	touch $@ $(VENV)/.installed

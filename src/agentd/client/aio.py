@@ -30,6 +30,8 @@ from agentd.views import (
 )
 
 RECONNECT_S = 1.0
+SILENCE_S = 60.0
+"""A stream of events says at least every 15 s that it is there; a silent one is dead."""
 _CHUNK = 64 * 1024
 _BAD_REQUEST = 400
 T = TypeVar("T")
@@ -103,8 +105,10 @@ class AsyncClient:
         except aiohttp.ClientError as error:
             raise unreachable(self._where, error) from None
 
-    async def _opened(self, call: Call[Any]) -> aiohttp.ClientResponse:
-        """Send a call, and return its answer to be read.
+    async def _opened(
+        self, call: Call[Any], *, silence_s: float | None = None
+    ) -> aiohttp.ClientResponse:
+        """Send a call, and return its answer to be read; `silence_s` ends one that says nothing.
 
         Raises:
             AgentdError: it is an error, or there is none.
@@ -118,7 +122,9 @@ class AsyncClient:
                 f"{self._url or 'http://agentd'}{call.path}",
                 json=call.body,
                 headers=call.headers,
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._timeout_s),
+                timeout=aiohttp.ClientTimeout(
+                    total=None, sock_connect=self._timeout_s, sock_read=silence_s
+                ),
             )
         except (aiohttp.ClientError, OSError) as error:
             raise unreachable(self._where, error) from None
@@ -244,12 +250,13 @@ class AsyncClient:
         while True:
             frames = Frames()
             try:
-                async with await self._opened(calls.events(after)) as response:
+                stream = await self._opened(calls.events(after), silence_s=SILENCE_S)
+                async with stream as response:
                     async for line in response.content:
                         if (event := frames.read(line)) is not None:
                             after = event.id
                             yield event
-            except aiohttp.ClientError:
+            except (aiohttp.ClientError, TimeoutError):
                 pass
             except AgentdError as error:
                 if not isinstance(error, Unavailable):
