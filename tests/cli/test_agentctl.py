@@ -1,9 +1,11 @@
 """What people expect of `agentctl`: names completed, columns chosen, waiting, several logs."""
 
+import asyncio
 import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -110,6 +112,37 @@ async def test_tables_fit_the_terminal_and_keep_their_lines(up: Daemon) -> None:
     assert len(shown) == 3
     assert shown[-1].startswith("k1 ")
     assert max(map(len, shown)) <= 80
+
+
+async def test_logs_end_with_an_error_when_the_daemon_does(up: Daemon) -> None:
+    for kernel_id in ("a", "b"):
+        await up.running(
+            kernel_id=kernel_id, command=["sh", "-c", "echo here; sleep 1000"], slots={"cpu": 0}
+        )
+    env = {**os.environ, "AGENTD_SOCKET": str(up.folder / "agentd.sock")}
+    following = [
+        await asyncio.create_subprocess_exec(
+            BIN / "agentctl", *words, stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE, env=env,
+        )
+        for words in (["logs", "-f", "a"], ["logs", "-f", "a", "b"])
+    ]  # fmt: skip
+    for process in following:
+        assert process.stdout is not None
+        assert b"here" in await asyncio.wait_for(process.stdout.readline(), 20)
+    await up.stop(signal.SIGKILL)
+    for process in following:
+        _, errors = await asyncio.wait_for(process.communicate(), 20)
+        assert process.returncode == 1
+        assert errors.startswith(b"agentctl: Unreachable")
+        assert errors.count(b"\n") == 1
+
+
+async def test_errors_are_json_where_answers_are(up: Daemon) -> None:
+    for option in (["-o", "json"], ["--json"], ["--output=json"]):
+        shown = ctl(up, "inspect", "nobody", *option, code=1).stderr
+        assert json.loads(shown)["code"] == "UnknownKernel"
+    ctl(up, "status", "-o", "name", code=2)
 
 
 def test_help_shows_how() -> None:

@@ -143,6 +143,60 @@ async def test_events_go_on_over_a_restart(plain: Daemon) -> None:
         assert event.data["state"] == "ok"
 
 
+async def test_events_may_be_as_long_as_a_kernel_says(plain: Daemon) -> None:
+    async with (
+        AsyncClient(plain.folder / "agentd.sock") as node,
+        aclosing(node.events()) as events,
+    ):
+        first = asyncio.ensure_future(anext(events))
+        await asyncio.sleep(0.2)
+        long = {
+            "command": ["sleep", "1000", "\u20ac" * 32000],
+            "labels": dict.fromkeys("xy", "\u20ac" * 30000),
+        }
+        await node.create_kernel("agent-1", {**SLEEP, **long, "kernel_id": "long"})
+        async with asyncio.timeout(10):
+            assert (await first).data["labels"] == long["labels"]
+
+
+async def test_all_kernels_come_page_by_page(plain: Daemon) -> None:
+    async with AsyncClient(plain.folder / "agentd.sock") as node:
+        for number in range(5):
+            await node.create_kernel("agent-1", {"kernel_id": f"k{number}", "command": ["true"],
+                                                 "slots": {"cpu": 0}})  # fmt: skip
+        assert [k["kernel_id"] async for k in node.all_kernels(page=2)] == [
+            f"k{number}" for number in range(5)
+        ]
+        await node.delete_kernel("k1")
+        assert [k["kernel_id"] for k in await node.kernels(after="k1", limit=1)] == ["k2"]
+
+
+async def test_a_server_that_says_nothing_or_something_else_is_an_error_of_ours() -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\nConnection: close\r\n\r\n<html/>")
+        writer.close()
+
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+        async with AsyncClient(url=url, timeout_s=0.3) as node:
+            with pytest.raises(Unreachable):
+                await node.node()
+            with pytest.raises(Unreachable):
+                await anext(node.logs("k1", follow=True))
+    async with await asyncio.start_server(other, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with AsyncClient(url=url) as node:
+            with pytest.raises(Refused, match="no JSON"):
+                await node.node()
+        with pytest.raises(Refused, match="no JSON"):
+            await asyncio.to_thread(Client(url=url).node)
+
+
 async def test_the_client_without_asyncio_has_the_same_calls(plain: Daemon) -> None:
     def life() -> None:
         node = Client(plain.folder / "agentd.sock")

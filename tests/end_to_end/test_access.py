@@ -1,20 +1,13 @@
 """Who may do what on a node that teams share: every role on every route, over real sockets."""
 
-import asyncio
-import contextlib
 import json
 import os
-import signal
-import socket
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-from click.testing import CliRunner
 
-from agentd.cli.agentctl import agentctl
-from daemon import BASE, Answer, Daemon, gpus
+from daemon import Answer, Daemon, gpus
 from end_to_end.test_events import listening, until
 
 OWN, FOREIGN = "own-kernel", "secret-kernel"
@@ -168,6 +161,54 @@ async def test_a_shared_device_is_seen_and_its_other_holders_are_nobody(plain: D
         assert "secret" not in answer.content.decode()
 
 
+async def test_no_answer_tells_whether_a_guessed_name_is_somebody_s(node: Daemon) -> None:
+    """The same request with a name that exists, and with one that does not, reads the same."""
+    await node.call("DELETE", f"/v1/kernels/{FOREIGN}?timeout=0")
+    await node.running("secret-team", kernel_id="secret-two", slots={"cuda.device": 1})
+    asks = [
+        ("GET", "/v1/kernels?state={}", None),
+        ("GET", "/v1/kernels?limit={}", None),
+        ("GET", "/v1/kernels?after={}", None),
+        ("GET", "/v1/agents/team-a/kernels?after={}", None),
+        ("GET", "/v1/kernels?label=x={}", None),
+        ("POST", "/v1/agents/team-a/kernels", {"command": ["true"], "slots": {"{}": "1"}}),
+        ("POST", "/v1/agents/team-a/kernels", {"command": ["true"], "devices": {"cuda": ["{}"]}}),
+        ("POST", "/v1/agents/team-a/kernels", {"command": ["true"], "{}": 1}),
+        ("POST", "/v1/agents/team-a/kernels?dry_run=true", {"command": ["true"], "user": "{}"}),
+    ]
+    for name in ("secret-team", FOREIGN, "secret-two", "cuda3"):
+        nothing = "nothing-" + name
+        for method, path, body in asks:
+            answers = []
+            for guess in (name, nothing):
+                filled = json.loads(json.dumps(body).replace("{}", guess))
+                answer = await call(node, "a", method, path.replace("{}", guess), filled)
+                answers.append((answer.status, answer.content.decode().replace(guess, "X")))
+            assert answers[0] == answers[1], (name, path, body)
+
+
+async def test_an_explanation_shows_the_devices_of_the_team_alone(node: Daemon) -> None:
+    body = {"command": ["true"], "slots": {"cuda.device": 1, "cpu": 0}}
+    path = "/v1/agents/team-a/kernels?dry_run=true"
+    mine = (await call(node, "a", "POST", path, body)).json["explain"]["cuda.device"]
+    assert [row["device"] for row in mine] == ["cuda0", "cuda1"]
+    all_of_them = (await call(node, "agentd", "POST", path, body)).json["explain"]["cuda.device"]
+    assert [row["device"] for row in all_of_them] == ["cuda0", "cuda1", "cuda2", "cuda3"]
+    body["slots"]["cuda.device"] = 9
+    refused = (await call(node, "a", "POST", path, body)).json
+    assert [row["device"] for row in refused["explain"]] == ["cuda0", "cuda1"]
+
+
+async def test_what_says_that_it_changes_nothing_and_does_is_written_down(node: Daemon) -> None:
+    body = {"command": ["true"], "kernel_id": "made", "slots": {"cpu": 0}}
+    path = "/v1/agents/team-a/kernels?dry_run=false"
+    assert (await call(node, "a", "POST", path, body)).status == 201
+    assert (await call(node, "reader", "POST", path, body)).status == 403
+    calls = [line for line in node.log.splitlines() if '"create_kernel"' in line]
+    assert any('"made"' in line and '"201"' in line for line in calls)
+    assert any('"Forbidden"' in line for line in calls)
+
+
 async def test_a_team_hears_of_its_own_kernels_alone(node: Daemon) -> None:
     async with listening(node, sock="a.sock") as frames:
         await node.running("secret-team", kernel_id="secret-2", slots={"cuda.device": 1})
@@ -207,131 +248,3 @@ async def test_whoami(node: Daemon) -> None:
     assert shown["agentd"] == {"name": "agentd", "role": "admin", "agents": None, "uid": uid}
     assert shown["a"] == {"name": "a", "role": "agent", "agents": ["team-a"], "uid": uid}
     assert shown["reader"]["agents"] is None
-
-
-# Tokens
-
-TCP = BASE.replace("[host]", 'listen = "127.0.0.1:{port}"\n{tokens}[host]')
-
-
-class Tokens:
-    """A node that listens on TCP, and its tokens by name."""
-
-    def __init__(self, daemon: Daemon) -> None:
-        self.daemon = daemon
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.secrets: dict[str, str] = {}
-
-    def add(self, name: str, mode: int = 0o600, **members: object) -> None:
-        file = self.daemon.folder / f"token-{name}"
-        self.secrets[name] = f"secret-of-{name}"
-        file.write_text(f"{self.secrets[name]}\n")
-        file.chmod(mode)
-
-    def entry(self, name: str, role: str, *agents: str) -> str:
-        listed = f"agents = {list(agents)}\n".replace("'", '"') if agents else ""
-        file = self.daemon.folder / f"token-{name}"
-        return f'[[rpc.tokens]]\nname = "{name}"\nfile = "{file}"\nrole = "{role}"\n{listed}'
-
-    def configure(self, *entries: str) -> None:
-        base = TCP.replace("{port}", str(self.port)).replace("{tokens}", "".join(entries))
-        self.daemon.configure(TEAMS + gpus(), base)
-
-    async def get(self, name: str | None, path: str = "/v1/whoami") -> Answer:
-        headers = {"Authorization": f"Bearer {self.secrets[name]}"} if name else {}
-        async with (
-            aiohttp.ClientSession(headers=headers) as session,
-            session.get(f"http://127.0.0.1:{self.port}{path}") as response,
-        ):
-            return Answer(response.status, response.headers.copy(), await response.read())
-
-
-@pytest.fixture
-def tokens(plain: Daemon) -> Tokens:
-    made = Tokens(plain)
-    for name in ("team", "watcher", "boss"):
-        made.add(name)
-    return made
-
-
-async def test_each_token_is_its_own_caller_and_a_removed_one_is_dead_at_once(
-    tokens: Tokens,
-) -> None:
-    team = tokens.entry("team", "agent", "team-a")
-    tokens.configure(team, tokens.entry("watcher", "read"), tokens.entry("boss", "admin"))
-    await tokens.daemon.start()
-    shown = {name: (await tokens.get(name)).json["role"] for name in tokens.secrets}
-    assert shown == {"team": "agent", "watcher": "read", "boss": "admin"}
-    assert (await tokens.get(None)).status == 401
-    headers = {"Authorization": f"Bearer {tokens.secrets['watcher']}"}
-    async with (
-        aiohttp.ClientSession(headers=headers) as session,
-        session.get(f"http://127.0.0.1:{tokens.port}/v1/events") as stream,
-    ):
-        assert stream.status == 200
-        tokens.configure(team)
-        assert tokens.daemon.process is not None
-        tokens.daemon.process.send_signal(signal.SIGHUP)
-        async with asyncio.timeout(10):
-            with contextlib.suppress(aiohttp.ClientError):
-                while await stream.content.readany():
-                    pass
-    assert (await tokens.get("watcher")).status == 401
-    assert (await tokens.get("team")).status == 200
-
-
-async def test_a_reload_that_cannot_be_read_changes_nothing(tokens: Tokens) -> None:
-    tokens.configure(tokens.entry("team", "agent", "team-a"))
-    await tokens.daemon.start()
-    tokens.daemon.config_file.write_text("[rpc")
-    assert tokens.daemon.process is not None
-    tokens.daemon.process.send_signal(signal.SIGHUP)
-    async with asyncio.timeout(10):
-        while "daemon.not_reloaded" not in tokens.daemon.log:
-            await asyncio.sleep(0.02)
-    assert (await tokens.get("team")).status == 200
-    tokens.configure(tokens.entry("team", "agent", "team-a"))
-
-
-@pytest.mark.parametrize(
-    ("entry", "why"),
-    [
-        (("team", "agent"), 'role "agent" needs agents'),
-        (("team", "admin", "team-a"), 'role "admin" is for all agents'),
-        (("team", "agent", "nobody"), "no agent nobody"),
-        (("team", "boss"), "Input should be"),
-        (("absent", "read"), "cannot be read: No such file"),
-        (("open", "read"), "has mode 0644: others can read or write it; allowed: 0600 or 0640"),
-        (("empty", "read"), "is empty; it needs one line"),
-        (("words", "read"), "is not one word"),
-    ],
-)
-async def test_tokens_that_cannot_be_used_are_refused(
-    tokens: Tokens, entry: tuple[str, ...], why: str
-) -> None:
-    tokens.add("open", 0o644)
-    for name, text in (("empty", "\n"), ("words", "two words\n")):
-        file = tokens.daemon.folder / f"token-{name}"
-        file.write_text(text)
-        file.chmod(0o600)
-    tokens.configure(tokens.entry(*entry))
-    process = tokens.daemon.spawn()
-    assert await asyncio.to_thread(process.wait, 30) == 78
-    assert why in tokens.daemon.log
-    tokens.configure()
-
-
-def test_a_new_token_is_written_for_its_owner_alone(tmp_path: Path) -> None:
-    file = tmp_path / "tokens/team"
-    options = ["token", "create", "team", "--agent", "a", "--file", str(file)]
-    made = CliRunner().invoke(agentctl, options)
-    assert made.exit_code == 0, made.output
-    assert made.output == (
-        f'[[rpc.tokens]]\nname = "team"\nfile = "{file}"\nrole = "agent"\nagents = ["a"]\n'
-    )
-    assert file.stat().st_mode & 0o777 == 0o600
-    assert len(file.read_text().strip()) >= 40
-    again = CliRunner().invoke(agentctl, options)
-    assert (again.exit_code, "exists" in again.output) == (1, True)

@@ -10,6 +10,8 @@ import json
 import os
 import resource
 import socket
+import ssl
+import subprocess
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -27,10 +29,24 @@ PATIENCE_S = 0.05 if SOAK else 1.0
 """Within what `/livez` answers on the unix socket, whatever others do."""
 
 
+def certificate(folder: Path) -> None:
+    """Make a key and a certificate of its own."""
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    command += [
+        "-subj",
+        "/CN=localhost",
+        "-keyout",
+        str(folder / "key"),
+        "-out",
+        str(folder / "cert"),
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+
+
 class Node:
     """A node that listens on TCP, and how it does."""
 
-    def __init__(self, daemon: Daemon) -> None:
+    def __init__(self, daemon: Daemon, tls: str = "", max_connections: int = MOST) -> None:
         self.daemon = daemon
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -38,7 +54,7 @@ class Node:
         (daemon.folder / "token").write_text("secret\n")
         (daemon.folder / "token").chmod(0o600)
         listen = f'listen = "127.0.0.1:{self.port}"\ntoken-file = "{daemon.folder}/token"\n'
-        listen += f"max-connections = {MOST}\n[host]"
+        listen += f"{tls}max-connections = {max_connections}\n[host]"
         daemon.configure(AGENTS + gpus(), BASE.replace("[host]", listen))
         self.slowest_s = 0.0
 
@@ -163,6 +179,90 @@ async def test_readers_that_read_nothing_are_let_go_of(node: Node) -> None:
     assert refused == READERS - 64
     await node.back_to(before)
     assert node.memory_kib < memory + 100_000
+
+
+async def test_followers_with_requests_queued_behind_them_leave_nothing(node: Node) -> None:
+    """With its queue full the server reads no more, and is not told of the end."""
+    await node.daemon.running(kernel_id="quiet", command=["sh", "-c", "echo one; sleep 1000"])
+    before = node.descriptors
+    for path in ("/v1/kernels/quiet/logs?follow=true", "/v1/events"):
+        writers = []
+        for _ in range(20):
+            reader, writer = await node.connected()
+            writer.write(node.request(path) + 400 * node.request("/livez"))
+            writers.append(writer)
+            assert b"200 OK" in await reader.readline()
+        for writer in writers:
+            writer.transport.abort()
+        await node.back_to(before, within_s=5)
+
+
+async def test_readers_of_an_answer_are_dropped_too(node: Node) -> None:
+    """Many answers asked for at once, of which nobody reads any."""
+    for number in range(60):
+        await node.daemon.create(
+            kernel_id=f"k{number}", labels={"text": "x" * 30000}, slots={"cpu": 0, "mem": "1m"}
+        )
+    before = node.descriptors
+    async with AsyncExitStack() as stack:
+        for _ in range(10):
+            sock = socket.socket()
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", node.port))
+            stack.callback(sock.close)
+            sock.send(8 * node.request("/v1/kernels"))
+        async with asyncio.timeout(60):
+            while node.daemon.log.count("rpc.nobody_reads") < 1:
+                await asyncio.sleep(0.1)
+        await node.back_to(before, within_s=40)
+
+
+async def test_callers_that_say_nothing_before_tls_lock_nobody_out(plain: Daemon) -> None:
+    certificate(plain.folder)
+    made = Node(plain, f'tls-cert = "{plain.folder}/cert"\ntls-key = "{plain.folder}/key"\n')
+    await plain.start()
+    before = made.descriptors
+    async with AsyncExitStack() as stack:
+        silent = []
+        for _ in range(HALF):
+            reader, writer = await made.connected()
+            stack.callback(writer.close)
+            silent.append(reader)
+        assert (await plain.call("GET", "/v1/node")).status == 200
+        assert made.descriptors <= before + MOST + 20
+        async with asyncio.timeout(30):
+            for reader in silent:
+                with contextlib.suppress(ConnectionResetError):
+                    assert await reader.read() == b""
+    await made.back_to(before)
+    assert plain.log.count("\n") < 200
+    context = ssl.create_default_context(cafile=plain.folder / "cert")
+    context.check_hostname = False
+    headers = {"Authorization": "Bearer secret"}
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.get(f"https://127.0.0.1:{made.port}/v1/whoami", ssl=context) as answer,
+    ):
+        assert (await answer.json())["role"] == "admin"
+
+
+async def test_a_team_on_its_own_socket_locks_nobody_out(plain: Daemon) -> None:
+    team = f'[[rpc.sockets]]\npath = "{plain.folder}/team.sock"\nrole = "read"\n'
+    made = Node(plain, max_connections=40)
+    with plain.config_file.open("a") as file:
+        file.write(team)
+    await plain.start()
+    before = made.descriptors
+    async with AsyncExitStack() as stack:
+        for _ in range(200):
+            with contextlib.suppress(ConnectionError):
+                _, writer = await asyncio.open_unix_connection(str(plain.folder / "team.sock"))
+                stack.callback(writer.close)
+                writer.write(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await plain.call("GET", "/v1/node")).status == 200
+        assert made.descriptors <= before + 60
+    await made.back_to(before)
 
 
 async def test_followers_that_hang_up_leave_nothing(node: Node) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import click
@@ -24,11 +23,13 @@ from agentd.cli.options import (
     RpcGroup,
     RpcProblem,
     event_line,
+    json_only_option,
     json_option,
     kernel_row,
     pairs,
     print_answer,
     socket_of,
+    token_of,
 )
 from agentd.cli.token import token
 from agentd.cli.watching import logs, wait
@@ -61,15 +62,12 @@ def agentctl(
     token_file: str | None,
 ) -> None:
     """Look at a node, and run kernels on it."""
-    try:
-        token = Path(token_file).read_text(encoding="utf-8").strip() if token_file else None
-    except (OSError, ValueError) as error:
-        raise click.ClickException(f"{token_file}: {error}") from None
+    token = token_of(token_file)
     context.obj = Client(socket_path or socket_of(config), url=url, token=token, retry_s=0)
 
 
 @agentctl.command()
-@json_option
+@json_only_option
 @click.pass_obj
 def status(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes it
     """Show the node, its runtime and its plugins."""
@@ -89,7 +87,7 @@ def status(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passe
 
 
 @agentctl.command()
-@json_option
+@json_only_option
 @click.pass_obj
 def doctor(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes it
     """Check the node by its own rules; exit status 1 if one does not hold, or cannot be told."""
@@ -203,7 +201,7 @@ def ls(
 
 @agentctl.command()
 @click.argument("kernel", shell_complete=names.kernels)
-@json_option
+@json_only_option
 @click.pass_obj
 def inspect(client: Client, kernel: str, as_json: bool) -> None:  # noqa: FBT001 - click passes it
     """Show everything about one kernel."""
@@ -224,7 +222,7 @@ agentctl.add_command(wait)
 
 
 @agentctl.command()
-@json_option
+@json_only_option
 @click.pass_obj
 def events(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes it
     """Print what happens on the node, until interrupted."""

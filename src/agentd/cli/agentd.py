@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
@@ -71,6 +72,7 @@ def _run(work: Coroutine[Any, Any, _T]) -> _T:
 )
 def run(config_file: str | None, log_level: str) -> None:
     """Run the daemon in the foreground."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it asks for a reload, and never ends a daemon
     loaded = _settings(config_file)
     try:
         failpoints.arm(os.environ.get(failpoints.VARIABLE, ""))

@@ -14,6 +14,7 @@ import click
 from agentd.cli import names
 from agentd.cli.options import (
     KERNEL_COLUMNS,
+    json_only_option,
     json_option,
     kernel_row,
     listed,
@@ -120,7 +121,7 @@ def _print_decision(content: Mapping[str, Any]) -> None:
 @click.argument("agent", shell_complete=names.agents)
 @click.option("--slot", "-s", "slot", multiple=True, metavar="NAME=AMOUNT", help="cuda.device=1")
 @click.option("--device", multiple=True, metavar="NAME=ID", help="Choose from these: cuda=cuda0")
-@json_option
+@json_only_option
 @click.pass_obj
 def explain(
     client: Client,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import click
 from click.shell_completion import CompletionItem
 
-from agentd.cli.options import socket_of
+from agentd.cli.options import socket_of, token_of
 from agentd.client import Client
 from agentd.errors import AgentdError
 
@@ -23,7 +23,10 @@ def _asked(names: Callable[[Client], Iterable[str]]) -> Completer:
         options = context.find_root().params
         try:
             socket = options.get("socket_path") or socket_of(options.get("config"))
-            found = names(Client(socket, url=options.get("url"), timeout_s=TIMEOUT_S, retry_s=0))
+            token = token_of(options.get("token_file"))
+            url = options.get("url")
+            node = Client(socket, url=url, token=token, timeout_s=TIMEOUT_S, retry_s=0)
+            found = names(node)
             return [CompletionItem(name) for name in found if name.startswith(incomplete)]
         except (AgentdError, click.ClickException):
             return []

@@ -35,10 +35,17 @@ class RpcProblem(click.ClickException):
 
     def show(self, file: Any = None) -> None:  # noqa: ANN401 - click's signature
         del file
-        if "--json" in itertools.takewhile(lambda word: word != "--", sys.argv):
+        if _is_json([*itertools.takewhile(lambda word: word != "--", sys.argv)]):
             click.echo(json.dumps(self.content), err=True)
         else:
             click.echo(f"agentctl: {' '.join(self.format_message().split())}", err=True)
+
+
+def _is_json(words: Sequence[str]) -> bool:
+    """Tell whether a command line asks for JSON; its options may not have been read yet."""
+    pairs = {*itertools.pairwise(words)}
+    asked = {("-o", "json"), ("--output", "json")} & pairs
+    return bool(asked) or not {"--json", "-ojson", "--output=json"}.isdisjoint(words)
 
 
 class RpcGroup(click.Group):
@@ -64,7 +71,15 @@ def _note_output(context: click.Context, _: click.Parameter, value: str | None) 
 
 def json_option(command: _F) -> _F:
     """Add `-o json|wide|name`, and `--json`; the command is told of JSON alone."""
+    return _with_output(command, ["json", "wide", "name"], "JSON, more columns, or names alone.")
 
+
+def json_only_option(command: _F) -> _F:
+    """Add `-o json`, and `--json`, to what is no list."""
+    return _with_output(command, ["json"], "Print JSON.")
+
+
+def _with_output(command: _F, choices: Sequence[str], text: str) -> _F:
     @wraps(command)
     def told(*args: Any, as_json: bool, output: str | None, **options: Any) -> Any:  # noqa: ANN401 - click's
         return command(*args, as_json=as_json or output == "json", **options)
@@ -73,9 +88,9 @@ def json_option(command: _F) -> _F:
     choice = click.option(
         "-o",
         "--output",
-        type=click.Choice(["json", "wide", "name"]),
+        type=click.Choice(choices),
         callback=_note_output,
-        help="JSON, more columns, or names alone.",
+        help=text,
     )
     return cast("_F", flag(choice(told)))
 
@@ -219,6 +234,14 @@ def event_line(content: Mapping[str, Any]) -> str:
     done = f"{pull['current']} of {pull['total']} bytes" if pull else ""
     words = (subject, content.get("state"), content.get("reason"), done)
     return " ".join(word for word in words if word)
+
+
+def token_of(file: str | None) -> str | None:
+    """Return the token that a file holds; None without a file."""
+    try:
+        return Path(file).read_text(encoding="utf-8").strip() if file else None
+    except (OSError, ValueError) as error:
+        raise click.ClickException(f"{file}: {error}") from None
 
 
 def socket_of(config: str | None) -> str:

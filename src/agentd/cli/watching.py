@@ -76,19 +76,19 @@ def _together(client: Client, kernels: Sequence[str], wanted: dict[str, Any]) ->
 
 
 def _read(chunks: Iterator[bytes], lead: bytes, lines: _Lines) -> None:
-    """Put the lines of one log, and then None, or why it cannot be read."""
-    rest = b""
+    """Put the lines of one log, and at its end None, or why it cannot be read."""
+    rest, outcome = b"", None
     try:
         for chunk in chunks:
             *whole, rest = (rest + chunk).split(b"\n")
             for line in whole:
                 lines.put(lead + line + b"\n")
     except AgentdError as error:
-        lines.put(error)
-        return
-    if rest:
-        lines.put(lead + rest + b"\n")
-    lines.put(None)
+        outcome = error
+    finally:
+        if rest:
+            lines.put(lead + rest + b"\n")
+        lines.put(outcome)
 
 
 @click.command()

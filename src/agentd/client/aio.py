@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
@@ -14,8 +13,14 @@ import aiohttp
 from agentd.client import calls
 from agentd.client.calls import Call
 from agentd.client.events import Frames, NodeEvent
-from agentd.client.http import CREATE_TIMEOUT_S, DEFAULT_SOCKET, TIMEOUT_S
-from agentd.client.problems import error_in, unreachable
+from agentd.client.http import (
+    CREATE_TIMEOUT_S,
+    DEFAULT_SOCKET,
+    SILENCE_S,
+    TIMEOUT_S,
+    patience_s,
+)
+from agentd.client.problems import content_of, error_in, unreachable
 from agentd.errors import AgentdError, Unavailable, Unreachable
 from agentd.views import (
     AgentView,
@@ -30,22 +35,13 @@ from agentd.views import (
 )
 
 RECONNECT_S = 1.0
-SILENCE_S = 60.0
-"""A stream of events says at least every 15 s that it is there; a silent one is dead."""
 _CHUNK = 64 * 1024
 _BAD_REQUEST = 400
 T = TypeVar("T")
 
 
-class AsyncClient:
-    """Calls one daemon, over its socket (default: the system's) or over TCP with a token.
-
-        async with AsyncClient() as node:
-            kernel = await node.create_kernel("agent-1", {"command": ["true"]})
-
-    Refusals are raised as the classes of `agentd.errors`; a daemon that does not answer in
-    `timeout_s` is `Unreachable`. Answers of 503 are tried again, as they ask for, for as long.
-    """
+class Transport:
+    """What carries calls out: one session with one daemon."""
 
     def __init__(
         self,
@@ -83,7 +79,7 @@ class AsyncClient:
             AgentdError: the daemon refused, or did not answer in time.
         """
         content = await self._content(call, self._timeout_s if timeout_s is None else timeout_s)
-        return cast("T", json.loads(content) if content else None)
+        return cast("T", content_of(content))
 
     async def _content(self, call: Call[Any], timeout_s: float) -> bytes:
         loop = asyncio.get_running_loop()
@@ -119,7 +115,7 @@ class AsyncClient:
         try:
             response = await self._session.request(
                 call.method,
-                f"{self._url or 'http://agentd'}{call.path}",
+                f"{(self._url or 'http://agentd').rstrip('/')}{call.path}",
                 json=call.body,
                 headers=call.headers,
                 timeout=aiohttp.ClientTimeout(
@@ -130,12 +126,24 @@ class AsyncClient:
             raise unreachable(self._where, error) from None
         if response.status >= _BAD_REQUEST:
             async with response:
-                raise error_in(response.status, await response.read())
+                retry_after = response.headers.get("Retry-After")
+                raise error_in(response.status, await response.read(), retry_after)
         return response
 
     @property
     def _where(self) -> str:
         return self._url or self._socket_path
+
+
+class AsyncClient(Transport):
+    """Calls one daemon, over its socket (default: the system's) or over TCP with a token.
+
+        async with AsyncClient() as node:
+            kernel = await node.create_kernel("agent-1", {"command": ["true"]})
+
+    Refusals are raised as the classes of `agentd.errors`; a daemon that does not answer in
+    `timeout_s` is `Unreachable`. Answers of 503 are tried again, as they ask for, for as long.
+    """
 
     async def node(self, *, check: bool = False) -> NodeView:
         return await self.carry_out(calls.node(check=check))
@@ -210,11 +218,11 @@ class AsyncClient:
 
     async def stop_kernel(self, kernel_id: str, timeout: float | None = None) -> KernelView:
         call = calls.stop_kernel(kernel_id, timeout)
-        return await self.carry_out(call, timeout_s=self._timeout_s + (timeout or 0))
+        return await self.carry_out(call, timeout_s=patience_s(self._timeout_s, timeout))
 
     async def delete_kernel(self, kernel_id: str, timeout: float | None = None) -> None:
         call = calls.delete_kernel(kernel_id, timeout)
-        await self.carry_out(call, timeout_s=self._timeout_s + (timeout or 0))
+        await self.carry_out(call, timeout_s=patience_s(self._timeout_s, timeout))
 
     async def logs(
         self,
@@ -235,38 +243,77 @@ class AsyncClient:
             timestamps=timestamps,
             stream=stream,
         )
-        async with await self._opened(call) as response:
+        async with await self._streamed(call) as response:
             try:
                 async for chunk in response.content.iter_chunked(_CHUNK):
                     yield chunk
             except aiohttp.ClientError as error:
                 raise unreachable(self._where, error) from None
 
+    async def _streamed(
+        self, call: Call[bytes], *, silence_s: float | None = None
+    ) -> aiohttp.ClientResponse:
+        """Begin to read a stream, whose first word has to come in time."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._opened(call, silence_s=silence_s)
+        except TimeoutError:
+            why = f"no answer within {self._timeout_s:g} s"
+            raise Unreachable(f"{self._where}: {why}") from None
+
     async def events(self, *, after: str | None = None) -> AsyncIterator[NodeEvent]:
         """Yield what happens on the node, for ever; after a lost connection it goes on by itself.
 
         What cannot be told any more comes as an event of kind `reset`: list anew.
         """
+        is_again = False
         while True:
-            frames = Frames()
             try:
-                stream = await self._opened(calls.events(after), silence_s=SILENCE_S)
+                stream = await self._streamed(calls.events(after), silence_s=SILENCE_S)
                 async with stream as response:
-                    async for line in response.content:
-                        if (event := frames.read(line)) is not None:
-                            after = event.id
-                            yield event
+                    if is_again and after is None:
+                        yield NodeEvent("reset", {"reason": "the connection was lost"}, "")
+                    is_again = True
+                    async for event in _events_of(response.content.iter_any()):
+                        after = event.id
+                        yield event
             except (aiohttp.ClientError, TimeoutError):
                 pass
             except AgentdError as error:
                 if not isinstance(error, Unavailable):
                     raise
             await asyncio.sleep(RECONNECT_S)
-            if after is None:
-                yield NodeEvent("reset", {"reason": "the connection was lost; list anew"}, "")
 
     async def metrics(self) -> str:
         return (await self._content(calls.metrics(), self._timeout_s)).decode()
 
     async def openapi(self) -> dict[str, Any]:
         return await self.carry_out(calls.openapi())
+
+    async def alive(self) -> None:
+        await self.carry_out(calls.alive())
+
+    async def ready(self) -> None:
+        await self.carry_out(calls.ready())
+
+    async def all_kernels(
+        self, agent_id: str | None = None, *, page: int = 500
+    ) -> AsyncIterator[KernelView]:
+        """Yield every kernel, page by page, so that no answer is large."""
+        after: str | None = None
+        while found := await self.kernels(agent_id, limit=page, after=after):
+            for kernel in found:
+                yield kernel
+            if len(found) < page:
+                return
+            after = found[-1]["kernel_id"]
+
+
+async def _events_of(chunks: AsyncIterator[bytes]) -> AsyncIterator[NodeEvent]:
+    """Yield the events of a stream; a line may be as long as a kernel's command and labels are."""
+    frames, rest = Frames(), b""
+    async for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if (event := frames.read(line)) is not None:
+                yield event

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from agentd.client import calls
 from agentd.client.calls import Call
 from agentd.client.events import Frames, NodeEvent
-from agentd.client.problems import error_in, unreachable
+from agentd.client.problems import content_of, error_in, unreachable
 from agentd.errors import Unavailable
 from agentd.views import (
     AgentView,
@@ -34,9 +34,16 @@ from agentd.views import (
 DEFAULT_SOCKET = "/run/agentd/agentd.sock"
 TIMEOUT_S = 30.0
 CREATE_TIMEOUT_S = 3600.0
-"""A create may wait for the download of an image."""
+"""A create may wait for the download of an image, a stop for what the node gives kernels."""
+SILENCE_S = 60.0
+"""A stream of events says at least every 15 s that it is there; a silent one is dead."""
 _CHUNK = 64 * 1024
 T = TypeVar("T")
+
+
+def patience_s(timeout_s: float, stop_s: float | None) -> float:
+    """Return how long a stop may take: the node's own time is not known here."""
+    return CREATE_TIMEOUT_S if stop_s is None else timeout_s + stop_s
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -86,12 +93,14 @@ class Client:
             data, sent["Content-Type"] = json.dumps(call.body).encode(), "application/json"
         try:
             connection = self._connection(timeout_s or self._timeout_s)
-            connection.request(call.method, call.path, data, sent)
+            base = urlsplit(self._url or "").path.rstrip("/")
+            connection.request(call.method, f"{base}{call.path}", data, sent)
             response = connection.getresponse()
             if response.status >= http.client.BAD_REQUEST:
-                raise error_in(response.status, response.read())
+                retry_after = response.headers.get("Retry-After")
+                raise error_in(response.status, response.read(), retry_after)
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise unreachable(self._url or self._socket_path, error) from None
+            raise unreachable(self._where, error) from None
         return response
 
     def carry_out(self, call: Call[T], *, timeout_s: float | None = None) -> T:
@@ -111,9 +120,9 @@ class Client:
                     raise
                 time.sleep(pause_s)
             except (OSError, http.client.HTTPException) as error:
-                raise unreachable(self._url or self._socket_path, error) from None
+                raise unreachable(self._where, error) from None
             else:
-                return cast("T", json.loads(content) if content else None)
+                return cast("T", content_of(content))
 
     def node(self, *, check: bool = False) -> NodeView:
         return self.carry_out(calls.node(check=check))
@@ -175,39 +184,58 @@ class Client:
         *,
         state: str | Sequence[str] | None = None,
         labels: Mapping[str, str] | None = None,
+        limit: int | None = None,
+        after: str | None = None,
     ) -> list[KernelView]:
-        return self.carry_out(calls.kernels(agent_id, state=state, labels=labels))
+        call = calls.kernels(agent_id, state=state, labels=labels, limit=limit, after=after)
+        return self.carry_out(call)
 
     def kernel(self, kernel_id: str) -> KernelView:
         return self.carry_out(calls.kernel(kernel_id))
 
     def stop_kernel(self, kernel_id: str, timeout: float | None = None) -> KernelView:
         call = calls.stop_kernel(kernel_id, timeout)
-        return self.carry_out(call, timeout_s=self._timeout_s + (timeout or 0))
+        return self.carry_out(call, timeout_s=patience_s(self._timeout_s, timeout))
 
     def delete_kernel(self, kernel_id: str, timeout: float | None = None) -> None:
         call = calls.delete_kernel(kernel_id, timeout)
-        self.carry_out(call, timeout_s=self._timeout_s + (timeout or 0))
+        self.carry_out(call, timeout_s=patience_s(self._timeout_s, timeout))
 
     def logs(self, kernel_id: str, **options: Any) -> Iterator[bytes]:  # noqa: ANN401 - those of `calls.logs`
         """Yield what a kernel printed; `follow`, `tail`, `since`, `timestamps`, `stream`."""
         endless_s = CREATE_TIMEOUT_S if options.get("follow") else None
         response = self.open(calls.logs(kernel_id, **options), endless_s)
-        while chunk := response.read1(_CHUNK):
-            yield chunk
+        try:
+            while chunk := response.read1(_CHUNK):
+                yield chunk
+        except (OSError, http.client.HTTPException) as error:
+            raise unreachable(self._where, error) from None
 
     def events(self, *, after: str | None = None) -> Iterator[NodeEvent]:
         """Yield what happens on the node, from the event after `after` on, until it stops."""
         frames = Frames()
-        for line in self.open(calls.events(after), CREATE_TIMEOUT_S):
-            if (event := frames.read(line)) is not None:
-                yield event
+        try:
+            for line in self.open(calls.events(after), SILENCE_S):
+                if (event := frames.read(line)) is not None:
+                    yield event
+        except (OSError, http.client.HTTPException) as error:
+            raise unreachable(self._where, error) from None
 
     def metrics(self) -> str:
         return self.open(calls.metrics()).read().decode()
 
     def openapi(self) -> dict[str, Any]:
         return self.carry_out(calls.openapi())
+
+    def alive(self) -> None:
+        self.carry_out(calls.alive())
+
+    def ready(self) -> None:
+        self.carry_out(calls.ready())
+
+    @property
+    def _where(self) -> str:
+        return self._url or self._socket_path
 
     def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
         if self._url is None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from agentd.errors import AgentdError, Problem, Refused, Unreachable
+from agentd.errors import AgentdError, Problem, Refused, Unavailable, Unreachable
 
 _SERVER_ERROR = 500
 
@@ -35,8 +35,28 @@ def error_of(content: Mapping[str, Any]) -> AgentdError:
     return error
 
 
-def error_in(status: int, raw: bytes) -> AgentdError:
-    """Return the error that an answer is."""
+def error_in(status: int, raw: bytes, retry_after: str | None = None) -> AgentdError:
+    """Return the error that an answer is; `retry_after` is that header."""
+    error = _error_in(status, raw)
+    if isinstance(error, Unavailable) and retry_after and retry_after.isdecimal():
+        error.retry_after_s = int(retry_after)  # type: ignore[misc]
+    return error
+
+
+def content_of(raw: bytes) -> Any:  # noqa: ANN401 - JSON
+    """Return the JSON of an answer that is no error; None if it has none.
+
+    Raises:
+        Refused: it is something else, so no daemon of ours.
+    """
+    try:
+        return json.loads(raw) if raw else None
+    except ValueError:
+        shown = raw[:80].decode(errors="replace")
+        raise Refused("Internal", f"the answer is no JSON: {shown!r}", {}) from None
+
+
+def _error_in(status: int, raw: bytes) -> AgentdError:
     try:
         content = json.loads(raw)
     except ValueError:

@@ -28,6 +28,7 @@ from agentd.config.plugins import PluginSettings
 from agentd.config.runtimes import RuntimeSettings
 from agentd.config.section import (
     DEFAULT_SLOTS,
+    NAME,
     Name,
     Section,
     SizeBytes,
@@ -85,9 +86,11 @@ class RpcSettings(Section):
 
     @model_validator(mode="after")
     def _distinct(self) -> RpcSettings:
-        names = [token.name for token in self.tokens]
+        names = [self.socket.stem, *(token.name for token in self.tokens)]
         names += [socket.caller_name for socket in self.sockets]
         names += [self.token_file.stem] if self.token_file else []
+        if odd := [name for name in names[1:] if not NAME.fullmatch(name)]:
+            raise ValueError(f"no caller can be called {odd[0]!r}: give the socket a name")
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"duplicate name {', '.join(twice)} of tokens and sockets")
         paths = [self.socket, *(socket.path for socket in self.sockets)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from agentd.core.devices import Device, DeviceId, Health, Inventory
@@ -13,6 +13,9 @@ from agentd.core.partition import Partition
 from agentd.core.policy import Affinity, Policy
 from agentd.core.slots import SlotType, device_name_of, format_amount, is_divisible
 from agentd.errors import InsufficientResource
+
+OTHER = "other"
+"""What stands for a kernel of another agent to whoever is not to know of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,11 @@ def explain(question: Question) -> list[dict[str, object]]:
     something, `reason` why it gave nothing, or not enough.
     """
     devices = question.inventory.by_name.get(question.name, ())
-    return [_row(question, device, question.room(device)) for device in devices]
+    return [
+        _row(question, device, question.room(device))
+        for device in devices
+        if not question.policy.is_discreet or device.device_id in question.partition.members
+    ]
 
 
 def _row(question: Question, device: Device, room: int) -> dict[str, object]:
@@ -125,12 +132,27 @@ def _cannot_give(  # noqa: PLR0911 - one line for each reason, the gravest first
         return f"offers {device.slot}"
     if holders := ledger.kept_back_by(device):
         held = ledger.holders(device.device_id)
-        shown = [f"kernel {k} holds {held[k].slot or 'an unreadable share'} of it" for k in holders]
+        shown = [
+            f"{_named(question, k)} holds {held[k].slot or 'an unreadable share'} of it"
+            for k in holders
+        ]
         return f"kept back: {', '.join(shown)}"
     strangers = ledger.strangers(device, question.partition)
     if question.partition.is_exclusive and strangers:
-        return f"kept back: held by {', '.join(strangers)} of another agent"
+        return f"kept back: held by {_listed(question, strangers)} of another agent"
     return ""
+
+
+def _named(question: Question, kernel_id: str) -> str:
+    """Return what a kernel is called to whoever asks."""
+    holding = question.ledger.holdings.get(kernel_id)
+    is_own = holding is not None and holding.agent_id == question.partition.agent_id
+    return f"kernel {kernel_id}" if is_own or not question.policy.is_discreet else OTHER
+
+
+def _listed(question: Question, kernels: Iterable[str]) -> str:
+    named = (_named(question, kernel_id).removeprefix("kernel ") for kernel_id in kernels)
+    return ", ".join(dict.fromkeys(named))
 
 
 def _did_not_do(question: Question, device: Device, room: int) -> str:
@@ -160,7 +182,7 @@ def _used_up(question: Question, device: Device) -> str:
         return "offers nothing"
     mine = _mine(question, device)
     if mine is None:
-        return f"held by {', '.join(holders)}"
+        return f"held by {_listed(question, holders)}"
     limit = question.written(question.partition.limit(device))
     return f"the agent's part of {limit} is held by {', '.join(mine)}"
 
@@ -171,7 +193,7 @@ def _rest(question: Question, device: Device) -> str:
     limit = question.partition.limit(device)
     mine = _mine(question, device)
     if mine is None:
-        return f"; the rest is held by {', '.join(holders)}" if holders else ""
+        return f"; the rest is held by {_listed(question, holders)}" if holders else ""
     part = f"; the agent's part of it is {question.written(limit)}"
     return part + (f", the rest held by {', '.join(mine)}" if mine else "")
 

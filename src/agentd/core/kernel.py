@@ -138,6 +138,8 @@ class KernelSpec:
     user: str | None = None
     container: ContainerOptions = field(default_factory=ContainerOptions)
     created_by: str = ""
+    is_discreet: bool = False
+    """Whether whoever asks is not to know of other agents."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,3 +27,5 @@ class Policy:
     strategy: Strategy = Strategy.EVENLY
     affinity: Affinity = Affinity.INTERLEAVED
     allow_fragmentation: bool = False
+    is_discreet: bool = False
+    """Whether an explanation names nobody but the agent's own, and none of others' devices."""

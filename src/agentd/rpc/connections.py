@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import select
+import ssl
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,24 +21,24 @@ log = structlog.get_logger()
 
 HEADER_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 75.0
+READ_TIMEOUT_S = 10.0
+LOOK_PAUSE_S = 0.5
 LOG_PAUSE_S = 1.0
 """At most one line of log in this time says what was wrong with requests."""
 
 
 class Limits:
-    """How many TCP connections there are, and may be; one for all of a server's connections."""
+    """How many connections of one kind there are, and may be: a part of all descriptors at most."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, part: float) -> None:
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._most = min(most, descriptors // 2)
+        self._most = min(most, int(descriptors * part))
         self._open = 0
-        self._quiet_until = 0.0
-        self._unsaid = 0
 
     def admit(self) -> bool:
         """Count one more, if there may be one more."""
         if self._open >= self._most:
-            self.complain("rpc.too_many_connections", most=self._most)
+            complain("rpc.too_many_connections", most=self._most)
             return False
         self._open += 1
         return True
@@ -45,8 +47,15 @@ class Limits:
         """Count one less."""
         self._open -= 1
 
-    def complain(self, event: str, **facts: object) -> None:
-        """Log what is wrong with a caller, and not each of a flood."""
+
+class Complaints:
+    """Lines of log about callers, of which a flood is not said one by one."""
+
+    def __init__(self) -> None:
+        self._quiet_until = 0.0
+        self._unsaid = 0
+
+    def __call__(self, event: str, **facts: object) -> None:
         now = time.monotonic()
         if now < self._quiet_until:
             self._unsaid += 1
@@ -55,30 +64,79 @@ class Limits:
         self._quiet_until, self._unsaid = now + LOG_PAUSE_S, 0
 
 
-class Connection(web.RequestHandler):
-    """A connection that is closed if a request's header does not come in time."""
+complain = Complaints()
+
+
+class Gate(asyncio.Protocol):
+    """A TCP connection before its TLS handshake: counted, and with a deadline for that."""
 
     def __init__(
-        self,
-        server: web.Server,
-        limits: Limits,
-        broken: Callable[[str], web.Response],
-        *,
-        is_tcp: bool,
+        self, connection: Connection, limits: Limits, tls: ssl.SSLContext, tasks: set[Any]
+    ) -> None:
+        self._connection = connection
+        self._limits = limits
+        self._tls = tls
+        self._tasks = tasks
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if not isinstance(transport, asyncio.Transport):
+            raise TypeError("a gate is for streams")
+        if not self._limits.admit():
+            transport.abort()
+            return
+        task = asyncio.get_running_loop().create_task(self._handshake(transport))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _handshake(self, transport: asyncio.Transport) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            secured = await loop.start_tls(
+                transport,
+                self._connection,
+                self._tls,
+                server_side=True,
+                ssl_handshake_timeout=HEADER_TIMEOUT_S,
+            )
+        except (OSError, ssl.SSLError) as error:
+            complain("rpc.no_tls", reason=str(error)[:200])
+            transport.abort()
+            secured = None
+        if secured is None:
+            self._limits.release()
+        else:
+            self._connection.take_over(secured)
+
+
+class Connection(web.RequestHandler):
+    """A connection that is closed if a request's header does not come in time, or nobody reads.
+
+    It counts among `limits`, if there are some.
+    """
+
+    def __init__(
+        self, server: web.Server, limits: Limits | None, broken: Callable[[str], web.Response]
     ) -> None:
         loop = asyncio.get_running_loop()
         super().__init__(server, loop=loop, keepalive_timeout=KEEP_ALIVE_S)
         self._limits = limits
         self._broken = broken
-        self._is_tcp = is_tcp
         self._is_counted = False
         self._in_request = False
+        self._is_next_begun = False
         self._deadline: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+        self._looking: asyncio.TimerHandle | None = None
         self._stream: asyncio.Task[object] | None = None
+
+    def take_over(self, transport: asyncio.BaseTransport) -> None:
+        """Begin on a connection that has been counted already."""
+        self._is_counted = True
+        self.connection_made(transport)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        if self._is_tcp:
+        if self._limits is not None and not self._is_counted:
             self._is_counted = self._limits.admit()
             if not self._is_counted:
                 self.force_close()
@@ -86,41 +144,81 @@ class Connection(web.RequestHandler):
         self._expect_header()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        if self._is_counted:
+        if self._is_counted and self._limits is not None:
             self._limits.release()
             self._is_counted = False
-        self._forget_deadline()
+        for timer in (self._deadline, self._unread, self._looking):
+            if timer is not None:
+                timer.cancel()
         if self._stream is not None:
             self._stream.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if not self._in_request and self._deadline is None:
+        if self._in_request:
+            self._is_next_begun = True
+        elif self._deadline is None:
             self._expect_header()
         super().data_received(data)
 
     def began(self) -> None:
         """Note that all of a request's header is there."""
-        self._in_request = True
-        self._forget_deadline()
+        self._in_request, self._is_next_begun = True, False
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
     def ended(self) -> None:
         """Note that a request was answered; the next one may take its time to begin."""
         self._in_request = False
         self._stream = None
-
-    def carries(self, stream: asyncio.Task[object]) -> None:
-        """Have what answers without an end cancelled as soon as the connection is lost."""
-        self._stream = stream
+        if self._is_next_begun and self._deadline is None:
+            self._expect_header()
 
     def _expect_header(self) -> None:
         loop = asyncio.get_running_loop()
         self._deadline = loop.call_later(HEADER_TIMEOUT_S, self.force_close)
 
-    def _forget_deadline(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def _expect_reading(self, before: int | None = None) -> None:
+        """Drop the connection if, after a while, nothing more of an answer has been taken."""
+        transport = self.transport
+        if transport is None:
+            return
+        left = transport.get_write_buffer_size()
+        if before is not None and left >= before:
+            complain("rpc.nobody_reads", unread_bytes=left)
+            transport.abort()
+            return
+        loop = asyncio.get_running_loop()
+        self._unread = loop.call_later(READ_TIMEOUT_S, self._expect_reading, left)
+
+    def carries(self, stream: asyncio.Task[object]) -> None:
+        """Have what answers without an end cancelled as soon as the caller hangs up."""
+        self._stream = stream
+        self._look()
+
+    def _look(self) -> None:
+        """See whether the caller is there, also where nothing is read: requests may be queued."""
+        sock = self.transport.get_extra_info("socket") if self.transport is not None else None
+        if self._stream is None or sock is None:
+            return
+        poll = select.poll()
+        poll.register(sock.fileno(), select.POLLRDHUP | select.POLLHUP | select.POLLERR)
+        if poll.poll(0):
+            self._stream.cancel()
+            self.force_close()
+            return
+        self._looking = asyncio.get_running_loop().call_later(LOOK_PAUSE_S, self._look)
 
     def handle_error(
         self,
@@ -131,7 +229,7 @@ class Connection(web.RequestHandler):
     ) -> web.StreamResponse:
         """Answer what is no request with a problem."""
         why = (message or str(exc) or "it is no HTTP").splitlines()
-        self._limits.complain("rpc.broken_request", status=status, reason=why[0][:200])
+        complain("rpc.broken_request", status=status, reason=why[0][:200])
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun already")
         response = self._broken(" ".join(part.strip() for part in why)[:500])

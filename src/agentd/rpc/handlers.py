@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 from aiohttp import web
 
+from agentd.core.access import Caller
 from agentd.core.devices import Inventory
 from agentd.core.kernel import Kernel
 from agentd.errors import NotReady
@@ -28,6 +29,7 @@ from agentd.services.kernels import KernelService
 from agentd.services.reconciler import Reconciler
 from agentd.services.selfcheck import SelfCheck
 from agentd.services.state import NodeState
+from agentd.views import NodeView
 
 
 def answer(
@@ -85,10 +87,6 @@ class Handlers:
         return self._access
 
     @property
-    def visible(self) -> Visible:
-        return self._visible
-
-    @property
     def streams(self) -> Streams:
         return self._streams
 
@@ -131,15 +129,18 @@ class Handlers:
     async def get_node(self, request: web.Request) -> web.Response:
         """Show the node, its parts, and what the operator should know; `check` judges it too."""
         caller = caller_of(request)
-        node = rendering.node_view(
-            self._node_id, self._default_runtime, self._state, self._devices, self._plugins
-        )
-        node["warnings"] += self._remarks
-        node = self._visible.node(node, caller)
+        node = self._node(caller)
         if read_flag(request.query, "check"):
             self._access.require_all(caller)
             node["checks"] = rendering.check_views(await self._check.run())
         return answer(node)
+
+    def _node(self, caller: Caller) -> NodeView:
+        node = rendering.node_view(
+            self._node_id, self._default_runtime, self._state, self._devices, self._plugins
+        )
+        node["warnings"] += self._remarks
+        return self._visible.node(node, caller)
 
     async def list_runtimes(self, _: web.Request) -> web.Response:
         """List the runtimes that may have kernels of this node, and whether they answer."""
@@ -209,7 +210,7 @@ class Handlers:
         agent_id = self._devices.partition(request.match_info["agent"]).agent_id
         body = read_body(CreateKernelRequest, await body_of(request))
         caller = caller_of(request)
-        spec = body.to_spec(agent_id, caller.name)
+        spec = body.to_spec(agent_id, caller)
         note_kernel(request, spec.kernel_id)
         if read_flag(request.query, "dry_run"):
             if known := self._service.existing(spec):
@@ -220,7 +221,7 @@ class Handlers:
                 "allocation": decision.allocation.to_wire(),
                 "explain": explain,
             }
-            return answer(self._visible.redacted(shown, caller))
+            return answer(shown)
         is_async = prefers_async(request)
         kernel, is_new = await self._service.create(spec, wait=not is_async)
         headers = {"Location": f"/v1/kernels/{kernel.kernel_id}"}
@@ -236,7 +237,7 @@ class Handlers:
         kernels = [k for k in visible if agent is None or k.agent_id == agent]
         if agent is not None and not kernels:
             self._devices.partition(agent)
-        page = self._order.page(kernels, request.query)
+        page = self._order.page(kernels, request.query, caller_of(request))
         body = b"[%s]" % b",".join(self._encoded(kernel) for kernel in page.kernels)
         for gone in self._kernels.keys() - self._state.kernels.keys():
             del self._kernels[gone]
@@ -290,7 +291,7 @@ class Handlers:
         """Show the node in the Prometheus exposition format."""
         caller = caller_of(request)
         parts = (self._state, self._devices, self._plugins, self._access)
-        text = exposition(self._node_id, caller, *parts)
+        text = exposition(self._node_id, caller, len(self._node(caller)["warnings"]), *parts)
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     def _shown(self, kernel: Kernel) -> object:

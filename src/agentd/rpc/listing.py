@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from multidict import MultiMapping
 
+from agentd.core.access import Caller
 from agentd.core.kernel import Kernel, KernelState
 from agentd.errors import InvalidRequest, Problem
 
@@ -27,17 +28,19 @@ class Order:
     """The order of creation; it knows the places of kernels that are gone, too."""
 
     def __init__(self) -> None:
-        self._removed: OrderedDict[str, float] = OrderedDict()
+        self._removed: OrderedDict[str, Kernel] = OrderedDict()
 
     def note(self, before: Kernel | None, now: Kernel | None) -> None:
         """Keep the place of a kernel that is removed."""
         if now is None and before is not None:
-            self._removed[before.kernel_id] = before.created_at
+            self._removed[before.kernel_id] = Kernel(
+                before.kernel_id, before.agent_id, before.state, "", before.created_at, ""
+            )
             self._removed.move_to_end(before.kernel_id)
             if len(self._removed) > MOST_REMOVED:
                 self._removed.popitem(last=False)
 
-    def page(self, kernels: Iterable[Kernel], query: MultiMapping[str]) -> Page:
+    def page(self, kernels: Iterable[Kernel], query: MultiMapping[str], caller: Caller) -> Page:
         """Return the kernels that a query asks for: `state`, `label`, `limit`, `after`.
 
         Raises:
@@ -48,7 +51,7 @@ class Order:
         found = sorted(kernels, key=_place)
         after = query.get("after")
         if after is not None:
-            place = self._place_of(after, found)
+            place = self._place_of(after, found, caller)
             found = [kernel for kernel in found if _place(kernel) > place]
         found = [
             kernel
@@ -60,12 +63,15 @@ class Order:
             return Page(found, None)
         return Page(found[:limit], found[limit - 1].kernel_id)
 
-    def _place_of(self, kernel_id: str, visible: Iterable[Kernel]) -> tuple[float, str]:
+    def _place_of(
+        self, kernel_id: str, visible: Iterable[Kernel], caller: Caller
+    ) -> tuple[float, str]:
         for kernel in visible:
             if kernel.kernel_id == kernel_id:
                 return _place(kernel)
-        if (created_at := self._removed.get(kernel_id)) is not None:
-            return created_at, kernel_id
+        removed = self._removed.get(kernel_id)
+        if removed is not None and caller.sees(removed.agent_id):
+            return _place(removed)
         why = f"no kernel {kernel_id!r} that is there, or was since the daemon's start"
         raise InvalidRequest([Problem("after", why)])
 

@@ -34,6 +34,7 @@ _MEASURED = {
 def exposition(
     node_id: str,
     caller: Caller,
+    warnings: int,
     state: NodeState,
     devices: NodeDevices,
     plugins: Plugins,
@@ -44,7 +45,7 @@ def exposition(
 
     class Node:
         def collect(self) -> Iterator[GaugeMetricFamily]:
-            yield from _node(node_id, state, devices, plugins)
+            yield from _node(node_id, warnings, state, devices, plugins)
             agents, seen = access.agents(caller), access.devices(caller)
             yield from _kernels(access.kernels(caller))
             yield from _slots(state, devices.split, agents)
@@ -63,7 +64,7 @@ def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
 
 
 def _node(
-    node_id: str, state: NodeState, devices: NodeDevices, plugins: Plugins
+    node_id: str, warned: int, state: NodeState, devices: NodeDevices, plugins: Plugins
 ) -> Iterator[GaugeMetricFamily]:
     info = _gauge("info", "The node and its daemon", "node", "version")
     info.add_metric([node_id, __version__], 1)
@@ -72,7 +73,7 @@ def _node(
     generation.add_metric([], devices.generation)
     yield generation
     warnings = _gauge("warnings", "What GET /v1/node warns of")
-    warnings.add_metric([], len(devices.warnings))
+    warnings.add_metric([], warned)
     yield warnings
     runtimes = _gauge("runtime_available", "Whether a runtime answers", "runtime")
     for name, status in state.runtimes.items():

@@ -51,6 +51,11 @@ def read_flag(query: Mapping[str, str], name: str) -> bool:
     return value in _TRUE
 
 
+def is_true(query: Mapping[str, str], name: str) -> bool:
+    """Tell whether a parameter is true; one that cannot be read is not."""
+    return query.get(name, "false").lower() in _TRUE
+
+
 def read_timeout(query: Mapping[str, str]) -> float | None:
     """Read `timeout`, in seconds."""
     text = query.get("timeout")

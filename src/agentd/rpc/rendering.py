@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Literal, TypeAlias
@@ -92,10 +92,15 @@ def _time(seconds: float | None) -> str | None:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")[:-6] + "Z"
 
 
-def device_view(device: Device, split: Split, ledger: Ledger) -> DeviceView:
-    """Return a device with its holders and its state, the gravest reason first."""
+def device_view(
+    device: Device, split: Split, ledger: Ledger, named: Callable[[str], str] = str
+) -> DeviceView:
+    """Return a device with its holders and its state, the gravest reason first.
+
+    `named` is what its kernels are called.
+    """
     holders = ledger.holders(device.device_id)
-    state, reason = _device_state(device, ledger)
+    state, reason = _device_state(device, ledger, named)
     agents = split.agents_of(device.device_id)
     free = max((ledger.free(device, split.partitions[agent]) for agent in agents), default=0)
     kind = next((share.kind for share in holders.values() if share.slot), device.kind)
@@ -114,14 +119,14 @@ def device_view(device: Device, split: Split, ledger: Ledger) -> DeviceView:
         "allocated": format_amount(ledger.used(device.device_id), kind),
         "free": format_amount(free, device.kind),
         "holders": [
-            {"kernel_id": kernel_id, "amount": format_amount(share.amount, share.kind)}
+            {"kernel_id": named(kernel_id), "amount": format_amount(share.amount, share.kind)}
             for kernel_id, share in holders.items()
         ],
     }
 
 
 def _device_state(  # noqa: PLR0911 - one line for each state, the gravest first
-    device: Device, ledger: Ledger
+    device: Device, ledger: Ledger, named: Callable[[str], str]
 ) -> tuple[DeviceState, str]:
     if device.gone:
         return "gone", device.reason
@@ -132,7 +137,8 @@ def _device_state(  # noqa: PLR0911 - one line for each state, the gravest first
     if holders := ledger.kept_back_by(device):
         shares = {kernel_id: ledger.holders(device.device_id)[kernel_id] for kernel_id in holders}
         held = [
-            f"kernel {kernel_id} holds {_what(share.slot)}" for kernel_id, share in shares.items()
+            f"kernel {named(kernel_id)} holds {_what(share.slot)}"
+            for kernel_id, share in shares.items()
         ]
         until = "it ends" if len(held) == 1 else "they end"
         return "held", f"{', '.join(held)}; nothing new until {until}"

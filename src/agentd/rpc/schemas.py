@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
+from agentd.core.access import Caller
 from agentd.core.container_edits import Mount
 from agentd.core.container_options import (
     ULIMITS,
@@ -137,7 +138,7 @@ class CreateKernelRequest(Body):
             raise ValueError("expected a non-empty first word in the command")
         return value
 
-    def to_spec(self, agent_id: str, created_by: str = "") -> KernelSpec:
+    def to_spec(self, agent_id: str, caller: Caller | None = None) -> KernelSpec:
         """Return the request as the core knows it, with a kernel id if it has none."""
         return KernelSpec(
             kernel_id=self.kernel_id or f"k-{uuid.uuid4().hex[:12]}",
@@ -162,7 +163,8 @@ class CreateKernelRequest(Body):
                 pids_limit=self.pids_limit,
                 ulimits={name: Ulimit(u.soft, u.hard) for name, u in self.ulimits.items()},
             ),
-            created_by=created_by,
+            created_by=caller.name if caller else "",
+            is_discreet=caller is not None and caller.agents is not None,
         )
 
     def _hash(self, agent_id: str) -> str:

@@ -23,9 +23,10 @@ from aiohttp import web
 from agentd.core.access import Caller, Right
 from agentd.core.devices import DeviceId
 from agentd.errors import AgentdError, InvalidRequest, Problem, StartRefused, Unavailable
-from agentd.rpc.callers import Callers, Token, kernel_of, note_caller
-from agentd.rpc.connections import Connection, Limits
+from agentd.rpc.callers import Callers, Token, note_caller
+from agentd.rpc.connections import Connection, Gate, Limits
 from agentd.rpc.handlers import Handlers
+from agentd.rpc.queries import body_of, is_true
 from agentd.rpc.routes import OPEN_PATHS, ROUTES, Route, openapi
 
 log = structlog.get_logger()
@@ -33,6 +34,8 @@ log = structlog.get_logger()
 MAX_BODY = 1024 * 1024
 SOCKET_MODE = 0o660
 BACKLOG = 1024
+TCP_PART, FURTHER_PART = 0.5, 0.125
+"""How much of all descriptors TCP connections, and those of further sockets, may have."""
 SHUTDOWN_TIMEOUT_S = 3.0
 SERVER_ERROR = 500
 
@@ -54,6 +57,7 @@ STATUSES = {
     "MethodNotAllowed": 405,
     "RequestTimeout": 408,
     "BodyTooLarge": 413,
+    "ExpectationFailed": 417,
     "BadRequest": 400,
     "Unauthorized": 401,
     "Forbidden": 403,
@@ -121,7 +125,10 @@ class Server:
         self._callers = Callers(
             endpoint.tokens, {str(door.path): door.caller for door in endpoint.doors}
         )
-        self._limits = Limits(endpoint.max_connections)
+        self._tcp = Limits(endpoint.max_connections, TCP_PART)
+        self._further = Limits(endpoint.max_connections, FURTHER_PART)
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self._bound: list[Path] = []
         self._runner: web.AppRunner | None = None
         self._listeners: list[asyncio.Server] = []
 
@@ -135,14 +142,16 @@ class Server:
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._answer])
         for route in ROUTES:
             bound = route.handler.__get__(self._handlers)
-            app.router.add_route(route.method, route.path, bound, name=None)
+            app.router.add_route(route.method, route.path, bound, expect_handler=_expected)
         self._runner = web.AppRunner(app, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
         await self._runner.setup()
         loop = asyncio.get_running_loop()
-        for door in self._endpoint.doors:
+        main, *others = self._endpoint.doors
+        for door, limits in ((main, None), *((other, self._further) for other in others)):
             listening = unix_socket(door.path, door.group)
+            self._bound.append(door.path)
             listener = await loop.create_unix_server(
-                self._connection(is_tcp=False), sock=listening, backlog=BACKLOG
+                self._connection(limits), sock=listening, backlog=BACKLOG
             )
             self._listeners.append(listener)
         if self._endpoint.host is not None:
@@ -150,22 +159,25 @@ class Server:
 
     async def _listen_on_tcp(self, loop: asyncio.AbstractEventLoop) -> asyncio.Server:
         end = self._endpoint
-        made = self._connection(is_tcp=True)
+        made: Callable[[], asyncio.BaseProtocol] = self._connection(self._tcp)
+        if (tls := end.tls) is not None:
+            plain = self._connection(self._tcp)
+            made = lambda: Gate(plain(), self._tcp, tls, self._handshakes)  # noqa: E731 - a factory
         try:
             return await loop.create_server(
-                made, end.host, end.port, ssl=end.tls, backlog=BACKLOG, reuse_address=True
+                made, end.host, end.port, backlog=BACKLOG, reuse_address=True
             )
         except OSError as error:
             raise StartRefused(
                 f"cannot listen on {end.host}:{end.port}: {error.strerror}"
             ) from None
 
-    def _connection(self, *, is_tcp: bool) -> Callable[[], Connection]:
+    def _connection(self, limits: Limits | None) -> Callable[[], Connection]:
         """Return what makes the protocol of a new connection."""
         server = self._runner.server if self._runner is not None else None
         if server is None:
             raise RuntimeError("the server has not been set up")
-        return lambda: Connection(server, self._limits, _broken, is_tcp=is_tcp)
+        return lambda: Connection(server, limits, _broken)
 
     def renew_tokens(self, tokens: Sequence[Token]) -> None:
         """Take other tokens from now on; who has one that is gone is cut off at once."""
@@ -178,8 +190,8 @@ class Server:
             listener.close()
         if self._runner is not None:
             await self._runner.cleanup()
-            for door in self._endpoint.doors:
-                door.path.unlink(missing_ok=True)
+        for path in self._bound:
+            path.unlink(missing_ok=True)
 
     @web.middleware
     async def _answer(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -187,26 +199,32 @@ class Server:
         connection = request.protocol
         if isinstance(connection, Connection):
             connection.began()
-        caller = self._callers.identify(request)
         try:
-            response = await self._answered(request, handler, caller)
+            response = await self._answered(request, handler)
         except ConnectionError:
             raise  # the caller has gone; there is nobody to answer
         except Exception as error:  # noqa: BLE001 - what has no code of its own is logged
-            response = self._refusal(request, error, caller)
+            response = self._refusal(request, error)
         finally:
             if isinstance(connection, Connection):
                 connection.ended()
         return response
 
-    async def _answered(
-        self, request: web.Request, handler: _Handler, caller: Caller | None
-    ) -> web.StreamResponse:
+    async def _identified(self, request: web.Request) -> Caller | None:
+        """Return who calls, once all of the request is there: a token may be gone by then."""
+        caller = self._callers.identify(request)
+        if caller is not None and request.can_read_body:
+            await body_of(request)
+            caller = self._callers.identify(request)
+        return caller
+
+    async def _answered(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """Carry out a call that may be made.
 
         Raises:
             AgentdError, web.HTTPException: it may not, or cannot.
         """
+        caller = await self._identified(request)
         route = _route_of(request)
         needs_nobody = route is not None and route.right is None
         if caller is None and not needs_nobody:
@@ -218,7 +236,7 @@ class Server:
             return await handler(request)
         note_caller(request, caller)
         _refuse_unknown_query(request, route)
-        if route.method == "GET" or "dry_run" in request.query:
+        if route.method == "GET" or is_true(request.query, "dry_run"):
             self._require(request, caller, route.right)
             return await handler(request)
         with self._handlers.auditor(request, route.action) as auditor:
@@ -238,19 +256,13 @@ class Server:
             device=DeviceId(name, match["id"]) if name is not None else None,
         )
 
-    def _refusal(
-        self, request: web.Request, error: Exception, caller: Caller | None
-    ) -> web.Response:
-        """Return the problem that an error is, with nobody named whom the caller cannot see."""
+    def _refusal(self, request: web.Request, error: Exception) -> web.Response:
+        """Return the problem that an error is."""
         if isinstance(error, AgentdError):
             headers = {}
             if isinstance(error, Unavailable):
                 headers["Retry-After"] = str(error.retry_after_s)
-            content = {"detail": str(error), "facts": dict(error.facts())}
-            if caller is not None:
-                said = {*request.match_info.values(), kernel_of(request)}
-                content = self._handlers.visible.redacted(content, caller, said)
-            return problem(error.code, str(content["detail"]), content["facts"], headers)
+            return problem(error.code, str(error), dict(error.facts()), headers)
         if isinstance(error, web.HTTPException):
             unnamed = "InvalidRequest" if error.status < SERVER_ERROR else "Internal"
             code = _HTTP_CODES.get(error.status, unnamed)
@@ -273,6 +285,14 @@ def _route_of(request: web.Request) -> Route | None:
 
 def _broken(why: str) -> web.Response:
     return problem("BadRequest", f"this is no request of HTTP/1.1: {why}")
+
+
+async def _expected(request: web.Request) -> web.StreamResponse | None:
+    """Answer an Expect header (RFC 9110): go on, or a problem."""
+    if request.headers.get("Expect", "").lower() != "100-continue":
+        return problem("ExpectationFailed", "only 100-continue can be expected")
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    return None
 
 
 def _refuse_unknown_query(request: web.Request, route: Route) -> None:

@@ -8,10 +8,10 @@ hangs up, or takes nothing, is let go of with everything that was opened for it.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 
+import msgspec
 import structlog
 from aiohttp import web
 
@@ -118,9 +118,9 @@ async def stream_events(
                 if event is None:
                     await _write(request, response, b": still here\n\n")
                 elif (content := shown(event)) is not None:
-                    data = json.dumps(content, separators=(",", ":"))
-                    frame = f"id: {events.id_of(event)}\nevent: {event.kind}\ndata: {data}\n\n"
-                    await _write(request, response, frame.encode())
+                    head = f"id: {events.id_of(event)}\nevent: {event.kind}\ndata: "
+                    frame = head.encode() + msgspec.json.encode(content) + b"\n\n"
+                    await _write(request, response, frame)
         except TooSlow as error:
             _dropped(request, str(error))
     await response.write_eof()

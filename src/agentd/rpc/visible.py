@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
-
 from agentd.core.access import Caller
 from agentd.core.devices import Device
 from agentd.core.kernel import Kernel
@@ -14,9 +11,6 @@ from agentd.services.devices import NodeDevices
 from agentd.services.events import Audit, Event, EventKind
 from agentd.services.state import NodeState
 from agentd.views import DeviceView, NodeView
-
-_TEXTS = frozenset({"detail", "reason", "why"})
-"""The members that are written for people, and name whom they are about."""
 
 
 class Visible:
@@ -29,22 +23,22 @@ class Visible:
 
     def device(self, device: Device, caller: Caller) -> DeviceView:
         """Return a device that the caller sees, with the kernels of others as `other`."""
-        view = rendering.device_view(device, self._devices.split, self._state.ledger)
+        split, ledger = self._devices.split, self._state.ledger
         if caller.agents is None:
-            return view
-        mine = {kernel.kernel_id for kernel in self._access.kernels(caller)}
+            return rendering.device_view(device, split, ledger)
+
+        def named(kernel_id: str) -> str:
+            holding = ledger.holdings.get(kernel_id)
+            return kernel_id if holding and caller.sees(holding.agent_id) else OTHER
+
+        view = rendering.device_view(device, split, ledger, named)
         view["agents"] = [agent for agent in view["agents"] if caller.sees(agent)]
-        view["reason"] = self._access.redacted(caller, view["reason"])
-        for holder in view["holders"]:
-            if holder["kernel_id"] not in mine:
-                holder["kernel_id"] = OTHER
         return view
 
     def node(self, view: NodeView, caller: Caller) -> NodeView:
-        """Return the node without warnings about others."""
+        """Return the node without warnings that name others."""
         if caller.agents is not None:
-            warnings = view["warnings"]
-            view["warnings"] = [w for w in warnings if self._access.redacted(caller, w) == w]
+            view["warnings"] = self._access.about_nobody_else(caller, view["warnings"])
         return view
 
     def event(self, event: Event, caller: Caller) -> object:
@@ -58,18 +52,3 @@ class Visible:
                 if event.kind is EventKind.DEVICE:
                     return self.device(device, caller)
         return rendering.event_view(event, self._devices.split, self._state.ledger)
-
-    def redacted(self, content: Any, caller: Caller, said: Collection[str] = ()) -> Any:  # noqa: ANN401 - JSON
-        """Return JSON with others left out of its texts, but for names that the caller `said`."""
-        if caller.agents is None:
-            return content
-        if isinstance(content, Mapping):
-            return {
-                key: self._access.redacted(caller, value, said)
-                if key in _TEXTS and isinstance(value, str)
-                else self.redacted(value, caller, said)
-                for key, value in content.items()
-            }
-        if isinstance(content, (list, tuple)):
-            return [self.redacted(item, caller, said) for item in content]
-        return content

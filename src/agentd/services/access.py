@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from agentd.core.access import Caller, Right, roles_with
 from agentd.core.devices import Device, DeviceId
+from agentd.core.explain import OTHER
 from agentd.core.kernel import Kernel
 from agentd.errors import Forbidden, UnknownAgent, UnknownDevice, UnknownKernel
 from agentd.services.devices import NodeDevices
 from agentd.services.state import NodeState
 
-OTHER = "other"
-"""What stands for an agent or a kernel that a caller cannot see."""
+__all__ = ["OTHER", "Access"]
 
 
 class Access:
@@ -79,15 +79,15 @@ class Access:
             caller.sees(agent) for agent in self._devices.split.agents_of(device_id)
         )
 
-    def redacted(self, caller: Caller, text: str, said: Collection[str] = ()) -> str:
-        """Return a text in which nobody is named whom a caller cannot see, or has not `said`."""
-        if caller.agents is None or not text:
-            return text
+    def about_nobody_else(self, caller: Caller, texts: Iterable[str]) -> list[str]:
+        """Return the texts in which nobody is named whom a caller cannot see."""
         names = {kernel.kernel_id for kernel in self._state if not caller.sees(kernel.agent_id)}
-        names |= {kernel.agent_id for kernel in self._state}
-        names |= self._devices.split.partitions.keys()
-        hidden = {name for name in names if name and not caller.sees(name)}
-        return _without(text, hidden - {OTHER, *said})
+        agents = {kernel.agent_id for kernel in self._state} | self._devices.split.partitions.keys()
+        names |= {agent for agent in agents if agent and not caller.sees(agent)}
+        if not names:
+            return list(texts)
+        words = re.compile(rf"(?<![\w.-])(?:{'|'.join(map(re.escape, names))})(?![\w-])")
+        return [text for text in texts if not words.search(text)]
 
     def _sees_kernel(self, caller: Caller, kernel_id: str) -> bool:
         known = self._state.kernels.get(kernel_id)
@@ -100,8 +100,3 @@ class Access:
         if not any(device.answers_to(wanted.id) for device in mine):
             have = ", ".join(device.device_id.id for device in mine) or "none of that name"
             raise UnknownDevice(f"no device {wanted}; the node has {have}")
-
-
-def _without(text: str, names: Iterable[str]) -> str:
-    words = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
-    return re.sub(rf"(?<![\w.-])(?:{words})(?![\w-])", OTHER, text) if words else text

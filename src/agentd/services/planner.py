@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from agentd.core.allocation import Allocation, Ledger, Policy, allocate
 from agentd.core.devices import DeviceId, Inventory
-from agentd.core.explain import Question, explain
+from agentd.core.explain import OTHER, Question, explain
 from agentd.core.kernel import Kernel, KernelSpec, Port, step_between
+from agentd.core.partition import Partition
 from agentd.core.plan import KernelPlan, NodeFacts, build_plan
 from agentd.core.ports import HostPort, PortRange, hand_out
 from agentd.core.slots import CPU, MEM, ResourceSlots, device_name_of, parse_slots
@@ -57,10 +58,14 @@ class Planner:
         inventory = self._devices.inventory
         slots = self._slots(spec, runtime)
         partition = self._devices.partition(spec.agent_id)
-        policy, only = self._rules.policy, _named(spec.devices, inventory)
+        policy, only = self._policy(spec), _named(spec, inventory, partition)
         allocation = allocate(state.ledger, inventory, partition, slots, policy, only)
-        ports = self._ports(spec, state.ports)
+        ports = self._ports(spec, _holders(spec, state))
         return Decision(slots.to_wire(inventory.slot_types), allocation, ports)
+
+    def _policy(self, spec: KernelSpec) -> Policy:
+        policy = self._rules.policy
+        return replace(policy, is_discreet=True) if spec.is_discreet else policy
 
     def _ports(self, spec: KernelSpec, holders: Mapping[HostPort, str]) -> tuple[Port, ...]:
         """Hand out ports, leaving out what something else on the node listens on."""
@@ -81,9 +86,9 @@ class Planner:
         self, spec: KernelSpec, decision: Decision, ledger: Ledger, runtime: Runtime
     ) -> dict[str, list[dict[str, object]]]:
         """Return for each slot of a decision how every device was looked at."""
-        inventory, policy = self._devices.inventory, self._rules.policy
+        inventory, policy = self._devices.inventory, self._policy(spec)
         partition = self._devices.partition(spec.agent_id)
-        only = _named(spec.devices, inventory)
+        only = _named(spec, inventory, partition)
         rows = {}
         for slot, amount in self._slots(spec, runtime).items():
             shares = (share for share in decision.allocation.shares if share.slot == slot)
@@ -145,17 +150,32 @@ def _unheld(allocation: Allocation, inventory: Inventory) -> frozenset[str]:
     )
 
 
+def _holders(spec: KernelSpec, state: NodeState) -> Mapping[HostPort, str]:
+    """Return who has which port of the node; a discreet request hears of no other agent's."""
+    if not spec.is_discreet:
+        return state.ports
+    agents = {kernel.kernel_id: kernel.agent_id for kernel in state}
+    return {
+        port: holder if agents.get(holder) == spec.agent_id else OTHER
+        for port, holder in state.ports.items()
+    }
+
+
 def _named(
-    names: Mapping[str, Sequence[str]], inventory: Inventory
+    spec: KernelSpec, inventory: Inventory, partition: Partition
 ) -> dict[str, frozenset[DeviceId]]:
-    """Return the devices that a request names, by device name.
+    """Return the devices that a request names, by device name; a discreet one, of its agent's.
 
     Raises:
         InvalidRequest: there are no such devices; every one of them is listed.
     """
     problems, found = [], {}
-    for name, wanted in names.items():
-        devices = inventory.by_name.get(name, ())
+    for name, wanted in spec.devices.items():
+        devices = [
+            device
+            for device in inventory.by_name.get(name, ())
+            if not spec.is_discreet or device.device_id in partition.members
+        ]
         by_key = {key: d.device_id for d in devices for key in (*d.names, d.device_id.id)}
         found[name] = frozenset(by_key[key] for key in wanted if key in by_key)
         have = ", ".join(device.device_id.id for device in devices) or "none of that name"

@@ -1,0 +1,164 @@
+"""Tokens over TCP: each its own caller, dead when taken away, refused when others can read it."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+from pathlib import Path
+
+import aiohttp
+import pytest
+from click.testing import CliRunner
+
+from agentd.cli.agentctl import agentctl
+from daemon import BASE, Answer, Daemon, gpus
+from end_to_end.test_access import TEAMS
+
+TCP = BASE.replace("[host]", 'listen = "127.0.0.1:{port}"\n{tokens}[host]')
+
+
+class Tokens:
+    """A node that listens on TCP, and its tokens by name."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self.daemon = daemon
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.secrets: dict[str, str] = {}
+
+    def add(self, name: str, mode: int = 0o600, **members: object) -> None:
+        file = self.daemon.folder / f"token-{name}"
+        self.secrets[name] = f"secret-of-{name}"
+        file.write_text(f"{self.secrets[name]}\n")
+        file.chmod(mode)
+
+    def entry(self, name: str, role: str, *agents: str) -> str:
+        listed = f"agents = {list(agents)}\n".replace("'", '"') if agents else ""
+        file = self.daemon.folder / f"token-{name}"
+        return f'[[rpc.tokens]]\nname = "{name}"\nfile = "{file}"\nrole = "{role}"\n{listed}'
+
+    def configure(self, *entries: str) -> None:
+        base = TCP.replace("{port}", str(self.port)).replace("{tokens}", "".join(entries))
+        self.daemon.configure(TEAMS + gpus(), base)
+
+    async def get(self, name: str | None, path: str = "/v1/whoami") -> Answer:
+        headers = {"Authorization": f"Bearer {self.secrets[name]}"} if name else {}
+        async with (
+            aiohttp.ClientSession(headers=headers) as session,
+            session.get(f"http://127.0.0.1:{self.port}{path}") as response,
+        ):
+            return Answer(response.status, response.headers.copy(), await response.read())
+
+
+@pytest.fixture
+def tokens(plain: Daemon) -> Tokens:
+    made = Tokens(plain)
+    for name in ("team", "watcher", "boss"):
+        made.add(name)
+    return made
+
+
+async def test_each_token_is_its_own_caller_and_a_removed_one_is_dead_at_once(
+    tokens: Tokens,
+) -> None:
+    team = tokens.entry("team", "agent", "team-a")
+    tokens.configure(team, tokens.entry("watcher", "read"), tokens.entry("boss", "admin"))
+    await tokens.daemon.start()
+    shown = {name: (await tokens.get(name)).json["role"] for name in tokens.secrets}
+    assert shown == {"team": "agent", "watcher": "read", "boss": "admin"}
+    assert (await tokens.get(None)).status == 401
+    headers = {"Authorization": f"Bearer {tokens.secrets['watcher']}"}
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.get(f"http://127.0.0.1:{tokens.port}/v1/events") as stream,
+    ):
+        assert stream.status == 200
+        tokens.configure(team)
+        assert tokens.daemon.process is not None
+        tokens.daemon.process.send_signal(signal.SIGHUP)
+        async with asyncio.timeout(10):
+            with contextlib.suppress(aiohttp.ClientError):
+                while await stream.content.readany():
+                    pass
+    assert (await tokens.get("watcher")).status == 401
+    assert (await tokens.get("team")).status == 200
+
+
+async def test_a_token_that_goes_before_its_body_has_come_does_nothing(tokens: Tokens) -> None:
+    team = tokens.entry("team", "agent", "team-a")
+    tokens.configure(team, tokens.entry("boss", "admin"))
+    await tokens.daemon.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", tokens.port)
+    body = b'{"command": ["true"], "kernel_id": "late", "slots": {"cpu": 0}}'
+    head = (
+        "POST /v1/agents/team-a/kernels HTTP/1.1\r\nHost: x\r\n"
+        f"Authorization: Bearer {tokens.secrets['team']}\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    writer.write(head.encode() + body[:5])
+    assert (await tokens.get("team")).status == 200
+    tokens.configure(tokens.entry("boss", "admin"))
+    assert tokens.daemon.process is not None
+    tokens.daemon.process.send_signal(signal.SIGHUP)
+    async with asyncio.timeout(10):
+        while (await tokens.get("team")).status != 401:
+            await asyncio.sleep(0.02)
+    writer.write(body[5:])
+    assert b" 401 " in await asyncio.wait_for(reader.readline(), 10)
+    writer.close()
+    assert await tokens.daemon.get("/v1/kernels") == []
+
+
+async def test_a_reload_that_cannot_be_read_changes_nothing(tokens: Tokens) -> None:
+    tokens.configure(tokens.entry("team", "agent", "team-a"))
+    await tokens.daemon.start()
+    tokens.daemon.config_file.write_text("[rpc")
+    assert tokens.daemon.process is not None
+    tokens.daemon.process.send_signal(signal.SIGHUP)
+    async with asyncio.timeout(10):
+        while "daemon.not_reloaded" not in tokens.daemon.log:
+            await asyncio.sleep(0.02)
+    assert (await tokens.get("team")).status == 200
+    tokens.configure(tokens.entry("team", "agent", "team-a"))
+
+
+@pytest.mark.parametrize(
+    ("entry", "why"),
+    [
+        (("team", "agent"), 'role "agent" needs agents'),
+        (("team", "admin", "team-a"), 'role "admin" is for all agents'),
+        (("team", "agent", "nobody"), "no agent nobody"),
+        (("team", "boss"), "Input should be"),
+        (("absent", "read"), "cannot be read: No such file"),
+        (("open", "read"), "has mode 0644: others can read or write it; allowed: 0600 or 0640"),
+        (("empty", "read"), "is empty; it needs one line"),
+        (("words", "read"), "is not one word"),
+    ],
+)
+async def test_tokens_that_cannot_be_used_are_refused(
+    tokens: Tokens, entry: tuple[str, ...], why: str
+) -> None:
+    tokens.add("open", 0o644)
+    for name, text in (("empty", "\n"), ("words", "two words\n")):
+        file = tokens.daemon.folder / f"token-{name}"
+        file.write_text(text)
+        file.chmod(0o600)
+    tokens.configure(tokens.entry(*entry))
+    process = tokens.daemon.spawn()
+    assert await asyncio.to_thread(process.wait, 30) == 78
+    assert why in tokens.daemon.log
+    tokens.configure()
+
+
+def test_a_new_token_is_written_for_its_owner_alone(tmp_path: Path) -> None:
+    file = tmp_path / "tokens/team"
+    options = ["token", "create", "team", "--agent", "a", "--file", str(file)]
+    made = CliRunner().invoke(agentctl, options)
+    assert made.exit_code == 0, made.output
+    assert made.output == (
+        f'[[rpc.tokens]]\nname = "team"\nfile = "{file}"\nrole = "agent"\nagents = ["a"]\n'
+    )
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert len(file.read_text().strip()) >= 40
+    again = CliRunner().invoke(agentctl, options)
+    assert (again.exit_code, "exists" in again.output) == (1, True)
