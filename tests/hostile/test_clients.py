@@ -21,6 +21,7 @@ import aiohttp
 import pytest
 
 from daemon import AGENTS, BASE, Daemon, gpus
+from end_to_end.test_events import DROPPED
 
 SOAK = bool(os.environ.get("AGENTD_SOAK"))
 HALF, READERS, FOLLOWERS = (2000, 1000, 500) if SOAK else (700, 150, 100)
@@ -171,7 +172,7 @@ async def test_readers_that_read_nothing_are_let_go_of(node: Node) -> None:
             )
             readers.append(sock)
         async with asyncio.timeout(30):
-            while "stream.dropped" not in node.daemon.log:
+            while not DROPPED.search(node.daemon.log):
                 await asyncio.sleep(0.1)
         for sock in readers:
             head = await asyncio.get_running_loop().sock_recv(sock, 12)
