@@ -183,6 +183,7 @@ async def test_events_twice_and_out_of_order_change_nothing(node, engine: Engine
 
     proxy.event_filter = mixed
     await proxy.cut()
+    await daemon.runtime_is("unavailable")
     await daemon.runtime_is("available")
     kernel = await daemon.running(**ASK)
     for action in ("pause", "unpause", "restart?t=0", "pause", "unpause"):

@@ -10,7 +10,10 @@ import aiohttp
 import pytest
 from click.testing import CliRunner
 
+from agentd.assembly import tokens as tokens_of
 from agentd.cli.agentctl import agentctl
+from agentd.config.loading import load
+from agentd.errors import ConfigRefused
 from daemon import BASE, Answer, Daemon, gpus
 from end_to_end.test_access import TEAMS
 
@@ -135,19 +138,21 @@ async def test_a_reload_that_cannot_be_read_changes_nothing(tokens: Tokens) -> N
         (("words", "read"), "is not one word"),
     ],
 )
-async def test_tokens_that_cannot_be_used_are_refused(
-    tokens: Tokens, entry: tuple[str, ...], why: str
+def test_tokens_that_cannot_be_used_are_refused(
+    folder: Path, entry: tuple[str, ...], why: str
 ) -> None:
-    tokens.add("open", 0o644)
+    made = Tokens(Daemon(folder, "process"))
+    made.add("team")
+    made.add("open", 0o644)
     for name, text in (("empty", "\n"), ("words", "two words\n")):
-        file = tokens.daemon.folder / f"token-{name}"
+        file = folder / f"token-{name}"
         file.write_text(text)
         file.chmod(0o600)
-    tokens.configure(tokens.entry(*entry))
-    process = tokens.daemon.spawn()
-    assert await asyncio.to_thread(process.wait, 30) == 78
-    assert why in tokens.daemon.log
-    tokens.configure()
+    made.configure(made.entry(*entry))
+    with pytest.raises(ConfigRefused) as refused:
+        tokens_of(load(made.daemon.config_file, {}).settings.rpc)
+    assert why in str(refused.value)
+    made.daemon.notes.close()
 
 
 def test_a_new_token_is_written_for_its_owner_alone(tmp_path: Path) -> None:

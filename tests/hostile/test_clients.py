@@ -141,17 +141,6 @@ async def test_half_requests_lock_nobody_out(node: Node) -> None:
     assert node.daemon.log.count("\n") < 200
 
 
-async def test_a_body_that_does_not_come_is_a_408(node: Node) -> None:
-    reader, writer = await node.connected()
-    head = node.request("/v1/agents/agent-1/kernels").replace(b"GET", b"POST")
-    writer.write(head[:-2] + b"Content-Length: 100\r\n\r\n{")
-    async with asyncio.timeout(60):
-        answer = await reader.readuntil(b"}")
-    writer.close()
-    assert b"408" in answer.splitlines()[0]
-    assert b"RequestTimeout" in answer
-
-
 async def test_readers_that_read_nothing_are_let_go_of(node: Node) -> None:
     """The first 64 of a caller get an answer that they do not read; all others a 429."""
     await node.daemon.running(
