@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
+from http import HTTPStatus
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
@@ -14,6 +15,7 @@ from agentd.client import calls
 from agentd.client.calls import Call
 from agentd.client.events import Frames, NodeEvent
 from agentd.client.http import (
+    CHUNK,
     CREATE_TIMEOUT_S,
     DEFAULT_SOCKET,
     SILENCE_S,
@@ -35,8 +37,6 @@ from agentd.views import (
 )
 
 RECONNECT_S = 1.0
-_CHUNK = 64 * 1024
-_BAD_REQUEST = 400
 T = TypeVar("T")
 
 
@@ -91,10 +91,9 @@ class Transport:
                         async with await self._opened(call) as response:
                             return await response.read()
                     except Unavailable as error:
-                        pause_s = error.retry_after_s
-                        is_last = not error.content or loop.time() + pause_s > end
-                        if is_last or not call.is_repeatable:
+                        if not call.is_worth_another(error, end - loop.time()):
                             raise
+                        pause_s = error.retry_after_s
                     await asyncio.sleep(pause_s)
         except TimeoutError:
             raise Unreachable(f"{self._where}: no answer within {timeout_s:g} s") from None
@@ -124,7 +123,7 @@ class Transport:
             )
         except (aiohttp.ClientError, OSError) as error:
             raise unreachable(self._where, error) from None
-        if response.status >= _BAD_REQUEST:
+        if response.status >= HTTPStatus.BAD_REQUEST:
             async with response:
                 retry_after = response.headers.get("Retry-After")
                 raise error_in(response.status, await response.read(), retry_after)
@@ -245,7 +244,7 @@ class AsyncClient(Transport):
         )
         async with await self._streamed(call) as response:
             try:
-                async for chunk in response.content.iter_chunked(_CHUNK):
+                async for chunk in response.content.iter_chunked(CHUNK):
                     yield chunk
             except aiohttp.ClientError as error:
                 raise unreachable(self._where, error) from None

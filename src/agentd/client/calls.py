@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 from urllib.parse import quote, urlencode
 
+from agentd.errors import Unavailable
 from agentd.views import (
     AgentView,
     CallerView,
@@ -35,6 +36,10 @@ class Call(Generic[T]):
     body: Mapping[str, Any] | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     is_repeatable: bool = True
+
+    def is_worth_another(self, refusal: Unavailable, left_s: float) -> bool:
+        """Return whether to send it again: what `refusal` asks to wait for fits what is left."""
+        return self.is_repeatable and bool(refusal.content) and refusal.retry_after_s <= left_s
 
 
 def _at(*parts: str, **query: object) -> str:

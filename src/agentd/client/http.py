@@ -37,7 +37,7 @@ CREATE_TIMEOUT_S = 3600.0
 """A create may wait for the download of an image, a stop for what the node gives kernels."""
 SILENCE_S = 60.0
 """A stream of events says at least every 15 s that it is there; a silent one is dead."""
-_CHUNK = 64 * 1024
+CHUNK = 64 * 1024
 T = TypeVar("T")
 
 
@@ -114,11 +114,9 @@ class Client:
             try:
                 content = self.open(call, timeout_s).read()
             except Unavailable as error:
-                pause_s = error.retry_after_s
-                is_last = not error.content or time.monotonic() + pause_s > end
-                if is_last or not call.is_repeatable:
+                if not call.is_worth_another(error, end - time.monotonic()):
                     raise
-                time.sleep(pause_s)
+                time.sleep(error.retry_after_s)
             except (OSError, http.client.HTTPException) as error:
                 raise unreachable(self._where, error) from None
             else:
@@ -206,7 +204,7 @@ class Client:
         endless_s = CREATE_TIMEOUT_S if options.get("follow") else None
         response = self.open(calls.logs(kernel_id, **options), endless_s)
         try:
-            while chunk := response.read1(_CHUNK):
+            while chunk := response.read1(CHUNK):
                 yield chunk
         except (OSError, http.client.HTTPException) as error:
             raise unreachable(self._where, error) from None
