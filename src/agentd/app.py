@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import time
@@ -189,6 +190,7 @@ class Daemon:
             await stack.enter_async_context(_running(node.loops.run()))
             await self._until_listed(node)
             await reach("start.before_ready")
+            gc.freeze()  # what is there now stays: a full collection need not look at it again
             node.handlers.open()
             kernels = len(node.state.kernels)
             log.info("daemon.ready", node_id=self._node_id, kernels=kernels)

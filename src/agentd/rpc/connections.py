@@ -48,6 +48,22 @@ class Limits:
         self._open -= 1
 
 
+class Turns:
+    """Requests of many callers, of which one begins in each round of the event loop.
+
+    Whoever does not have to queue here, an operator on the main socket, waits for one of them at
+    most, however many come at once.
+    """
+
+    def __init__(self) -> None:
+        self._first = asyncio.Lock()
+
+    async def wait(self) -> None:
+        """Return when it is the caller's turn; first come, first served."""
+        async with self._first:
+            await asyncio.sleep(0)
+
+
 class Complaints:
     """Lines of log about callers, of which a flood is not said one by one."""
 
@@ -111,15 +127,20 @@ class Gate(asyncio.Protocol):
 class Connection(web.RequestHandler):
     """A connection that is closed if a request's header does not come in time, or nobody reads.
 
-    It counts among `limits`, if there are some.
+    It counts among `limits`, if there are some, and its requests then wait for their turn.
     """
 
     def __init__(
-        self, server: web.Server, limits: Limits | None, broken: Callable[[str], web.Response]
+        self,
+        server: web.Server,
+        limits: Limits | None,
+        turns: Turns,
+        broken: Callable[[str], web.Response],
     ) -> None:
         loop = asyncio.get_running_loop()
         super().__init__(server, loop=loop, keepalive_timeout=KEEP_ALIVE_S)
         self._limits = limits
+        self._turns = turns
         self._broken = broken
         self._is_counted = False
         self._in_request = False
@@ -161,12 +182,14 @@ class Connection(web.RequestHandler):
             self._expect_header()
         super().data_received(data)
 
-    def began(self) -> None:
-        """Note that all of a request's header is there."""
+    async def began(self) -> None:
+        """Note that all of a request's header is there, and wait for its turn."""
         self._in_request, self._is_next_begun = True, False
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+        if self._limits is not None:
+            await self._turns.wait()
 
     def ended(self) -> None:
         """Note that a request was answered; the next one may take its time to begin."""

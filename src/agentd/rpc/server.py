@@ -24,7 +24,7 @@ from agentd.core.access import Caller, Right
 from agentd.core.devices import DeviceId
 from agentd.errors import AgentdError, InvalidRequest, Problem, StartRefused, Unavailable
 from agentd.rpc.callers import Callers, Token, note_caller
-from agentd.rpc.connections import Connection, Gate, Limits
+from agentd.rpc.connections import Connection, Gate, Limits, Turns
 from agentd.rpc.handlers import Handlers
 from agentd.rpc.queries import body_of, is_true
 from agentd.rpc.routes import OPEN_PATHS, ROUTES, Route, openapi
@@ -34,6 +34,8 @@ log = structlog.get_logger()
 MAX_BODY = 1024 * 1024
 SOCKET_MODE = 0o660
 BACKLOG = 1024
+ACCEPTED_AT_ONCE = 8
+"""How many connections are accepted in one round of the event loop; the others stay queued."""
 TCP_PART, FURTHER_PART = 0.5, 0.125
 """How much of all descriptors TCP connections, and those of further sockets, may have."""
 SHUTDOWN_TIMEOUT_S = 3.0
@@ -127,6 +129,7 @@ class Server:
         )
         self._tcp = Limits(endpoint.max_connections, TCP_PART)
         self._further = Limits(endpoint.max_connections, FURTHER_PART)
+        self._turns = Turns()
         self._handshakes: set[asyncio.Task[None]] = set()
         self._bound: list[Path] = []
         self._runner: web.AppRunner | None = None
@@ -151,9 +154,9 @@ class Server:
             listening = unix_socket(door.path, door.group)
             self._bound.append(door.path)
             listener = await loop.create_unix_server(
-                self._connection(limits), sock=listening, backlog=BACKLOG
+                self._connection(limits), sock=listening, backlog=ACCEPTED_AT_ONCE
             )
-            self._listeners.append(listener)
+            self._listeners.append(_with_a_queue(listener))
         if self._endpoint.host is not None:
             self._listeners.append(await self._listen_on_tcp(loop))
 
@@ -164,20 +167,21 @@ class Server:
             plain = self._connection(self._tcp)
             made = lambda: Gate(plain(), self._tcp, tls, self._handshakes)  # noqa: E731 - a factory
         try:
-            return await loop.create_server(
-                made, end.host, end.port, backlog=BACKLOG, reuse_address=True
+            listener = await loop.create_server(
+                made, end.host, end.port, backlog=ACCEPTED_AT_ONCE, reuse_address=True
             )
         except OSError as error:
             raise StartRefused(
                 f"cannot listen on {end.host}:{end.port}: {error.strerror}"
             ) from None
+        return _with_a_queue(listener)
 
     def _connection(self, limits: Limits | None) -> Callable[[], Connection]:
         """Return what makes the protocol of a new connection."""
         server = self._runner.server if self._runner is not None else None
         if server is None:
             raise RuntimeError("the server has not been set up")
-        return lambda: Connection(server, limits, _broken)
+        return lambda: Connection(server, limits, self._turns, _broken)
 
     def renew_tokens(self, tokens: Sequence[Token]) -> None:
         """Take other tokens from now on; who has one that is gone is cut off at once."""
@@ -198,7 +202,7 @@ class Server:
         """Refuse who may not call, or what cannot be asked; turn every error into a problem."""
         connection = request.protocol
         if isinstance(connection, Connection):
-            connection.began()
+            await connection.began()
         try:
             response = await self._answered(request, handler)
         except ConnectionError:
@@ -316,6 +320,14 @@ def _refuse_unknown_query(request: web.Request, route: Route) -> None:
     ]
     if problems:
         raise InvalidRequest(problems)
+
+
+def _with_a_queue(listener: asyncio.Server) -> asyncio.Server:
+    """Have the kernel queue more callers than are accepted at once, which is asyncio's backlog."""
+    for listening in listener.sockets:
+        with listening.dup() as same:
+            same.listen(BACKLOG)
+    return listener
 
 
 def unix_socket(path: Path, group: str | None) -> socket.socket:
