@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 import click
 
-from agentd.client.http import DEFAULT_SOCKET
+from agentd.client.defaults import DEFAULT_SOCKET
 from agentd.errors import AgentdError
 
 _F = TypeVar("_F", bound=Callable[..., Any])

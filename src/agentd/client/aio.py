@@ -13,8 +13,7 @@ import aiohttp
 
 from agentd.client import calls
 from agentd.client.calls import Call
-from agentd.client.events import Frames, NodeEvent
-from agentd.client.http import (
+from agentd.client.defaults import (
     CHUNK,
     CREATE_TIMEOUT_S,
     DEFAULT_SOCKET,
@@ -22,6 +21,7 @@ from agentd.client.http import (
     TIMEOUT_S,
     patience_s,
 )
+from agentd.client.events import Frames, NodeEvent
 from agentd.client.problems import content_of, error_in, unreachable
 from agentd.errors import AgentdError, Unavailable, Unreachable
 from agentd.views import (

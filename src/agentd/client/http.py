@@ -16,6 +16,14 @@ from urllib.parse import urlsplit
 
 from agentd.client import calls
 from agentd.client.calls import Call
+from agentd.client.defaults import (
+    CHUNK,
+    CREATE_TIMEOUT_S,
+    DEFAULT_SOCKET,
+    SILENCE_S,
+    TIMEOUT_S,
+    patience_s,
+)
 from agentd.client.events import Frames, NodeEvent
 from agentd.client.problems import content_of, error_in, unreachable
 from agentd.errors import Unavailable
@@ -31,19 +39,7 @@ from agentd.views import (
     SlotTypeView,
 )
 
-DEFAULT_SOCKET = "/run/agentd/agentd.sock"
-TIMEOUT_S = 30.0
-CREATE_TIMEOUT_S = 3600.0
-"""A create may wait for the download of an image, a stop for what the node gives kernels."""
-SILENCE_S = 60.0
-"""A stream of events says at least every 15 s that it is there; a silent one is dead."""
-CHUNK = 64 * 1024
 T = TypeVar("T")
-
-
-def patience_s(timeout_s: float, stop_s: float | None) -> float:
-    """Return how long a stop may take: the node's own time is not known here."""
-    return CREATE_TIMEOUT_S if stop_s is None else timeout_s + stop_s
 
 
 class _UnixConnection(http.client.HTTPConnection):
