@@ -34,6 +34,7 @@ from agentd.plugin_api import NODE_ID_VARIABLE, Features
 from agentd.pluginhost.host import PluginHost
 from agentd.pluginhost.instance import Pace
 from agentd.rpc.handlers import Handlers, NodeParts
+from agentd.rpc.routes import ROUTES
 from agentd.rpc.server import Server
 from agentd.services.access import Access
 from agentd.services.devices import NodeDevices
@@ -182,7 +183,7 @@ class Daemon:
             stack.push_async_callback(reach, "shutdown.after_plugins")
             stack.push_async_callback(plugins.close)
             node = await self._assembled(stack, plugins)
-            server = Server(node.handlers, assembly.endpoint(self._settings))
+            server = Server("agentd", ROUTES, node.handlers, assembly.endpoint(self._settings))
             stack.push_async_callback(reach, "shutdown.after_server")
             stack.push_async_callback(server.stop)
             await server.start()

@@ -143,22 +143,22 @@ def tokens(rpc: RpcSettings) -> tuple[Token, ...]:
         ConfigRefused: files that cannot be used are named, all of them.
     """
     named = [
-        (f"rpc.tokens.{index}.file", token.file, token.to_caller(token.name))
+        (f"rpc.tokens.{index}.file", token.file, token.to_caller(token.name), token.gateway)
         for index, token in enumerate(rpc.tokens)
     ]
     if rpc.token_file is not None:
         admin = Caller(rpc.token_file.stem, Role.ADMIN)
-        named.insert(0, ("rpc.token-file", rpc.token_file, admin))
+        named.insert(0, ("rpc.token-file", rpc.token_file, admin, False))
     if rpc.token_file is not None and (why := _seen_by_others(rpc.token_file)):
         log.warning("rpc.token_file", file=str(rpc.token_file), reason=why)
     found: list[Token] = []
     problems: list[Problem] = []
-    for where, path, caller in named:
+    for where, path, caller, is_gateway in named:
         try:
             if path != rpc.token_file and (why := _seen_by_others(path)):
                 problems.append(Problem(where, f"{path} {why}"))
                 continue
-            found.append(Token(_secret(path), caller))
+            found.append(Token(_secret(path), caller, is_gateway))
         except ValueError as error:
             problems.append(Problem(where, f"{path} {error}"))
     secrets = [token.secret for token in found]

@@ -187,6 +187,24 @@ class UnknownPlugin(RequestError):
     code = "UnknownPlugin"
 
 
+class UnknownNode(RequestError):
+    """The fleet has not heard of a node of that name."""
+
+    code = "UnknownNode"
+
+
+class UnknownSlotType(RequestError):
+    """The fleet knows no slot of that name."""
+
+    code = "UnknownSlotType"
+
+
+class SlotTypeInUse(RequestError):
+    """A slot cannot be forgotten while nodes offer it."""
+
+    code = "SlotTypeInUse"
+
+
 class UnknownDevice(RequestError):
     """No device of that name on this node."""
 
@@ -274,6 +292,12 @@ class NotReady(Unavailable):
     """The daemon has not finished starting."""
 
     code = "NotReady"
+
+
+class NodeUnavailable(Unavailable):
+    """A node of the fleet cannot be asked now: what it holds it still holds."""
+
+    code = "NodeUnavailable"
 
 
 class Draining(Unavailable):

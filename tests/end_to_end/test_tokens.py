@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import aiohttp
@@ -45,13 +46,23 @@ class Tokens:
         base = TCP.replace("{port}", str(self.port)).replace("{tokens}", "".join(entries))
         self.daemon.configure(TEAMS + gpus(), base)
 
-    async def get(self, name: str | None, path: str = "/v1/whoami") -> Answer:
-        headers = {"Authorization": f"Bearer {self.secrets[name]}"} if name else {}
+    async def get(
+        self, name: str | None, path: str = "/v1/whoami", headers: Mapping[str, str] | None = None
+    ) -> Answer:
+        async with self.stream(name, path, headers) as response:
+            return Answer(response.status, response.headers.copy(), await response.read())
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self, name: str | None, path: str, headers: Mapping[str, str] | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Ask for something that is read bit by bit."""
+        mine = {"Authorization": f"Bearer {self.secrets[name]}"} if name else {}
         async with (
-            aiohttp.ClientSession(headers=headers) as session,
+            aiohttp.ClientSession(headers={**mine, **(headers or {})}) as session,
             session.get(f"http://127.0.0.1:{self.port}{path}") as response,
         ):
-            return Answer(response.status, response.headers.copy(), await response.read())
+            yield response
 
 
 @pytest.fixture

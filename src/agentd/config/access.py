@@ -37,6 +37,16 @@ class TokenSettings(_Entry):
 
     name: Name = Field(description="Shown in the log, in events and on kernels.")
     file: Path = Field(description="One line; mode 0600 or 0640.")
+    gateway: bool = Field(
+        default=False,
+        description="For a gateway of the fleet: may act for callers that it names; admin only.",
+    )
+
+    @model_validator(mode="after")
+    def _trusted(self) -> TokenSettings:
+        if self.gateway and self.role is not Role.ADMIN:
+            raise ValueError('gateway = true needs role = "admin": it can name any caller')
+        return self
 
 
 class SocketSettings(_Entry):

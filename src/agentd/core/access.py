@@ -6,8 +6,13 @@ refused with the roles that may.
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Self
+
+CALLER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 
 
 class Right(StrEnum):
@@ -41,13 +46,43 @@ RIGHTS = {
 class Caller:
     """Who calls: the name of its token or socket, and what that was given out for.
 
-    `agents` None means all of the node; `uid` is the peer's on a unix socket.
+    `agents` None means all of the node; `uid` is the peer's on a unix socket; `via` is the gateway
+    that acts for this caller, if one does.
     """
 
     name: str
     role: Role
     agents: frozenset[str] | None = None
     uid: int | None = None
+    via: str = ""
+
+    @classmethod
+    def named_in(cls, text: str, via: Caller) -> Self:
+        """Read the caller that a gateway acts for; inverse of `to_text`.
+
+        Raises:
+            ValueError: it names none, or one that no token could be for.
+        """
+        try:
+            content = json.loads(text)
+            name, role, agents = content["name"], Role(content["role"]), content.get("agents")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise ValueError('expected {"name": …, "role": …, "agents": […] or null}') from None
+        if not isinstance(name, str) or not CALLER_NAME.fullmatch(name):
+            raise ValueError("expected a name of letters, digits, _ . and - (at most 63)")
+        if agents is not None and not (
+            isinstance(agents, list) and agents and all(isinstance(item, str) for item in agents)
+        ):
+            raise ValueError("expected agents as a list of names, or null for all")
+        if (role is Role.AGENT and agents is None) or (role is Role.ADMIN and agents is not None):
+            raise ValueError(f"the role {role.value} does not go with these agents")
+        mine = None if agents is None else frozenset(agents)
+        return cls(name, role, mine, via.uid, via.name)
+
+    def to_text(self) -> str:
+        """Return the caller as a gateway names it to a node: one line of ASCII."""
+        agents = None if self.agents is None else sorted(self.agents)
+        return json.dumps({"name": self.name, "role": self.role.value, "agents": agents})
 
     def sees(self, agent_id: str) -> bool:
         """Tell whether an agent, and its kernels, are there for this caller."""

@@ -36,11 +36,18 @@ class Auditor:
             self._outcome = error.code if isinstance(error, AgentdError) else type(error).__name__
         caller, kernel_id = caller_of(self._request), kernel_of(self._request)
         audit = Audit(
-            caller.name, caller.uid, self._action, self._agent_id, kernel_id, self._outcome
+            caller.name,
+            caller.via,
+            caller.uid,
+            self._action,
+            self._agent_id,
+            kernel_id,
+            self._outcome,
         )
         log.info(
             "rpc.call",
             caller=audit.caller,
+            via=audit.via,
             uid=audit.uid,
             action=audit.action,
             path=self._request.path,

@@ -11,7 +11,10 @@ from dataclasses import dataclass, replace
 from aiohttp import web
 
 from agentd.core.access import Caller
+from agentd.errors import Forbidden, InvalidRequest, Problem
 
+ON_BEHALF = "Agentd-Caller"
+"""The header by which a gateway names the caller that it acts for: `Caller.to_text`."""
 _CALLER, _KERNEL = "caller", "kernel"
 _UCRED = struct.Struct("3i")
 """struct ucred of unix(7): pid, uid, gid."""
@@ -19,18 +22,20 @@ _UCRED = struct.Struct("3i")
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A bearer token, and whom it lets in."""
+    """A bearer token, and whom it lets in; with one of a gateway, others can be named."""
 
     secret: str
     caller: Caller
+    is_gateway: bool = False
 
 
 class Callers:
-    """The tokens, and the unix sockets by path."""
+    """The tokens, and the unix sockets by path, of which the first is the operator's."""
 
     def __init__(self, tokens: Sequence[Token], sockets: Mapping[str, Caller]) -> None:
         self._tokens = tuple(tokens)
         self._sockets = dict(sockets)
+        self._main = next(iter(self._sockets))
 
     def renew(self, tokens: Sequence[Token]) -> set[str]:
         """Take other tokens from now on; return the names of callers whose token is gone."""
@@ -40,24 +45,45 @@ class Callers:
         return gone
 
     def identify(self, request: web.Request) -> Caller | None:
-        """Return who calls; None for one over TCP without a token that is known."""
+        """Return who calls; None for one over TCP without a token that is known.
+
+        Raises:
+            Forbidden, InvalidRequest: it names another caller and may not, or none there can be.
+        """
         transport = request.transport
         name = transport.get_extra_info("sockname") if transport is not None else None
         if isinstance(name, str):
-            caller = self._sockets[name]
-            return replace(caller, uid=_peer_uid(transport))
-        return self._by_token(request.headers.get("Authorization", ""))
+            caller = replace(self._sockets[name], uid=_peer_uid(transport))
+            is_gateway = name == self._main
+        else:
+            token = self._by_token(request.headers.get("Authorization", ""))
+            if token is None:
+                return None
+            caller, is_gateway = token.caller, token.is_gateway
+        named = request.headers.getall(ON_BEHALF, [])
+        return _named(named, caller, is_gateway=is_gateway) if named else caller
 
-    def _by_token(self, header: str) -> Caller | None:
+    def _by_token(self, header: str) -> Token | None:
         """Compare with every token, in a time that does not tell which is near."""
         scheme, _, given = header.partition(" ")
         secret = given.strip().encode(errors="surrogateescape")
         found = [
-            token.caller
-            for token in self._tokens
-            if hmac.compare_digest(secret, token.secret.encode())
+            token for token in self._tokens if hmac.compare_digest(secret, token.secret.encode())
         ]
         return found[0] if found and secret and scheme.lower() == "bearer" else None
+
+
+def _named(named: Sequence[str], caller: Caller, *, is_gateway: bool) -> Caller:
+    if not is_gateway:
+        right = "act for another caller"
+        who = ["a token with gateway = true", "the main socket"]
+        raise Forbidden(caller.name, caller.role.value, right, who)
+    if len(named) > 1:
+        raise InvalidRequest([Problem(ON_BEHALF, "given more than once")])
+    try:
+        return Caller.named_in(named[0], caller)
+    except ValueError as error:
+        raise InvalidRequest([Problem(ON_BEHALF, str(error))]) from None
 
 
 def note_caller(request: web.Request, caller: Caller) -> None:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import msgspec
 from aiohttp import web
 
-from agentd.core.access import Caller
-from agentd.core.devices import Inventory
+from agentd.core.access import Caller, Right
+from agentd.core.devices import DeviceId, Inventory
 from agentd.core.kernel import Kernel
 from agentd.errors import NotReady
 from agentd.rpc import rendering
@@ -83,12 +83,20 @@ class Handlers:
         self._describe = openapi
 
     @property
-    def access(self) -> Access:
-        return self._access
-
-    @property
     def streams(self) -> Streams:
         return self._streams
+
+    def require(self, request: web.Request, caller: Caller, right: Right) -> None:
+        """Refuse what a caller cannot see, or may not do: see `Access.require`."""
+        match = request.match_info
+        name = match.get("device_name")
+        self._access.require(
+            caller,
+            right,
+            agent=match.get("agent"),
+            kernel=match.get("kernel"),
+            device=DeviceId(name, match["id"]) if name is not None else None,
+        )
 
     def auditor(self, request: web.Request, action: str) -> Auditor:
         """Return what writes down a call that is to change something."""

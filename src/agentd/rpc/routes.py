@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, TypeAlias
 
 from aiohttp import web
@@ -30,7 +29,8 @@ from agentd.views import (
     SlotTypeView,
 )
 
-Handler: TypeAlias = Callable[[Handlers, web.Request], Awaitable[web.StreamResponse]]
+Handler: TypeAlias = Callable[[Any, web.Request], Awaitable[web.StreamResponse]]
+"""A method of what is served."""
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/v1/openapi.json", "/v1/whoami"})
 """Answered while the daemon starts."""
 
@@ -210,16 +210,15 @@ ROUTES: Sequence[Route] = (
 )
 
 
-@cache
-def openapi() -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of `ROUTES`."""
+def document(title: str, routes: Iterable[Route]) -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document of routes."""
     schemas: dict[str, Any] = {}
     paths: dict[str, Any] = {}
-    for route in ROUTES:
+    for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schemas)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "agentd", "version": __version__},
+        "info": {"title": title, "version": __version__},
         "paths": paths,
         "components": {
             "schemas": schemas,

@@ -14,20 +14,21 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import structlog
 from aiohttp import web
 
 from agentd.core.access import Caller, Right
-from agentd.core.devices import DeviceId
 from agentd.errors import AgentdError, InvalidRequest, Problem, StartRefused, Unavailable
+from agentd.rpc.audit import Auditor
 from agentd.rpc.callers import Callers, Token, note_caller
 from agentd.rpc.connections import Connection, Gate, Limits, Turns
-from agentd.rpc.handlers import Handlers
 from agentd.rpc.queries import body_of, is_true
-from agentd.rpc.routes import OPEN_PATHS, ROUTES, Route, openapi
+from agentd.rpc.routes import OPEN_PATHS, Route, document
+from agentd.rpc.streams import Streams
 
 log = structlog.get_logger()
 
@@ -55,6 +56,9 @@ STATUSES = {
     "UnknownDevice": 404,
     "UnknownRuntime": 404,
     "UnknownPlugin": 404,
+    "UnknownNode": 404,
+    "UnknownSlotType": 404,
+    "SlotTypeInUse": 409,
     "NotFound": 404,
     "MethodNotAllowed": 405,
     "RequestTimeout": 408,
@@ -71,6 +75,9 @@ STATUSES = {
     "StateUnavailable": 503,
     "NotReady": 503,
     "Draining": 503,
+    "NodeUnavailable": 503,
+    "FleetStoreUnavailable": 503,
+    "FleetStoreRefused": 502,
 }
 _HTTP_CODES = {404: "NotFound", 405: "MethodNotAllowed", 413: "BodyTooLarge", 403: "Forbidden"}
 
@@ -118,11 +125,33 @@ class Endpoint:
     max_connections: int = 1024
 
 
-class Server:
-    """Serves `Handlers` at an endpoint."""
+class Site(Protocol):
+    """What is served: handlers of routes, and who may call them."""
 
-    def __init__(self, handlers: Handlers, endpoint: Endpoint) -> None:
-        self._handlers = handlers
+    @property
+    def streams(self) -> Streams:
+        """The answers that go on."""
+
+    def describe(self, openapi: Callable[[], dict[str, Any]]) -> None:
+        """Take what makes the document that describes the routes."""
+
+    def require_open(self) -> None:
+        """Refuse what has to wait for the end of the start."""
+
+    def require(self, request: web.Request, caller: Caller, right: Right) -> None:
+        """Refuse what a caller cannot see, or may not do."""
+
+    def auditor(self, request: web.Request, action: str) -> Auditor:
+        """Return what writes down a call that is to change something."""
+
+
+class Server:
+    """Serves the routes of a site at an endpoint."""
+
+    def __init__(self, title: str, routes: Sequence[Route], site: Site, endpoint: Endpoint) -> None:
+        self._title = title
+        self._routes = {(route.method, route.path): route for route in routes}
+        self._site = site
         self._endpoint = endpoint
         self._callers = Callers(
             endpoint.tokens, {str(door.path): door.caller for door in endpoint.doors}
@@ -141,10 +170,10 @@ class Server:
         Raises:
             StartRefused: a socket or the address cannot be had.
         """
-        self._handlers.describe(openapi)
+        self._site.describe(cache(lambda: document(self._title, self._routes.values())))
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._answer])
-        for route in ROUTES:
-            bound = route.handler.__get__(self._handlers)
+        for route in self._routes.values():
+            bound = route.handler.__get__(self._site)
             app.router.add_route(route.method, route.path, bound, expect_handler=_expected)
         self._runner = web.AppRunner(app, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
         await self._runner.setup()
@@ -186,7 +215,7 @@ class Server:
     def renew_tokens(self, tokens: Sequence[Token]) -> None:
         """Take other tokens from now on; who has one that is gone is cut off at once."""
         for name in self._callers.renew(tokens):
-            self._handlers.streams.cut(name)
+            self._site.streams.cut(name)
 
     async def stop(self) -> None:
         """Stop accepting, let open requests end, and remove the sockets."""
@@ -229,36 +258,29 @@ class Server:
             AgentdError, web.HTTPException: it may not, or cannot.
         """
         caller = await self._identified(request)
-        route = _route_of(request)
+        route = self._route_of(request)
         needs_nobody = route is not None and route.right is None
         if caller is None and not needs_nobody:
             challenge = {"WWW-Authenticate": 'Bearer realm="agentd"'}
             return problem("Unauthorized", "a bearer token is needed", None, challenge)
         if request.path not in OPEN_PATHS:
-            self._handlers.require_open()
+            self._site.require_open()
         if route is None or caller is None or route.right is None:
             return await handler(request)
         note_caller(request, caller)
         _refuse_unknown_query(request, route)
         if route.method == "GET" or is_true(request.query, "dry_run"):
-            self._require(request, caller, route.right)
+            self._site.require(request, caller, route.right)
             return await handler(request)
-        with self._handlers.auditor(request, route.action) as auditor:
-            self._require(request, caller, route.right)
+        with self._site.auditor(request, route.action) as auditor:
+            self._site.require(request, caller, route.right)
             response = await handler(request)
             auditor.answered(response)
         return response
 
-    def _require(self, request: web.Request, caller: Caller, right: Right) -> None:
-        match = request.match_info
-        name = match.get("device_name")
-        self._handlers.access.require(
-            caller,
-            right,
-            agent=match.get("agent"),
-            kernel=match.get("kernel"),
-            device=DeviceId(name, match["id"]) if name is not None else None,
-        )
+    def _route_of(self, request: web.Request) -> Route | None:
+        resource = request.match_info.route.resource
+        return self._routes.get((request.method, resource.canonical)) if resource else None
 
     def _refusal(self, request: web.Request, error: Exception) -> web.Response:
         """Return the problem that an error is."""
@@ -277,14 +299,6 @@ class Server:
             return problem(code, detail, None, allow)
         log.error("rpc.failed", method=request.method, path=request.path, exc_info=error)
         return problem("Internal", f"{type(error).__name__}; the log has more")
-
-
-_ROUTES = {(route.method, route.path): route for route in ROUTES}
-
-
-def _route_of(request: web.Request) -> Route | None:
-    resource = request.match_info.route.resource
-    return _ROUTES.get((request.method, resource.canonical)) if resource else None
 
 
 def _broken(why: str) -> web.Response:

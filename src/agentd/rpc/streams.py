@@ -15,6 +15,7 @@ import msgspec
 import structlog
 from aiohttp import web
 
+from agentd.core.access import Caller
 from agentd.errors import AgentdError, TooManyStreams
 from agentd.rpc.callers import caller_of
 from agentd.rpc.connections import Connection
@@ -35,7 +36,7 @@ class Streams:
     """The streams that are open, by who reads them."""
 
     def __init__(self) -> None:
-        self._open: dict[str, set[asyncio.Task[object]]] = {}
+        self._open: dict[asyncio.Task[object], Caller] = {}
 
     @contextmanager
     def opened(self, request: web.Request) -> Iterator[None]:
@@ -44,24 +45,25 @@ class Streams:
         Raises:
             TooManyStreams: its caller has as many as one may have.
         """
-        name, task = caller_of(request).name, asyncio.current_task()
-        mine = self._open.setdefault(name, set())
-        if len(mine) >= MOST_STREAMS:
-            raise TooManyStreams(f"{name} has {len(mine)} streams open, which is the most")
+        caller, task = caller_of(request), asyncio.current_task()
+        mine = sum(1 for other in self._open.values() if other.name == caller.name)
+        if mine >= MOST_STREAMS:
+            raise TooManyStreams(f"{caller.name} has {mine} streams open, which is the most")
         if task is not None:
-            mine.add(task)
+            self._open[task] = caller
             if isinstance(request.protocol, Connection):
                 request.protocol.carries(task)
         try:
             yield
         finally:
             if task is not None:
-                mine.discard(task)
+                del self._open[task]
 
     def cut(self, name: str) -> None:
-        """End every stream of a caller now."""
-        for task in self._open.get(name, ()):
-            task.cancel()
+        """End every stream of a caller now, those included that it opened for others."""
+        for task, caller in self._open.items():
+            if name in (caller.name, caller.via):
+                task.cancel()
 
 
 async def stream_log(request: web.Request, chunks: AsyncGenerator[bytes]) -> web.StreamResponse:

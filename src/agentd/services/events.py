@@ -35,9 +35,13 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """A call that was to change a kernel: who (`uid` on a unix socket), what, and the outcome."""
+    """A call that was to change a kernel: who (`uid` on a unix socket), what, and the outcome.
+
+    `via` is the gateway that acted for the caller, if one did.
+    """
 
     caller: str
+    via: str
     uid: int | None
     action: str
     agent_id: str
