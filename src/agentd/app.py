@@ -21,6 +21,7 @@ from agentd import assembly, failpoints
 from agentd.config.loading import Loaded, load
 from agentd.config.settings import Settings
 from agentd.core.slots import BUILT_IN
+from agentd.endpoint import endpoint, tokens
 from agentd.errors import (
     ConfigRefused,
     Problem,
@@ -183,7 +184,7 @@ class Daemon:
             stack.push_async_callback(reach, "shutdown.after_plugins")
             stack.push_async_callback(plugins.close)
             node = await self._assembled(stack, plugins)
-            server = Server("agentd", ROUTES, node.handlers, assembly.endpoint(self._settings))
+            server = Server("agentd", ROUTES, node.handlers, endpoint(self._settings.rpc))
             stack.push_async_callback(reach, "shutdown.after_server")
             stack.push_async_callback(server.stop)
             await server.start()
@@ -281,7 +282,7 @@ class Daemon:
             self._reload.clear()
             try:
                 rpc = load(self._loaded.path, self._loaded.environ).settings.rpc
-                server.renew_tokens(assembly.tokens(rpc))
+                server.renew_tokens(tokens(rpc))
             except ConfigRefused as error:
                 log.warning("daemon.not_reloaded", reasons=error.lines())
             else:

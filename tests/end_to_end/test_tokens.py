@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from click.testing import CliRunner
 
-from agentd.assembly import tokens as tokens_of
+from agentd.endpoint import tokens as tokens_of
 from agentd.cli.agentctl import agentctl
 from agentd.config.loading import load
 from agentd.errors import ConfigRefused

@@ -1,7 +1,6 @@
 """Slot types accumulate and merge, a missing slot is zero, sums are exact; one view each."""
 
 import random
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -9,7 +8,7 @@ from hypothesis import strategies as st
 
 from agentd.core.slots import BUILT_IN, ONE, ResourceSlots, SlotKind, SlotType
 from agentd.errors import UnsupportedResource
-from agentd_fleet.candidates import Constraints, Policy, asked, candidates, unfit
+from agentd_fleet.candidates import Constraints, Policy, asked, candidates
 from agentd_fleet.view import FleetNode, FleetView, NodeStatus, Offer, Use, is_same
 
 NAMES = ("cuda.device", "cuda.shares", "rocm.device", "tpu.chip")
@@ -96,20 +95,6 @@ def test_sums_are_those_of_the_parts_and_what_is_meant_differently_is_in_none(no
             assert not is_same(mine, theirs)
 
 
-@given(NODES, st.sampled_from(NAMES), st.integers(1, 9), st.sampled_from(Policy))
-def test_every_candidate_has_what_is_asked_and_every_other_a_reason(
-    nodes, name, count, policy
-) -> None:
-    view = fleet(*nodes)
-    request = ResourceSlots({name: count * ONE})
-    found = candidates(view, request, Constraints(), policy, random.Random(7))
-    for candidate in found:
-        chosen = view.nodes[candidate.node_id]
-        assert request <= view.understood(chosen, chosen.offers[candidate.agent_id].free)
-    agents = sum(len(each.offers) for each in view.nodes.values())
-    assert len(found) + sum(row.agents for row in unfit(view, request, Constraints())) == agents
-
-
 def test_mixed_plugins_live_in_one_fleet_and_a_missing_slot_is_zero() -> None:
     view = fleet(node("a", slot("cuda.device")), node("b", slot("rocm.device")), node("c"))
     assert set(view.slot_types) == {"cpu", "mem", "cuda.device", "rocm.device"}
@@ -158,38 +143,111 @@ def test_a_request_keeps_the_view_that_it_began_with() -> None:
     assert (before.revision, after.revision) == (1, 9)
 
 
-def test_refusals_are_told_by_class() -> None:
-    many = [node(f"no{n}") for n in range(7)]
-    view = fleet(
-        *many,
-        node("full", slot("tpu.chip"), tpu_chip=0),
-        node("away", slot("tpu.chip"), status=NodeStatus.LOST),
-        replace(node("down", slot("tpu.chip")), status=NodeStatus.DAEMON_DOWN),
+AGENTS = ("main", "other")
+REPORTS = st.builds(
+    FleetNode,
+    st.sampled_from([f"n{number}" for number in range(6)]),
+    st.dictionaries(st.sampled_from(NAMES), st.sampled_from(QUANTA), max_size=3).map(
+        lambda types: {name: slot(name, quantum) for name, quantum in types.items()}
+    ),
+    st.dictionaries(
+        st.sampled_from(AGENTS),
+        st.builds(
+            Offer,
+            *[
+                st.dictionaries(st.sampled_from(NAMES), st.integers(-3, 9)).map(ResourceSlots)
+                for _ in range(2)
+            ],
+        ),
+    ),
+    st.sampled_from(NodeStatus),
+    remark=st.sampled_from(["", "", "too new"]),
+)
+CHANGES = st.lists(
+    st.one_of(
+        st.tuples(st.just("changed"), st.lists(REPORTS, max_size=3), st.sets(st.just("n1"))),
+        st.tuples(st.just("debited"), st.sampled_from(AGENTS), st.integers(1, 4)),
+        st.tuples(st.just("with_slot_type"), st.sampled_from(NAMES), st.sampled_from(QUANTA)),
+        st.tuples(st.just("without_node"), st.sampled_from(["n2", "n3", "nowhere"]), st.none()),
+    ),
+    max_size=12,
+)
+
+
+def after(view: FleetView, kind: str, first, second, revision: int) -> FleetView:
+    match kind:
+        case "changed":
+            return view.changed(first, second, revision)
+        case "debited":
+            return view.debited("n0", first, ResourceSlots({NAMES[0]: second}))
+        case "with_slot_type":
+            return view.with_slot_type(slot(first, second), revision)
+        case _:
+            return view.without_node(first, revision)
+
+
+@pytest.mark.parametrize(("chunk", "few"), [(2, 0), (64, 0), (2, 4)])
+@given(st.lists(REPORTS, max_size=6), CHANGES)
+def test_the_tables_after_any_changes_are_those_made_from_scratch(chunk, few, at_first, changes):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("agentd_fleet.index.CHUNK", chunk)
+        patch.setattr("agentd_fleet.view.FEW", few)
+        view = fleet(*at_first)
+        for number, (kind, first, second) in enumerate(changes, 10):
+            before = view, dict(view.nodes), told(view)
+            view = after(view, kind, first, second, number)
+            scratch = FleetView(view.revision, view.slot_types, dict(view.nodes))
+            assert told(view) == told(scratch)
+            assert (dict(before[0].nodes), told(before[0])) == before[1:]
+
+
+def told(view: FleetView):
+    """All that follows from a view's nodes; rankings are in order, and found by position."""
+    for ranking in view.tables.rankings:
+        assert list(ranking) == sorted(ranking)
+        assert [ranking[position] for position in range(len(ranking))] == list(ranking)
+        for amount in range(11):
+            having = [place for place in ranking if place[0] >= amount]
+            assert list(ranking.upwards(ranking.first_with(amount))) == having
+    rankings = [list(ranking) for ranking in view.tables.rankings]
+    return view.statistics(), dict(view.conflicts), rankings, view.tables.columns
+
+
+@given(st.lists(REPORTS, max_size=8), st.sampled_from(NAMES))
+def test_the_sums_of_all_are_those_of_each_counted_by_hand(reports, name) -> None:
+    view = fleet(*reports)
+    expected = Use()
+    for found in view.nodes.values():
+        mine = found.slot_types.get(name)
+        if found.status is NodeStatus.LOST or not mine or not is_same(mine, view.slot_types[name]):
+            continue
+        for offer in found.offers.values():
+            expected += Use(max(0, offer.capacity[name]), max(0, offer.free[name]))
+    assert view.statistics().get(name, Use()) == expected
+    assert view.statistics(list(view.nodes)).get(name, Use()) == expected
+    agents = [view.statistics(agents=[agent]).get(name, Use()) for agent in AGENTS]
+    assert sum(agents, Use()) == expected
+
+
+def test_what_was_given_away_is_gone_until_the_node_tells_of_itself() -> None:
+    view = fleet(node("a", slot("cuda.device"), cuda_device=2))
+    given = view.debited("a", "main", ResourceSlots({"cuda.device": 3 * ONE, "cpu": ONE}))
+    assert given.statistics()["cuda.device"] == Use(8 * ONE, 0)
+    assert given.statistics()["cpu"] == Use(8 * ONE, 7 * ONE)
+    assert given.revision == view.revision
+    assert view.statistics()["cuda.device"].free == 2 * ONE
+    told_again = given.with_node(node("a", slot("cuda.device"), cuda_device=1), 9)
+    assert told_again.statistics()["cuda.device"].free == ONE
+    for unknown in (("a", "nobody"), ("nowhere", "main")):
+        assert view.debited(*unknown, ResourceSlots({"cpu": ONE})) is view
+
+
+def test_of_a_batch_the_last_word_counts() -> None:
+    view = fleet(node("a"), node("b")).changed(
+        [node("c", cpu=1), node("a", cpu=3), node("c", cpu=2)], gone=["a", "b", "x"], revision=7
     )
-    rows = unfit(view, ResourceSlots({"tpu.chip": ONE}), Constraints())
-    assert {row.reason: row.agents for row in rows} == {
-        "lacks tpu.chip": 7,
-        "full": 1,
-        "lost": 1,
-        "daemon-down": 1,
+    assert {each: view.statistics([each])["cpu"].free // ONE for each in view.nodes} == {
+        "a": 3,
+        "c": 2,
     }
-    assert len(rows[0].nodes) == 5
-
-
-def test_constraints_narrow_and_packing_fills_the_fullest_first() -> None:
-    view = fleet(
-        replace(node("a", slot("cuda.device"), cuda_device=8), labels={"zone": "x"}),
-        replace(node("b", slot("cuda.device"), cuda_device=2), labels={"zone": "y"}),
-        replace(node("c", slot("cuda.device"), cuda_device=4), labels={"zone": "x"}),
-    )
-    request = ResourceSlots({"cuda.device": 2 * ONE})
-
-    def found(policy: Policy = Policy.PACK, **wanted) -> list[str]:
-        chosen = candidates(view, request, Constraints(**wanted), policy, random.Random(3))
-        return [candidate.node_id for candidate in chosen]
-
-    assert found() == ["b", "c", "a"]
-    assert found(labels={"zone": "x"}) == ["c", "a"]
-    assert found(nodes=frozenset({"a", "nowhere"})) == ["a"]
-    assert found(agents=frozenset({"other"})) == []
-    assert sorted(found(Policy.RANDOM)) == ["a", "b", "c"]
+    assert (view.revision, view.statistics()["cpu"].free) == (7, 5 * ONE)

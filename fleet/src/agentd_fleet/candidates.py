@@ -1,16 +1,23 @@
-"""Where a request may go: the agents of all nodes that can give it, and why the others cannot."""
+"""Where a request may go: some agents that can give it, and why the others cannot.
+
+1. Of the slots asked for, the scarcest is the one that the fewest agents have so much of.
+2. Those agents, and no others, are gone through: at random, or from the least upwards.
+3. The first few that can give the other slots too, and that the constraints allow, are chosen.
+"""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
 from typing import NamedTuple
 
-from agentd.core.slots import ResourceSlots, parse_slots
-from agentd_fleet.view import FleetNode, FleetView, NodeStatus, Offer
+from agentd.core.slots import ResourceSlots, SlotName, parse_slots
+from agentd_fleet.index import AGENT, Place, Ranking, ranked
+from agentd_fleet.view import FleetNode, FleetView, NodeStatus
 
 
 class Policy(StrEnum):
@@ -22,11 +29,15 @@ class Policy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """Where a request may go at all; None means everywhere."""
+    """Where a request may go at all; None means everywhere.
+
+    Of `models`, an agent must have a device of one at least.
+    """
 
     nodes: frozenset[str] | None = None
     agents: frozenset[str] | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
+    models: frozenset[str] | None = None
 
 
 class Candidate(NamedTuple):
@@ -36,15 +47,19 @@ class Candidate(NamedTuple):
     agent_id: str
 
 
-class Unfit(NamedTuple):
-    """A class of nodes' agents that cannot give a request, and some of their nodes."""
+@dataclass(frozen=True, slots=True)
+class Unfit:
+    """A class of agents that cannot give a request: how many, and some of their nodes."""
 
     reason: str
-    agents: int
+    count: int
     nodes: tuple[str, ...]
 
 
 MOST_NAMED = 5
+
+FEW_NODES = 128
+"""So many nodes are looked at one by one, if a request names them."""
 
 
 def asked(view: FleetView, raw: Mapping[str, object]) -> ResourceSlots:
@@ -63,29 +78,75 @@ def candidates(
     constraints: Constraints,
     policy: Policy,
     choice: random.Random,
+    most: int = 8,
 ) -> list[Candidate]:
-    """Return the agents that can give a request, the first to be asked first.
+    """Return `most` agents at most that can give a request, the first to be asked first.
 
-    `random` among them keeps gateways, whose views are all a little old, from herding to the same
-    node; `pack` asks the one with least left over first, and leaves whole nodes free.
+    `random` takes any of them, each as likely as the other, which keeps gateways, whose views are
+    all a little old, from herding to one node. `pack` takes those with least left over, which
+    leaves whole nodes free: of the scarcest slot that is asked for, then of all slots in the order
+    of their names, then by the ids.
     """
-    fitting = [
-        (node, agent, offer)
-        for node, agent, offer in _offers(view, constraints)
-        if not _why_not(view, node, offer, request)
-    ]
-    choice.shuffle(fitting)
-    if policy is Policy.PACK:
-        fitting.sort(key=lambda found: _left_over(found[2], request))
-    return [Candidate(node.node_id, agent) for node, agent, _ in fitting]
+    columns = view.tables.columns
+    if not all(name in columns for name in request):
+        return []
+    asks = [(columns[name], amount) for name, amount in request.items()] or [(AGENT, 1)]
+    column, amount = min(asks, key=lambda ask: _having(view.tables.rankings[ask[0]], ask[1]))
+    ranking = view.tables.rankings[column]
+    if constraints.nodes is not None and len(constraints.nodes) <= FEW_NODES:
+        ranking = ranked(view.rows(constraints.nodes), column)
+    first = ranking.first_with(amount)
+    places = ranking.upwards(first) if policy is Policy.PACK else _drawn(ranking, first, choice)
+    allowed = _allowed(view, constraints)
+    fitting = (
+        Candidate(node_id, agent_id)
+        for _, (_, free, node_id, agent_id) in places
+        if all(free[at] >= amount for at, amount in asks) and allowed(node_id, agent_id)
+    )
+    return list(islice(fitting, most))
+
+
+def _having(ranking: Ranking, amount: int) -> int:
+    return len(ranking) - ranking.first_with(amount)
+
+
+def _drawn(ranking: Ranking, first: int, choice: random.Random) -> Iterator[Place]:
+    """Yield the places from a position on in an order of chance, each once.
+
+    A shuffle of which only so much is done as is asked for: where it takes a position out of the
+    middle, the last one moves there.
+    """
+    moved: dict[int, int] = {}
+    for end in range(len(ranking) - 1, first - 1, -1):
+        position = choice.randint(first, end)
+        yield ranking[moved.get(position, position)]
+        moved[position] = moved.get(end, end)
+
+
+def _allowed(view: FleetView, wanted: Constraints) -> Callable[[str, str], bool]:
+    def is_allowed(node_id: str, agent_id: str) -> bool:
+        if wanted.nodes is not None and node_id not in wanted.nodes:
+            return False
+        if wanted.agents is not None and agent_id not in wanted.agents:
+            return False
+        node = view.nodes[node_id]
+        return node.has(wanted.labels) and _has_model(node, agent_id, wanted.models)
+
+    return is_allowed
 
 
 def unfit(view: FleetView, request: ResourceSlots, constraints: Constraints) -> list[Unfit]:
     """Return why agents cannot give a request, by class, the largest first."""
     counts: Counter[str] = Counter()
     named: dict[str, list[str]] = {}
-    for node, _, offer in _offers(view, constraints):
-        if reason := _why_not(view, node, offer, request):
+    asks = list(request.items())
+    for node in _nodes(view, constraints):
+        agents = _agents(node, constraints)
+        if reason := _why_not(view, node, asks):
+            reasons = [reason] * len(agents)
+        else:
+            reasons = [_why_not_of(node, agent, asks, constraints.models) for agent in agents]
+        for reason in filter(None, reasons):
             counts[reason] += 1
             nodes = named.setdefault(reason, [])
             if len(nodes) < MOST_NAMED and node.node_id not in nodes:
@@ -93,37 +154,53 @@ def unfit(view: FleetView, request: ResourceSlots, constraints: Constraints) -> 
     return [Unfit(reason, count, tuple(named[reason])) for reason, count in counts.most_common()]
 
 
-def _offers(view: FleetView, constraints: Constraints) -> Iterator[tuple[FleetNode, str, Offer]]:
-    for node_id in sorted(_chosen(view.nodes, constraints.nodes)):
-        node = view.nodes[node_id]
-        if not node.has(constraints.labels):
-            continue
-        for agent, offer in node.offers.items():
-            if constraints.agents is None or agent in constraints.agents:
-                yield node, agent, offer
+def _nodes(view: FleetView, constraints: Constraints) -> list[FleetNode]:
+    chosen = view.nodes if constraints.nodes is None else constraints.nodes & view.nodes.keys()
+    nodes = [view.nodes[node_id] for node_id in sorted(chosen)]
+    if not constraints.labels:
+        return nodes
+    return [node for node in nodes if node.has(constraints.labels)]
 
 
-def _chosen(nodes: Iterable[str], wanted: frozenset[str] | None) -> Iterable[str]:
-    return nodes if wanted is None else wanted.intersection(nodes)
+def _agents(node: FleetNode, constraints: Constraints) -> Collection[str]:
+    if constraints.agents is None:
+        return node.offers
+    return [agent for agent in node.offers if agent in constraints.agents]
 
 
-def _why_not(view: FleetView, node: FleetNode, offer: Offer, request: ResourceSlots) -> str:
-    """Return why an agent cannot give a request, the reason that lasts longest first."""
+def _why_not(view: FleetView, node: FleetNode, asks: Sequence[tuple[SlotName, int]]) -> str:
+    """Return why no agent of a node can give a request, or nothing."""
     if node.status is not NodeStatus.READY:
         return node.status.value
-    strange = view.conflicts.get(node.node_id, frozenset())
-    for name, amount in request.items():
-        if not amount:
-            continue
+    if node.remark:
+        return node.remark
+    strange = view.conflicts.get(node.node_id, ())
+    for name, _ in asks:
         if name in strange:
             return f"conflicting: {name}"
-        if name not in node.slot_types:
+        if name not in node.slot_types or name not in view.slot_types:
             return f"lacks {name}"
-        if offer.capacity[name] < amount:
-            return f"has less than {name} asks for"
-    return "" if request <= offer.free else "full"
+    return ""
 
 
-def _left_over(offer: Offer, request: ResourceSlots) -> tuple[int, ...]:
-    """Return what stays free of each slot that is asked for, in a fixed order."""
-    return tuple(offer.free[name] - amount for name, amount in sorted(request.items()) if amount)
+def _why_not_of(
+    node: FleetNode,
+    agent: str,
+    asks: Sequence[tuple[SlotName, int]],
+    models: frozenset[str] | None,
+) -> str:
+    """Return why an agent cannot give what its node can, the reason that lasts longest first."""
+    offer = node.offers[agent]
+    is_full = False
+    for name, amount in asks:
+        if offer.free[name] < amount:
+            is_full = True
+            if offer.capacity[name] < amount:
+                return f"has less than {name} asks for"
+    if not _has_model(node, agent, models):
+        return f"no device of model {', '.join(sorted(models or ()))}"
+    return "full" if is_full else ""
+
+
+def _has_model(node: FleetNode, agent: str, models: frozenset[str] | None) -> bool:
+    return models is None or not models.isdisjoint(node.models.get(agent, ()))

@@ -2,18 +2,22 @@
 
 Slot types accumulate: what any node ever offered is known, also while no node has it, until an
 operator forgets it. The first definition of a name stays; a node that means something else by it
-is left out for that slot, and for that slot alone. What a node does not offer is zero. A view
-never changes: a request keeps the one that it began with.
+is left out for that slot, and for that slot alone. What a node does not offer is zero, and so is
+an amount below zero. A view never changes: a request keeps the one that it began with.
+
+What follows from the nodes (conflicts, sums, who has how much of what) stands in tables that the
+view after a change takes over from the one before, but for what changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 
-from agentd.core.slots import ResourceSlots, SlotName, SlotType
+from agentd.core.slots import MAX_AMOUNT, ResourceSlots, SlotName, SlotType
+from agentd_fleet.index import AGENT, Layered, Ranking, Row, ranked, reranked, row_of
 
 
 class NodeStatus(StrEnum):
@@ -34,7 +38,10 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class FleetNode:
-    """A node as it told of itself last; `offers` by agent."""
+    """A node as it told of itself last; `offers` and the `models` of the devices by agent.
+
+    A `remark` says why nothing is placed on it at all, though it is listed.
+    """
 
     node_id: str
     slot_types: Mapping[SlotName, SlotType]
@@ -44,6 +51,8 @@ class FleetNode:
     labels: Mapping[str, str] = field(default_factory=dict)
     generation: int = 0
     seen_at: float = 0.0
+    remark: str = ""
+    models: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def has(self, labels: Mapping[str, str]) -> bool:
         """Tell whether the node has all of these labels."""
@@ -64,6 +73,93 @@ class Use:
     def __add__(self, other: Use) -> Use:
         return Use(self.capacity + other.capacity, self.free + other.free)
 
+    def __sub__(self, other: Use) -> Use:
+        return Use(self.capacity - other.capacity, self.free - other.free)
+
+
+FEW = 4
+"""The tables are changed if one node in so many is touched at most, and else made from scratch."""
+
+
+class Tally:
+    """What some nodes add to the tables, with all of their agents or some."""
+
+    def __init__(
+        self,
+        slot_types: Mapping[SlotName, SlotType],
+        nodes: Iterable[FleetNode],
+        agents: Iterable[str] | None = None,
+    ) -> None:
+        self._slot_types = slot_types
+        self._agents = None if agents is None else frozenset(agents)
+        self.columns = {name: at for at, name in enumerate(sorted(slot_types), AGENT + 1)}
+        self.conflicts: dict[str, frozenset[SlotName]] = {}
+        self.rows: list[Row] = []
+        self._width = AGENT + 1 + len(self.columns)
+        self._capacity, self._free = [0] * self._width, [0] * self._width
+        for node in nodes:
+            self._add(node)
+
+    def _add(self, node: FleetNode) -> None:
+        strange = _strange(self._slot_types, node)
+        if strange:
+            self.conflicts[node.node_id] = strange
+        if node.status is NodeStatus.LOST:
+            return
+        columns = [
+            (name, self.columns[name])
+            for name in node.slot_types
+            if name in self.columns and name not in strange
+        ]
+        takes_more = node.status is NodeStatus.READY and not node.remark
+        for agent, offer in node.offers.items():
+            if self._agents is not None and agent not in self._agents:
+                continue
+            free = [0] * self._width
+            free[AGENT] = 1
+            for name, at in columns:
+                if (amount := offer.free[name]) > 0:
+                    free[at] = min(amount, MAX_AMOUNT)
+                    self._free[at] += free[at]
+                if (amount := offer.capacity[name]) > 0:
+                    self._capacity[at] += min(amount, MAX_AMOUNT)
+            if takes_more:
+                self.rows.append(row_of(free, node.node_id, agent))
+
+    def uses(self) -> dict[SlotName, Use]:
+        """Return the sums by slot."""
+        return {name: Use(self._capacity[at], self._free[at]) for name, at in self.columns.items()}
+
+    def tables(self) -> Tables:
+        """Return the tables of these nodes and no others."""
+        ordered = sorted(self.rows)
+        rankings = [ranked(ordered, column) for column in range(self._width)]
+        return Tables(self.columns, self.conflicts, self.uses(), rankings)
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """What follows from nodes: conflicts by node, sums by slot, and who has how much, by column.
+
+    Columns are `AGENT` and then the slots, in the order of their names.
+    """
+
+    columns: Mapping[SlotName, int]
+    conflicts: Mapping[str, frozenset[SlotName]]
+    uses: Mapping[SlotName, Use]
+    rankings: Sequence[Ranking]
+
+    def changed(self, before: Tally, after: Tally) -> Tables:
+        """Return the tables after some nodes that added the one have come to add the other."""
+        conflicts = self.conflicts
+        if before.conflicts != after.conflicts:
+            kept = {at: names for at, names in conflicts.items() if at not in before.conflicts}
+            conflicts = {**kept, **after.conflicts}
+        was, now = before.uses(), after.uses()
+        uses = {name: use - was[name] + now[name] for name, use in self.uses.items()}
+        old, new = set(before.rows), set(after.rows)
+        return Tables(self.columns, conflicts, uses, reranked(self.rankings, old - new, new - old))
+
 
 @dataclass(frozen=True, eq=False)
 class FleetView:
@@ -79,8 +175,9 @@ class FleetView:
 
     def with_slot_type(self, slot: SlotType, revision: int) -> FleetView:
         """Return the view in which a slot type is known; the first definition of a name stays."""
-        known = {slot.name: slot, **self.slot_types}
-        return replace(self, slot_types=known, revision=revision)
+        if slot.name in self.slot_types:
+            return self.changed((), revision=revision)
+        return replace(self, slot_types={**self.slot_types, slot.name: slot}, revision=revision)
 
     def without_slot_type(self, name: SlotName, revision: int) -> FleetView:
         """Return the view in which a slot type is forgotten.
@@ -96,25 +193,56 @@ class FleetView:
 
     def with_node(self, node: FleetNode, revision: int) -> FleetView:
         """Return the view with a node as it is now."""
-        return replace(self, nodes={**self.nodes, node.node_id: node}, revision=revision)
+        return self.changed([node], revision=revision)
 
     def without_node(self, node_id: str, revision: int) -> FleetView:
         """Return the view without a node; what it taught of slots stays."""
-        kept = {known: node for known, node in self.nodes.items() if known != node_id}
-        return replace(self, nodes=kept, revision=revision)
+        return self.changed((), [node_id], revision)
+
+    def changed(
+        self, nodes: Iterable[FleetNode], gone: Iterable[str] = (), revision: int | None = None
+    ) -> FleetView:
+        """Return the view after a batch of changes: some nodes went, then others told.
+
+        Of two reports of one node the later in `nodes` counts. The revision stays if none is given.
+        """
+        went, told = frozenset(gone), {node.node_id: node for node in nodes}
+        now = Layered.over(self.nodes, told, (went - told.keys()) & self.nodes.keys())
+        revision = self.revision if revision is None else revision
+        view = replace(self, nodes=now, revision=revision)
+        if (len(went) + len(told)) * FEW <= len(now):
+            before = Tally(self.slot_types, self._heard_of(went | told.keys()))
+            tables = self.tables.changed(before, Tally(self.slot_types, told.values()))
+            object.__setattr__(view, "tables", tables)
+        return view
+
+    def debited(self, node_id: str, agent_id: str, slots: ResourceSlots) -> FleetView:
+        """Return the view in which an agent has so much less free, none below zero.
+
+        It stands for what was just given away until the node's next report, which takes its
+        place. The revision stays. An agent that is not in the view any more has nothing to give.
+        """
+        node = self.nodes.get(node_id)
+        if node is None or agent_id not in node.offers:
+            return self
+        offer = node.offers[agent_id]
+        left = {name: max(0, amount - slots[name]) for name, amount in offer.free.items()}
+        offers = {**node.offers, agent_id: Offer(offer.capacity, ResourceSlots(left))}
+        return self.changed([replace(node, offers=offers)])
 
     @cached_property
+    def tables(self) -> Tables:
+        """What follows from the nodes: from scratch, if the view before had not enough of it."""
+        return Tally(self.slot_types, self.nodes.values()).tables()
+
+    def rows(self, nodes: Iterable[str]) -> list[Row]:
+        """Return what is free at the agents of these nodes that anything can be placed on."""
+        return Tally(self.slot_types, self._heard_of(nodes)).rows
+
+    @property
     def conflicts(self) -> Mapping[str, frozenset[SlotName]]:
         """The slots by which nodes mean something else than the fleet, by node."""
-        found = {
-            node.node_id: frozenset(
-                name
-                for name, slot in node.slot_types.items()
-                if name in self.slot_types and not is_same(slot, self.slot_types[name])
-            )
-            for node in self.nodes.values()
-        }
-        return {node_id: names for node_id, names in found.items() if names}
+        return self.tables.conflicts
 
     def state_of(self, node_id: str) -> str:
         """Return a node's state as it is shown: how it does, or that it is `conflicting`."""
@@ -125,12 +253,12 @@ class FleetView:
 
     def understood(self, node: FleetNode, slots: ResourceSlots) -> ResourceSlots:
         """Return the amounts that mean the same to a node and to the fleet; the others are zero."""
-        strange = self.conflicts.get(node.node_id, frozenset())
+        strange = _strange(self.slot_types, node)
         return ResourceSlots(
             {
-                name: amount
+                name: min(max(amount, 0), MAX_AMOUNT)
                 for name, amount in slots.items()
-                if name in self.slot_types and name not in strange
+                if name in self.slot_types and name in node.slot_types and name not in strange
             }
         )
 
@@ -145,22 +273,25 @@ class FleetView:
 
         A slot that none of them has is zero. Nodes that are lost do not count.
         """
-        chosen = None if nodes is None else set(nodes)
-        whose = None if agents is None else set(agents)
-        sums = dict.fromkeys(self.slot_types, Use())
-        for node in self.nodes.values():
-            is_chosen = chosen is None or node.node_id in chosen
-            if node.status is NodeStatus.LOST or not (is_chosen and node.has(labels or {})):
-                continue
-            for agent, offer in node.offers.items():
-                if whose is not None and agent not in whose:
-                    continue
-                free = self.understood(node, offer.free)
-                for name, amount in self.understood(node, offer.capacity).items():
-                    sums[name] += Use(amount, free[name])
-        return sums
+        if nodes is None and agents is None and not labels:
+            return dict(self.tables.uses)
+        chosen = self.nodes.values() if nodes is None else self._heard_of(set(nodes))
+        having = [node for node in chosen if node.has(labels or {})]
+        return Tally(self.slot_types, having, agents).uses()
+
+    def _heard_of(self, nodes: Iterable[str]) -> list[FleetNode]:
+        return [self.nodes[node_id] for node_id in nodes if node_id in self.nodes]
 
 
 def is_same(one: SlotType, other: SlotType) -> bool:
     """Tell whether two nodes mean the same by a slot: its kind and its quantum."""
     return (one.kind, one.quantum) == (other.kind, other.quantum)
+
+
+def _strange(slot_types: Mapping[SlotName, SlotType], node: FleetNode) -> frozenset[SlotName]:
+    names = [
+        name
+        for name, slot in node.slot_types.items()
+        if (known := slot_types.get(name, slot)) is not slot and not is_same(slot, known)
+    ]
+    return frozenset(names)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import ssl
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
@@ -23,7 +25,7 @@ from agentd.client.defaults import (
 )
 from agentd.client.events import Frames, NodeEvent
 from agentd.client.problems import content_of, error_in, unreachable
-from agentd.errors import AgentdError, Unavailable, Unreachable
+from agentd.errors import Unavailable, Unreachable
 from agentd.views import (
     AgentView,
     CallerView,
@@ -50,7 +52,9 @@ class Transport:
         url: str | None = None,
         token: str | None = None,
         timeout_s: float = TIMEOUT_S,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
+        self._tls = tls
         self._socket_path = os.fspath(socket) if socket is not None else DEFAULT_SOCKET
         self._url = url
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -117,6 +121,7 @@ class Transport:
                 f"{(self._url or 'http://agentd').rstrip('/')}{call.path}",
                 json=call.body,
                 headers=call.headers,
+                ssl=self._tls or True,
                 timeout=aiohttp.ClientTimeout(
                     total=None, sock_connect=self._timeout_s, sock_read=silence_s
                 ),
@@ -260,6 +265,19 @@ class AsyncClient(Transport):
             why = f"no answer within {self._timeout_s:g} s"
             raise Unreachable(f"{self._where}: {why}") from None
 
+    @asynccontextmanager
+    async def listening(
+        self, *, after: str | None = None
+    ) -> AsyncIterator[AsyncIterator[NodeEvent]]:
+        """Listen to what happens from here on, over one connection; it ends with that.
+
+        Raises:
+            AgentdError: the daemon cannot be listened to.
+        """
+        stream = await self._streamed(calls.events(after), silence_s=SILENCE_S)
+        async with stream as response:
+            yield _events_of(response.content.iter_any())
+
     async def events(self, *, after: str | None = None) -> AsyncIterator[NodeEvent]:
         """Yield what happens on the node, for ever; after a lost connection it goes on by itself.
 
@@ -268,19 +286,15 @@ class AsyncClient(Transport):
         is_again = False
         while True:
             try:
-                stream = await self._streamed(calls.events(after), silence_s=SILENCE_S)
-                async with stream as response:
+                async with self.listening(after=after) as events:
                     if is_again and after is None:
                         yield NodeEvent("reset", {"reason": "the connection was lost"}, "")
                     is_again = True
-                    async for event in _events_of(response.content.iter_any()):
+                    async for event in events:
                         after = event.id
                         yield event
-            except (aiohttp.ClientError, TimeoutError):
+            except Unavailable:
                 pass
-            except AgentdError as error:
-                if not isinstance(error, Unavailable):
-                    raise
             await asyncio.sleep(RECONNECT_S)
 
     async def metrics(self) -> str:
@@ -309,10 +323,14 @@ class AsyncClient(Transport):
 
 
 async def _events_of(chunks: AsyncIterator[bytes]) -> AsyncIterator[NodeEvent]:
-    """Yield the events of a stream; a line may be as long as a kernel's command and labels are."""
+    """Yield the events of a stream until its connection ends.
+
+    A line may be as long as a kernel's command and labels are.
+    """
     frames, rest = Frames(), b""
-    async for chunk in chunks:
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            if (event := frames.read(line)) is not None:
-                yield event
+    with suppress(aiohttp.ClientError, TimeoutError):
+        async for chunk in chunks:
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                if (event := frames.read(line)) is not None:
+                    yield event

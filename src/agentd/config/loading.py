@@ -89,12 +89,12 @@ def load_text(text: str, path: Path | None, environ: Mapping[str, str]) -> Loade
         why = "holds a number of over 4300 digits, or is nested too deeply"
         raise ConfigRefused([Problem("", why)], source) from None
     problems = list(_unknown_variables(environ))
-    values = _snake(raw, Settings)
+    values = snake(raw, Settings)
     try:
         settings = Settings(**values)
     except ValidationError as error:
         older = explanations(raw)
-        found = [_problem(item, environ) for item in error.errors()]
+        found = [problem_of(dict(item), environ) for item in error.errors()]
         problems += [Problem(p.where, older.get(p.where, p.why)) for p in found]
         settings = None
     except SettingsError as error:
@@ -133,7 +133,7 @@ def _models_of(annotation: object) -> type[BaseModel] | None:
     return next((model for arg in get_args(annotation) if (model := _models_of(arg))), None)
 
 
-def _snake(raw: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+def snake(raw: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
     """Turn kebab-case keys into field names, and mark the others as unknown."""
     fields = {name.replace("_", "-"): name for name in model.model_fields}
     result: dict[str, Any] = {}
@@ -151,19 +151,25 @@ def _snake(raw: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
 def _snake_below(value: object, model: type[BaseModel]) -> object:
     if isinstance(value, list):
         return [_snake_below(item, model) for item in value]
-    return _snake(value, model) if isinstance(value, dict) else value
+    return snake(value, model) if isinstance(value, dict) else value
 
 
-def _problem(item: Any, environ: Mapping[str, str]) -> Problem:  # noqa: ANN401 - pydantic's ErrorDetails
+def problem_of(
+    item: Mapping[str, Any],
+    environ: Mapping[str, str],
+    root: type[BaseModel] = Settings,
+    prefix: str = ENV_PREFIX,
+) -> Problem:
+    """Return what pydantic found (an item of `ValidationError.errors`) in the terms of a file."""
     loc = tuple(str(part) for part in item["loc"])
     keys = tuple(part.lstrip(_UNKNOWN).replace("_", "-") for part in loc if not _is_union(part))
-    where = _variable(keys, environ) or ".".join(
+    where = _variable(keys, environ, prefix) or ".".join(
         part.lstrip(_UNKNOWN) if part.startswith(_UNKNOWN) else part.replace("_", "-")
         for part in loc
         if not _is_union(part)
     )
     if item["type"] == "extra_forbidden":
-        return Problem(where, _unknown_key(loc, item["input"], _parent(loc)))
+        return Problem(where, _unknown_key(loc, item["input"], _parent(loc, root)))
     message = item["msg"].removeprefix("Value error, ")
     message = _TYPES.get(item["type"], message)
     if item["type"] not in ("value_error", "missing"):
@@ -196,8 +202,8 @@ def _shown(value: object) -> str:
     return repr(value.text if isinstance(value, WrittenFloat) else value)
 
 
-def _parent(loc: tuple[str, ...]) -> type[BaseModel]:
-    model: type[BaseModel] = Settings
+def _parent(loc: tuple[str, ...], root: type[BaseModel]) -> type[BaseModel]:
+    model = root
     for part in loc[:-1]:
         if part in model.model_fields:
             model = _models_of(model.model_fields[part].annotation) or model
@@ -216,14 +222,16 @@ def _unknown_key(loc: tuple[str, ...], value: object, parent: type[BaseModel]) -
     return f"unknown key; {hint}allowed: {', '.join(known)}"
 
 
-def _variable(keys: tuple[str, ...], environ: Mapping[str, str]) -> str | None:
+def _variable(
+    keys: tuple[str, ...], environ: Mapping[str, str], prefix: str = ENV_PREFIX
+) -> str | None:
     """Return the variable that sets a key, a part of it, or a table that contains it."""
     names = {name.upper(): name for name in environ}
     for end in range(len(keys), 0, -1):
-        wanted = ENV_PREFIX + "__".join(keys[:end]).replace("-", "_").upper()
+        wanted = prefix + "__".join(keys[:end]).replace("-", "_").upper()
         if wanted in names:
             return names[wanted]
-    below = ENV_PREFIX + "__".join(keys).replace("-", "_").upper() + "__"
+    below = prefix + "__".join(keys).replace("-", "_").upper() + "__"
     return next((names[name] for name in names if name.startswith(below)), None)
 
 

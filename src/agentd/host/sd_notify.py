@@ -21,6 +21,10 @@ class Notifier:
         """Start-up is over."""
         self._send(f"READY=1\nSTATUS={status}")
 
+    def status(self, text: str) -> None:
+        """Say how it goes, in one line."""
+        self._send(f"STATUS={text}")
+
     def stopping(self) -> None:
         """Shutting down has begun."""
         self._send("STOPPING=1\nSTATUS=stopping; kernels go on")

@@ -66,6 +66,8 @@ class Route:
     body: type[Body] | None = None
     right: Right | None = Right.LOOK
     """What a caller needs; None: nothing, not even a token."""
+    passes: bool = False
+    """Whether it passes on what it is asked, query and body, to whom that is for."""
 
     @property
     def parameters(self) -> dict[str, Parameter]:

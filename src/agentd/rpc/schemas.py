@@ -144,7 +144,7 @@ class CreateKernelRequest(Body):
             kernel_id=self.kernel_id or f"k-{uuid.uuid4().hex[:12]}",
             agent_id=agent_id,
             command=tuple(self.command),
-            spec_hash=self._hash(agent_id),
+            spec_hash=self.digest(agent_id),
             image=self.image,
             env=self.env,
             slots=self.slots,
@@ -167,7 +167,7 @@ class CreateKernelRequest(Body):
             is_discreet=caller is not None and caller.agents is not None,
         )
 
-    def _hash(self, agent_id: str) -> str:
+    def digest(self, agent_id: str) -> str:
         """Return a hash that is equal for equal requests; what says nothing does not count."""
         content = self.model_dump(exclude_defaults=True, exclude={"kernel_id", "slots"})
         content |= {"agent_id": agent_id, "slots": _canonical(self.slots)}

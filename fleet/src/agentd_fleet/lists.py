@@ -1,0 +1,153 @@
+"""Lists over nodes: a page is read node by node, and says which nodes did not answer."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import urlencode
+
+from aiohttp import web
+from multidict import MultiMapping
+
+from agentd.core.access import Caller
+from agentd.errors import InvalidRequest, Problem, UnknownNode
+from agentd.rpc.callers import caller_of
+from agentd.rpc.handlers import answer
+from agentd.rpc.listing import MAX_PAGE
+from agentd_fleet import views
+from agentd_fleet.kernels import FleetKernels, unknown_kernel
+from agentd_fleet.state import FleetState
+from agentd_fleet.view import FleetNode, FleetView
+
+MISSING = "Fleet-Missing"
+MOST_NAMED = 50
+
+
+class Lists:
+    """What is asked of many nodes at once."""
+
+    def __init__(self, kernels: FleetKernels, state: FleetState) -> None:
+        self._kernels = kernels
+        self._state = state
+
+    def node(self, caller: Caller, node_id: str) -> FleetNode:
+        """Return a node that a caller sees: one that has an agent of its own.
+
+        Raises:
+            UnknownNode: exactly as if it did not exist.
+        """
+        node = self._kernels.node(node_id)
+        if caller.agents is not None and caller.agents.isdisjoint(node.offers):
+            raise UnknownNode(f"no node {node_id} in this fleet")
+        return node
+
+    def _nodes(self, caller: Caller, query: MultiMapping[str]) -> list[FleetNode]:
+        if named := query.getall("node", []):
+            return [self.node(caller, node_id) for node_id in dict.fromkeys(named)]
+        nodes = self._state.view.nodes
+        return [
+            nodes[node_id]
+            for node_id in sorted(nodes)
+            if caller.agents is None or not caller.agents.isdisjoint(nodes[node_id].offers)
+        ]
+
+    async def devices(self, request: web.Request) -> web.Response:
+        """Answer with the devices of nodes."""
+        caller, missing = caller_of(request), list[str]()
+        nodes = self._nodes(caller, request.query)
+        shown: list[dict[str, Any]] = []
+        async for _, found in self._kernels.lists(caller, nodes, "/v1/devices", missing):
+            shown += found
+        return answer(shown, headers=_missing(missing))
+
+    async def kernels(self, request: web.Request) -> web.Response:
+        """Answer with the kernels of nodes, in the order of the nodes and then of creation."""
+        caller, query, missing = caller_of(request), request.query, list[str]()
+        nodes = self._nodes(caller, query)
+        limit, after = _limit(query), query.get("after")
+        if (begin := query.get("after_node")) is not None:
+            nodes = [node for node in nodes if node.node_id >= begin]
+        elif after is not None:
+            raise InvalidRequest([Problem("after", "goes with after_node, as Link has them")])
+        filters = [(n, v) for n, v in query.items() if n in ("state", "label")]
+        if limit is not None:
+            return await self._page(request, nodes, filters, limit)
+        shown: list[dict[str, Any]] = []
+        path = f"/v1/kernels?{urlencode(filters)}"
+        async for _, found in self._kernels.lists(caller, nodes, path, missing):
+            shown += found
+        if not filters:
+            for routes in (await self._kernels.routed_to(caller, missing)).values():
+                shown += [unknown_kernel(route) for route in routes]
+        return answer(shown, headers=_missing(missing))
+
+    async def _page(
+        self,
+        request: web.Request,
+        nodes: list[FleetNode],
+        filters: list[tuple[str, str]],
+        limit: int,
+    ) -> web.Response:
+        """Answer with at most `limit` kernels, one node after the other, and where to go on."""
+        caller, missing = caller_of(request), list[str]()
+        begin, after = request.query.get("after_node"), request.query.get("after")
+        shown: list[dict[str, Any]] = []
+        for node in nodes:
+            asked = [*filters, ("limit", str(limit - len(shown)))]
+            if node.node_id == begin and after is not None:
+                asked.append(("after", after))
+            path = f"/v1/kernels?{urlencode(asked)}"
+            async for _, found in self._kernels.lists(caller, [node], path, missing):
+                shown += found
+            if len(shown) >= limit:
+                break
+        headers = _missing(missing)
+        if shown and len(shown) >= limit:
+            last = shown[-1]
+            url = request.rel_url.update_query(after=last["kernel_id"], after_node=last["node_id"])
+            headers["Link"] = f'<{url}>; rel="next"'
+        return answer(shown, headers=headers)
+
+    def stats(self, view: FleetView, caller: Caller, query: MultiMapping[str]) -> views.StatsView:
+        """Return the sums of slots, by node too."""
+        named = query.getall("node", []) or None
+        agents = frozenset(query.getall("agent", [])) or None
+        if caller.agents is not None:
+            agents = caller.agents if agents is None else agents & caller.agents
+        labels = _labels(query)
+        sums = view.statistics(named, agents=agents, labels=labels)
+        nodes = {
+            node_id: views.uses_view(view, part)
+            for node_id in named or view.nodes
+            if node_id in view.nodes
+            and view.nodes[node_id].has(labels)
+            and (agents is None or not agents.isdisjoint(view.nodes[node_id].offers))
+            and (part := view.statistics([node_id], agents=agents)) is not None
+        }
+        return {"revision": view.revision, "slots": views.uses_view(view, sums), "nodes": nodes}
+
+
+def _missing(nodes: list[str]) -> dict[str, str]:
+    """Return the header that names nodes which did not answer."""
+    shown = ",".join(sorted(nodes)[:MOST_NAMED])
+    more = f",… {len(nodes)} in all" if len(nodes) > MOST_NAMED else ""
+    return {MISSING: (shown + more).replace("…", "...")} if nodes else {}
+
+
+def _labels(query: MultiMapping[str]) -> dict[str, str]:
+    labels = {}
+    for given in query.getall("label", []):
+        name, found, value = given.partition("=")
+        if not found or not name:
+            raise InvalidRequest([Problem("label", f"invalid value {given!r}: expected KEY=VALUE")])
+        labels[name] = value
+    return labels
+
+
+def _limit(query: MultiMapping[str]) -> int | None:
+    text = query.get("limit")
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit()) or not 1 <= int(text[:9]) <= MAX_PAGE:
+        why = f"invalid number {text[:20]!r}: expected 1 to {MAX_PAGE}"
+        raise InvalidRequest([Problem("limit", why)])
+    return int(text)

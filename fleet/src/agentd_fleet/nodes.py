@@ -1,0 +1,149 @@
+"""Calls to nodes: as the gateway, for a caller that the node is told of."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import aiohttp
+from yarl import URL
+
+from agentd.client.problems import error_in
+from agentd.core.access import Caller
+from agentd.errors import AgentdError, NodeUnavailable
+from agentd_fleet.view import FleetNode
+
+ON_BEHALF = "Agentd-Caller"
+CONNECT_S = 3.0
+PATIENCE_S = 30.0
+"""How long a node may take for what does not wait for a kernel."""
+CREATE_PATIENCE_S = 3600.0
+UNIX = "unix:"
+
+
+class Answer(NamedTuple):
+    """What a node said."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def is_error(self) -> bool:
+        return self.status >= HTTPStatus.BAD_REQUEST
+
+    def error(self) -> AgentdError:
+        """Return the error that this is."""
+        return error_in(self.status, self.body, self.headers.get("Retry-After"))
+
+
+class NeverAsked(NodeUnavailable):
+    """No connection to the node could be made: it has not been asked."""
+
+
+class AnswerLost(NodeUnavailable):
+    """The node may have been asked, and its answer did not come."""
+
+
+class Nodes:
+    """Connections to nodes, kept open; used as an async context."""
+
+    def __init__(self, token: str = "", tls: ssl.SSLContext | None = None) -> None:
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._tls = tls
+        self._sessions: dict[str, aiohttp.ClientSession] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for session in self._sessions.values():
+            await session.close()
+        self._sessions = {}
+
+    async def ask(
+        self,
+        node: FleetNode,
+        caller: Caller,
+        method: str,
+        path: str,
+        *,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        patience_s: float = PATIENCE_S,
+    ) -> Answer:
+        """Ask a node, and return whatever it answers.
+
+        Raises:
+            NeverAsked, AnswerLost: it does not.
+        """
+        opened = self.opened(node, caller, method, path, body=body, headers=headers)
+        try:
+            async with asyncio.timeout(patience_s), opened as response:
+                return Answer(response.status, response.headers, await response.read())
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            why = str(error) or f"no answer within {patience_s:g} s"
+            raise AnswerLost(f"node {node.node_id} at {node.url}: {why}") from None
+
+    @asynccontextmanager
+    async def opened(
+        self,
+        node: FleetNode,
+        caller: Caller,
+        method: str,
+        path: str,
+        *,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Ask a node, and give its answer to be read.
+
+        Raises:
+            NeverAsked, AnswerLost: there is none.
+        """
+        sent = {**(headers or {}), **self._headers, ON_BEHALF: caller.to_text()}
+        session, address = self._session(node.url)
+        kept: dict[str, Any] = {"data": body} if body is not None else {}
+        try:
+            response = await session.request(
+                method, URL(f"{address}{path}", encoded=True), headers=sent, **kept
+            )
+        except (
+            aiohttp.ClientConnectorError,
+            aiohttp.InvalidURL,
+            aiohttp.ConnectionTimeoutError,
+        ) as error:
+            raise NeverAsked(f"node {node.node_id} at {node.url}: {error}") from None
+        except (aiohttp.ClientError, OSError) as error:
+            why = str(error) or type(error).__name__
+            raise AnswerLost(f"node {node.node_id} at {node.url}: {why}") from None
+        async with response:
+            if response.status == HTTPStatus.UNAUTHORIZED:
+                raise NeverAsked(f"node {node.node_id} at {node.url} refuses the gateway's token")
+            yield response
+
+    def _session(self, url: str) -> tuple[aiohttp.ClientSession, str]:
+        path = url.removeprefix(UNIX) if url.startswith(UNIX) else ""
+        session = self._sessions.get(path)
+        if session is None:
+            connector = (
+                aiohttp.UnixConnector(path, limit=0)
+                if path
+                else aiohttp.TCPConnector(limit=0, ssl=self._tls or True)
+            )
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+            session = aiohttp.ClientSession(
+                connector=connector, timeout=timeout, auto_decompress=False
+            )
+            self._sessions[path] = session
+        return session, "http://node" if path else url.rstrip("/")

@@ -1,0 +1,340 @@
+"""Placing a kernel: candidates from one view, a route before each try, and the node decides.
+
+Exactly one: a node is asked only after the route that leads to it was written, by whoever owns
+that route, and an answer that is lost is asked for at that node again, never made up for at
+another. So a kernel id never runs on two nodes, whoever dies in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, NamedTuple
+from urllib.parse import quote
+from weakref import WeakValueDictionary
+
+import structlog
+from msgspec.structs import replace
+
+from agentd.core.access import Caller
+from agentd.core.slots import ResourceSlots
+from agentd.errors import AgentdError, KernelConflict, NodeUnavailable, Unavailable
+from agentd_fleet.candidates import Candidate, Policy, asked, candidates
+from agentd_fleet.nodes import CREATE_PATIENCE_S, Answer, AnswerLost, NeverAsked, Nodes
+from agentd_fleet.orders import Order
+from agentd_fleet.refusals import refusal
+from agentd_fleet.route import Kept, Progress, Route, Store
+from agentd_fleet.state import FleetState
+from agentd_fleet.view import FleetNode, FleetView
+
+log = structlog.get_logger()
+
+TRIES = 8
+"""At how many nodes a kernel is tried."""
+ELSEWHERE = frozenset(
+    {"InsufficientResource", "UnsupportedResource", "PluginUnavailable", "UnknownAgent"}
+    | {"UnknownDevice", "Draining", "NotReady", "StateUnavailable"}
+)
+"""Refusals of one node that say nothing about the next, and leave nothing behind."""
+MAY_YET = frozenset({"RuntimeUnavailable", "Internal"})
+"""Answers after which the node may have the kernel, or get it."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long to insist, in seconds; shorter ones are for tests."""
+
+    insist_s: float = 10.0
+    """How long a node whose answer was lost is asked again before the caller is told."""
+    again_s: float = 0.3
+    sweep_s: float = 15.0
+    settled_s: float = 45.0
+    """How long a node has to go without a kernel before it never had it: longer than a request
+    can be on its way to a node that answers (header 10 s, body 30 s)."""
+
+
+class Placed(NamedTuple):
+    """A node's answer to a create, and where that was."""
+
+    answer: Answer
+    node_id: str
+    agent_id: str
+
+
+class OutcomeUnknown(NodeUnavailable):
+    """A node may have a kernel, or not; the same request finds out."""
+
+    def __init__(self, kernel_id: str, node_id: str, why: str) -> None:
+        self.kernel_id, self.node_id = kernel_id, node_id
+        super().__init__(
+            f"whether kernel {kernel_id} was created is not known ({why}); ask again with this"
+            " kernel_id, or look at the node when it is back"
+        )
+
+    def facts(self) -> dict[str, object]:
+        return {"kernel_id": self.kernel_id, "node_id": self.node_id}
+
+
+class Placer:
+    """Carries out orders."""
+
+    def __init__(
+        self,
+        store: Store,
+        state: FleetState,
+        nodes: Nodes,
+        policy: Policy = Policy.RANDOM,
+        pace: Pace | None = None,
+    ) -> None:
+        self._store = store
+        self._state = state
+        self._nodes = nodes
+        self._policy = policy
+        self._pace = pace or Pace()
+        self._choice = random.Random()  # noqa: S311 - spreads load, hides nothing
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    @asynccontextmanager
+    async def alone(self, kernel_id: str) -> AsyncIterator[None]:
+        """Have nobody else in this gateway at work on a kernel id."""
+        lock = self._locks.setdefault(kernel_id, asyncio.Lock())
+        async with lock:
+            yield
+
+    async def create(self, caller: Caller, order: Order, view: FleetView) -> Placed:
+        """Create a kernel somewhere, or find the one that the same order created before.
+
+        Raises:
+            AgentdError: nobody can have it now, or a node refuses it; `OutcomeUnknown` if neither
+                is known.
+        """
+        request = asked(view, order.slots)
+        if why := self._store.why_not_live():
+            raise NodeUnavailable(f"nothing is placed while the fleet cannot be seen: {why}")
+        async with self.alone(order.kernel_id):
+            kept = None if order.is_new else await self._store.route(order.kernel_id)
+            while kept is not None:
+                if found := await self._again(caller, order, kept):
+                    return found
+                kept = await self._store.route(order.kernel_id)
+            return await self._place(caller, order, view, request)
+
+    async def explain(self, caller: Caller, order: Order, view: FleetView) -> Placed:
+        """Ask nodes what a create would be given, and change nothing.
+
+        Raises:
+            AgentdError: see `create`.
+        """
+        request = asked(view, order.slots)
+        choices = self._choices(order, view, request)
+        answers = await self._looks(caller, order, choices)
+        for candidate, answer in zip(choices, answers, strict=True):
+            if answer is not None and not answer.is_error:
+                return Placed(answer, candidate.node_id, candidate.agent_id)
+        refused = [
+            (c.node_id, a.error()) for c, a in zip(choices, answers, strict=True) if a is not None
+        ]
+        raise refusal(view, request, order.constraints, refused)
+
+    def _choices(self, order: Order, view: FleetView, request: ResourceSlots) -> list[Candidate]:
+        policy = order.policy or self._policy
+        return candidates(view, request, order.constraints, policy, self._choice, TRIES)
+
+    async def _place(
+        self, caller: Caller, order: Order, view: FleetView, request: ResourceSlots
+    ) -> Placed:
+        """Try one candidate after the other, each only after the one before refused for certain."""
+        queue = deque(self._choices(order, view, request))
+        refused: list[tuple[str, AgentdError]] = []
+        revision = 0
+        while queue:
+            candidate = queue.popleft()
+            route = self._route(caller, order, candidate)
+            written = await self._store.keep(route, revision)
+            if written is None:  # another gateway was asked for the same kernel
+                raise await self._overtaken(caller, order)
+            revision = written
+            self._state.debit(*candidate, request)
+            try:
+                answer, is_certain = await self._asked(caller, order, route)
+            except NeverAsked as error:
+                self._state.undebit(candidate.node_id)
+                refused.append((candidate.node_id, error))
+                continue
+            if not answer.is_error:
+                await self._placed(Kept(route, revision))
+                return Placed(answer, *candidate)
+            refusal_here = answer.error()
+            if not is_certain or refusal_here.code in MAY_YET:
+                raise refusal_here
+            self._state.undebit(candidate.node_id)
+            refused.append((candidate.node_id, refusal_here))
+            if refusal_here.code not in ELSEWHERE:
+                break
+            if len(refused) == 1 and queue:
+                queue = await self._fresh(caller, order, queue)
+        if revision:
+            await self._store.drop(order.kernel_id, revision)
+        if refused and refused[-1][1].code not in ELSEWHERE | {"NodeUnavailable"}:
+            raise refused[-1][1]
+        raise refusal(view, request, order.constraints, refused)
+
+    def _route(self, caller: Caller, order: Order, candidate: Candidate) -> Route:
+        return Route(
+            kernel_id=order.kernel_id,
+            node_id=candidate.node_id,
+            agent_id=candidate.agent_id,
+            request_hash=order.request_hash,
+            owner=secrets.token_hex(8),
+            created_by=caller.name,
+        )
+
+    async def _overtaken(self, caller: Caller, order: Order) -> AgentdError:
+        kept = await self._store.route(order.kernel_id)
+        if kept is not None:
+            _refuse_other(caller, order, kept.route)
+        return OutcomeUnknown(order.kernel_id, "", "another gateway is at work on it")
+
+    async def _fresh(
+        self, caller: Caller, order: Order, queue: Sequence[Candidate]
+    ) -> deque[Candidate]:
+        """Return the candidates that say themselves that they could: the view was too old."""
+        answers = await self._looks(caller, order, queue)
+        pairs = zip(queue, answers, strict=True)
+        return deque(c for c, answer in pairs if answer is not None and not answer.is_error)
+
+    async def _looks(
+        self, caller: Caller, order: Order, choices: Sequence[Candidate]
+    ) -> list[Answer | None]:
+        """Ask for decisions, of all at once; None: that one did not answer."""
+
+        async def look(candidate: Candidate) -> Answer | None:
+            node = self._state.node(candidate.node_id)
+            path = f"{_path(candidate.agent_id)}?dry_run=true"
+            if node is None:
+                return None
+            try:
+                return await self._nodes.ask(node, caller, "POST", path, body=order.body)
+            except NodeUnavailable:
+                return None
+
+        return list(await asyncio.gather(*(look(candidate) for candidate in choices)))
+
+    async def _again(self, caller: Caller, order: Order, kept: Kept) -> Placed | None:
+        """Find what an order for this kernel id came to; None: nothing, and the id is free.
+
+        Raises:
+            KernelConflict: it was another order's.
+            AgentdError: the node's refusal, or it does not answer.
+        """
+        route = kept.route
+        _refuse_other(caller, order, route)
+        if route.progress is Progress.PLACED:
+            node = self._known(route)
+            answer = await self._nodes.ask(node, caller, "GET", f"/v1/kernels/{route.kernel_id}")
+            if answer.is_error and answer.error().code == "UnknownKernel":
+                await self._store.drop(route.kernel_id, kept.revision)
+                return None
+            return _found(answer, route)
+        mine = replace(route, owner=secrets.token_hex(8))
+        revision = await self._store.keep(mine, kept.revision)
+        if revision is None:
+            return None
+        answer, _ = await self._asked(caller, order, mine)
+        if not answer.is_error:
+            await self._placed(Kept(mine, revision))
+        return _found(answer, route)
+
+    def _known(self, route: Route) -> FleetNode:
+        node = self._state.node(route.node_id)
+        if node is None or not node.url:
+            raise OutcomeUnknown(route.kernel_id, route.node_id, f"node {route.node_id} is away")
+        return node
+
+    async def _asked(self, caller: Caller, order: Order, route: Route) -> tuple[Answer, bool]:
+        """Ask a node for a kernel until it answers; tell too whether that is the only answer.
+
+        Raises:
+            NeverAsked: it cannot be asked, and has not been.
+            OutcomeUnknown: it was asked, and does not answer.
+        """
+        node, end = self._known(route), asyncio.get_running_loop().time() + self._pace.insist_s
+        is_certain = True
+        while True:
+            try:
+                return await self._asked_once(caller, order, route, node), is_certain
+            except NeverAsked as error:
+                if is_certain:
+                    raise
+                why = str(error)
+            except AnswerLost as error:
+                is_certain, why = False, str(error)
+            if asyncio.get_running_loop().time() > end:
+                raise OutcomeUnknown(route.kernel_id, route.node_id, why)
+            await asyncio.sleep(self._pace.again_s)
+
+    async def _asked_once(
+        self, caller: Caller, order: Order, route: Route, node: FleetNode
+    ) -> Answer:
+        """Ask once, for as long as the node is heard of: an image may take its time to come."""
+        asking = asyncio.create_task(
+            self._nodes.ask(
+                node,
+                caller,
+                "POST",
+                _path(route.agent_id),
+                body=order.body,
+                headers=order.headers,
+                patience_s=CREATE_PATIENCE_S,
+            )
+        )
+        leaving = self._state.leaving(node.node_id)
+        ends: set[asyncio.Future[Any]] = {asking, leaving}
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                await asyncio.wait({asking}, timeout=self._pace.again_s)
+            if asking.done():
+                return asking.result()
+        finally:
+            leaving.cancel()
+            asking.cancel()
+        raise AnswerLost(f"node {node.node_id} went away")
+
+    async def _placed(self, kept: Kept) -> None:
+        """Write that a kernel is where its route leads; if that fails, the sweep finds it."""
+        try:
+            await self._store.keep(replace(kept.route, progress=Progress.PLACED), kept.revision)
+        except Unavailable as error:
+            log.warning("fleet.not_noted", kernel_id=kept.route.kernel_id, reason=str(error))
+
+
+def _path(agent_id: str) -> str:
+    return f"/v1/agents/{quote(agent_id, safe='')}/kernels"
+
+
+def _refuse_other(caller: Caller, order: Order, route: Route) -> None:
+    """Refuse an order for a kernel id that another order has.
+
+    Raises:
+        KernelConflict: it has; whoever may not see that kernel learns only that it is there.
+    """
+    if not caller.sees(route.agent_id):
+        raise KernelConflict(f"kernel {route.kernel_id} exists already")
+    if route.request_hash != order.request_hash:
+        raise KernelConflict(
+            f"kernel {route.kernel_id} exists on node {route.node_id} with another request"
+        )
+
+
+def _found(answer: Answer, route: Route) -> Placed:
+    if answer.is_error:
+        raise answer.error()
+    status = HTTPStatus.OK if answer.status == HTTPStatus.CREATED else answer.status
+    return Placed(answer._replace(status=status), route.node_id, route.agent_id)

@@ -1,0 +1,198 @@
+"""What a node tells the fleet of itself, and how it is written down.
+
+Two values, since one changes seldom and the other with every kernel: `NodeReport` (what there is)
+and `FreeReport` (what is free). Whoever may write them is a node, and a node may say anything:
+what cannot be read or is of a newer schema is listed, and nothing is placed there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from agentd.core.slots import (
+    AmountError,
+    ResourceSlots,
+    SlotKind,
+    SlotName,
+    SlotType,
+    format_amount,
+    is_slot_name,
+    parse_base_units,
+)
+from agentd.views import AgentView, DeviceView, NodeView, SlotTypeView
+from agentd_fleet.view import FleetNode, NodeStatus, Offer
+
+SCHEMA = 1
+MOST_SLOT_TYPES = 256
+"""How many slots one node can have the fleet know."""
+MAX_SLOT_NAME = 128
+
+
+class SlotTypeReport(msgspec.Struct, frozen=True):
+    """A slot as a node knows it; `quantum` is a plain decimal, in bytes or in wholes."""
+
+    name: str
+    kind: SlotKind
+    quantum: str
+    exclusive_group: str | None = None
+    unit: str = ""
+
+
+class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What there is on a node; amounts are plain decimals by agent and slot."""
+
+    schema: int = SCHEMA
+    install_id: str
+    boot_id: str
+    version: str
+    url: str
+    labels: dict[str, str] = {}
+    state: NodeStatus = NodeStatus.READY
+    generation: int = 0
+    agents: dict[str, dict[str, str]] = {}
+    models: dict[str, list[str]] = {}
+    slot_types: list[SlotTypeReport] = []
+
+
+class FreeReport(msgspec.Struct, frozen=True):
+    """What each agent of a node could be given now."""
+
+    agents: dict[str, dict[str, str]] = {}
+
+
+class _Header(msgspec.Struct, frozen=True):
+    schema: int
+    url: str = ""
+    version: str = ""
+
+
+class Reading(msgspec.Struct, frozen=True, kw_only=True):
+    """What a daemon says of its node; with `is_down` it says nothing, and the rest is the last."""
+
+    node_id: str
+    version: str
+    generation: int
+    agents: dict[str, dict[str, str]]
+    free: dict[str, dict[str, str]]
+    models: dict[str, list[str]]
+    slot_types: list[SlotTypeReport]
+    is_down: bool = False
+
+    def reported(
+        self, *, install_id: str, boot_id: str, url: str, labels: Mapping[str, str]
+    ) -> NodeReport:
+        """Return it as it is published."""
+        return NodeReport(
+            install_id=install_id,
+            boot_id=boot_id,
+            version=self.version,
+            url=url,
+            labels=dict(labels),
+            state=NodeStatus.DAEMON_DOWN if self.is_down else NodeStatus.READY,
+            generation=self.generation,
+            agents=self.agents,
+            models=self.models,
+            slot_types=self.slot_types,
+        )
+
+
+def reading_of(
+    node: NodeView,
+    slot_types: list[SlotTypeView],
+    agents: list[AgentView],
+    devices: list[DeviceView],
+) -> Reading:
+    """Put together what a daemon answered."""
+    return Reading(
+        node_id=node["id"],
+        version=node["version"],
+        generation=node["generation"],
+        agents={a["agent_id"]: _amounts(a, "capacity") for a in agents},
+        free={a["agent_id"]: _amounts(a, "free") for a in agents},
+        models={
+            agent["agent_id"]: sorted(
+                {d["model"] for d in devices if d["model"] and agent["agent_id"] in d["agents"]}
+            )
+            for agent in agents
+        },
+        slot_types=[
+            SlotTypeReport(
+                t["name"], SlotKind(t["kind"]), t["quantum"], t["exclusive_group"], t["unit"]
+            )
+            for t in slot_types
+        ],
+    )
+
+
+def _amounts(agent: AgentView, what: str) -> dict[str, str]:
+    slots: Mapping[str, Any] = agent["slots"]
+    return {name: use[what] for name, use in slots.items()}
+
+
+def node_in(node_id: str, report: bytes, free: bytes | None, *, seen_at: float) -> FleetNode:
+    """Return a node from what it published; one that cannot be read has a `remark`."""
+    try:
+        header = msgspec.json.decode(report, type=_Header)
+        if header.schema > SCHEMA:
+            why = f"schema {header.schema} is newer than this gateway's, {SCHEMA}"
+            return _listed(node_id, why, url=header.url, seen_at=seen_at)
+        said = msgspec.json.decode(report, type=NodeReport)
+        left = msgspec.json.decode(free, type=FreeReport) if free is not None else FreeReport()
+        return _node(node_id, said, left, seen_at)
+    except (msgspec.MsgspecError, AmountError, ValueError, RecursionError) as error:
+        return _listed(node_id, f"what it published cannot be read: {error}", seen_at=seen_at)
+
+
+def _listed(node_id: str, remark: str, *, seen_at: float, url: str = "") -> FleetNode:
+    return FleetNode(node_id, {}, {}, url=url, seen_at=seen_at, remark=remark)
+
+
+def _node(node_id: str, said: NodeReport, left: FreeReport, seen_at: float) -> FleetNode:
+    types = {item.name: slot_type_in(item) for item in said.slot_types}
+    if len(types) > MOST_SLOT_TYPES:
+        raise ValueError(f"{len(types)} slot types, of which at most {MOST_SLOT_TYPES} are taken")
+    offers = {
+        agent: Offer(_slots(capacity, types), _slots(left.agents.get(agent, {}), types))
+        for agent, capacity in said.agents.items()
+    }
+    models = {agent: frozenset(names) for agent, names in said.models.items()}
+    return FleetNode(
+        node_id,
+        types,
+        offers,
+        said.state,
+        said.url,
+        said.labels,
+        said.generation,
+        seen_at,
+        models=models,
+    )
+
+
+def slot_type_in(item: SlotTypeReport) -> SlotType:
+    """Read a slot type.
+
+    Raises:
+        ValueError: it is none that there can be.
+    """
+    if not is_slot_name(item.name) or len(item.name) > MAX_SLOT_NAME:
+        raise ValueError(f"{item.name[:MAX_SLOT_NAME]!r} is no name of a slot")
+    quantum = parse_base_units(item.quantum, item.kind)
+    if quantum < 1:
+        raise ValueError(f"the quantum of {item.name} is {item.quantum}")
+    return SlotType(item.name, item.kind, quantum, item.exclusive_group, item.unit)
+
+
+def slot_type_report(slot: SlotType) -> SlotTypeReport:
+    """Return a slot type as it is written down."""
+    quantum = format_amount(slot.quantum, slot.kind)
+    return SlotTypeReport(slot.name, slot.kind, quantum, slot.exclusive_group, slot.unit)
+
+
+def _slots(raw: Mapping[str, str], types: Mapping[SlotName, SlotType]) -> ResourceSlots:
+    return ResourceSlots(
+        {name: parse_base_units(raw[name], types[name].kind) for name in raw if name in types}
+    )

@@ -1,0 +1,390 @@
+"""The client of etcd, against real members: writes by revision, one reading, watches, faults."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, suppress
+from pathlib import Path
+from time import monotonic
+from types import SimpleNamespace
+
+import pytest
+
+from agentd_fleet.etcd import (
+    Access,
+    Change,
+    Compacted,
+    Etcd,
+    EtcdRefused,
+    EtcdUnavailable,
+    LeaseGone,
+)
+from agentd_fleet.etcd_gateway import Stream
+from fleet.etcd_server import EtcdServers, Proxy, required
+
+PASSWORD = "a b:ü"  # noqa: S105
+PROGRESS = "--experimental-watch-progress-notify-interval=100ms"
+
+
+@pytest.fixture
+async def running(tmp_path: Path) -> AsyncIterator[list[EtcdServers]]:
+    """What a test started, to be stopped after it."""
+    required()
+    started: list[EtcdServers] = []
+    yield started
+    for servers in started:
+        await servers.stop()
+
+
+@pytest.fixture
+async def servers(tmp_path: Path, running: list[EtcdServers]) -> EtcdServers:
+    running.append(EtcdServers(tmp_path))
+    await running[0].start()
+    return running[0]
+
+
+@pytest.fixture
+async def three(tmp_path: Path, running: list[EtcdServers]) -> EtcdServers:
+    running.append(EtcdServers(tmp_path, 3))
+    await running[0].start()
+    return running[0]
+
+
+@pytest.fixture
+async def etcd(servers: EtcdServers) -> AsyncIterator[Etcd]:
+    async with Etcd(Access(servers.endpoints)) as made:
+        yield made
+
+
+@pytest.fixture
+async def proxy(servers: EtcdServers) -> AsyncIterator[Proxy]:
+    made = Proxy(servers.endpoints[0])
+    await made.start()
+    yield made
+    await made.stop()
+
+
+async def told(etcd: Etcd, prefix: str, after: int, count: int, silence_s: float | None = None):
+    """The first changes of a watch, and how far they reach."""
+    changes: list[Change] = []
+    async with (
+        asyncio.timeout(20),
+        aclosing(etcd.watch(prefix, after=after, silence_s=silence_s)) as watch,
+    ):
+        async for some, reached in watch:
+            changes += some
+            if len(changes) >= count:
+                return changes, reached
+    raise AssertionError("the watch ended")
+
+
+async def led(etcd: Etcd) -> None:
+    """Wait until the members that are left have chosen a leader."""
+    async with asyncio.timeout(20):
+        while True:
+            with suppress(EtcdUnavailable):
+                await etcd.revision()
+                return
+
+
+async def test_a_key_is_written_only_at_the_revision_that_its_writer_saw(etcd: Etcd) -> None:
+    first = await etcd.put_if("routes/k1", b"a", expected=0)
+    assert first is not None
+    assert await etcd.put_if("routes/k1", b"b", expected=0) is None
+    second = await etcd.put_if("routes/k1", b"c", expected=first)
+    assert await etcd.put_if("routes/k1", b"d", expected=first) is None
+    found = await etcd.get("routes/k1")
+    assert found is not None
+    assert (found.value, found.mod_revision, found.create_revision) == (b"c", second, first)
+    assert not await etcd.delete_if("routes/k1", expected=first)
+    assert await etcd.delete_if("routes/k1", expected=found.mod_revision)
+    assert await etcd.get("routes/k1") is None
+    assert not await etcd.delete_if("routes/k1", expected=found.mod_revision)
+
+
+async def test_a_key_may_be_empty_or_any_bytes_and_is_deleted_once(etcd: Etcd) -> None:
+    for value in (b"", bytes(range(256))):
+        revision = await etcd.put("nodes/ü", value)
+        found = await etcd.get("nodes/ü")
+        assert found is not None
+        assert (found.key, found.value, found.mod_revision) == ("nodes/ü", value, revision)
+        assert revision == await etcd.revision()
+    assert await etcd.delete("nodes/ü")
+    assert not await etcd.delete("nodes/ü")
+
+
+async def test_all_keys_are_read_at_one_revision_while_others_write(etcd: Etcd) -> None:
+    for number in range(25):
+        await etcd.put(f"nodes/{number:02}", b"before")
+    await etcd.put("nodez", b"not below it")
+    before = await etcd.revision()
+    pages = []
+    async for page in etcd.pages("nodes/", page=10):
+        pages.append(page)
+        await etcd.put("nodes/24", b"after")
+        await etcd.put(f"nodes/new-{len(pages)}", b"after")
+        await etcd.delete(f"nodes/{10 * len(pages):02}")
+    assert [len(page) for page in pages] == [10, 10, 5]
+    items = [item for page in pages for item in page]
+    assert [item.key for item in items] == [f"nodes/{number:02}" for number in range(25)]
+    assert {item.value for item in items} == {b"before"}
+    now, revision = await etcd.range("nodes/", page=7)
+    assert (len(now), revision) == (26, await etcd.revision())
+    assert [page async for page in etcd.pages("nodes/", page=100, at=before)] == [items]
+    assert await etcd.range("none/") == ([], revision)
+
+
+async def test_a_watch_tells_all_since_a_revision_in_order_however_large(etcd: Etcd) -> None:
+    after = await etcd.revision()
+    large = [bytes([number]) * 700_000 for number in range(8)]
+    for number, value in enumerate(large):
+        await etcd.put(f"nodes/{number}", value)
+        await etcd.put(f"free/{number}", b"not below it")
+    await etcd.delete("nodes/3")
+    changes, reached = await told(etcd, "nodes/", after, 9)
+    assert [change.value for change in changes] == [*large, None]
+    assert reached == changes[-1].mod_revision == await etcd.revision()
+    again, _ = await told(etcd, "nodes/", changes[4].mod_revision, 4)
+    assert again == changes[5:]
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 64, 10_000])
+async def test_messages_are_the_same_wherever_their_stream_is_cut(size: int) -> None:
+    sent = b'{"result":{"created":true}}\n{"result":{"header":{"revision":"7"}}}\n'
+    sent += b'{"error":{"grpc_code":14,"http_code":503,"message":"etcdserver: no leader"}}'
+    parts = iter([sent[at : at + size] for at in range(0, len(sent), size)])
+
+    async def readany() -> bytes:
+        return next(parts, b"")
+
+    response = SimpleNamespace(content=SimpleNamespace(readany=readany), status=200)
+    stream = Stream("http://etcd", response)  # type: ignore[arg-type]
+    assert await stream.next() == {"created": True}
+    assert await stream.next() == {"header": {"revision": "7"}}
+    with pytest.raises(EtcdUnavailable, match="no leader"):
+        await stream.next()
+
+
+async def test_revisions_that_the_store_gave_up_are_told_as_compacted(
+    servers: EtcdServers, etcd: Etcd
+) -> None:
+    first = await etcd.put("nodes/a", b"1")
+    await etcd.put("nodes/a", b"2")
+    pages = etcd.pages("nodes/", page=1)
+    await etcd.put("nodes/b", b"3")
+    assert len(await anext(pages)) == 1
+    last = await etcd.put("nodes/c", b"4")
+    await servers.compact(last)
+    with pytest.raises(Compacted, match=f"nothing before {last}"):
+        await told(etcd, "nodes/", first, 1)
+    with pytest.raises(Compacted):
+        await anext(pages)
+    assert await told(etcd, "nodes/", last - 1, 1) == ([Change("nodes/c", b"4", last)], last)
+
+
+async def test_a_store_that_is_not_as_far_as_its_follower_is_told_as_compacted(etcd: Etcd) -> None:
+    with pytest.raises(Compacted, match="the store is at revision 1"):
+        await told(etcd, "nodes/", 1000, 1, silence_s=0.05)
+
+
+async def test_a_lease_that_ends_deletes_its_keys_and_the_watch_tells(etcd: Etcd) -> None:
+    lease = await etcd.grant(1)
+    written = await etcd.put_if("nodes/a", b"1", expected=0, lease=lease)
+    assert written is not None
+    found = await etcd.get("nodes/a")
+    assert found is not None
+    assert found.lease == lease
+    assert await etcd.keep_alive(lease) >= 1
+    changes, _ = await told(etcd, "nodes/", written, 1)
+    assert changes == [Change("nodes/a", None, written + 1)]
+    assert await etcd.keep_alive(lease) == 0
+    with pytest.raises(LeaseGone):
+        await etcd.put("nodes/a", b"2", lease=lease)
+    with pytest.raises(LeaseGone):
+        await etcd.put_if("nodes/a", b"2", expected=0, lease=lease)
+
+
+async def test_a_quiet_watch_lives_on_and_says_how_far_it_has_come(
+    tmp_path: Path, running: list[EtcdServers]
+) -> None:
+    running.append(EtcdServers(tmp_path, options=[PROGRESS]))
+    await running[0].start()
+    async with Etcd(Access(running[0].endpoints)) as etcd, asyncio.timeout(20):
+        await etcd.put("free/a", b"another prefix")
+        watch = etcd.watch("nodes/", after=1, silence_s=0.02)
+        async with aclosing(watch):
+            assert await anext(watch) == ([], 2)
+            await etcd.put("nodes/a", b"1")
+            while not (heard := await anext(watch))[0]:
+                assert heard[1] == 2
+            assert heard == ([Change("nodes/a", b"1", 3)], 3)
+
+
+async def test_a_member_that_is_killed_or_hangs_is_gone_round(three: EtcdServers) -> None:
+    async with Etcd(Access(three.endpoints), timeout_s=9) as etcd:
+        first = await etcd.put_if("nodes/a", b"1", expected=0)
+        assert first is not None
+        await three.kill(0)
+        await led(etcd)
+        second = await etcd.put_if("nodes/a", b"2", expected=first)
+        assert second is not None
+        await three.restart(0)
+        three.pause(1)
+        await led(etcd)
+        found = await etcd.get("nodes/a")
+        assert found is not None
+        assert (found.value, found.mod_revision) == (b"2", second)
+        three.resume(1)
+
+
+async def test_a_watch_ends_where_its_member_lost_the_others(three: EtcdServers) -> None:
+    async with Etcd(Access(three.endpoints[:1])) as etcd, asyncio.timeout(30):
+        watch = etcd.watch("nodes/", after=0)
+        await etcd.put("nodes/a", b"1")
+        assert (await anext(watch))[0]
+        await three.kill(1)
+        await three.kill(2)
+        with pytest.raises(EtcdUnavailable, match="no leader"):
+            await anext(watch)
+        with pytest.raises(EtcdUnavailable, match="no leader"):
+            await etcd.put("nodes/a", b"2")
+
+
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "hanging"])
+async def test_a_watch_ends_with_its_member(servers: EtcdServers, is_killed: bool) -> None:
+    async with Etcd(Access(servers.endpoints), timeout_s=0.3) as etcd, asyncio.timeout(20):
+        watch = etcd.watch("nodes/", after=0, silence_s=0.3)
+        await etcd.put("nodes/a", b"1")
+        assert (await anext(watch))[0]
+        if is_killed:
+            await servers.kill(0)
+        else:
+            servers.pause(0)
+        with pytest.raises(EtcdUnavailable):
+            await anext(watch)
+
+
+async def test_a_write_whose_answer_was_lost_counts_as_what_it_was(
+    servers: EtcdServers, etcd: Etcd, proxy: Proxy
+) -> None:
+    async with Etcd(Access((proxy.endpoint, *servers.endpoints))) as lossy:
+
+        def lost() -> Etcd:
+            lossy._gateway._preferred = 0
+            proxy.loses = b"POST /v3/kv"
+            return lossy
+
+        lease = await etcd.grant(60)
+        first = await lost().put_if("routes/k", b"mine", expected=0, lease=lease)
+        assert first == await etcd.revision()
+        assert await lost().put_if("routes/k", b"other", expected=0, lease=lease) is None
+        assert await lost().put_if("routes/k", b"mine", expected=0) is None
+        second = await lost().put_if("routes/k", b"next", expected=first)
+        assert second == await etcd.revision() == first + 1
+        assert not await lost().delete_if("routes/k", expected=first)
+        assert await lost().delete_if("routes/k", expected=second)
+        await etcd.put("routes/k", b"the same")
+        assert await lost().put_if("routes/k", b"the same", expected=0)
+        assert await lost().delete("routes/k")
+        assert proxy.swallowed == 8
+
+
+async def test_a_lost_answer_of_the_only_endpoint_leaves_it_open(etcd: Etcd, proxy: Proxy) -> None:
+    proxy.loses = b"POST /v3/kv/txn"
+    async with Etcd(Access((proxy.endpoint,))) as lossy:
+        with pytest.raises(EtcdUnavailable):
+            await lossy.put_if("routes/k", b"mine", expected=0)
+        assert await lossy.get("routes/k") is not None
+
+
+async def test_a_key_that_another_wrote_is_not_taken_for_a_lost_write(
+    servers: EtcdServers, etcd: Etcd
+) -> None:
+    """Where nothing can have been sent, the same value is another's."""
+    await servers.kill(0)
+    unreached = servers.endpoints[0]
+    with pytest.raises(EtcdUnavailable, match="Cannot connect"):
+        await etcd.put_if("routes/k", b"same", expected=0)
+    await servers.restart(0)
+    await etcd.put("routes/k", b"same")
+    async with Etcd(Access(("http://127.0.0.1:1", unreached))) as other:
+        assert await other.put_if("routes/k", b"same", expected=0) is None
+
+
+async def test_a_user_has_its_own_keys_alone(servers: EtcdServers, etcd: Etcd) -> None:
+    await etcd.put("nodes/b", b"another's")
+    await servers.require_logins(PASSWORD, a="nodes/a")
+    async with Etcd(Access(servers.endpoints, "a", PASSWORD)) as own:
+        lease = await own.grant(60)
+        written = await own.put_if("nodes/a", b"1", expected=0, lease=lease)
+        assert await own.revision("nodes/a") == written
+        assert await told(own, "nodes/a", 0, 1) == ([Change("nodes/a", b"1", written)], written)
+        assert await own.keep_alive(lease) > 0
+        refusals = [own.get("nodes/b"), own.put("nodes/b", b"2"), own.delete("nodes/b")]
+        refusals += [own.put_if("nodes/b", b"2", expected=0), own.range("nodes/"), own.revision()]
+        refusals += [told(own, "nodes/", 0, 1)]
+        for refused in refusals:
+            with pytest.raises(EtcdRefused, match="permission denied"):
+                await refused
+        await servers.restart(0)  # which forgets the tokens that it gave
+        calls = [own.get("nodes/a") for _ in range(8)]
+        assert all(await asyncio.gather(*calls))
+        await servers.restart(0)
+        assert (await told(own, "nodes/a", 0, 1))[1] == written
+
+
+@pytest.mark.parametrize(
+    ("user", "password", "why"),
+    [("a", "wrong", "invalid user ID or password"), ("", "", "user name is empty")],
+)
+async def test_a_login_that_is_wrong_or_missing_is_refused(
+    servers: EtcdServers, user: str, password: str, why: str
+) -> None:
+    await servers.require_logins(PASSWORD, a="nodes/a")
+    async with Etcd(Access(servers.endpoints, user, password)) as etcd:
+        with pytest.raises(EtcdRefused, match=why):
+            await etcd.get("nodes/a")
+
+
+async def test_a_store_without_space_says_so_and_still_deletes(
+    tmp_path: Path, running: list[EtcdServers]
+) -> None:
+    running.append(EtcdServers(tmp_path, quota_bytes=2**22))
+    await running[0].start()
+    async with Etcd(Access(running[0].endpoints)) as etcd:
+        for _ in range(3):
+            await etcd.put("nodes/a", b"x" * 500_000)
+        full = [etcd.put("nodes/a", b"x" * 500_000) for _ in range(20)]
+        with pytest.raises(EtcdUnavailable, match="database space exceeded"):
+            await asyncio.gather(*full)
+        with pytest.raises(EtcdUnavailable, match="database space exceeded"):
+            await etcd.put_if("nodes/b", b"1", expected=0)
+        assert await etcd.get("nodes/a") is not None
+        assert await etcd.delete("nodes/a")
+
+
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
+@pytest.mark.parametrize("size", [1_600_000, 4_000_000])
+async def test_a_value_that_is_too_large_is_refused(etcd: Etcd, size: int) -> None:
+    with pytest.raises(EtcdRefused, match=r"larger than|too large"):
+        await etcd.put("nodes/a", b"x" * size)
+
+
+async def test_a_store_that_is_down_is_told_within_the_deadline(three: EtcdServers) -> None:
+    async with Etcd(Access(three.endpoints), timeout_s=0.6) as etcd:
+        for number in range(3):
+            three.pause(number)
+        for call in (etcd.get("nodes/a"), etcd.put_if("a", b"", expected=0), etcd.grant(5)):
+            began = monotonic()
+            with pytest.raises(EtcdUnavailable, match="no answer in"):
+                await call
+            assert monotonic() - began < 1.5
+        for number in range(3):
+            await three.kill(number)
+        with pytest.raises(EtcdUnavailable, match="Cannot connect"):
+            await told(etcd, "nodes/", 0, 1)
+
+
+async def test_what_is_not_etcd_is_refused(proxy: Proxy) -> None:
+    async with Etcd(Access((f"{proxy.endpoint}/elsewhere",))) as etcd:
+        with pytest.raises(EtcdRefused, match="HTTP 404"):
+            await etcd.get("nodes/a")
