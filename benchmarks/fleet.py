@@ -9,8 +9,9 @@ agents to a node: CUDA, ROCm, TPU, shares of GPUs, and processors alone. Prints
   the time of a placing decision with what came in since the last one: 1,000 reports a second, each
   of a kernel that began or ended, at 100 and at 1,000 decisions a second;
 - the placements, for so many simulated seconds each: creates that the first node asked had room
-  for (`first`), nodes asked for each create that found one (`tries`), and creates of 1,000 that
-  eight nodes refused (`refused`) or that had nobody to ask (`nobody`). A node reports a change at
+  for, in percent (`first`), nodes asked for each create that found one (`tries`), and creates of
+  1,000 that all of the eight or less that were asked refused (`refused`) or for which the view
+  knew nobody (`nobody`). A node reports a change at
   once, but once a second at most; a view's age is how long a report takes. Load is kept: for each
   kernel that begins, one of its kind ends. One gateway, or three, each with its own view and
   knowing of its own placements alone.
@@ -128,21 +129,25 @@ class Ledger:
                 if self.place(kind, slots, self.chance.choice(self.agents[kind])):
                     left -= slots[kind]
 
-    def report(self, node_id: str, generation: int = 0) -> FleetNode:
+    def report(self, node_id: str) -> FleetNode:
+        """Return what a node says of itself, in values of its own, as if just read."""
         kind = self.kind_of[node_id]
         offers = {
-            agent: Offer(self.capacity[kind], self.free[Candidate(node_id, agent)])
+            agent: Offer(
+                ResourceSlots(self.capacity[kind]),
+                ResourceSlots(self.free[Candidate(node_id, agent)]),
+            )
             for agent in AGENTS
         }
         types = {name: TYPES[name] for name in (CPU, MEM, kind)}
-        return FleetNode(node_id, types, offers, generation=generation)
+        return FleetNode(node_id, types, offers)
 
     def reports(self) -> list[FleetNode]:
         return [self.report(node_id) for node_id in self.kind_of]
 
 
 class Reports:
-    """Reports on their way: sent at once, but once a second by each node, and so long on the way."""
+    """Reports on their way: sent at once, but once a second by a node, and so long on the way."""
 
     def __init__(self, ledger: Ledger, age_s: float, gateways: int) -> None:
         self._ledger, self._age_s = ledger, age_s
@@ -214,10 +219,8 @@ def decisions(ledger: Ledger, view: FleetView, policy: Policy, rate: int) -> dic
     slots = ResourceSlots({"cuda.device": ONE, CPU: 4 * ONE, MEM: 16 * GIB})
     for _ in range(1000):
         count = sum(chance.random() < 1 / 100 for _ in range(100_000 // rate))
-        told = []
-        for _ in range(count):
-            if ended := ledger.end_one(chance.choice([*KINDS])):
-                told.append(ledger.report(ended.node_id))
+        ended = [ledger.end_one(chance.choice([*KINDS])) for _ in range(count)]
+        told = [ledger.report(where.node_id) for where in ended if where]
         before = time.perf_counter()
         view = view.changed(told)
         updated = time.perf_counter()
@@ -290,7 +293,7 @@ def main() -> None:
     results: dict[str, Any] = {"nodes": options.nodes, "view": of_the_view(options.nodes)}
     if not options.json:
         for name, figures in results["view"].items():
-            print(f"{name:14} {figures}")
+            print(f"{name:14} {figures}", flush=True)
         print("load policy age_s creates/s gateways first tries refused nobody")
     results["placements"] = []
     for load, policy, age_s, rate, gateways in cases:

@@ -126,11 +126,10 @@ def test_candidates_are_of_those_that_fit_and_as_many_as_wanted(
     assert len(found) == len(set(found)) == min(most, len(everyone))
     assert set(found) <= set(everyone)
     listed = sum(
-        agent in (wanted.agents or found.offers)
-        for found in view.nodes.values()
-        if (wanted.nodes is None or found.node_id in wanted.nodes) and found.has(wanted.labels)
+        wanted.agents is None or agent in wanted.agents
+        for node_id, found in view.nodes.items()
+        if (wanted.nodes is None or node_id in wanted.nodes) and found.has(wanted.labels)
         for agent in found.offers
-        if wanted.agents is None or agent in wanted.agents
     )
     rows = unfit(view, request, wanted)
     assert len(everyone) + sum(row.count for row in rows) == listed

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from agentd.core.slots import BUILT_IN, ONE, ResourceSlots, SlotKind, SlotType
 from agentd.errors import UnsupportedResource
 from agentd_fleet.candidates import Constraints, Policy, asked, candidates
+from agentd_fleet.index import Layered
 from agentd_fleet.view import FleetNode, FleetView, NodeStatus, Offer, Use, is_same
 
 NAMES = ("cuda.device", "cuda.shares", "rocm.device", "tpu.chip")
@@ -191,6 +192,7 @@ def after(view: FleetView, kind: str, first, second, revision: int) -> FleetView
 def test_the_tables_after_any_changes_are_those_made_from_scratch(chunk, few, at_first, changes):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("agentd_fleet.index.CHUNK", chunk)
+        patch.setattr("agentd_fleet.index.MOST_ABOVE", chunk)
         patch.setattr("agentd_fleet.view.FEW", few)
         view = fleet(*at_first)
         for number, (kind, first, second) in enumerate(changes, 10):
@@ -251,3 +253,19 @@ def test_of_a_batch_the_last_word_counts() -> None:
         "c": 2,
     }
     assert (view.revision, view.statistics()["cpu"].free) == (7, 5 * ONE)
+
+
+@given(st.lists(st.tuples(st.dictionaries(st.text(max_size=1), st.integers()), st.sets(st.text()))))
+def test_a_layered_mapping_is_as_the_plain_one_and_never_changes(changes) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("agentd_fleet.index.MOST_ABOVE", 3)
+        plain: dict[str, int] = {}
+        layered = Layered(plain)
+        for come, gone in changes:
+            before, was = layered, list(layered.items())
+            plain = {key: value for key, value in (plain | come).items() if key not in gone}
+            layered = layered.changed(come, gone)
+            assert (list(layered.items()), len(layered)) == (list(plain.items()), len(plain))
+            assert all(key in layered for key in plain)
+            assert "nowhere" not in layered
+            assert list(before.items()) == was

@@ -8,14 +8,14 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
 from typing import NamedTuple
 
-from agentd.core.slots import ResourceSlots, SlotName, parse_slots
+from agentd.core.slots import ResourceSlots, SlotName, SlotType, parse_slots
 from agentd_fleet.index import AGENT, Place, Ranking, ranked
 from agentd_fleet.view import FleetNode, FleetView, NodeStatus
 
@@ -138,20 +138,18 @@ def _allowed(view: FleetView, wanted: Constraints) -> Callable[[str, str], bool]
 def unfit(view: FleetView, request: ResourceSlots, constraints: Constraints) -> list[Unfit]:
     """Return why agents cannot give a request, by class, the largest first."""
     counts: Counter[str] = Counter()
-    named: dict[str, list[str]] = {}
-    asks = list(request.items())
+    named: defaultdict[str, set[str]] = defaultdict(set)
+    asks, conflicts = list(request.items()), view.conflicts
     for node in _nodes(view, constraints):
-        agents = _agents(node, constraints)
-        if reason := _why_not(view, node, asks):
-            reasons = [reason] * len(agents)
-        else:
-            reasons = [_why_not_of(node, agent, asks, constraints.models) for agent in agents]
-        for reason in filter(None, reasons):
-            counts[reason] += 1
-            nodes = named.setdefault(reason, [])
-            if len(nodes) < MOST_NAMED and node.node_id not in nodes:
-                nodes.append(node.node_id)
-    return [Unfit(reason, count, tuple(named[reason])) for reason, count in counts.most_common()]
+        why_not = _why_not(node, asks, conflicts.get(node.node_id, frozenset()), view.slot_types)
+        for agent in _agents(node, constraints):
+            if reason := why_not or _why_not_of(node, agent, asks, constraints.models):
+                counts[reason] += 1
+                if len(nodes := named[reason]) < MOST_NAMED:
+                    nodes.add(node.node_id)
+    return [
+        Unfit(reason, count, tuple(sorted(named[reason]))) for reason, count in counts.most_common()
+    ]
 
 
 def _nodes(view: FleetView, constraints: Constraints) -> list[FleetNode]:
@@ -168,17 +166,21 @@ def _agents(node: FleetNode, constraints: Constraints) -> Collection[str]:
     return [agent for agent in node.offers if agent in constraints.agents]
 
 
-def _why_not(view: FleetView, node: FleetNode, asks: Sequence[tuple[SlotName, int]]) -> str:
+def _why_not(
+    node: FleetNode,
+    asks: Sequence[tuple[SlotName, int]],
+    strange: frozenset[SlotName],
+    known: Mapping[SlotName, SlotType],
+) -> str:
     """Return why no agent of a node can give a request, or nothing."""
     if node.status is not NodeStatus.READY:
         return node.status.value
     if node.remark:
         return node.remark
-    strange = view.conflicts.get(node.node_id, ())
     for name, _ in asks:
         if name in strange:
             return f"conflicting: {name}"
-        if name not in node.slot_types or name not in view.slot_types:
+        if name not in node.slot_types or name not in known:
             return f"lacks {name}"
     return ""
 

@@ -1,7 +1,7 @@
 """Values that are cheap to change: agents in order of what they have free, and layered mappings.
 
 A row is an agent with what it has free of everything, by column; a place is a row in the order of
-one column. A ranking holds the places of one column, ascending, in chunks of some hundreds: a
+one column. A ranking holds the places of one column, ascending, in chunks of some dozens: a
 change copies the chunk that it falls in and shares all others with the ranking before it. Who has
 none of a column has no place in its ranking, so that where all are full there is nothing to walk.
 """
@@ -9,10 +9,11 @@ none of a column has no place in its ranking, so that where all are full there i
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import itemgetter
 from struct import Struct
+from types import MappingProxyType
 from typing import TypeAlias, TypeVar
 
 T = TypeVar("T")
@@ -24,6 +25,7 @@ Place: TypeAlias = tuple[int, Row]
 """What is free of the column that is ranked, and the row."""
 
 Chunk: TypeAlias = tuple[Place, ...]
+"""Some places that follow each other; a tuple, which the garbage collector need not look into."""
 
 AGENT = 0
 """The first column: each agent is one of it, so that who asks for nothing asks for an agent.
@@ -31,7 +33,7 @@ AGENT = 0
 Its rows tell nothing else, so that it stays as it is while agents give and take.
 """
 
-CHUNK = 64
+CHUNK = 32
 """Places in a chunk, about: twice as many at most."""
 
 MOST_ABOVE = 256
@@ -100,7 +102,7 @@ def row_of(free: Sequence[int], node_id: str, agent_id: str) -> Row:
 
     They are compared much more often than made: hence one key of bytes for it all.
     """
-    names = f"{node_id}\0{agent_id}".encode()
+    names = f"{node_id}\0{agent_id}".encode(errors="surrogatepass")
     return Struct(f">{len(free)}Q").pack(*free) + names, tuple(free), node_id, agent_id
 
 
@@ -127,7 +129,6 @@ def _places(rows: Iterable[Row], column: int) -> list[Place]:
 
 
 def _chunks_of(places: Sequence[Place]) -> list[Chunk]:
-    """Return the places in chunks: tuples, as the garbage collector need not look into those."""
     if len(places) <= 2 * CHUNK:
         return [tuple(places)] if places else []
     size = -(-len(places) // (len(places) // CHUNK))
@@ -142,7 +143,9 @@ class Layered(Mapping[str, T]):
 
     __slots__ = ("_above", "_base", "_length")
 
-    def __init__(self, base: Mapping[str, T], above: Mapping[str, T]) -> None:
+    def __init__(
+        self, base: Mapping[str, T], above: Mapping[str, T] = MappingProxyType({})
+    ) -> None:
         self._base, self._above = base, above
         self._length = len(base) + sum(key not in base for key in above)
 
@@ -159,12 +162,10 @@ class Layered(Mapping[str, T]):
     def __contains__(self, key: object) -> bool:
         return key in self._above or key in self._base
 
-    @classmethod
-    def over(cls, before: Mapping[str, T], come: Mapping[str, T], gone: Set[str]) -> Layered[T]:
-        """Return what was before without some keys, and with others over it."""
-        base, above = (before._base, before._above) if isinstance(before, cls) else (before, {})
-        above = {**above, **come}
+    def changed(self, come: Mapping[str, T], gone: Collection[str]) -> Layered[T]:
+        """Return the mapping without some of its keys, and with others over it."""
+        base, above = self._base, {**self._above, **come}
         if gone or len(above) > MOST_ABOVE:
             flat = {**base, **above}
-            base, above = {key: value for key, value in flat.items() if key not in gone}, {}
-        return cls(base, above)
+            base, above = {key: flat[key] for key in flat if key not in gone}, {}
+        return Layered(base, above)

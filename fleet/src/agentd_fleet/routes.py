@@ -25,7 +25,7 @@ LABELS = Parameter(
 AFTER_NODE = Parameter("after_node", {"type": "string"}, "The node of `after`.")
 G = Gateway
 _KERNEL = views.FleetKernelView
-_ANY = "/v1/nodes/{node}/{rest:.+}"
+_ANY = "/v1/nodes/{node}/{rest}"
 
 ROUTES: Sequence[Route] = (
     Route("GET", "/v1/nodes", G.list_nodes, {200: list[views.FleetNodeView]}),

@@ -207,7 +207,8 @@ class FleetView:
         Of two reports of one node the later in `nodes` counts. The revision stays if none is given.
         """
         went, told = frozenset(gone), {node.node_id: node for node in nodes}
-        now = Layered.over(self.nodes, told, (went - told.keys()) & self.nodes.keys())
+        nodes_before = self.nodes if isinstance(self.nodes, Layered) else Layered(self.nodes)
+        now = nodes_before.changed(told, (went - told.keys()) & self.nodes.keys())
         revision = self.revision if revision is None else revision
         view = replace(self, nodes=now, revision=revision)
         if (len(went) + len(told)) * FEW <= len(now):

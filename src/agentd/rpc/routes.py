@@ -67,7 +67,7 @@ class Route:
     right: Right | None = Right.LOOK
     """What a caller needs; None: nothing, not even a token."""
     passes: bool = False
-    """Whether it passes on what it is asked, query and body, to whom that is for."""
+    """Whether it passes on what it is asked to whom the `rest` of its path is for."""
 
     @property
     def parameters(self) -> dict[str, Parameter]:

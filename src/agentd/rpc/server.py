@@ -174,7 +174,8 @@ class Server:
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._answer])
         for route in self._routes.values():
             bound = route.handler.__get__(self._site)
-            app.router.add_route(route.method, route.path, bound, expect_handler=_expected)
+            path = route.path.replace("{rest}", "{rest:.+}") if route.passes else route.path
+            app.router.add_route(route.method, path, bound, expect_handler=_expected)
         self._runner = web.AppRunner(app, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
         await self._runner.setup()
         loop = asyncio.get_running_loop()

@@ -1,0 +1,168 @@
+"""One gateway over real nodes with different plugins, without etcd."""
+
+import asyncio
+import signal
+
+import pytest
+
+from agentd.core.access import Caller, Role
+from fleet.fleet_world import SLEEP, GatewayProgram, World
+
+TEAM = {"Agentd-Caller": Caller("team-x", Role.AGENT, frozenset({"agent-2"})).to_text()}
+READ = {"Agentd-Caller": Caller("eye", Role.READ).to_text()}
+
+
+@pytest.fixture
+async def fleet(world: World) -> tuple[World, GatewayProgram, list[str]]:
+    nodes = await world.start_nodes("cuda", "rocm", "none")
+    gateway = world.gateway(world.followed())
+    await gateway.until(dict.fromkeys(nodes, "ready"))
+    return world, gateway, nodes
+
+
+async def test_slot_types_merge_a_missing_one_is_zero_and_sums_are_exact(fleet) -> None:
+    world, gateway, (cuda, _rocm, bare) = fleet
+    names = {slot["name"] for slot in await gateway.get("/v1/slot-types")}
+    assert names == {"cpu", "mem", "cuda.device", "rocm.device"}
+    stats = await gateway.get("/v1/stats")
+    assert stats["slots"]["cuda.device"] == {"capacity": "8", "allocated": "0", "free": "8"}
+    assert stats["nodes"][bare]["rocm.device"] == {"capacity": "0", "allocated": "0", "free": "0"}
+    made = await gateway.create(kernel_id="k1", slots={"cuda.device": 3, "rocm.device": 0})
+    assert (made.status, made.json["node_id"], made.json["state"]) == (201, cuda, "running")
+    assert made.headers["Fleet-Revision"].isdigit()
+    await gateway.until_free(cuda, "cuda.device", "1")
+    parts = (await gateway.get("/v1/stats"))["slots"]["cuda.device"]
+    assert (parts["allocated"], parts["free"]) != ("0", "8")
+    assert await world.census() == {"k1": [cuda]}
+
+
+async def test_an_unknown_slot_is_refused_before_any_node_is_asked(fleet) -> None:
+    world, gateway, nodes = fleet
+    refused = await gateway.create(slots={"tpu.chip": 1})
+    assert (refused.status, refused.json["code"]) == (422, "UnsupportedResource")
+    assert refused.json["known_slots"] == ["cpu", "cuda.device", "mem", "rocm.device"]
+    assert all("rpc.call" not in world.nodes[node].log for node in nodes)
+    assert (await gateway.create(slots={"tpu.chip": 0, "cpu": 1})).status == 201
+
+
+async def test_a_refusal_of_all_says_why_by_class(fleet) -> None:
+    _, gateway, _ = fleet
+    refused = await gateway.create(slots={"rocm.device": 3})
+    assert (refused.status, refused.json["code"]) == (409, "InsufficientResource")
+    reasons = {row["reason"]: row["count"] for row in refused.json["classes"]}
+    assert reasons == {"lacks rocm.device": 4, "has less than rocm.device asks for": 2}
+    assert (refused.json["requested"], refused.json["free"]) == ("3", "2")
+    strange = await gateway.create(placement={"nodes": ["nowhere"]})
+    assert (strange.status, strange.json["code"]) == (404, "UnknownNode")
+
+
+async def test_the_same_order_is_one_kernel_and_another_one_a_conflict(fleet) -> None:
+    world, gateway, _ = fleet
+    first = await gateway.create(kernel_id="once", slots={"cpu": 1})
+    again = await gateway.create(kernel_id="once", slots={"cpu": 1})
+    other = await gateway.create(kernel_id="once", slots={"cpu": 2})
+    assert (first.status, again.status, other.status) == (201, 200, 409)
+    assert again.json["node_id"] == first.json["node_id"]
+    assert other.json["code"] == "KernelConflict"
+    together = await asyncio.gather(*(gateway.create(kernel_id="many") for _ in range(8)))
+    assert sorted(answer.status for answer in together) == [200] * 7 + [201]
+    assert {k: len(v) for k, v in (await world.census()).items()} == {"once": 1, "many": 1}
+
+
+async def test_a_kernel_is_looked_at_stopped_and_removed_where_it_is(fleet) -> None:
+    world, gateway, (cuda, rocm, _) = fleet
+    command = ["sh", "-c", "echo hello; exec sleep 1000"]
+    body = {"command": command, "placement": {"nodes": [rocm]}, "labels": {"job": "x"}}
+    made = await gateway.create(kernel_id="k1", **body)
+    assert made.json["node_id"] == rocm
+    assert (await gateway.get("/v1/kernels/k1"))["labels"] == {"job": "x"}
+    async with asyncio.timeout(10):
+        while (await gateway.call("GET", "/v1/kernels/k1/logs")).content != b"hello\n":
+            await asyncio.sleep(0.05)
+    assert (await gateway.call("POST", "/v1/kernels/k1/stop", {"timeout": 0})).status == 200
+    assert (await gateway.call("DELETE", "/v1/kernels/k1?timeout=0")).status == 204
+    assert (await gateway.call("GET", "/v1/kernels/k1")).json["code"] == "UnknownKernel"
+    await world.nodes[cuda].running(kernel_id="direct", **SLEEP)
+    listed = await gateway.get("/v1/kernels")
+    assert [(k["kernel_id"], k["node_id"]) for k in listed] == [("direct", cuda)]
+    assert (await gateway.call("GET", "/v1/kernels/direct")).status == 404
+    assert (await gateway.get(f"/v1/kernels/direct?node={cuda}"))["state"] == "running"
+    assert (await gateway.call("DELETE", f"/v1/kernels/direct?node={cuda}&timeout=0")).status == 204
+
+
+async def test_roles_hold_over_the_fleet_and_the_node_knows_who_asked(fleet) -> None:
+    _world, gateway, (cuda, *_) = fleet
+    mine = await gateway.create(TEAM, kernel_id="mine", slots={"cuda.device": 1})
+    assert (mine.json["agent_id"], mine.json["created_by"]) == ("agent-2", "team-x")
+    away = await gateway.create(kernel_id="theirs", placement={"agents": ["agent-1"]})
+    assert away.status == 201
+    for path in ("/v1/kernels/theirs", "/v1/kernels/theirs/logs"):
+        assert (await gateway.call("GET", path, headers=TEAM)).json["code"] == "UnknownKernel"
+    taken = await gateway.create(TEAM, kernel_id="theirs")
+    assert (taken.status, taken.json["detail"]) == (409, "kernel theirs exists already")
+    assert [k["kernel_id"] for k in await gateway.get("/v1/kernels", **TEAM)] == ["mine"]
+    agents = {a for node in await gateway.get("/v1/nodes", **TEAM) for a in node["agents"]}
+    assert agents == {"agent-2"}
+    assert (await gateway.get("/v1/stats", **TEAM))["slots"]["cuda.device"]["capacity"] == "4"
+    forbidden = await gateway.create(TEAM, placement={"agents": ["agent-1"]})
+    assert forbidden.json["code"] == "UnknownAgent"
+    assert (await gateway.create(READ)).json["code"] == "Forbidden"
+    assert (await gateway.call("GET", "/v1/kernels/mine/logs", headers=READ)).status == 403
+    drain = f"/v1/nodes/{cuda}/devices/cuda/cuda0/drain"
+    assert (await gateway.call("POST", drain, headers=TEAM)).status == 403
+    assert (await gateway.call("POST", drain)).json["state"] == "drained"
+    assert (await gateway.call("DELETE", "/v1/slot-types/cuda.device", headers=TEAM)).status == 403
+
+
+async def test_a_node_that_goes_and_comes_back(fleet) -> None:
+    world, gateway, (cuda, rocm, _bare) = fleet
+    await gateway.create(kernel_id="k1", slots={"rocm.device": 1})
+    await world.nodes[rocm].stop(signal.SIGKILL)
+    await gateway.until({rocm: "daemon-down", cuda: "ready"}, within_s=3)
+    assert (await gateway.create(slots={"rocm.device": 1})).status == 409
+    assert {s["name"] for s in await gateway.get("/v1/slot-types")} >= {"rocm.device"}
+    away = await gateway.call("GET", "/v1/kernels/k1")
+    assert (away.status, away.json["code"]) == (503, "NodeUnavailable")
+    lists = await gateway.call("GET", "/v1/kernels")
+    assert lists.headers["Fleet-Missing"] == rocm
+    assert [(k["kernel_id"], k["state"]) for k in lists.json] == [("k1", "unknown")]
+    await world.nodes[rocm].start()
+    await gateway.until({rocm: "ready"})
+    assert (await gateway.get("/v1/kernels/k1"))["state"] == "running"
+
+
+async def test_a_gateway_that_starts_again_knows_routes_and_slot_types(fleet) -> None:
+    world, gateway, (cuda, rocm, _bare) = fleet
+    await gateway.create(kernel_id="k1", slots={"rocm.device": 1})
+    await gateway.stop(signal.SIGKILL)
+    await world.nodes[rocm].stop()
+    gateway.start()
+    await gateway.until({cuda: "ready", rocm: "lost"})
+    assert {s["name"] for s in await gateway.get("/v1/slot-types")} >= {"rocm.device"}
+    assert (await gateway.get("/v1/kernels/k1"))["state"] == "unknown"
+    assert (await gateway.call("DELETE", f"/v1/nodes/{rocm}")).status == 204
+    assert (await gateway.call("GET", "/v1/kernels/k1")).json["code"] == "UnknownKernel"
+    assert (await gateway.call("DELETE", "/v1/slot-types/rocm.device")).status == 204
+    assert (await gateway.create(slots={"rocm.device": 1})).json["code"] == "UnsupportedResource"
+    kept = await gateway.call("DELETE", "/v1/slot-types/cuda.device")
+    assert (kept.status, kept.json["code"]) == (409, "SlotTypeInUse")
+
+
+async def test_what_is_asked_of_a_node_is_passed_through(fleet) -> None:
+    _, gateway, (cuda, *_) = fleet
+    devices = await gateway.get(f"/v1/nodes/{cuda}/devices")
+    assert {d["id"] for d in devices if d["device_name"] == "cuda"} == {
+        "cuda0", "cuda1", "cuda2", "cuda3",
+    }  # fmt: skip
+    assert {d["node_id"] for d in await gateway.get("/v1/devices")} == {
+        node["id"] for node in await gateway.get("/v1/nodes")
+    }
+    refused = await gateway.call("POST", f"/v1/nodes/{cuda}/agents/agent-1/kernels", SLEEP)
+    assert (refused.status, refused.json["code"]) == (422, "InvalidRequest")
+    assert (await gateway.call("GET", f"/v1/nodes/{cuda}/nothing")).status == 404
+    assert (await gateway.call("GET", "/v1/nodes/nowhere/devices")).json["code"] == "UnknownNode"
+    text = (await gateway.call("GET", "/metrics")).content.decode()
+    assert 'agentd_fleet_nodes{state="ready"} 3.0' in text
+    assert 'agentd_fleet_slot_capacity{slot="cuda.device"} 8.0' in text
+    document = await gateway.get("/v1/openapi.json")
+    assert "/v1/kernels" in document["paths"]
