@@ -118,12 +118,12 @@ class EtcdServers:
                 assert answer.status == 200, content
                 return await answer.json()
 
-    async def require_logins(self, password: str, **prefixes: str) -> None:
-        """Make root and users with this password, who may use the keys below their prefix."""
+    async def require_logins(self, password: str, **prefixes: tuple[str, ...]) -> None:
+        """Make root and users with this password, who may use the keys below their prefixes."""
         for user in ("root", *prefixes):
             await self.ask("/v3/auth/user/add", {"name": user, "password": password})
             await self.ask("/v3/auth/role/add", {"name": user})
-            if prefix := prefixes.get(user, "").encode():
+            for prefix in map(str.encode, prefixes.get(user, ())):
                 end = prefix[:-1] + bytes([prefix[-1] + 1])
                 span = {"key": b64encode(prefix).decode(), "range_end": b64encode(end).decode()}
                 right = {"name": user, "perm": {"permType": "READWRITE", **span}}

@@ -125,7 +125,9 @@ class World:
         self.etcd: EtcdServers | None = None
 
     async def start_etcd(self, count: int = 1, **options: Any) -> EtcdServers:
-        self.etcd = EtcdServers(self.folder / "etcd", count, **options)
+        folder = self.folder / "etcd"
+        folder.mkdir()
+        self.etcd = EtcdServers(folder, count, **options)
         await self.etcd.start()
         return self.etcd
 

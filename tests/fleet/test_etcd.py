@@ -312,7 +312,7 @@ async def test_a_key_that_another_wrote_is_not_taken_for_a_lost_write(
 
 async def test_a_user_has_its_own_keys_alone(servers: EtcdServers, etcd: Etcd) -> None:
     await etcd.put("nodes/b", b"another's")
-    await servers.require_logins(PASSWORD, a="nodes/a")
+    await servers.require_logins(PASSWORD, a=("nodes/a",))
     async with Etcd(Access(servers.endpoints, "a", PASSWORD)) as own:
         lease = await own.grant(60)
         written = await own.put_if("nodes/a", b"1", expected=0, lease=lease)
@@ -339,7 +339,7 @@ async def test_a_user_has_its_own_keys_alone(servers: EtcdServers, etcd: Etcd) -
 async def test_a_login_that_is_wrong_or_missing_is_refused(
     servers: EtcdServers, user: str, password: str, why: str
 ) -> None:
-    await servers.require_logins(PASSWORD, a="nodes/a")
+    await servers.require_logins(PASSWORD, a=("nodes/a",))
     async with Etcd(Access(servers.endpoints, user, password)) as etcd:
         with pytest.raises(EtcdRefused, match=why):
             await etcd.get("nodes/a")

@@ -25,14 +25,18 @@ async def test_slot_types_merge_a_missing_one_is_zero_and_sums_are_exact(fleet) 
     names = {slot["name"] for slot in await gateway.get("/v1/slot-types")}
     assert names == {"cpu", "mem", "cuda.device", "rocm.device"}
     stats = await gateway.get("/v1/stats")
-    assert stats["slots"]["cuda.device"] == {"capacity": "8", "allocated": "0", "free": "8"}
+    assert stats["slots"]["cuda.device"] == {"capacity": "4", "allocated": "0", "free": "4"}
+    assert stats["slots"]["cpu"] == {"capacity": "24", "allocated": "0", "free": "24"}
     assert stats["nodes"][bare]["rocm.device"] == {"capacity": "0", "allocated": "0", "free": "0"}
     made = await gateway.create(kernel_id="k1", slots={"cuda.device": 3, "rocm.device": 0})
     assert (made.status, made.json["node_id"], made.json["state"]) == (201, cuda, "running")
     assert made.headers["Fleet-Revision"].isdigit()
     await gateway.until_free(cuda, "cuda.device", "1")
-    parts = (await gateway.get("/v1/stats"))["slots"]["cuda.device"]
-    assert (parts["allocated"], parts["free"]) != ("0", "8")
+    stats = await gateway.get("/v1/stats")
+    shared = {"capacity": "4", "allocated": "3", "free": "1"}  # the agents share the devices
+    assert stats["slots"]["cuda.device"] == stats["nodes"][cuda]["cuda.device"] == shared
+    mine = await gateway.get("/v1/stats?agent=agent-1&agent=agent-2")
+    assert mine["slots"]["cuda.device"] == shared
     assert await world.census() == {"k1": [cuda]}
 
 
@@ -163,6 +167,6 @@ async def test_what_is_asked_of_a_node_is_passed_through(fleet) -> None:
     assert (await gateway.call("GET", "/v1/nodes/nowhere/devices")).json["code"] == "UnknownNode"
     text = (await gateway.call("GET", "/metrics")).content.decode()
     assert 'agentd_fleet_nodes{state="ready"} 3.0' in text
-    assert 'agentd_fleet_slot_capacity{slot="cuda.device"} 8.0' in text
+    assert 'agentd_fleet_slot_capacity{slot="cuda.device"} 4.0' in text
     document = await gateway.get("/v1/openapi.json")
     assert "/v1/kernels" in document["paths"]

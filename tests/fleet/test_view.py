@@ -234,8 +234,8 @@ def test_the_sums_of_all_are_those_of_each_counted_by_hand(reports, name) -> Non
 def test_what_was_given_away_is_gone_until_the_node_tells_of_itself() -> None:
     view = fleet(node("a", slot("cuda.device"), cuda_device=2))
     given = view.debited("a", "main", ResourceSlots({"cuda.device": 3 * ONE, "cpu": ONE}))
-    assert given.statistics()["cuda.device"] == Use(8 * ONE, 0)
-    assert given.statistics()["cpu"] == Use(8 * ONE, 7 * ONE)
+    assert given.statistics()["cuda.device"] == Use(8 * ONE, 0, 3 * ONE)
+    assert given.statistics()["cpu"] == Use(8 * ONE, 7 * ONE, ONE)
     assert given.revision == view.revision
     assert view.statistics()["cuda.device"].free == 2 * ONE
     told_again = given.with_node(node("a", slot("cuda.device"), cuda_device=1), 9)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -34,6 +35,8 @@ from agentd_fleet.sweep import Sweep
 log = structlog.get_logger()
 
 FIRST_VIEW_S, LOOK_S = 5.0, 0.05
+COLLECT = 100_000, 50, 100
+"""When garbage is looked for: views come and go without cycles."""
 
 
 def etcd_access(fleet: FleetSettings) -> Access:
@@ -136,6 +139,8 @@ class GatewayDaemon:
             await stack.enter_async_context(_running(sweep.run()))
             await stack.enter_async_context(_running(self._reloading(server)))
             await self._until_seen(store)
+            gc.freeze()  # a full collection would look at every node each time
+            gc.set_threshold(*COLLECT)
             log.info("gateway.ready", fleet=settings.fleet.name, nodes=len(state.view.nodes))
             self._notifier.ready(f"fleet {settings.fleet.name}")
             await self._until_stopped()

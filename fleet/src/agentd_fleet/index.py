@@ -163,9 +163,11 @@ class Layered(Mapping[str, T]):
         return key in self._above or key in self._base
 
     def changed(self, come: Mapping[str, T], gone: Collection[str]) -> Layered[T]:
-        """Return the mapping without some of its keys, and with others over it."""
+        """Return the mapping with some keys anew, and then without others."""
         base, above = self._base, {**self._above, **come}
         if gone or len(above) > MOST_ABOVE:
             flat = {**base, **above}
-            base, above = {key: flat[key] for key in flat if key not in gone}, {}
+            for key in gone:
+                flat.pop(key, None)
+            base, above = flat, {}
         return Layered(base, above)

@@ -30,7 +30,7 @@ from agentd.host.sd_notify import Notifier
 from agentd_fleet.etcd import Access, Etcd, LeaseGone
 from agentd_fleet.keys import prefix_of
 from agentd_fleet.reading import NodeReader
-from agentd_fleet.report import FreeReport, NodeReport, Reading
+from agentd_fleet.report import NodeReport, Reading
 
 log = structlog.get_logger()
 
@@ -144,7 +144,7 @@ class Publisher:
 
     async def _publish(self, reading: Reading) -> None:
         """Write what has changed since it was last written."""
-        report, free = self._report(reading), msgspec.json.encode(FreeReport(reading.free))
+        report, free = self._report(reading), msgspec.json.encode(reading.free)
         if report != self._said[0]:
             key = self._key("nodes", reading)
             revision = await self._etcd.put_if(

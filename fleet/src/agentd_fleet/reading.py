@@ -11,13 +11,13 @@ from msgspec.structs import replace
 from agentd.client.aio import AsyncClient
 from agentd.client.events import NodeEvent
 from agentd.errors import AgentdError
-from agentd.views import DeviceView, SlotTypeView
+from agentd.views import SlotTypeView
 from agentd_fleet.report import Reading, reading_of
 
 AGAIN_S = 30.0
 """How often a node is read although nothing happened."""
-PAUSE_S = 0.2
-"""How long changes are collected before a node is read again."""
+PAUSE_S, LEAST_S = 0.2, 0.8
+"""How long changes are collected before a node is read again, and what is between two readings."""
 BACKOFF_S = (0.1, 2.0)
 PROBE_S, PROBE_PATIENCE_S = 1.0, 3.0
 """How often a daemon is asked whether it lives, and how long it may take to say so."""
@@ -30,13 +30,13 @@ class NodeReader:
         self._client = client
         self._told = told
         self._last: Reading | None = None
-        self._inventory: tuple[int, list[SlotTypeView], list[DeviceView]] | None = None
+        self._types: tuple[int, list[SlotTypeView]] | None = None
 
     async def run(self) -> None:
         """Follow until cancelled; the client has been entered."""
         pause_s, most_s = BACKOFF_S
         while True:
-            self._inventory = None
+            self._types = None
             with contextlib.suppress(AgentdError, TimeoutError, OSError):
                 async with self._client.listening() as events:
                     await self._read()
@@ -52,11 +52,10 @@ class NodeReader:
         client = self._client
         async with asyncio.timeout(PROBE_PATIENCE_S):
             node, agents = await client.node(), await client.agents()
-            if self._inventory is None or self._inventory[0] != node["generation"]:
-                lists = await asyncio.gather(client.slot_types(), client.devices())
-                self._inventory = node["generation"], *lists
-        _, types, devices = self._inventory
-        self._last = reading_of(node, types, agents, devices)
+            if self._types is None or self._types[0] != node["generation"]:
+                self._types = node["generation"], await client.slot_types()
+            devices = await client.devices()
+        self._last = reading_of(node, self._types[1], agents, devices)
         await self._told(self._last)
 
     async def _follow(self, events: AsyncIterator[NodeEvent]) -> None:
@@ -68,7 +67,8 @@ class NodeReader:
         try:
             while not hearing.done():
                 if await _within(PROBE_S, changed, hearing):
-                    await asyncio.wait([hearing], timeout=PAUSE_S)
+                    pause_s = max(PAUSE_S, read_at + LEAST_S - loop.time())
+                    await asyncio.wait([hearing], timeout=pause_s)
                 elif not hearing.done():
                     async with asyncio.timeout(PROBE_PATIENCE_S):
                         await self._client.alive()

@@ -7,8 +7,9 @@ what cannot be read or is of a newer schema is listed, and nothing is placed the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -29,6 +30,8 @@ SCHEMA = 1
 MOST_SLOT_TYPES = 256
 """How many slots one node can have the fleet know."""
 MAX_SLOT_NAME = 128
+NOT_THERE = ("gone", "unhealthy", "withheld")
+"""States of devices that have no capacity."""
 
 
 class SlotTypeReport(msgspec.Struct, frozen=True):
@@ -42,7 +45,10 @@ class SlotTypeReport(msgspec.Struct, frozen=True):
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What there is on a node; amounts are plain decimals by agent and slot."""
+    """What there is on a node; amounts are plain decimals by agent and slot.
+
+    `capacity` is the whole node's, in which a device that several agents share counts once.
+    """
 
     schema: int = SCHEMA
     install_id: str
@@ -53,14 +59,17 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     state: NodeStatus = NodeStatus.READY
     generation: int = 0
     agents: dict[str, dict[str, str]] = {}
+    capacity: dict[str, str] = {}
     models: dict[str, list[str]] = {}
     slot_types: list[SlotTypeReport] = []
 
 
 class FreeReport(msgspec.Struct, frozen=True):
-    """What each agent of a node could be given now."""
+    """What each agent of a node could be given now, what it holds, and what is free in all."""
 
     agents: dict[str, dict[str, str]] = {}
+    allocated: dict[str, dict[str, str]] = {}
+    node: dict[str, str] = {}
 
 
 class _Header(msgspec.Struct, frozen=True):
@@ -76,7 +85,8 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     generation: int
     agents: dict[str, dict[str, str]]
-    free: dict[str, dict[str, str]]
+    capacity: dict[str, str]
+    free: FreeReport
     models: dict[str, list[str]]
     slot_types: list[SlotTypeReport]
     is_down: bool = False
@@ -94,6 +104,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
             state=NodeStatus.DAEMON_DOWN if self.is_down else NodeStatus.READY,
             generation=self.generation,
             agents=self.agents,
+            capacity=self.capacity,
             models=self.models,
             slot_types=self.slot_types,
         )
@@ -106,12 +117,20 @@ def reading_of(
     devices: list[DeviceView],
 ) -> Reading:
     """Put together what a daemon answered."""
+    kinds = {slot["name"]: SlotKind(slot["kind"]) for slot in slot_types}
+    shown = {
+        what: {a["agent_id"]: _amounts(a, what) for a in agents}
+        for what in ("capacity", "allocated", "free")
+    }
     return Reading(
         node_id=node["id"],
         version=node["version"],
         generation=node["generation"],
-        agents={a["agent_id"]: _amounts(a, "capacity") for a in agents},
-        free={a["agent_id"]: _amounts(a, "free") for a in agents},
+        agents=shown["capacity"],
+        capacity=_whole(kinds, shown["capacity"], devices, "capacity"),
+        free=FreeReport(
+            shown["free"], shown["allocated"], _whole(kinds, shown["free"], devices, "free")
+        ),
         models={
             agent["agent_id"]: sorted(
                 {d["model"] for d in devices if d["model"] and agent["agent_id"] in d["agents"]}
@@ -125,6 +144,31 @@ def reading_of(
             for t in slot_types
         ],
     )
+
+
+def _whole(
+    kinds: Mapping[str, SlotKind],
+    agents: Mapping[str, Mapping[str, str]],
+    devices: list[DeviceView],
+    what: Literal["capacity", "free"],
+) -> dict[str, str]:
+    """Return the amounts of a whole node.
+
+    No more than its agents have together, of which several may share a device, and no more than
+    its devices have, of which some parts may be no agent's.
+    """
+    of_agents, of_devices = Counter[str](), Counter[str]()
+    for amounts in agents.values():
+        for name, amount in amounts.items():
+            of_agents[name] += parse_base_units(amount, kinds[name])
+    for device in devices:
+        slot = device["slot"]
+        if device["agents"] and slot in kinds and device["state"] not in NOT_THERE:
+            of_devices[slot] += parse_base_units(device[what], kinds[slot])
+    return {
+        name: format_amount(min(amount, of_devices[name]), kinds[name])
+        for name, amount in of_agents.items()
+    }
 
 
 def _amounts(agent: AgentView, what: str) -> dict[str, str]:
@@ -155,9 +199,14 @@ def _node(node_id: str, said: NodeReport, left: FreeReport, seen_at: float) -> F
     if len(types) > MOST_SLOT_TYPES:
         raise ValueError(f"{len(types)} slot types, of which at most {MOST_SLOT_TYPES} are taken")
     offers = {
-        agent: Offer(_slots(capacity, types), _slots(left.agents.get(agent, {}), types))
+        agent: Offer(
+            _slots(capacity, types),
+            _slots(left.agents.get(agent, {}), types),
+            _slots(left.allocated.get(agent, {}), types),
+        )
         for agent, capacity in said.agents.items()
     }
+    whole = Offer(_slots(said.capacity, types), _slots(left.node, types)) if said.capacity else None
     models = {agent: frozenset(names) for agent, names in said.models.items()}
     return FleetNode(
         node_id,
@@ -169,6 +218,7 @@ def _node(node_id: str, said: NodeReport, left: FreeReport, seen_at: float) -> F
         said.generation,
         seen_at,
         models=models,
+        whole=whole,
     )
 
 

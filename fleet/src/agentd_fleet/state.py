@@ -9,6 +9,9 @@ from dataclasses import replace
 from agentd.core.slots import ResourceSlots, SlotName, SlotType
 from agentd_fleet.view import FleetNode, FleetView, NodeStatus
 
+FOLD_S = 0.005
+"""For how long reports are collected before they are made part of the view."""
+
 
 class FleetState:
     """Collects what is heard, and makes it one view at a time; all on one event loop."""
@@ -19,6 +22,7 @@ class FleetState:
         self._gone: set[str] = set()
         self._told: dict[str, FleetNode] = {}
         self._heard = 0
+        self._folding: asyncio.TimerHandle | None = None
         self._leaving: dict[str, set[asyncio.Future[None]]] = {}
 
     @property
@@ -38,6 +42,7 @@ class FleetState:
     def note(self, node: FleetNode) -> None:
         """Take in how a node is now."""
         self._changed[node.node_id] = self._told[node.node_id] = node
+        self._fold_soon()
         self._gone.discard(node.node_id)
         if node.status is not NodeStatus.READY:
             self._tell(node.node_id)
@@ -84,6 +89,15 @@ class FleetState:
         waiting.add(future)
         future.add_done_callback(waiting.discard)
         return future
+
+    def _fold_soon(self) -> None:
+        """Have reports made part of the view before a request has to."""
+        if self._folding is None:
+            self._folding = asyncio.get_running_loop().call_later(FOLD_S, self._fold)
+
+    def _fold(self) -> None:
+        self._folding = None
+        _ = self.view
 
     def _tell(self, node_id: str) -> None:
         for future in list(self._leaving.pop(node_id, ())):

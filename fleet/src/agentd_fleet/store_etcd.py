@@ -1,4 +1,4 @@
-"""The fleet in etcd: nodes publish under a lease, gateways watch, routes are compared and swapped."""
+"""The fleet in etcd: nodes publish under a lease, gateways watch, routes change one by one."""
 
 from __future__ import annotations
 

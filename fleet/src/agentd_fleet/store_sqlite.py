@@ -20,7 +20,6 @@ from agentd.core.slots import SlotName, SlotType
 from agentd.errors import StateUnavailable
 from agentd_fleet.reading import NodeReader
 from agentd_fleet.report import (
-    FreeReport,
     Reading,
     SlotTypeReport,
     node_in,
@@ -145,7 +144,7 @@ class SqliteStore:
             log.error("fleet.duplicate_node", node_id=node_id, first=first, second=address)
             return
         report = reading.reported(install_id="", boot_id="", url=address, labels={})
-        said, free = msgspec.json.encode(report), msgspec.json.encode(FreeReport(reading.free))
+        said, free = msgspec.json.encode(report), msgspec.json.encode(reading.free)
         node = node_in(node_id, said, free, seen_at=time.time())
         for slot in self._state.view.learned(node):
             await self.learn(slot)

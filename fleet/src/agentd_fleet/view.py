@@ -28,19 +28,27 @@ class NodeStatus(StrEnum):
     LOST = "lost"
 
 
+NOTHING = ResourceSlots()
+
+
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What an agent of a node has, and what of it is free, in base units of the node's slots."""
+    """What an agent of a node has, what of it is free, and what it holds, in base units.
+
+    Agents that share devices each have all of them, and each what is free of them.
+    """
 
     capacity: ResourceSlots
     free: ResourceSlots
+    allocated: ResourceSlots = NOTHING
 
 
 @dataclass(frozen=True, slots=True)
 class FleetNode:
     """A node as it told of itself last; `offers` and the `models` of the devices by agent.
 
-    A `remark` says why nothing is placed on it at all, though it is listed.
+    `whole` is what all agents together have, each device counted once; None where no two agents
+    share one. A `remark` says why nothing is placed on it at all, though it is listed.
     """
 
     node_id: str
@@ -53,6 +61,7 @@ class FleetNode:
     seen_at: float = 0.0
     remark: str = ""
     models: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    whole: Offer | None = None
 
     def has(self, labels: Mapping[str, str]) -> bool:
         """Tell whether the node has all of these labels."""
@@ -61,20 +70,28 @@ class FleetNode:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A slot over many nodes, in base units; the sums are exact."""
+    """A slot over many nodes, in base units; the sums are exact.
+
+    What is neither allocated nor free cannot be given: it is drained, say.
+    """
 
     capacity: int = 0
     free: int = 0
-
-    @property
-    def allocated(self) -> int:
-        return self.capacity - self.free
+    allocated: int = 0
 
     def __add__(self, other: Use) -> Use:
-        return Use(self.capacity + other.capacity, self.free + other.free)
+        return Use(
+            self.capacity + other.capacity,
+            self.free + other.free,
+            self.allocated + other.allocated,
+        )
 
     def __sub__(self, other: Use) -> Use:
-        return Use(self.capacity - other.capacity, self.free - other.free)
+        return Use(
+            self.capacity - other.capacity,
+            self.free - other.free,
+            self.allocated - other.allocated,
+        )
 
 
 FEW = 4
@@ -96,7 +113,7 @@ class Tally:
         self.conflicts: dict[str, frozenset[SlotName]] = {}
         self.rows: list[Row] = []
         self._width = AGENT + 1 + len(self.columns)
-        self._capacity, self._free = [0] * self._width, [0] * self._width
+        self._sums = [[0, 0, 0] for _ in range(self._width)]
         for node in nodes:
             self._add(node)
 
@@ -112,23 +129,33 @@ class Tally:
             if name in self.columns and name not in strange
         ]
         takes_more = node.status is NodeStatus.READY and not node.remark
+        sums = {at: [0, 0, 0] for _, at in columns}
         for agent, offer in node.offers.items():
             if self._agents is not None and agent not in self._agents:
                 continue
             free = [0] * self._width
             free[AGENT] = 1
             for name, at in columns:
-                if (amount := offer.free[name]) > 0:
-                    free[at] = min(amount, MAX_AMOUNT)
-                    self._free[at] += free[at]
-                if (amount := offer.capacity[name]) > 0:
-                    self._capacity[at] += min(amount, MAX_AMOUNT)
+                free[at] = _told(offer.free[name])
+                mine = sums[at]
+                mine[0] += _told(offer.capacity[name])
+                mine[1] += free[at]
+                mine[2] += _told(offer.allocated[name])
             if takes_more:
                 self.rows.append(row_of(free, node.node_id, agent))
+        for name, at in columns:
+            capacity, left, allocated = sums[at]
+            if (whole := node.whole) is not None:
+                capacity = min(capacity, _told(whole.capacity[name]))
+                left = min(left, _told(whole.free[name]))
+            total = self._sums[at]
+            total[0] += capacity
+            total[1] += left
+            total[2] += allocated
 
     def uses(self) -> dict[SlotName, Use]:
         """Return the sums by slot."""
-        return {name: Use(self._capacity[at], self._free[at]) for name, at in self.columns.items()}
+        return {name: Use(*self._sums[at]) for name, at in self.columns.items()}
 
     def tables(self) -> Tables:
         """Return the tables of these nodes and no others."""
@@ -218,7 +245,7 @@ class FleetView:
         return view
 
     def debited(self, node_id: str, agent_id: str, slots: ResourceSlots) -> FleetView:
-        """Return the view in which an agent has so much less free, none below zero.
+        """Return the view in which an agent holds so much more, with nothing free below zero.
 
         It stands for what was just given away until the node's next report, which takes its
         place. The revision stays. An agent that is not in the view any more has nothing to give.
@@ -227,9 +254,9 @@ class FleetView:
         if node is None or agent_id not in node.offers:
             return self
         offer = node.offers[agent_id]
-        left = {name: max(0, amount - slots[name]) for name, amount in offer.free.items()}
-        offers = {**node.offers, agent_id: Offer(offer.capacity, ResourceSlots(left))}
-        return self.changed([replace(node, offers=offers)])
+        offers = {**node.offers, agent_id: _less(offer, slots)}
+        whole = None if node.whole is None else _less(node.whole, slots)
+        return self.changed([replace(node, offers=offers, whole=whole)])
 
     @cached_property
     def tables(self) -> Tables:
@@ -257,7 +284,7 @@ class FleetView:
         strange = _strange(self.slot_types, node)
         return ResourceSlots(
             {
-                name: min(max(amount, 0), MAX_AMOUNT)
+                name: _told(amount)
                 for name, amount in slots.items()
                 if name in self.slot_types and name in node.slot_types and name not in strange
             }
@@ -282,6 +309,17 @@ class FleetView:
 
     def _heard_of(self, nodes: Iterable[str]) -> list[FleetNode]:
         return [self.nodes[node_id] for node_id in nodes if node_id in self.nodes]
+
+
+def _less(offer: Offer, slots: ResourceSlots) -> Offer:
+    left = {name: max(0, amount - slots[name]) for name, amount in offer.free.items()}
+    held = offer.allocated + {name: n for name, n in slots.items() if name in offer.capacity}
+    return replace(offer, free=ResourceSlots(left), allocated=held)
+
+
+def _told(amount: int) -> int:
+    """Return an amount as it counts, whatever a node says."""
+    return min(max(amount, 0), MAX_AMOUNT)
 
 
 def is_same(one: SlotType, other: SlotType) -> bool:

@@ -72,7 +72,7 @@ def node_view(view: FleetView, node: FleetNode, agents: frozenset[str] | None) -
     shown = {
         agent: _uses(
             node.slot_types,
-            {n: Use(offer.capacity[n], offer.free[n]) for n in node.slot_types},
+            {n: Use(offer.capacity[n], offer.free[n], offer.allocated[n]) for n in node.slot_types},
         )
         for agent, offer in node.offers.items()
         if agents is None or agent in agents

@@ -17,6 +17,7 @@ from agentd import __version__
 from agentd.cli import names
 from agentd.cli.create import create, explain
 from agentd.cli.doctor import check_row, print_checks, runtimes_row
+from agentd.cli.fleet import GATEWAY, fleet_group
 from agentd.cli.options import (
     KERNEL_COLUMNS,
     WIDE_KERNEL_COLUMNS,
@@ -47,11 +48,18 @@ PLUGIN_COLUMNS = ["name", "plugin", "state", "slots", "reason"]
 @click.option("--config", metavar="FILE", help="agent.toml that names the socket.")
 @click.option("--url", envvar="AGENTD_URL", help="http://127.0.0.1:6001, in place of the socket.")
 @click.option(
+    "--fleet",
+    "fleet_address",
+    envvar="AGENTCTL_FLEET",
+    metavar="ADDRESS",
+    help="A fleet's gateway: unix:/run/agentd-fleet/gateway.sock, or https://host:7001.",
+)
+@click.option(
     "--token-file",
     envvar="AGENTD_TOKEN_FILE",
     metavar="FILE",
     type=click.Path(),
-    help="Token for --url.",
+    help="Token for --url, or --fleet.",
 )
 @click.pass_context
 def agentctl(
@@ -59,10 +67,16 @@ def agentctl(
     socket_path: str | None,
     config: str | None,
     url: str | None,
+    fleet_address: str | None,
     token_file: str | None,
 ) -> None:
-    """Look at a node, and run kernels on it."""
+    """Look at a node, and run kernels on it; or at a whole fleet."""
     token = token_of(token_file)
+    if fleet_address or context.invoked_subcommand == fleet_group.name:
+        address = fleet_address or GATEWAY
+        path = address.removeprefix("unix:") if address.startswith("unix:") else None
+        context.obj = Client(path, url=None if path else address, token=token, retry_s=0)
+        return
     context.obj = Client(socket_path or socket_of(config), url=url, token=token, retry_s=0)
 
 
@@ -171,6 +185,7 @@ def slots(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes
     print_answer(rows, ["name", "kind", "quantum", "exclusive_group", "unit"], as_json=as_json)
 
 
+agentctl.add_command(fleet_group)
 agentctl.add_command(create)
 agentctl.add_command(explain)
 

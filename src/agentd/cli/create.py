@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -32,39 +32,46 @@ _PLAIN = (
     "kernel_id", "image", "working_dir", "user", "platform", "network", "shm_size", "pids_limit",
 )  # fmt: skip
 _LOOK_EVERY_S = 0.25
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
-@click.argument("agent", shell_complete=names.agents)
-@click.argument("command", nargs=-1, type=click.UNPROCESSED)
-@click.option("--id", "kernel_id", help="Name of the kernel; default: a generated one.")
-@click.option("--image", help="Image; the docker runtime needs one.")
-@click.option("--slot", "-s", "slot", multiple=True, metavar="NAME=AMOUNT", help="cuda.device=1")
-@click.option("--device", multiple=True, metavar="NAME=ID", help="Choose from these: cuda=cuda0")
-@click.option("--env", "-e", multiple=True, metavar="NAME=VALUE")
-@click.option("--label", multiple=True, metavar="NAME=VALUE")
-@click.option("--mount", multiple=True, metavar="SOURCE:TARGET[:rw]")
-@click.option("--port", "-p", multiple=True, metavar="[HOST:]CONTAINER[/udp]")
-@click.option("--workdir", "working_dir")
-@click.option("--user")
-@click.option("--pull", type=click.Choice(["missing", "always", "never"]), help="When to pull.")
-@click.option("--platform", metavar="OS/ARCH", help="Of the image; default: the engine's own.")
-@click.option("--network", help="One of those that the node allows.")
-@click.option("--tmpfs", multiple=True, metavar="TARGET[:SIZE]", help="A folder in memory.")
-@click.option("--shm-size", metavar="SIZE", help="Of /dev/shm.")
-@click.option("--pids-limit", type=click.IntRange(min=1), help="Maximum number of processes.")
-@click.option("--ulimit", multiple=True, metavar="NAME=SOFT[:HARD]")
-@click.option("--async", "is_async", is_flag=True, help="Do not wait until it runs.")
-@click.option("--dry-run", is_flag=True, help="Decide and explain, change nothing.")
-@json_option
-@click.pass_obj
-def create(client: Client, /, agent: str, as_json: bool, **options: Any) -> None:  # noqa: ANN401, FBT001 - click passes them
-    """Create a kernel on AGENT that runs COMMAND (after `--`).
+_KERNEL_OPTIONS: Sequence[Callable[[_F], _F]] = (
+    click.argument("command", nargs=-1, type=click.UNPROCESSED),
+    click.option("--id", "kernel_id", help="Name of the kernel; default: a generated one."),
+    click.option("--image", help="Image; the docker runtime needs one."),
+    click.option(
+        "--slot", "-s", "slot", multiple=True, metavar="NAME=AMOUNT", help="cuda.device=1"
+    ),
+    click.option(
+        "--device", multiple=True, metavar="NAME=ID", help="Choose from these: cuda=cuda0"
+    ),
+    click.option("--env", "-e", multiple=True, metavar="NAME=VALUE"),
+    click.option("--label", multiple=True, metavar="NAME=VALUE"),
+    click.option("--mount", multiple=True, metavar="SOURCE:TARGET[:rw]"),
+    click.option("--port", "-p", multiple=True, metavar="[HOST:]CONTAINER[/udp]"),
+    click.option("--workdir", "working_dir"),
+    click.option("--user"),
+    click.option("--pull", type=click.Choice(["missing", "always", "never"]), help="When to pull."),
+    click.option("--platform", metavar="OS/ARCH", help="Of the image; default: the engine's own."),
+    click.option("--network", help="One of those that the node allows."),
+    click.option("--tmpfs", multiple=True, metavar="TARGET[:SIZE]", help="A folder in memory."),
+    click.option("--shm-size", metavar="SIZE", help="Of /dev/shm."),
+    click.option("--pids-limit", type=click.IntRange(min=1), help="Maximum number of processes."),
+    click.option("--ulimit", multiple=True, metavar="NAME=SOFT[:HARD]"),
+    click.option("--async", "is_async", is_flag=True, help="Do not wait until it runs."),
+    click.option("--dry-run", is_flag=True, help="Decide and explain, change nothing."),
+)
 
-    \b
-    agentctl create agent-1 -s cuda.device=2 --image pytorch:2 -- python train.py
-    agentctl create agent-1 --id train-1 -s cuda.shares=0.5 -s mem=16g -- ./train
-    """  # noqa: D301 - click reads \b as "keep these lines"
+
+def kernel_options(command: _F) -> _F:
+    """Add the options that describe a kernel, and its COMMAND."""
+    for option in reversed(_KERNEL_OPTIONS):
+        command = option(command)
+    return command
+
+
+def kernel_body(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the request that these options make."""
     body = {
         "command": list(options["command"]),
         "slots": pairs(options["slot"]),
@@ -80,7 +87,22 @@ def create(client: Client, /, agent: str, as_json: bool, **options: Any) -> None
         "tmpfs": tmpfs(options["tmpfs"]),
         "ulimits": ulimits(options["ulimit"]),
     }
-    body |= {name: value for name, value in given.items() if value}
+    return body | {name: value for name, value in given.items() if value}
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("agent", shell_complete=names.agents)
+@kernel_options
+@json_option
+@click.pass_obj
+def create(client: Client, /, agent: str, as_json: bool, **options: Any) -> None:  # noqa: ANN401, FBT001 - click passes them
+    """Create a kernel on AGENT that runs COMMAND (after `--`).
+
+    \b
+    agentctl create agent-1 -s cuda.device=2 --image pytorch:2 -- python train.py
+    agentctl create agent-1 --id train-1 -s cuda.shares=0.5 -s mem=16g -- ./train
+    """  # noqa: D301 - click reads \b as "keep these lines"
+    body = kernel_body(options)
     content: Mapping[str, Any]
     waits = not (as_json or options["dry_run"] or options["is_async"])
     if options["dry_run"]:
@@ -93,7 +115,7 @@ def create(client: Client, /, agent: str, as_json: bool, **options: Any) -> None
     if as_json:
         click.echo(json.dumps(content, indent=1))
     elif options["dry_run"] and "explain" in content:
-        _print_decision(content)
+        print_decision(content)
     else:
         print_answer(kernel_row(content), KERNEL_COLUMNS, as_json=False)
 
@@ -101,7 +123,8 @@ def create(client: Client, /, agent: str, as_json: bool, **options: Any) -> None
 _EXPLAIN_COLUMNS = ["slot", "device", "free", "given", "reason"]
 
 
-def _print_decision(content: Mapping[str, Any]) -> None:
+def print_decision(content: Mapping[str, Any]) -> None:
+    """Print how each device was looked at."""
     from agentd.cli.tables import amount, print_rows  # noqa: PLC0415
 
     rows = [
@@ -137,12 +160,12 @@ def explain(
         content = client.explain(agent, body)
     except InsufficientResource as error:
         if not as_json:
-            _print_decision({"explain": {error.slot: error.explain}})
+            print_decision({"explain": {error.slot: error.explain}})
         raise
     if as_json:
         click.echo(json.dumps(content, indent=1))
     else:
-        _print_decision(content)
+        print_decision(content)
 
 
 def _created_with_bar(client: Client, agent: str, body: Mapping[str, Any]) -> Mapping[str, Any]:

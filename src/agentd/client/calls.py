@@ -42,7 +42,8 @@ class Call(Generic[T]):
         return self.is_repeatable and bool(refusal.content) and refusal.retry_after_s <= left_s
 
 
-def _at(*parts: str, **query: object) -> str:
+def at(*parts: str, **query: object) -> str:
+    """Return the path of a call; parameters that are None are left out, lists are repeated."""
     path = "/v1/" + "/".join(quote(part, safe="") for part in parts)
     pairs = [
         (name, item if isinstance(item, str) else _text(item))
@@ -59,67 +60,67 @@ def _text(value: object) -> str:
 
 def node(*, check: bool = False) -> Call[NodeView]:
     """`GET /v1/node`."""
-    return Call("GET", _at("node", check=check or None))
+    return Call("GET", at("node", check=check or None))
 
 
 def whoami() -> Call[CallerView]:
     """`GET /v1/whoami`."""
-    return Call("GET", _at("whoami"))
+    return Call("GET", at("whoami"))
 
 
 def runtimes() -> Call[list[RuntimeView]]:
     """`GET /v1/runtimes`."""
-    return Call("GET", _at("runtimes"))
+    return Call("GET", at("runtimes"))
 
 
 def forget_runtime(name: str) -> Call[None]:
     """`DELETE /v1/runtimes/{runtime}`."""
-    return Call("DELETE", _at("runtimes", name))
+    return Call("DELETE", at("runtimes", name))
 
 
 def plugins() -> Call[list[PluginView]]:
     """`GET /v1/plugins`."""
-    return Call("GET", _at("plugins"))
+    return Call("GET", at("plugins"))
 
 
 def retry_plugin(name: str) -> Call[PluginView]:
     """`POST /v1/plugins/{plugin}/retry`."""
-    return Call("POST", _at("plugins", name, "retry"))
+    return Call("POST", at("plugins", name, "retry"))
 
 
 def slot_types() -> Call[list[SlotTypeView]]:
     """`GET /v1/slot-types`."""
-    return Call("GET", _at("slot-types"))
+    return Call("GET", at("slot-types"))
 
 
 def devices() -> Call[list[DeviceView]]:
     """`GET /v1/devices`."""
-    return Call("GET", _at("devices"))
+    return Call("GET", at("devices"))
 
 
 def drain(device_name: str, device_id: str) -> Call[DeviceView]:
     """`POST /v1/devices/{device_name}/{id}/drain`."""
-    return Call("POST", _at("devices", device_name, device_id, "drain"))
+    return Call("POST", at("devices", device_name, device_id, "drain"))
 
 
 def undrain(device_name: str, device_id: str) -> Call[DeviceView]:
     """`POST /v1/devices/{device_name}/{id}/undrain`."""
-    return Call("POST", _at("devices", device_name, device_id, "undrain"))
+    return Call("POST", at("devices", device_name, device_id, "undrain"))
 
 
 def forget_device(device_name: str, device_id: str) -> Call[None]:
     """`DELETE /v1/devices/{device_name}/{id}`."""
-    return Call("DELETE", _at("devices", device_name, device_id))
+    return Call("DELETE", at("devices", device_name, device_id))
 
 
 def agents() -> Call[list[AgentView]]:
     """`GET /v1/agents`."""
-    return Call("GET", _at("agents"))
+    return Call("GET", at("agents"))
 
 
 def agent(agent_id: str) -> Call[AgentView]:
     """`GET /v1/agents/{agent}`."""
-    return Call("GET", _at("agents", agent_id))
+    return Call("GET", at("agents", agent_id))
 
 
 def create_kernel(
@@ -128,12 +129,12 @@ def create_kernel(
     """`POST /v1/agents/{agent}/kernels`; with a kernel id, so that it can be repeated."""
     body = {"kernel_id": f"k-{uuid.uuid4().hex[:12]}", **request}
     headers = {} if wait else {"Prefer": "respond-async"}
-    return Call("POST", _at("agents", agent_id, "kernels"), body, headers)
+    return Call("POST", at("agents", agent_id, "kernels"), body, headers)
 
 
 def explain(agent_id: str, request: Mapping[str, Any]) -> Call[DecisionView]:
     """`POST /v1/agents/{agent}/kernels?dry_run=true`."""
-    return Call("POST", _at("agents", agent_id, "kernels", dry_run=True), request)
+    return Call("POST", at("agents", agent_id, "kernels", dry_run=True), request)
 
 
 def kernels(
@@ -148,23 +149,23 @@ def kernels(
     place = ("kernels",) if agent_id is None else ("agents", agent_id, "kernels")
     states = [state] if isinstance(state, str) else list(state or ())
     wanted = [f"{name}={value}" for name, value in (labels or {}).items()]
-    return Call("GET", _at(*place, state=states, label=wanted, limit=limit, after=after))
+    return Call("GET", at(*place, state=states, label=wanted, limit=limit, after=after))
 
 
 def kernel(kernel_id: str) -> Call[KernelView]:
     """`GET /v1/kernels/{kernel}`."""
-    return Call("GET", _at("kernels", kernel_id))
+    return Call("GET", at("kernels", kernel_id))
 
 
 def stop_kernel(kernel_id: str, timeout: float | None = None) -> Call[KernelView]:
     """`POST /v1/kernels/{kernel}/stop`."""
     body = {} if timeout is None else {"timeout": timeout}
-    return Call("POST", _at("kernels", kernel_id, "stop"), body)
+    return Call("POST", at("kernels", kernel_id, "stop"), body)
 
 
 def delete_kernel(kernel_id: str, timeout: float | None = None) -> Call[None]:
     """`DELETE /v1/kernels/{kernel}`."""
-    return Call("DELETE", _at("kernels", kernel_id, timeout=timeout))
+    return Call("DELETE", at("kernels", kernel_id, timeout=timeout))
 
 
 def logs(
@@ -179,13 +180,13 @@ def logs(
     """`GET /v1/kernels/{kernel}/logs`."""
     query = {"tail": tail, "since": since, "stream": stream}
     query |= {"follow": follow or None, "timestamps": timestamps or None}
-    return Call("GET", _at("kernels", kernel_id, "logs", **query), is_repeatable=False)
+    return Call("GET", at("kernels", kernel_id, "logs", **query), is_repeatable=False)
 
 
 def events(after: str | None = None) -> Call[bytes]:
     """`GET /v1/events`, from the event after `after` on."""
     headers = {} if after is None else {"Last-Event-ID": after}
-    return Call("GET", _at("events"), headers=headers, is_repeatable=False)
+    return Call("GET", at("events"), headers=headers, is_repeatable=False)
 
 
 def metrics() -> Call[bytes]:
@@ -195,7 +196,7 @@ def metrics() -> Call[bytes]:
 
 def openapi() -> Call[dict[str, Any]]:
     """`GET /v1/openapi.json`."""
-    return Call("GET", _at("openapi.json"))
+    return Call("GET", at("openapi.json"))
 
 
 def alive() -> Call[dict[str, str]]:

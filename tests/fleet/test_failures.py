@@ -1,0 +1,247 @@
+"""What fails in a fleet, and what holds then: each row of the table with real parts."""
+
+import asyncio
+import json
+import os
+import signal
+
+import msgspec
+import pytest
+
+from agentd_fleet.etcd import Access, Etcd, EtcdRefused, EtcdUnavailable
+from fleet.fleet_world import GatewayProgram, World
+
+SOON_S = 1.0 if not os.environ.get("AGENTD_SOAK") else 0.3
+
+
+async def joined(world: World, *kinds: str, **options) -> tuple[GatewayProgram, list[str]]:
+    """A fleet in etcd whose nodes have all joined, as one gateway sees it."""
+    await world.start_etcd(**options)
+    nodes = await world.start_nodes(*kinds)
+    for node in nodes:
+        world.join(node)
+    gateway = world.gateway()
+    await gateway.until(dict.fromkeys(nodes, "ready"))
+    return gateway, nodes
+
+
+async def test_nodes_join_by_themselves_and_every_gateway_sees_the_same(world: World) -> None:
+    gateway, (cuda, rocm) = await joined(world, "cuda", "rocm")
+    other = world.gateway()
+    await other.until({cuda: "ready", rocm: "ready"})
+    made = await gateway.create(kernel_id="k1", slots={"rocm.device": 2})
+    assert (made.status, made.json["node_id"]) == (201, rocm)
+    await other.until_free(rocm, "rocm.device", "0")
+    assert (await other.get("/v1/kernels/k1"))["node_id"] == rocm
+    assert (await other.create(kernel_id="k1", slots={"rocm.device": 2})).status == 200
+    for one in (gateway, other):
+        assert {t["name"] for t in await one.get("/v1/slot-types")} == {
+            "cpu", "mem", "cuda.device", "rocm.device",
+        }  # fmt: skip
+        assert (await one.get("/v1/stats"))["slots"]["rocm.device"]["allocated"] == "2"
+    assert (await other.call("DELETE", "/v1/kernels/k1?timeout=0")).status == 204
+    assert (await gateway.call("GET", "/v1/kernels/k1")).status == 404
+
+
+async def test_without_etcd_the_last_view_is_shown_and_nothing_is_placed(world: World) -> None:
+    gateway, (cuda,) = await joined(world, "cuda")
+    assert world.etcd is not None
+    await gateway.create(kernel_id="k1")
+    world.etcd.pause(0)
+    async with asyncio.timeout(30):
+        while "Fleet-Stale" not in (await gateway.call("GET", "/v1/nodes")).headers:
+            await asyncio.sleep(0.1)
+    assert await gateway.states() == {cuda: "ready"}
+    assert (await gateway.call("GET", "/readyz")).status == 503
+    refused = await gateway.create()
+    assert refused.status == 503
+    assert "while the fleet cannot be seen" in refused.json["detail"]
+    assert (await world.nodes[cuda].get("/v1/kernels/k1"))["state"] == "running"
+    world.etcd.resume(0)
+    async with asyncio.timeout(30):
+        while (await gateway.create(kernel_id="k2")).status not in (200, 201):
+            await asyncio.sleep(0.2)
+    await gateway.until({cuda: "ready"})
+    assert (await gateway.call("GET", "/readyz")).status == 200
+
+
+async def test_a_member_of_three_that_dies_is_not_noticed(world: World) -> None:
+    gateway, _nodes = await joined(world, "cuda", count=3)
+    assert world.etcd is not None
+    for member in range(3):
+        await world.etcd.kill(member)
+        made = await gateway.create(kernel_id=f"k{member}")
+        async with asyncio.timeout(30):
+            while made.status == 503:  # while the members choose another leader
+                await asyncio.sleep(0.2)
+                made = await gateway.create(kernel_id=f"k{member}")
+        assert made.status in (200, 201), made.content
+        await world.etcd.restart(member)
+    assert all(len(nodes) == 1 for nodes in (await world.census()).values())
+
+
+async def test_a_node_that_is_lost_keeps_its_kernels(world: World) -> None:
+    gateway, (cuda, rocm) = await joined(world, "cuda", "rocm")
+    await gateway.create(kernel_id="k1", slots={"rocm.device": 1})
+    publisher = world.programs[1]
+    os.kill(publisher.pid, signal.SIGSTOP)
+    await gateway.until({rocm: "lost", cuda: "ready"}, within_s=15)
+    assert (await gateway.get("/v1/kernels/k1"))["state"] == "unknown"
+    assert (await gateway.create(kernel_id="k1", slots={"rocm.device": 1})).status in (200, 503)
+    assert (await gateway.create(slots={"rocm.device": 1})).status == 409
+    assert (await gateway.get("/v1/stats"))["slots"]["rocm.device"]["capacity"] == "0"
+    assert await world.census() == {"k1": [rocm]}
+    os.kill(publisher.pid, signal.SIGCONT)
+    await gateway.until({rocm: "ready"}, within_s=15)
+    assert (await gateway.get("/v1/kernels/k1"))["state"] == "running"
+    await publisher.stop(signal.SIGKILL)
+    publisher.start()  # within the lease: nobody notices
+    await gateway.until({rocm: "ready"})
+
+
+async def test_a_daemon_that_is_down_is_told_at_once(world: World) -> None:
+    gateway, (cuda,) = await joined(world, "cuda")
+    await world.nodes[cuda].stop(signal.SIGKILL)
+    await gateway.until({cuda: "daemon-down"}, within_s=SOON_S)
+    await world.nodes[cuda].start()
+    await gateway.until({cuda: "ready"})
+    process = world.nodes[cuda].process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    await gateway.until({cuda: "daemon-down"}, within_s=15)
+    process.send_signal(signal.SIGCONT)
+    await gateway.until({cuda: "ready"})
+
+
+async def test_of_two_nodes_with_one_id_the_second_is_refused(world: World) -> None:
+    gateway, (cuda, rocm) = await joined(world, "cuda", "rocm")
+    twin = world.nodes[rocm]
+    await world.programs[1].stop()
+    await gateway.until({rocm: "lost"}, within_s=15)
+    await twin.stop()
+    own, twin.node = twin.node, cuda
+    twin.configure()
+    # both cannot hold the machine's lock of the node id, so the first is stopped, not its publisher
+    await world.nodes[cuda].stop()
+    await twin.start()
+    second = world.join(rocm)
+    async with asyncio.timeout(20):
+        while "is taken by" not in second.log:
+            await asyncio.sleep(0.05)
+    assert str(world.nodes[cuda].folder) in second.log
+    assert str(twin.folder) in second.log
+    assert (await gateway.get(f"/v1/nodes/{cuda}"))["url"].startswith(f"unix:{world.folder}/0cuda")
+    await world.programs[0].stop(signal.SIGKILL)  # the first is gone for good: its id is free
+    async with asyncio.timeout(20):
+        while "1rocm" not in (await gateway.get(f"/v1/nodes/{cuda}"))["url"]:
+            await asyncio.sleep(0.1)
+    await twin.stop()
+    twin.node = own
+
+
+async def test_a_node_that_is_installed_anew_has_its_id_and_not_its_kernels(world: World) -> None:
+    gateway, (cuda,) = await joined(world, "cuda")
+    await gateway.create(kernel_id="k1")
+    await world.nodes[cuda].call("DELETE", "/v1/kernels/k1?timeout=0")
+    first = world.programs[0]
+    await first.stop()
+    text = first.file.read_text().replace("install-", "anew-")
+    first.file.write_text(text)
+    first.start()
+    async with asyncio.timeout(20):
+        while first.log.count("join.joined") < 2:
+            await asyncio.sleep(0.05)
+    await gateway.until({cuda: "ready"})
+    assert (await gateway.call("GET", "/v1/kernels/k1")).json["code"] == "UnknownKernel"
+    assert (await gateway.create(kernel_id="k1", slots={"cpu": 2})).status == 201
+
+
+async def test_a_node_that_is_gone_for_good_is_forgotten_with_its_routes(world: World) -> None:
+    gateway, (cuda, rocm) = await joined(world, "cuda", "rocm")
+    await gateway.create(kernel_id="k1", slots={"rocm.device": 1})
+    early = await gateway.call("DELETE", f"/v1/nodes/{rocm}")
+    assert (early.status, early.json["code"]) == (422, "InvalidRequest")
+    await world.programs[1].stop(signal.SIGKILL)
+    await gateway.until({rocm: "lost"}, within_s=15)
+    assert (await gateway.call("DELETE", f"/v1/nodes/{rocm}")).status == 204
+    assert await gateway.states() == {cuda: "ready"}
+    assert (await gateway.call("GET", "/v1/kernels/k1")).json["code"] == "UnknownKernel"
+
+
+async def test_what_newer_and_broken_nodes_say_is_listed_and_harms_nobody(world: World) -> None:
+    gateway, (cuda,) = await joined(world, "cuda")
+    said = {"schema": 1, "install_id": "i", "boot_id": "b", "version": "9", "url": "unix:/nowhere"}
+    agents = {"main": {"cuda.device": "8", "cpu": "8"}}
+    slots = [{"name": "cuda.device", "kind": "count", "quantum": "1", "colour": "red"}]
+    reports = {
+        "newer": {**said, "schema": 2, "agents": "who knows"},
+        "more": {**said, "agents": agents, "slot_types": slots, "weather": {"sunny": True}},
+        "broken": {**said, "agents": {"main": {"cuda.device": "-1e9"}}, "slot_types": slots},
+        "other": {**said, "agents": agents, "slot_types": [{**slots[0], "quantum": "0.01"}]},
+    }
+    async with world.client() as etcd:
+        for name, report in reports.items():
+            await etcd.put(f"/agentd/main/nodes/{name}", msgspec.json.encode(report))
+        await etcd.put("/agentd/main/nodes/text", b"\xff no JSON")
+        await etcd.put("/agentd/main/free/more", msgspec.json.encode({"agents": agents}))
+        await gateway.until({"newer": "ready", "text": "ready", "other": "conflicting"})
+        nodes = {node["id"]: node for node in await gateway.get("/v1/nodes")}
+        assert nodes["newer"]["reason"] == "schema 2 is newer than this gateway's, 1"
+        assert "cannot be read" in nodes["broken"]["reason"]
+        assert "cannot be read" in nodes["text"]["reason"]
+        assert nodes["other"]["conflicting"] == ["cuda.device"]
+        assert nodes["more"]["agents"]["main"]["cuda.device"]["free"] == "8"
+        made = [await gateway.create(kernel_id=f"k{n}", slots={"cuda.device": 1}) for n in range(3)]
+        assert {answer.json["node_id"] for answer in made} == {cuda}
+        assert {slot["quantum"] for slot in await gateway.get("/v1/slot-types")
+                if slot["name"] == "cuda.device"} == {"1"}  # fmt: skip
+
+
+async def fill(etcd: Etcd) -> None:
+    for number in range(200):
+        await etcd.put(f"/filler/{number}", b"x" * 200_000)
+
+
+async def test_a_full_disk_at_etcd_refuses_creates_and_nothing_else(world: World) -> None:
+    gateway, (cuda,) = await joined(world, "cuda", quota_bytes=4 * 2**20)
+    await gateway.create(kernel_id="k1")
+    async with world.client() as etcd:
+        with pytest.raises(EtcdUnavailable, match="space"):
+            await fill(etcd)
+    refused = await gateway.create()
+    assert (refused.status, refused.json["code"]) == (503, "FleetStoreUnavailable")
+    assert "space" in refused.json["detail"]
+    assert (await gateway.get("/v1/kernels/k1"))["state"] == "running"
+    assert await gateway.states() == {cuda: "ready"}
+
+
+async def test_fleets_in_one_etcd_are_apart_and_a_node_writes_its_own_keys_alone(
+    world: World,
+) -> None:
+    servers = await world.start_etcd()
+    (cuda,) = await world.start_nodes("cuda")
+    mine = (f"/agentd/main/nodes/{cuda}", f"/agentd/main/free/{cuda}")
+    await servers.require_logins(
+        "secret", node=mine, gate=("/agentd/main/",), other=("/agentd/other/",)
+    )
+    (world.folder / "password").write_text("secret\n")
+    await asyncio.to_thread((world.folder / "password").chmod, 0o600)
+
+    def kept_in(user: str, name: str = "main") -> str:
+        password = f'etcd-user = "{user}"\netcd-password-file = "{world.folder}/password"\n'
+        return f'{world.kept_in}name = "{name}"\n{password}'
+
+    world.join(cuda, kept_in=kept_in("node"))
+    gateway, other = world.gateway(kept_in("gate")), world.gateway(kept_in("other", "other"))
+    await gateway.until({cuda: "ready"})
+    assert (await gateway.create(kernel_id="k1")).status == 201
+    await other.until({})
+    assert await other.states() == {}
+    stranger = world.join(cuda, kept_in=kept_in("node", "other"))
+    async with asyncio.timeout(20):
+        while "permission denied" not in stranger.log:
+            await asyncio.sleep(0.05)
+    async with Etcd(Access(servers.endpoints, "node", "secret")) as etcd:
+        for key in ("nodes/another", "routes/k1", "slot-types/cuda.device"):
+            with pytest.raises(EtcdRefused, match="permission denied"):
+                await etcd.put(f"/agentd/main/{key}", json.dumps({}).encode())
