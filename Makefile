@@ -15,10 +15,13 @@ FOR ?= 3.11
 PLATFORMS ?= manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 NAMES := $(PLUGINS:plugins/%=agentd-plugin-%)
 
-.PHONY: demo test test-hardware wheels check lint unit soak bench clean
+.PHONY: demo demo-fleet test test-hardware wheels check lint unit soak bench clean
 
 demo: $(VENV)/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash docs/tutorial/demo.sh
+
+demo-fleet: $(VENV)/.installed
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash docs/tutorial/demo-fleet.sh
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -155,14 +156,14 @@ class Placer:
         revision = 0
         while queue:
             candidate = queue.popleft()
-            route = self._route(caller, order, candidate)
+            route, began = self._route(caller, order, candidate), _now()
             written = await self._store.keep(route, revision)
             if written is None:  # another gateway was asked for the same kernel
                 raise await self._overtaken(caller, order)
             revision = written
             self._state.debit(*candidate, request)
             try:
-                answer, is_certain = await self._asked(caller, order, route)
+                answer, is_certain = await self._asked(caller, order, route, began)
             except NeverAsked as error:
                 self._state.undebit(candidate.node_id)
                 refused.append((candidate.node_id, error))
@@ -242,11 +243,11 @@ class Placer:
                 await self._store.drop(route.kernel_id, kept.revision)
                 return None
             return _found(answer, route)
-        mine = replace(route, owner=secrets.token_hex(8))
+        mine, began = replace(route, owner=secrets.token_hex(8)), _now()
         revision = await self._store.keep(mine, kept.revision)
         if revision is None:
             return None
-        answer, _ = await self._asked(caller, order, mine)
+        answer, _ = await self._asked(caller, order, mine, began)
         if not answer.is_error:
             await self._placed(Kept(mine, revision))
         return _found(answer, route)
@@ -257,16 +258,23 @@ class Placer:
             raise OutcomeUnknown(route.kernel_id, route.node_id, f"node {route.node_id} is away")
         return node
 
-    async def _asked(self, caller: Caller, order: Order, route: Route) -> tuple[Answer, bool]:
+    async def _asked(
+        self, caller: Caller, order: Order, route: Route, began: float
+    ) -> tuple[Answer, bool]:
         """Ask a node for a kernel until it answers; tell too whether that is the only answer.
+
+        `began` is when the route was about to be written.
 
         Raises:
             NeverAsked: it cannot be asked, and has not been.
-            OutcomeUnknown: it was asked, and does not answer.
+            OutcomeUnknown: it was asked, and does not answer; or this gateway has slept, and
+                others may have settled the route meanwhile.
         """
-        node, end = self._known(route), asyncio.get_running_loop().time() + self._pace.insist_s
+        node, end = self._known(route), _now() + self._pace.insist_s
         is_certain = True
         while True:
+            if _now() - began > self._pace.insist_s + self._pace.settled_s / 2:
+                raise OutcomeUnknown(route.kernel_id, route.node_id, "this gateway was stopped")
             try:
                 return await self._asked_once(caller, order, route, node), is_certain
             except NeverAsked as error:
@@ -275,7 +283,7 @@ class Placer:
                 why = str(error)
             except AnswerLost as error:
                 is_certain, why = False, str(error)
-            if asyncio.get_running_loop().time() > end:
+            if _now() > end:
                 raise OutcomeUnknown(route.kernel_id, route.node_id, why)
             await asyncio.sleep(self._pace.again_s)
 
@@ -313,6 +321,11 @@ class Placer:
             await self._store.keep(replace(kept.route, progress=Progress.PLACED), kept.revision)
         except Unavailable as error:
             log.warning("fleet.not_noted", kernel_id=kept.route.kernel_id, reason=str(error))
+
+
+def _now() -> float:
+    """Return seconds that go on while the machine sleeps, and that nobody sets."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _path(agent_id: str) -> str:

@@ -69,8 +69,9 @@ class SqliteStore:
             self._state.learn(slot_type_in(msgspec.json.decode(value, type=SlotTypeReport)))
 
     async def close(self) -> None:
+        """Close the file."""
         if self._base is not None:
-            await self._do(self._base.close)
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._base.close)
         self._thread.shutdown()
 
     def why_not_live(self) -> str:
@@ -132,12 +133,13 @@ class SqliteStore:
 
     async def _follow(self, address: str, client: AsyncClient) -> None:
         async def told(reading: Reading) -> None:
-            await self._note(address, reading)
+            await self.heard(address, reading)
 
         async with client:
             await NodeReader(client, told).run()
 
-    async def _note(self, address: str, reading: Reading) -> None:
+    async def heard(self, address: str, reading: Reading) -> None:
+        """Take in what a node says that is followed at an address."""
         node_id = reading.node_id
         first = self._address.setdefault(node_id, address)
         if first != address:

@@ -9,8 +9,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
-from urllib.parse import quote, urlencode
 
+from agentd.client.paths import at
 from agentd.errors import Unavailable
 from agentd.views import (
     AgentView,
@@ -40,22 +40,6 @@ class Call(Generic[T]):
     def is_worth_another(self, refusal: Unavailable, left_s: float) -> bool:
         """Return whether to send it again: what `refusal` asks to wait for fits what is left."""
         return self.is_repeatable and bool(refusal.content) and refusal.retry_after_s <= left_s
-
-
-def at(*parts: str, **query: object) -> str:
-    """Return the path of a call; parameters that are None are left out, lists are repeated."""
-    path = "/v1/" + "/".join(quote(part, safe="") for part in parts)
-    pairs = [
-        (name, item if isinstance(item, str) else _text(item))
-        for name, value in query.items()
-        for item in (value if isinstance(value, (list, tuple)) else [value])
-        if item is not None
-    ]
-    return f"{path}?{urlencode(pairs)}" if pairs else path
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value}"
 
 
 def node(*, check: bool = False) -> Call[NodeView]:

@@ -6,7 +6,8 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from agentd.client.calls import Call, at
+from agentd.client.calls import Call
+from agentd.client.paths import at
 
 
 def nodes() -> Call[list[dict[str, Any]]]:

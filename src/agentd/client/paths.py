@@ -1,0 +1,21 @@
+"""Paths of calls, with what they ask for."""
+
+from __future__ import annotations
+
+from urllib.parse import quote, urlencode
+
+
+def at(*parts: str, **query: object) -> str:
+    """Return the path of a call; parameters that are None are left out, lists are repeated."""
+    path = "/v1/" + "/".join(quote(part, safe="") for part in parts)
+    pairs = [
+        (name, item if isinstance(item, str) else _text(item))
+        for name, value in query.items()
+        for item in (value if isinstance(value, (list, tuple)) else [value])
+        if item is not None
+    ]
+    return f"{path}?{urlencode(pairs)}" if pairs else path
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value}"

@@ -1,0 +1,116 @@
+"""Creates under chaos: of every kernel id there is one kernel at most, and none is lost unsaid.
+
+The census is the nodes' own view. A hundred creates and more here, 10,000 under `make soak`.
+"""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+
+import aiohttp
+
+from agentd_fleet.placing import Pace
+from fleet.fleet_world import GatewayProgram, World
+
+SOAK = bool(os.environ.get("AGENTD_SOAK"))
+CREATES, CALLERS, TROUBLES = (10_000, 24, 500) if SOAK else (100, 4, 12)
+GAVE_UP = {"InsufficientResource", "UnsupportedResource"}
+
+
+class Chaos:
+    """Kills, freezes and revives parts of a fleet, one after the other, until it is over."""
+
+    def __init__(self, world: World, gateways: list[GatewayProgram], rng: random.Random) -> None:
+        self.world, self.gateways, self.rng = world, gateways, rng
+        self.done: list[str] = []
+        self.is_over = False
+
+    async def run(self) -> None:
+        while not self.is_over:
+            await asyncio.sleep(self.rng.uniform(0.05, 0.2))
+            await self.once()
+
+    async def once(self) -> None:
+        what = self.rng.choice([self.gateway_dies, self.daemon_dies, self.freeze, self.publisher])
+        self.done.append(what.__name__)
+        await what()
+
+    async def gateway_dies(self) -> None:
+        gateway = self.rng.choice(self.gateways)
+        await gateway.stop(signal.SIGKILL)
+        gateway.start()
+
+    async def daemon_dies(self) -> None:
+        daemon = self.rng.choice(list(self.world.nodes.values()))
+        await daemon.stop(signal.SIGKILL)
+        await daemon.start()
+
+    async def publisher(self) -> None:
+        program = self.rng.choice([p for p in self.world.programs if p.command == "join"])
+        await program.stop(signal.SIGKILL)
+        program.start()
+
+    async def freeze(self) -> None:
+        """Stop a process for a while: a daemon, a gateway, a publisher, or etcd."""
+        pids = [program.pid for program in self.world.programs]
+        pids += [d.process.pid for d in self.world.nodes.values() if d.process is not None]
+        etcd = self.world.etcd
+        assert etcd is not None
+        pids += [process.pid for process in etcd.processes if process is not None]
+        pid = self.rng.choice(pids)
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(self.rng.uniform(0.1, 3.0))
+        os.kill(pid, signal.SIGCONT)
+
+
+async def settled(gateways: list[GatewayProgram], kernel_id: str, rng: random.Random) -> str:
+    """Order a kernel again and again, at any gateway, until the answer is certain."""
+    patience = 120
+    async with asyncio.timeout(patience):
+        while True:
+            with contextlib.suppress(aiohttp.ClientError, OSError, asyncio.TimeoutError):
+                async with asyncio.timeout(20):
+                    body = {"kernel_id": kernel_id, "slots": {"cpu": 0, "mem": "1m"}}
+                    answer = await rng.choice(gateways).create(**body)
+                if answer.status in (200, 201):
+                    return answer.json["node_id"]
+                if answer.json["code"] in GAVE_UP:
+                    return ""
+            await asyncio.sleep(0.05)
+
+
+async def test_no_kernel_id_is_on_two_nodes_and_none_is_lost(world: World) -> None:
+    seed = int(os.environ["AGENTD_SEED"])
+    rng = random.Random(seed)
+    await world.start_etcd(3)
+    nodes = await world.start_nodes("cuda", "rocm", "none")
+    for node in nodes:
+        world.join(node)
+    gateways = [world.gateway() for _ in range(2)]
+    for gateway in gateways:
+        await gateway.until(dict.fromkeys(nodes, "ready"))
+    chaos = Chaos(world, gateways, rng)
+    breaking = asyncio.create_task(chaos.run())
+    told: dict[str, str] = {}
+
+    async def call() -> None:
+        while len(told) < CREATES or len(chaos.done) < TROUBLES:
+            told[name := f"k{len(told)}"] = ""
+            told[name] = await settled(gateways, name, rng)
+            if SOAK and told[name]:  # the nodes would be full of processes
+                await world.nodes[told[name]].call("DELETE", f"/v1/kernels/{name}?timeout=0")
+
+    try:
+        await asyncio.gather(*(call() for _ in range(CALLERS)))
+    finally:
+        chaos.is_over = True
+        await breaking
+        print(f"seed {seed}: {len(told)} creates, {len(chaos.done)} troubles")
+    census = await world.census()
+    assert {k: v for k, v in census.items() if len(v) > 1} == {}
+    if not SOAK:
+        placed = {name: [node] for name, node in told.items() if node}
+        assert census == placed
+    assert Pace().settled_s > 40, "longer than a node waits for a request's header and body"

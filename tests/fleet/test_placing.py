@@ -1,0 +1,246 @@
+"""Exactly one: whoever dies, freezes or loses an answer, a kernel id is on one node at most."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from agentd.core.access import Caller, Role
+from agentd.errors import AgentdError, KernelConflict
+from agentd_fleet.nodes import Nodes
+from agentd_fleet.orders import FleetKernelRequest, Order, order_of
+from agentd_fleet.placing import OutcomeUnknown, Pace, Placer
+from agentd_fleet.report import reading_of
+from agentd_fleet.route import Progress, Route
+from agentd_fleet.state import FleetState
+from agentd_fleet.store_sqlite import SqliteStore
+from agentd_fleet.sweep import Sweep
+from agentd_fleet.view import NodeStatus
+from fleet.fleet_world import SLEEP, World
+from fleet.node_proxy import NodeProxy
+
+BOSS = Caller("boss", Role.ADMIN)
+PACE = Pace(insist_s=1.0, again_s=0.05, sweep_s=0.1, settled_s=0.3)
+
+
+def order(kernel_id: str = "k1", cpu: int = 1, **members: object) -> Order:
+    body = {**SLEEP, "kernel_id": kernel_id, "slots": {"cpu": cpu, "mem": "1m"}, **members}
+    return order_of(FleetKernelRequest.model_validate(body), BOSS)
+
+
+class Rig:
+    """Two gateways' parts over one store and two real nodes, each behind a proxy."""
+
+    def __init__(self, world: World, names: list[str]) -> None:
+        self.world, self.names = world, names
+        self.nodes = Nodes()
+        self.proxies = {
+            name: NodeProxy(
+                world.folder / f"p{number}.sock", world.nodes[name].folder / "agentd.sock"
+            )
+            for number, name in enumerate(names)
+        }
+        self.states = [FleetState(), FleetState()]
+        self.stores = [
+            SqliteStore(world.folder / "fleet.sqlite", (), state) for state in self.states
+        ]
+        self.placers = [
+            Placer(store, state, self.nodes, pace=PACE)
+            for store, state in zip(self.stores, self.states, strict=True)
+        ]
+
+    async def start(self) -> None:
+        for store in self.stores:
+            await store.open()
+        for name, proxy in self.proxies.items():
+            await proxy.start()
+            await self.tell(name)
+
+    async def tell(self, name: str, status: NodeStatus = NodeStatus.READY) -> None:
+        """Have both gateways hear of a node."""
+        daemon = self.world.nodes[name]
+        parts = [await daemon.get(f"/v1/{part}") for part in ("node", "slot-types", "agents")]
+        reading = reading_of(*parts, await daemon.get("/v1/devices"))
+        for store, state in zip(self.stores, self.states, strict=True):
+            await store.heard(f"unix:{self.proxies[name].path}", reading)
+            if status is not NodeStatus.READY:
+                state.lose(name, 0.0)
+
+    async def create(self, wanted: Order, gateway: int = 0) -> str:
+        placed = await self.placers[gateway].create(BOSS, wanted, self.states[gateway].view)
+        return placed.node_id
+
+    async def stop(self) -> None:
+        await self.nodes.__aexit__(None, None, None)
+        for proxy in self.proxies.values():
+            proxy.passing.set()
+            await proxy.stop()
+        for store in self.stores:
+            await store.close()
+
+    def sweep(self, gateway: int = 1) -> Sweep:
+        parts = self.stores[gateway], self.states[gateway], self.nodes, self.placers[gateway]
+        return Sweep(*parts, PACE)
+
+
+@pytest.fixture
+async def rig(world: World) -> AsyncIterator[Rig]:
+    made = Rig(world, await world.start_nodes("none", "none"))
+    await made.start()
+    yield made
+    await made.stop()
+
+
+def on(name: str) -> dict[str, object]:
+    return {"placement": {"nodes": [name]}}
+
+
+async def test_an_answer_that_is_lost_is_asked_for_at_that_node_again(rig: Rig) -> None:
+    first, _ = rig.names
+    rig.proxies[first].is_losing = True
+    creating = asyncio.create_task(rig.create(order(**on(first))))
+    async with asyncio.timeout(10):
+        while not (await rig.world.census()):
+            await asyncio.sleep(0.01)
+    rig.proxies[first].is_losing = False
+    assert await creating == first
+    assert await rig.world.census() == {"k1": [first]}
+    kept = await rig.stores[0].route("k1")
+    assert kept is not None
+    assert kept.route.progress is Progress.PLACED
+
+
+async def test_a_node_that_was_asked_and_freezes_has_the_kernel_id_for_itself(rig: Rig) -> None:
+    first, second = rig.names
+    rig.proxies[first].passing.clear()
+    creating = asyncio.create_task(rig.create(order(placement={"nodes": [first, second]})))
+    rig.proxies[second].passing.clear()
+    async with asyncio.timeout(10):
+        while not (asked := [n for n in rig.names if rig.proxies[n].asked.is_set()]):
+            await asyncio.sleep(0.01)
+    (node,) = asked
+    await rig.tell(node, NodeStatus.LOST)
+    with pytest.raises(OutcomeUnknown) as unknown:
+        await creating
+    assert unknown.value.facts() == {"kernel_id": "k1", "node_id": node}
+    other = next(name for name in rig.names if name != node)
+    rig.proxies[other].passing.set()
+    with pytest.raises(OutcomeUnknown):  # by another gateway too, though another node has room
+        await rig.create(order(placement={"nodes": [first, second]}), gateway=1)
+    rig.proxies[node].passing.set()
+    await rig.tell(node)
+    assert await rig.create(order(placement={"nodes": [first, second]}), gateway=1) == node
+    assert await rig.world.census() == {"k1": [node]}
+
+
+async def test_a_gateway_that_dies_before_it_asks_leaves_what_another_takes_over(rig: Rig) -> None:
+    wanted = order()
+    first, _ = rig.names
+    left = Route(
+        kernel_id="k1", node_id=first, agent_id="agent-1", request_hash=wanted.request_hash,
+        owner="the dead",
+    )  # fmt: skip
+    assert await rig.stores[0].keep(left, 0)
+    with pytest.raises(KernelConflict):
+        await rig.create(order(cpu=2), gateway=1)
+    assert await rig.create(wanted, gateway=1) == first
+    assert await rig.world.census() == {"k1": [first]}
+
+
+async def test_what_nobody_saw_the_end_of_is_settled_by_its_node(rig: Rig) -> None:
+    first, second = rig.names
+    for kernel_id, node in (("there", first), ("never", first), ("away", second)):
+        route = Route(
+            kernel_id=kernel_id, node_id=node, agent_id="agent-1", request_hash="x", owner="o"
+        )
+        assert await rig.stores[0].keep(route, 0)
+    await rig.world.nodes[first].running(kernel_id="there", **SLEEP)
+    rig.proxies[second].passing.clear()
+    await rig.tell(second, NodeStatus.LOST)
+    await rig.proxies[second].stop()
+    sweep = rig.sweep()
+    await sweep.once()
+    assert await rig.stores[0].route("never") is not None, "one look is none"
+    async with asyncio.timeout(10):
+        while await rig.stores[0].route("never") is not None:
+            await sweep.once()
+    there, away = await rig.stores[0].route("there"), await rig.stores[0].route("away")
+    assert there is not None
+    assert there.route.progress is Progress.PLACED
+    assert away is not None
+    assert away.route.progress is Progress.PLACING
+
+
+async def test_who_was_overtaken_goes_to_no_other_node(rig: Rig) -> None:
+    """The first gateway is refused by a node that is full, when the second has taken over."""
+    first, second = rig.names
+    await rig.world.nodes[first].running(kernel_id="big", slots={"cpu": 8, "mem": "1m"}, **SLEEP)
+    rig.proxies[first].passing.clear()
+    rig.proxies[second].passing.clear()
+    slow = asyncio.create_task(rig.create(order(cpu=4)))
+    async with asyncio.timeout(10):
+        while not any(proxy.asked.is_set() for proxy in rig.proxies.values()):
+            await asyncio.sleep(0.01)
+    taken = asyncio.create_task(rig.create(order(cpu=4), gateway=1))
+    kept = await rig.stores[0].route("k1")
+    async with asyncio.timeout(10):
+        while (now := await rig.stores[0].route("k1")) == kept:
+            await asyncio.sleep(0.01)
+    assert now is not None
+    assert kept is not None
+    assert now.route.node_id == kept.route.node_id
+    for proxy in rig.proxies.values():
+        proxy.passing.set()
+    outcomes = await asyncio.gather(slow, taken, return_exceptions=True)
+    census = await rig.world.census()
+    assert len(census.get("k1", [])) <= 1
+    for outcome in outcomes:
+        assert isinstance(outcome, AgentdError) or [outcome] == census["k1"], outcomes
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_two_gateways_that_are_asked_at_once_agree(rig: Rig, seed: int) -> None:
+    rng = random.Random(seed)
+    orders = [order(f"k{n}") for n in range(6)] * 3
+    rng.shuffle(orders)
+    outcomes = await asyncio.gather(
+        *(rig.create(item, gateway=n % 2) for n, item in enumerate(orders)), return_exceptions=True
+    )
+    census = await rig.world.census()
+    assert all(len(nodes) == 1 for nodes in census.values())
+    for item, outcome in zip(orders, outcomes, strict=True):
+        assert isinstance(outcome, AgentdError) or [outcome] == census[item.kernel_id]
+
+
+async def test_a_full_node_sends_the_order_on_and_leaves_nothing(rig: Rig) -> None:
+    first, second = rig.names
+    await rig.world.nodes[first].running(kernel_id="big", slots={"cpu": 8, "mem": "1m"}, **SLEEP)
+    found = {await rig.create(order(f"k{n}", cpu=2)) for n in range(4)}
+    assert found == {second}
+    with pytest.raises(AgentdError) as refused:
+        await rig.create(order("k9", cpu=2))
+    assert refused.value.code == "InsufficientResource"
+    assert await rig.stores[0].route("k9") is None
+    nowhere = order_of(FleetKernelRequest.model_validate({**SLEEP, "kernel_id": "bad", "command":
+                       ["/nowhere"], "slots": {"cpu": 0}}), BOSS)  # fmt: skip
+    with pytest.raises(AgentdError) as refused:
+        await rig.create(nowhere)
+    assert refused.value.code == "CommandNotFound"
+    assert await rig.stores[0].route("bad") is None
+
+
+async def test_what_is_remembered_survives(folder: Path) -> None:
+    state = FleetState()
+    store = SqliteStore(folder / "fleet.sqlite", (), state)
+    await store.open()
+    route = Route(kernel_id="k", node_id="n", agent_id="a", request_hash="h", owner="o")
+    revision = await store.keep(route, 0)
+    await store.close()
+    again = SqliteStore(folder / "fleet.sqlite", (), FleetState())
+    await again.open()
+    kept = await again.route("k")
+    assert kept is not None
+    assert (kept.route, kept.revision) == (route, revision)
+    await again.close()
