@@ -7,32 +7,39 @@ cd "$(dirname "$0")/../.."
 began=$SECONDS
 folder=$(mktemp -d /tmp/agentd-fleet-XXXXXX)
 chmod 755 "$folder"
-work=${folder##*/}                      # a node's id is one daemon's on a machine
-for name in "${!AGENTD@}" "${!AGENTCTL@}"; do unset "$name"; done
+name=fleet-${folder##*-}                 # a node's id is one daemon's on a machine
+nodes=("$name-a" "$name-b" "$name-c")
+for variable in "${!AGENTD@}" "${!AGENTCTL@}"; do unset "$variable"; done
 export AGENTCTL_FLEET=unix:$folder/gateway.sock
-nodes=("$work-a" "$work-b" "$work-c")
 kernels=(trainer tuner sharer packed-1 packed-2)
 declare -A daemons=()
 gateway=""
 
 say() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
-shown() { printf '\033[2m$ %s\033[0m\n' "$*"; }
+shown() {
+  local word line=""
+  for word; do
+    [[ $word =~ ^[A-Za-z0-9_./:=,-]+$ ]] || word=${word@Q}
+    line+=" $word"
+  done
+  printf '\033[2m$%s\033[0m\n' "$line"
+}
 run() { shown "$@"; "$@"; }
-node() { agentctl --socket "$folder/$1/agentd.sock" "${@:2}"; }
+node() { env -u AGENTCTL_FLEET agentctl --socket "$folder/$1/agentd.sock" "${@:2}"; }
 untrue() { printf 'this is not so: %s\n' "$*" >&2; exit 1; }
 
 # holds EXPRESSION COMMAND…: whether the expression is true of `it`, the command's answer in JSON
 holds() {
-  "${@:2}" -o json 2>/dev/null |
-    python3 -c 'import json, sys; sys.exit(not eval(sys.argv[1], {"it": json.load(sys.stdin)}))' "$1" 2>/dev/null
+  "${@:2}" -o json |
+    python3 -c 'import json, sys; sys.exit(not eval(f"({sys.argv[1]})", {"it": json.load(sys.stdin)}))' "$1"
 }
 sure() { holds "$@" || untrue "$1 of ${*:2}"; }
 soon() {
-  for _ in $(seq 100); do
-    holds "$@" && return
+  for _ in $(seq 50); do
+    holds "$@" 2>/dev/null && return
     sleep 0.1
   done
-  untrue "$1 of ${*:2}, within 10 seconds at least"
+  untrue "$1 of ${*:2}, after 5 seconds or more"
 }
 
 # refused WORDS COMMAND…: the command is refused, in these words among others (a basic regular expression)
@@ -70,7 +77,8 @@ start() {
 }
 
 ready() {
-  for _ in $(seq 200); do
+  local end=$((SECONDS + 30))
+  while [ "$SECONDS" -lt "$end" ]; do
     node "$1" status >/dev/null 2>&1 && return
     kill -0 "${daemons[$1]}" 2>/dev/null || break
     sleep 0.1
@@ -129,7 +137,7 @@ for name in "${nodes[@]}"; do ready "$name"; done
 shown agentd-fleet gateway --config "$folder/fleet.toml"
 setsid agentd-fleet gateway --config "$folder/fleet.toml" 2>"$folder/gateway.log" &
 gateway=$!
-shown "export AGENTCTL_FLEET=$AGENTCTL_FLEET"
+shown export "AGENTCTL_FLEET=$AGENTCTL_FLEET"
 soon 'len(it) == 3 and all(node["state"] == "ready" for node in it)' agentctl fleet nodes
 run agentctl fleet nodes
 
@@ -166,7 +174,7 @@ refused 'full' agentctl fleet create -s cuda.device=3 -- sleep 1000
 
 say "one daemon is killed: its kernel is unknown, and created nowhere else; its slots stay known"
 pid=$(node "$a" ls -o json | python3 -c 'import json, sys; print({k["kernel_id"]: k["pid"] for k in json.load(sys.stdin)}["trainer"])')
-shown "kill -KILL ${daemons[$a]}    # agentd of $a"
+shown kill -KILL "${daemons[$a]}"
 kill -KILL "${daemons[$a]}"
 wait "${daemons[$a]}" 2>/dev/null || true
 soon "{node['id']: node['state'] for node in it} == {'$a': 'daemon-down', '$b': 'ready', '$c': 'ready'}" agentctl fleet nodes
@@ -178,7 +186,7 @@ refused "$a" agentctl fleet create --id trainer -s cuda.device=2 -s cpu=5 -- \
 refused 'daemon-down' agentctl fleet create -s cuda.device=1 -- sleep 1000
 sure '"cuda.device" in {row["name"] for row in it}' agentctl fleet slots
 for name in "$b" "$c"; do sure '"trainer" not in {kernel["kernel_id"] for kernel in it}' node "$name" ls; done
-kill -0 "$pid" 2>/dev/null || [ -d "/proc/$pid" ] || untrue "the kernel runs without its daemon"
+[ -d "/proc/$pid" ] || untrue "process $pid, the kernel, runs on without its daemon"
 
 say "its daemon is back: the same kernel with the same process, listed with its node"
 shown agentd run --config "$folder/$a/agent.toml"

@@ -68,6 +68,14 @@ class Placed(NamedTuple):
     agent_id: str
 
 
+class Tried(NamedTuple):
+    """A node's answer, the route as it stands then, and whether the node was asked only once."""
+
+    answer: Answer
+    kept: Kept
+    is_certain: bool
+
+
 class OutcomeUnknown(NodeUnavailable):
     """A node may have a kernel, or not; the same request finds out."""
 
@@ -163,16 +171,16 @@ class Placer:
             revision = written
             self._state.debit(*candidate, request)
             try:
-                answer, is_certain = await self._asked(caller, order, route, began)
+                tried = await self._asked(caller, order, Kept(route, revision), began)
             except NeverAsked as error:
                 self._state.undebit(candidate.node_id)
                 refused.append((candidate.node_id, error))
                 continue
-            if not answer.is_error:
-                await self._placed(Kept(route, revision))
-                return Placed(answer, *candidate)
-            refusal_here = answer.error()
-            if not is_certain or refusal_here.code in MAY_YET:
+            if not tried.answer.is_error:
+                await self._placed(tried.kept)
+                return Placed(tried.answer, *candidate)
+            refusal_here = tried.answer.error()
+            if not tried.is_certain or refusal_here.code in MAY_YET:
                 raise refusal_here
             self._state.undebit(candidate.node_id)
             refused.append((candidate.node_id, refusal_here))
@@ -247,10 +255,10 @@ class Placer:
         revision = await self._store.keep(mine, kept.revision)
         if revision is None:
             return None
-        answer, _ = await self._asked(caller, order, mine, began)
-        if not answer.is_error:
-            await self._placed(Kept(mine, revision))
-        return _found(answer, route)
+        tried = await self._asked(caller, order, Kept(mine, revision), began)
+        if not tried.answer.is_error:
+            await self._placed(tried.kept)
+        return _found(tried.answer, route)
 
     def _known(self, route: Route) -> FleetNode:
         node = self._state.node(route.node_id)
@@ -258,25 +266,26 @@ class Placer:
             raise OutcomeUnknown(route.kernel_id, route.node_id, f"node {route.node_id} is away")
         return node
 
-    async def _asked(
-        self, caller: Caller, order: Order, route: Route, began: float
-    ) -> tuple[Answer, bool]:
-        """Ask a node for a kernel until it answers; tell too whether that is the only answer.
+    async def _asked(self, caller: Caller, order: Order, kept: Kept, began: float) -> Tried:
+        """Ask a node for a kernel until it answers.
 
-        `began` is when the route was about to be written.
+        Before it is asked again the route is written again: whoever settled it meanwhile, or took
+        it over, must not find that the node was asked behind its back. `began` is when the route
+        was about to be written.
 
         Raises:
             NeverAsked: it cannot be asked, and has not been.
             OutcomeUnknown: it was asked, and does not answer; or this gateway has slept, and
                 others may have settled the route meanwhile.
         """
-        node, end = self._known(route), _now() + self._pace.insist_s
-        is_certain = True
+        route, end = kept.route, _now() + self._pace.insist_s
+        node, is_certain = self._known(route), True
         while True:
             if _now() - began > self._pace.insist_s + self._pace.settled_s / 2:
                 raise OutcomeUnknown(route.kernel_id, route.node_id, "this gateway was stopped")
             try:
-                return await self._asked_once(caller, order, route, node), is_certain
+                answer = await self._asked_once(caller, order, route, node)
+                return Tried(answer, kept, is_certain=is_certain)
             except NeverAsked as error:
                 if is_certain:
                     raise
@@ -286,6 +295,11 @@ class Placer:
             if _now() > end:
                 raise OutcomeUnknown(route.kernel_id, route.node_id, why)
             await asyncio.sleep(self._pace.again_s)
+            mine, began = replace(route, owner=secrets.token_hex(8)), _now()
+            revision = await self._store.keep(mine, kept.revision)
+            if revision is None:
+                raise OutcomeUnknown(route.kernel_id, route.node_id, "another is at work on it")
+            kept = Kept(mine, revision)
 
     async def _asked_once(
         self, caller: Caller, order: Order, route: Route, node: FleetNode

@@ -6,9 +6,30 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from agentd.core.slots import ResourceSlots, format_amount
-from agentd.errors import AgentdError, InsufficientResource, UnknownAgent, UnknownNode
+from agentd.errors import (
+    AgentdError,
+    InsufficientResource,
+    NodeUnavailable,
+    UnknownAgent,
+    UnknownNode,
+)
 from agentd_fleet.candidates import MOST_NAMED, Constraints, Unfit, unfit
 from agentd_fleet.view import FleetView
+
+
+PASSING = frozenset({"lost", "daemon-down", "said NodeUnavailable", "said NotReady"})
+"""Classes that say nothing of what there is."""
+
+
+class NoNode(NodeUnavailable):
+    """No node that comes into question answers."""
+
+    def __init__(self, classes: Sequence[Unfit]) -> None:
+        self.classes = tuple(classes)
+        super().__init__(f"no node answers that could be asked: {_told(classes)}")
+
+    def facts(self) -> Mapping[str, object]:
+        return {"classes": _wire(self.classes)}
 
 
 class NoPlace(InsufficientResource):
@@ -20,15 +41,18 @@ class NoPlace(InsufficientResource):
         rows = explain if isinstance(explain, (list, tuple)) else ()
         super().__init__(slot, requested, free, rows)
         self.classes = tuple(classes)
-        told = ", ".join(f"{row.count} {row.reason}" for row in self.classes)
-        self.args = (f"{slot}: {requested} asked for; {told}",)
+        self.args = (f"{slot}: {requested} asked for; {_told(classes)}",)
 
     def facts(self) -> Mapping[str, object]:
-        rows = [
-            {"reason": row.reason, "count": row.count, "nodes": list(row.nodes)}
-            for row in self.classes
-        ]
-        return {**super().facts(), "classes": rows}
+        return {**super().facts(), "classes": _wire(self.classes)}
+
+
+def _told(classes: Sequence[Unfit]) -> str:
+    return ", ".join(f"{row.count} {row.reason}" for row in classes)
+
+
+def _wire(classes: Sequence[Unfit]) -> list[dict[str, object]]:
+    return [{"reason": row.reason, "count": row.count, "nodes": list(row.nodes)} for row in classes]
 
 
 def refusal(
@@ -42,6 +66,8 @@ def refusal(
     classes = [*_said(refused), *_others(view, request, constraints, asked)]
     if not classes:
         return _nowhere(view, constraints)
+    if {row.reason for row in classes} <= PASSING:
+        return NoNode(classes)
     slot, free = _scarcest(view, request, constraints)
     kind = view.slot_types[slot].kind
     explain = next((getattr(e, "explain", ()) for _, e in reversed(refused)), ())

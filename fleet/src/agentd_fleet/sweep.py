@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 
@@ -23,12 +24,16 @@ REST = 20.0
 SWEEPER = Caller("fleet", Role.ADMIN)
 
 
+COMING = ("preparing", "pulling", "creating")
+"""States of kernels that may yet come to nothing."""
+
+
 class Sweep:
     """Looks at all routes now and then; any number of gateways may do so at once.
 
-    A route is dropped only if its node said twice that it has no such kernel, and answered for
-    longer in between than a request can be under way to it. How long is told by this process's
-    own clock, which nobody sets.
+    A route that has just changed is somebody's at work. One is dropped only if its node said twice
+    that it has no such kernel, and answered for longer in between than a request can be under way
+    to it. How long is told by this process's own clock, which nobody sets.
     """
 
     def __init__(
@@ -39,6 +44,7 @@ class Sweep:
         self._nodes = nodes
         self._placer = placer
         self._pace = pace
+        self._seen: dict[tuple[str, int], float] = {}
         self._absent: dict[tuple[str, int], float] = {}
 
     async def run(self) -> None:
@@ -56,13 +62,17 @@ class Sweep:
     async def once(self) -> None:
         """Look at every route once: nodes that routes lead to are known, and creates settled."""
         seen: set[tuple[str, int]] = set()
+        now = asyncio.get_running_loop().time()
         async for page in self._store.routes():
             for kept in page:
                 if self._state.node(kept.route.node_id) is None:
                     self._state.lose(kept.route.node_id, time.time())
                 if kept.route.progress is Progress.PLACING:
-                    seen.add((kept.route.kernel_id, kept.revision))
-                    await self._settle(kept)
+                    key = (kept.route.kernel_id, kept.revision)
+                    seen.add(key)
+                    if now - self._seen.setdefault(key, now) >= 2 * self._pace.insist_s:
+                        await self._settle(kept)
+        self._seen = {key: at for key, at in self._seen.items() if key in seen}
         self._absent = {key: at for key, at in self._absent.items() if key in seen}
 
     async def _settle(self, kept: Kept) -> None:
@@ -77,7 +87,9 @@ class Sweep:
             except NodeUnavailable:
                 self._absent.pop(key, None)
                 return
-            if not answer.is_error:
+            if not answer.is_error and json.loads(answer.body)["state"] in COMING:
+                self._absent.pop(key, None)
+            elif not answer.is_error:
                 placed = replace(route, progress=Progress.PLACED)
                 await self._store.keep(placed, kept.revision)
                 log.info("fleet.settled", kernel_id=route.kernel_id, node_id=route.node_id)
