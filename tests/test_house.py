@@ -76,17 +76,41 @@ def test_there_is_no_drawer_for_odds_and_ends() -> None:
     assert not drawers & {path.stem for path in SOURCES}
 
 
-def test_the_unit_file_is_one_that_systemd_takes() -> None:
+UNITS = {
+    "agentd": ("Type=notify", "KillMode=process", "RestartPreventExitStatus=78"),
+    "agentd-fleet-join": ("Type=notify", "RestartPreventExitStatus=78", "Wants=agentd.service"),
+    "agentd-fleet-gateway": ("Type=notify", "RestartPreventExitStatus=78", "WatchdogSec=60"),
+}
+"""What each unit file says, among other things."""
+EXPOSED = {"agentd": 70}
+"""Tenths of systemd's own points that a unit may have: agentd starts what others send it."""
+
+
+def analyzed(*arguments: str, unit: str) -> subprocess.CompletedProcess[str]:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed")
-    unit = ROOT / "systemd" / "agentd.service"
-    done = subprocess.run(
-        ["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    text = unit.read_text()
-    for line in ("Type=notify", "KillMode=process", "RestartPreventExitStatus=78"):
-        assert line in text
+    command = ["systemd-analyze", *arguments, ROOT / "systemd" / f"{unit}.service"]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_every_unit_file_is_looked_at() -> None:
+    assert {path.stem for path in ROOT.glob("systemd/*.service")} == UNITS.keys()
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_unit_file_is_one_that_systemd_takes(unit: str) -> None:
+    done = analyzed("verify", unit=unit)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    lines = (ROOT / "systemd" / f"{unit}.service").read_text().splitlines()
+    for wanted in UNITS[unit]:
+        assert any(line.startswith(wanted) for line in lines), wanted
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_unit_has_little_that_it_does_not_need(unit: str) -> None:
+    threshold = EXPOSED.get(unit, 40)
+    done = analyzed("security", "--offline=true", f"--threshold={threshold}", unit=unit)
+    assert done.returncode == 0, done.stdout[-200:]
 
 
 def test_a_manager_that_does_not_listen_is_no_harm(tmp_path: Path) -> None:

@@ -94,13 +94,17 @@ stop() {
 
 # Kernels outlive their daemons, so none may be left: the gateway first, that nobody creates any more.
 finish() {
-  local status=$? name left
+  local status=$? name left is_clean=1
   trap '' INT TERM HUP
   set +e
   [ -z "$gateway" ] || stop "$gateway"
   for name in "${!daemons[@]}"; do
     kill -0 "${daemons[$name]}" 2>/dev/null || start "$name"
-    ready "$name" 2>/dev/null
+    if ! ready "$name"; then
+      echo "$name does not answer: its kernels may still run, and $folder is left as it is" >&2
+      is_clean=""
+      continue
+    fi
     for _ in $(seq 20); do
       left=$(node "$name" ls -o name) || break
       [ -n "$left" ] || break
@@ -108,7 +112,7 @@ finish() {
     done
     stop "${daemons[$name]}"
   done
-  rm -rf "$folder"
+  [ -z "$is_clean" ] || rm -rf "$folder"
   exit "$status"
 }
 trap finish EXIT

@@ -77,7 +77,8 @@ class Rig:
         for proxy in self.proxies.values():
             proxy.passing.set()
             await proxy.stop()
-        for store in self.stores:
+        for store, placer in zip(self.stores, self.placers, strict=True):
+            await placer.close()
             await store.close()
 
     def sweep(self, gateway: int = 1) -> Sweep:
@@ -107,6 +108,7 @@ async def test_an_answer_that_is_lost_is_asked_for_at_that_node_again(rig: Rig) 
     rig.proxies[first].is_losing = False
     assert await creating == first
     assert await rig.world.census() == {"k1": [first]}
+    await rig.placers[0].close()
     kept = await rig.stores[0].route("k1")
     assert kept is not None
     assert kept.route.progress is Progress.PLACED

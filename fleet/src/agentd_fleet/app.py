@@ -130,6 +130,7 @@ class GatewayDaemon:
             nodes = await stack.enter_async_context(Nodes(token, tls))
             store = await self._store(stack, state, token, tls)
             placer = Placer(store, state, nodes, settings.gateway.policy, self._pace)
+            stack.push_async_callback(placer.close)
             gateway = Gateway(store, state, nodes, placer)
             await stack.enter_async_context(_running(store.run()))
             server = Server("agentd-fleet", ROUTES, gateway, where)

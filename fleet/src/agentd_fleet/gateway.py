@@ -47,7 +47,7 @@ class Gateway:
         self._state = state
         self._nodes = nodes
         self._placer = placer
-        self._kernels = FleetKernels(store, state, nodes)
+        self._kernels = FleetKernels(store, state, nodes, placer)
         self._lists = Lists(self._kernels, state)
         self._streams = Streams()
         self._events = EventLog()

@@ -11,6 +11,7 @@ from urllib.parse import quote, urlencode
 from agentd.core.access import Caller
 from agentd.errors import NodeUnavailable, UnknownKernel, UnknownNode
 from agentd_fleet.nodes import CREATE_PATIENCE_S, Answer, Nodes
+from agentd_fleet.placing import Placer
 from agentd_fleet.route import Kept, Progress, Route, Store
 from agentd_fleet.state import FleetState
 from agentd_fleet.view import FleetNode, NodeStatus
@@ -29,7 +30,8 @@ class Place(NamedTuple):
 class FleetKernels:
     """What can be done to kernels of any node."""
 
-    def __init__(self, store: Store, state: FleetState, nodes: Nodes) -> None:
+    def __init__(self, store: Store, state: FleetState, nodes: Nodes, placer: Placer) -> None:
+        self._placer = placer
         self._store = store
         self._state = state
         self._nodes = nodes
@@ -52,7 +54,8 @@ class FleetKernels:
             UnknownKernel: the fleet made none of that id, and no node is named.
             UnknownNode: the named one is not there.
         """
-        kept = await self._store.route(kernel_id)
+        async with self._placer.alone(kernel_id):
+            kept = await self._store.route(kernel_id)
         if kept is not None and not caller.sees(kept.route.agent_id):
             kept = None
         if node_id is not None:

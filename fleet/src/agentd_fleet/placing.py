@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from agentd.core.access import Caller
 from agentd.core.slots import ResourceSlots
-from agentd.errors import AgentdError, KernelConflict, NodeUnavailable, Unavailable
+from agentd.errors import AgentdError, KernelConflict, NodeUnavailable
 from agentd_fleet.candidates import Candidate, Policy, asked, candidates
 from agentd_fleet.nodes import CREATE_PATIENCE_S, Answer, AnswerLost, NeverAsked, Nodes
 from agentd_fleet.orders import Order
@@ -107,6 +107,7 @@ class Placer:
         self._policy = policy
         self._pace = pace or Pace()
         self._choice = random.Random()  # noqa: S311 - spreads load, hides nothing
+        self._noting: set[asyncio.Task[None]] = set()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @asynccontextmanager
@@ -123,9 +124,7 @@ class Placer:
             AgentdError: nobody can have it now, or a node refuses it; `OutcomeUnknown` if neither
                 is known.
         """
-        request = asked(view, order.slots)
-        if why := self._store.why_not_live():
-            raise NodeUnavailable(f"nothing is placed while the fleet cannot be seen: {why}")
+        request = self._asked_for(order, view)
         async with self.alone(order.kernel_id):
             kept = None if order.is_new else await self._store.route(order.kernel_id)
             while kept is not None:
@@ -140,7 +139,7 @@ class Placer:
         Raises:
             AgentdError: see `create`.
         """
-        request = asked(view, order.slots)
+        request = self._asked_for(order, view)
         choices = self._choices(order, view, request)
         answers = await self._looks(caller, order, choices)
         for candidate, answer in zip(choices, answers, strict=True):
@@ -151,6 +150,17 @@ class Placer:
         ]
         raise refusal(view, request, order.constraints, refused)
 
+    def _asked_for(self, order: Order, view: FleetView) -> ResourceSlots:
+        """Return what is asked for in the fleet's slots.
+
+        Raises:
+            NodeUnavailable: what the fleet has cannot be seen now.
+            AgentdError: no fleet like this one can ever give it.
+        """
+        if why := self._store.why_not_live():
+            raise NodeUnavailable(f"nothing is placed while the fleet cannot be seen: {why}")
+        return asked(view, order.slots)
+
     def _choices(self, order: Order, view: FleetView, request: ResourceSlots) -> list[Candidate]:
         policy = order.policy or self._policy
         return candidates(view, request, order.constraints, policy, self._choice, TRIES)
@@ -159,7 +169,8 @@ class Placer:
         self, caller: Caller, order: Order, view: FleetView, request: ResourceSlots
     ) -> Placed:
         """Try one candidate after the other, each only after the one before refused for certain."""
-        queue = deque(self._choices(order, view, request))
+        choices = self._choices(order, view, request)
+        queue = deque(choices or self._choices(order, self._state.undebited(), request))
         refused: list[tuple[str, AgentdError]] = []
         revision = 0
         while queue:
@@ -177,7 +188,7 @@ class Placer:
                 refused.append((candidate.node_id, error))
                 continue
             if not tried.answer.is_error:
-                await self._placed(tried.kept)
+                self._note_soon(tried.kept)
                 return Placed(tried.answer, *candidate)
             refusal_here = tried.answer.error()
             if not tried.is_certain or refusal_here.code in MAY_YET:
@@ -257,7 +268,7 @@ class Placer:
             return None
         tried = await self._asked(caller, order, Kept(mine, revision), began)
         if not tried.answer.is_error:
-            await self._placed(tried.kept)
+            self._note_soon(tried.kept)
         return _found(tried.answer, route)
 
     def _known(self, route: Route) -> FleetNode:
@@ -329,12 +340,26 @@ class Placer:
             asking.cancel()
         raise AnswerLost(f"node {node.node_id} went away")
 
-    async def _placed(self, kept: Kept) -> None:
-        """Write that a kernel is where its route leads; if that fails, the sweep finds it."""
-        try:
-            await self._store.keep(replace(kept.route, progress=Progress.PLACED), kept.revision)
-        except Unavailable as error:
-            log.warning("fleet.not_noted", kernel_id=kept.route.kernel_id, reason=str(error))
+    def _note_soon(self, kept: Kept) -> None:
+        """Write that a kernel is where its route leads, while the caller has its answer already.
+
+        Whoever asks here for that kernel waits for it; if it fails, the sweep finds it.
+        """
+        task = asyncio.create_task(self._note(kept))
+        self._noting.add(task)
+        task.add_done_callback(self._noting.discard)
+
+    async def _note(self, kept: Kept) -> None:
+        placed = replace(kept.route, progress=Progress.PLACED)
+        async with self.alone(placed.kernel_id):
+            try:
+                await self._store.keep(placed, kept.revision)
+            except AgentdError as error:
+                log.warning("fleet.not_noted", kernel_id=placed.kernel_id, reason=str(error))
+
+    async def close(self) -> None:
+        """Wait until all that was placed is noted."""
+        await asyncio.gather(*self._noting)
 
 
 def _now() -> float:

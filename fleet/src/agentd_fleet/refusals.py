@@ -16,7 +16,6 @@ from agentd.errors import (
 from agentd_fleet.candidates import MOST_NAMED, Constraints, Unfit, unfit
 from agentd_fleet.view import FleetView
 
-
 PASSING = frozenset({"lost", "daemon-down", "said NodeUnavailable", "said NotReady"})
 """Classes that say nothing of what there is."""
 

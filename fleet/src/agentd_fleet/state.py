@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 from dataclasses import replace
 
-from agentd.core.slots import ResourceSlots, SlotName, SlotType
+from agentd.core.slots import BUILT_IN, ResourceSlots, SlotName, SlotType
 from agentd_fleet.view import FleetNode, FleetView, NodeStatus
 
+DEBIT_S = 3.0
 FOLD_S = 0.005
 """For how long reports are collected before they are made part of the view."""
 
@@ -17,11 +18,12 @@ class FleetState:
     """Collects what is heard, and makes it one view at a time; all on one event loop."""
 
     def __init__(self) -> None:
-        self._view = FleetView()
+        self._view = FleetView(slot_types={slot.name: slot for slot in BUILT_IN})
         self._changed: dict[str, FleetNode] = {}
         self._gone: set[str] = set()
         self._told: dict[str, FleetNode] = {}
         self._heard = 0
+        self._debits: dict[str, asyncio.TimerHandle] = {}
         self._folding: asyncio.TimerHandle | None = None
         self._leaving: dict[str, set[asyncio.Future[None]]] = {}
 
@@ -70,13 +72,29 @@ class FleetState:
             self._view = self.view.without_slot_type(name, self._next())
 
     def debit(self, node_id: str, agent_id: str, slots: ResourceSlots) -> None:
-        """Count as given away what a node has just been asked for, until it tells of it itself."""
+        """Count as given away what a node is about to be asked for, until it tells of it itself.
+
+        If it tells nothing it was not asked, refused, or has let go of it again.
+        """
         self._view = self.view.debited(node_id, agent_id, slots)
+        if (timer := self._debits.pop(node_id, None)) is not None:
+            timer.cancel()
+        loop = asyncio.get_running_loop()
+        self._debits[node_id] = loop.call_later(DEBIT_S, self.undebit, node_id)
 
     def undebit(self, node_id: str) -> None:
-        """Believe what a node told last: it did not take what it was asked for."""
+        """Believe what a node told last."""
+        if (timer := self._debits.pop(node_id, None)) is not None:
+            timer.cancel()
         if (told := self._told.get(node_id)) is not None:
             self._changed[node_id] = told
+            self._fold_soon()
+
+    def undebited(self) -> FleetView:
+        """Return the view as nodes told it: what was only guessed is no reason to refuse."""
+        for node_id in list(self._debits):
+            self.undebit(node_id)
+        return self.view
 
     def leaving(self, node_id: str) -> asyncio.Future[None]:
         """Return what is done as soon as a node is not ready any more; cancel it after use."""

@@ -1,0 +1,183 @@
+"""What a gateway adds to a create, how soon a lost node is known, and what publishers cost.
+
+    python benchmarks/gateway.py [--rounds 60] [--publishers 0] [--lease 5] [--json]
+
+Starts etcd, one daemon, its publisher and a gateway. Creates are paired: one at the node, one
+through the gateway, in turn, each removed again. With `--publishers 500` so many more nodes are
+simulated, each with a lease of its own kept alive over the real client, and free amounts that
+change once a second: what etcd and the gateway take for that is read from /proc.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+# Not the folder of this script, where fleet.py is another one.
+HERE = Path(__file__).resolve().parent
+sys.path[:] = [str(HERE.parent / "tests"), *(path for path in sys.path if Path(path) != HERE)]
+from agentd_fleet.etcd import Etcd  # noqa: E402
+from agentd_fleet.report import FreeReport, NodeReport, SlotTypeReport  # noqa: E402
+from fleet.fleet_world import SLEEP, GatewayProgram, World  # noqa: E402
+
+
+def pss_mib(pid: int) -> float:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("Pss:"))) / 1024
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def creates(world: World, gateway: GatewayProgram, node: str, rounds: int) -> dict[str, Any]:
+    """Create at the node and through the gateway in turn."""
+    daemon = world.nodes[node]
+    slots = {"slots": {"cpu": 1, "mem": "1m"}, **SLEEP}
+    taken: dict[str, list[float]] = {"node": [], "gateway": []}
+
+    async def timed(name: str, number: int) -> None:
+        kernel = f"{name}{number}"
+        before = time.perf_counter()
+        if name == "node":
+            answer = await daemon.create(kernel_id=kernel, **slots)
+        else:
+            answer = await gateway.create(kernel_id=kernel, **slots)
+        taken[name].append(time.perf_counter() - before)
+        assert answer.status == 201, answer.content
+        await gateway.call("DELETE", f"/v1/kernels/{kernel}?node={node}&timeout=0")
+
+    for number in range(rounds):
+        for name in ("node", "gateway"):
+            await timed(name, number)
+    pairs = zip(taken["gateway"], taken["node"], strict=True)
+    return {
+        "node_ms": statistics.median(taken["node"]) * 1000,
+        "gateway_ms": statistics.median(taken["gateway"]) * 1000,
+        "added_ms": statistics.median(a - b for a, b in pairs) * 1000,
+    }
+
+
+def report(number: int) -> tuple[bytes, bytes]:
+    name = ("cuda.device", "rocm.device", "tpu.chip")[number % 3]
+    types = [SlotTypeReport("cpu", "count", "1"), SlotTypeReport(name, "count", "1")]
+    amounts = {"cpu": "64", name: "8"}
+    agents = {"agent-1": amounts, "agent-2": amounts}
+    said = NodeReport(
+        install_id=f"i{number}",
+        boot_id="b",
+        version="0",
+        url=f"https://node-{number}:6001",
+        agents=agents,
+        capacity=amounts,
+        slot_types=types,
+    )
+    free = {"cpu": str(random.randrange(64)), name: str(random.randrange(8))}
+    left = FreeReport(dict.fromkeys(agents, free), {}, free)
+    return msgspec.json.encode(said), msgspec.json.encode(left)
+
+
+async def publish(etcd: Etcd, number: int, lease_s: int) -> None:
+    """Be a publisher: a lease, what there is, and what is free once a second."""
+    said, free = report(number)
+    await asyncio.sleep(random.random() * lease_s)
+    lease = await etcd.grant(lease_s)
+    await etcd.put(f"/agentd/main/nodes/sim-{number}", said, lease=lease)
+    kept = time.monotonic()
+    while True:
+        _, free = report(number)
+        await etcd.put(f"/agentd/main/free/sim-{number}", free, lease=lease)
+        if time.monotonic() - kept > lease_s / 3:
+            await etcd.keep_alive(lease)
+            kept = time.monotonic()
+        await asyncio.sleep(1.0)
+
+
+async def simulated(
+    world: World, gateway: GatewayProgram, count: int, lease_s: int
+) -> dict[str, Any]:
+    """Have many more nodes publish, and read what that costs."""
+    assert world.etcd is not None
+    (etcd_process,) = [process for process in world.etcd.processes if process is not None]
+    async with world.client() as etcd:
+        tasks = [asyncio.create_task(publish(etcd, number, lease_s)) for number in range(count)]
+        await asyncio.sleep(lease_s + 5)
+        pids = {"etcd": etcd_process.pid, "gateway": gateway.pid}
+        before, began = {name: cpu_s(pid) for name, pid in pids.items()}, time.monotonic()
+        await asyncio.sleep(10)
+        passed = time.monotonic() - began
+        known = await gateway.get("/v1/stats")
+        result = {
+            f"{name}_cores": (cpu_s(pid) - before[name]) / passed for name, pid in pids.items()
+        }
+        result |= {f"{name}_pss_mib": pss_mib(pid) for name, pid in pids.items()}
+        result |= {"nodes": len(known["nodes"]), "failed": sum(task.done() for task in tasks)}
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    return result
+
+
+async def run(options: argparse.Namespace) -> dict[str, Any]:
+    folder = Path(tempfile.mkdtemp(prefix="agentd-", dir="/tmp"))
+    world = World(folder)
+    try:
+        await world.start_etcd()
+        (node,) = await world.start_nodes("cuda")
+        publisher = world.join(node, lease=options.lease)
+        gateway = world.gateway()
+        await gateway.until({node: "ready"})
+        result: dict[str, Any] = await creates(world, gateway, node, options.rounds)
+        result["publisher_pss_mib"] = pss_mib(publisher.pid)
+        result["gateway_pss_mib"] = pss_mib(gateway.pid)
+        process = world.nodes[node].process
+        assert process is not None
+        before = time.monotonic()
+        process.kill()
+        await gateway.until({node: "daemon-down"})
+        result["daemon_down_s"] = time.monotonic() - before
+        os.kill(publisher.pid, signal.SIGKILL)
+        before = time.monotonic()
+        await gateway.until({node: "lost"}, within_s=60)
+        result["lost_s"] = time.monotonic() - before
+        await asyncio.to_thread(process.wait)
+        world.nodes[node].process = None
+        publisher.process.wait()
+        publisher.process = None
+        if options.publishers:
+            result["simulated"] = await simulated(world, gateway, options.publishers, options.lease)
+        return result
+    finally:
+        await world.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--publishers", type=int, default=0)
+    parser.add_argument("--lease", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    result = asyncio.run(run(options))
+    if options.json:
+        print(json.dumps(result, indent=1))
+        return
+    for name, value in result.items():
+        print(f"{name:20} {value if isinstance(value, dict) else f'{value:.2f}'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""fleet.toml: the example, the environment, and what is refused in which words."""
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from agentd.config.access import TokenSettings
+from agentd.endpoint import tokens
+from agentd.errors import ConfigRefused
+from agentd_fleet.app import etcd_access, rpc_settings
+from agentd_fleet.candidates import Policy
+from agentd_fleet.settings import Settings, load
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "configs" / "fleet.toml"
+WRITTEN = re.compile(r"# ([a-z-]+ = [^#]*?)(  # .*)?")
+
+
+def read(folder: Path, text: str, **environ: str) -> Settings:
+    path = folder / "fleet.toml"
+    path.write_text(text)
+    return load(str(path), environ)
+
+
+def refusal(folder: Path, text: str, **environ: str) -> list[str]:
+    with pytest.raises(ConfigRefused) as caught:
+        read(folder, text, **environ)
+    return [line.removeprefix(f"{folder}/fleet.toml: ") for line in caught.value.lines()]
+
+
+def keys(model: type[BaseModel]) -> set[str]:
+    return {name.replace("_", "-") for name in model.model_fields}
+
+
+def shown(text: str) -> Iterator[tuple[str, str, str]]:
+    """The settings that a file shows without setting them: table, line and its remark."""
+    table = ""
+    for line in text.splitlines():
+        if heading := re.fullmatch(r"(?:# )?\[+([a-z.]+)\]+", line):
+            table = heading[1]
+        elif found := WRITTEN.fullmatch(line):
+            yield table, found[1], found[2] or ""
+
+
+def test_the_example_sets_nothing_and_names_every_setting() -> None:
+    assert load(str(EXAMPLE), {}) == Settings()
+    named: dict[str, set[str]] = {}
+    for table, line, _ in shown(EXAMPLE.read_text()):
+        named.setdefault(table, set()).add(line.partition(" ")[0])
+    tables = {name: keys(field.annotation) for name, field in Settings.model_fields.items()}
+    assert tables.pop("rpc") == named.pop("rpc") | {"tokens"}
+    assert named.pop("rpc.tokens") == keys(TokenSettings)
+    assert named == tables
+
+
+def test_what_the_example_shows_without_saying_so_is_the_default() -> None:
+    defaults = Settings().model_dump(mode="json")
+    for table, line, remark in shown(EXAMPLE.read_text()):
+        if table in defaults and not remark.startswith("  # Example:"):
+            ((key, value),) = tomllib.loads(line).items()
+            assert defaults[table][key.replace("-", "_")] == value, line
+
+
+def test_every_setting_of_the_example_is_one_that_can_be_made(tmp_path: Path) -> None:
+    text = re.sub(r"(?m)^# (\[\[|[a-z-]+ = )", r"\1", EXAMPLE.read_text())
+    settings = read(tmp_path, text)
+    assert settings.gateway.listen == "127.0.0.1:7001"
+    assert [token.name for token in rpc_settings(settings).tokens] == ["team-a"]
+
+
+@pytest.mark.parametrize("written", re.findall(r'Example: ([\["{].*)\n', EXAMPLE.read_text()))
+def test_an_example_in_a_remark_is_one_that_can_be_made(tmp_path: Path, written: str) -> None:
+    line = next(line for line in EXAMPLE.read_text().splitlines() if line.endswith(written))
+    key = line.split()[1]
+    table = "join" if key in keys(Settings.model_fields["join"].annotation) else "fleet"
+    value = tomllib.loads(f"value = {written}")["value"]
+    made = getattr(read(tmp_path, f"[{table}]\n{key} = {written}\n"), table)
+    assert made.model_dump(mode="json")[key] == value
+
+
+REFUSED: dict[str, tuple[str, list[str]]] = {
+    "an unknown key, with the one that may be meant": (
+        '[gateway]\npolciy = "pack"\nlisten = "127.0.0.1:7001"',
+        ["gateway.polciy: unknown key; did you mean policy? allowed: socket, socket-group,"],
+    ),
+    "a key in snake case": (
+        '[fleet]\netcd_user = "x"',
+        ["fleet.etcd_user: unknown key; did you mean etcd-user? allowed: name, etcd, etcd-user,"],
+    ),
+    "an unknown table": (
+        "[jion]\nlease = 5",
+        ["jion: unknown key; did you mean join? allowed: fleet, join, gateway, rpc"],
+    ),
+    "etcd and nodes together": (
+        '[fleet]\netcd = ["http://e:2379"]\nnodes = ["unix:/run/a.sock"]',
+        ["fleet: etcd and nodes exclude each other: with etcd, nodes join by themselves"],
+    ),
+    "etcd's address without a scheme": (
+        '[fleet]\netcd = ["etcd-1:2379"]',
+        ["fleet.etcd: invalid address 'etcd-1:2379': expected https://host:port or http://"],
+    ),
+    "etcd behind a unix socket": (
+        '[fleet]\netcd = ["unix:/run/etcd.sock"]',
+        ["fleet.etcd: invalid address 'unix:/run/etcd.sock': expected https://host:port or"],
+    ),
+    "a node's address without a scheme": (
+        '[fleet]\nnodes = ["node-1:6001"]',
+        ["fleet.nodes: invalid address 'node-1:6001': expected https://host:port or http://"],
+    ),
+    "a node's socket with a relative path": (
+        '[fleet]\nnodes = ["unix:agentd.sock"]',
+        ["fleet.nodes: invalid address 'unix:agentd.sock': expected https://host:port or"],
+    ),
+    "an address with a path": (
+        '[join]\nurl = "https://node-1:6001/v1"',
+        ["join.url: invalid address 'https://node-1:6001/v1': expected https://host:port"],
+    ),
+    "a node that is named twice": (
+        '[fleet]\nnodes = ["https://a:1", "https://a:1/"]',
+        ["fleet.nodes: https://a:1 is given twice"],
+    ),
+    "a list that is none": ('[fleet]\nnodes = "unix:/a"', ["fleet.nodes: expected a list, not"]),
+    "a certificate without its key": (
+        '[fleet]\ncert = "/x"',
+        ["fleet: cert and key go together"],
+    ),
+    "a user without a password": (
+        '[fleet]\netcd-user = "node"',
+        ["fleet: etcd-user and etcd-password-file go together"],
+    ),
+    "a fleet whose name is a path": (
+        '[fleet]\nname = "a/b"',
+        ["fleet.name: invalid name 'a/b': expected 1 to 63 letters, digits"],
+    ),
+    "a lease that ends at once": (
+        "[join]\nlease = 1",
+        ["join.lease: Input should be greater than or equal to 2, not 1"],
+    ),
+    "a lease that is true": ("[join]\nlease = true", ["join.lease: expected a number, not true"]),
+    "a label that is no text": (
+        "[join]\nlabels = { rack = 7 }",
+        ["join.labels.rack: expected text, not 7"],
+    ),
+    "a policy that there is not": ('[gateway]\npolicy = "spread"', ["gateway.policy: "]),
+    "a socket's path that is too long": (
+        f'[gateway]\nsocket = "/{"x" * 107}"',
+        ["gateway.socket: longer than 107 bytes, the limit for a socket path"],
+    ),
+    "a role without its agents": (
+        '[[rpc.tokens]]\nname = "a"\nfile = "/a"\nrole = "agent"',
+        ['rpc.tokens.0: role "agent" needs agents = ["…"]: those that it is for'],
+    ),
+    "a token that may name others, and is no admin's": (
+        '[[rpc.tokens]]\nname = "a"\nfile = "/a"\nrole = "read"\ngateway = true',
+        ['rpc.tokens.0: gateway = true needs role = "admin": it can name any caller'],
+    ),
+    "several things at once, each of them": (
+        '[fleet]\nnodes = ["a"]\n[join]\nlease = 0\n[gateway]\nx = 1',
+        ["fleet.nodes: ", "join.lease: ", "gateway.x: unknown key; allowed: "],
+    ),
+    "what is no TOML": ("[fleet", ["invalid TOML: "]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_meant_is_refused(tmp_path: Path, case: str) -> None:
+    text, wanted = REFUSED[case]
+    lines = refusal(tmp_path, text)
+    assert len(lines) == len(wanted), lines
+    for line, start in zip(lines, wanted, strict=True):
+        assert line.startswith(start), line
+
+
+def test_a_file_that_is_not_there_is_refused_and_the_system_s_may_be_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentd_fleet.settings.SEARCHED", tmp_path / "none")
+    assert load(None, {}) == Settings()
+    for option, environ in (("none", {}), (None, {"AGENTD_FLEET_CONFIG": "none"})):
+        with pytest.raises(ConfigRefused, match="No such file"):
+            load(option, environ)
+    (tmp_path / "fleet.toml").write_bytes(b"\xff")
+    with pytest.raises(ConfigRefused, match="is not UTF-8"):
+        load(str(tmp_path / "fleet.toml"), {})
+
+
+def test_a_variable_comes_before_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTD_FLEET__GATEWAY__POLICY", "pack")
+    monkeypatch.setenv("AGENTD_FLEET__FLEET__NODES", '["unix:/run/agentd/agentd.sock"]')
+    monkeypatch.setenv("AGENTD_FLEET__JOIN__LABELS", '{"zone": "a"}')
+    settings = read(tmp_path, '[gateway]\npolicy = "random"\nlisten = "127.0.0.1:1"\n')
+    assert settings.gateway.policy is Policy.PACK
+    assert settings.gateway.listen == "127.0.0.1:1"
+    assert settings.fleet.nodes == ("unix:/run/agentd/agentd.sock",)
+    assert settings.join.labels == {"zone": "a"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("AGENTD_FLEET__JOIN__LEASE", "soon", "expected a whole number, not 'soon'"),
+        ("AGENTD_FLEET__FLEET__ETCD", '["etcd-1:2379"]', "invalid address 'etcd-1:2379'"),
+        ("AGENTD_FLEET__GATEWAY__POLCIY", "pack", "unknown key; did you mean policy?"),
+    ],
+)
+def test_a_variable_that_is_refused_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, why: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    (line,) = refusal(tmp_path, "", **{name: value})
+    assert line.startswith(f"{name}: {why}"), line
+
+
+def test_a_variable_whose_list_is_none_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENTD_FLEET__FLEET__NODES", "https://a:1,https://b:1")
+    (line,) = refusal(tmp_path, "")
+    assert line.startswith("environment: "), line
+
+
+def served(folder: Path, text: str) -> Any:
+    return rpc_settings(read(folder, text))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (
+            '[gateway]\nlisten = "127.0.0.1:7001"',
+            "gateway: listen needs token-file or [[rpc.tokens]]: TCP callers must send a bearer",
+        ),
+        (
+            '[gateway]\nlisten = "0.0.0.0:7001"\n[rpc]\ntoken-file = "/t"',
+            "gateway: listen beyond loopback needs tls-cert and tls-key",
+        ),
+        (
+            '[gateway]\nlisten = "[::]:7001"\n[rpc]\ntoken-file = "/t"',
+            "gateway: listen beyond loopback needs tls-cert and tls-key",
+        ),
+        (
+            '[gateway]\nlisten = "127.0.0.1:1"\ntls-cert = "/c"\n[rpc]\ntoken-file = "/t"',
+            "gateway: tls-cert and tls-key go together",
+        ),
+        ('[gateway]\nlisten = "here"', "gateway.listen: invalid address 'here': expected IP:PORT"),
+        (
+            '[[rpc.tokens]]\nname = "gateway"\nfile = "/t"\nrole = "admin"',
+            "gateway: duplicate name gateway of tokens and sockets",
+        ),
+    ],
+)
+def test_where_a_gateway_answers_is_protected(tmp_path: Path, text: str, why: str) -> None:
+    with pytest.raises(ConfigRefused) as caught:
+        served(tmp_path, text)
+    (line,) = caught.value.lines()
+    assert line.removeprefix("configuration: ").startswith(why), line
+
+
+def test_tokens_that_others_can_read_or_that_are_the_same_are_refused(tmp_path: Path) -> None:
+    text = '[gateway]\nlisten = "127.0.0.1:7001"\n'
+    for name in ("a", "b", "c"):
+        file = tmp_path / name
+        file.write_text("same\n")
+        file.chmod(0o644 if name == "c" else 0o640)
+        text += f'[[rpc.tokens]]\nname = "{name}"\nfile = "{file}"\nrole = "admin"\n'
+    with pytest.raises(ConfigRefused) as caught:
+        tokens(served(tmp_path, text))
+    lines = caught.value.lines()
+    assert f"rpc.tokens.2.file: {tmp_path}/c has mode 0644: others can read or write" in lines[0]
+    assert "rpc.tokens: two callers have the same token" in lines[1]
+
+
+def test_what_etcd_is_asked_with_has_to_be_there(tmp_path: Path) -> None:
+    login = f'[fleet]\netcd-user = "n"\netcd-password-file = "{tmp_path}/none"'
+    with pytest.raises(ConfigRefused, match=r"etcd-password-file: .*cannot be read: No such file"):
+        etcd_access(read(tmp_path, login).fleet)
+    with pytest.raises(ConfigRefused, match=r"fleet\.ca: .*No such file"):
+        etcd_access(read(tmp_path, f'[fleet]\nca = "{tmp_path}/none"').fleet)
