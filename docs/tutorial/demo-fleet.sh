@@ -36,7 +36,7 @@ holds() {
 sure() { holds "$@" || untrue "$1 of ${*:2}"; }
 soon() {
   for _ in $(seq 50); do
-    holds "$@" 2>/dev/null && return
+    holds "$@" 2>/dev/null && return 0
     sleep 0.1
   done
   untrue "$1 of ${*:2}, after 5 seconds or more"
@@ -79,7 +79,7 @@ start() {
 ready() {
   local end=$((SECONDS + 30))
   while [ "$SECONDS" -lt "$end" ]; do
-    node "$1" status >/dev/null 2>&1 && return
+    node "$1" status >/dev/null 2>&1 && return 0 # in a trap, return alone has the status from before it
     kill -0 "${daemons[$1]}" 2>/dev/null || break
     sleep 0.1
   done

@@ -71,6 +71,13 @@ def tokens(rpc: RpcSettings) -> tuple[Token, ...]:
     return tuple(found)
 
 
+def guarded_secret_in(path: Path) -> str:
+    """Read a token that only its owner and group can read; a ValueError says why it is none."""
+    if why := _seen_by_others(path):
+        raise ValueError(why)
+    return secret_in(path)
+
+
 def _seen_by_others(path: Path) -> str:
     """Return what is wrong with the mode of a token's file; empty if nothing is."""
     try:

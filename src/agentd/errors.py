@@ -32,6 +32,8 @@ class AgentdError(Exception):
     code: ClassVar[str] = "Internal"
     content: Mapping[str, object] = {}
     """The whole problem, where the error was read from an answer."""
+    headers: Mapping[str, str] = {}
+    """What an answer that is this error says beside it."""
 
     def facts(self) -> Mapping[str, object]:
         """Return the machine-readable members of this error, JSON-ready."""

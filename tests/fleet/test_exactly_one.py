@@ -124,4 +124,5 @@ async def test_no_kernel_id_is_on_two_nodes_and_none_is_lost(world: World) -> No
             name for name in census.keys() | placed.keys() if census.get(name) != placed.get(name)
         }
         assert not odd, said_of(world, odd)
-    assert Pace().settled_s > 40, "longer than a node waits for a request's header and body"
+    pace = Pace()
+    assert pace.settled_s >= pace.fresh_s + 20 + 10 + 30, "longer than a request is under way"

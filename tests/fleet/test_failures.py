@@ -172,8 +172,11 @@ async def test_what_newer_and_broken_nodes_say_is_listed_and_harms_nobody(world:
     gateway, (cuda,) = await joined(world, "cuda")
     said = {"schema": 1, "install_id": "i", "boot_id": "b", "version": "9", "url": "unix:/nowhere"}
     agents = {"main": {"cuda.device": "8", "cpu": "8"}}
+    liar = f"unix:{world.nodes[cuda].folder}/agentd.sock"
     slots = [{"name": "cuda.device", "kind": "count", "quantum": "1", "colour": "red"}]
     reports = {
+        "liar": {**said, "url": liar, "agents": agents, "labels": {"is": "liar"}},
+        "plain": {**said, "url": "http://10.0.0.1:6001", "agents": agents},
         "newer": {**said, "schema": 2, "agents": "who knows"},
         "more": {**said, "agents": agents, "slot_types": slots, "weather": {"sunny": True}},
         "broken": {**said, "agents": {"main": {"cuda.device": "-1e9"}}, "slot_types": slots},
@@ -189,6 +192,10 @@ async def test_what_newer_and_broken_nodes_say_is_listed_and_harms_nobody(world:
         assert nodes["newer"]["reason"] == "schema 2 is newer than this gateway's, 1"
         assert "cannot be read" in nodes["broken"]["reason"]
         assert "cannot be read" in nodes["text"]["reason"]
+        assert nodes["plain"]["reason"] == "its address http://10.0.0.1:6001 is not https"
+        lied = await gateway.create(placement={"labels": {"is": "liar"}})
+        assert (lied.status, lied.json["code"]) == (503, "NodeUnavailable")
+        assert await world.census() == {}
         assert nodes["other"]["conflicting"] == ["cuda.device"]
         assert nodes["more"]["agents"]["main"]["cuda.device"]["free"] == "8"
         made = [await gateway.create(kernel_id=f"k{n}", slots={"cuda.device": 1}) for n in range(3)]

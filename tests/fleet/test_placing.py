@@ -57,6 +57,10 @@ class Rig:
         for name, proxy in self.proxies.items():
             await proxy.start()
             await self.tell(name)
+            known = self.states[0].node(name)
+            assert known is not None
+            await self.nodes.ask(known, BOSS, "GET", "/v1/whoami")  # they have met
+            proxy.asked.clear()
 
     async def tell(self, name: str, status: NodeStatus = NodeStatus.READY) -> None:
         """Have both gateways hear of a node."""

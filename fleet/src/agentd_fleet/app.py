@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from agentd.client.aio import AsyncClient
 from agentd.config.loading import problem_of
 from agentd.config.settings import RpcSettings
-from agentd.endpoint import endpoint, secret_in, tokens
+from agentd.endpoint import endpoint, guarded_secret_in, tokens
 from agentd.errors import ConfigRefused, Problem
 from agentd.host.sd_notify import Notifier
 from agentd.rpc.server import Server
@@ -71,7 +71,7 @@ def _secret(where: str, file: Path | None) -> str:
     if file is None:
         return ""
     try:
-        return secret_in(file)
+        return guarded_secret_in(file)
     except ValueError as error:
         raise ConfigRefused([Problem(where, f"{file} {error}")]) from None
 

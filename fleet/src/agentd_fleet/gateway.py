@@ -12,7 +12,7 @@ import structlog
 from aiohttp import web
 
 from agentd.core.access import Caller, Right, roles_with
-from agentd.errors import Forbidden, InvalidRequest, Problem, UnknownSlotType
+from agentd.errors import AgentdError, Forbidden, InvalidRequest, Problem, UnknownSlotType
 from agentd.errors import SlotTypeInUse as InUse
 from agentd.rpc.audit import Auditor
 from agentd.rpc.callers import caller_of, note_kernel
@@ -32,7 +32,7 @@ from agentd_fleet.passing import pass_on
 from agentd_fleet.placing import Placer
 from agentd_fleet.route import Store
 from agentd_fleet.state import FleetState
-from agentd_fleet.view import NodeStatus
+from agentd_fleet.view import FleetView, NodeStatus
 
 log = structlog.get_logger()
 
@@ -142,12 +142,22 @@ class Gateway:
 
     async def list_devices(self, request: web.Request) -> web.Response:
         """List the devices of all nodes that answer."""
-        return await self._lists.devices(request)
+        return self._revised(await self._lists.devices(request))
 
     async def create_kernel(self, request: web.Request) -> web.Response:
         """Create a kernel on a node that has what it asks for."""
         body = read_body(FleetKernelRequest, await body_of(request))
-        caller, view = caller_of(request), self._state.view
+        view = self._state.view
+        try:
+            return await self._created(request, body, view)
+        except AgentdError as error:
+            error.headers = {REVISION: str(view.revision)}
+            raise
+
+    async def _created(
+        self, request: web.Request, body: FleetKernelRequest, view: FleetView
+    ) -> web.Response:
+        caller = caller_of(request)
         headers = {"Prefer": "respond-async"} if prefers_async(request) else {}
         order = order_of(body, caller, headers)
         note_kernel(request, order.kernel_id)
@@ -167,14 +177,14 @@ class Gateway:
 
     async def list_kernels(self, request: web.Request) -> web.Response:
         """List the kernels of all nodes, node by node; of lost nodes those that were placed."""
-        return await self._lists.kernels(request)
+        return self._revised(await self._lists.kernels(request))
 
     async def get_kernel(self, request: web.Request) -> web.Response:
         """Show one kernel."""
         caller, kernel_id = caller_of(request), request.match_info["kernel"]
         place = await self._kernels.place(caller, kernel_id, request.query.get("node"))
         if place.node.status is NodeStatus.LOST and place.kept is not None:
-            return answer(unknown_kernel(place.kept.route))
+            return self._revised(answer(unknown_kernel(place.kept.route)))
         found = await self._kernels.ask(caller, place, "GET", path_of(kernel_id))
         return self._kernel(found, place.node.node_id)
 
@@ -231,7 +241,12 @@ class Gateway:
         """Return a node's answer with the node's id in it; a problem as it is."""
         if given.is_error:
             return self._raw(given)
-        return answer({**msgspec.json.decode(given.body), "node_id": node_id}, given.status)
+        shown = answer({**msgspec.json.decode(given.body), "node_id": node_id}, given.status)
+        return self._revised(shown)
+
+    def _revised(self, response: web.Response) -> web.Response:
+        response.headers[REVISION] = str(self._state.view.revision)
+        return response
 
     def _raw(self, given: Answer) -> web.Response:
         kept = {k: given.headers[k] for k in ("Content-Type", "Retry-After") if k in given.headers}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from http import HTTPStatus
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode
 
 from agentd.core.access import Caller
-from agentd.errors import NodeUnavailable, UnknownKernel, UnknownNode
-from agentd_fleet.nodes import CREATE_PATIENCE_S, Answer, Nodes
+from agentd.errors import NodeUnavailable, Unavailable, UnknownKernel, UnknownNode
+from agentd_fleet.nodes import CREATE_PATIENCE_S, PATIENCE_S, Answer, Nodes
 from agentd_fleet.placing import Placer
 from agentd_fleet.route import Kept, Progress, Route, Store
 from agentd_fleet.state import FleetState
@@ -54,8 +55,13 @@ class FleetKernels:
             UnknownKernel: the fleet made none of that id, and no node is named.
             UnknownNode: the named one is not there.
         """
-        async with self._placer.alone(kernel_id):
-            kept = await self._store.route(kernel_id)
+        try:
+            async with self._placer.alone(kernel_id):
+                kept = await self._store.route(kernel_id)
+        except Unavailable:
+            if node_id is None:
+                raise
+            kept = None
         if kept is not None and not caller.sees(kept.route.agent_id):
             kept = None
         if node_id is not None:
@@ -76,8 +82,9 @@ class FleetKernels:
         Raises:
             NodeUnavailable: it does not answer.
         """
+        patience_s = PATIENCE_S if method == "GET" else CREATE_PATIENCE_S
         answer = await self._nodes.ask(
-            place.node, caller, method, path, body=body, patience_s=CREATE_PATIENCE_S
+            place.node, caller, method, path, body=body, patience_s=patience_s
         )
         is_gone = (answer.is_error and answer.error().code == "UnknownKernel") or (
             method == "DELETE" and not answer.is_error
@@ -108,6 +115,8 @@ class FleetKernels:
             answer = await self._nodes.ask(node, caller, "GET", path)
         except NodeUnavailable:
             return None
+        if answer.status == HTTPStatus.UNPROCESSABLE_ENTITY:
+            raise answer.error()
         if answer.is_error:
             return None
         return [{**row, "node_id": node.node_id} for row in json.loads(answer.body)]

@@ -98,6 +98,9 @@ class Lists:
             path = f"/v1/kernels?{urlencode(asked)}"
             async for _, found in self._kernels.lists(caller, [node], path, missing):
                 shown += found
+            if node.node_id in missing and not filters:
+                past = after if node.node_id == begin and after is not None else ""
+                shown += (await self._unknown(caller, node, past))[: limit - len(shown)]
             if len(shown) >= limit:
                 break
         headers = _missing(missing)
@@ -106,6 +109,11 @@ class Lists:
             url = request.rel_url.update_query(after=last["kernel_id"], after_node=last["node_id"])
             headers["Link"] = f'<{url}>; rel="next"'
         return answer(shown, headers=headers)
+
+    async def _unknown(self, caller: Caller, node: FleetNode, past: str) -> list[dict[str, Any]]:
+        routes = (await self._kernels.routed_to(caller, [node.node_id]))[node.node_id]
+        found = sorted(routes, key=lambda route: route.kernel_id)
+        return [unknown_kernel(route) for route in found if route.kernel_id > past]
 
     def stats(self, view: FleetView, caller: Caller, query: MultiMapping[str]) -> views.StatsView:
         """Return the sums of slots, by node too."""

@@ -41,7 +41,8 @@ def exposition(view: FleetView, caller: Caller, counts: Counts, *, is_live: bool
 
     class Fleet:
         def collect(self) -> Iterator[Metric]:
-            yield from _fleet(view, counts, is_live=is_live)
+            if caller.agents is None:
+                yield from _fleet(view, counts, is_live=is_live)
             yield from _slots(view, caller)
 
     registry = CollectorRegistry(auto_describe=False)

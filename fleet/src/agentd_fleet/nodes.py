@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -14,16 +15,19 @@ import aiohttp
 from yarl import URL
 
 from agentd.client.problems import error_in
-from agentd.core.access import Caller
+from agentd.core.access import Caller, Role
 from agentd.errors import AgentdError, NodeUnavailable
 from agentd_fleet.view import FleetNode
 
 ON_BEHALF = "Agentd-Caller"
-CONNECT_S = 3.0
+CONNECT_S, MEET_S = 3.0, 10.0
 PATIENCE_S = 30.0
 """How long a node may take for what does not wait for a kernel."""
 CREATE_PATIENCE_S = 3600.0
+UNHEARD_MS = 20_000
 UNIX = "unix:"
+GATEWAY = Caller("fleet", Role.ADMIN)
+"""As whom a gateway calls for itself."""
 
 
 class Answer(NamedTuple):
@@ -57,6 +61,7 @@ class Nodes:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._tls = tls
         self._sessions: dict[str, aiohttp.ClientSession] = {}
+        self._met: dict[str, str] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -90,10 +95,14 @@ class Nodes:
         opened = self.opened(node, caller, method, path, body=body, headers=headers)
         try:
             async with asyncio.timeout(patience_s), opened as response:
-                return Answer(response.status, response.headers, await response.read())
+                answer = Answer(response.status, response.headers, await response.read())
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             why = str(error) or f"no answer within {patience_s:g} s"
             raise AnswerLost(f"node {node.node_id} at {node.url}: {why}") from None
+        if answer.status == HTTPStatus.FORBIDDEN and b"gateway = true" in answer.body:
+            why = "does not take the gateway's token as one of a gateway (gateway = true)"
+            raise NeverAsked(f"node {node.node_id} at {node.url} {why}")
+        return answer
 
     @asynccontextmanager
     async def opened(
@@ -111,8 +120,43 @@ class Nodes:
         Raises:
             NeverAsked, AnswerLost: there is none.
         """
-        sent = {**(headers or {}), **self._headers, ON_BEHALF: caller.to_text()}
+        if node.remark:
+            raise NeverAsked(f"node {node.node_id}: {node.remark}")
+        if self._met.get(node.node_id) != node.url:
+            await self._meet(node)
+        async with self._sent(node, caller, method, path, body, headers or {}) as response:
+            yield response
+
+    async def _meet(self, node: FleetNode) -> None:
+        """See that the daemon at an address is the node that publishes it, before it is used."""
+        async with (
+            asyncio.timeout(MEET_S),
+            self._sent(node, GATEWAY, "GET", "/v1/node", None, {}) as response,
+        ):
+            try:
+                found = (await response.json(content_type=None)).get("id")
+            except (ValueError, AttributeError, aiohttp.ClientError):
+                found = None
+        if found is None:
+            why = "does not say which node it is"
+            raise NeverAsked(f"node {node.node_id}: what answers at {node.url} {why}")
+        if found != node.node_id:
+            raise NeverAsked(f"node {node.node_id} has published the address of node {found}")
+        self._met[node.node_id] = node.url
+
+    @asynccontextmanager
+    async def _sent(
+        self,
+        node: FleetNode,
+        caller: Caller,
+        method: str,
+        path: str,
+        body: bytes | None,
+        headers: Mapping[str, str],
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         session, address = self._session(node.url)
+        token = {} if node.url.startswith(UNIX) else self._headers
+        sent = {**headers, **token, ON_BEHALF: caller.to_text()}
         kept: dict[str, Any] = {"data": body} if body is not None else {}
         try:
             response = await session.request(
@@ -139,7 +183,7 @@ class Nodes:
             connector = (
                 aiohttp.UnixConnector(path, limit=0)
                 if path
-                else aiohttp.TCPConnector(limit=0, ssl=self._tls or True)
+                else aiohttp.TCPConnector(limit=0, ssl=self._tls or True, socket_factory=_impatient)
             )
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
             session = aiohttp.ClientSession(
@@ -147,3 +191,11 @@ class Nodes:
             )
             self._sessions[path] = session
         return session, "http://node" if path else url.rstrip("/")
+
+
+def _impatient(info: aiohttp.AddrInfoType) -> socket.socket:
+    """Return a socket that gives up soon what nobody acknowledges (tcp(7))."""
+    family, kind, protocol, _, _ = info
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD_MS)
+    return made

@@ -30,7 +30,7 @@ from agentd_fleet.candidates import Candidate, Policy, asked, candidates
 from agentd_fleet.nodes import CREATE_PATIENCE_S, Answer, AnswerLost, NeverAsked, Nodes
 from agentd_fleet.orders import Order
 from agentd_fleet.refusals import refusal
-from agentd_fleet.route import Kept, Progress, Route, Store
+from agentd_fleet.route import Kept, Progress, Route, Store, StoreAway
 from agentd_fleet.state import FleetState
 from agentd_fleet.view import FleetNode, FleetView
 
@@ -54,10 +54,13 @@ class Pace:
     insist_s: float = 10.0
     """How long a node whose answer was lost is asked again before the caller is told."""
     again_s: float = 0.3
+    fresh_s: float = 20.0
+    """How long after a route began to be written a request may be sent by it."""
     sweep_s: float = 15.0
-    settled_s: float = 45.0
-    """How long a node has to go without a kernel before it never had it: longer than a request
-    can be on its way to a node that answers (header 10 s, body 30 s)."""
+    settled_s: float = 90.0
+    """How long a node has to go without a kernel before it never had it. Longer than a request by
+    the same route can be under way: sent within `fresh_s`, given up by TCP after 20 s, and by a
+    node that answers after 10 s for its header and 30 s for its body."""
 
 
 class Placed(NamedTuple):
@@ -154,11 +157,11 @@ class Placer:
         """Return what is asked for in the fleet's slots.
 
         Raises:
-            NodeUnavailable: what the fleet has cannot be seen now.
+            StoreAway: what the fleet has cannot be seen now.
             AgentdError: no fleet like this one can ever give it.
         """
         if why := self._store.why_not_live():
-            raise NodeUnavailable(f"nothing is placed while the fleet cannot be seen: {why}")
+            raise StoreAway(f"nothing is placed while the fleet cannot be seen: {why}")
         return asked(view, order.slots)
 
     def _choices(self, order: Order, view: FleetView, request: ResourceSlots) -> list[Candidate]:
@@ -292,7 +295,7 @@ class Placer:
         route, end = kept.route, _now() + self._pace.insist_s
         node, is_certain = self._known(route), True
         while True:
-            if _now() - began > self._pace.insist_s + self._pace.settled_s / 2:
+            if _now() - began > self._pace.fresh_s:
                 raise OutcomeUnknown(route.kernel_id, route.node_id, "this gateway was stopped")
             try:
                 answer = await self._asked_once(caller, order, route, node)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from agentd.core.slots import ResourceSlots, format_amount
 from agentd.errors import (
@@ -91,7 +92,10 @@ def _class(error: AgentdError) -> str:
 def _others(
     view: FleetView, request: ResourceSlots, constraints: Constraints, asked: set[str]
 ) -> list[Unfit]:
-    return [row for row in unfit(view, request, constraints) if not asked.issuperset(row.nodes)]
+    if asked:
+        left = (constraints.nodes or view.nodes.keys()) - asked
+        constraints = replace(constraints, nodes=frozenset(left))
+    return unfit(view, request, constraints)
 
 
 def _nowhere(view: FleetView, constraints: Constraints) -> AgentdError:

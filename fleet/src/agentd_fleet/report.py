@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
 from agentd.core.slots import (
+    ONE,
     AmountError,
     ResourceSlots,
     SlotKind,
@@ -24,12 +27,14 @@ from agentd.core.slots import (
     parse_base_units,
 )
 from agentd.views import AgentView, DeviceView, NodeView, SlotTypeView
-from agentd_fleet.view import FleetNode, NodeStatus, Offer
+from agentd_fleet.view import NOTHING, FleetNode, NodeStatus, Offer
 
 SCHEMA = 1
 MOST_SLOT_TYPES = 256
 """How many slots one node can have the fleet know."""
 MAX_SLOT_NAME = 128
+SHORT = 12
+UNREADABLE = (msgspec.MsgspecError, AmountError, ValueError, RecursionError)
 NOT_THERE = ("gone", "unhealthy", "withheld")
 """States of devices that have no capacity."""
 
@@ -176,50 +181,83 @@ def _amounts(agent: AgentView, what: str) -> dict[str, str]:
     return {name: use[what] for name, use in slots.items()}
 
 
-def node_in(node_id: str, report: bytes, free: bytes | None, *, seen_at: float) -> FleetNode:
-    """Return a node from what it published; one that cannot be read has a `remark`."""
+class Published(NamedTuple):
+    """What a node published of what there is, read once for all that it tells of what is free."""
+
+    node: FleetNode
+    capacity: Mapping[str, str]
+
+
+def published_in(node_id: str, report: bytes, *, seen_at: float) -> Published:
+    """Read what a node published; one that cannot be read has a `remark`."""
     try:
         header = msgspec.json.decode(report, type=_Header)
         if header.schema > SCHEMA:
             why = f"schema {header.schema} is newer than this gateway's, {SCHEMA}"
             return _listed(node_id, why, url=header.url, seen_at=seen_at)
         said = msgspec.json.decode(report, type=NodeReport)
-        left = msgspec.json.decode(free, type=FreeReport) if free is not None else FreeReport()
-        return _node(node_id, said, left, seen_at)
-    except (msgspec.MsgspecError, AmountError, ValueError, RecursionError) as error:
+        return Published(_node(node_id, said, seen_at), said.capacity)
+    except UNREADABLE as error:
         return _listed(node_id, f"what it published cannot be read: {error}", seen_at=seen_at)
 
 
-def _listed(node_id: str, remark: str, *, seen_at: float, url: str = "") -> FleetNode:
-    return FleetNode(node_id, {}, {}, url=url, seen_at=seen_at, remark=remark)
+def with_free(published: Published, free: bytes | None) -> FleetNode:
+    """Return a node with what it says is free."""
+    node = published.node
+    if free is None or node.remark:
+        return node
+    try:
+        left = msgspec.json.decode(free, type=FreeReport)
+        types = node.slot_types
+        offers = {
+            agent: Offer(
+                offer.capacity,
+                _slots(left.agents.get(agent, {}), types),
+                _slots(left.allocated.get(agent, {}), types),
+            )
+            for agent, offer in node.offers.items()
+        }
+        capacity = published.capacity
+        whole = Offer(_slots(capacity, types), _slots(left.node, types)) if capacity else None
+    except UNREADABLE as error:
+        return replace(node, remark=f"what it has free cannot be read: {error}")
+    return replace(node, offers=offers, whole=whole)
 
 
-def _node(node_id: str, said: NodeReport, left: FreeReport, seen_at: float) -> FleetNode:
+def _listed(node_id: str, remark: str, *, seen_at: float, url: str = "") -> Published:
+    return Published(FleetNode(node_id, {}, {}, url=url, seen_at=seen_at, remark=remark), {})
+
+
+def _node(node_id: str, said: NodeReport, seen_at: float) -> FleetNode:
     types = {item.name: slot_type_in(item) for item in said.slot_types}
     if len(types) > MOST_SLOT_TYPES:
         raise ValueError(f"{len(types)} slot types, of which at most {MOST_SLOT_TYPES} are taken")
-    offers = {
-        agent: Offer(
-            _slots(capacity, types),
-            _slots(left.agents.get(agent, {}), types),
-            _slots(left.allocated.get(agent, {}), types),
-        )
-        for agent, capacity in said.agents.items()
-    }
-    whole = Offer(_slots(said.capacity, types), _slots(left.node, types)) if said.capacity else None
-    models = {agent: frozenset(names) for agent, names in said.models.items()}
     return FleetNode(
         node_id,
         types,
-        offers,
+        {agent: Offer(_slots(held, types), NOTHING) for agent, held in said.agents.items()},
         said.state,
         said.url,
         said.labels,
         said.generation,
         seen_at,
-        models=models,
-        whole=whole,
+        unreachable(said.url),
+        {agent: frozenset(names) for agent, names in said.models.items()},
     )
+
+
+def unreachable(url: str) -> str:
+    """Return why a gateway does not call a node there; empty if it does.
+
+    What it would send there is its token.
+    """
+    if url.startswith(("https://", "unix:/")):
+        return ""
+    if not url:
+        return "it has published no address"
+    host = urlsplit(url).hostname or ""
+    is_near = host == "localhost" or host.startswith("127.") or host == "::1"
+    return "" if url.startswith("http://") and is_near else f"its address {url[:200]} is not https"
 
 
 def slot_type_in(item: SlotTypeReport) -> SlotType:
@@ -243,6 +281,10 @@ def slot_type_report(slot: SlotType) -> SlotTypeReport:
 
 
 def _slots(raw: Mapping[str, str], types: Mapping[SlotName, SlotType]) -> ResourceSlots:
-    return ResourceSlots(
-        {name: parse_base_units(raw[name], types[name].kind) for name in raw if name in types}
-    )
+    return ResourceSlots({name: _amount(raw[name], types[name]) for name in raw if name in types})
+
+
+def _amount(text: str, slot: SlotType) -> int:
+    if text.isascii() and text.isdigit() and len(text) < SHORT:  # nearly all, a thousand a second
+        return int(text) * (1 if slot.kind is SlotKind.BYTES else ONE)
+    return parse_base_units(text, slot.kind)

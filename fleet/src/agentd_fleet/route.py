@@ -9,7 +9,14 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from agentd.core.slots import SlotName, SlotType
+from agentd.errors import Unavailable
 from agentd_fleet.view import FleetNode
+
+
+class StoreAway(Unavailable):
+    """Where the fleet is kept cannot be asked: what is shown is old, and nothing is placed."""
+
+    code = "FleetStoreUnavailable"
 
 
 class Progress(StrEnum):

@@ -7,6 +7,7 @@ import contextlib
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 
 import msgspec
 import structlog
@@ -15,7 +16,14 @@ from agentd.core.slots import SlotName, SlotType
 from agentd.errors import AgentdError
 from agentd_fleet.etcd import Change, Compacted, Etcd, KeyValue
 from agentd_fleet.keys import prefix_of
-from agentd_fleet.report import SlotTypeReport, node_in, slot_type_in, slot_type_report
+from agentd_fleet.report import (
+    Published,
+    SlotTypeReport,
+    published_in,
+    slot_type_in,
+    slot_type_report,
+    with_free,
+)
 from agentd_fleet.route import Kept, Route
 from agentd_fleet.state import FleetState
 from agentd_fleet.view import FleetNode
@@ -35,7 +43,7 @@ class EtcdStore:
         self._etcd = etcd
         self._prefix = prefix_of(fleet)
         self._state = state
-        self._reports: dict[str, bytes] = {}
+        self._reports: dict[str, Published] = {}
         self._free: dict[str, bytes] = {}
         self._away: dict[str, str] = dict.fromkeys(
             ("slot-types/", "nodes/", "free/"), "etcd has not answered yet"
@@ -135,7 +143,7 @@ class EtcdStore:
             self._reports.pop(node_id, None)
             self._state.lose(node_id, time.time())
             return
-        self._reports[node_id] = value
+        self._reports[node_id] = published_in(node_id, value, seen_at=time.time())
         self._note(node_id)
 
     async def _free_are(self, found: list[KeyValue]) -> None:
@@ -152,8 +160,8 @@ class EtcdStore:
 
     def _note(self, node_id: str) -> None:
         """Take in a node, and have what it teaches of slots known to all."""
-        report, free = self._reports[node_id], self._free.get(node_id)
-        node = node_in(node_id, report, free, seen_at=time.time())
+        node = with_free(self._reports[node_id], self._free.get(node_id))
+        node = replace(node, seen_at=time.time())
         self._state.note(node)
         if new := self._state.view.learned(node):
             task = asyncio.create_task(self._teach(new))

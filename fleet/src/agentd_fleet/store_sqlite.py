@@ -22,9 +22,10 @@ from agentd_fleet.reading import NodeReader
 from agentd_fleet.report import (
     Reading,
     SlotTypeReport,
-    node_in,
+    published_in,
     slot_type_in,
     slot_type_report,
+    with_free,
 )
 from agentd_fleet.route import Kept, Route
 from agentd_fleet.state import FleetState
@@ -147,7 +148,7 @@ class SqliteStore:
             return
         report = reading.reported(install_id="", boot_id="", url=address, labels={})
         said, free = msgspec.json.encode(report), msgspec.json.encode(reading.free)
-        node = node_in(node_id, said, free, seen_at=time.time())
+        node = with_free(published_in(node_id, said, seen_at=time.time()), free)
         for slot in self._state.view.learned(node):
             await self.learn(slot)
         self._state.note(node)

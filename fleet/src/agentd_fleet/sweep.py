@@ -10,9 +10,8 @@ import time
 import structlog
 from msgspec.structs import replace
 
-from agentd.core.access import Caller, Role
 from agentd.errors import AgentdError, NodeUnavailable
-from agentd_fleet.nodes import Nodes
+from agentd_fleet.nodes import GATEWAY, Nodes
 from agentd_fleet.placing import Pace, Placer
 from agentd_fleet.route import Kept, Progress, Store
 from agentd_fleet.state import FleetState
@@ -21,7 +20,6 @@ log = structlog.get_logger()
 
 REST = 20.0
 """How much longer than a sweep the pause after it is: many routes are looked at less often."""
-SWEEPER = Caller("fleet", Role.ADMIN)
 
 
 COMING = ("preparing", "pulling", "creating")
@@ -83,7 +81,7 @@ class Sweep:
                 return
             try:
                 path = f"/v1/kernels/{route.kernel_id}"
-                answer = await self._nodes.ask(node, SWEEPER, "GET", path)
+                answer = await self._nodes.ask(node, GATEWAY, "GET", path)
             except NodeUnavailable:
                 self._absent.pop(key, None)
                 return

@@ -286,7 +286,7 @@ class Server:
     def _refusal(self, request: web.Request, error: Exception) -> web.Response:
         """Return the problem that an error is."""
         if isinstance(error, AgentdError):
-            headers = {}
+            headers = dict(error.headers)
             if isinstance(error, Unavailable):
                 headers["Retry-After"] = str(error.retry_after_s)
             return problem(error.code, str(error), dict(error.facts()), headers)
