@@ -173,7 +173,7 @@ refused 'qpu.device' agentctl fleet create --id strange -s qpu.device=1 -- sleep
 echo "calls in the logs of the nodes: $before before, $(calls) after"
 
 say "what nobody has enough of is refused by class"
-refused 'lacks cuda.device.*has less than cuda.device' agentctl fleet create -s cuda.device=5 -- sleep 1000
+refused 'lack cuda.device.*too small for cuda.device' agentctl fleet create -s cuda.device=5 -- sleep 1000
 refused 'full' agentctl fleet create -s cuda.device=3 -- sleep 1000
 
 say "one daemon is killed: its kernel is unknown, and created nowhere else; its slots stay known"

@@ -101,15 +101,18 @@ class UnsupportedResource(RequestError):
     code = "UnsupportedResource"
 
     def __init__(
-        self, slots: Iterable[str], known: Iterable[str], plugins: Mapping[str, str]
+        self,
+        slots: Iterable[str],
+        known: Iterable[str],
+        plugins: Mapping[str, str],
+        who: str = "this node",
     ) -> None:
         self.slots = sorted(slots)
         self.known = sorted(known)
         self.plugins = dict(plugins)
         why = "".join(f"; plugin {name} failed: {why}" for name, why in self.plugins.items())
         super().__init__(
-            f"this node does not know {', '.join(self.slots)};"
-            f" it knows {', '.join(self.known)}{why}"
+            f"{who} does not know {', '.join(self.slots)}; it knows {', '.join(self.known)}{why}"
         )
 
     def facts(self) -> Mapping[str, object]:

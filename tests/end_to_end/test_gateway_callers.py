@@ -45,7 +45,9 @@ async def test_whom_a_gateway_names_sees_and_does_what_its_role_says(node: Token
     reader = Caller("eye", Role.READ).to_text()
     refused = await node.daemon.create("team-a", headers={"Agentd-Caller": reader}, **SLEEP)
     assert refused.json["code"] == "Forbidden"
-    line = next(line for line in node.daemon.log.splitlines() if "rpc.call" in line and "mine" in line)
+    line = next(
+        line for line in node.daemon.log.splitlines() if "rpc.call" in line and "mine" in line
+    )
     said = json.loads(line)
     assert (said["caller"], said["via"], said["uid"]) == ("team-x", "agentd", 0)
 

@@ -37,7 +37,7 @@ def test_refusals_are_told_by_class() -> None:
     )
     rows = unfit(view, ResourceSlots({"tpu.chip": ONE}), Constraints())
     assert {row.reason: row.count for row in rows} == {
-        "lacks tpu.chip": 7,
+        "lack tpu.chip": 7,
         "full": 1,
         "lost": 1,
         "daemon-down": 1,
@@ -187,4 +187,4 @@ def test_a_model_that_is_not_there_and_a_node_set_aside_are_reasons_of_their_own
         "schema 2 is newer than this gateway's": (1, ("d",)),
     }
     too_much = unfit(view, ResourceSlots({"tpu.chip": 9 * ONE}), Constraints())
-    assert too_much[0].reason == "has less than tpu.chip asks for"
+    assert too_much[0].reason == "too small for tpu.chip"

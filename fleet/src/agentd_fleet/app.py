@@ -132,13 +132,13 @@ class GatewayDaemon:
             placer = Placer(store, state, nodes, settings.gateway.policy, self._pace)
             stack.push_async_callback(placer.close)
             gateway = Gateway(store, state, nodes, placer)
-            await stack.enter_async_context(_running(store.run()))
+            await stack.enter_async_context(self._running(store.run()))
             server = Server("agentd-fleet", ROUTES, gateway, where)
             stack.push_async_callback(server.stop)
             await server.start()
             sweep = Sweep(store, state, nodes, placer, self._pace)
-            await stack.enter_async_context(_running(sweep.run()))
-            await stack.enter_async_context(_running(self._reloading(server)))
+            await stack.enter_async_context(self._running(sweep.run()))
+            await stack.enter_async_context(self._running(self._reloading(server)))
             await self._until_seen(store)
             gc.freeze()  # a full collection would look at every node each time
             gc.set_threshold(*COLLECT)
@@ -190,6 +190,19 @@ class GatewayDaemon:
             else:
                 log.info("gateway.reloaded")
 
+    @contextlib.asynccontextmanager
+    async def _running(self, work: Coroutine[object, object, None]) -> AsyncIterator[None]:
+        """Have something go on meanwhile; a gateway of which a part has failed stops."""
+        task = asyncio.create_task(work)
+        task.add_done_callback(lambda _: self._stop.set())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+            if not task.cancelled():
+                task.result()
+
     async def _until_stopped(self) -> None:
         interval_s = self._notifier.watchdog_s
         while not self._stop.is_set():
@@ -204,19 +217,3 @@ def _client(address: str, token: str, tls: ssl.SSLContext | None) -> AsyncClient
     if address.startswith(UNIX):
         return AsyncClient(address.removeprefix(UNIX), timeout_s=10.0)
     return AsyncClient(url=address, token=token, tls=tls, timeout_s=10.0)
-
-
-@contextlib.asynccontextmanager
-async def _running(work: Coroutine[object, object, None]) -> AsyncIterator[None]:
-    task = asyncio.create_task(work)
-    task.add_done_callback(_say_if_failed)
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
-
-
-def _say_if_failed(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("gateway.failed", exc_info=error)

@@ -16,6 +16,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from agentd.core.slots import ResourceSlots, SlotName, SlotType, parse_slots
+from agentd.errors import UnsupportedResource
 from agentd_fleet.index import AGENT, Place, Ranking, ranked
 from agentd_fleet.view import FleetNode, FleetView, NodeStatus
 
@@ -69,7 +70,10 @@ def asked(view: FleetView, raw: Mapping[str, object]) -> ResourceSlots:
         UnsupportedResource: it names slots that no node ever had, with amounts that are not zero.
         InvalidSlotAmount, InvalidSlotCombination: see `agentd.core.slots.parse_slots`.
     """
-    return parse_slots(raw, view.slot_types)
+    try:
+        return parse_slots(raw, view.slot_types)
+    except UnsupportedResource as error:
+        raise UnsupportedResource(error.slots, error.known, {}, "this fleet") from None
 
 
 def candidates(
@@ -179,9 +183,9 @@ def _why_not(
         return node.remark
     for name, _ in asks:
         if name in strange:
-            return f"conflicting: {name}"
+            return "conflicting"
         if name not in node.slot_types or name not in known:
-            return f"lacks {name}"
+            return f"lack {name}"
     return ""
 
 
@@ -198,7 +202,7 @@ def _why_not_of(
         if offer.free[name] < amount:
             is_full = True
             if offer.capacity[name] < amount:
-                return f"has less than {name} asks for"
+                return f"too small for {name}"
     if not _has_model(node, agent, models):
         return f"no device of model {', '.join(sorted(models or ()))}"
     return "full" if is_full else ""

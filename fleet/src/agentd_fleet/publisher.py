@@ -85,6 +85,7 @@ class Publisher:
 
     async def run(self) -> None:
         """Publish until cancelled; whatever goes wrong is tried again."""
+        self._notifier.ready("not in the fleet yet")
         loop = asyncio.get_running_loop()
         keep_at = 0.0
         while True:
@@ -133,7 +134,7 @@ class Publisher:
             raise Taken(f"node {reading.node_id} was taken by another at the same moment")
         self._lease, self._revision, self._said = lease, revision, (value, b"")
         log.info("join.joined", node_id=reading.node_id, fleet=self._options.fleet)
-        self._notifier.ready(f"node {reading.node_id} is in fleet {self._options.fleet}")
+        self._notifier.status(f"node {reading.node_id} is in fleet {self._options.fleet}")
 
     def _is_mine(self, value: bytes) -> bool:
         try:
@@ -239,10 +240,13 @@ async def publish(options: JoinOptions) -> None:
     async with Etcd(access) as etcd:
         publisher = Publisher(etcd, options, install_id(Path(options.state_dir)), boot_id())
         async with _following(AsyncClient(options.socket, timeout_s=5.0), publisher):
-            publishing = asyncio.create_task(publisher.run())
-            await stop.wait()
-            publishing.cancel()
-            await asyncio.wait([publishing])
+            work = [asyncio.create_task(publisher.run()), asyncio.create_task(stop.wait())]
+            await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+            for task in work:
+                task.cancel()
+            await asyncio.wait(work)
+            if not work[0].cancelled():
+                work[0].result()  # it never ends but by what it did not expect: so does the process
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pydantic_settings import (
 )
 
 from agentd.config.access import TokenSettings, short_enough
-from agentd.config.loading import problem_of, snake
+from agentd.config.loading import problem_of, snake, unknown_variables
 from agentd.config.section import Name, Section, refuse_bool
 from agentd.errors import ConfigRefused, Problem
 from agentd_fleet.candidates import Policy
@@ -185,6 +185,8 @@ def load(option: str | None, environ: Mapping[str, str] = os.environ) -> Setting
         raise ConfigRefused([Problem("", f"cannot be read: {why}")], source) from None
     except (tomllib.TOMLDecodeError, ValueError, RecursionError) as error:
         raise ConfigRefused([Problem("", f"invalid TOML: {error}")], source) from None
+    if unknown := list(unknown_variables(environ, Settings, ENV_PREFIX)):
+        raise ConfigRefused(unknown, source)
     try:
         return Settings(**snake(raw, Settings))
     except ValidationError as error:

@@ -34,6 +34,8 @@ from agentd_fleet.view import FleetNode
 log = structlog.get_logger()
 
 PAGE = 1000
+FIRST_WORD_S = 4.0
+"""How long nodes have to say a first word before the others are taken for the fleet."""
 _T = TypeVar("_T")
 _SCHEMA = """
 PRAGMA journal_mode = WAL;
@@ -55,6 +57,8 @@ class SqliteStore:
         self._nodes = nodes
         self._state = state
         self._address: dict[str, str] = {}
+        self._unheard = {address for address, _ in nodes}
+        self._until = time.monotonic() + FIRST_WORD_S
         self._thread = ThreadPoolExecutor(1, "routes")
         self._base: sqlite3.Connection | None = None
 
@@ -76,7 +80,9 @@ class SqliteStore:
         self._thread.shutdown()
 
     def why_not_live(self) -> str:
-        return ""
+        if not self._unheard or time.monotonic() > self._until:
+            return ""
+        return f"{', '.join(sorted(self._unheard))} did not answer yet"
 
     async def route(self, kernel_id: str) -> Kept | None:
         query = "SELECT value, revision FROM routes WHERE kernel_id = ?"
@@ -142,6 +148,7 @@ class SqliteStore:
     async def heard(self, address: str, reading: Reading) -> None:
         """Take in what a node says that is followed at an address."""
         node_id = reading.node_id
+        self._unheard.discard(address)
         first = self._address.setdefault(node_id, address)
         if first != address:
             log.error("fleet.duplicate_node", node_id=node_id, first=first, second=address)

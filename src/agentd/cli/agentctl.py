@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from agentd import __version__
 from agentd.cli import names
@@ -72,6 +73,9 @@ def agentctl(
 ) -> None:
     """Look at a node, and run kernels on it; or at a whole fleet."""
     token = token_of(token_file)
+    is_named = ParameterSource.COMMANDLINE
+    if (socket_path or url) and context.get_parameter_source("fleet_address") is not is_named:
+        fleet_address = fleet_address if context.invoked_subcommand == fleet_group.name else None
     if fleet_address or context.invoked_subcommand == fleet_group.name:
         address = fleet_address or GATEWAY
         path = address.removeprefix("unix:") if address.startswith("unix:") else None

@@ -88,7 +88,7 @@ def load_text(text: str, path: Path | None, environ: Mapping[str, str]) -> Loade
     except (ValueError, RecursionError):
         why = "holds a number of over 4300 digits, or is nested too deeply"
         raise ConfigRefused([Problem("", why)], source) from None
-    problems = list(_unknown_variables(environ))
+    problems = list(unknown_variables(environ))
     values = snake(raw, Settings)
     try:
         settings = Settings(**values)
@@ -116,14 +116,15 @@ def _further_keys(plugins: object) -> dict[str, object]:
     return {key.lstrip(_UNKNOWN): raw for key, raw in plugins.items() if key not in known}
 
 
-def _unknown_variables(environ: Mapping[str, str]) -> Iterator[Problem]:
+def unknown_variables(
+    environ: Mapping[str, str], root: type[BaseModel] = Settings, prefix: str = ENV_PREFIX
+) -> Iterator[Problem]:
+    """Yield a problem for each variable that names no section of the settings."""
     for name in environ:
-        if name.upper().startswith(ENV_PREFIX):
-            section = name[len(ENV_PREFIX) :].split("__")[0].lower()
-            if section not in Settings.model_fields:
-                allowed = ", ".join(
-                    f"{ENV_PREFIX}{field.upper()}__…" for field in Settings.model_fields
-                )
+        if name.upper().startswith(prefix):
+            section = name[len(prefix) :].split("__")[0].lower()
+            if section not in root.model_fields:
+                allowed = ", ".join(f"{prefix}{field.upper()}__…" for field in root.model_fields)
                 yield Problem(name, f"unknown section; allowed: {allowed}")
 
 
