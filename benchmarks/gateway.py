@@ -29,7 +29,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent / "tests"), *(path for path in sys.path if Path(path) != HERE)]
 from agentd_fleet.etcd import Etcd  # noqa: E402
 from agentd_fleet.report import FreeReport, NodeReport, SlotTypeReport  # noqa: E402
-from fleet.fleet_world import SLEEP, GatewayProgram, World  # noqa: E402
+from fleet.fleet_world import SLEEP, GatewayProgram, Pool, World  # noqa: E402
 
 
 def pss_mib(pid: int) -> float:
@@ -132,7 +132,8 @@ async def simulated(
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix="agentd-", dir="/tmp"))
-    world = World(folder)
+    pool = Pool(folder)
+    world = World(folder, pool)
     try:
         await world.start_etcd()
         (node,) = await world.start_nodes("cuda")
@@ -161,6 +162,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         return result
     finally:
         await world.close()
+        await pool.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -37,6 +37,8 @@ class Program:
         self.log_file = folder / f"{name}.log"
         self.command = command
         self.process: subprocess.Popen[bytes] | None = None
+        self.prefix: tuple[str, ...] = ()
+        self.environ: dict[str, str] = {}
 
     @property
     def log(self) -> str:
@@ -49,7 +51,9 @@ class Program:
 
     def start(self) -> None:
         env = {k: v for k, v in os.environ.items() if not k.startswith("AGENTD")}
+        env |= self.environ
         command = [sys.executable, "-m", "agentd_fleet", self.command, "--config", str(self.file)]
+        command = [*self.prefix, *command]
         with self.log_file.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
 
@@ -115,12 +119,53 @@ class GatewayProgram(Program):
                 await asyncio.sleep(0.05)
 
 
-class World:
-    """All parts of a fleet in one folder; `close` ends every process by its pid."""
+class Pool:
+    """Daemons that go on from one test to the next: their start takes longer than most tests."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.idle: dict[str, list[Daemon]] = {}
+        self.made = 0
+
+    async def take(self, kind: str) -> Daemon:
+        """Return a daemon with these plugins and no kernels."""
+        if idle := self.idle.get(kind):
+            return idle.pop()
+        folder = self.folder / f"{self.made}{kind}"
+        self.made += 1
+        folder.mkdir()
+        daemon = Daemon(folder, "process")
+        daemon.node = f"n-{self.folder.name.removeprefix('agentd-')}-{folder.name}"
+        daemon.configure(AGENTS + PLUGINS[kind])
+        await daemon.start()
+        return daemon
+
+    async def give_back(self, kind: str, daemon: Daemon) -> None:
+        """Take a daemon back, whatever was done to it."""
+        if daemon.process is None:
+            await daemon.start()
+        daemon.process.send_signal(signal.SIGCONT)
+        for kernel in await daemon.get("/v1/kernels"):
+            await daemon.call("DELETE", f"/v1/kernels/{kernel['kernel_id']}?timeout=0")
+        for device in await daemon.get("/v1/devices"):
+            if device["state"] == "drained":
+                path = f"/v1/devices/{device['device_name']}/{device['id']}/undrain"
+                await daemon.call("POST", path)
+        self.idle.setdefault(kind, []).append(daemon)
+
+    async def close(self) -> None:
+        daemons = [daemon for idle in self.idle.values() for daemon in idle]
+        await asyncio.gather(*(daemon.close() for daemon in daemons))
+
+
+class World:
+    """All parts of a fleet in one folder; `close` ends every process of its own by its pid."""
+
+    def __init__(self, folder: Path, pool: Pool) -> None:
+        self.folder = folder
+        self.pool = pool
         self.nodes: dict[str, Daemon] = {}
+        self.kinds: dict[str, str] = {}
         self.programs: list[Program] = []
         self.etcd: EtcdServers | None = None
 
@@ -131,19 +176,13 @@ class World:
         await self.etcd.start()
         return self.etcd
 
-    async def start_nodes(self, *kinds: str, agents: str = AGENTS) -> list[str]:
-        """Start daemons with these plugins; return their node ids."""
-        ids = []
-        for kind in kinds:
-            folder = self.folder / f"{len(self.nodes)}{kind}"
-            folder.mkdir()
-            daemon = Daemon(folder, "process")
-            daemon.node = f"n-{self.folder.name.removeprefix('agentd-')}-{folder.name}"
+    async def start_nodes(self, *kinds: str) -> list[str]:
+        """Have daemons with these plugins; return their node ids."""
+        daemons = await asyncio.gather(*(self.pool.take(kind) for kind in kinds))
+        for kind, daemon in zip(kinds, daemons, strict=True):
             self.nodes[daemon.node] = daemon
-            daemon.configure(agents + PLUGINS[kind])
-            ids.append(daemon.node)
-        await asyncio.gather(*(self.nodes[node].start() for node in ids))
-        return ids
+            self.kinds[daemon.node] = kind
+        return [daemon.node for daemon in daemons]
 
     @property
     def kept_in(self) -> str:
@@ -151,21 +190,33 @@ class World:
         assert self.etcd is not None
         return f"[fleet]\netcd = {json.dumps(self.etcd.endpoints)}\n"
 
-    def join(self, node: str, lease: int = 2, extra: str = "", kept_in: str = "") -> Program:
+    def join(
+        self,
+        node: str,
+        *,
+        lease: int = 2,
+        kept_in: str = "",
+        prefix: tuple[str, ...] = (),
+        environ: Mapping[str, str] | None = None,
+    ) -> Program:
         """Start the publisher of a node."""
         socket = self.nodes[node].folder / "agentd.sock"
         config = f'{kept_in or self.kept_in}[join]\nsocket = "{socket}"\nurl = "unix:{socket}"\n'
-        config += f'lease = {lease}\nstate-dir = "{self.folder}/install-{node}"\n{extra}'
+        config += f'lease = {lease}\nstate-dir = "{self.folder}/install-{node}"\n'
         name = f"join-{len(self.programs)}"
         program = Program(self.folder, name, "join", config)
+        program.prefix, program.environ = prefix, dict(environ or {})
         self.programs.append(program)
         program.start()
         return program
 
-    def gateway(self, kept_in: str = "", **tables: str) -> GatewayProgram:
+    def gateway(
+        self, kept_in: str = "", *, environ: Mapping[str, str] | None = None, **tables: str
+    ) -> GatewayProgram:
         """Start a gateway, over etcd or over nodes that it follows itself."""
         name = f"gate-{len(self.programs)}"
         program = GatewayProgram(self.folder, name, kept_in or self.kept_in, **tables)
+        program.environ = dict(environ or {})
         self.programs.append(program)
         program.start()
         return program
@@ -192,7 +243,5 @@ class World:
             await program.stop(signal.SIGKILL)
         if self.etcd is not None:
             await self.etcd.stop()
-        for daemon in self.nodes.values():
-            if daemon.process is not None:
-                daemon.process.send_signal(signal.SIGCONT)
-        await asyncio.gather(*(daemon.close() for daemon in self.nodes.values()))
+        for node, daemon in self.nodes.items():
+            await self.pool.give_back(self.kinds[node], daemon)

@@ -120,7 +120,8 @@ async def test_of_two_nodes_with_one_id_the_second_is_refused(world: World) -> N
     await gateway.until({rocm: "lost"}, within_s=15)
     await twin.stop()
     own, twin.node = twin.node, cuda
-    twin.configure()
+    text = twin.config_file.read_text()
+    twin.config_file.write_text(text.replace(f'id = "{own}"', f'id = "{cuda}"'))
     # both cannot hold the machine's lock of the node id, so the first is stopped, not its publisher
     await world.nodes[cuda].stop()
     await twin.start()
@@ -130,13 +131,15 @@ async def test_of_two_nodes_with_one_id_the_second_is_refused(world: World) -> N
             await asyncio.sleep(0.05)
     assert str(world.nodes[cuda].folder) in second.log
     assert str(twin.folder) in second.log
-    assert (await gateway.get(f"/v1/nodes/{cuda}"))["url"].startswith(f"unix:{world.folder}/0cuda")
+    first = f"unix:{world.nodes[cuda].folder}/agentd.sock"
+    assert (await gateway.get(f"/v1/nodes/{cuda}"))["url"] == first
     await world.programs[0].stop(signal.SIGKILL)  # the first is gone for good: its id is free
     async with asyncio.timeout(20):
-        while "1rocm" not in (await gateway.get(f"/v1/nodes/{cuda}"))["url"]:
+        while str(twin.folder) not in (await gateway.get(f"/v1/nodes/{cuda}"))["url"]:
             await asyncio.sleep(0.1)
     await twin.stop()
     twin.node = own
+    twin.config_file.write_text(text)
 
 
 async def test_a_node_that_is_installed_anew_has_its_id_and_not_its_kernels(world: World) -> None:
