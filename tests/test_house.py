@@ -16,7 +16,13 @@ from agentd.rpc.routes import ROUTES
 from agentd.rpc.server import STATUSES
 
 ROOT = Path(__file__).parents[1]
-SOURCES = sorted([*ROOT.glob("src/**/*.py"), *ROOT.glob("plugins/*/src/**/*.py")])
+SOURCES = sorted(
+    [
+        *ROOT.glob("src/**/*.py"),
+        *ROOT.glob("plugins/*/src/**/*.py"),
+        *ROOT.glob("fleet/src/**/*.py"),
+    ]
+)
 
 
 def test_imports_point_one_way() -> None:

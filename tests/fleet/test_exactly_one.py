@@ -11,7 +11,7 @@ import signal
 
 import aiohttp
 
-from agentd_fleet.placing import Pace
+from agentd_fleet.asking import Pace
 from fleet.fleet_world import GatewayProgram, World
 
 SOAK = bool(os.environ.get("AGENTD_SOAK"))

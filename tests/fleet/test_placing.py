@@ -9,9 +9,10 @@ import pytest
 
 from agentd.core.access import Caller, Role
 from agentd.errors import AgentdError, KernelConflict
+from agentd_fleet.asking import OutcomeUnknown, Pace
 from agentd_fleet.nodes import Nodes
 from agentd_fleet.orders import FleetKernelRequest, Order, order_of
-from agentd_fleet.placing import OutcomeUnknown, Pace, Placer
+from agentd_fleet.placing import Placer
 from agentd_fleet.report import reading_of
 from agentd_fleet.route import Progress, Route
 from agentd_fleet.state import FleetState

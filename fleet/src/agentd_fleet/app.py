@@ -20,10 +20,11 @@ from agentd.endpoint import endpoint, guarded_secret_in, tokens
 from agentd.errors import ConfigRefused, Problem
 from agentd.host.sd_notify import Notifier
 from agentd.rpc.server import Server
+from agentd_fleet.asking import Pace
 from agentd_fleet.etcd import Access, Etcd
 from agentd_fleet.gateway import Gateway
 from agentd_fleet.nodes import UNIX, Nodes
-from agentd_fleet.placing import Pace, Placer
+from agentd_fleet.placing import Placer
 from agentd_fleet.route import Store
 from agentd_fleet.routes import ROUTES
 from agentd_fleet.settings import FleetSettings, Settings

@@ -10,14 +10,11 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, NamedTuple
-from urllib.parse import quote
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import structlog
@@ -26,13 +23,14 @@ from msgspec.structs import replace
 from agentd.core.access import Caller
 from agentd.core.slots import ResourceSlots
 from agentd.errors import AgentdError, KernelConflict, NodeUnavailable
+from agentd_fleet.asking import Asker, OutcomeUnknown, Pace, now, path_of
 from agentd_fleet.candidates import Candidate, Policy, asked, candidates
-from agentd_fleet.nodes import CREATE_PATIENCE_S, Answer, AnswerLost, NeverAsked, Nodes
+from agentd_fleet.nodes import Answer, NeverAsked, Nodes
 from agentd_fleet.orders import Order
 from agentd_fleet.refusals import refusal
 from agentd_fleet.route import Kept, Progress, Route, Store, StoreAway
 from agentd_fleet.state import FleetState
-from agentd_fleet.view import FleetNode, FleetView
+from agentd_fleet.view import FleetView
 
 log = structlog.get_logger()
 
@@ -47,50 +45,12 @@ MAY_YET = frozenset({"RuntimeUnavailable", "Internal"})
 """Answers after which the node may have the kernel, or get it."""
 
 
-@dataclass(frozen=True)
-class Pace:
-    """How long to insist, in seconds; shorter ones are for tests."""
-
-    insist_s: float = 10.0
-    """How long a node whose answer was lost is asked again before the caller is told."""
-    again_s: float = 0.3
-    fresh_s: float = 20.0
-    """How long after a route began to be written a request may be sent by it."""
-    sweep_s: float = 15.0
-    settled_s: float = 90.0
-    """How long a node has to go without a kernel before it never had it. Longer than a request by
-    the same route can be under way: sent within `fresh_s`, given up by TCP after 20 s, and by a
-    node that answers after 10 s for its header and 30 s for its body."""
-
-
 class Placed(NamedTuple):
     """A node's answer to a create, and where that was."""
 
     answer: Answer
     node_id: str
     agent_id: str
-
-
-class Tried(NamedTuple):
-    """A node's answer, the route as it stands then, and whether the node was asked only once."""
-
-    answer: Answer
-    kept: Kept
-    is_certain: bool
-
-
-class OutcomeUnknown(NodeUnavailable):
-    """A node may have a kernel, or not; the same request finds out."""
-
-    def __init__(self, kernel_id: str, node_id: str, why: str) -> None:
-        self.kernel_id, self.node_id = kernel_id, node_id
-        super().__init__(
-            f"whether kernel {kernel_id} was created is not known ({why}); ask again with this"
-            " kernel_id, or look at the node when it is back"
-        )
-
-    def facts(self) -> dict[str, object]:
-        return {"kernel_id": self.kernel_id, "node_id": self.node_id}
 
 
 class Placer:
@@ -108,7 +68,7 @@ class Placer:
         self._state = state
         self._nodes = nodes
         self._policy = policy
-        self._pace = pace or Pace()
+        self._asker = Asker(store, state, nodes, pace or Pace())
         self._choice = random.Random()  # noqa: S311 - spreads load, hides nothing
         self._noting: set[asyncio.Task[None]] = set()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -178,14 +138,14 @@ class Placer:
         revision = 0
         while queue:
             candidate = queue.popleft()
-            route, began = self._route(caller, order, candidate), _now()
+            route, began = self._route(caller, order, candidate), now()
             written = await self._store.keep(route, revision)
             if written is None:  # another gateway was asked for the same kernel
                 raise await self._overtaken(caller, order)
             revision = written
             self._state.debit(*candidate, request)
             try:
-                tried = await self._asked(caller, order, Kept(route, revision), began)
+                tried = await self._asker.ask(caller, order, Kept(route, revision), began)
             except NeverAsked as error:
                 self._state.undebit(candidate.node_id)
                 refused.append((candidate.node_id, error))
@@ -239,7 +199,7 @@ class Placer:
 
         async def look(candidate: Candidate) -> Answer | None:
             node = self._state.node(candidate.node_id)
-            path = f"{_path(candidate.agent_id)}?dry_run=true"
+            path = f"{path_of(candidate.agent_id)}?dry_run=true"
             if node is None:
                 return None
             try:
@@ -259,89 +219,20 @@ class Placer:
         route = kept.route
         _refuse_other(caller, order, route)
         if route.progress is Progress.PLACED:
-            node = self._known(route)
+            node = self._asker.known(route)
             answer = await self._nodes.ask(node, caller, "GET", f"/v1/kernels/{route.kernel_id}")
             if answer.is_error and answer.error().code == "UnknownKernel":
                 await self._store.drop(route.kernel_id, kept.revision)
                 return None
             return _found(answer, route)
-        mine, began = replace(route, owner=secrets.token_hex(8)), _now()
+        mine, began = replace(route, owner=secrets.token_hex(8)), now()
         revision = await self._store.keep(mine, kept.revision)
         if revision is None:
             return None
-        tried = await self._asked(caller, order, Kept(mine, revision), began)
+        tried = await self._asker.ask(caller, order, Kept(mine, revision), began)
         if not tried.answer.is_error:
             self._note_soon(tried.kept)
         return _found(tried.answer, route)
-
-    def _known(self, route: Route) -> FleetNode:
-        node = self._state.node(route.node_id)
-        if node is None or not node.url:
-            raise OutcomeUnknown(route.kernel_id, route.node_id, f"node {route.node_id} is away")
-        return node
-
-    async def _asked(self, caller: Caller, order: Order, kept: Kept, began: float) -> Tried:
-        """Ask a node for a kernel until it answers.
-
-        Before it is asked again the route is written again: whoever settled it meanwhile, or took
-        it over, must not find that the node was asked behind its back. `began` is when the route
-        was about to be written.
-
-        Raises:
-            NeverAsked: it cannot be asked, and has not been.
-            OutcomeUnknown: it was asked, and does not answer; or this gateway has slept, and
-                others may have settled the route meanwhile.
-        """
-        route, end = kept.route, _now() + self._pace.insist_s
-        node, is_certain = self._known(route), True
-        while True:
-            if _now() - began > self._pace.fresh_s:
-                raise OutcomeUnknown(route.kernel_id, route.node_id, "this gateway was stopped")
-            try:
-                answer = await self._asked_once(caller, order, route, node)
-                return Tried(answer, kept, is_certain=is_certain)
-            except NeverAsked as error:
-                if is_certain:
-                    raise
-                why = str(error)
-            except AnswerLost as error:
-                is_certain, why = False, str(error)
-            if _now() > end:
-                raise OutcomeUnknown(route.kernel_id, route.node_id, why)
-            await asyncio.sleep(self._pace.again_s)
-            mine, began = replace(route, owner=secrets.token_hex(8)), _now()
-            revision = await self._store.keep(mine, kept.revision)
-            if revision is None:
-                raise OutcomeUnknown(route.kernel_id, route.node_id, "another is at work on it")
-            kept = Kept(mine, revision)
-
-    async def _asked_once(
-        self, caller: Caller, order: Order, route: Route, node: FleetNode
-    ) -> Answer:
-        """Ask once, for as long as the node is heard of: an image may take its time to come."""
-        asking = asyncio.create_task(
-            self._nodes.ask(
-                node,
-                caller,
-                "POST",
-                _path(route.agent_id),
-                body=order.body,
-                headers=order.headers,
-                patience_s=CREATE_PATIENCE_S,
-            )
-        )
-        leaving = self._state.leaving(node.node_id)
-        ends: set[asyncio.Future[Any]] = {asking, leaving}
-        try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done():
-                await asyncio.wait({asking}, timeout=self._pace.again_s)
-            if asking.done():
-                return asking.result()
-        finally:
-            leaving.cancel()
-            asking.cancel()
-        raise AnswerLost(f"node {node.node_id} went away")
 
     def _note_soon(self, kept: Kept) -> None:
         """Write that a kernel is where its route leads, while the caller has its answer already.
@@ -363,15 +254,6 @@ class Placer:
     async def close(self) -> None:
         """Wait until all that was placed is noted."""
         await asyncio.gather(*self._noting)
-
-
-def _now() -> float:
-    """Return seconds that go on while the machine sleeps, and that nobody sets."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
-def _path(agent_id: str) -> str:
-    return f"/v1/agents/{quote(agent_id, safe='')}/kernels"
 
 
 def _refuse_other(caller: Caller, order: Order, route: Route) -> None:

@@ -11,8 +11,9 @@ import structlog
 from msgspec.structs import replace
 
 from agentd.errors import AgentdError, NodeUnavailable
+from agentd_fleet.asking import Pace
 from agentd_fleet.nodes import GATEWAY, Nodes
-from agentd_fleet.placing import Pace, Placer
+from agentd_fleet.placing import Placer
 from agentd_fleet.route import Kept, Progress, Store
 from agentd_fleet.state import FleetState
 
