@@ -178,3 +178,14 @@ def test_a_new_token_is_written_for_its_owner_alone(tmp_path: Path) -> None:
     assert len(file.read_text().strip()) >= 40
     again = CliRunner().invoke(agentctl, options)
     assert (again.exit_code, "exists" in again.output) == (1, True)
+
+
+def test_a_token_for_a_gateway_is_an_admin_s_that_may_name_others(tmp_path: Path) -> None:
+    file = tmp_path / "gate"
+    options = ["token", "create", "gate", "--gateway", "--file", str(file)]
+    made = CliRunner().invoke(agentctl, options)
+    assert made.output == (
+        f'[[rpc.tokens]]\nname = "gate"\nfile = "{file}"\nrole = "admin"\ngateway = true\n'
+    )
+    refused = CliRunner().invoke(agentctl, [*options, "--role", "read"])
+    assert (refused.exit_code, "leave --role out" in refused.output) == (2, True)

@@ -23,9 +23,18 @@ def token() -> None:
 @click.option("--role", type=click.Choice(["admin", "agent", "read"]), help="Default: agent.")
 @click.option("--agent", "agents", multiple=True, help="Whose agents; may be repeated.")
 @click.option("--file", type=click.Path(path_type=Path), help=f"Default: {FOLDER}/NAME.")
-def create_token(name: str, role: str | None, agents: tuple[str, ...], file: Path | None) -> None:
+@click.option("--gateway", is_flag=True, help="For a fleet's gateway: acts for its callers.")
+def create_token(
+    name: str,
+    role: str | None,
+    agents: tuple[str, ...],
+    file: Path | None,
+    gateway: bool,  # noqa: FBT001 - click passes it
+) -> None:
     """Write a new token for NAME, and print the lines that let it in."""
-    chosen = role or "agent"
+    chosen = role or ("admin" if gateway else "agent")
+    if gateway and chosen != "admin":
+        raise click.UsageError("a gateway's token is an admin's; leave --role out")
     if chosen == "agent" and not agents:
         raise click.UsageError("--agent AGENT is needed: whose kernels NAME may create")
     if chosen == "admin" and agents:
@@ -40,6 +49,8 @@ def create_token(name: str, role: str | None, agents: tuple[str, ...], file: Pat
         raise click.ClickException(f"{path} exists; remove it first, or name another") from None
     except OSError as error:
         raise click.ClickException(f"{path}: {error.strerror}") from None
-    lines = {"name": name, "file": str(path), "role": chosen}
-    entry = tomlkit.dumps(lines | ({"agents": list(agents)} if agents else {}))
+    lines: dict[str, object] = {"name": name, "file": str(path), "role": chosen}
+    lines |= {"agents": list(agents)} if agents else {}
+    lines |= {"gateway": True} if gateway else {}
+    entry = tomlkit.dumps(lines)
     click.echo(f"[[rpc.tokens]]\n{entry}", nl=False)
