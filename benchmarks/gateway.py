@@ -1,11 +1,13 @@
 """What a gateway adds to a create, how soon a lost node is known, and what publishers cost.
 
-    python benchmarks/gateway.py [--rounds 60] [--publishers 0] [--lease 5] [--json]
+    python benchmarks/gateway.py [--rounds 60] [--publishers 0] [--known 0] [--lease 5] [--json]
 
 Starts etcd, one daemon, its publisher and a gateway. Creates are paired: one at the node, one
 through the gateway, in turn, each removed again. With `--publishers 500` so many more nodes are
 simulated, each with a lease of its own kept alive over the real client, and free amounts that
-change once a second: what etcd and the gateway take for that is read from /proc.
+change once a second: what etcd and the gateway take for that is read from /proc. With
+`--known 10000` so many nodes stand in etcd when a gateway starts: how long until it has its view
+of them, and its memory.
 """
 
 import argparse
@@ -130,6 +132,29 @@ async def simulated(
     return result
 
 
+async def start_among(world: World, count: int) -> dict[str, Any]:
+    """Start a gateway where many nodes are known already."""
+    async with world.client() as etcd:
+        for first in range(0, count, 100):
+            numbers = range(first, min(first + 100, count))
+            said = [(number, report(number)) for number in numbers]
+            await asyncio.gather(
+                *(etcd.put(f"/agentd/main/nodes/sim-{n}", parts[0]) for n, parts in said),
+                *(etcd.put(f"/agentd/main/free/sim-{n}", parts[1]) for n, parts in said),
+            )
+    before = time.monotonic()
+    gateway = world.gateway()
+    async with asyncio.timeout(120):
+        while "gateway.ready" not in gateway.log:
+            await asyncio.sleep(0.02)
+    ready_s = time.monotonic() - before
+    return {
+        "nodes": len(await gateway.states()),
+        "ready_s": ready_s,
+        "pss_mib": pss_mib(gateway.pid),
+    }
+
+
 async def run(options: argparse.Namespace) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix="agentd-", dir="/tmp"))
     pool = Pool(folder)
@@ -159,6 +184,8 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         publisher.process = None
         if options.publishers:
             result["simulated"] = await simulated(world, gateway, options.publishers, options.lease)
+        if options.known:
+            result["start"] = await start_among(world, options.known)
         return result
     finally:
         await world.close()
@@ -170,6 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--publishers", type=int, default=0)
+    parser.add_argument("--known", type=int, default=0)
     parser.add_argument("--lease", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

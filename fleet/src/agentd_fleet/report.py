@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
@@ -229,9 +231,7 @@ def _listed(node_id: str, remark: str, *, seen_at: float, url: str = "") -> Publ
 
 
 def _node(node_id: str, said: NodeReport, seen_at: float) -> FleetNode:
-    types = {item.name: slot_type_in(item) for item in said.slot_types}
-    if len(types) > MOST_SLOT_TYPES:
-        raise ValueError(f"{len(types)} slot types, of which at most {MOST_SLOT_TYPES} are taken")
+    types = _slot_types(tuple(said.slot_types))
     return FleetNode(
         node_id,
         types,
@@ -244,6 +244,14 @@ def _node(node_id: str, said: NodeReport, seen_at: float) -> FleetNode:
         unreachable(said.url),
         {agent: frozenset(names) for agent, names in said.models.items()},
     )
+
+
+@lru_cache(maxsize=256)
+def _slot_types(said: tuple[SlotTypeReport, ...]) -> Mapping[SlotName, SlotType]:
+    """Return slot types by name; nodes of one kind have one mapping among them."""
+    if len(said) > MOST_SLOT_TYPES:
+        raise ValueError(f"{len(said)} slot types, of which at most {MOST_SLOT_TYPES} are taken")
+    return MappingProxyType({item.name: slot_type_in(item) for item in said})
 
 
 def unreachable(url: str) -> str:

@@ -62,6 +62,10 @@ class FleetState:
         self._gone.add(node_id)
         self._tell(node_id)
 
+    def learned(self, node: FleetNode) -> list[SlotType]:
+        """Return the slot types of a node that the fleet does not know yet."""
+        return self._view.learned(node)
+
     def learn(self, slot: SlotType) -> None:
         """Know a slot type; the first definition that was noted stays."""
         self._view = self.view.with_slot_type(slot, self._next())

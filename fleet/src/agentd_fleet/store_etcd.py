@@ -163,7 +163,7 @@ class EtcdStore:
         node = with_free(self._reports[node_id], self._free.get(node_id))
         node = replace(node, seen_at=time.time())
         self._state.note(node)
-        if new := self._state.view.learned(node):
+        if new := self._state.learned(node):
             task = asyncio.create_task(self._teach(new))
             self._learning.add(task)
             task.add_done_callback(self._learning.discard)

@@ -156,7 +156,7 @@ class SqliteStore:
         report = reading.reported(install_id="", boot_id="", url=address, labels={})
         said, free = msgspec.json.encode(report), msgspec.json.encode(reading.free)
         node = with_free(published_in(node_id, said, seen_at=time.time()), free)
-        for slot in self._state.view.learned(node):
+        for slot in self._state.learned(node):
             await self.learn(slot)
         self._state.note(node)
 
