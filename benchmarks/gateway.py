@@ -148,11 +148,8 @@ async def start_among(world: World, count: int) -> dict[str, Any]:
         while "gateway.ready" not in gateway.log:
             await asyncio.sleep(0.02)
     ready_s = time.monotonic() - before
-    return {
-        "nodes": len(await gateway.states()),
-        "ready_s": ready_s,
-        "pss_mib": pss_mib(gateway.pid),
-    }
+    memory = pss_mib(gateway.pid)
+    return {"nodes": len(await gateway.states()), "ready_s": ready_s, "pss_mib": memory}
 
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
