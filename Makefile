@@ -51,7 +51,7 @@ unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not docker" --ignore=tests/end_to_end --ignore=tests/crash --ignore=tests/hostile --ignore=tests/hardware $(ARGS)
 
 soak: $(VENV)/.installed-dev
-	AGENTD_SEED=$${AGENTD_SEED:-$$(shuf -i 0-999999 -n 1)} AGENTD_SOAK=$(SECONDS) AGENTD_REQUIRE_ALL=1 $(BIN)/python -m pytest -s tests/crash tests/fleet/test_exactly_one.py tests/hostile/test_clients.py tests/end_to_end/test_document.py $(ARGS)
+	AGENTD_SEED=$${AGENTD_SEED:-$$(shuf -i 0-999999 -n 1)} AGENTD_SOAK=$(SECONDS) AGENTD_REQUIRE_ALL=1 $(BIN)/python -m pytest -s tests/crash tests/end_to_end/fleet/test_exactly_one.py tests/hostile/test_clients.py tests/end_to_end/test_document.py $(ARGS)
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/create.py --json

@@ -26,12 +26,10 @@ from typing import Any
 
 import msgspec
 
-# Not the folder of this script, where fleet.py is another one.
-HERE = Path(__file__).resolve().parent
-sys.path[:] = [str(HERE.parent / "tests"), *(path for path in sys.path if Path(path) != HERE)]
-from agentd_fleet.etcd import Etcd  # noqa: E402
-from agentd_fleet.report import FreeReport, NodeReport, SlotTypeReport  # noqa: E402
-from fleet.fleet_world import SLEEP, GatewayProgram, Pool, World  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from agentd_fleet.etcd import Etcd
+from agentd_fleet.report import FreeReport, NodeReport, SlotTypeReport
+from end_to_end.fleet.fleet_world import SLEEP, GatewayProgram, Pool, World
 
 
 def pss_mib(pid: int) -> float:

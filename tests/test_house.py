@@ -12,8 +12,8 @@ from agentd.cli.agentctl import agentctl
 from agentd.cli.agentd import agentd
 from agentd.host.sd_notify import Notifier
 from agentd.pluginhost.conformance import _parsed as parsed
+from agentd.rpc.problems import STATUSES
 from agentd.rpc.routes import ROUTES
-from agentd.rpc.server import STATUSES
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(

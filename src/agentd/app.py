@@ -184,7 +184,9 @@ class Daemon:
             stack.push_async_callback(reach, "shutdown.after_plugins")
             stack.push_async_callback(plugins.close)
             node = await self._assembled(stack, plugins)
-            server = Server("agentd", ROUTES, node.handlers, endpoint(self._settings.rpc))
+            server = Server(
+                "agentd", ROUTES, node.handlers, endpoint(self._settings.rpc), self._node_id
+            )
             stack.push_async_callback(reach, "shutdown.after_server")
             stack.push_async_callback(server.stop)
             await server.start()

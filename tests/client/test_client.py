@@ -23,8 +23,8 @@ from agentd.errors import (
     Unreachable,
     UnsupportedResource,
 )
+from agentd.rpc.problems import STATUSES
 from agentd.rpc.routes import ROUTES
-from agentd.rpc.server import STATUSES
 from daemon import AGENTS, Daemon, gpus
 
 

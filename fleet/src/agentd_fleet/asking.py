@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import time
 from dataclasses import dataclass
@@ -133,11 +134,28 @@ class Asker:
             if not asking.done():
                 await asyncio.wait({asking}, timeout=self._pace.again_s)
             if asking.done():
-                return asking.result()
+                return _readable(asking.result(), route)
         finally:
             leaving.cancel()
             asking.cancel()
         raise AnswerLost(f"node {node.node_id} went away")
+
+
+def _readable(answer: Answer, route: Route) -> Answer:
+    """Return an answer that says which kernel there is now, or why none.
+
+    Raises:
+        AnswerLost: it does not.
+    """
+    if answer.is_error:
+        return answer
+    try:
+        is_it = json.loads(answer.body)["kernel_id"] == route.kernel_id
+    except (ValueError, KeyError, TypeError, RecursionError):
+        is_it = False
+    if not is_it:
+        raise AnswerLost(f"node {route.node_id} gave an answer that cannot be read")
+    return answer
 
 
 def now() -> float:

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode
 
+import msgspec
+
 from agentd.core.access import Caller
-from agentd.errors import NodeUnavailable, Unavailable, UnknownKernel, UnknownNode
+from agentd.errors import (
+    InvalidRequest,
+    NodeUnavailable,
+    Problem,
+    Unavailable,
+    UnknownKernel,
+    UnknownNode,
+)
 from agentd_fleet.nodes import CREATE_PATIENCE_S, PATIENCE_S, Answer, Nodes
 from agentd_fleet.placing import Placer
 from agentd_fleet.route import Kept, Progress, Route, Store
 from agentd_fleet.state import FleetState
 from agentd_fleet.view import FleetNode, NodeStatus
 
+LIST = msgspec.json.Decoder(list[dict[str, Any]])
+LIST_PATIENCE_S = 5.0
 AT_ONCE = 32
 """How many nodes are asked for a list at the same time."""
 
@@ -48,6 +58,17 @@ class FleetKernels:
             raise UnknownNode(f"no node {node_id} in this fleet")
         return node
 
+    def seen(self, caller: Caller, node_id: str) -> FleetNode:
+        """Return a node that a caller sees: one that has an agent of its own.
+
+        Raises:
+            UnknownNode: exactly as if it did not exist.
+        """
+        node = self.node(node_id)
+        if caller.agents is not None and caller.agents.isdisjoint(node.offers):
+            raise UnknownNode(f"no node {node_id} in this fleet")
+        return node
+
     async def place(self, caller: Caller, kernel_id: str, node_id: str | None) -> Place:
         """Return where a kernel is, as far as the caller may know.
 
@@ -56,8 +77,8 @@ class FleetKernels:
             UnknownNode: the named one is not there.
         """
         try:
-            async with self._placer.alone(kernel_id):
-                kept = await self._store.route(kernel_id)
+            await self._placer.noted(kernel_id)
+            kept = await self._store.route(kernel_id)
         except Unavailable:
             if node_id is None:
                 raise
@@ -66,7 +87,7 @@ class FleetKernels:
             kept = None
         if node_id is not None:
             is_there = kept is not None and kept.route.node_id == node_id
-            return Place(self.node(node_id), kept if is_there else None)
+            return Place(self.seen(caller, node_id), kept if is_there else None)
         if kept is None:
             raise UnknownKernel(
                 f"no kernel {kernel_id} was created through this fleet; one that was created at a"
@@ -109,17 +130,21 @@ class FleetKernels:
     async def _list(
         self, caller: Caller, node: FleetNode, path: str
     ) -> list[dict[str, Any]] | None:
-        if node.status is NodeStatus.LOST or not node.url:
+        if node.status is not NodeStatus.READY:
             return None
         try:
-            answer = await self._nodes.ask(node, caller, "GET", path)
+            answer = await self._nodes.ask(node, caller, "GET", path, patience_s=LIST_PATIENCE_S)
         except NodeUnavailable:
             return None
         if answer.status == HTTPStatus.UNPROCESSABLE_ENTITY:
-            raise answer.error()
+            raise InvalidRequest([Problem("", str(answer.error()))])
         if answer.is_error:
             return None
-        return [{**row, "node_id": node.node_id} for row in json.loads(answer.body)]
+        try:
+            rows = LIST.decode(answer.body)
+        except msgspec.MsgspecError:
+            return None
+        return [{**row, "node_id": node.node_id} for row in rows]
 
     async def routed_to(self, caller: Caller, nodes: Iterable[str]) -> dict[str, list[Route]]:
         """Return the routes to some nodes, which cannot be asked, by node."""

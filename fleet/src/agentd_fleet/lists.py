@@ -9,7 +9,7 @@ from aiohttp import web
 from multidict import MultiMapping
 
 from agentd.core.access import Caller
-from agentd.errors import InvalidRequest, Problem, UnknownNode
+from agentd.errors import InvalidRequest, Problem
 from agentd.rpc.callers import caller_of
 from agentd.rpc.handlers import answer
 from agentd.rpc.listing import MAX_PAGE
@@ -35,10 +35,7 @@ class Lists:
         Raises:
             UnknownNode: exactly as if it did not exist.
         """
-        node = self._kernels.node(node_id)
-        if caller.agents is not None and caller.agents.isdisjoint(node.offers):
-            raise UnknownNode(f"no node {node_id} in this fleet")
-        return node
+        return self._kernels.seen(caller, node_id)
 
     def _nodes(self, caller: Caller, query: MultiMapping[str]) -> list[FleetNode]:
         if named := query.getall("node", []):
@@ -106,7 +103,9 @@ class Lists:
         headers = _missing(missing)
         if shown and len(shown) >= limit:
             last = shown[-1]
-            url = request.rel_url.update_query(after=last["kernel_id"], after_node=last["node_id"])
+            url = request.rel_url.update_query(
+                after=str(last.get("kernel_id", "")), after_node=last["node_id"]
+            )
             headers["Link"] = f'<{url}>; rel="next"'
         return answer(shown, headers=headers)
 
@@ -117,7 +116,7 @@ class Lists:
 
     def stats(self, view: FleetView, caller: Caller, query: MultiMapping[str]) -> views.StatsView:
         """Return the sums of slots, by node too."""
-        named = query.getall("node", []) or None
+        named = [self.node(caller, node_id).node_id for node_id in query.getall("node", [])] or None
         agents = frozenset(query.getall("agent", [])) or None
         if caller.agents is not None:
             agents = caller.agents if agents is None else agents & caller.agents

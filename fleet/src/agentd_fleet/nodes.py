@@ -17,10 +17,15 @@ from yarl import URL
 from agentd.client.problems import error_in
 from agentd.core.access import Caller, Role
 from agentd.errors import AgentdError, NodeUnavailable
+from agentd.rpc.callers import NODE, ON_BEHALF
 from agentd_fleet.view import FleetNode
 
-ON_BEHALF = "Agentd-Caller"
-CONNECT_S, MEET_S = 3.0, 10.0
+REFUSED: Mapping[int, str] = {
+    HTTPStatus.UNAUTHORIZED: "refuses the gateway's token",
+    HTTPStatus.MISDIRECTED_REQUEST: "is not what answers at its address",
+}
+REDIRECTS = range(300, 400)
+CONNECT_S = 3.0
 PATIENCE_S = 30.0
 """How long a node may take for what does not wait for a kernel."""
 CREATE_PATIENCE_S = 3600.0
@@ -61,7 +66,6 @@ class Nodes:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._tls = tls
         self._sessions: dict[str, aiohttp.ClientSession] = {}
-        self._met: dict[str, str] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -97,11 +101,10 @@ class Nodes:
             async with asyncio.timeout(patience_s), opened as response:
                 answer = Answer(response.status, response.headers, await response.read())
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            why = str(error) or f"no answer within {patience_s:g} s"
-            raise AnswerLost(f"node {node.node_id} at {node.url}: {why}") from None
+            raise AnswerLost(_text(node, error)) from None
         if answer.status == HTTPStatus.FORBIDDEN and b"gateway = true" in answer.body:
             why = "does not take the gateway's token as one of a gateway (gateway = true)"
-            raise NeverAsked(f"node {node.node_id} at {node.url} {why}")
+            raise NeverAsked(f"node {node.node_id} {why}")
         return answer
 
     @asynccontextmanager
@@ -122,58 +125,27 @@ class Nodes:
         """
         if node.remark:
             raise NeverAsked(f"node {node.node_id}: {node.remark}")
-        if self._met.get(node.node_id) != node.url:
-            await self._meet(node)
-        async with self._sent(node, caller, method, path, body, headers or {}) as response:
-            yield response
-
-    async def _meet(self, node: FleetNode) -> None:
-        """See that the daemon at an address is the node that publishes it, before it is used."""
-        async with (
-            asyncio.timeout(MEET_S),
-            self._sent(node, GATEWAY, "GET", "/v1/node", None, {}) as response,
-        ):
-            try:
-                found = (await response.json(content_type=None)).get("id")
-            except (ValueError, AttributeError, aiohttp.ClientError):
-                found = None
-        if found is None:
-            why = "does not say which node it is"
-            raise NeverAsked(f"node {node.node_id}: what answers at {node.url} {why}")
-        if found != node.node_id:
-            raise NeverAsked(f"node {node.node_id} has published the address of node {found}")
-        self._met[node.node_id] = node.url
-
-    @asynccontextmanager
-    async def _sent(
-        self,
-        node: FleetNode,
-        caller: Caller,
-        method: str,
-        path: str,
-        body: bytes | None,
-        headers: Mapping[str, str],
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
         session, address = self._session(node.url)
         token = {} if node.url.startswith(UNIX) else self._headers
-        sent = {**headers, **token, ON_BEHALF: caller.to_text()}
+        sent = {**(headers or {}), **token, ON_BEHALF: caller.to_text(), NODE: node.node_id}
         kept: dict[str, Any] = {"data": body} if body is not None else {}
         try:
             response = await session.request(
-                method, URL(f"{address}{path}", encoded=True), headers=sent, **kept
+                method,
+                URL(f"{address}{path}", encoded=True),
+                headers=sent,
+                allow_redirects=False,
+                **kept,
             )
-        except (
-            aiohttp.ClientConnectorError,
-            aiohttp.InvalidURL,
-            aiohttp.ConnectionTimeoutError,
-        ) as error:
-            raise NeverAsked(f"node {node.node_id} at {node.url}: {error}") from None
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, ValueError) as error:
+            raise NeverAsked(_text(node, error)) from None
         except (aiohttp.ClientError, OSError) as error:
-            why = str(error) or type(error).__name__
-            raise AnswerLost(f"node {node.node_id} at {node.url}: {why}") from None
+            raise AnswerLost(_text(node, error)) from None
         async with response:
-            if response.status == HTTPStatus.UNAUTHORIZED:
-                raise NeverAsked(f"node {node.node_id} at {node.url} refuses the gateway's token")
+            if (why := REFUSED.get(response.status)) is not None:
+                raise NeverAsked(f"node {node.node_id} {why}")
+            if response.headers.get(NODE) != node.node_id or response.status in REDIRECTS:
+                raise AnswerLost(f"node {node.node_id}: something else answers at its address")
             yield response
 
     def _session(self, url: str) -> tuple[aiohttp.ClientSession, str]:
@@ -199,3 +171,10 @@ def _impatient(info: aiohttp.AddrInfoType) -> socket.socket:
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD_MS)
     return made
+
+
+def _text(node: FleetNode, error: Exception) -> str:
+    """Return what is told of a node that does not answer: not where it is, which is the fleet's."""
+    os_error = getattr(error, "os_error", error)
+    why = getattr(os_error, "strerror", None) or type(error).__name__
+    return f"node {node.node_id} does not answer: {why}"

@@ -70,7 +70,7 @@ class Placer:
         self._policy = policy
         self._asker = Asker(store, state, nodes, pace or Pace())
         self._choice = random.Random()  # noqa: S311 - spreads load, hides nothing
-        self._noting: set[asyncio.Task[None]] = set()
+        self._noting: dict[str, asyncio.Task[None]] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @asynccontextmanager
@@ -106,12 +106,9 @@ class Placer:
         choices = self._choices(order, view, request)
         answers = await self._looks(caller, order, choices)
         for candidate, answer in zip(choices, answers, strict=True):
-            if answer is not None and not answer.is_error:
+            if isinstance(answer, Answer) and not answer.is_error:
                 return Placed(answer, candidate.node_id, candidate.agent_id)
-        refused = [
-            (c.node_id, a.error()) for c, a in zip(choices, answers, strict=True) if a is not None
-        ]
-        raise refusal(view, request, order.constraints, refused)
+        raise refusal(view, request, order.constraints, _refusals(choices, answers))
 
     def _asked_for(self, order: Order, view: FleetView) -> ResourceSlots:
         """Return what is asked for in the fleet's slots.
@@ -161,7 +158,10 @@ class Placer:
             if refusal_here.code not in ELSEWHERE:
                 break
             if len(refused) == 1 and queue:
-                queue = await self._fresh(caller, order, queue)
+                answers = await self._looks(caller, order, queue)
+                refused += _refusals(queue, answers)
+                looked = zip(queue, answers, strict=True)
+                queue = deque(c for c, a in looked if isinstance(a, Answer) and not a.is_error)
         if revision:
             await self._store.drop(order.kernel_id, revision)
         if refused and refused[-1][1].code not in ELSEWHERE | {"NodeUnavailable"}:
@@ -184,28 +184,20 @@ class Placer:
             _refuse_other(caller, order, kept.route)
         return OutcomeUnknown(order.kernel_id, "", "another gateway is at work on it")
 
-    async def _fresh(
-        self, caller: Caller, order: Order, queue: Sequence[Candidate]
-    ) -> deque[Candidate]:
-        """Return the candidates that say themselves that they could: the view was too old."""
-        answers = await self._looks(caller, order, queue)
-        pairs = zip(queue, answers, strict=True)
-        return deque(c for c, answer in pairs if answer is not None and not answer.is_error)
-
     async def _looks(
         self, caller: Caller, order: Order, choices: Sequence[Candidate]
-    ) -> list[Answer | None]:
-        """Ask for decisions, of all at once; None: that one did not answer."""
+    ) -> list[Answer | NodeUnavailable]:
+        """Ask for decisions, of all at once."""
 
-        async def look(candidate: Candidate) -> Answer | None:
+        async def look(candidate: Candidate) -> Answer | NodeUnavailable:
             node = self._state.node(candidate.node_id)
             path = f"{path_of(candidate.agent_id)}?dry_run=true"
             if node is None:
-                return None
+                return NodeUnavailable(f"node {candidate.node_id} is away")
             try:
                 return await self._nodes.ask(node, caller, "POST", path, body=order.body)
-            except NodeUnavailable:
-                return None
+            except NodeUnavailable as error:
+                return error
 
         return list(await asyncio.gather(*(look(candidate) for candidate in choices)))
 
@@ -239,9 +231,10 @@ class Placer:
 
         Whoever asks here for that kernel waits for it; if it fails, the sweep finds it.
         """
+        kernel_id = kept.route.kernel_id
         task = asyncio.create_task(self._note(kept))
-        self._noting.add(task)
-        task.add_done_callback(self._noting.discard)
+        self._noting[kernel_id] = task
+        task.add_done_callback(lambda _: self._noting.pop(kernel_id, None))
 
     async def _note(self, kept: Kept) -> None:
         placed = replace(kept.route, progress=Progress.PLACED)
@@ -253,7 +246,28 @@ class Placer:
 
     async def close(self) -> None:
         """Wait until all that was placed is noted."""
-        await asyncio.gather(*self._noting)
+        await asyncio.gather(*self._noting.values())
+
+    async def noted(self, kernel_id: str) -> None:
+        """Wait until it is noted where a kernel was placed, if that is being done."""
+        if (task := self._noting.get(kernel_id)) is not None:
+            await asyncio.wait([task])
+
+    def is_busy(self, kernel_id: str) -> bool:
+        """Tell whether an order for a kernel id is being carried out here."""
+        lock = self._locks.get(kernel_id)
+        return lock is not None and lock.locked()
+
+
+def _refusals(
+    choices: Sequence[Candidate], answers: Sequence[Answer | NodeUnavailable]
+) -> list[tuple[str, AgentdError]]:
+    """Return who of those that were looked at said no, and how."""
+    return [
+        (candidate.node_id, answer.error() if isinstance(answer, Answer) else answer)
+        for candidate, answer in zip(choices, answers, strict=True)
+        if not isinstance(answer, Answer) or answer.is_error
+    ]
 
 
 def _refuse_other(caller: Caller, order: Order, route: Route) -> None:

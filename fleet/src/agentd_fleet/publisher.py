@@ -16,7 +16,6 @@ import signal
 import ssl
 import sys
 import uuid
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
@@ -210,17 +209,6 @@ def install_id(folder: Path) -> str:
     return file.read_text().strip()
 
 
-@contextlib.asynccontextmanager
-async def _following(client: AsyncClient, publisher: Publisher) -> AsyncIterator[None]:
-    async with client:
-        reading = asyncio.create_task(NodeReader(client, publisher.told).run())
-        try:
-            yield
-        finally:
-            reading.cancel()
-            await asyncio.wait([reading])
-
-
 async def publish(options: JoinOptions) -> None:
     """Publish the node of a socket until SIGTERM or SIGINT.
 
@@ -239,14 +227,17 @@ async def publish(options: JoinOptions) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with Etcd(access) as etcd:
         publisher = Publisher(etcd, options, install_id(Path(options.state_dir)), boot_id())
-        async with _following(AsyncClient(options.socket, timeout_s=5.0), publisher):
-            work = [asyncio.create_task(publisher.run()), asyncio.create_task(stop.wait())]
-            await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
-            for task in work:
+        async with AsyncClient(options.socket, timeout_s=5.0) as client:
+            reader = NodeReader(client, publisher.told)
+            work = [asyncio.create_task(part) for part in (publisher.run(), reader.run())]
+            ends = [*work, asyncio.create_task(stop.wait())]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for task in ends:
                 task.cancel()
-            await asyncio.wait(work)
-            if not work[0].cancelled():
-                work[0].result()  # it never ends but by what it did not expect: so does the process
+            await asyncio.wait(ends)
+            for task in work:
+                if not task.cancelled():
+                    task.result()  # a part ends by what it did not expect alone: so does the whole
 
 
 if __name__ == "__main__":

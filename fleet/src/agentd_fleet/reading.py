@@ -55,6 +55,9 @@ class NodeReader:
             if self._types is None or self._types[0] != node["generation"]:
                 self._types = node["generation"], await client.slot_types()
             devices = await client.devices()
+            if (await client.node())["generation"] != node["generation"]:
+                self._types = None
+                raise TimeoutError("it changed while it was read")
         self._last = reading_of(node, self._types[1], agents, devices)
         await self._told(self._last)
 

@@ -17,7 +17,9 @@ from agentd.errors import (
 from agentd_fleet.candidates import MOST_NAMED, Constraints, Unfit, unfit
 from agentd_fleet.view import FleetView
 
-PASSING = frozenset({"lost", "daemon-down", "said NodeUnavailable", "said NotReady"})
+PASSING = frozenset(
+    {"lost", "daemon-down", "said NodeUnavailable", "said NotReady", "said Draining"}
+)
 """Classes that say nothing of what there is."""
 
 
@@ -101,7 +103,7 @@ def _others(
 def _nowhere(view: FleetView, constraints: Constraints) -> AgentdError:
     """Return the error of a request that no agent is there for at all."""
     named = constraints.nodes or frozenset()
-    if unknown := sorted(named - view.nodes.keys()):
+    if constraints.agents is None and (unknown := sorted(named - view.nodes.keys())):
         return UnknownNode(f"no node {', '.join(unknown)} in this fleet")
     agents = ", ".join(sorted(constraints.agents or ())) or "any"
     labels = ", ".join(f"{k}={v}" for k, v in constraints.labels.items())

@@ -7,6 +7,7 @@ what cannot be read or is of a newer schema is listed, and nothing is placed the
 
 from __future__ import annotations
 
+import ipaddress
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -259,13 +260,27 @@ def unreachable(url: str) -> str:
 
     What it would send there is its token.
     """
-    if url.startswith(("https://", "unix:/")):
-        return ""
     if not url:
         return "it has published no address"
-    host = urlsplit(url).hostname or ""
-    is_near = host == "localhost" or host.startswith("127.") or host == "::1"
-    return "" if url.startswith("http://") and is_near else f"its address {url[:200]} is not https"
+    if url.startswith("unix:/"):
+        return "" if url.isprintable() else "its address cannot be read"
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname or "", parts.port
+    except ValueError:
+        return "its address cannot be read"
+    if not host or not url.isprintable() or parts.path.strip("/") or parts.username is not None:
+        return "its address is not https://host:port"
+    if parts.scheme == "https" or (parts.scheme == "http" and _is_near(host)):
+        return ""
+    return "its address is not https"
+
+
+def _is_near(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def slot_type_in(item: SlotTypeReport) -> SlotType:

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from agentd.core.slots import SlotName, SlotType
-from agentd.errors import Unavailable
+from agentd.errors import AgentdError, Unavailable
 from agentd_fleet.view import FleetNode
 
 
@@ -17,6 +17,10 @@ class StoreAway(Unavailable):
     """Where the fleet is kept cannot be asked: what is shown is old, and nothing is placed."""
 
     code = "FleetStoreUnavailable"
+
+
+class BadRoute(AgentdError):
+    """What is kept as a route is none."""
 
 
 class Progress(StrEnum):

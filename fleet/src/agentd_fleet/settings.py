@@ -6,6 +6,7 @@ Keys are kebab-case in TOML and upper snake case in the environment
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tomllib
 from collections.abc import Mapping
@@ -37,8 +38,10 @@ def address(value: str, *schemes: str) -> str:
     if value.startswith(UNIX) and "unix" in schemes and value.removeprefix(UNIX).startswith("/"):
         return value
     parts = urlsplit(value)
-    if parts.scheme in schemes and parts.hostname and not parts.path.strip("/"):
-        return value.rstrip("/")
+    with contextlib.suppress(ValueError):  # of the port
+        is_plain = parts.username is None and not parts.path.strip("/") and (parts.port or 1)
+        if parts.scheme in schemes and parts.hostname and is_plain:
+            return value.rstrip("/")
     shown = " or ".join(
         "unix:/path/of/a/socket" if scheme == "unix" else f"{scheme}://host:port"
         for scheme in schemes

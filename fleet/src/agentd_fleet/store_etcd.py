@@ -24,12 +24,14 @@ from agentd_fleet.report import (
     slot_type_report,
     with_free,
 )
-from agentd_fleet.route import Kept, Route
+from agentd_fleet.route import BadRoute, Kept, Route
 from agentd_fleet.state import FleetState
 from agentd_fleet.view import FleetNode
 
 log = structlog.get_logger()
 
+FORGOTTEN = b""
+"""What stands for a moment in place of a node's report, for all gateways to forget it."""
 SILENCE_S = 5.0
 """A watch that says nothing for so long is asked whether it is still there."""
 AGAIN_S = (0.2, 2.0)
@@ -66,7 +68,14 @@ class EtcdStore:
 
     async def routes(self) -> AsyncIterator[list[Kept]]:
         async for page in self._etcd.pages(f"{self._prefix}routes/"):
-            yield [_kept(found) for found in page]
+            yield [kept for found in page if (kept := self._read(found)) is not None]
+
+    def _read(self, found: KeyValue) -> Kept | None:
+        try:
+            return _kept(found)
+        except BadRoute as error:
+            log.warning("fleet.route_unreadable", key=found.key, reason=str(error))
+            return None
 
     async def learn(self, slot: SlotType) -> None:
         value = msgspec.json.encode(slot_type_report(slot))
@@ -76,8 +85,10 @@ class EtcdStore:
         await self._etcd.delete(f"{self._prefix}slot-types/{name}")
 
     async def forget(self, node: FleetNode) -> None:
-        for part in ("nodes", "free"):
-            await self._etcd.delete(f"{self._prefix}{part}/{node.node_id}")
+        key = f"{self._prefix}nodes/{node.node_id}"
+        await self._etcd.put(key, FORGOTTEN)  # which every gateway sees, though there was no key
+        await self._etcd.delete(key)
+        await self._etcd.delete(f"{self._prefix}free/{node.node_id}")
         self._state.forget(node.node_id)
 
     async def run(self) -> None:
@@ -139,9 +150,14 @@ class EtcdStore:
             await self._node(node_id, value)
 
     async def _node(self, node_id: str, value: bytes | None) -> None:
+        if value == FORGOTTEN:
+            self._reports.pop(node_id, None)
+            self._state.forget(node_id)
+            return
         if value is None:
             self._reports.pop(node_id, None)
-            self._state.lose(node_id, time.time())
+            if self._state.node(node_id) is not None:
+                self._state.lose(node_id, time.time())
             return
         self._reports[node_id] = published_in(node_id, value, seen_at=time.time())
         self._note(node_id)
@@ -180,4 +196,7 @@ def _name(change: Change) -> str:
 
 
 def _kept(found: KeyValue) -> Kept:
-    return Kept(msgspec.json.decode(found.value, type=Route), found.mod_revision)
+    try:
+        return Kept(msgspec.json.decode(found.value, type=Route), found.mod_revision)
+    except msgspec.MsgspecError as error:
+        raise BadRoute(f"what etcd has of {found.key} is no route: {error}") from None

@@ -10,7 +10,7 @@ import time
 import structlog
 from msgspec.structs import replace
 
-from agentd.errors import AgentdError, NodeUnavailable
+from agentd.errors import AgentdError, NodeUnavailable, Unavailable
 from agentd_fleet.asking import Pace
 from agentd_fleet.nodes import GATEWAY, Nodes
 from agentd_fleet.placing import Placer
@@ -70,12 +70,23 @@ class Sweep:
                     key = (kept.route.kernel_id, kept.revision)
                     seen.add(key)
                     if now - self._seen.setdefault(key, now) >= 2 * self._pace.insist_s:
-                        await self._settle(kept)
+                        await self._settled(kept)
         self._seen = {key: at for key, at in self._seen.items() if key in seen}
         self._absent = {key: at for key, at in self._absent.items() if key in seen}
 
+    async def _settled(self, kept: Kept) -> None:
+        """Settle a route; whatever is wrong with one, or with its node, stops no other."""
+        try:
+            await self._settle(kept)
+        except Unavailable:
+            raise
+        except Exception as error:  # noqa: BLE001 - what a node answers is anything
+            log.warning("fleet.not_settled", kernel_id=kept.route.kernel_id, reason=repr(error))
+
     async def _settle(self, kept: Kept) -> None:
         route, key = kept.route, (kept.route.kernel_id, kept.revision)
+        if self._placer.is_busy(route.kernel_id):
+            return
         async with self._placer.alone(route.kernel_id):
             node = self._state.node(route.node_id)
             if node is None or not node.url:

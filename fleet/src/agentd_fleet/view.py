@@ -210,9 +210,10 @@ class FleetView:
         """Return the view in which a slot type is forgotten.
 
         Raises:
-            ValueError: a node that is heard of offers it; the message names some.
+            ValueError: a node that is not lost offers it; the message names some.
         """
-        if offering := sorted(n.node_id for n in self.nodes.values() if name in n.slot_types):
+        heard = [node for node in self.nodes.values() if node.status is not NodeStatus.LOST]
+        if offering := sorted(node.node_id for node in heard if name in node.slot_types):
             shown = ", ".join(offering[:5])
             raise ValueError(f"{name} is offered by {len(offering)} nodes ({shown})")
         kept = {known: slot for known, slot in self.slot_types.items() if known != name}

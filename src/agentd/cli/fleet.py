@@ -18,6 +18,7 @@ from agentd.cli.options import (
     print_answer,
 )
 from agentd.client import Client, fleet
+from agentd.client.calls import Call
 from agentd.client.defaults import CHUNK, CREATE_TIMEOUT_S
 
 GATEWAY = "unix:/run/agentd-fleet/gateway.sock"
@@ -46,6 +47,15 @@ def nodes(context: click.Context, as_json: bool) -> None:  # noqa: FBT001 - clic
         as_json=as_json,
         wide=["url", "generation", "conflicting"],
     )
+
+
+def _listed(client: Client, call: Call[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return a list over nodes, and say which of them did not answer."""
+    response = client.open(call)
+    rows: list[dict[str, Any]] = json.loads(response.read())
+    if missing := response.headers.get("Fleet-Missing"):
+        click.echo(f"agentctl: no answer from {missing.replace(',', ', ')}", err=True)
+    return rows
 
 
 def _node_row(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,7 +113,7 @@ def forget_slot(client: Client, name: str) -> None:
 @click.pass_obj
 def devices(client: Client, node: Sequence[str], as_json: bool) -> None:  # noqa: FBT001 - click passes it
     """List the devices of the nodes, and who holds them."""
-    rows = client.carry_out(fleet.devices(tuple(node)))
+    rows = _listed(client, fleet.devices(tuple(node)))
     if not as_json:
         rows = [
             {
@@ -172,7 +182,8 @@ def ls(
     as_json: bool,  # noqa: FBT001 - click passes it
 ) -> None:
     """List the kernels of all nodes."""
-    found = client.carry_out(fleet.kernels(tuple(node), state=tuple(state), label=tuple(label)))
+    call = fleet.kernels(tuple(node), state=tuple(state), label=tuple(label))
+    found = _listed(client, call)
     shown = found if as_json else [_row(row) for row in found]
     print_answer(shown, _KERNEL_COLUMNS, as_json=as_json)
 

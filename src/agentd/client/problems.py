@@ -9,6 +9,7 @@ from typing import Any
 from agentd.errors import AgentdError, Problem, Refused, Unavailable, Unreachable
 
 _SERVER_ERROR = 500
+NO_FACTS = frozenset({"type", "title", "status", "detail", "code", "retry_after_s"})
 
 
 def error_of(content: Mapping[str, Any]) -> AgentdError:
@@ -23,10 +24,14 @@ def error_of(content: Mapping[str, Any]) -> AgentdError:
     error = kind.__new__(kind)
     Exception.__init__(error, detail)
     for name, value in content.items():
-        if name not in ("type", "title", "status", "detail", "code"):
+        if name not in NO_FACTS and not name.startswith("_") and not hasattr(AgentdError, name):
             setattr(error, "limit" if name == "reason" else name, value)
     if isinstance(listed := content.get("errors"), list):
-        problems = tuple(Problem(item["where"], item["why"]) for item in listed)
+        problems = tuple(
+            Problem(str(item.get("where", "")), str(item.get("why", "")))
+            for item in listed
+            if isinstance(item, dict)
+        )
         error.problems = problems  # type: ignore[attr-defined]
     slots = content.get("known_slots")
     if slots is not None:

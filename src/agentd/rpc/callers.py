@@ -15,6 +15,8 @@ from agentd.errors import Forbidden, InvalidRequest, Problem
 
 ON_BEHALF = "Agentd-Caller"
 """The header by which a gateway names the caller that it acts for: `Caller.to_text`."""
+NODE = "Agentd-Node"
+"""The header by which a node says who it is, and a gateway which node it means."""
 _CALLER, _KERNEL = "caller", "kernel"
 _UCRED = struct.Struct("3i")
 """struct ucred of unix(7): pid, uid, gid."""

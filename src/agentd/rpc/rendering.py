@@ -256,6 +256,8 @@ def event_view(event: Event, split: Split, ledger: Ledger) -> object:
             shown = runtime_view(runtime)
         case EventKind.AUDIT, Audit() as audit:
             shown = asdict(audit)
+            if not audit.via:
+                del shown["via"]
     return shown
 
 

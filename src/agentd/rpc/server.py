@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import grp
-import json
 import os
 import socket
 import ssl
@@ -24,8 +23,9 @@ from aiohttp import web
 from agentd.core.access import Caller, Right
 from agentd.errors import AgentdError, InvalidRequest, Problem, StartRefused, Unavailable
 from agentd.rpc.audit import Auditor
-from agentd.rpc.callers import Callers, Token, note_caller
+from agentd.rpc.callers import NODE, Callers, Token, note_caller
 from agentd.rpc.connections import Connection, Gate, Limits, Turns
+from agentd.rpc.problems import HTTP_CODES, MEMBERS, problem
 from agentd.rpc.queries import body_of, is_true
 from agentd.rpc.routes import OPEN_PATHS, Route, document
 from agentd.rpc.streams import Streams
@@ -42,66 +42,7 @@ TCP_PART, FURTHER_PART = 0.5, 0.125
 SHUTDOWN_TIMEOUT_S = 3.0
 SERVER_ERROR = 500
 
-STATUSES = {
-    "UnsupportedResource": 422,
-    "InvalidRequest": 422,
-    "InvalidSlotAmount": 422,
-    "InvalidSlotCombination": 422,
-    "ImageNotFound": 422,
-    "CommandNotFound": 422,
-    "InsufficientResource": 409,
-    "KernelConflict": 409,
-    "UnknownAgent": 404,
-    "UnknownKernel": 404,
-    "UnknownDevice": 404,
-    "UnknownRuntime": 404,
-    "UnknownPlugin": 404,
-    "UnknownNode": 404,
-    "UnknownSlotType": 404,
-    "SlotTypeInUse": 409,
-    "NotFound": 404,
-    "MethodNotAllowed": 405,
-    "RequestTimeout": 408,
-    "BodyTooLarge": 413,
-    "ExpectationFailed": 417,
-    "BadRequest": 400,
-    "Unauthorized": 401,
-    "Forbidden": 403,
-    "TooManyStreams": 429,
-    "Internal": 500,
-    "RuntimeFailure": 502,
-    "PluginUnavailable": 503,
-    "RuntimeUnavailable": 503,
-    "StateUnavailable": 503,
-    "NotReady": 503,
-    "Draining": 503,
-    "NodeUnavailable": 503,
-    "FleetStoreUnavailable": 503,
-    "FleetStoreRefused": 502,
-}
-_HTTP_CODES = {404: "NotFound", 405: "MethodNotAllowed", 413: "BodyTooLarge", 403: "Forbidden"}
-
 _Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-def problem(
-    code: str, detail: str, facts: object = None, headers: dict[str, str] | None = None
-) -> web.Response:
-    """Return an error as a problem; `facts` are its further members."""
-    content = {
-        "type": "about:blank",
-        "title": code,
-        "status": STATUSES[code],
-        "detail": detail,
-        "code": code,
-        **(facts if isinstance(facts, dict) else {}),
-    }
-    return web.Response(
-        body=json.dumps(content).encode(),
-        status=STATUSES[code],
-        content_type="application/problem+json",
-        headers=headers,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +89,16 @@ class Site(Protocol):
 class Server:
     """Serves the routes of a site at an endpoint."""
 
-    def __init__(self, title: str, routes: Sequence[Route], site: Site, endpoint: Endpoint) -> None:
+    def __init__(
+        self,
+        title: str,
+        routes: Sequence[Route],
+        site: Site,
+        endpoint: Endpoint,
+        node_id: str | None = None,
+    ) -> None:
         self._title = title
+        self._node_id = node_id
         self._routes = {(route.method, route.path): route for route in routes}
         self._site = site
         self._endpoint = endpoint
@@ -172,6 +121,7 @@ class Server:
         """
         self._site.describe(cache(lambda: document(self._title, self._routes.values())))
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._answer])
+        app.on_response_prepare.append(self._sign)
         for route in self._routes.values():
             bound = route.handler.__get__(self._site)
             path = route.path.replace("{rest}", "{rest:.+}") if route.passes else route.path
@@ -227,6 +177,10 @@ class Server:
         for path in self._bound:
             path.unlink(missing_ok=True)
 
+    async def _sign(self, _: web.Request, response: web.StreamResponse) -> None:
+        if self._node_id is not None:
+            response.headers[NODE] = self._node_id
+
     @web.middleware
     async def _answer(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """Refuse who may not call, or what cannot be asked; turn every error into a problem."""
@@ -258,6 +212,8 @@ class Server:
         Raises:
             AgentdError, web.HTTPException: it may not, or cannot.
         """
+        if self._node_id is not None and request.headers.get(NODE, self._node_id) != self._node_id:
+            return problem("WrongNode", f"this is node {self._node_id}")
         caller = await self._identified(request)
         route = self._route_of(request)
         needs_nobody = route is not None and route.right is None
@@ -289,10 +245,11 @@ class Server:
             headers = dict(error.headers)
             if isinstance(error, Unavailable):
                 headers["Retry-After"] = str(error.retry_after_s)
-            return problem(error.code, str(error), dict(error.facts()), headers)
+            told = {k: v for k, v in error.content.items() if k not in MEMBERS}
+            return problem(error.code, str(error), told or dict(error.facts()), headers)
         if isinstance(error, web.HTTPException):
             unnamed = "InvalidRequest" if error.status < SERVER_ERROR else "Internal"
-            code = _HTTP_CODES.get(error.status, unnamed)
+            code = HTTP_CODES.get(error.status, unnamed)
             allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
             detail = f"{request.method} {request.path}: {error.reason}"
             if code == "BodyTooLarge":

@@ -19,7 +19,7 @@ from agentd_fleet.etcd import (
     LeaseGone,
 )
 from agentd_fleet.etcd_gateway import Stream
-from fleet.etcd_server import EtcdServers, Proxy, required
+from end_to_end.fleet.etcd_server import EtcdServers, Proxy, required
 
 PASSWORD = "a b:ü"  # noqa: S105
 PROGRESS = "--experimental-watch-progress-notify-interval=100ms"

@@ -11,7 +11,7 @@ from typing import Self
 import pytest
 
 from daemon import AGENTS, Daemon, gpus
-from fleet.fleet_world import SLEEP, World
+from end_to_end.fleet.fleet_world import SLEEP, World
 from native.libraries import built, nvml_library
 
 GPU = """gpu uuid=GPU-{name}-{n} pci=0000000{n}:3B:00.0 mem=85899345920 used=0 util=0 temp=40 \

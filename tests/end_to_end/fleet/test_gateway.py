@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from agentd.core.access import Caller, Role
-from fleet.fleet_world import SLEEP, GatewayProgram, World
+from end_to_end.fleet.fleet_world import SLEEP, GatewayProgram, World
 
 TEAM = {"Agentd-Caller": Caller("team-x", Role.AGENT, frozenset({"agent-2"})).to_text()}
 READ = {"Agentd-Caller": Caller("eye", Role.READ).to_text()}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet.fleet_world import Pool, World
+from end_to_end.fleet.fleet_world import Pool, World
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ import aiohttp
 
 from agentd_fleet.etcd import Access, Etcd
 from daemon import AGENTS, Answer, Daemon, gpus
-from fleet.etcd_server import EtcdServers
+from end_to_end.fleet.etcd_server import EtcdServers
 
 READY_S = 20.0
 SLEEP = {"command": ["sleep", "1000"]}
@@ -99,10 +99,10 @@ class GatewayProgram(Program):
 
     async def until(self, wanted: Mapping[str, str], within_s: float = READY_S) -> None:
         """Wait until these nodes are in these states."""
-        states: dict[str, str] = {}
+        states: dict[str, str] | None = None
         try:
             async with asyncio.timeout(within_s):
-                while not wanted.items() <= states.items():
+                while states is None or not wanted.items() <= states.items():
                     with contextlib.suppress(aiohttp.ClientError, AssertionError):
                         states = await self.states()
                     await asyncio.sleep(0.02)

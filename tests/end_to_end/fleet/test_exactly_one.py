@@ -12,7 +12,7 @@ import signal
 import aiohttp
 
 from agentd_fleet.asking import Pace
-from fleet.fleet_world import GatewayProgram, World
+from end_to_end.fleet.fleet_world import GatewayProgram, World
 
 SOAK = bool(os.environ.get("AGENTD_SOAK"))
 CREATES, CALLERS, TROUBLES = (10_000, 24, 500) if SOAK else (100, 4, 12)

@@ -19,8 +19,8 @@ from agentd_fleet.state import FleetState
 from agentd_fleet.store_sqlite import SqliteStore
 from agentd_fleet.sweep import Sweep
 from agentd_fleet.view import NodeStatus
-from fleet.fleet_world import SLEEP, World
-from fleet.node_proxy import NodeProxy
+from end_to_end.fleet.fleet_world import SLEEP, World
+from end_to_end.fleet.node_proxy import NodeProxy
 
 BOSS = Caller("boss", Role.ADMIN)
 PACE = Pace(insist_s=0.5, again_s=0.05, sweep_s=0.1, settled_s=0.3)

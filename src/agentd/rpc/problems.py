@@ -1,0 +1,73 @@
+"""Errors as problems (RFC 9457): which code has which status."""
+
+from __future__ import annotations
+
+import json
+
+from aiohttp import web
+
+BAD_GATEWAY = 502
+STATUSES = {
+    "UnsupportedResource": 422,
+    "InvalidRequest": 422,
+    "InvalidSlotAmount": 422,
+    "InvalidSlotCombination": 422,
+    "ImageNotFound": 422,
+    "CommandNotFound": 422,
+    "InsufficientResource": 409,
+    "KernelConflict": 409,
+    "UnknownAgent": 404,
+    "UnknownKernel": 404,
+    "UnknownDevice": 404,
+    "UnknownRuntime": 404,
+    "UnknownPlugin": 404,
+    "UnknownNode": 404,
+    "UnknownSlotType": 404,
+    "SlotTypeInUse": 409,
+    "NotFound": 404,
+    "MethodNotAllowed": 405,
+    "RequestTimeout": 408,
+    "WrongNode": 421,
+    "BodyTooLarge": 413,
+    "ExpectationFailed": 417,
+    "BadRequest": 400,
+    "Unauthorized": 401,
+    "Forbidden": 403,
+    "TooManyStreams": 429,
+    "Internal": 500,
+    "RuntimeFailure": 502,
+    "PluginUnavailable": 503,
+    "RuntimeUnavailable": 503,
+    "StateUnavailable": 503,
+    "NotReady": 503,
+    "Draining": 503,
+    "NodeUnavailable": 503,
+    "FleetStoreUnavailable": 503,
+    "FleetStoreRefused": 502,
+}
+MEMBERS = frozenset({"type", "title", "status", "detail", "code"})
+"""Of every problem; the others are facts of one kind."""
+HTTP_CODES = {404: "NotFound", 405: "MethodNotAllowed", 413: "BodyTooLarge", 403: "Forbidden"}
+
+
+def problem(
+    code: str, detail: str, facts: object = None, headers: dict[str, str] | None = None
+) -> web.Response:
+    """Return an error as a problem; `facts` are its further members.
+
+    A code of another version, which a gateway passes on from a node, is one of a bad gateway.
+    """
+    content = {
+        "type": "about:blank",
+        "title": code,
+        "status": STATUSES.get(code, BAD_GATEWAY),
+        "detail": detail,
+        "code": code,
+        **(facts if isinstance(facts, dict) else {}),
+    }
+    return web.Response(
+        body=json.dumps(content).encode(),
+        status=content["status"],
+        content_type="application/problem+json",
+        headers=headers,
+    )

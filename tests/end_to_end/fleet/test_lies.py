@@ -1,0 +1,197 @@
+"""Nodes that lie, addresses that change hands, and what somebody wrote into the store by hand."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from agentd_fleet.asking import Pace
+from agentd_fleet.etcd import Access, Etcd
+from agentd_fleet.nodes import Nodes
+from agentd_fleet.placing import Placer
+from agentd_fleet.report import unreachable
+from agentd_fleet.state import FleetState
+from agentd_fleet.store_etcd import EtcdStore
+from agentd_fleet.sweep import Sweep
+from end_to_end.fleet.fleet_world import GatewayProgram, World
+
+SAID = {"schema": 1, "install_id": "i", "boot_id": "b", "version": "9"}
+AGENTS = {"agent-1": {"cpu": "8", "mem": "1000000000"}}
+TYPES = [{"name": "cpu", "kind": "count", "quantum": "1"}, {"name": "mem", "kind": "bytes",
+         "quantum": "1"}]  # fmt: skip
+PACE = Pace(insist_s=0.2, again_s=0.05, sweep_s=0.1, settled_s=0.2)
+
+
+class Liar:
+    """What answers in a node's place, with whatever a test has it say."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.answers: Any = lambda _: web.Response(text="<html>")
+        self.asked: list[str] = []
+        self.runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_route("*", "/{rest:.*}", self.answer)
+        self.runner = web.AppRunner(app)
+        await self.runner.setup()
+        await web.UnixSite(self.runner, str(self.path)).start()
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(f"{request.method} {request.path}")
+        response = self.answers(request)
+        response.headers["Agentd-Node"] = request.headers["Agentd-Node"]
+        return response
+
+
+@pytest.fixture
+async def liar(folder: Path) -> AsyncIterator[Liar]:
+    made = Liar(folder / "liar.sock")
+    await made.start()
+    yield made
+    assert made.runner is not None
+    await made.runner.cleanup()
+
+
+async def tell(etcd: Etcd, node: str, url: str, **members: Any) -> None:
+    report = {**SAID, "url": url, "agents": AGENTS, "slot_types": TYPES, **members}
+    await etcd.put(f"/agentd/main/nodes/{node}", msgspec.json.encode(report))
+    await etcd.put(f"/agentd/main/free/{node}", msgspec.json.encode({"agents": AGENTS}))
+
+
+async def with_liar(world: World, liar: Liar) -> tuple[GatewayProgram, str]:
+    await world.start_etcd()
+    (honest,) = await world.start_nodes("none")
+    world.join(honest)
+    gateway = world.gateway()
+    async with world.client() as etcd:
+        await tell(etcd, "liar", f"unix:{liar.path}")
+    await gateway.until({honest: "ready", "liar": "ready"})
+    return gateway, honest
+
+
+def problem(code: str, status: int, **members: Any) -> Any:
+    content = {"code": code, "detail": "so", "status": status, **members}
+    return lambda _: web.Response(body=json.dumps(content), status=status)
+
+
+async def test_a_node_that_answers_rubbish_spoils_nothing_but_its_own_part(
+    world: World, liar: Liar
+) -> None:
+    gateway, honest = await with_liar(world, liar)
+    only = {"placement": {"nodes": ["liar"]}}
+    for said in ("<html>", '{"a": 1}', "[1, 2]", "[{}]", '[{"kernel_id": 7}]', "[" * 9000):
+        liar.answers = lambda _, said=said: web.Response(text=said)
+        for path in ("/v1/kernels", "/v1/devices", "/v1/kernels?limit=1"):
+            listed = await gateway.call("GET", path)
+            assert listed.status == 200, (said[:20], listed.content)
+    elsewhere = web.HTTPTemporaryRedirect("/v1/elsewhere")
+    for answers, status, code in (
+        (problem("NopeCode", 409), 502, "NopeCode"),
+        (problem("Draining", 503, errors=[{}], headers=3, facts="x"), 503, "NodeUnavailable"),
+        (problem("InsufficientResource", 409), 409, "InsufficientResource"),
+        (problem("InvalidRequest", 422, errors=[{}, 1]), 422, "InvalidRequest"),
+    ):
+        liar.answers = answers
+        refused = await gateway.create(**only)
+        assert (refused.status, refused.json["code"]) == (status, code), refused.content
+    liar.answers = lambda _: web.Response(status=307, headers=dict(elsewhere.headers))
+    lost = await gateway.create(kernel_id="k1", **only)
+    assert (lost.status, lost.json["kernel_id"]) == (503, "k1")
+    assert not any("elsewhere" in asked for asked in liar.asked)
+    assert (await gateway.create(placement={"nodes": [honest]})).status == 201
+
+
+async def test_what_somebody_wrote_into_the_store_ends_no_sweep(world: World, liar: Liar) -> None:
+    servers = await world.start_etcd()
+    liar.answers = lambda _: web.Response(text="[]")
+    route = {"node_id": "liar", "agent_id": "agent-1", "request_hash": "x", "owner": "o"}
+    async with Etcd(Access(servers.endpoints)) as etcd, Nodes() as nodes:
+        state = FleetState()
+        store = EtcdStore(etcd, "main", state)
+        placer = Placer(store, state, nodes, pace=PACE)
+        await tell(etcd, "liar", f"unix:{liar.path}")
+        await tell(etcd, "typo", "https://node-9:abc")
+        await etcd.put("/agentd/main/routes/bad", b"garbage")
+        for kernel_id, node in (("k1", "liar"), ("k2", "typo")):
+            value = {**route, "kernel_id": kernel_id, "node_id": node}
+            await etcd.put(f"/agentd/main/routes/{kernel_id}", msgspec.json.encode(value))
+        following = asyncio.create_task(store.run())
+        async with asyncio.timeout(10):
+            while state.node("liar") is None or state.node("typo") is None:
+                await asyncio.sleep(0.01)
+        typo = state.node("typo")
+        assert typo is not None
+        assert typo.remark == "its address cannot be read"
+        sweep = Sweep(store, state, nodes, placer, PACE)
+        async with asyncio.timeout(10):
+            while not liar.asked:
+                await sweep.once()
+        await sweep.once()
+        following.cancel()
+
+
+async def test_an_address_that_another_node_has_now_is_not_believed(world: World) -> None:
+    """A machine's address is given to another: what that one lacks, the first may have."""
+    await world.start_etcd()
+    first, second, third = await world.start_nodes("none", "none", "none")
+    for node in (second, third):
+        world.join(node)
+    gateway = world.gateway()
+    async with world.client() as etcd:
+        await tell(etcd, first, f"unix:{world.nodes[first].folder}/agentd.sock")
+        await gateway.until(dict.fromkeys((first, second, third), "ready"))
+        only = {"kernel_id": "k1", "slots": {"cpu": 1}}
+        made = await gateway.create(**only, placement={"nodes": [first, second]})
+        here, other = (first, second) if made.json["node_id"] == first else (second, first)
+        if here == first:
+            await tell(etcd, first, f"unix:{world.nodes[third].folder}/agentd.sock")
+            async with asyncio.timeout(10):
+                while str(third) not in (await gateway.get(f"/v1/nodes/{first}"))["url"]:
+                    await asyncio.sleep(0.02)
+            again = await gateway.create(**only, placement={"nodes": [first, second]})
+            assert (again.status, again.json["code"]) == (503, "NodeUnavailable")
+            assert (await gateway.call("GET", "/v1/kernels/k1")).status == 503
+    assert await world.census() == {"k1": [here]}
+    assert other
+
+
+async def test_what_is_forgotten_is_forgotten_by_every_gateway(world: World) -> None:
+    await world.start_etcd()
+    gateways = [world.gateway(), world.gateway()]
+    for gateway in gateways:
+        await gateway.until({})
+    async with world.client() as etcd:
+        lease = await etcd.grant(2)
+        chip = {"name": "ghost.chip", "kind": "count", "quantum": "1"}
+        report = {**SAID, "url": "unix:/nowhere", "agents": {}, "slot_types": [chip]}
+        await etcd.put("/agentd/main/nodes/ghost", msgspec.json.encode(report), lease=lease)
+        for gateway in gateways:
+            await gateway.until({"ghost": "lost"}, within_s=15)
+    assert (await gateways[0].call("DELETE", "/v1/nodes/ghost")).status == 204
+    assert (await gateways[0].call("DELETE", "/v1/slot-types/ghost.chip")).status == 204
+    async with asyncio.timeout(10):
+        for gateway in gateways:
+            while await gateway.states() or "ghost.chip" in {
+                slot["name"] for slot in await gateway.get("/v1/slot-types")
+            }:
+                await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("url", "is_called"),
+    [("https://node-1:6001", True), ("https://[::1]:6001", True), ("http://127.0.0.1:1", True),
+     ("unix:/run/agentd/agentd.sock", True), ("http://localhost:6001", True), ("", False),
+     ("http://node-1:6001", False), ("http://127.evil.com", False), ("https://n:600111", False),
+     ("https://n:abc", False), ("https://user@n:1", False), ("https://n/path", False),
+     ("ftp://n:1", False), ("https://", False), ("https://n:1\r\nX: y", False),
+     ("unix:/a\nb", False), ("unix:relative", False)],
+)  # fmt: skip
+def test_a_token_goes_to_addresses_that_are_one_and_are_safe(url: str, is_called: bool) -> None:
+    assert (unreachable(url) == "") is is_called
