@@ -145,8 +145,12 @@ class Pool:
         if daemon.process is None:
             await daemon.start()
         daemon.process.send_signal(signal.SIGCONT)
-        for kernel in await daemon.get("/v1/kernels"):
-            await daemon.call("DELETE", f"/v1/kernels/{kernel['kernel_id']}?timeout=0")
+        kernels = [kernel["kernel_id"] for kernel in await daemon.get("/v1/kernels")]
+        for at in range(0, len(kernels), 16):
+            some = kernels[at : at + 16]
+            await asyncio.gather(
+                *(daemon.call("DELETE", f"/v1/kernels/{name}?timeout=0") for name in some)
+            )
         for device in await daemon.get("/v1/devices"):
             if device["state"] == "drained":
                 path = f"/v1/devices/{device['device_name']}/{device['id']}/undrain"

@@ -10,12 +10,13 @@ import random
 import signal
 
 import aiohttp
+import pytest
 
 from agentd_fleet.asking import Pace
 from end_to_end.fleet.fleet_world import GatewayProgram, World
 
 SOAK = bool(os.environ.get("AGENTD_SOAK"))
-CREATES, CALLERS, TROUBLES = (10_000, 24, 500) if SOAK else (100, 4, 12)
+CREATES, CALLERS, TROUBLES = (10_000, 24, 500) if SOAK else (80, 3, 9)
 GAVE_UP = {"InsufficientResource", "UnsupportedResource"}
 
 
@@ -89,6 +90,7 @@ def said_of(world: World, kernels: set[str]) -> str:
     return "\n".join(sorted(named, key=lambda line: line.partition('"timestamp"')[2]))
 
 
+@pytest.mark.timeout(6 * 3600 if SOAK else 240)
 async def test_no_kernel_id_is_on_two_nodes_and_none_is_lost(world: World) -> None:
     seed = int(os.environ["AGENTD_SEED"])
     rng = random.Random(seed)
