@@ -109,7 +109,9 @@ async def test_no_kernel_id_is_on_two_nodes_and_none_is_lost(world: World) -> No
         while len(told) < CREATES or len(chaos.done) < TROUBLES:
             told[name := f"k{len(told)}"] = ""
             told[name] = await settled(gateways, name, rng)
-            if SOAK and told[name]:  # the nodes would be full of processes
+            if not SOAK:
+                await asyncio.sleep(rng.uniform(0, 0.3))
+            elif told[name]:  # the nodes would be full of processes
                 await world.nodes[told[name]].call("DELETE", f"/v1/kernels/{name}?timeout=0")
 
     try:
