@@ -200,7 +200,7 @@ class Daemon:
             log.info("daemon.ready", node_id=self._node_id, kernels=kernels)
             self._notifier.ready(f"serving node {self._node_id}; {kernels} kernels adopted")
             await stack.enter_async_context(_running(self._reloading(server)))
-            await self._until_stopped()
+            await self._notifier.keep_alive_until(self._stop)
             self._notifier.stopping()
             log.info("daemon.stopping")
             await reach("shutdown.before_drain")
@@ -289,16 +289,6 @@ class Daemon:
                 log.warning("daemon.not_reloaded", reasons=error.lines())
             else:
                 log.info("daemon.reloaded", tokens=len(rpc.tokens))
-
-    async def _until_stopped(self) -> None:
-        """Wait for a signal, and meanwhile keep systemd's watchdog quiet, if it watches."""
-        interval_s = self._notifier.watchdog_s
-        while not self._stop.is_set():
-            try:
-                async with asyncio.timeout(interval_s / 2 if interval_s else None):
-                    await self._stop.wait()
-            except TimeoutError:
-                self._notifier.alive()
 
     def _used_runtimes(self, records: Sequence[SavedRecord]) -> list[str]:
         """Return the configured runtime, and the others that may have kernels of ours.

@@ -145,7 +145,7 @@ class GatewayDaemon:
             gc.set_threshold(*COLLECT)
             log.info("gateway.ready", fleet=settings.fleet.name, nodes=len(state.view.nodes))
             self._notifier.ready(f"fleet {settings.fleet.name}")
-            await self._until_stopped()
+            await self._notifier.keep_alive_until(self._stop)
             self._notifier.stopping()
         log.info("gateway.stopped")
 
@@ -203,15 +203,6 @@ class GatewayDaemon:
             await asyncio.wait([task])
             if not task.cancelled():
                 task.result()
-
-    async def _until_stopped(self) -> None:
-        interval_s = self._notifier.watchdog_s
-        while not self._stop.is_set():
-            try:
-                async with asyncio.timeout(interval_s / 2 if interval_s else None):
-                    await self._stop.wait()
-            except TimeoutError:
-                self._notifier.alive()
 
 
 def _client(address: str, token: str, tls: ssl.SSLContext | None) -> AsyncClient:

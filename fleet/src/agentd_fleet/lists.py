@@ -12,7 +12,7 @@ from agentd.core.access import Caller
 from agentd.errors import InvalidRequest, Problem
 from agentd.rpc.callers import caller_of
 from agentd.rpc.handlers import answer
-from agentd.rpc.listing import MAX_PAGE
+from agentd.rpc.listing import read_labels, read_limit
 from agentd_fleet import views
 from agentd_fleet.kernels import FleetKernels, unknown_kernel
 from agentd_fleet.state import FleetState
@@ -60,7 +60,7 @@ class Lists:
         """Answer with the kernels of nodes, in the order of the nodes and then of creation."""
         caller, query, missing = caller_of(request), request.query, list[str]()
         nodes = self._nodes(caller, query)
-        limit, after = _limit(query), query.get("after")
+        limit, after = read_limit(query), query.get("after")
         if (begin := query.get("after_node")) is not None:
             nodes = [node for node in nodes if node.node_id >= begin]
         elif after is not None:
@@ -120,7 +120,7 @@ class Lists:
         agents = frozenset(query.getall("agent", [])) or None
         if caller.agents is not None:
             agents = caller.agents if agents is None else agents & caller.agents
-        labels = _labels(query)
+        labels = dict(read_labels(query))
         sums = view.statistics(named, agents=agents, labels=labels)
         nodes = {
             node_id: views.uses_view(view, part)
@@ -138,23 +138,3 @@ def _missing(nodes: list[str]) -> dict[str, str]:
     shown = ",".join(sorted(nodes)[:MOST_NAMED])
     more = f",… {len(nodes)} in all" if len(nodes) > MOST_NAMED else ""
     return {MISSING: (shown + more).replace("…", "...")} if nodes else {}
-
-
-def _labels(query: MultiMapping[str]) -> dict[str, str]:
-    labels = {}
-    for given in query.getall("label", []):
-        name, found, value = given.partition("=")
-        if not found or not name:
-            raise InvalidRequest([Problem("label", f"invalid value {given!r}: expected KEY=VALUE")])
-        labels[name] = value
-    return labels
-
-
-def _limit(query: MultiMapping[str]) -> int | None:
-    text = query.get("limit")
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdigit()) or not 1 <= int(text[:9]) <= MAX_PAGE:
-        why = f"invalid number {text[:20]!r}: expected 1 to {MAX_PAGE}"
-        raise InvalidRequest([Problem("limit", why)])
-    return int(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 from collections.abc import Mapping
@@ -32,6 +33,15 @@ class Notifier:
     def alive(self) -> None:
         """Keep the watchdog (WatchdogSec=) quiet."""
         self._send("WATCHDOG=1")
+
+    async def keep_alive_until(self, stop: asyncio.Event) -> None:
+        """Wait for `stop`, and meanwhile keep the watchdog quiet, if one watches."""
+        while not stop.is_set():
+            try:
+                async with asyncio.timeout(self.watchdog_s / 2 if self.watchdog_s else None):
+                    await stop.wait()
+            except TimeoutError:
+                self.alive()
 
     def _send(self, message: str) -> None:
         if not self._address:

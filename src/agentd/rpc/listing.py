@@ -46,8 +46,8 @@ class Order:
         Raises:
             InvalidRequest: a parameter cannot be read, or `after` names no kernel there was.
         """
-        states, labels = _states(query), _labels(query)
-        limit = _limit(query)
+        states, labels = _states(query), read_labels(query)
+        limit = read_limit(query)
         found = sorted(kernels, key=_place)
         after = query.get("after")
         if after is not None:
@@ -89,7 +89,12 @@ def _states(query: MultiMapping[str]) -> frozenset[KernelState]:
     return frozenset(KernelState(value) for value in given)
 
 
-def _labels(query: MultiMapping[str]) -> list[tuple[str, str]]:
+def read_labels(query: MultiMapping[str]) -> list[tuple[str, str]]:
+    """Read `label`: KEY=VALUE, any number of times.
+
+    Raises:
+        InvalidRequest: one is something else.
+    """
     found = []
     for given in query.getall("label", []):
         name, has_value, value = given.partition("=")
@@ -99,7 +104,12 @@ def _labels(query: MultiMapping[str]) -> list[tuple[str, str]]:
     return found
 
 
-def _limit(query: MultiMapping[str]) -> int | None:
+def read_limit(query: MultiMapping[str]) -> int | None:
+    """Read `limit`; None if it is not given.
+
+    Raises:
+        InvalidRequest: it is not 1 to `MAX_PAGE`.
+    """
     text = query.get("limit")
     if text is None:
         return None
