@@ -59,10 +59,10 @@ async def liar(folder: Path) -> AsyncIterator[Liar]:
     await made.runner.cleanup()
 
 
-async def tell(etcd: Etcd, node: str, url: str, **members: Any) -> None:
-    report = {**SAID, "url": url, "agents": AGENTS, "slot_types": TYPES, **members}
+async def tell(etcd: Etcd, node: str, url: str, agents: Any = AGENTS, **members: Any) -> None:
+    report = {**SAID, "url": url, "agents": agents, "slot_types": TYPES, **members}
     await etcd.put(f"/agentd/main/nodes/{node}", msgspec.json.encode(report))
-    await etcd.put(f"/agentd/main/free/{node}", msgspec.json.encode({"agents": AGENTS}))
+    await etcd.put(f"/agentd/main/free/{node}", msgspec.json.encode({"agents": agents}))
 
 
 async def with_liar(world: World, liar: Liar) -> tuple[GatewayProgram, str]:
@@ -143,23 +143,23 @@ async def test_an_address_that_another_node_has_now_is_not_believed(world: World
     first, second, third = await world.start_nodes("none", "none", "none")
     for node in (second, third):
         world.join(node)
-    gateway = world.gateway()
+    gateway = world.gateway(gateway='policy = "pack"\n')
+    little = {"agent-1": {"cpu": "1", "mem": "1000"}}  # so that it is asked first
+    moved = f"unix:{world.nodes[third].folder}/agentd.sock"
+    only = {"kernel_id": "k1", "slots": {"cpu": 1}, "placement": {"nodes": [first, second]}}
     async with world.client() as etcd:
-        await tell(etcd, first, f"unix:{world.nodes[first].folder}/agentd.sock")
+        await tell(etcd, first, f"unix:{world.nodes[first].folder}/agentd.sock", little)
         await gateway.until(dict.fromkeys((first, second, third), "ready"))
-        only = {"kernel_id": "k1", "slots": {"cpu": 1}}
-        made = await gateway.create(**only, placement={"nodes": [first, second]})
-        here, other = (first, second) if made.json["node_id"] == first else (second, first)
-        if here == first:
-            await tell(etcd, first, f"unix:{world.nodes[third].folder}/agentd.sock")
-            async with asyncio.timeout(10):
-                while str(third) not in (await gateway.get(f"/v1/nodes/{first}"))["url"]:
-                    await asyncio.sleep(0.02)
-            again = await gateway.create(**only, placement={"nodes": [first, second]})
-            assert (again.status, again.json["code"]) == (503, "NodeUnavailable")
-            assert (await gateway.call("GET", "/v1/kernels/k1")).status == 503
-    assert await world.census() == {"k1": [here]}
-    assert other
+        made = await gateway.create(**only)
+        assert (made.status, made.json["node_id"]) == (201, first)
+        await tell(etcd, first, moved, little)
+        async with asyncio.timeout(10):
+            while (await gateway.get(f"/v1/nodes/{first}"))["url"] != moved:
+                await asyncio.sleep(0.02)
+        again = await gateway.create(**only)
+        assert (again.status, again.json["code"]) == (503, "NodeUnavailable")
+        assert (await gateway.call("GET", "/v1/kernels/k1")).status == 503
+    assert await world.census() == {"k1": [first]}
 
 
 async def test_what_is_forgotten_is_forgotten_by_every_gateway(world: World) -> None:
