@@ -297,16 +297,14 @@ class Daemon:
         """
         node = self._memory.load_node()
         used = {self._settings.node.runtime, *(node.runtimes if node else ())}
-        used |= recorded_runtimes(records)
+        used |= recorded_runtimes(records) | self._memory.bundled()
         if node is None and os.access(self._settings.runtime.docker.socket, os.W_OK):
             used.add("docker")
-        if self._memory.has_bundles():
-            used.add("process")
         self._memory.save_runtimes(sorted(used))
         return sorted(used)
 
     def _runtime(self, name: str, node_id: str) -> Runtime:
-        return assembly.runtime(name, self._settings, node_id, self._memory.kernels)
+        return assembly.runtime(name, self._settings, node_id, self._memory.bundles)
 
     async def _refuse_changed_id(self) -> None:
         """Refuse another node id while kernels of the old one live.
@@ -318,7 +316,7 @@ class Daemon:
         if node is None or node.node_id == self._node_id:
             return
         old = node.node_id
-        for name in assembly.RUNTIMES & {*node.runtimes, "process"}:
+        for name in assembly.RUNTIMES & {*node.runtimes, *self._memory.bundled()}:
             runtime = self._runtime(name, old)
             try:
                 listing = await runtime.list()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,17 +12,20 @@ from agentd.config.settings import Settings
 from agentd.errors import ConfigRefused, InvalidRequest, Problem
 from agentd.host.cgroups import find_cgroups
 from agentd.host.probe import boot_id
+from agentd.host.systemd import why_no_systemd
 from agentd.runtimes.docker.config import DockerRules
 from agentd.runtimes.docker.runtime import DockerRuntime
 from agentd.runtimes.process.runtime import ProcessRuntime
 from agentd.runtimes.process.spawn import Account, ProcessRules, find_account
+from agentd.runtimes.systemd.runtime import SystemdRuntime
+from agentd.runtimes.systemd.unit import SystemdRules
 from agentd.services.interfaces import Runtime
 
-RUNTIMES = frozenset({"docker", "process"})
+RUNTIMES = frozenset({"docker", "systemd", "process"})
 
 
-def runtime(name: str, settings: Settings, node_id: str, kernels: Path) -> Runtime:
-    """Return one of `RUNTIMES`; `kernels` is where the bundles of processes are.
+def runtime(name: str, settings: Settings, node_id: str, bundles: Mapping[str, Path]) -> Runtime:
+    """Return one of `RUNTIMES`; `bundles` says where each keeps what it knows of kernels.
 
     Raises:
         ConfigRefused: its settings do not fit this machine.
@@ -29,8 +33,26 @@ def runtime(name: str, settings: Settings, node_id: str, kernels: Path) -> Runti
     if name == "docker":
         docker = settings.runtime.docker
         return DockerRuntime(docker.socket, node_id, docker_rules(docker))
+    if name == "systemd":
+        return SystemdRuntime(bundles[name], node_id, boot_id(), systemd_rules(settings))
     rules = process_rules(settings)
-    return ProcessRuntime(kernels, node_id, boot_id(), rules, find_cgroups())
+    return ProcessRuntime(bundles[name], node_id, boot_id(), rules, find_cgroups())
+
+
+def refuse_unfit(settings: Settings) -> None:
+    """Refuse settings of the runtime that do not fit this machine.
+
+    Raises:
+        ConfigRefused: they do not.
+    """
+    match settings.node.runtime:
+        case "process":
+            process_rules(settings)
+        case "systemd":
+            if problems := why_no_systemd():
+                found = [Problem("node.runtime", why) for why in problems]
+                raise ConfigRefused(found)
+            systemd_rules(settings)
 
 
 def docker_rules(docker: DockerSettings) -> DockerRules:
@@ -55,25 +77,8 @@ def process_rules(settings: Settings) -> ProcessRules:
     Raises:
         ConfigRefused: there is no such user, or agentd may not run processes as another user.
     """
-    process, is_root = settings.runtime.process, os.geteuid() == 0
-    problems: list[Problem] = []
-    accounts: dict[str, Account] = {}
-    default = None
-    try:
-        default = find_account(process.user, "runtime.process.user") if is_root else None
-    except InvalidRequest as error:
-        problems += error.problems
-    for index, agent in enumerate(settings.agents):
-        where = f"agents.{index}.user"
-        if agent.user is not None and not is_root:
-            problems.append(Problem(where, "agentd is not root, and runs kernels as its own user"))
-        elif agent.user is not None:
-            try:
-                accounts[agent.id] = find_account(agent.user, where)
-            except InvalidRequest as error:
-                problems += error.problems
-    if problems:
-        raise ConfigRefused(problems)
+    process = settings.runtime.process
+    default, accounts = _accounts(settings, process.user, "runtime.process.user")
     return ProcessRules(
         default,
         accounts,
@@ -83,6 +88,59 @@ def process_rules(settings: Settings) -> ProcessRules:
         stop_timeout_s=process.stop_timeout,
         ulimits=process.ulimits,
     )
+
+
+def systemd_rules(settings: Settings) -> SystemdRules:
+    """Return what units may have, with every user looked up.
+
+    Raises:
+        ConfigRefused: there is no such user, or agentd may not run units as another user.
+    """
+    systemd, is_root = settings.runtime.systemd, os.geteuid() == 0
+    default, accounts = _accounts(settings, systemd.user, "runtime.systemd.user")
+    if systemd.user is not None and not is_root:
+        raise ConfigRefused([Problem("runtime.systemd.user", _NOT_ROOT)])
+    return SystemdRules(
+        is_user=not is_root,
+        user=default.name if default else None,
+        users={agent: account.name for agent, account in accounts.items()},
+        pids_limit=systemd.pids_limit,
+        stop_timeout_s=systemd.stop_timeout,
+        ulimits=systemd.ulimits,
+    )
+
+
+_NOT_ROOT = "agentd is not root, and runs kernels as its own user"
+
+
+def _accounts(
+    settings: Settings, user: str | None, where: str
+) -> tuple[Account | None, dict[str, Account]]:
+    """Return the account of all agents, and those of agents that have their own.
+
+    Raises:
+        ConfigRefused: there is no such user, or agentd may not run anything as another user.
+    """
+    is_root = os.geteuid() == 0
+    problems: list[Problem] = []
+    accounts: dict[str, Account] = {}
+    default = None
+    try:
+        default = find_account(user, where) if user is not None and is_root else None
+    except InvalidRequest as error:
+        problems += error.problems
+    for index, agent in enumerate(settings.agents):
+        where = f"agents.{index}.user"
+        if agent.user is not None and not is_root:
+            problems.append(Problem(where, _NOT_ROOT))
+        elif agent.user is not None:
+            try:
+                accounts[agent.id] = find_account(agent.user, where)
+            except InvalidRequest as error:
+                problems += error.problems
+    if problems:
+        raise ConfigRefused(problems)
+    return default, accounts
 
 
 def remarks(settings: Settings) -> list[str]:

@@ -33,6 +33,7 @@ _EXAMPLES = {
     "rpc.tls-cert": '"/etc/agentd/tls.crt"',
     "rpc.tls-key": '"/etc/agentd/tls.key"',
     "runtime.docker.registry-auth": '"/etc/agentd/registry.json"',
+    "runtime.systemd.user": '"kernels"',
     "host.cpus": "8",
     "host.mem": '"32g"',
 }

@@ -189,8 +189,23 @@ class ProcessSettings(Section):
     ulimits: Ulimits = Field(default=CEILINGS, description=ULIMITS_TEXT)
 
 
+class SystemdSettings(Section):
+    """[runtime.systemd]: transient units of systemd."""
+
+    user: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description="Whom kernels run as. Default: each kernel as a user of its own.",
+    )
+    pids_limit: PidsLimit = Field(
+        default=4096, description="Most processes of a kernel; a request may ask for fewer."
+    )
+    stop_timeout: Seconds = Field(default=10, description="Seconds between TERM and KILL.")
+    ulimits: Ulimits = Field(default=CEILINGS, description=ULIMITS_TEXT)
+
+
 class RuntimeSettings(Section):
     """[runtime]: settings of each runtime."""
 
     docker: DockerSettings = DockerSettings()
+    systemd: SystemdSettings = SystemdSettings()
     process: ProcessSettings = ProcessSettings()

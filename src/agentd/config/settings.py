@@ -50,8 +50,8 @@ class NodeSettings(Section):
         default=Path("/var/lib/agentd"),
         description="Remembered devices, records of processes, their logs.",
     )
-    runtime: Literal["docker", "process"] = Field(
-        default="docker", description='What runs kernels: "docker" or "process".'
+    runtime: Literal["docker", "systemd", "process"] = Field(
+        default="docker", description='What runs kernels: "docker", "systemd" or "process".'
     )
 
 

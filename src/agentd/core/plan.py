@@ -6,8 +6,8 @@ image sets is overridden, because the plan's environment is given explicitly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
 from agentd.core.container_edits import ContainerEdits
@@ -34,6 +34,31 @@ is not there. (NVIDIA Container Toolkit, "Specialized Configurations"; the other
 
 
 @dataclass(frozen=True, slots=True)
+class Fence:
+    """The most that all kernels of an agent may take together; 0 and none mean no limit.
+
+    It is the agent's partition and what its living kernels hold, some of an older partition.
+    """
+
+    cores: tuple[str, ...] = ()
+    memory_bytes: int = 0
+
+
+def fence_of(
+    cores: Iterable[str], memory_bytes: int, real: frozenset[str], living: Iterable[Kernel]
+) -> Fence:
+    """Return the fence around an agent: its cores that can be pinned, its memory, its kernels'."""
+    held = [share for kernel in living for share in kernel.allocation.shares]
+    all_cores = {*cores, *(share.device_id.id for share in held if share.slot == CPU)}
+    if not real or not all_cores <= real:
+        all_cores = set()
+    return Fence(
+        tuple(sorted(all_cores)),
+        memory_bytes + sum(share.amount for share in held if share.slot == MEM),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class NodeFacts:
     """What a plan depends on besides the request; cores are ids of the `cpu` devices.
 
@@ -45,6 +70,7 @@ class NodeFacts:
     agent_cores: tuple[str, ...]
     real_cores: frozenset[str]
     not_enforced: frozenset[str] = frozenset()
+    fence: Fence = field(default_factory=Fence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +91,7 @@ class KernelPlan:
     record: str
     statement: str
     ports: tuple[Port, ...] = ()
+    fence: Fence = field(default_factory=Fence)
 
 
 def kernel_name(node_id: str, kernel_id: str) -> str:
@@ -132,6 +159,7 @@ def build_plan(
         record=encode(written, node.node_id),
         statement=statement(allocation),
         ports=kernel.ports,
+        fence=node.fence,
     )
 
 

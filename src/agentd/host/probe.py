@@ -109,6 +109,12 @@ def _numa_nodes(folder: Path) -> Iterator[tuple[int, int]]:
             yield core, node
 
 
+def numa_nodes_of(cores: Iterable[str], root: Path = Path("/")) -> list[int]:
+    """Return the NUMA nodes that some cores are of, where that is known."""
+    nodes = dict(_numa_nodes(root / "sys/devices/system/node"))
+    return sorted({nodes[int(core)] for core in cores if int(core) in nodes})
+
+
 def parse_cpu_list(text: str) -> list[int]:
     """Read the kernel's list format, `0-3,8` (Documentation/admin-guide/cputopology.rst)."""
     cores: list[int] = []

@@ -69,7 +69,7 @@ class KernelService:
         """
         self._refuse_early(spec)
         decision = self._planner.decide(spec, self._state, self._default)
-        await self._planner.plan(self._preparing(spec, decision), spec, self._default)
+        await self._planner.plan(self._preparing(spec, decision), spec, self._state, self._default)
         ledger = self._state.ledger
         return decision, self._planner.explain(spec, decision, ledger, self._default)
 
@@ -144,7 +144,7 @@ class KernelService:
         async with self._state.lock(kernel_id):
             try:
                 await reach("create.after_commit")
-                plan = await self._planner.plan(kernel, spec, self._default)
+                plan = await self._planner.plan(kernel, spec, self._state, self._default)
                 await reach("create.after_plan")
                 self._memory.save_intent(kernel_id, plan.record)
                 found = await self._default.create(plan, self._progress(kernel_id))

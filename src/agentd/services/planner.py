@@ -10,7 +10,7 @@ from agentd.core.devices import DeviceId, Inventory
 from agentd.core.explain import OTHER, Question, explain
 from agentd.core.kernel import Kernel, KernelSpec, Port, step_between
 from agentd.core.partition import Partition
-from agentd.core.plan import KernelPlan, NodeFacts, build_plan
+from agentd.core.plan import KernelPlan, NodeFacts, build_plan, fence_of
 from agentd.core.ports import HostPort, PortRange, hand_out
 from agentd.core.slots import CPU, MEM, ResourceSlots, device_name_of, parse_slots
 from agentd.errors import InvalidRequest, InvalidSlotAmount, Problem
@@ -122,7 +122,9 @@ class Planner:
         if kernel is not None and step is not None and kernel.allocation.shares:
             self._plugins.notify(step, kernel.kernel_id, kernel.allocation)
 
-    async def plan(self, kernel: Kernel, spec: KernelSpec, runtime: Runtime) -> KernelPlan:
+    async def plan(
+        self, kernel: Kernel, spec: KernelSpec, state: NodeState, runtime: Runtime
+    ) -> KernelPlan:
         """Ask the plugins, and bring everything together.
 
         Raises:
@@ -132,10 +134,13 @@ class Planner:
         support = await runtime.support(spec)
         edits = await self._plugins.container_edits(kernel.allocation, support.features)
         missing = support.not_enforced | _unheld(kernel.allocation, self._devices.inventory)
-        cores = [d.id for d in self._devices.partition(spec.agent_id).devices if d.name == CPU]
+        partition, real = self._devices.partition(spec.agent_id), self._rules.real_cores
+        cores = [device.id for device in partition.devices if device.name == CPU]
         if not cores:
             missing |= {CPU}
-        node = NodeFacts(self._rules.node_id, tuple(cores), self._rules.real_cores, missing)
+        mine = {k.kernel_id: k for k in (*state, kernel) if k.agent_id == spec.agent_id and k.holds}
+        fence = fence_of(cores, partition.memory_bytes, real, mine.values())
+        node = NodeFacts(self._rules.node_id, tuple(cores), real, missing, fence)
         return build_plan(spec, kernel, edits, node)
 
 

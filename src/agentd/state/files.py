@@ -7,6 +7,7 @@
     records/ID.json         the record of a kernel that lives
     ended/ID.json           the record of a kernel that has ended, and is not removed yet
     kernels/ID/             the bundle of a process kernel (see `agentd.runtimes.process.bundle`)
+    units/ID/               the folder of a kernel's unit (see `agentd.runtimes.systemd.bundle`)
 
 Files are replaced in one step, and only their owner can read them. What cannot be read is set
 aside and reported; of what a newer agentd wrote, the members that are known are read, and a
@@ -19,7 +20,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -55,9 +56,9 @@ class StateFolder:
         self._behind: dict[str, Callable[[], None]] = {}
 
     @property
-    def kernels(self) -> Path:
-        """Where the bundles of process kernels are."""
-        return self.folder / "kernels"
+    def bundles(self) -> Mapping[str, Path]:
+        """Where runtimes that have no store of their own keep what they know, by runtime."""
+        return {"process": self.folder / "kernels", "systemd": self.folder / "units"}
 
     def open(self, lock_folder: Path) -> None:
         """Make the folder, and lock it and the node id.
@@ -92,7 +93,7 @@ class StateFolder:
 
     def _make(self) -> None:
         self.folder.mkdir(mode=0o711, parents=True, exist_ok=True)
-        for folder in (self.kernels, *self._folders.values()):
+        for folder in (*self.bundles.values(), *self._folders.values()):
             folder.mkdir(mode=0o700, exist_ok=True)
 
     def _complain(self, what: Path | str, why: str) -> None:
@@ -104,12 +105,14 @@ class StateFolder:
         """Return what an operator should know of this folder."""
         return [f"{what} {why}" for what, why in self._complaints.items()]
 
-    def has_bundles(self) -> bool:
-        """Tell whether there is anything of process kernels."""
-        try:
-            return any(self.kernels.iterdir())
-        except OSError:
-            return False
+    def bundled(self) -> set[str]:
+        """Return the runtimes that have something of kernels here."""
+        found = set()
+        for name, folder in self.bundles.items():
+            with suppress(OSError):
+                if any(folder.iterdir()):
+                    found.add(name)
+        return found
 
     def load_node(self) -> SavedNode | None:
         """Return what stands in node.json; None where nothing does that can be read."""

@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 
 from agentd_fleet.asking import Pace
+from daemon import Daemon
 from end_to_end.fleet.fleet_world import GatewayProgram, World
 
 SOAK = bool(os.environ.get("AGENTD_SOAK"))
@@ -82,6 +83,17 @@ async def settled(gateways: list[GatewayProgram], kernel_id: str, rng: random.Ra
             await asyncio.sleep(0.05)
 
 
+async def deleted(daemon: Daemon, kernel_id: str) -> None:
+    """Delete a kernel at its node, which may be dead or frozen for a while."""
+    async with asyncio.timeout(120):
+        while True:
+            with contextlib.suppress(aiohttp.ClientError, OSError):
+                async with asyncio.timeout(20):
+                    await daemon.call("DELETE", f"/v1/kernels/{kernel_id}?timeout=0")
+                return
+            await asyncio.sleep(0.05)
+
+
 def said_of(world: World, kernels: set[str]) -> str:
     """What all logs say of some kernels."""
     logs = [program.log for program in world.programs] + [d.log for d in world.nodes.values()]
@@ -112,7 +124,7 @@ async def test_no_kernel_id_is_on_two_nodes_and_none_is_lost(world: World) -> No
             if not SOAK:
                 await asyncio.sleep(rng.uniform(0, 0.3))
             elif told[name]:  # the nodes would be full of processes
-                await world.nodes[told[name]].call("DELETE", f"/v1/kernels/{name}?timeout=0")
+                await deleted(world.nodes[told[name]], name)
 
     try:
         await asyncio.gather(*(call() for _ in range(CALLERS)))
@@ -121,12 +133,9 @@ async def test_no_kernel_id_is_on_two_nodes_and_none_is_lost(world: World) -> No
         await breaking
         print(f"seed {seed}: {len(told)} creates, {len(chaos.done)} troubles")
     census = await world.census()
-    assert {k: v for k, v in census.items() if len(v) > 1} == {}
-    if not SOAK:
-        placed = {name: [node] for name, node in told.items() if node}
-        odd = {
-            name for name in census.keys() | placed.keys() if census.get(name) != placed.get(name)
-        }
-        assert not odd, said_of(world, odd)
+    placed = {name: [node] for name, node in told.items() if node}
+    names = census.keys() if SOAK else census.keys() | placed.keys()
+    odd = {name for name in names if census.get(name) != placed.get(name)}
+    assert not odd, said_of(world, odd)
     pace = Pace()
     assert pace.settled_s >= pace.fresh_s + 20 + 10 + 30, "longer than a request is under way"

@@ -15,7 +15,8 @@ from agentd.core.record import MALFORMED
 from agentd.errors import RuntimeFailure, RuntimeUnavailable
 from agentd.failpoints import reach
 from agentd.host.cgroups import Cgroup, Cgroups
-from agentd.runtimes.process.bundle import Bundle, names_in
+from agentd.runtimes.folder import names_in
+from agentd.runtimes.process.bundle import Bundle
 from agentd.runtimes.process.proof import Proof
 
 RUNTIME = "process"

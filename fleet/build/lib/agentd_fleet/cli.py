@@ -1,0 +1,116 @@
+"""The commands `agentd-fleet …`.
+
+Exit status: 0 done, 1 it cannot run here, 2 wrong usage, 78 the configuration cannot be used
+(EX_CONFIG of sysexits.h).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from typing import NoReturn
+
+import click
+
+from agentd import __version__, log
+from agentd.errors import AgentdError, ConfigRefused, Problem
+
+EX_CONFIG = 78
+
+config_option = click.option(
+    "--config",
+    "config_file",
+    metavar="FILE",
+    help="Default: $AGENTD_FLEET_CONFIG, else /etc/agentd/fleet.toml.",
+)
+
+
+@click.group()
+@click.version_option(__version__, prog_name="agentd-fleet")
+def agentd_fleet() -> None:
+    """Many nodes of agentd as one."""
+
+
+def _refused(error: AgentdError) -> NoReturn:
+    lines = error.lines() if isinstance(error, ConfigRefused) else [str(error)]
+    for line in lines:
+        click.echo(f"agentd-fleet: {line}", err=True)
+    sys.exit(EX_CONFIG if isinstance(error, ConfigRefused) else 1)
+
+
+@agentd_fleet.command()
+@config_option
+def gateway(config_file: str | None) -> None:
+    """Serve the whole fleet: one view, placement, and every node's kernels."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    from agentd_fleet.app import GatewayDaemon  # noqa: PLC0415 - `--help` stays quick
+    from agentd_fleet.settings import load  # noqa: PLC0415
+
+    log.configure()
+    try:
+        settings = load(config_file)
+
+        async def daemon() -> None:
+            await GatewayDaemon(settings, lambda: load(config_file)).run()
+
+        asyncio.run(daemon())
+    except AgentdError as error:
+        _refused(error)
+
+
+@agentd_fleet.command()
+@config_option
+def join(config_file: str | None) -> None:
+    """Tell the fleet of this machine's node, for as long as this runs."""
+    import msgspec  # noqa: PLC0415 - `--help` stays quick
+
+    from agentd_fleet.app import etcd_access  # noqa: PLC0415
+    from agentd_fleet.publisher import JoinOptions  # noqa: PLC0415
+    from agentd_fleet.settings import load  # noqa: PLC0415
+
+    try:
+        settings = load(config_file)
+        fleet, mine = settings.fleet, settings.join
+        if not fleet.etcd:
+            raise ConfigRefused([Problem("fleet.etcd", "is missing: where does the fleet meet?")])
+        access = etcd_access(fleet)
+    except AgentdError as error:
+        _refused(error)
+    options = JoinOptions(
+        fleet=fleet.name,
+        endpoints=access.endpoints,
+        user=access.user,
+        password=access.password,
+        ca=str(fleet.ca) if fleet.ca else None,
+        cert=str(fleet.cert) if fleet.cert else None,
+        key=str(fleet.key) if fleet.key else None,
+        socket=str(mine.socket),
+        url=mine.url,
+        labels=dict(mine.labels),
+        lease_s=mine.lease,
+        state_dir=str(mine.state_dir),
+    )
+    handed = os.memfd_create("join", 0)
+    os.write(handed, msgspec.json.encode(options))
+    os.lseek(handed, 0, os.SEEK_SET)
+    os.execv(  # noqa: S606 - what read the settings takes 15 MiB that a publisher does not need
+        sys.executable, [sys.executable, "-m", "agentd_fleet.publisher", str(handed)]
+    )
+
+
+@agentd_fleet.command("check-config")
+@config_option
+def check_config(config_file: str | None) -> None:
+    """Say whether a configuration can be used."""
+    from agentd_fleet.app import etcd_access, rpc_settings  # noqa: PLC0415 - see above
+    from agentd_fleet.settings import load  # noqa: PLC0415
+
+    try:
+        settings = load(config_file)
+        rpc_settings(settings)
+        etcd_access(settings.fleet)
+    except AgentdError as error:
+        _refused(error)
+    click.echo("the configuration can be used")

@@ -1,0 +1,283 @@
+"""Carrying calls to etcd's HTTP/JSON gateway: endpoints, deadlines, logins and errors.
+
+Endpoints are tried in the caller's order, each with its share of one deadline, and the one that
+answers is asked first from then on. Whoever starts thousands of clients gives each another order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+import aiohttp
+
+from agentd.errors import AgentdError, Unavailable
+
+# A member that has lost its leader refuses at once, and ends its watches, instead of waiting.
+_HEADERS = {"Content-Type": "application/json", "Grpc-Metadata-hasleader": "true"}
+T = TypeVar("T")
+
+
+class EtcdUnavailable(Unavailable):
+    """No endpoint answers in time, has a leader and has space; the message says which it is."""
+
+    code = "FleetStoreUnavailable"
+
+
+class EtcdRefused(AgentdError):
+    """etcd answered with an error that trying again does not mend."""
+
+    code = "FleetStoreRefused"
+
+
+class LeaseGone(EtcdRefused):
+    """The lease that a key was to have has expired, or never was."""
+
+
+class Compacted(AgentdError):
+    """The store no longer has these revisions, or not yet: whoever follows it reads anew."""
+
+    code = "FleetStoreCompacted"
+
+
+class _NeverSent(EtcdUnavailable):
+    """There was no connection to send over, so nothing can have been done."""
+
+
+class _TokenRefused(EtcdRefused):
+    """The token has expired, or the member that made it has forgotten it."""
+
+
+@dataclass(frozen=True)
+class Access:
+    """Where etcd answers, as `https://host:port`, and as whom it is asked; no user: no login."""
+
+    endpoints: tuple[str, ...]
+    user: str = ""
+    password: str = ""
+    tls: ssl.SSLContext | None = None
+
+
+class Stream:
+    """The messages of one watch, as they come from one endpoint."""
+
+    def __init__(self, endpoint: str, response: aiohttp.ClientResponse) -> None:
+        self.endpoint = endpoint
+        self._response = response
+        self._parts: list[bytes] = []
+
+    async def next(self) -> dict[str, Any]:
+        """Return the next message; may be cancelled and called again without a loss.
+
+        Raises:
+            AgentdError: the connection ended, or etcd ended the watch.
+        """
+        while True:
+            line, end, rest = (self._parts.pop() if self._parts else b"").partition(b"\n")
+            self._parts.append(line)
+            if end:
+                message, self._parts = b"".join(self._parts), [rest]
+                return _told(self.endpoint, message)
+            try:
+                part = await self._response.content.readany()
+            except (aiohttp.ClientError, OSError) as error:
+                raise EtcdUnavailable(f"{self.endpoint}: {error!r}") from None
+            if not part:
+                # Where etcd gives a stream up it says why, in a last line that has no end.
+                _content(self.endpoint, self._response.status, b"".join(self._parts) or b"{}")
+                raise EtcdUnavailable(f"{self.endpoint}: the watch ended")
+            self._parts.append(part)
+
+    def keep_alive(self, silence_s: float) -> None:
+        """Let the kernel ask, after so much silence, whether the other end knows the connection."""
+        if (connection := self._response.connection) is None or connection.transport is None:
+            return
+        watched: socket.socket = connection.transport.get_extra_info("socket")
+        watched.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+            watched.setsockopt(socket.IPPROTO_TCP, option, max(1, round(silence_s)))
+
+    def close(self) -> None:
+        """Drop the connection, by which etcd knows that nobody listens."""
+        self._response.close()
+
+
+class Gateway:
+    """Carries calls to the endpoint that answers, with the user's token."""
+
+    def __init__(self, access: Access, timeout_s: float) -> None:
+        self._access = access
+        self._endpoints = tuple(endpoint.rstrip("/") for endpoint in access.endpoints)
+        self._timeout_s = timeout_s
+        self._preferred = 0
+        self._token = ""
+        self._login = asyncio.Lock()
+        self._session: aiohttp.ClientSession | None = None
+
+    async def open(self) -> None:
+        """Make the session; it must be closed."""
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=self._access.tls or True, limit=0),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=None),
+        )
+
+    async def close(self) -> None:
+        """Drop all connections, also those of streams."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def call(self, path: str, body: Mapping[str, object]) -> tuple[dict[str, Any], bool]:
+        """Return the answer, and whether an earlier send of the call may have been carried out."""
+        return await self._tried(lambda at, token: self._asked(at, token, path, body))
+
+    async def call_at(self, endpoint: str, path: str, body: Mapping[str, object]) -> dict[str, Any]:
+        """Return the answer of this endpoint, and ask no other."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._as_user(
+                    endpoint, lambda at, token: self._asked(at, token, path, body)
+                )
+        except TimeoutError:
+            raise EtcdUnavailable(f"{endpoint}: no answer in {self._timeout_s:g} s") from None
+
+    async def stream(self, path: str, body: Mapping[str, object]) -> Stream:
+        """Open a stream whose first message has come."""
+        return (await self._tried(lambda at, token: self._opened(at, token, path, body)))[0]
+
+    async def _tried(self, attempt: Callable[[str, str], Awaitable[T]]) -> tuple[T, bool]:
+        end = asyncio.get_running_loop().time() + self._timeout_s
+        order = [*range(self._preferred, len(self._endpoints)), *range(self._preferred)]
+        faults = []
+        is_repeat = False
+        for tried, number in enumerate(order):
+            endpoint = self._endpoints[number]
+            share_s = (end - asyncio.get_running_loop().time()) / (len(order) - tried)
+            try:
+                async with asyncio.timeout(share_s):
+                    answer = await self._as_user(endpoint, attempt)
+            except TimeoutError:
+                faults.append(f"{endpoint}: no answer in {share_s:.2g} s")
+                is_repeat = True
+            except EtcdUnavailable as error:
+                faults.append(str(error))
+                is_repeat = is_repeat or not isinstance(error, _NeverSent)
+            else:
+                self._preferred = number
+                return answer, is_repeat
+        raise EtcdUnavailable("; ".join(faults))
+
+    async def _as_user(self, endpoint: str, attempt: Callable[[str, str], Awaitable[T]]) -> T:
+        token = self._token
+        if self._access.user and not token:
+            token = await self._renewed(endpoint, token)
+        try:
+            return await attempt(endpoint, token)
+        except _TokenRefused:
+            if not self._access.user:
+                raise
+        return await attempt(endpoint, await self._renewed(endpoint, token))
+
+    async def _renewed(self, endpoint: str, refused: str) -> str:
+        """Log in, unless another call has while this one waited: a login costs etcd a bcrypt."""
+        async with self._login:
+            if self._token == refused:
+                who = {"name": self._access.user, "password": self._access.password}
+                answer = await self._asked(endpoint, "", "/v3/auth/authenticate", who)
+                self._token = answer["token"]
+            return self._token
+
+    async def _asked(
+        self, endpoint: str, token: str, path: str, body: Mapping[str, object]
+    ) -> dict[str, Any]:
+        response = await self._sent(endpoint, token, path, body)
+        try:
+            async with response:
+                return _content(endpoint, response.status, await response.read())
+        except (aiohttp.ClientError, OSError) as error:
+            raise EtcdUnavailable(f"{endpoint}: {error!r}") from None
+
+    async def _opened(
+        self, endpoint: str, token: str, path: str, body: Mapping[str, object]
+    ) -> Stream:
+        stream = Stream(endpoint, await self._sent(endpoint, token, path, body))
+        try:
+            await stream.next()
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    async def _sent(
+        self, endpoint: str, token: str, path: str, body: Mapping[str, object]
+    ) -> aiohttp.ClientResponse:
+        if self._session is None:
+            raise RuntimeError("use it as `async with Etcd(access) as etcd`")
+        headers = {**_HEADERS, "Authorization": token} if token else _HEADERS
+        data = json.dumps(body, separators=(",", ":"))
+        try:
+            return await self._session.post(endpoint + path, data=data, headers=headers)
+        except aiohttp.ClientConnectorError as error:
+            raise _NeverSent(f"{endpoint}: {error}") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise EtcdUnavailable(f"{endpoint}: {error!r}") from None
+
+
+def _content(endpoint: str, status: int, raw: bytes) -> dict[str, Any]:
+    """Return what an answer says.
+
+    Raises:
+        AgentdError: it is an error, or is not etcd's.
+    """
+    try:
+        content = json.loads(raw)
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise _failure(endpoint, status, f"HTTP {status}: {raw[:200]!r}")
+    error = content.get("error")
+    if isinstance(error, dict):  # as streams have it, also after an answer that began well
+        raise _failure(endpoint, int(error["http_code"]), str(error["message"]))
+    if error is not None or status != HTTPStatus.OK:
+        raise _failure(endpoint, status, str(error))
+    return content
+
+
+def _told(endpoint: str, raw: bytes) -> dict[str, Any]:
+    """Return a message of a watch.
+
+    Raises:
+        AgentdError: etcd ends the watch by it.
+    """
+    message: dict[str, Any] = _content(endpoint, HTTPStatus.OK, raw)["result"]
+    if not message.get("canceled", False):
+        return message
+    if "compact_revision" in message:
+        raise Compacted(f"{endpoint}: nothing before {message['compact_revision']} is left")
+    why = message.get("cancel_reason", "the watch was cancelled")
+    is_denied = "permission denied" in why
+    status = HTTPStatus.FORBIDDEN if is_denied else HTTPStatus.SERVICE_UNAVAILABLE
+    raise _failure(endpoint, status, why)
+
+
+def _failure(endpoint: str, status: int, why: str) -> AgentdError:
+    """Return the error for an answer; its text tells what several share one status for."""
+    text = f"{endpoint}: {why}"
+    if "invalid auth token" in why:
+        return _TokenRefused(text)
+    if "has been compacted" in why:
+        return Compacted(text)
+    if "requested lease not found" in why:
+        return LeaseGone(text)
+    # 429 is a full disk or too many requests; what is too large says `grpc: …` and stays so.
+    is_full = status == HTTPStatus.TOO_MANY_REQUESTS and why.startswith("etcdserver:")
+    if is_full or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        return EtcdUnavailable(text)
+    return EtcdRefused(text)

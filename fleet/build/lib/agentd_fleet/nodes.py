@@ -1,0 +1,180 @@
+"""Calls to nodes: as the gateway, for a caller that the node is told of."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import aiohttp
+from yarl import URL
+
+from agentd.client.problems import error_in
+from agentd.core.access import Caller, Role
+from agentd.errors import AgentdError, NodeUnavailable
+from agentd.rpc.callers import NODE, ON_BEHALF
+from agentd_fleet.view import FleetNode
+
+REFUSED: Mapping[int, str] = {
+    HTTPStatus.UNAUTHORIZED: "refuses the gateway's token",
+    HTTPStatus.MISDIRECTED_REQUEST: "is not what answers at its address",
+}
+REDIRECTS = range(300, 400)
+CONNECT_S = 3.0
+PATIENCE_S = 30.0
+"""How long a node may take for what does not wait for a kernel."""
+CREATE_PATIENCE_S = 3600.0
+UNHEARD_MS = 20_000
+UNIX = "unix:"
+GATEWAY = Caller("fleet", Role.ADMIN)
+"""As whom a gateway calls for itself."""
+
+
+class Answer(NamedTuple):
+    """What a node said."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def is_error(self) -> bool:
+        return self.status >= HTTPStatus.BAD_REQUEST
+
+    def error(self) -> AgentdError:
+        """Return the error that this is."""
+        return error_in(self.status, self.body, self.headers.get("Retry-After"))
+
+
+class NeverAsked(NodeUnavailable):
+    """No connection to the node could be made: it has not been asked."""
+
+
+class AnswerLost(NodeUnavailable):
+    """The node may have been asked, and its answer did not come."""
+
+
+class Nodes:
+    """Connections to nodes, kept open; used as an async context."""
+
+    def __init__(self, token: str = "", tls: ssl.SSLContext | None = None) -> None:
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._tls = tls
+        self._sessions: dict[str, aiohttp.ClientSession] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for session in self._sessions.values():
+            await session.close()
+        self._sessions = {}
+
+    async def ask(
+        self,
+        node: FleetNode,
+        caller: Caller,
+        method: str,
+        path: str,
+        *,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        patience_s: float = PATIENCE_S,
+    ) -> Answer:
+        """Ask a node, and return whatever it answers.
+
+        Raises:
+            NeverAsked, AnswerLost: it does not.
+        """
+        opened = self.opened(node, caller, method, path, body=body, headers=headers)
+        try:
+            async with asyncio.timeout(patience_s), opened as response:
+                answer = Answer(response.status, response.headers, await response.read())
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise AnswerLost(_text(node, error)) from None
+        if answer.status == HTTPStatus.FORBIDDEN and b"gateway = true" in answer.body:
+            why = "does not take the gateway's token as one of a gateway (gateway = true)"
+            raise NeverAsked(f"node {node.node_id} {why}")
+        return answer
+
+    @asynccontextmanager
+    async def opened(
+        self,
+        node: FleetNode,
+        caller: Caller,
+        method: str,
+        path: str,
+        *,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Ask a node, and give its answer to be read.
+
+        Raises:
+            NeverAsked, AnswerLost: there is none.
+        """
+        if node.remark:
+            raise NeverAsked(f"node {node.node_id}: {node.remark}")
+        session, address = self._session(node.url)
+        token = {} if node.url.startswith(UNIX) else self._headers
+        sent = {**(headers or {}), **token, ON_BEHALF: caller.to_text(), NODE: node.node_id}
+        kept: dict[str, Any] = {"data": body} if body is not None else {}
+        try:
+            response = await session.request(
+                method,
+                URL(f"{address}{path}", encoded=True),
+                headers=sent,
+                allow_redirects=False,
+                **kept,
+            )
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, ValueError) as error:
+            raise NeverAsked(_text(node, error)) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise AnswerLost(_text(node, error)) from None
+        async with response:
+            if (why := REFUSED.get(response.status)) is not None:
+                raise NeverAsked(f"node {node.node_id} {why}")
+            if response.headers.get(NODE) != node.node_id or response.status in REDIRECTS:
+                raise AnswerLost(f"node {node.node_id}: something else answers at its address")
+            yield response
+
+    def _session(self, url: str) -> tuple[aiohttp.ClientSession, str]:
+        path = url.removeprefix(UNIX) if url.startswith(UNIX) else ""
+        session = self._sessions.get(path)
+        if session is None:
+            connector = (
+                aiohttp.UnixConnector(path, limit=0)
+                if path
+                else aiohttp.TCPConnector(limit=0, ssl=self._tls or True, socket_factory=_impatient)
+            )
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+            session = aiohttp.ClientSession(
+                connector=connector, timeout=timeout, auto_decompress=False
+            )
+            self._sessions[path] = session
+        return session, "http://node" if path else url.rstrip("/")
+
+
+def _impatient(info: aiohttp.AddrInfoType) -> socket.socket:
+    """Return a socket that gives up soon what nobody acknowledges (tcp(7))."""
+    family, kind, protocol, _, _ = info
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD_MS)
+    return made
+
+
+def _text(node: FleetNode, error: Exception) -> str:
+    """Return what is told of a node that does not answer: not where it is, which is the fleet's."""
+    os_error = getattr(error, "os_error", error)
+    why = getattr(os_error, "strerror", None) or type(error).__name__
+    return f"node {node.node_id} does not answer: {why}"

@@ -1,0 +1,291 @@
+"""Placing a kernel: candidates from one view, a route before each try, and the node decides.
+
+Exactly one: a node is asked only after the route that leads to it was written, by whoever owns
+that route, and an answer that is lost is asked for at that node again, never made up for at
+another. So a kernel id never runs on two nodes, whoever dies in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+import structlog
+from msgspec.structs import replace
+
+from agentd.core.access import Caller
+from agentd.core.slots import ResourceSlots
+from agentd.errors import AgentdError, KernelConflict, NodeUnavailable
+from agentd_fleet.asking import Asker, OutcomeUnknown, Pace, now, path_of
+from agentd_fleet.candidates import Candidate, Policy, asked, candidates
+from agentd_fleet.nodes import Answer, NeverAsked, Nodes
+from agentd_fleet.orders import Order
+from agentd_fleet.refusals import refusal
+from agentd_fleet.route import Kept, Progress, Route, Store, StoreAway
+from agentd_fleet.state import FleetState
+from agentd_fleet.view import FleetView
+
+log = structlog.get_logger()
+
+TRIES = 8
+"""At how many nodes a kernel is tried."""
+ELSEWHERE = frozenset(
+    {"InsufficientResource", "UnsupportedResource", "PluginUnavailable", "UnknownAgent"}
+    | {"UnknownDevice", "Draining", "NotReady", "StateUnavailable"}
+)
+"""Refusals of one node that say nothing about the next, and leave nothing behind."""
+MAY_YET = frozenset({"RuntimeUnavailable", "Internal"})
+"""Answers after which the node may have the kernel, or get it."""
+
+
+class Placed(NamedTuple):
+    """A node's answer to a create, and where that was."""
+
+    answer: Answer
+    node_id: str
+    agent_id: str
+
+
+class Placer:
+    """Carries out orders."""
+
+    def __init__(
+        self,
+        store: Store,
+        state: FleetState,
+        nodes: Nodes,
+        policy: Policy = Policy.RANDOM,
+        pace: Pace | None = None,
+    ) -> None:
+        self._store = store
+        self._state = state
+        self._nodes = nodes
+        self._policy = policy
+        self._asker = Asker(store, state, nodes, pace or Pace())
+        self._choice = random.Random()  # noqa: S311 - spreads load, hides nothing
+        self._noting: dict[str, asyncio.Task[None]] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    @asynccontextmanager
+    async def alone(self, kernel_id: str) -> AsyncIterator[None]:
+        """Have nobody else in this gateway at work on a kernel id."""
+        lock = self._locks.setdefault(kernel_id, asyncio.Lock())
+        async with lock:
+            yield
+
+    async def create(self, caller: Caller, order: Order, view: FleetView) -> Placed:
+        """Create a kernel somewhere, or find the one that the same order created before.
+
+        Raises:
+            AgentdError: nobody can have it now, or a node refuses it; `OutcomeUnknown` if neither
+                is known.
+        """
+        request = self._asked_for(order, view)
+        async with self.alone(order.kernel_id):
+            kept = None if order.is_new else await self._store.route(order.kernel_id)
+            while kept is not None:
+                if found := await self._again(caller, order, kept):
+                    return found
+                kept = await self._store.route(order.kernel_id)
+            return await self._place(caller, order, view, request)
+
+    async def explain(self, caller: Caller, order: Order, view: FleetView) -> Placed:
+        """Ask nodes what a create would be given, and change nothing.
+
+        Raises:
+            AgentdError: see `create`.
+        """
+        request = self._asked_for(order, view)
+        choices = self._choices(order, view, request)
+        answers = await self._looks(caller, order, choices)
+        for candidate, answer in zip(choices, answers, strict=True):
+            if isinstance(answer, Answer) and not answer.is_error:
+                return Placed(answer, candidate.node_id, candidate.agent_id)
+        raise refusal(view, request, order.constraints, _refusals(choices, answers))
+
+    def _asked_for(self, order: Order, view: FleetView) -> ResourceSlots:
+        """Return what is asked for in the fleet's slots.
+
+        Raises:
+            StoreAway: what the fleet has cannot be seen now.
+            AgentdError: no fleet like this one can ever give it.
+        """
+        if why := self._store.why_not_live():
+            raise StoreAway(f"nothing is placed while the fleet cannot be seen: {why}")
+        return asked(view, order.slots)
+
+    def _choices(self, order: Order, view: FleetView, request: ResourceSlots) -> list[Candidate]:
+        policy = order.policy or self._policy
+        return candidates(view, request, order.constraints, policy, self._choice, TRIES)
+
+    async def _place(
+        self, caller: Caller, order: Order, view: FleetView, request: ResourceSlots
+    ) -> Placed:
+        """Try one candidate after the other, each only after the one before refused for certain."""
+        choices = self._choices(order, view, request)
+        queue = deque(choices or self._choices(order, self._state.undebited(), request))
+        refused: list[tuple[str, AgentdError]] = []
+        revision = 0
+        while queue:
+            candidate = queue.popleft()
+            route, began = self._route(caller, order, candidate), now()
+            written = await self._store.keep(route, revision)
+            if written is None:  # another gateway was asked for the same kernel
+                raise await self._overtaken(caller, order)
+            revision = written
+            self._state.debit(*candidate, request)
+            try:
+                tried = await self._asker.ask(caller, order, Kept(route, revision), began)
+            except NeverAsked as error:
+                self._state.undebit(candidate.node_id)
+                refused.append((candidate.node_id, error))
+                continue
+            if not tried.answer.is_error:
+                self._note_soon(tried.kept)
+                return Placed(tried.answer, *candidate)
+            refusal_here = tried.answer.error()
+            if not tried.is_certain or refusal_here.code in MAY_YET:
+                raise refusal_here
+            self._state.undebit(candidate.node_id)
+            refused.append((candidate.node_id, refusal_here))
+            if refusal_here.code not in ELSEWHERE:
+                break
+            if len(refused) == 1 and queue:
+                answers = await self._looks(caller, order, queue)
+                refused += _refusals(queue, answers)
+                looked = zip(queue, answers, strict=True)
+                queue = deque(c for c, a in looked if isinstance(a, Answer) and not a.is_error)
+        if revision:
+            await self._store.drop(order.kernel_id, revision)
+        if refused and refused[-1][1].code not in ELSEWHERE | {"NodeUnavailable"}:
+            raise refused[-1][1]
+        raise refusal(view, request, order.constraints, refused)
+
+    def _route(self, caller: Caller, order: Order, candidate: Candidate) -> Route:
+        return Route(
+            kernel_id=order.kernel_id,
+            node_id=candidate.node_id,
+            agent_id=candidate.agent_id,
+            request_hash=order.request_hash,
+            owner=secrets.token_hex(8),
+            created_by=caller.name,
+        )
+
+    async def _overtaken(self, caller: Caller, order: Order) -> AgentdError:
+        kept = await self._store.route(order.kernel_id)
+        if kept is not None:
+            _refuse_other(caller, order, kept.route)
+        return OutcomeUnknown(order.kernel_id, "", "another gateway is at work on it")
+
+    async def _looks(
+        self, caller: Caller, order: Order, choices: Sequence[Candidate]
+    ) -> list[Answer | NodeUnavailable]:
+        """Ask for decisions, of all at once."""
+
+        async def look(candidate: Candidate) -> Answer | NodeUnavailable:
+            node = self._state.node(candidate.node_id)
+            path = f"{path_of(candidate.agent_id)}?dry_run=true"
+            if node is None:
+                return NodeUnavailable(f"node {candidate.node_id} is away")
+            try:
+                return await self._nodes.ask(node, caller, "POST", path, body=order.body)
+            except NodeUnavailable as error:
+                return error
+
+        return list(await asyncio.gather(*(look(candidate) for candidate in choices)))
+
+    async def _again(self, caller: Caller, order: Order, kept: Kept) -> Placed | None:
+        """Find what an order for this kernel id came to; None: nothing, and the id is free.
+
+        Raises:
+            KernelConflict: it was another order's.
+            AgentdError: the node's refusal, or it does not answer.
+        """
+        route = kept.route
+        _refuse_other(caller, order, route)
+        if route.progress is Progress.PLACED:
+            node = self._asker.known(route)
+            answer = await self._nodes.ask(node, caller, "GET", f"/v1/kernels/{route.kernel_id}")
+            if answer.is_error and answer.error().code == "UnknownKernel":
+                await self._store.drop(route.kernel_id, kept.revision)
+                return None
+            return _found(answer, route)
+        mine, began = replace(route, owner=secrets.token_hex(8)), now()
+        revision = await self._store.keep(mine, kept.revision)
+        if revision is None:
+            return None
+        tried = await self._asker.ask(caller, order, Kept(mine, revision), began)
+        if not tried.answer.is_error:
+            self._note_soon(tried.kept)
+        return _found(tried.answer, route)
+
+    def _note_soon(self, kept: Kept) -> None:
+        """Write that a kernel is where its route leads, while the caller has its answer already.
+
+        Whoever asks here for that kernel waits for it; if it fails, the sweep finds it.
+        """
+        kernel_id = kept.route.kernel_id
+        task = asyncio.create_task(self._note(kept))
+        self._noting[kernel_id] = task
+        task.add_done_callback(lambda _: self._noting.pop(kernel_id, None))
+
+    async def _note(self, kept: Kept) -> None:
+        placed = replace(kept.route, progress=Progress.PLACED)
+        async with self.alone(placed.kernel_id):
+            try:
+                await self._store.keep(placed, kept.revision)
+            except AgentdError as error:
+                log.warning("fleet.not_noted", kernel_id=placed.kernel_id, reason=str(error))
+
+    async def close(self) -> None:
+        """Wait until all that was placed is noted."""
+        await asyncio.gather(*self._noting.values())
+
+    async def noted(self, kernel_id: str) -> None:
+        """Wait until it is noted where a kernel was placed, if that is being done."""
+        if (task := self._noting.get(kernel_id)) is not None:
+            await asyncio.wait([task])
+
+    def is_busy(self, kernel_id: str) -> bool:
+        """Tell whether an order for a kernel id is being carried out here."""
+        lock = self._locks.get(kernel_id)
+        return lock is not None and lock.locked()
+
+
+def _refusals(
+    choices: Sequence[Candidate], answers: Sequence[Answer | NodeUnavailable]
+) -> list[tuple[str, AgentdError]]:
+    """Return who of those that were looked at said no, and how."""
+    return [
+        (candidate.node_id, answer.error() if isinstance(answer, Answer) else answer)
+        for candidate, answer in zip(choices, answers, strict=True)
+        if not isinstance(answer, Answer) or answer.is_error
+    ]
+
+
+def _refuse_other(caller: Caller, order: Order, route: Route) -> None:
+    """Refuse an order for a kernel id that another order has.
+
+    Raises:
+        KernelConflict: it has; whoever may not see that kernel learns only that it is there.
+    """
+    if not caller.sees(route.agent_id):
+        raise KernelConflict(f"kernel {route.kernel_id} exists already")
+    if route.request_hash != order.request_hash:
+        raise KernelConflict(
+            f"kernel {route.kernel_id} exists on node {route.node_id} with another request"
+        )
+
+
+def _found(answer: Answer, route: Route) -> Placed:
+    if answer.is_error:
+        raise answer.error()
+    status = HTTPStatus.OK if answer.status == HTTPStatus.CREATED else answer.status
+    return Placed(answer._replace(status=status), route.node_id, route.agent_id)

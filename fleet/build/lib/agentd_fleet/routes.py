@@ -1,0 +1,94 @@
+"""The gateway's routes as a table, from which its OpenAPI document is made too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from agentd.core.access import Right
+from agentd.rpc.routes import DELETE, DRY_RUN, LIST, LOG, LOGS, METRICS, Parameter, Route
+from agentd.rpc.schemas import StopRequest
+from agentd.views import CallerView, SlotTypeView
+from agentd_fleet import views
+from agentd_fleet.gateway import Gateway
+from agentd_fleet.orders import FleetKernelRequest
+
+NODE = Parameter("node", {"type": "string"}, "The kernel's node, if the fleet did not place it.")
+NODES = Parameter("node", {"type": "string"}, "Only these nodes.", is_repeatable=True)
+AGENTS = Parameter("agent", {"type": "string"}, "Only these agents.", is_repeatable=True)
+LABELS = Parameter(
+    "label",
+    {"type": "string", "pattern": "^[^=]+=[\\s\\S]*$"},
+    "Only nodes with all of these labels: KEY=VALUE.",
+    is_repeatable=True,
+)
+AFTER_NODE = Parameter("after_node", {"type": "string"}, "The node of `after`.")
+G = Gateway
+_KERNEL = views.FleetKernelView
+_ANY = "/v1/nodes/{node}/{rest}"
+
+ROUTES: Sequence[Route] = (
+    Route("GET", "/v1/nodes", G.list_nodes, {200: list[views.FleetNodeView]}),
+    Route("GET", "/v1/nodes/{node}", G.get_node, {200: views.FleetNodeView}),
+    Route("DELETE", "/v1/nodes/{node}", G.forget_node, {204: None}, right=Right.NODE),
+    Route("GET", "/v1/slot-types", G.list_slot_types, {200: list[SlotTypeView]}),
+    Route("DELETE", "/v1/slot-types/{slot}", G.forget_slot_type, {204: None}, right=Right.NODE),
+    Route("GET", "/v1/stats", G.get_stats, {200: views.StatsView}, (NODES, AGENTS, LABELS)),
+    Route("GET", "/v1/devices", G.list_devices, {200: list[views.FleetDeviceView]}, (NODES,)),
+    Route(
+        "POST",
+        "/v1/kernels",
+        G.create_kernel,
+        {200: _KERNEL | views.FleetDecisionView, 201: _KERNEL, 202: _KERNEL},
+        DRY_RUN,
+        FleetKernelRequest,
+        Right.KERNELS,
+    ),
+    Route(
+        "GET",
+        "/v1/kernels",
+        G.list_kernels,
+        {200: list[_KERNEL | views.UnknownKernelView]},
+        (*LIST, AFTER_NODE, NODES),
+    ),
+    Route(
+        "GET",
+        "/v1/kernels/{kernel}",
+        G.get_kernel,
+        {200: _KERNEL | views.UnknownKernelView},
+        (NODE,),
+    ),
+    Route(
+        "POST",
+        "/v1/kernels/{kernel}/stop",
+        G.stop_kernel,
+        {200: _KERNEL},
+        (NODE,),
+        StopRequest,
+        Right.KERNELS,
+    ),
+    Route(
+        "DELETE",
+        "/v1/kernels/{kernel}",
+        G.delete_kernel,
+        {204: None},
+        (*DELETE, NODE),
+        right=Right.KERNELS,
+    ),
+    Route(
+        "GET",
+        "/v1/kernels/{kernel}/logs",
+        G.get_logs,
+        {200: LOG},
+        (*LOGS, NODE),
+        right=Right.OUTPUT,
+    ),
+    Route("GET", _ANY, G.pass_to_node, {200: Any}, passes=True),
+    Route("POST", _ANY, G.pass_to_node, {200: Any}, passes=True),
+    Route("DELETE", _ANY, G.pass_to_node, {200: Any}, passes=True),
+    Route("GET", "/v1/whoami", G.whoami, {200: CallerView}),
+    Route("GET", "/v1/openapi.json", G.get_openapi, {200: dict[str, Any]}),
+    Route("GET", "/metrics", G.get_metrics, {200: METRICS}),
+    Route("GET", "/livez", G.livez, {200: dict[str, str]}, right=None),
+    Route("GET", "/readyz", G.readyz, {200: dict[str, str], 503: dict[str, str]}, right=None),
+)

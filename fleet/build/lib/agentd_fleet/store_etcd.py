@@ -1,0 +1,202 @@
+"""The fleet in etcd: nodes publish under a lease, gateways watch, routes change one by one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+
+import msgspec
+import structlog
+
+from agentd.core.slots import SlotName, SlotType
+from agentd.errors import AgentdError
+from agentd_fleet.etcd import Change, Compacted, Etcd, KeyValue
+from agentd_fleet.keys import prefix_of
+from agentd_fleet.report import (
+    Published,
+    SlotTypeReport,
+    published_in,
+    slot_type_in,
+    slot_type_report,
+    with_free,
+)
+from agentd_fleet.route import BadRoute, Kept, Route
+from agentd_fleet.state import FleetState
+from agentd_fleet.view import FleetNode
+
+log = structlog.get_logger()
+
+FORGOTTEN = b""
+"""What stands for a moment in place of a node's report, for all gateways to forget it."""
+SILENCE_S = 5.0
+"""A watch that says nothing for so long is asked whether it is still there."""
+AGAIN_S = (0.2, 2.0)
+"""How long to wait before etcd is asked anew, drawn by chance so that not all come at once."""
+
+
+class EtcdStore:
+    """`Store` in etcd; implements what `route.Store` promises."""
+
+    def __init__(self, etcd: Etcd, fleet: str, state: FleetState) -> None:
+        self._etcd = etcd
+        self._prefix = prefix_of(fleet)
+        self._state = state
+        self._reports: dict[str, Published] = {}
+        self._free: dict[str, bytes] = {}
+        self._away: dict[str, str] = dict.fromkeys(
+            ("slot-types/", "nodes/", "free/"), "etcd has not answered yet"
+        )
+        self._learning: set[asyncio.Task[None]] = set()
+
+    def why_not_live(self) -> str:
+        return next((why for why in self._away.values() if why), "")
+
+    async def route(self, kernel_id: str) -> Kept | None:
+        found = await self._etcd.get(f"{self._prefix}routes/{kernel_id}")
+        return None if found is None else _kept(found)
+
+    async def keep(self, route: Route, expected: int) -> int | None:
+        key = f"{self._prefix}routes/{route.kernel_id}"
+        return await self._etcd.put_if(key, msgspec.json.encode(route), expected=expected)
+
+    async def drop(self, kernel_id: str, expected: int) -> bool:
+        return await self._etcd.delete_if(f"{self._prefix}routes/{kernel_id}", expected=expected)
+
+    async def routes(self) -> AsyncIterator[list[Kept]]:
+        async for page in self._etcd.pages(f"{self._prefix}routes/"):
+            yield [kept for found in page if (kept := self._read(found)) is not None]
+
+    def _read(self, found: KeyValue) -> Kept | None:
+        try:
+            return _kept(found)
+        except BadRoute as error:
+            log.warning("fleet.route_unreadable", key=found.key, reason=str(error))
+            return None
+
+    async def learn(self, slot: SlotType) -> None:
+        value = msgspec.json.encode(slot_type_report(slot))
+        await self._etcd.put_if(f"{self._prefix}slot-types/{slot.name}", value, expected=0)
+
+    async def unlearn(self, name: SlotName) -> None:
+        await self._etcd.delete(f"{self._prefix}slot-types/{name}")
+
+    async def forget(self, node: FleetNode) -> None:
+        key = f"{self._prefix}nodes/{node.node_id}"
+        await self._etcd.put(key, FORGOTTEN)  # which every gateway sees, though there was no key
+        await self._etcd.delete(key)
+        await self._etcd.delete(f"{self._prefix}free/{node.node_id}")
+        self._state.forget(node.node_id)
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._follow("slot-types/", self._slot_types_are, self._slot_type))
+            group.create_task(self._follow("nodes/", self._nodes_are, self._node))
+            group.create_task(self._follow("free/", self._free_are, self._freed))
+
+    async def _follow(
+        self,
+        part: str,
+        are: Callable[[list[KeyValue]], Awaitable[None]],
+        changed: Callable[[str, bytes | None], Awaitable[None]],
+    ) -> None:
+        """Read all keys below a part, then every change, for ever."""
+        prefix, after = f"{self._prefix}{part}", 0
+        while True:
+            try:
+                if not after:
+                    found, after = await self._etcd.range(prefix)
+                    await are(found)
+                self._away[part] = ""
+                watch = self._etcd.watch(prefix, after=after, silence_s=SILENCE_S)
+                async with contextlib.aclosing(watch) as changes:
+                    async for batch, revision in changes:
+                        self._away[part] = ""
+                        for change in batch:
+                            await changed(_name(change), change.value)
+                        after = max(after, revision)
+            except Compacted:
+                after = 0
+                continue
+            except AgentdError as error:
+                if not self._away[part]:
+                    log.warning("fleet.store_away", part=part, reason=str(error))
+                self._away[part] = str(error)
+            await asyncio.sleep(random.uniform(*AGAIN_S))  # noqa: S311 - no secret
+
+    async def _slot_types_are(self, found: list[KeyValue]) -> None:
+        for pair in sorted(found, key=lambda pair: pair.create_revision):
+            await self._slot_type(pair.key.rpartition("/")[2], pair.value)
+
+    async def _slot_type(self, name: str, value: bytes | None) -> None:
+        if value is None:
+            self._state.unlearn(name)
+            return
+        try:
+            slot = slot_type_in(msgspec.json.decode(value, type=SlotTypeReport))
+        except (msgspec.MsgspecError, ValueError) as error:
+            log.warning("fleet.slot_type_unreadable", name=name, reason=str(error))
+            return
+        self._state.learn(slot)
+
+    async def _nodes_are(self, found: list[KeyValue]) -> None:
+        there = {pair.key.rpartition("/")[2]: pair.value for pair in found}
+        for node_id in self._reports.keys() - there.keys():
+            await self._node(node_id, None)
+        for node_id, value in there.items():
+            await self._node(node_id, value)
+
+    async def _node(self, node_id: str, value: bytes | None) -> None:
+        if value == FORGOTTEN:
+            self._reports.pop(node_id, None)
+            self._state.forget(node_id)
+            return
+        if value is None:
+            self._reports.pop(node_id, None)
+            if self._state.node(node_id) is not None:
+                self._state.lose(node_id, time.time())
+            return
+        self._reports[node_id] = published_in(node_id, value, seen_at=time.time())
+        self._note(node_id)
+
+    async def _free_are(self, found: list[KeyValue]) -> None:
+        for pair in found:
+            await self._freed(pair.key.rpartition("/")[2], pair.value)
+
+    async def _freed(self, node_id: str, value: bytes | None) -> None:
+        if value is None:
+            self._free.pop(node_id, None)
+            return
+        self._free[node_id] = value
+        if node_id in self._reports:
+            self._note(node_id)
+
+    def _note(self, node_id: str) -> None:
+        """Take in a node, and have what it teaches of slots known to all."""
+        node = with_free(self._reports[node_id], self._free.get(node_id))
+        node = replace(node, seen_at=time.time())
+        self._state.note(node)
+        if new := self._state.learned(node):
+            task = asyncio.create_task(self._teach(new))
+            self._learning.add(task)
+            task.add_done_callback(self._learning.discard)
+
+    async def _teach(self, new: list[SlotType]) -> None:
+        """Make slot types known; where etcd cannot be asked, the next report tries again."""
+        with contextlib.suppress(AgentdError):
+            for slot in new:
+                await self.learn(slot)
+
+
+def _name(change: Change) -> str:
+    return change.key.rpartition("/")[2]
+
+
+def _kept(found: KeyValue) -> Kept:
+    try:
+        return Kept(msgspec.json.decode(found.value, type=Route), found.mod_revision)
+    except msgspec.MsgspecError as error:
+        raise BadRoute(f"what etcd has of {found.key} is no route: {error}") from None

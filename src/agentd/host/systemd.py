@@ -1,0 +1,66 @@
+"""Whether this machine's systemd can run kernels: PID 1, a bus, a version, cgroup v2."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+OLDEST = 250
+"""`ExitType=cgroup` is of this version (systemd.service(5))."""
+CALL_S = 10.0
+
+
+def is_booted(root: Path = Path("/")) -> bool:
+    """Tell whether systemd is PID 1 (sd_booted(3))."""
+    return (root / "run/systemd/system").is_dir()
+
+
+def why_no_systemd(root: Path = Path("/")) -> list[str]:
+    """Return why units cannot be run here, by this user; nothing if they can."""
+    return list(_reasons(root))
+
+
+def _reasons(root: Path) -> Iterator[str]:
+    if not is_booted(root):
+        yield "systemd is not PID 1 here; use docker or process"
+        return
+    bus = _bus(root)
+    if not bus.exists():
+        yield f"there is no D-Bus socket {bus}; install the package dbus, or dbus-user-session"
+    if not (root / "sys/fs/cgroup/cgroup.controllers").exists():
+        yield (
+            "its limits need cgroup v2 (systemd.unified_cgroup_hierarchy=1 on the kernel's"
+            " command line); this machine has v1"
+        )
+    version = version_of(_version_text())
+    if version is not None and version < OLDEST:
+        yield f"systemd {version} is too old: ExitType=cgroup is of version {OLDEST}"
+
+
+def _bus(root: Path) -> Path:
+    if os.geteuid() == 0:
+        return root / "run/dbus/system_bus_socket"
+    return Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}") / "bus"
+
+
+def _version_text() -> str:
+    try:
+        done = subprocess.run(
+            ["systemctl", "--version"],  # noqa: S607 - the node's own
+            capture_output=True,
+            text=True,
+            timeout=CALL_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout
+
+
+def version_of(text: str) -> int | None:
+    """Return the number in the first line of `systemctl --version`; None if there is none."""
+    found = re.match(r"systemd (\d+)", text)
+    return int(found[1]) if found else None

@@ -1,0 +1,117 @@
+"""A folder, mode 0700, in which only agentd and root can write: what a runtime keeps of a kernel.
+
+Nothing here is opened through a symbolic link, nothing is read beyond a bound, and a folder that
+somebody else could have made is not one of ours. What cannot be looked at (no file descriptor, no
+memory) is raised as OSError, and proves nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_MOST_BYTES = 1 << 20
+PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)
+"""What says nothing of a file: asked again later it may be told."""
+_NO_SUCH = (FileNotFoundError, NotADirectoryError)
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateFolder:
+    """One folder; `path` may have been set aside or be gone."""
+
+    path: Path
+
+    def exists(self) -> bool:
+        """Tell whether there is a folder that nobody but agentd and root can have made so."""
+        try:
+            return _is_private(self.path.lstat())
+        except _NO_SUCH:
+            return False
+
+    def is_taken(self) -> bool:
+        """Tell whether anything exists at its path."""
+        return os.path.lexists(self.path)
+
+    def opened(self, name: str, flags: int) -> int:
+        """Open a file of the folder.
+
+        Raises:
+            FileNotFoundError: there is no such file, or no folder.
+            OSError: it cannot be opened.
+        """
+        flags |= os.O_CLOEXEC | os.O_NOFOLLOW
+        folder = self.open_folder()
+        try:
+            return os.open(name, flags, 0o600, dir_fd=folder)
+        finally:
+            os.close(folder)
+
+    def open_folder(self) -> int:
+        """Open the folder itself; whoever calls closes it.
+
+        Raises:
+            FileNotFoundError: there is none, or what is there is not ours alone.
+        """
+        folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        if _is_private(os.fstat(folder)):
+            return folder
+        os.close(folder)
+        raise FileNotFoundError(errno.ENOENT, "not a bundle", str(self.path))
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file that is not there yet."""
+        descriptor = self.opened(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+
+    def read(self, name: str) -> str | None:
+        """Return a file's text, empty if it cannot be read; None if there is no such file.
+
+        Raises:
+            OSError: that cannot be told now.
+        """
+        try:
+            descriptor = self.opened(name, os.O_RDONLY | os.O_NONBLOCK)
+        except _NO_SUCH:
+            return None
+        except OSError as error:
+            if error.errno in PASSING:
+                raise
+            return ""
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                return ""
+            return os.read(descriptor, _MOST_BYTES).decode(errors="replace")
+        except OSError as error:
+            if error.errno in PASSING:
+                raise
+            return ""
+        finally:
+            os.close(descriptor)
+
+    def remove(self) -> None:
+        """Remove the folder and its content, or whatever else is in its place."""
+        with suppress(*_NO_SUCH):
+            if stat.S_ISDIR(self.path.lstat().st_mode):
+                shutil.rmtree(self.path, ignore_errors=True)
+            else:
+                self.path.unlink()
+
+
+def _is_private(found: os.stat_result) -> bool:
+    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return is_ours and not stat.S_IMODE(found.st_mode) & 0o077
+
+
+def names_in(folder: Path) -> set[str]:
+    """Return the names in a folder; none if there is no such folder."""
+    try:
+        return set(os.listdir(folder))  # noqa: PTH208 - names are what is wanted
+    except _NO_SUCH:
+        return set()

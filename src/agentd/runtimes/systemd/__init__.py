@@ -1,0 +1,1 @@
+"""Kernels as transient units of systemd."""

@@ -1,0 +1,141 @@
+"""What is kept of a kernel beside its unit: a folder, mode 0700, below the state folder.
+
+record.json     the kernel's record, written before anything starts
+environment     its variables, in the form of EnvironmentFile= (systemd.exec(5)): what stands
+                in a unit anybody can read
+identity.json   the unit's invocation id, the boot, and when it started
+exit            how it ended: `$SERVICE_RESULT $EXIT_CODE $EXIT_STATUS`, when, and what the
+                manager was doing; written by systemd's own ExecStopPost=, or by the daemon
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from agentd.core.kernel import Ending
+from agentd.core.record import MALFORMED, parse_time
+from agentd.runtimes.folder import PrivateFolder
+
+RECORD, ENVIRONMENT, IDENTITY, EXIT = "record.json", "environment", "identity.json", "exit"
+NODE_RESTARTED = "the node restarted"
+
+WRITE_EXIT = (
+    'cd "$0" || exit 0; [ -e exit ] && exit 0;'
+    ' printf \'%s %s %s %s %s\\n\' "${SERVICE_RESULT:-}" "${EXIT_CODE:-}" "${EXIT_STATUS:-}"'
+    ' "$(date +%s.%N)" "$(systemctl $1 is-system-running)" >.exit && mv .exit exit'
+)
+"""A shell's program, given the folder and `--system` or `--user`: writes `exit` in one step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which run of the unit is the kernel's, in which boot; `started_at` since the epoch."""
+
+    invocation_id: str
+    boot_id: str
+    started_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How systemd says that a unit ended: a `result`, and of its process `code` and `status`.
+
+    `code` is `exited`, `killed` or `dumped`; `status` a number or the name of a signal
+    (systemd.exec(5), "Environment Variables Set or Propagated by the Service Manager").
+    """
+
+    result: str
+    code: str
+    status: str
+    finished_at: float
+    manager: str = "running"
+
+    @property
+    def ending(self) -> Ending:
+        """The same in words that all runtimes share."""
+        return Ending(
+            exit_code=_exit_code(self.code, self.status),
+            oom_killed=self.result == "oom-kill",
+            finished_at=self.finished_at,
+            reason=NODE_RESTARTED if self.manager == "stopping" else "",
+        )
+
+    def to_text(self) -> str:
+        """Return it as `WRITE_EXIT` writes it."""
+        return f"{self.result} {self.code} {self.status} {self.finished_at:.6f} {self.manager}\n"
+
+
+class UnitBundle(PrivateFolder):
+    """The folder of one kernel's unit."""
+
+    def make(self, record: str, env: Mapping[str, str]) -> None:
+        """Make the folder.
+
+        Raises:
+            FileExistsError: there is something of that name.
+            OSError: it cannot be made; what was made stays to be removed.
+        """
+        self.path.mkdir(mode=0o700)
+        self.write(RECORD, record)
+        self.write(ENVIRONMENT, "".join(f"{name}={quoted(env[name])}\n" for name in env))
+
+    def record(self) -> str:
+        """Return the record; empty if it is missing or unreadable."""
+        return self.read(RECORD) or ""
+
+    def identify(self, identity: Identity) -> None:
+        """Write down which run of the unit is the kernel's."""
+        content = {
+            "invocation_id": identity.invocation_id,
+            "boot_id": identity.boot_id,
+            "started_at": identity.started_at,
+        }
+        self._replace(IDENTITY, json.dumps(content))
+
+    def identity(self) -> Identity | None:
+        """Return which run it is; None if that is not written, or cannot be read."""
+        try:
+            raw = json.loads(self.read(IDENTITY) or "")
+            return Identity(
+                str(raw["invocation_id"]), str(raw["boot_id"]), parse_time(raw["started_at"])
+            )
+        except MALFORMED:
+            return None
+
+    def finish(self, end: End) -> None:
+        """Write down how it ended, unless that is written."""
+        if self.read(EXIT) is None:
+            with suppress(OSError):  # systemd has it for as long as this boot lasts
+                self._replace(EXIT, end.to_text())
+
+    def end(self) -> End | None:
+        """Return how it ended; None if that is not written, or cannot be read."""
+        try:
+            result, code, status, when, manager = (self.read(EXIT) or "").rstrip("\n").split(" ")
+            return End(result, code, status, parse_time(float(when)), manager)
+        except MALFORMED:
+            return None
+
+    def _replace(self, name: str, text: str) -> None:
+        with suppress(FileNotFoundError):
+            (self.path / f".{name}").unlink()
+        self.write(f".{name}", text)
+        (self.path / f".{name}").replace(self.path / name)
+
+
+def quoted(value: str) -> str:
+    """Return a value as an EnvironmentFile= has it between double quotes."""
+    return '"' + "".join(f"\\{c}" if c in '\\"$`' else c for c in value) + '"'
+
+
+def _exit_code(code: str, status: str) -> int | None:
+    """Return an exit code, for a signal the one that a shell gives it: 128 and its number."""
+    if status.isdecimal():
+        return int(status) + (0 if code == "exited" else 128)
+    with suppress(KeyError):
+        return 128 + signal.Signals[f"SIG{status}"]
+    return None

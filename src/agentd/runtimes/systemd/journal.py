@@ -1,0 +1,137 @@
+"""What a kernel printed, as the journal keeps it: lines, with the time at which each came.
+
+Lines are selected by the unit and its invocation, which journald itself notes of who sends a line
+(systemd.journal-fields(7), "Trusted Journal Fields"); fields that a sender writes prove nothing.
+They are read with journalctl(1). The journal keeps lines, not bytes: an empty one is dropped, one
+over `LineMax=` (48 KiB) is cut in two, and a NUL ends one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from agentd.errors import RuntimeUnavailable
+from agentd.runtimes.systemd.unit import namespace_name
+from agentd.services.interfaces import LogQuery
+
+_MOST_BYTES = 16 << 20
+SYNC_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Whose lines: a unit's in one invocation; without an `agent_id`, of the user's manager."""
+
+    unit: str
+    invocation_id: str
+    agent_id: str | None
+
+    @property
+    def journal(self) -> list[str]:
+        """The options that name the journal."""
+        if self.agent_id is None:
+            return ["--user"]
+        return [f"--namespace={namespace_name(self.agent_id)}"]
+
+    @property
+    def matches(self) -> list[str]:
+        """The fields that a line must have."""
+        field = "_SYSTEMD_USER_UNIT" if self.agent_id is None else "_SYSTEMD_UNIT"
+        return [f"{field}={self.unit}", f"_SYSTEMD_INVOCATION_ID={self.invocation_id}"]
+
+
+async def read_lines(
+    source: Source, query: LogQuery, ended: Awaitable[None]
+) -> AsyncGenerator[bytes]:
+    """Yield what a query asks for, a line at a time; one that follows ends after `ended` does."""
+    options = [f"--lines={'all' if query.tail is None else query.tail}"]
+    if query.since_ns:
+        options.append(f"--since=@{query.since_ns // 10**9}.{query.since_ns % 10**9 // 1000:06d}")
+    if not query.follow:
+        await _synced(source)
+        async for _, line in _entries(source, options, query):
+            yield line
+        return
+    cursor = ""
+    entries = _entries(source, [*options, "--follow"], query)
+    ending = asyncio.ensure_future(ended)
+    try:
+        while True:
+            coming = asyncio.ensure_future(anext(entries, None))
+            try:
+                await asyncio.wait({coming, ending}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                if not coming.done():
+                    coming.cancel()
+                    await asyncio.wait([coming])
+            if coming.cancelled() or (entry := coming.result()) is None:
+                break
+            cursor, line = entry
+            yield line
+    finally:
+        ending.cancel()
+        await entries.aclose()
+    await _synced(source)
+    rest = [f"--after-cursor={cursor}", "--lines=all"] if cursor else options
+    async for _, line in _entries(source, rest, query):
+        yield line
+
+
+async def _entries(
+    source: Source, options: Sequence[str], query: LogQuery
+) -> AsyncGenerator[tuple[str, bytes]]:
+    command = ["journalctl", "--quiet", "--no-pager", "--all", "--output=json",
+               "--output-fields=MESSAGE", *source.journal, *options, *source.matches]  # fmt: skip
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            limit=_MOST_BYTES,
+        )
+    except OSError as error:
+        raise RuntimeUnavailable(f"journalctl: {error.strerror}") from error
+    try:
+        assert process.stdout is not None  # noqa: S101 - it was asked for
+        async for line in process.stdout:
+            entry = json.loads(line)
+            yield entry["__CURSOR"], _printed(entry, query)
+    except ValueError as error:
+        raise RuntimeUnavailable(f"what journalctl tells cannot be read: {error}") from None
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+def _printed(entry: dict[str, object], query: LogQuery) -> bytes:
+    """Return a line as it was printed, with its time before it where that is asked for."""
+    message = entry.get("MESSAGE")
+    text = bytes(message) if isinstance(message, list) else str(message or "").encode()
+    if not query.timestamps:
+        return text + b"\n"
+    when = datetime.fromtimestamp(int(str(entry["__REALTIME_TIMESTAMP"])) / 1e6, UTC)
+    return f"{when:%Y-%m-%dT%H:%M:%S.%f}Z ".encode() + text + b"\n"
+
+
+async def _synced(source: Source) -> None:
+    """Have journald write down what was sent to it until now; only root may ask for that."""
+    if source.agent_id is None:
+        return
+    with suppress(OSError, TimeoutError):
+        process = await asyncio.create_subprocess_exec(
+            "journalctl",
+            "--sync",
+            *source.journal,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        async with asyncio.timeout(SYNC_S):
+            await process.wait()

@@ -1,0 +1,342 @@
+"""systemd's manager over D-Bus: starting, ending and looking at units, and hearing of them.
+
+Methods, properties and signals are those of org.freedesktop.systemd1(5). One connection serves
+all calls; where it breaks every call that waits says so, and the next call makes another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from dbus_fast import BusType, Message, MessageType, Variant
+from dbus_fast.aio import MessageBus
+
+from agentd.errors import AgentdError, RuntimeUnavailable
+
+_NAME = "org.freedesktop.systemd1"
+_PATH = "/org/freedesktop/systemd1"
+_UNIT_PATH = f"{_PATH}/unit/"
+_MANAGER, _UNIT, _SERVICE = f"{_NAME}.Manager", f"{_NAME}.Unit", f"{_NAME}.Service"
+_PROPERTIES = "org.freedesktop.DBus.Properties"
+_BUS = "org.freedesktop.DBus"
+_LOST = frozenset(f"{_BUS}.Error.{why}" for why in ("NoReply", "Timeout", "Disconnected"))
+CALL_S = 30.0
+"""For how long one call may take; a start is waited for apart."""
+
+Property = tuple[str, str, Any]
+"""A property of a unit: its name, its D-Bus type, its value."""
+
+
+class UnitExists(AgentdError):
+    """There is a unit of that name already."""
+
+
+class UnitRefused(AgentdError):
+    """systemd does not do as asked; the message is its own."""
+
+
+class CallLost(RuntimeUnavailable):
+    """A call was sent and its answer never came: it may have been done."""
+
+
+class Unit(NamedTuple):
+    """A unit in a list: its name, and the states by which systemd knows it."""
+
+    name: str
+    active: str
+    sub: str
+
+
+@dataclass
+class _Connection:
+    """One connection, and who waits for what it tells; `lost` is done once it is broken."""
+
+    bus: MessageBus
+    lost: asyncio.Future[None]
+    changes: set[asyncio.Queue[str | None]] = field(default_factory=set)
+    _jobs: dict[str, asyncio.Future[str]] = field(default_factory=dict)
+    _waiting: int = 0
+
+    async def ended(self, job: Awaitable[list[Any]]) -> str:
+        """Wait for the end of the job that a call answers with; it may be told before the answer.
+
+        Raises:
+            CallLost: the connection broke.
+        """
+        self._waiting += 1
+        try:
+            (path,) = await job
+            result = self._job(path)
+            ends: set[asyncio.Future[Any]] = {result, self.lost}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not result.done():
+                raise CallLost("the connection to systemd broke while a job was under way")
+            return result.result()
+        finally:
+            self._waiting -= 1
+            if not self._waiting:
+                self._jobs.clear()
+
+    def job_ended(self, path: str, result: str) -> None:
+        """Take in that a job has ended, for who waits for one."""
+        if self._waiting and not (job := self._job(path)).done():
+            job.set_result(result)
+
+    def _job(self, path: str) -> asyncio.Future[str]:
+        return self._jobs.setdefault(path, asyncio.get_running_loop().create_future())
+
+
+class Manager:
+    """The system's manager, or with `is_user` the one of this user."""
+
+    def __init__(self, *, is_user: bool) -> None:
+        self.is_user = is_user
+        self._connection: _Connection | None = None
+        self._connecting = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """Let go of the connection."""
+        if self._connection is not None:
+            self._connection.bus.disconnect()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def start(self, unit: str, properties: Iterable[Property]) -> str:
+        """Make a transient unit, and return how its start ended: `done`, or `failed`, say.
+
+        Raises:
+            UnitExists: there is one of that name.
+            UnitRefused: it is not to be, as it is described.
+            CallLost: it may have been started.
+        """
+        body = [unit, "fail", _variants(properties), []]
+        connection = await self._connected()
+        signature = "ssa(sv)a(sa(sv))"
+        return await connection.ended(self._called("StartTransientUnit", signature, body))
+
+    async def set(self, unit: str, properties: Iterable[Property]) -> None:
+        """Change properties of a unit until the machine's next boot."""
+        await self._called("SetUnitProperties", "sba(sv)", [unit, True, _variants(properties)])
+
+    async def kill(self, unit: str, number: int) -> None:
+        """Send a signal to everybody in a unit; one that is not there has nobody."""
+        with suppress(UnitRefused):
+            await self._called("KillUnit", "ssi", [unit, "all", number])
+
+    async def drop(self, unit: str) -> None:
+        """End a unit, failed or not, and return when the manager knows nothing of it any more.
+
+        Raises:
+            RuntimeUnavailable: it is still there.
+        """
+        changes = self.changes()
+        try:
+            async with asyncio.timeout(CALL_S):
+                async for changed in changes:
+                    if changed in ("", unit) and await self._is_dropped(unit):
+                        return
+        except TimeoutError:
+            raise RuntimeUnavailable(f"{unit} is still there after {CALL_S:g} s") from None
+        finally:
+            await changes.aclose()
+
+    async def _is_dropped(self, unit: str) -> bool:
+        seen = await self.properties(unit, ("Unit.ActiveState",))
+        if seen is None:
+            return True
+        with suppress(UnitRefused):
+            if seen["Unit.ActiveState"] == "failed":
+                await self._called("ResetFailedUnit", "s", [unit])
+            elif seen["Unit.ActiveState"] != "inactive":
+                await self._stop(unit)
+        return False
+
+    async def _stop(self, unit: str) -> None:
+        connection = await self._connected()
+        await connection.ended(self._called("StopUnit", "ss", [unit, "replace"]))
+
+    async def units(self, pattern: str) -> list[Unit]:
+        """Return all units whose names match a pattern."""
+        (rows,) = await self._called("ListUnitsByPatterns", "asas", [[], [pattern]])
+        return [Unit(row[0], row[3], row[4]) for row in rows if row[2] == "loaded"]
+
+    async def properties(self, unit: str, names: Sequence[str]) -> Mapping[str, Any] | None:
+        """Return properties of a unit as they are now; None if there is no such unit.
+
+        A name is that of a property of a service, or `Unit.` and that of any unit.
+        """
+        connection = await self._connected()
+        path = _path_of(unit)
+        asked = [
+            self._answered(connection, path, _PROPERTIES, "Get", "ss", [*_place(name)])
+            for name in ("Unit.LoadState", *names)
+        ]
+        try:
+            answers = await asyncio.gather(*asked)
+        except UnitRefused:
+            return None
+        values = {name: answer[0].value for name, answer in zip(names, answers[1:], strict=True)}
+        return values if answers[0][0].value == "loaded" else None
+
+    async def version(self) -> str:
+        """Return systemd's version as it tells it, such as `252 (252.39-1)`."""
+        connection = await self._connected()
+        body = [_MANAGER, "Version"]
+        answer = await self._answered(connection, _PATH, _PROPERTIES, "Get", "ss", body)
+        return str(answer[0].value)
+
+    async def changes(self) -> AsyncGenerator[str]:
+        """Yield the name of each unit that something happened to; "" once that is heard.
+
+        Raises:
+            RuntimeUnavailable: the connection could not be made, or broke.
+        """
+        connection = await self._connected()
+        queue: asyncio.Queue[str | None] = asyncio.Queue()
+        connection.changes.add(queue)
+        try:
+            yield ""
+            while (unit := await queue.get()) is not None:
+                yield unit
+            raise RuntimeUnavailable("the connection to systemd broke")
+        finally:
+            connection.changes.discard(queue)
+
+    async def _called(self, member: str, signature: str, body: list[Any]) -> list[Any]:
+        connection = await self._connected()
+        return await self._answered(connection, _PATH, _MANAGER, member, signature, body)
+
+    @staticmethod
+    async def _answered(
+        connection: _Connection,
+        path: str,
+        interface: str,
+        member: str,
+        signature: str,
+        body: list[Any],
+    ) -> list[Any]:
+        message = Message(
+            destination=_NAME,
+            path=path,
+            interface=interface,
+            member=member,
+            signature=signature,
+            body=body,
+        )
+        call = asyncio.ensure_future(connection.bus.call(message))
+        ends: set[asyncio.Future[Any]] = {call, connection.lost}
+        await asyncio.wait(ends, timeout=CALL_S, return_when=asyncio.FIRST_COMPLETED)
+        if not call.done() or call.cancelled() or (reply := call.result()) is None:
+            call.cancel()
+            raise CallLost(f"systemd did not answer {member}")
+        if reply.message_type is MessageType.ERROR:
+            text = str(reply.body[0]) if reply.body else str(reply.error_name)
+            if reply.error_name in _LOST:
+                raise CallLost(f"{member}: {text}")
+            if reply.error_name == f"{_NAME}.UnitExists":
+                raise UnitExists(text)
+            raise UnitRefused(text)
+        return list(reply.body)
+
+    async def _connected(self) -> _Connection:
+        async with self._connecting:
+            if self._connection is None or self._connection.lost.done():
+                self._connection = await self._made()
+            return self._connection
+
+    async def _made(self) -> _Connection:
+        kind = BusType.SESSION if self.is_user else BusType.SYSTEM
+        try:
+            bus = MessageBus(bus_address=_user_bus() if self.is_user else None, bus_type=kind)
+            await bus.connect()
+        except Exception as error:  # noqa: BLE001 - the library raises whatever a socket does
+            raise RuntimeUnavailable(f"systemd cannot be asked over D-Bus: {error}") from None
+        connection = _Connection(bus, asyncio.get_running_loop().create_future())
+
+        def hear(message: Message) -> None:
+            if message.message_type is MessageType.SIGNAL:
+                self._heard(connection, message)
+
+        bus.add_message_handler(hear)
+        self._run(self._until_lost(connection))
+        wanted = (
+            (_MANAGER, "JobRemoved", ""),
+            (_MANAGER, "UnitRemoved", ""),
+            (_PROPERTIES, "PropertiesChanged", f",path_namespace='{_UNIT_PATH[:-1]}'"),
+        )
+        for interface, member, more in wanted:
+            rule = f"type='signal',sender='{_NAME}',interface='{interface}',member='{member}'{more}"
+            message = Message(
+                destination=_BUS,
+                path="/org/freedesktop/DBus",
+                interface=_BUS,
+                member="AddMatch",
+                signature="s",
+                body=[rule],
+            )
+            await bus.call(message)
+        await self._answered(connection, _PATH, _MANAGER, "Subscribe", "", [])
+        return connection
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    @staticmethod
+    async def _until_lost(connection: _Connection) -> None:
+        with suppress(Exception):
+            await connection.bus.wait_for_disconnect()  # type: ignore[no-untyped-call]
+        connection.lost.set_result(None)
+        for queue in connection.changes:
+            queue.put_nowait(None)
+
+    @staticmethod
+    def _heard(connection: _Connection, message: Message) -> None:
+        if message.member == "JobRemoved":
+            _, job, unit, result = message.body
+            connection.job_ended(job, result)
+        elif message.member == "UnitRemoved":
+            unit = message.body[0]
+        elif (path := message.path or "").startswith(_UNIT_PATH):
+            unit = _unit_of(path)
+        else:
+            return
+        for queue in connection.changes:
+            queue.put_nowait(unit)
+
+
+def _user_bus() -> str:
+    folder = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
+    return os.environ.get("DBUS_SESSION_BUS_ADDRESS") or f"unix:path={folder}/bus"
+
+
+def _variants(properties: Iterable[Property]) -> list[list[Any]]:
+    return [[name, Variant(signature, value)] for name, signature, value in properties]
+
+
+def _place(name: str) -> tuple[str, str]:
+    interface, _, member = name.rpartition(".")
+    return (_UNIT if interface else _SERVICE), member
+
+
+def _path_of(unit: str) -> str:
+    """Return the path of a unit's object: what is no letter or digit is written in hexadecimal."""
+    written = "".join(
+        chr(byte) if chr(byte).isascii() and chr(byte).isalnum() else f"_{byte:02x}"
+        for byte in unit.encode()
+    )
+    return _UNIT_PATH + written
+
+
+def _unit_of(path: str) -> str:
+    first, *rest = path.removeprefix(_UNIT_PATH).split("_")
+    raw = first.encode() + b"".join(bytes.fromhex(part[:2]) + part[2:].encode() for part in rest)
+    return raw.decode(errors="replace")

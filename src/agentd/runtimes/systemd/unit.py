@@ -1,0 +1,238 @@
+"""A kernel as a transient service unit: its name, its slice, its properties.
+
+Properties are those of systemd.service(5), systemd.exec(5), systemd.resource-control(5) and
+systemd.kill(5), with the types that org.freedesktop.systemd1(5) gives them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from agentd.core.container_edits import ContainerEdits, Mount
+from agentd.core.kernel import KernelSpec
+from agentd.core.plan import KernelPlan, kernel_name
+from agentd.errors import Problem, RuntimeFailure
+from agentd.runtimes.systemd.bundle import WRITE_EXIT
+from agentd.runtimes.systemd.manager import Property
+
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+TOP_SLICE = "agentd.slice"
+INFINITY = 2**64 - 1
+_RECURSIVE = 16384
+"""MS_REC of mount(2)."""
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+_PLAIN = re.compile(r"[A-Za-z0-9:_.]")
+
+
+@dataclass(frozen=True, slots=True)
+class SystemdRules:
+    """What the operator lets units have; see `[runtime.systemd]`.
+
+    `users` are those of agents that have their own, `user` everybody else's; None: each kernel
+    has a user of its own. With `is_user` it is the manager of agentd's own user.
+    """
+
+    is_user: bool = False
+    user: str | None = None
+    users: Mapping[str, str] = field(default_factory=dict)
+    pids_limit: int = 4096
+    stop_timeout_s: float = 10.0
+    ulimits: Mapping[str, int] = field(default_factory=dict)
+
+    def user_of(self, agent_id: str) -> str | None:
+        """Return whom an agent's kernels run as; None: each as a user of its own."""
+        return self.users.get(agent_id, self.user)
+
+
+def unit_name(node_id: str, kernel_id: str) -> str:
+    """Return the name of a kernel's unit."""
+    return f"{kernel_name(node_id, kernel_id)}.service"
+
+
+def kernel_of(node_id: str, unit: str) -> str | None:
+    """Return the kernel that a unit is named for; None if it is not one of this node's."""
+    prefix = kernel_name(node_id, "")
+    if not (unit.startswith(prefix) and unit.endswith(".service")):
+        return None
+    return unit.removeprefix(prefix).removesuffix(".service")
+
+
+def slice_name(agent_id: str) -> str:
+    r"""Return the slice of an agent's kernels; a `-` in its id is written `\x2d`."""
+    escaped = "".join(c if _PLAIN.match(c) else f"\\x{ord(c):02x}" for c in agent_id)
+    return f"agentd-{escaped}.slice"
+
+
+def namespace_name(agent_id: str) -> str:
+    """Return the journal's namespace of an agent's kernels."""
+    return f"agentd-{agent_id}"
+
+
+def mask(numbers: Iterable[int]) -> bytes:
+    """Return a set of small numbers as systemd takes one of cores: a bit for each, least first."""
+    bits = sum(1 << number for number in set(numbers))
+    return bits.to_bytes((bits.bit_length() + 7) // 8, "little")
+
+
+def request_problems(spec: KernelSpec, rules: SystemdRules) -> Iterator[Problem]:
+    """Yield what of a request no unit can be."""
+    yield from _command_problems(spec.command)
+    for name, value in spec.env.items():
+        if not _ENV_NAME.fullmatch(name):
+            yield Problem(f"env.{name}", "is no name that systemd takes: letters, digits and _")
+        if _CONTROL.search(value):
+            yield Problem(f"env.{name}", "holds a control character, which systemd does not take")
+    if (spec.container.pids_limit or 0) > rules.pids_limit:
+        why = f"{spec.container.pids_limit} are too many; allowed: up to {rules.pids_limit}"
+        yield Problem("pids_limit", why)
+    needs_container = {
+        "mounts": spec.mounts,
+        "ports": spec.ports,
+        "network": spec.container.network,
+        "tmpfs": spec.container.tmpfs,
+        "shm_size": spec.container.shm_size,
+        "platform": spec.container.platform,
+    }
+    for member, given in needs_container.items():
+        if given:
+            yield Problem(member, "the systemd runtime has no containers")
+    user = rules.user_of(spec.agent_id)
+    if spec.user not in (None, user):
+        who = "a user of their own each" if user is None else user
+        yield Problem("user", f"kernels of {spec.agent_id} run as {who} here")
+
+
+def _command_problems(command: Sequence[str]) -> Iterator[Problem]:
+    if not command:
+        yield Problem("command", "is empty; the systemd runtime runs a command")
+    elif "/" in command[0] and not command[0].startswith("/"):
+        why = f"invalid command {command[0]!r}: expected a name, or a path that begins with /"
+        yield Problem("command.0", why)
+    for at, word in enumerate(command):
+        if "\0" in word:
+            yield Problem(f"command.{at}", "holds a NUL")
+
+
+def properties(
+    plan: KernelPlan, folder: str, rules: SystemdRules, memory_nodes: Sequence[int]
+) -> list[Property]:
+    """Return the properties of a kernel's unit; `folder` is its bundle.
+
+    Raises:
+        RuntimeFailure: its devices need what a unit does not have.
+    """
+    spec = plan.spec
+    return [
+        ("Description", "s", f"kernel {spec.kernel_id} of {spec.agent_id} (agentd)"),
+        ("Slice", "s", slice_name(spec.agent_id)),
+        *_lifecycle(plan, folder, rules),
+        *_limits(plan, rules, memory_nodes),
+        *_sandbox(plan, rules),
+    ]
+
+
+def _lifecycle(plan: KernelPlan, folder: str, rules: SystemdRules) -> Iterator[Property]:
+    spec = plan.spec
+    manager = "--user" if rules.is_user else "--system"
+    stop_post = ["/bin/sh", "-c", WRITE_EXIT, folder, manager]
+    yield "Type", "s", "exec"
+    yield "ExitType", "s", "cgroup"
+    yield "RemainAfterExit", "b", True
+    yield "CollectMode", "s", "inactive"
+    yield "ExecStartEx", "a(sasas)", [[spec.command[0], list(spec.command), ["no-env-expand"]]]
+    flags = ["no-env-expand", "privileged"]
+    yield "ExecStopPostEx", "a(sasas)", [[stop_post[0], stop_post, flags]]
+    yield "KillMode", "s", "control-group"
+    yield "TimeoutStopUSec", "t", round(rules.stop_timeout_s * 1_000_000)
+    yield "EnvironmentFiles", "a(sb)", [[f"{folder}/environment", False]]
+    yield "WorkingDirectory", "s", spec.working_dir or "/"
+    yield "SyslogIdentifier", "s", spec.kernel_id
+    yield "SyslogLevelPrefix", "b", False
+    yield "LogRateLimitIntervalUSec", "t", 0
+    if not rules.is_user:
+        yield "LogNamespace", "s", namespace_name(spec.agent_id)
+    own = own_variables(plan)
+    yield "LogExtraFields", "aay", [f"{name}={value}".encode() for name, value in own.items()]
+
+
+def own_variables(plan: KernelPlan) -> dict[str, str]:
+    """Return what is said of a kernel to itself, and as PID 1 tells it to everybody."""
+    return {
+        "AGENTD_NODE": plan.node_id,
+        "AGENTD_KERNEL": plan.spec.kernel_id,
+        "AGENTD_AGENT": plan.spec.agent_id,
+        "AGENTD_DEVICES": plan.statement,
+    }
+
+
+def _limits(
+    plan: KernelPlan, rules: SystemdRules, memory_nodes: Sequence[int]
+) -> Iterator[Property]:
+    options = plan.spec.container
+    cores = mask(map(int, plan.cpus))
+    if cores:
+        yield ("CPUAffinity" if rules.is_user else "AllowedCPUs"), "ay", cores
+    if len(memory_nodes) == 1 and not rules.is_user:
+        yield "AllowedMemoryNodes", "ay", mask(memory_nodes)
+    if plan.memory_bytes:
+        yield "MemoryMax", "t", plan.memory_bytes
+        yield "MemorySwapMax", "t", 0
+    yield "OOMPolicy", "s", "kill"
+    yield "TasksMax", "t", options.pids_limit or rules.pids_limit
+    for name, limit in options.ulimits.items():
+        yield f"Limit{name.upper()}", "t", _limit(limit.hard)
+        yield f"Limit{name.upper()}Soft", "t", _limit(limit.soft)
+
+
+def _limit(value: int) -> int:
+    return INFINITY if value < 0 else value
+
+
+def _sandbox(plan: KernelPlan, rules: SystemdRules) -> Iterator[Property]:
+    edits = plan.edits
+    refuse_what_no_unit_has(edits, is_user=rules.is_user)
+    yield "NoNewPrivileges", "b", True
+    if rules.is_user:
+        return
+    user = rules.user_of(plan.spec.agent_id)
+    if user is None:
+        yield "DynamicUser", "b", True
+    else:
+        yield "User", "s", user
+    if edits.groups:
+        yield "SupplementaryGroups", "as", list(edits.groups)
+    yield "PrivateTmp", "b", True
+    yield "DevicePolicy", "s", "closed"
+    yield (
+        "DeviceAllow",
+        "a(ss)",
+        [[node.host_path, node.permissions] for node in edits.device_nodes],
+    )
+    binds = [
+        Mount(node.host_path, node.container_path, read_only=False)
+        for node in edits.device_nodes
+        if node.host_path != node.container_path
+    ]
+    for name, is_read_only in (("BindPaths", False), ("BindReadOnlyPaths", True)):
+        mounts = [m for m in (*edits.mounts, *binds) if m.read_only is is_read_only]
+        if mounts:
+            rows = [[m.source, m.target, False, _RECURSIVE] for m in mounts]
+            yield name, "a(ssbt)", rows
+
+
+def refuse_what_no_unit_has(edits: ContainerEdits, *, is_user: bool) -> None:
+    """Refuse edits that only a container can have.
+
+    Raises:
+        RuntimeFailure: there are some.
+    """
+    if edits.cdi or edits.device_requests:
+        raise RuntimeFailure("its devices need CDI or an engine's driver, which no unit has")
+    moved = [mount for mount in edits.mounts if mount.source != mount.target]
+    moved += [Mount(n.host_path, n.container_path) for n in edits.device_nodes
+              if n.host_path != n.container_path]  # fmt: skip
+    if is_user and moved:
+        raise RuntimeFailure("its devices need files at other places, which a user's units lack")
