@@ -12,16 +12,17 @@ import gc
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import structlog
 
 from agentd import assembly, failpoints
-from agentd.config.loading import Loaded, load
+from agentd.config.loading import Loaded
 from agentd.config.settings import Settings
 from agentd.core.slots import BUILT_IN
-from agentd.endpoint import endpoint, tokens
+from agentd.endpoint import endpoint
 from agentd.errors import (
     ConfigRefused,
     Problem,
@@ -30,10 +31,12 @@ from agentd.errors import (
 )
 from agentd.failpoints import reach
 from agentd.host.probe import Host, boot_id, derived_node_id, is_port_free, probe
+from agentd.host.sd_listen import passed_sockets
 from agentd.host.sd_notify import Notifier
 from agentd.plugin_api import NODE_ID_VARIABLE, Features
 from agentd.pluginhost.host import PluginHost
 from agentd.pluginhost.instance import Pace
+from agentd.reload import Reload
 from agentd.rpc.handlers import Handlers, NodeParts
 from agentd.rpc.routes import ROUTES
 from agentd.rpc.server import Server
@@ -56,6 +59,7 @@ log = structlog.get_logger()
 FIRST_LIST_TIMEOUT_S = 20.0
 DRAIN_TIMEOUT_S = 20.0
 START_PATIENCE_S = 2.0
+STATUS_PAUSE_S = 1.0
 
 
 def pace_of(settings: Settings) -> Pace:
@@ -160,6 +164,8 @@ class Daemon:
         self._clock = Clock(time.time, time.monotonic)
         self._notifier = Notifier()
         self._stop, self._reload = asyncio.Event(), asyncio.Event()
+        self._passed = passed_sockets()
+        self._status = ""
 
     async def run(self) -> None:
         """Run until SIGTERM or SIGINT.
@@ -172,6 +178,7 @@ class Daemon:
             loop.add_signal_handler(number, self._stop.set)
         loop.add_signal_handler(signal.SIGHUP, self._reload.set)
         async with contextlib.AsyncExitStack() as stack:
+            assembly.refuse_unfit(self._settings)
             self._memory.open(assembly.lock_folder())
             stack.callback(self._memory.close)
             self._neighbours.open()
@@ -184,9 +191,8 @@ class Daemon:
             stack.push_async_callback(reach, "shutdown.after_plugins")
             stack.push_async_callback(plugins.close)
             node = await self._assembled(stack, plugins)
-            server = Server(
-                "agentd", ROUTES, node.handlers, endpoint(self._settings.rpc), self._node_id
-            )
+            where = replace(endpoint(self._settings.rpc), passed=self._passed)
+            server = Server("agentd", ROUTES, node.handlers, where, self._node_id)
             stack.push_async_callback(reach, "shutdown.after_server")
             stack.push_async_callback(server.stop)
             await server.start()
@@ -198,8 +204,11 @@ class Daemon:
             node.handlers.open()
             kernels = len(node.state.kernels)
             log.info("daemon.ready", node_id=self._node_id, kernels=kernels)
-            self._notifier.ready(f"serving node {self._node_id}; {kernels} kernels adopted")
-            await stack.enter_async_context(_running(self._reloading(server)))
+            self._status = node.handlers.status()
+            self._notifier.ready(self._status)
+            await stack.enter_async_context(_running(self._telling(node)))
+            reload = Reload(self._loaded, server, node.runtimes)
+            await stack.enter_async_context(_running(self._reloading(reload)))
             await self._notifier.keep_alive_until(self._stop)
             self._notifier.stopping()
             log.info("daemon.stopping")
@@ -245,7 +254,7 @@ class Daemon:
         )
         handlers = Handlers(self._node_id, default, parts)
         loops = Loops(reconciler, state, devices, runtimes, plugins, serving)
-        return _Node(state, service, reconciler, loops, handlers, events)
+        return _Node(state, service, reconciler, loops, handlers, events, runtimes)
 
     def _real(self, host: Host) -> tuple[frozenset[str], int | None]:
         """Return the cores and the memory that are the machine's own, not declared ones."""
@@ -277,18 +286,22 @@ class Daemon:
         used |= {name for name, status in node.state.runtimes.items() if not status.is_listed}
         self._memory.save_runtimes(sorted(used | {self._settings.node.runtime}))
 
-    async def _reloading(self, server: Server) -> None:
-        """Read the tokens again whenever that is asked for; what cannot be read changes nothing."""
+    async def _reloading(self, reload: Reload) -> None:
+        """Read the configuration again whenever that is asked for."""
         while True:
             await self._reload.wait()
             self._reload.clear()
-            try:
-                rpc = load(self._loaded.path, self._loaded.environ).settings.rpc
-                server.renew_tokens(tokens(rpc))
-            except ConfigRefused as error:
-                log.warning("daemon.not_reloaded", reasons=error.lines())
-            else:
-                log.info("daemon.reloaded", tokens=len(rpc.tokens))
+            self._notifier.reloading()
+            reload.once(self._settings.node.state_dir)
+            self._notifier.ready(self._status)
+
+    async def _telling(self, node: _Node) -> None:
+        """Have systemd show how it goes, after what happens."""
+        with node.events.listener(None) as listener:
+            async for _ in listener.follow(STATUS_PAUSE_S):
+                if (status := node.handlers.status()) != self._status:
+                    self._status = status
+                    self._notifier.status(status)
 
     def _used_runtimes(self, records: Sequence[SavedRecord]) -> list[str]:
         """Return the configured runtime, and the others that may have kernels of ours.
@@ -342,6 +355,7 @@ class _Node(NamedTuple):
     loops: Loops
     handlers: Handlers
     events: EventLog
+    runtimes: Mapping[str, Runtime]
 
 
 async def _until(event: asyncio.Event) -> None:

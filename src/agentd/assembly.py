@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,6 +37,25 @@ def runtime(name: str, settings: Settings, node_id: str, bundles: Mapping[str, P
         return SystemdRuntime(bundles[name], node_id, boot_id(), systemd_rules(settings))
     rules = process_rules(settings)
     return ProcessRuntime(bundles[name], node_id, boot_id(), rules, find_cgroups())
+
+
+def renewal(runtime: Runtime, settings: Settings) -> Callable[[], object]:
+    """Return what has a runtime take its settings anew; the engine's socket stays.
+
+    Raises:
+        ConfigRefused: they do not fit this machine.
+    """
+    match runtime:
+        case DockerRuntime():
+            docker = docker_rules(settings.runtime.docker)
+            return lambda: runtime.renew(docker)
+        case SystemdRuntime():
+            systemd = systemd_rules(settings)
+            return lambda: runtime.renew(systemd)
+        case ProcessRuntime():
+            process = process_rules(settings)
+            return lambda: runtime.renew(process)
+    return lambda: None
 
 
 def refuse_unfit(settings: Settings) -> None:

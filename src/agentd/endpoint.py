@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ssl
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
@@ -12,7 +13,7 @@ from agentd.config.settings import RpcSettings
 from agentd.core.access import Caller, Role
 from agentd.errors import ConfigRefused, Problem
 from agentd.rpc.callers import Token
-from agentd.rpc.server import Door, Endpoint
+from agentd.rpc.server import Door, Endpoint, Server
 
 log = structlog.get_logger()
 
@@ -101,6 +102,20 @@ def secret_in(path: Path) -> str:
     if len(lines) != 1 or len(lines[0]) > MAX_TOKEN:
         raise ValueError("is empty; it needs one line" if not lines else "is not one word")
     return lines[0]
+
+
+def renewed_tls(rpc: RpcSettings, server: Server) -> list[Callable[[], object]]:
+    """Return what takes the certificate anew, where one is used; connections that are open stay.
+
+    Raises:
+        ConfigRefused: it cannot be used.
+    """
+    used = server.tls
+    if used is None or rpc.tls_cert is None:
+        return []
+    cert, key = rpc.tls_cert, rpc.tls_key
+    _tls(rpc)  # what cannot be used is to leave the old one as it is
+    return [lambda: used.load_cert_chain(cert, key)]
 
 
 def _tls(rpc: RpcSettings) -> ssl.SSLContext | None:

@@ -1,31 +1,119 @@
-"""Logging: JSON lines under systemd, readable lines on a terminal; always on stderr."""
+"""Logging: fields in systemd's journal, JSON lines elsewhere, readable lines on a terminal.
+
+It all goes to stderr. Where that is the journal (`JOURNAL_STREAM`, systemd.exec(5)) each event is
+sent to journald itself, with fields of its own: `journalctl AGENTD_KERNEL=k1` finds a kernel's,
+`journalctl -u agentd -p warning` what an operator should know.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import structlog
 
+_JOURNAL = "/run/systemd/journal/socket"
+_PRIORITIES = {"debug": 7, "info": 6, "warning": 4, "error": 3, "critical": 2}
+"""Levels as syslog(3) has them."""
+_FIELDS = {"kernel_id": "AGENTD_KERNEL", "agent_id": "AGENTD_AGENT", "event": "AGENTD_EVENT"}
+_MOST_BYTES = 100_000
+"""Of one datagram, well below what a unix socket takes at once."""
+_level = logging.INFO
+
+
+def set_level(level: str) -> None:
+    """Log from a level on; `level` is a name of the standard library's."""
+    global _level  # noqa: PLW0603 - one log for the process
+    _level = int(getattr(logging, level.upper()))
+
 
 def configure(level: str = "info") -> None:
-    """Set structlog up for this process; `level` is a name of the standard library's."""
-    is_terminal = sys.stderr.isatty() and "JOURNAL_STREAM" not in os.environ
+    """Set structlog up for this process."""
+    set_level(level)
     processors: list[structlog.typing.Processor] = [
+        _drop_below_level,
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
-    if is_terminal:
-        processors.append(
-            structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
-        )
+    factory: Callable[..., Any] = structlog.PrintLoggerFactory(sys.stderr)
+    stamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
+    if _is_journal(os.environ.get("JOURNAL_STREAM", "")):
+        journal = Journal()
+        processors += [structlog.processors.format_exc_info, journal_entry]
+        factory = lambda *_: journal  # noqa: E731 - as structlog takes it
+    elif sys.stderr.isatty() and "JOURNAL_STREAM" not in os.environ:
+        plain = structlog.dev.plain_traceback
+        processors += [stamp, structlog.dev.ConsoleRenderer(exception_formatter=plain)]
     else:
-        processors += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+        last = structlog.processors.JSONRenderer()
+        processors += [stamp, structlog.processors.format_exc_info, last]
     structlog.configure(
         processors=processors,
-        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),
+        logger_factory=factory,
         cache_logger_on_first_use=True,
     )
+
+
+def _drop_below_level(
+    _: object, method: str, event: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    if getattr(logging, method.upper(), logging.INFO) < _level:
+        raise structlog.DropEvent
+    return event
+
+
+def _is_journal(stream: str) -> bool:
+    """Tell whether stderr is what systemd connected to the journal."""
+    try:
+        found = os.fstat(2)
+    except OSError:
+        return False
+    return stream == f"{found.st_dev}:{found.st_ino}"
+
+
+def journal_entry(
+    _: object, method: str, event: structlog.typing.EventDict
+) -> dict[str, dict[str, str]]:
+    """Return the fields of an event as the journal has them (systemd.journal-fields(7))."""
+    level = str(event.pop("level", method))
+    words = [f"{name}={value}" for name, value in event.items() if name != "event"]
+    fields = {
+        "MESSAGE": " ".join([str(event.get("event", "")), *words]),
+        "PRIORITY": str(_PRIORITIES.get(level, 6)),
+        "SYSLOG_IDENTIFIER": "agentd",
+    }
+    for name, value in event.items():
+        fields[_FIELDS.get(name, f"AGENTD_{name.upper()}")] = str(value)
+    return {"fields": fields}
+
+
+class Journal:
+    """Sends entries to journald, each as one datagram of its native protocol."""
+
+    def __init__(self, path: str = _JOURNAL) -> None:
+        self._path = path
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+
+    def msg(self, fields: Mapping[str, str]) -> None:
+        """Send one entry; where that cannot be, its message goes to stderr."""
+        try:
+            self._socket.sendto(serialized(fields), self._path)
+        except OSError:
+            print(fields["MESSAGE"], file=sys.stderr, flush=True)  # noqa: T201 - the log of last resort
+
+    debug = info = warning = error = critical = msg
+
+
+def serialized(fields: Mapping[str, str]) -> bytes:
+    """Return fields as journald's native protocol has them: a value with its length before it."""
+    share = _MOST_BYTES // max(1, len(fields))
+    parts = []
+    for name, value in fields.items():
+        raw = value.encode(errors="replace")[: max(share, 1000)]
+        parts.append(name.encode() + b"\n" + len(raw).to_bytes(8, "little") + raw + b"\n")
+    return b"".join(parts)

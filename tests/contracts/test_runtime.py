@@ -21,10 +21,13 @@ from agentd.errors import CommandNotFound
 from agentd.host.cgroups import MEMORY as MEMORY_CONTROLLER
 from agentd.host.cgroups import PIDS, find_cgroups
 from agentd.host.probe import boot_id, probe
+from agentd.host.systemd import why_no_systemd
 from agentd.runtimes.docker.config import DockerRules
 from agentd.runtimes.docker.runtime import DockerRuntime
 from agentd.runtimes.process.runtime import ProcessRuntime
 from agentd.runtimes.process.spawn import ProcessRules, find_account
+from agentd.runtimes.systemd.runtime import SystemdRuntime
+from agentd.runtimes.systemd.unit import SystemdRules
 from agentd.services.interfaces import LogQuery, Runtime
 from engine import IMAGE
 from fakes import FakeRuntime
@@ -83,9 +86,15 @@ class Rig:
 ENGINES = {"docker-20.10": "engine", "docker-26.1": "engine26"}
 
 
+UNITS = () if why_no_systemd() else ("systemd",)
+"""Where systemd runs; elsewhere the suite is run against it in a machine of tests/node."""
+
+
 @pytest.fixture(
-    params=["fake", "process", *(pytest.param(n, marks=pytest.mark.docker) for n in ENGINES)]
-)
+    params=[
+        "fake", "process", *UNITS, *(pytest.param(n, marks=pytest.mark.docker) for n in ENGINES)
+    ]
+)  # fmt: skip
 async def rig(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Rig]:
     runtimes: list[Runtime] = []
     for node in (NODE, OTHER):
@@ -97,6 +106,11 @@ async def rig(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Rig
             kernels = folder / "kernels"
             kernels.mkdir(exist_ok=True)
             runtimes.append(process_runtime(kernels, node))
+        elif request.param == "systemd":
+            units = folder / "units"
+            units.mkdir(exist_ok=True)
+            rules = SystemdRules(is_user=os.geteuid() != 0)
+            runtimes.append(SystemdRuntime(units, node, boot_id(), rules))
         else:
             runtimes.append(FakeRuntime())
     yield Rig(*runtimes)

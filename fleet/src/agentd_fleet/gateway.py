@@ -61,7 +61,7 @@ class Gateway:
     def describe(self, openapi: Callable[[], dict[str, Any]]) -> None:
         self._describe = openapi
 
-    def require_open(self) -> None:
+    async def until_open(self, patience_s: float) -> None:
         """Answer always: what is not known yet is said by each route."""
 
     def require(self, request: web.Request, caller: Caller, right: Right) -> None:

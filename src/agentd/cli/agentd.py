@@ -66,11 +66,10 @@ def _run(work: Coroutine[Any, Any, _T]) -> _T:
 @config_option
 @click.option(
     "--log-level",
-    default="info",
-    show_default=True,
+    help="Default: node.log-level.",
     type=click.Choice(["debug", "info", "warning", "error"]),
 )
-def run(config_file: str | None, log_level: str) -> None:
+def run(config_file: str | None, log_level: str | None) -> None:
     """Run the daemon in the foreground."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it asks for a reload, and never ends a daemon
     loaded = _settings(config_file)
@@ -78,7 +77,7 @@ def run(config_file: str | None, log_level: str) -> None:
         failpoints.arm(os.environ.get(failpoints.VARIABLE, ""))
     except ValueError as error:
         _refused(ConfigRefused([Problem(failpoints.VARIABLE, str(error))]))
-    log.configure(log_level)
+    log.configure(log_level or loaded.settings.node.log_level)
     from agentd.app import Daemon  # noqa: PLC0415 - only this command needs the daemon
 
     async def daemon() -> None:
@@ -87,18 +86,40 @@ def run(config_file: str | None, log_level: str) -> None:
     _run(daemon())
 
 
+@agentd.command()
+@config_option
+def reload(config_file: str | None) -> None:
+    """Have the running daemon read its configuration again, and wait for the outcome.
+
+    It takes tokens, certificates, what runtimes let kernels have, and the log's level. What needs
+    a restart is named. A file that is wrong changes nothing, and fails this command.
+    """
+    loaded = _settings(config_file)
+    from agentd.reload import ask  # noqa: PLC0415 - only this command needs it
+
+    try:
+        waiting = ask(loaded.settings, os.environ)
+    except StartRefused as error:
+        _refused(error)
+    click.echo("reloaded")
+    for key in waiting:
+        click.echo(f"{key} differs, and needs a restart")
+
+
 def _with_node(
     config_file: str | None, show: Callable[[Any, Any], _T], *, is_strict: bool = False
 ) -> _T:
     """Open the plugins and divide the devices as the daemon would, and change nothing."""
     loaded = _settings(config_file)
     log.configure("error")
-    from agentd import app  # noqa: PLC0415 - see above
+    from agentd import app, assembly  # noqa: PLC0415 - see above
     from agentd.host.probe import probe  # noqa: PLC0415
     from agentd.services.events import EventLog  # noqa: PLC0415
     from agentd.state.files import ReadOnlyState  # noqa: PLC0415
 
     async def look() -> _T:
+        if is_strict:
+            assembly.refuse_unfit(loaded.settings)
         plugins = await app.open_plugins(loaded)
         try:
             memory = ReadOnlyState(loaded.settings.node.state_dir)

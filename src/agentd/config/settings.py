@@ -53,6 +53,9 @@ class NodeSettings(Section):
     runtime: Literal["docker", "systemd", "process"] = Field(
         default="docker", description='What runs kernels: "docker", "systemd" or "process".'
     )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description='The least that is logged: "debug", "info", "warning", "error".'
+    )
 
 
 class RpcSettings(Section):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from collections.abc import Mapping
 
 
@@ -21,6 +22,11 @@ class Notifier:
     def ready(self, status: str) -> None:
         """Start-up is over."""
         self._send(f"READY=1\nSTATUS={status}")
+
+    def reloading(self) -> None:
+        """The configuration is read again; `ready` follows."""
+        now = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
+        self._send(f"RELOADING=1\nMONOTONIC_USEC={now}")
 
     def status(self, text: str) -> None:
         """Say how it goes, in one line."""

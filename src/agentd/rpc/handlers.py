@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -72,7 +74,7 @@ class Handlers:
         self._remarks = parts.remarks
         self._visible = Visible(parts.state, parts.devices, parts.access)
         self._describe: Callable[[], Mapping[str, Any]] = dict
-        self._is_open = False
+        self._opened = asyncio.Event()
         self._streams = Streams()
         self._order = Order()
         parts.state.listen(self._order.note)
@@ -81,6 +83,11 @@ class Handlers:
     def describe(self, openapi: Callable[[], Mapping[str, Any]]) -> None:
         """Take what makes the document that describes this API; it is made when it is asked for."""
         self._describe = openapi
+
+    def status(self) -> str:
+        """Return in one line how the node does now, for who looks at the service."""
+        warnings = self._devices.warnings
+        return rendering.status_line(self._node_id, self._state, self._devices, warnings)
 
     @property
     def streams(self) -> Streams:
@@ -106,15 +113,19 @@ class Handlers:
 
     def open(self) -> None:
         """Answer every route from now on."""
-        self._is_open = True
+        self._opened.set()
 
-    def require_open(self) -> None:
-        """Refuse what has to wait for the end of the start, adoption included.
+    async def until_open(self, patience_s: float) -> None:
+        """Wait for the end of the start, adoption included.
 
         Raises:
-            NotReady: it has not come.
+            NotReady: it has not come in time.
         """
-        if not self._is_open:
+        if not self._opened.is_set() and patience_s > 0:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(patience_s):
+                    await self._opened.wait()
+        if not self._opened.is_set():
             raise NotReady("the daemon has not finished starting")
 
     async def livez(self, _: web.Request) -> web.Response:
@@ -123,7 +134,7 @@ class Handlers:
 
     async def readyz(self, _: web.Request) -> web.Response:
         """Tell whether start-up, adoption included, is over."""
-        self.require_open()
+        await self.until_open(0)
         return answer({"status": "ok"})
 
     async def whoami(self, request: web.Request) -> web.Response:

@@ -11,9 +11,9 @@ from agentd import __version__
 from agentd.core.access import Caller
 from agentd.core.allocation import Ledger
 from agentd.core.devices import Device, Health, Inventory
-from agentd.core.kernel import Kernel
+from agentd.core.kernel import ENDED, LIVE, Kernel
 from agentd.core.partition import Partition, Split
-from agentd.core.slots import MEM, SlotKind, SlotName, SlotType, device_name_of, format_amount
+from agentd.core.slots import CPU, MEM, SlotKind, SlotName, SlotType, device_name_of, format_amount
 from agentd.services.devices import NodeDevices
 from agentd.services.events import Audit, Event, EventKind
 from agentd.services.interfaces import Plugins, PluginStatus
@@ -369,3 +369,18 @@ def _planned_limits(partition: Partition, split: Split) -> dict[str, object]:
             for name, limit in partition.limits.items()
         }
     }
+
+
+def status_line(
+    node_id: str, state: NodeState, devices: NodeDevices, warnings: tuple[str, ...]
+) -> str:
+    """Return how a node does in one line: its kernels, its devices, its troubles."""
+    living = sum(kernel.state in LIVE for kernel in state)
+    ended = sum(kernel.state in ENDED for kernel in state)
+    found = [
+        device for device in devices.inventory.devices if device.device_id.name not in (CPU, MEM)
+    ]
+    lost = [name for name, status in state.runtimes.items() if status.reason]
+    troubles = [*(f"runtime {name}: {state.runtimes[name].reason}" for name in lost), *warnings]
+    text = f"node {node_id}: {living} kernels, {ended} ended; {len(found)} accelerators"
+    return f"{text}; {len(troubles)} troubles, {troubles[0]}" if troubles else text

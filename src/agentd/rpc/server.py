@@ -11,8 +11,8 @@ import grp
 import os
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -40,6 +40,8 @@ ACCEPTED_AT_ONCE = 8
 TCP_PART, FURTHER_PART = 0.5, 0.125
 """How much of all descriptors TCP connections, and those of further sockets, may have."""
 SHUTDOWN_TIMEOUT_S = 3.0
+OPEN_PATIENCE_S = 30.0
+"""How long a request waits for the end of the start, where somebody holds the sockets."""
 SERVER_ERROR = 500
 
 _Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -56,7 +58,11 @@ class Door:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where to listen: unix sockets, and TCP for callers with a token if `host` is set."""
+    """Where to listen: unix sockets, and TCP for callers with a token if `host` is set.
+
+    `passed` are sockets that listen already, by address: somebody else holds them, and who asks
+    there while this process is started anew waits.
+    """
 
     doors: tuple[Door, ...]
     host: str | None = None
@@ -64,6 +70,14 @@ class Endpoint:
     tokens: tuple[Token, ...] = ()
     tls: ssl.SSLContext | None = None
     max_connections: int = 1024
+    passed: Mapping[str, socket.socket] = field(default_factory=dict)
+
+    @property
+    def tcp_address(self) -> str | None:
+        """Where it listens on TCP, as `host:port`."""
+        if self.host is None:
+            return None
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 class Site(Protocol):
@@ -76,8 +90,8 @@ class Site(Protocol):
     def describe(self, openapi: Callable[[], dict[str, Any]]) -> None:
         """Take what makes the document that describes the routes."""
 
-    def require_open(self) -> None:
-        """Refuse what has to wait for the end of the start."""
+    async def until_open(self, patience_s: float) -> None:
+        """Refuse what has to wait for the end of the start, if that does not come in time."""
 
     def require(self, request: web.Request, caller: Caller, right: Right) -> None:
         """Refuse what a caller cannot see, or may not do."""
@@ -129,10 +143,15 @@ class Server:
         self._runner = web.AppRunner(app, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
         await self._runner.setup()
         loop = asyncio.get_running_loop()
+        passed = dict(self._endpoint.passed)
         main, *others = self._endpoint.doors
+        known = {str(door.path) for door in self._endpoint.doors} | {self._endpoint.tcp_address}
+        if strange := sorted(passed.keys() - known):
+            raise StartRefused(f"systemd passed {', '.join(strange)}, where nothing is to listen")
         for door, limits in ((main, None), *((other, self._further) for other in others)):
-            listening = unix_socket(door.path, door.group)
-            self._bound.append(door.path)
+            if (listening := passed.get(str(door.path))) is None:
+                listening = unix_socket(door.path, door.group)
+                self._bound.append(door.path)
             listener = await loop.create_unix_server(
                 self._connection(limits), sock=listening, backlog=ACCEPTED_AT_ONCE
             )
@@ -147,9 +166,12 @@ class Server:
             plain = self._connection(self._tcp)
             made = lambda: Gate(plain(), self._tcp, tls, self._handshakes)  # noqa: E731 - a factory
         try:
-            listener = await loop.create_server(
-                made, end.host, end.port, backlog=ACCEPTED_AT_ONCE, reuse_address=True
-            )
+            if (passed := end.passed.get(end.tcp_address or "")) is not None:
+                listener = await loop.create_server(made, sock=passed, backlog=ACCEPTED_AT_ONCE)
+            else:
+                listener = await loop.create_server(
+                    made, end.host, end.port, backlog=ACCEPTED_AT_ONCE, reuse_address=True
+                )
         except OSError as error:
             raise StartRefused(
                 f"cannot listen on {end.host}:{end.port}: {error.strerror}"
@@ -162,6 +184,11 @@ class Server:
         if server is None:
             raise RuntimeError("the server has not been set up")
         return lambda: Connection(server, limits, self._turns, _broken)
+
+    @property
+    def tls(self) -> ssl.SSLContext | None:
+        """The certificate that new connections over TCP are shown."""
+        return self._endpoint.tls
 
     def renew_tokens(self, tokens: Sequence[Token]) -> None:
         """Take other tokens from now on; who has one that is gone is cut off at once."""
@@ -221,7 +248,7 @@ class Server:
             challenge = {"WWW-Authenticate": 'Bearer realm="agentd"'}
             return problem("Unauthorized", "a bearer token is needed", None, challenge)
         if request.path not in OPEN_PATHS:
-            self._site.require_open()
+            await self._site.until_open(OPEN_PATIENCE_S if self._endpoint.passed else 0)
         if route is None or caller is None or route.right is None:
             return await handler(request)
         note_caller(request, caller)

@@ -99,6 +99,10 @@ class DockerRuntime:
         self._facts: EngineFacts | None = None
         self._own = OwnEvents()
 
+    def renew(self, rules: DockerRules) -> None:
+        """Have other rules from now on; kernels that are there keep theirs."""
+        self._rules = rules
+
     async def close(self) -> None:
         await self._engine.close()
 

@@ -65,6 +65,10 @@ class ProcessRuntime:
         self._events: asyncio.Queue[str] = asyncio.Queue()
         self._log_pool = ThreadPoolExecutor(LOG_THREADS, "logs")
 
+    def renew(self, rules: ProcessRules) -> None:
+        """Have other rules from now on; kernels that are there keep theirs."""
+        self._rules = rules
+
     async def close(self) -> None:
         for task in self._watches.values():
             task.cancel()

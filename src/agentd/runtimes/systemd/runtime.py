@@ -81,6 +81,10 @@ class SystemdRuntime:
         self._manager = Manager(is_user=rules.is_user)
         self._slices = Slices(self._manager)
 
+    def renew(self, rules: SystemdRules) -> None:
+        """Have other rules from now on; kernels that are there keep theirs."""
+        self._rules = rules
+
     async def close(self) -> None:
         await self._manager.close()
 

@@ -1,1 +1,0 @@
-"""Many nodes as one: what they offer together, and where a request may go."""

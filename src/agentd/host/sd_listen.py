@@ -1,0 +1,38 @@
+"""Sockets that systemd holds and hands to the service at its start (sd_listen_fds(3))."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import MutableMapping
+
+_FIRST = 3
+"""SD_LISTEN_FDS_START."""
+
+
+def passed_sockets(environ: MutableMapping[str, str] = os.environ) -> dict[str, socket.socket]:
+    """Return the listening sockets that this process was given, by address.
+
+    An address is a path, or `host:port`. The variables are removed, so that no child takes them
+    for its own.
+    """
+    pid, count = environ.pop("LISTEN_PID", ""), environ.pop("LISTEN_FDS", "")
+    environ.pop("LISTEN_FDNAMES", None)
+    if pid != str(os.getpid()) or not count.isdecimal():
+        return {}
+    found = {}
+    for descriptor in range(_FIRST, _FIRST + int(count)):
+        passed = socket.socket(fileno=descriptor)
+        passed.set_inheritable(False)
+        passed.setblocking(False)  # noqa: FBT003 - the library's
+        found[address_of(passed)] = passed
+    return found
+
+
+def address_of(listening: socket.socket) -> str:
+    """Return where a socket listens: a path, or `host:port`, with an IPv6 host in brackets."""
+    name = listening.getsockname()
+    if isinstance(name, tuple):
+        host = f"[{name[0]}]" if ":" in name[0] else name[0]
+        return f"{host}:{name[1]}"
+    return os.fsdecode(name)
