@@ -12,7 +12,8 @@ from agentd.config.settings import Settings
 from agentd.errors import ConfigRefused, InvalidRequest, Problem
 from agentd.host.cgroups import find_cgroups
 from agentd.host.probe import boot_id
-from agentd.host.systemd import why_no_systemd
+from agentd.host.systemd import has_manager, why_no_systemd
+from agentd.host.units import Manager
 from agentd.runtimes.docker.config import DockerRules
 from agentd.runtimes.docker.runtime import DockerRuntime
 from agentd.runtimes.process.runtime import ProcessRuntime
@@ -36,7 +37,8 @@ def runtime(name: str, settings: Settings, node_id: str, bundles: Mapping[str, P
     if name == "systemd":
         return SystemdRuntime(bundles[name], node_id, boot_id(), systemd_rules(settings))
     rules = process_rules(settings)
-    return ProcessRuntime(bundles[name], node_id, boot_id(), rules, find_cgroups())
+    manager = Manager(is_user=os.geteuid() != 0) if has_manager() else None
+    return ProcessRuntime(bundles[name], node_id, boot_id(), rules, find_cgroups(), manager)
 
 
 def renewal(runtime: Runtime, settings: Settings) -> Callable[[], object]:

@@ -21,7 +21,8 @@ from agentd.errors import CommandNotFound
 from agentd.host.cgroups import MEMORY as MEMORY_CONTROLLER
 from agentd.host.cgroups import PIDS, find_cgroups
 from agentd.host.probe import boot_id, probe
-from agentd.host.systemd import why_no_systemd
+from agentd.host.systemd import has_manager, why_no_systemd
+from agentd.host.units import Manager
 from agentd.runtimes.docker.config import DockerRules
 from agentd.runtimes.docker.runtime import DockerRuntime
 from agentd.runtimes.process.runtime import ProcessRuntime
@@ -60,7 +61,8 @@ def process_runtime(
 ) -> ProcessRuntime:
     default = find_account("nobody", "user") if os.geteuid() == 0 else None
     made = ProcessRules(default, rules.pop("accounts", {}), **rules)
-    return ProcessRuntime(folder, node, boot or boot_id(), made, find_cgroups())
+    manager = Manager(is_user=os.geteuid() != 0) if has_manager() else None
+    return ProcessRuntime(folder, node, boot or boot_id(), made, find_cgroups(), manager)
 
 
 @dataclass

@@ -18,6 +18,11 @@ def is_booted(root: Path = Path("/")) -> bool:
     return (root / "run/systemd/system").is_dir()
 
 
+def has_manager(root: Path = Path("/")) -> bool:
+    """Tell whether a manager of this user can be asked for units."""
+    return is_booted(root) and _bus(root).exists()
+
+
 def why_no_systemd(root: Path = Path("/")) -> list[str]:
     """Return why units cannot be run here, by this user; nothing if they can."""
     return list(_reasons(root))

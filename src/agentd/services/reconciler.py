@@ -17,19 +17,18 @@ from typing import Protocol
 import structlog
 
 from agentd.core.adoption import Adoption, adopt, located
-from agentd.core.kernel import PRESENT, Kernel, KernelRef, KernelState, Sight
+from agentd.core.kernel import PRESENT, Kernel, KernelRef, Sight
 from agentd.core.observation import ObservedKernel
 from agentd.core.reconcile import Action, MarkAbsent, RemoveNeverRan, reconcile
 from agentd.errors import KernelConflict, RuntimeFailure, RuntimeUnavailable
 from agentd.failpoints import hit, reach
 from agentd.services.devices import NodeDevices
 from agentd.services.interfaces import Clock, Memory, Plugins, Runtime
+from agentd.services.kernel_log import log_found
 from agentd.services.kernels import GRACE_S
 from agentd.services.state import NodeState, RuntimeState
 
 log = structlog.get_logger()
-SIGNALLED = 128
-"""What a shell adds to the number of the signal that ended a process."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 RETRY_PAUSE_S = 1.0
@@ -245,7 +244,7 @@ class Reconciler:
                     self._devices.add_missing(missing)
                     self._state.put(kernel)
                     self._state.settle(kernel.kernel_id)
-                    _tell(kernel, is_known=is_known)
+                    log_found(kernel, is_known=is_known)
                 case MarkAbsent(kernel_id):
                     self._mark_absent(self._state.get(kernel_id))
                 case RemoveNeverRan(found):
@@ -388,22 +387,3 @@ class Loops:
         while True:
             await asyncio.sleep(RETRY_PAUSE_S)
             await self._reconciler.retry()
-
-
-def _tell(kernel: Kernel, *, is_known: bool) -> None:
-    """Log what was found of a kernel; how it ended, where it has."""
-    event = "kernel.changed" if is_known else "kernel.adopted"
-    facts: dict[str, object] = {"kernel_id": kernel.kernel_id, "agent_id": kernel.agent_id}
-    ending = kernel.ending
-    if kernel.state is not KernelState.TERMINATED:
-        log.info(event, **facts, state=kernel.state)
-        return
-    facts |= {"state": kernel.state, "exit_code": ending.exit_code}
-    if (number := (ending.exit_code or 0) - SIGNALLED) > 0:
-        facts["signal"] = number
-    if ending.reason:
-        facts["reason"] = ending.reason
-    if ending.oom_killed:
-        log.warning("kernel.out_of_memory", **facts)
-    else:
-        log.info("kernel.ended" if is_known else event, **facts)

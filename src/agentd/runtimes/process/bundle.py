@@ -111,7 +111,8 @@ class Bundle(PrivateFolder):
         try:
             raw = json.loads(self.read(EXIT) or "")
             finished_at = parse_time(raw["finished_at"])
-            return Ending(int(raw["exit_code"]), bool(raw["oom_killed"]), finished_at)
+            reason = str(raw.get("reason", ""))
+            return Ending(int(raw["exit_code"]), bool(raw["oom_killed"]), finished_at, reason)
         except MALFORMED:
             return None
 

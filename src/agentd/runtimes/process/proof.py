@@ -20,6 +20,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain, repeat
 from pathlib import Path
@@ -109,6 +110,9 @@ class Proof:
         if self.lives:
             return ObservedState.RUNNING, Ending()
         if (ending := self._bundle.ending()) is not None:
+            who = self.identity
+            if ending.reason and who is not None and who.boot_id != self._boot_id:
+                ending = replace(ending, reason="the node restarted")
             return ObservedState.EXITED, ending
         if not self._bundle.has_identity():
             return ObservedState.CREATED, Ending()

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import os
 import pwd
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from agentd.core.container_edits import ContainerEdits
 from agentd.core.container_options import over_ceiling
@@ -30,11 +31,12 @@ from agentd.errors import (
 )
 from agentd.failpoints import reach
 from agentd.host.cgroups import MEMORY, PIDS, Cgroup, Cgroups
+from agentd.host.units import Manager
 from agentd.plugin_api import Features
 from agentd.runtimes.process.bundle import LOG, Bundle
 from agentd.runtimes.process.bundles import AGENT, DEVICES, Bundles, looking
 from agentd.runtimes.process.logs import read_log, unkept
-from agentd.runtimes.process.spawn import ProcessRules, failure, order_of, spawn
+from agentd.runtimes.process.spawn import ProcessRules, failure, order_of, spawn, spawn_unit
 from agentd.services.interfaces import LogQuery, Progress, Support
 
 LOG_THREADS = 4
@@ -55,7 +57,10 @@ class ProcessRuntime:
         boot_id: str,
         rules: ProcessRules,
         cgroups: Cgroups | None,
+        manager: Manager | None = None,
     ) -> None:
+        """`manager` is what starts shims, where systemd does; it is closed with this."""
+        self._manager = manager
         self._bundles = Bundles(folder, node_id, boot_id, cgroups)
         self._cgroups = cgroups
         self._boot_id = boot_id
@@ -74,6 +79,8 @@ class ProcessRuntime:
             task.cancel()
         await asyncio.gather(*self._watches.values(), return_exceptions=True)
         self._log_pool.shutdown(wait=False, cancel_futures=True)
+        if self._manager is not None:
+            await self._manager.close()
 
     def problems(self, spec: KernelSpec) -> Sequence[Problem]:
         account = self._rules.account_of(spec.agent_id)
@@ -120,7 +127,7 @@ class ProcessRuntime:
             cgroup = self._made_cgroup(plan)
             await reach("create.after_group")
             order = order_of(plan, bundle.path, self._boot_id, self._rules, cgroup)
-            spawning = asyncio.create_task(asyncio.to_thread(spawn, order, lock))
+            spawning = asyncio.create_task(self._spawned(plan, order, lock))
             try:
                 answer = await asyncio.shield(spawning)
             except asyncio.CancelledError:
@@ -133,6 +140,14 @@ class ProcessRuntime:
         if (found := await self.find(KernelRef(plan.spec.kernel_id))) is None:
             raise RuntimeFailure(f"{bundle.path} was removed while its kernel was started")
         return found
+
+    async def _spawned(
+        self, plan: KernelPlan, order: Mapping[str, Any], lock: int
+    ) -> dict[str, Any]:
+        if self._manager is None:
+            return await asyncio.to_thread(spawn, order, lock)
+        unit = f"{plan.name.replace('agentd-', 'agentd-shim-', 1)}.service"
+        return await spawn_unit(self._manager, unit, order, lock)
 
     async def _undo(self, ref: KernelRef, error: BaseException) -> None:
         """Remove what a failed create left behind.

@@ -25,6 +25,11 @@ import struct
 import sys
 import time
 
+SOURCE = os.path.abspath(__file__).rsplit("/", 4)[0]
+if __name__ == "__main__":
+    sys.path.append(SOURCE)  # `-I` leaves nothing of ours there
+from agentd.runtimes.process.shim_output import Output  # noqa: E402 - it needs the line above
+
 TYPE_CHECKING = False  # the name that type checkers know; importing typing takes 5 ms
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +43,7 @@ SHIM_BYTE, COMMAND_BYTE = 0, 1
 """Bytes of the lock file: a shim stands beside the kernel; its command may run."""
 ENDING_BYTES = 4096
 """Room that is reserved for how the kernel ended, before its command runs."""
-CHUNK = 64 * 1024
+STOPPED = "systemd stopped its unit"
 PIPE_BYTES = 1 << 20
 """Linux's default for fs.pipe-max-size: what a pipe can hold at the most."""
 
@@ -47,11 +52,16 @@ def main() -> None:
     """Start the kernel that the order describes, and stay beside it."""
     order = json.load(sys.stdin)
     hit = failpoints()
-    os.set_inheritable(order["lock"], False)
+    inherited = order["lock"]
+    order["lock"] = fcntl.fcntl(inherited, fcntl.F_DUPFD_CLOEXEC, 3)
+    if inherited > 2:  # noqa: PLR2004 - else it is a stream, which `detached` sees to
+        os.close(inherited)
     answer = detached()
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     wakeup = child_signals()
+    if order["stop_timeout"]:
+        signal.signal(signal.SIGTERM, Stop.ask)
     try:
         output = Output(order)
         ending = reserved(order["folder"], "exit.json")
@@ -120,10 +130,6 @@ def failpoints() -> Callable[[str], None]:
     """Return what visits a point: nothing, unless a test has set some."""
     if "AGENTD_FAILPOINTS" not in os.environ:
         return lambda _: None
-    source = os.path.abspath(__file__)
-    for _ in range(4):
-        source = os.path.dirname(source)
-    sys.path.append(source)
     from agentd import failpoints  # noqa: PLC0415 - the shim starts without it
 
     failpoints.arm(os.environ[failpoints.VARIABLE])
@@ -136,70 +142,53 @@ def lock(descriptor: int, byte: int) -> None:
     fcntl.fcntl(descriptor, F_OFD_SETLK, wanted)
 
 
+class Stop:
+    """Ending the kernel, for systemd: it is asked to end, and killed after a while."""
+
+    asked_at = 0.0
+
+    @classmethod
+    def ask(cls, *_: object) -> None:
+        """Note that systemd ends the shim's unit, as it does when the machine goes down."""
+        cls.asked_at = cls.asked_at or time.monotonic()
+
+    def __init__(self, order: dict[str, Any], leader: int) -> None:
+        self._order, self._leader = order, leader
+        self._is_told = False
+
+    def look(self) -> int | None:
+        """Do what is due; return after how many milliseconds to look again."""
+        if not self.asked_at:
+            return None
+        left = self.asked_at + self._order["stop_timeout"] - time.monotonic()
+        if not self._is_told:
+            self._is_told = True
+            self._send(signal.SIGTERM)
+        elif left <= 0:
+            self._send(signal.SIGKILL)
+        return max(50, int(left * 1000))
+
+    def _send(self, number: int) -> None:
+        for path in self._order["cgroup_procs"][:1]:
+            with open(path) as file:
+                pids = [int(line) for line in file]
+            for pid in pids:
+                try:
+                    os.kill(pid, number)
+                except ProcessLookupError:
+                    pass
+        try:
+            os.killpg(self._leader, number)
+        except ProcessLookupError:
+            pass
+
+
 def child_signals() -> int:
     """Return a descriptor that can be read whenever a child has ended."""
     reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     return reader
-
-
-class Output:
-    """What the kernel prints: a pipe, and files of which none grows beyond its size.
-
-    The kernel never has a file of its log, so it can make none sparse or endless. What cannot be
-    written (a full disk) is dropped: the kernel is never held up.
-    """
-
-    def __init__(self, order: dict[str, Any]) -> None:
-        self.reader, self.writer = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(self.reader, False)
-        if order["user"]:
-            os.fchown(self.writer, order["user"]["uid"], -1)  # so that it can open /dev/stderr
-        self._path = os.path.join(order["folder"], order["log_name"])
-        self._max_size, self._max_files = order["log_max_size"], order["log_max_files"]
-        self._open(os.O_EXCL)
-
-    def _open(self, flags: int) -> None:
-        flags |= os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._file = os.open(self._path, flags, 0o600)
-        self._size = os.fstat(self._file).st_size
-
-    def take(self) -> int:
-        """Move what is in the pipe into the files; return how much, 0 at its end or if empty."""
-        try:
-            chunk = os.read(self.reader, CHUNK)
-        except OSError:
-            return 0
-        rest = chunk
-        try:
-            while rest:
-                if self._size >= self._max_size:
-                    self._rotate()
-                part = rest[: self._max_size - self._size]
-                written = os.write(self._file, part)
-                self._size += written
-                rest = rest[written:]
-        except OSError:
-            pass
-        return len(chunk)
-
-    def _rotate(self) -> None:
-        """Begin a new file, and let go of the oldest; where that fails, of this one's content."""
-        try:
-            if self._max_files == 1:
-                raise OSError
-            for number in range(self._max_files - 1, 1, -1):
-                older = "%s.%d" % (self._path, number - 1)
-                if os.path.exists(older):
-                    os.replace(older, "%s.%d" % (self._path, number))
-            os.replace(self._path, self._path + ".1")
-            full = self._file
-            self._open(os.O_EXCL)
-            os.close(full)
-        except OSError:
-            os.ftruncate(self._file, 0)
-            self._size = 0
 
 
 def run(order: dict[str, Any], libc: ctypes.CDLL, output: Output, go: int, failure: int) -> None:
@@ -271,11 +260,12 @@ def stay(
 ) -> None:
     """Take what is printed until nothing of the kernel is left, then write how it ended."""
     status = 0
+    stop = Stop(order, leader)
     poll = select.poll()
     poll.register(output.reader, select.POLLIN)
     poll.register(wakeup, select.POLLIN)
     while True:
-        ready = dict(poll.poll())
+        ready = dict(poll.poll(stop.look()))
         if output.reader in ready and not output.take() and ready[output.reader] & select.POLLHUP:
             poll.unregister(output.reader)
         if wakeup not in ready:
@@ -302,6 +292,7 @@ def write_ending(
         "exit_code": code if code >= 0 else 128 - code,
         "oom_killed": oom_kills(order["oom_file"]) > 0,
         "finished_at": time.time(),
+        "reason": STOPPED if Stop.asked_at else "",
     }
     try:
         os.pwrite(ending, json.dumps(content).encode().ljust(ENDING_BYTES), 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import grp
 import json
@@ -9,6 +10,7 @@ import os
 import pwd
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +20,16 @@ from agentd.core.plan import KernelPlan
 from agentd.errors import AgentdError, CommandNotFound, InvalidRequest, Problem, RuntimeFailure
 from agentd.failpoints import inherited
 from agentd.host.cgroups import Cgroup
+from agentd.host.units import Manager, Property, UnitExists, UnitRefused
 from agentd.runtimes.process import shim
 from agentd.runtimes.process.bundle import LOG
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 SPAWN_TIMEOUT_S = 30.0
+STOP_MORE_S = 5.0
+"""What a shim has beyond its kernel's time to end, before systemd kills it."""
+SLICE = "agentd.slice"
+_COMMAND = [sys.executable, "-I", "-S", shim.__file__]
 
 
 class Account(NamedTuple):
@@ -118,6 +125,7 @@ def order_of(
         "log_name": LOG,
         "log_max_size": rules.log_max_size,
         "log_max_files": rules.log_max_files,
+        "stop_timeout": rules.stop_timeout_s,
     }
 
 
@@ -126,11 +134,11 @@ def spawn(order: Mapping[str, Any], lock: int) -> dict[str, Any]:
 
     The answer is the kernel's identity, or why it did not start.
     """
-    command = [sys.executable, "-I", "-S", shim.__file__]
+    told = {**order, "lock": lock, "stop_timeout": 0}
     try:
         done = subprocess.run(  # noqa: S603 - our own program; the order goes over its input
-            command,
-            input=json.dumps({**order, "lock": lock}).encode(),
+            _COMMAND,
+            input=json.dumps(told).encode(),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=inherited(),
@@ -139,9 +147,56 @@ def spawn(order: Mapping[str, Any], lock: int) -> dict[str, Any]:
             timeout=SPAWN_TIMEOUT_S,
             check=False,
         )
-        answer: dict[str, Any] = json.loads(done.stdout)
-    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        return _answer(done.stdout)
+    except (OSError, subprocess.TimeoutExpired) as error:
         return {"step": "shim", "why": f"{type(error).__name__}: {error}"}
+
+
+async def spawn_unit(
+    manager: Manager, unit: str, order: Mapping[str, Any], lock: int
+) -> dict[str, Any]:
+    """Start a shim as a unit of systemd's, outside of the daemon's cgroup and sandbox.
+
+    It ends the kernel, and writes how that ended, when systemd stops the unit, as it does when
+    the machine goes down. Returns what `spawn` does.
+    """
+    told = json.dumps({**order, "lock": 2}).encode()
+    grace_us = round((order["stop_timeout"] + STOP_MORE_S) * 1_000_000)
+    with tempfile.TemporaryFile() as given:
+        given.write(told)
+        given.seek(0)
+        answer_read, answer_write = os.pipe2(os.O_CLOEXEC)
+        with open(answer_read, "rb") as answer:  # noqa: ASYNC230, PTH123 - a pipe, read by a thread
+            try:
+                properties: list[Property] = [
+                    ("Description", "s", f"shim of the kernel in {order['folder']}"),
+                    ("Slice", "s", SLICE),
+                    ("Type", "s", "exec"),
+                    ("ExitType", "s", "cgroup"),
+                    ("CollectMode", "s", "inactive-or-failed"),
+                    ("ExecStartEx", "a(sasas)", [[_COMMAND[0], _COMMAND, ["no-env-expand"]]]),
+                    ("Environment", "as", [f"{k}={v}" for k, v in inherited().items()]),
+                    ("StandardInputFileDescriptor", "h", 0),
+                    ("StandardOutputFileDescriptor", "h", 1),
+                    ("StandardErrorFileDescriptor", "h", 2),
+                    ("KillMode", "s", "control-group"),
+                    ("TimeoutStopUSec", "t", grace_us),
+                    ("OOMPolicy", "s", "continue"),
+                ]
+                descriptors = [given.fileno(), answer_write, lock]
+                await manager.start(unit, properties, descriptors)
+            except (UnitExists, UnitRefused) as error:
+                return {"step": "shim", "why": f"systemd: {error}"}
+            finally:
+                os.close(answer_write)
+            return _answer(await asyncio.to_thread(answer.read))
+
+
+def _answer(line: bytes) -> dict[str, Any]:
+    try:
+        answer: dict[str, Any] = json.loads(line)
+    except ValueError as error:
+        return {"step": "shim", "why": f"its answer cannot be read: {error}"}
     return answer
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -46,7 +46,7 @@ class Source:
 
 
 async def read_lines(
-    source: Source, query: LogQuery, ended: Awaitable[None]
+    source: Source, query: LogQuery, ended: Callable[[], Awaitable[None]]
 ) -> AsyncGenerator[bytes]:
     """Yield what a query asks for, a line at a time; one that follows ends after `ended` does."""
     options = [f"--lines={'all' if query.tail is None else query.tail}"]
@@ -59,7 +59,7 @@ async def read_lines(
         return
     cursor = ""
     entries = _entries(source, [*options, "--follow"], query)
-    ending = asyncio.ensure_future(ended)
+    ending = asyncio.ensure_future(ended())
     try:
         while True:
             coming = asyncio.ensure_future(anext(entries, None))

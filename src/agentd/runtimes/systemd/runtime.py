@@ -34,11 +34,11 @@ from agentd.errors import (
 )
 from agentd.failpoints import reach
 from agentd.host.probe import numa_nodes_of
+from agentd.host.units import Manager, Unit, UnitExists, UnitRefused
 from agentd.plugin_api import Features
 from agentd.runtimes.folder import names_in
 from agentd.runtimes.systemd.bundle import NODE_RESTARTED, End, Identity, UnitBundle
 from agentd.runtimes.systemd.journal import Source, read_lines
-from agentd.runtimes.systemd.manager import Manager, Unit, UnitExists, UnitRefused
 from agentd.runtimes.systemd.slices import Slices
 from agentd.runtimes.systemd.unit import (
     PATH,
@@ -359,7 +359,8 @@ class SystemdRuntime:
             return
         unit = unit_name(self._node_id, ref.kernel_id)
         agent_id = None if self._rules.is_user else self._agent_of(found)
-        lines = read_lines(Source(unit, found.handle, agent_id), query, self._until_ended(unit))
+        source = Source(unit, found.handle, agent_id)
+        lines = read_lines(source, query, lambda: self._until_ended(unit))
         try:
             async for line in lines:
                 yield line

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from agentd.core.plan import KernelPlan
-from agentd.runtimes.systemd.manager import Manager, Property, UnitRefused
+from agentd.host.units import Manager, Property, UnitRefused
 from agentd.runtimes.systemd.unit import mask, namespace_name, slice_name
 
 _RUNTIME = Path("/run/systemd")

@@ -14,8 +14,8 @@ from agentd.core.container_edits import ContainerEdits, Mount
 from agentd.core.kernel import KernelSpec
 from agentd.core.plan import KernelPlan, kernel_name
 from agentd.errors import Problem, RuntimeFailure
+from agentd.host.units import Property
 from agentd.runtimes.systemd.bundle import WRITE_EXIT
-from agentd.runtimes.systemd.manager import Property
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 TOP_SLICE = "agentd.slice"

@@ -108,8 +108,12 @@ class Manager:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def start(self, unit: str, properties: Iterable[Property]) -> str:
+    async def start(
+        self, unit: str, properties: Iterable[Property], descriptors: Sequence[int] = ()
+    ) -> str:
         """Make a transient unit, and return how its start ended: `done`, or `failed`, say.
+
+        Properties of type `h` are places in `descriptors`.
 
         Raises:
             UnitExists: there is one of that name.
@@ -119,7 +123,8 @@ class Manager:
         body = [unit, "fail", _variants(properties), []]
         connection = await self._connected()
         signature = "ssa(sv)a(sa(sv))"
-        return await connection.ended(self._called("StartTransientUnit", signature, body))
+        call = self._called("StartTransientUnit", signature, body, descriptors)
+        return await connection.ended(call)
 
     async def set(self, unit: str, properties: Iterable[Property]) -> None:
         """Change properties of a unit until the machine's next boot."""
@@ -209,9 +214,13 @@ class Manager:
         finally:
             connection.changes.discard(queue)
 
-    async def _called(self, member: str, signature: str, body: list[Any]) -> list[Any]:
+    async def _called(
+        self, member: str, signature: str, body: list[Any], descriptors: Sequence[int] = ()
+    ) -> list[Any]:
         connection = await self._connected()
-        return await self._answered(connection, _PATH, _MANAGER, member, signature, body)
+        return await self._answered(
+            connection, _PATH, _MANAGER, member, signature, body, descriptors
+        )
 
     @staticmethod
     async def _answered(
@@ -221,6 +230,7 @@ class Manager:
         member: str,
         signature: str,
         body: list[Any],
+        descriptors: Sequence[int] = (),
     ) -> list[Any]:
         message = Message(
             destination=_NAME,
@@ -229,6 +239,7 @@ class Manager:
             member=member,
             signature=signature,
             body=body,
+            unix_fds=list(descriptors),
         )
         call = asyncio.ensure_future(connection.bus.call(message))
         ends: set[asyncio.Future[Any]] = {call, connection.lost}
@@ -254,7 +265,8 @@ class Manager:
     async def _made(self) -> _Connection:
         kind = BusType.SESSION if self.is_user else BusType.SYSTEM
         try:
-            bus = MessageBus(bus_address=_user_bus() if self.is_user else None, bus_type=kind)
+            address = _user_bus() if self.is_user else None
+            bus = MessageBus(bus_address=address, bus_type=kind, negotiate_unix_fd=True)
             await bus.connect()
         except Exception as error:  # noqa: BLE001 - the library raises whatever a socket does
             raise RuntimeUnavailable(f"systemd cannot be asked over D-Bus: {error}") from None
