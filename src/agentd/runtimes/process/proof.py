@@ -36,6 +36,8 @@ _PAUSES_S = (0.0, 0.02, 0.05, 0.1)
 """Pause between two looks, after the processes of the first have ended."""
 _SHIM_ENDS_WITHIN_S = 0.02
 _STRIKES = 200
+INIT = 1
+"""The parent of all: never a shim, whatever it has open."""
 _LOOKS_ALONE = 20
 """How many looks in a row may find a shim, and nothing that it looks after: about two seconds."""
 
@@ -91,7 +93,9 @@ class Proof:
         lock, who = self._bundle.path / LOCK, self.identity
         if who is not None and who.shim.is_alive() and _has_open(who.shim.pid, lock):
             return who.shim
-        holders = (stat for stat in all_processes() if _has_open(stat.pid, lock))
+        holders = (
+            stat for stat in all_processes() if stat.pid != INIT and _has_open(stat.pid, lock)
+        )
         eldest = min(holders, key=lambda stat: stat.start_time, default=None)
         return Proc(eldest.pid, eldest.start_time) if eldest else None
 

@@ -21,6 +21,7 @@ import os
 import resource
 import select
 import signal
+import stat
 import struct
 import sys
 import time
@@ -28,7 +29,7 @@ import time
 SOURCE = os.path.abspath(__file__).rsplit("/", 4)[0]
 if __name__ == "__main__":
     sys.path.append(SOURCE)  # `-I` leaves nothing of ours there
-from agentd.runtimes.process.shim_output import Output  # noqa: E402 - it needs the line above
+from agentd.runtimes.process.shim_output import CHUNK, Output  # noqa: E402 - it needs the line above
 
 TYPE_CHECKING = False  # the name that type checkers know; importing typing takes 5 ms
 if TYPE_CHECKING:
@@ -50,12 +51,9 @@ PIPE_BYTES = 1 << 20
 
 def main() -> None:
     """Start the kernel that the order describes, and stay beside it."""
-    order = json.load(sys.stdin)
+    order = received() if stat.S_ISSOCK(os.fstat(0).st_mode) else json.load(sys.stdin)
     hit = failpoints()
-    inherited = order["lock"]
-    order["lock"] = fcntl.fcntl(inherited, fcntl.F_DUPFD_CLOEXEC, 3)
-    if inherited > 2:  # noqa: PLR2004 - else it is a stream, which `detached` sees to
-        os.close(inherited)
+    os.set_inheritable(order["lock"], False)
     answer = detached()
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -96,6 +94,20 @@ def main() -> None:
     hit("shim.before_answer")
     tell(answer, json.dumps(identity).encode())
     stay(order, pid, output, ending, wakeup, hit)
+
+
+def received() -> dict[str, Any]:
+    """Take the order from a socket, and the lock with it, as a unit of systemd's has to.
+
+    A descriptor that systemd were given for a stream it would keep itself, and with it the lock.
+    """
+    import socket  # noqa: PLC0415 - 3 ms, which a shim that inherits its lock has no use for
+
+    with socket.socket(fileno=os.dup(0)) as order:
+        data, descriptors, _, _ = socket.recv_fds(order, CHUNK, 1)
+        while not data.endswith(b"\n"):
+            data += order.recv(CHUNK)
+    return {**json.loads(data), "lock": descriptors[0]}
 
 
 def described(order: dict[str, Any], pid: int) -> dict[str, Any]:

@@ -8,9 +8,9 @@ import grp
 import json
 import os
 import pwd
+import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -160,36 +160,45 @@ async def spawn_unit(
     It ends the kernel, and writes how that ended, when systemd stops the unit, as it does when
     the machine goes down. Returns what `spawn` does.
     """
-    told = json.dumps({**order, "lock": 2}).encode()
-    grace_us = round((order["stop_timeout"] + STOP_MORE_S) * 1_000_000)
-    with tempfile.TemporaryFile() as given:
-        given.write(told)
-        given.seek(0)
-        answer_read, answer_write = os.pipe2(os.O_CLOEXEC)
-        with open(answer_read, "rb") as answer:  # noqa: ASYNC230, PTH123 - a pipe, read by a thread
-            try:
-                properties: list[Property] = [
-                    ("Description", "s", f"shim of the kernel in {order['folder']}"),
-                    ("Slice", "s", SLICE),
-                    ("Type", "s", "exec"),
-                    ("ExitType", "s", "cgroup"),
-                    ("CollectMode", "s", "inactive-or-failed"),
-                    ("ExecStartEx", "a(sasas)", [[_COMMAND[0], _COMMAND, ["no-env-expand"]]]),
-                    ("Environment", "as", [f"{k}={v}" for k, v in inherited().items()]),
-                    ("StandardInputFileDescriptor", "h", 0),
-                    ("StandardOutputFileDescriptor", "h", 1),
-                    ("StandardErrorFileDescriptor", "h", 2),
-                    ("KillMode", "s", "control-group"),
-                    ("TimeoutStopUSec", "t", grace_us),
-                    ("OOMPolicy", "s", "continue"),
-                ]
-                descriptors = [given.fileno(), answer_write, lock]
+    ours, theirs = socket.socketpair()
+    answer_read, answer_write = os.pipe2(os.O_CLOEXEC)
+    with ours, open(answer_read, "rb") as answer:  # noqa: ASYNC230, PTH123 - read by a thread
+        try:
+            with theirs:
+                properties = _unit_of_a_shim(order)
+                descriptors = [theirs.fileno(), answer_write]
                 await manager.start(unit, properties, descriptors)
-            except (UnitExists, UnitRefused) as error:
-                return {"step": "shim", "why": f"systemd: {error}"}
-            finally:
-                os.close(answer_write)
-            return _answer(await asyncio.to_thread(answer.read))
+        except (UnitExists, UnitRefused) as error:
+            return {"step": "shim", "why": f"systemd: {error}"}
+        finally:
+            os.close(answer_write)
+        told = json.dumps(order).encode() + b"\n"
+
+        def ask() -> bytes:
+            socket.send_fds(ours, [told[:1]], [lock])
+            ours.sendall(told[1:])
+            return answer.readline()
+
+        return _answer(await asyncio.to_thread(ask))
+
+
+def _unit_of_a_shim(order: Mapping[str, Any]) -> list[Property]:
+    grace_us = round((order["stop_timeout"] + STOP_MORE_S) * 1_000_000)
+    return [
+        ("Description", "s", f"shim of the kernel in {order['folder']}"),
+        ("Slice", "s", SLICE),
+        ("Type", "s", "exec"),
+        ("ExitType", "s", "cgroup"),
+        ("CollectMode", "s", "inactive-or-failed"),
+        ("ExecStartEx", "a(sasas)", [[_COMMAND[0], _COMMAND, ["no-env-expand"]]]),
+        ("Environment", "as", [f"{name}={value}" for name, value in inherited().items()]),
+        ("StandardInputFileDescriptor", "h", 0),
+        ("StandardOutputFileDescriptor", "h", 1),
+        ("StandardError", "s", "null"),
+        ("KillMode", "s", "control-group"),
+        ("TimeoutStopUSec", "t", grace_us),
+        ("OOMPolicy", "s", "continue"),
+    ]
 
 
 def _answer(line: bytes) -> dict[str, Any]:
