@@ -15,7 +15,7 @@ FOR ?= 3.11
 PLATFORMS ?= manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 NAMES := $(PLUGINS:plugins/%=agentd-plugin-%)
 
-.PHONY: demo demo-fleet test test-hardware wheels check lint unit soak bench clean
+.PHONY: demo demo-fleet test test-node test-hardware wheels deb check lint unit soak bench clean
 
 demo: $(VENV)/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash docs/tutorial/demo.sh
@@ -25,6 +25,13 @@ demo-fleet: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+
+# On a virtual machine that is a compute node: takes qemu-system-x86, qemu-utils, debootstrap and root.
+test-node: $(VENV)/.installed-dev
+	AGENTD_TEST_NODE=1 $(BIN)/python -m pytest tests/node --timeout 1200 $(ARGS)
+
+deb: $(VENV)/.installed
+	packaging/build-deb build/deb
 
 # On a machine with a GPU, and no network: `make wheels` made .wheels before, on one that has some.
 test-hardware: $(if $(wildcard $(WHEELS)/*.whl),$(VENV)/.installed-wheels,$(VENV)/.installed)

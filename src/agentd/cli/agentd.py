@@ -6,7 +6,6 @@ used (EX_CONFIG of sysexits.h).
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -18,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from agentd import __version__, failpoints, log
+from agentd import __version__, failpoints
 from agentd.errors import AgentdError, ConfigRefused, Problem, StartRefused
 
 EX_CONFIG = 78
@@ -55,7 +54,15 @@ def _settings(config_file: str | None) -> Any:  # noqa: ANN401 - Loaded, importe
         _refused(error)
 
 
+def _log_from(level: str) -> None:
+    from agentd import log  # noqa: PLC0415 - `--version` stays quick
+
+    log.configure(level)
+
+
 def _run(work: Coroutine[Any, Any, _T]) -> _T:
+    import asyncio  # noqa: PLC0415 - the same
+
     try:
         return asyncio.run(work)
     except (ConfigRefused, StartRefused) as error:
@@ -77,7 +84,7 @@ def run(config_file: str | None, log_level: str | None) -> None:
         failpoints.arm(os.environ.get(failpoints.VARIABLE, ""))
     except ValueError as error:
         _refused(ConfigRefused([Problem(failpoints.VARIABLE, str(error))]))
-    log.configure(log_level or loaded.settings.node.log_level)
+    _log_from(log_level or loaded.settings.node.log_level)
     from agentd.app import Daemon  # noqa: PLC0415 - only this command needs the daemon
 
     async def daemon() -> None:
@@ -111,7 +118,7 @@ def _with_node(
 ) -> _T:
     """Open the plugins and divide the devices as the daemon would, and change nothing."""
     loaded = _settings(config_file)
-    log.configure("error")
+    _log_from("error")
     from agentd import app, assembly  # noqa: PLC0415 - see above
     from agentd.host.probe import probe  # noqa: PLC0415
     from agentd.services.events import EventLog  # noqa: PLC0415
@@ -180,7 +187,7 @@ def plan(config_file: str | None, as_json: bool, live: bool) -> None:  # noqa: F
 def plugins(config_file: str | None, as_json: bool) -> None:  # noqa: FBT001 - click passes it
     """List the accelerator plugins, opened as the daemon would."""
     loaded = _settings(config_file)
-    log.configure("error")
+    _log_from("error")
     from agentd import app  # noqa: PLC0415 - see above
 
     async def look() -> list[dict[str, Any]]:
@@ -226,7 +233,7 @@ def check(
     prints anything, it is to name the devices that it sees.
     """
     loaded = _settings(config_file)
-    log.configure("error")
+    _log_from("error")
     from agentd import app  # noqa: PLC0415 - see above
     from agentd.cli.tables import print_rows  # noqa: PLC0415
     from agentd.pluginhost.conformance import Conformance  # noqa: PLC0415
@@ -285,18 +292,25 @@ def show(config_file: str | None, as_json: bool) -> None:  # noqa: FBT001 - clic
 @click.argument("file", type=click.Path(), required=False)
 @click.option("--force", is_flag=True, help="Replace a file that is there.")
 def init(file: str | None, force: bool) -> None:  # noqa: FBT001 - click passes it
-    """Write the commented default, to FILE or to standard output."""
-    from agentd.config.document import default_text, write_file  # noqa: PLC0415
+    """Write the commented default, to FILE or to standard output.
 
+    On a node with systemd and without a Docker Engine it proposes the runtime systemd.
+    """
+    from agentd.config.document import default_text, write_file  # noqa: PLC0415
+    from agentd.config.runtimes import DockerSettings  # noqa: PLC0415
+    from agentd.host.systemd import why_no_systemd  # noqa: PLC0415
+
+    proposes = not DockerSettings().socket.exists() and not why_no_systemd()
+    text = default_text("systemd" if proposes else None)
     if file is None:
-        click.echo(default_text(), nl=False)
+        click.echo(text, nl=False)
         return
     path = Path(file)
     if path.exists() and not force:
         raise click.ClickException(f"{file} exists; --force replaces it")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, default_text())
+        write_file(path, text)
     except OSError as error:
         raise click.ClickException(f"{file}: {error.strerror}") from None
 

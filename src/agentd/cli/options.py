@@ -15,10 +15,17 @@ from typing import Any, TypeVar, cast
 import click
 
 from agentd.client.defaults import DEFAULT_SOCKET
-from agentd.errors import AgentdError
+from agentd.errors import AgentdError, Unreachable
+from agentd.host.systemd import is_booted
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 DEFAULT_CONFIG = "/etc/agentd/agent.toml"
+
+
+IF_NOBODY = (
+    "is the daemon there? systemctl status agentd; it is begun by"
+    " `systemctl start agentd.socket agentd.service`, and ended by stopping both"
+)
 
 
 class RpcProblem(click.ClickException):
@@ -31,7 +38,10 @@ class RpcProblem(click.ClickException):
     @classmethod
     def of(cls, error: AgentdError) -> RpcProblem:
         """Return what is shown of an error that the client raised."""
-        return cls({"code": error.code, "detail": str(error), **error.content})
+        detail = str(error)
+        if isinstance(error, Unreachable) and is_booted():
+            detail += f"; {IF_NOBODY}"
+        return cls({"code": error.code, "detail": detail, **error.content})
 
     def show(self, file: Any = None) -> None:  # noqa: ANN401 - click's signature
         del file

@@ -25,6 +25,8 @@ _HEAD = """\
 # setting without a default. The environment goes over this file:
 # AGENTD__RESOURCE__ALLOCATION_MODE=manual.
 """
+NEW_MODE = 0o640
+"""Of a file that is made: it names tokens and sockets, which is nobody else's business."""
 _EXAMPLES = {
     "node.id": '"node-1"',
     "rpc.socket-group": '"agentd"',
@@ -67,8 +69,19 @@ _TABLES = """
 """
 
 
-def default_text() -> str:
-    """Return the commented default file; reading it gives the defaults of the code."""
+def default_text(runtime: str | None = None) -> str:
+    """Return the commented default file; reading it gives the defaults of the code.
+
+    With a `runtime` it has that one.
+    """
+    text = _default_text()
+    if runtime is None:
+        return text
+    default = f'runtime = "{Settings().node.runtime}"'
+    return text.replace(default, f'runtime = "{runtime}"', 1)
+
+
+def _default_text() -> str:
     parts = [_HEAD]
     for name, field in Settings.model_fields.items():
         if name == "agents":
@@ -189,7 +202,7 @@ def write_file(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         status = path.stat() if path.exists() else None
-        Path(temporary).chmod(status.st_mode & 0o7777 if status else 0o644)
+        Path(temporary).chmod(status.st_mode & 0o7777 if status else NEW_MODE)
         if status and os.geteuid() == 0:
             os.chown(temporary, status.st_uid, status.st_gid)
         Path(temporary).replace(path)

@@ -1,0 +1,123 @@
+"""The one virtual machine that all tests here run on, in the order in which they stand."""
+
+import json
+import os
+import shlex
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node.machine import Machine, ready_machine
+
+collect_ignore_glob = [] if os.environ.get("AGENTD_TEST_NODE") else ["test_*.py"]
+"""`make test-node` sets it: the machine takes minutes, and QEMU."""
+
+LIBRARIES = "PYTHONPATH=/payload/libraries:/payload/tests"
+ASK = "python3 /payload/tests/node/ask.py"
+
+
+class Node:
+    """agentd on the machine, as its operators and callers use it."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.must, self.run = machine.must, machine.run
+
+    def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        """Make a request on the main socket; return the status and the JSON of the answer."""
+        given = "" if body is None else shlex.quote(json.dumps(body))
+        status, _, content = self.must(f"{ASK} {method} {path} {given}", 180).partition("\n")
+        try:
+            return int(status), json.loads(content)
+        except ValueError:
+            return int(status), content
+
+    def create(self, kernel_id: str, *command: str, agent: str = "team-a", **body: Any) -> Any:
+        """Create a kernel, which has to succeed."""
+        body.setdefault("slots", {"cpu": 0, "mem": "32m"})
+        body |= {"kernel_id": kernel_id, "command": list(command)}
+        status, content = self.ask("POST", f"/v1/agents/{agent}/kernels", body)
+        assert status == 201, content
+        return content
+
+    def kernel(self, kernel_id: str) -> Any:
+        """Return a kernel as it is shown."""
+        status, content = self.ask("GET", f"/v1/kernels/{kernel_id}")
+        assert status == 200, content
+        return content
+
+    def until(self, kernel_id: str, state: str, within_s: float = 60) -> Any:
+        """Wait until a kernel is in a state; return it."""
+        end = time.monotonic() + within_s
+        while (kernel := self.kernel(kernel_id))["state"] != state:
+            assert time.monotonic() < end, kernel
+        return kernel
+
+    def logs(self, kernel_id: str, query: str = "") -> str:
+        """Return what a kernel printed."""
+        status, content = self.ask("GET", f"/v1/kernels/{kernel_id}/logs{query}")
+        assert status == 200, content
+        return str(content).removesuffix("\n")
+
+    def printed(self, kernel_id: str, *command: str, **body: Any) -> str:
+        """Run a command as a kernel to its end, and return what it printed."""
+        self.create(kernel_id, *command, **body)
+        self.until(kernel_id, "terminated")
+        text = self.logs(kernel_id)
+        self.remove(kernel_id)
+        return text
+
+    def remove(self, *kernels: str) -> None:
+        """Delete kernels."""
+        for kernel_id in kernels:
+            status, content = self.ask("DELETE", f"/v1/kernels/{kernel_id}?timeout=0")
+            assert status == 204, content
+
+    def configure(self, text: str) -> None:
+        """Replace the configuration, and have the daemon begin anew with it."""
+        self.must(f"printf %s {shlex.quote(text)} >/etc/agentd/agent.toml")
+        self.must("systemctl restart agentd", 300)
+
+    def unit(self, kernel_id: str) -> str:
+        """Return the unit of a kernel."""
+        listed = self.must(
+            f"systemctl list-units --all --plain --no-legend 'agentd-*-{kernel_id}.service'"
+        )
+        return listed.split()[0]
+
+
+CONFIG = """
+[node]
+runtime = "{runtime}"
+[[agents]]
+id = "team-a"
+[[agents]]
+id = "team-b"
+[plugins.tpu]
+plugin = "generic"
+devices = ["/dev/tpu*"]
+"""
+
+
+@pytest.fixture(scope="session")
+def machine() -> Iterator[Machine]:
+    """A machine that has booted, with the package installed and nothing configured."""
+    folder = Path(tempfile.mkdtemp(prefix="agentd-node-", dir="/var/tmp"))
+    made = None
+    try:
+        yield (made := ready_machine(folder))
+    finally:
+        if made is not None:
+            made.pull_plug()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def node(machine: Machine) -> Node:
+    """The machine as agentd's."""
+    return Node(machine)

@@ -1,0 +1,414 @@
+"""agentd at home: a real node with systemd as PID 1 and cgroup v2, from its package to its purge.
+
+One machine, in the order in which the tests stand.
+"""
+
+import json
+import re
+import time
+from itertools import pairwise
+
+from node.conftest import ASK, CONFIG, LIBRARIES, Node
+from node.machine import Machine
+
+STEAL = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+pidfd = libc.syscall(434, int(sys.argv[1]), 0)
+for number in range(3, 64):
+    got = libc.syscall(438, pidfd, number, 0)
+    if got >= 0 or ctypes.get_errno() not in (9,):
+        print("got" if got >= 0 else os.strerror(ctypes.get_errno()))
+        break
+"""
+
+
+def test_the_package_starts_nothing_and_is_all_there(machine: Machine, node: Node) -> None:
+    assert machine.run("systemctl is-active agentd.service agentd.socket").output.split() == [
+        "inactive", "inactive",
+    ]  # fmt: skip
+    assert node.must("stat -c '%a %U:%G' /etc/agentd/agent.toml") == "640 root:agentd\n"
+    assert "agentd 0.2" in node.must("man agentd | head -100; agentd --version")
+    assert "allowed-mounts" in node.must("man agent.toml | cat")
+    assert "_agentctl_completion" in node.must(
+        "cat /usr/share/bash-completion/completions/agentctl"
+    )
+    refused = machine.run("agentctl ls")
+    assert refused.status != 0
+    assert "systemctl start agentd.socket agentd.service" in refused.output
+
+
+def test_installed_and_the_first_kernel_by_the_readme(node: Node) -> None:
+    node.must("mknod -m 666 /dev/tpu0 c 10 229 && mknod -m 666 /dev/tpu1 c 10 200")
+    node.must("agentd config init /tmp/new.toml && stat -c %a /tmp/new.toml | grep -q 640")
+    node.must(f"cat >/etc/agentd/agent.toml <<'T'\n{CONFIG.format(runtime='systemd')}\nT")
+    node.must("agentd check-config")
+    node.must("systemctl enable --now agentd.socket agentd.service", 300)
+    assert node.printed("first", "sh", "-c", "echo hello from $AGENTD_KERNEL") == "hello from first"
+    status = node.must("systemctl show agentd -p StatusText -p NRestarts")
+    assert "kernels" in status
+    exposure = node.must("systemd-analyze security agentd.service --no-pager | tail -1")
+    assert float(re.search(r"level for agentd.service: ([0-9.]+)", exposure)[1]) <= 4.0
+
+
+def test_every_runtime_keeps_the_one_contract(node: Node) -> None:
+    node.must("cp /payload/pyproject.toml /payload/tests -r /tmp/ && cd /tmp")
+    done = node.must(
+        f"cd /tmp && {LIBRARIES} /opt/agentd/bin/python -m pytest tests/contracts"
+        " -k 'systemd or process' -p no:hypothesispytest --timeout 120 2>&1 | tail -20",
+        600,
+    )
+    assert re.search(r"\n2[2-9] passed", done), done
+
+
+def test_limits_hold(node: Node) -> None:
+    script = "x = bytearray(300 << 20); x[::4096] = b'1' * len(x[::4096])"
+    node.create("big", "python3", "-c", script, slots={"cpu": 0, "mem": "64m"})
+    ended = node.until("big", "terminated")
+    assert (ended["oom_killed"], ended["exit_code"]) == (True, 137)
+    fork = (
+        "import os, signal\ntry:\n  [os.fork() or signal.pause() for _ in range(99)]\n"
+        "except OSError as error: print(error)"
+    )
+    node.create("many", "python3", "-c", fork, pids_limit=10)
+    end = time.monotonic() + 30
+    while "Resource temporarily unavailable" not in node.logs("many"):
+        assert time.monotonic() < end
+    seen = node.create("one", "sh", "-c", "nproc; sleep 999", slots={"cpu": 1, "mem": "32m"})
+    core = next(iter(seen["allocation"]["cpu"]["cpu"]))
+    assert node.must(f"systemctl show {node.unit('one')} -p AllowedCPUs --value").strip() == core
+    end = time.monotonic() + 30
+    while node.logs("one") != "1":
+        assert time.monotonic() < end
+    node.remove("big", "many", "one")
+
+
+def test_a_kernel_opens_its_own_devices_and_no_others(node: Node) -> None:
+    script = "for d in /dev/tpu0 /dev/tpu1 /dev/null; do (exec 3<>$d) 2>&1 && echo open $d; done"
+    slots = {"cpu": 0, "mem": "32m", "tpu.device": 1}
+    has = node.create("has", "sh", "-c", f"{script}; exec 9<>/dev/$T; sleep 999", slots=slots,
+                      env={"T": "null"})  # fmt: skip
+    mine = next(iter(has["allocation"]["tpu"]["tpu.device"]))
+    number = re.search(r"\d+$", mine)[0]
+    other = {"0": "1", "1": "0"}[number]
+    end = time.monotonic() + 30
+    while "open /dev/null" not in (text := node.logs("has")):
+        assert time.monotonic() < end, text
+    assert f"open /dev/tpu{number}" in text or "No such device" in text
+    assert f"open /dev/tpu{other}" not in text
+    assert f"/dev/tpu{other}: Operation not permitted" in text, text
+
+
+def test_a_kernel_cannot_take_another_s_descriptor(node: Node) -> None:
+    pid = node.must(f"systemctl show {node.unit('has')} -p MainPID --value").strip()
+    stolen = node.printed("thief", "python3", "-c", STEAL, pid)
+    assert stolen == "Operation not permitted"
+    assert node.must(f"python3 -c '{STEAL}' {pid}") == "got\n", "root can: the trick works"
+    node.remove("has")
+
+
+def test_a_child_that_outlives_its_parent_keeps_the_kernel_and_its_devices(node: Node) -> None:
+    slots = {"cpu": 0, "mem": "32m", "tpu.device": 1}
+    node.create("parent", "sh", "-c", "sleep 999 & echo gone; exit 3", slots=slots)
+    end = time.monotonic() + 30
+    while node.logs("parent") != "gone":
+        assert time.monotonic() < end
+    kernel = node.kernel("parent")
+    assert kernel["state"] == "running"
+    assert kernel["allocation"]["tpu"]
+    node.must("pkill -x sleep")
+    assert node.until("parent", "terminated")["exit_code"] == 3
+    node.remove("parent")
+
+
+def test_commands_and_variables_arrive_as_they_were_sent(node: Node) -> None:
+    hard = "a ${HOME} $$ %n \\x41 \"q\" 'r' `id`\ttab\nline"
+    script = "import os, sys; print(sys.argv[1:] + [os.environ['V']])"
+    text = node.printed("hard", "python3", "-c", script, hard, "%i", "$V", env={"V": hard})
+    assert text == repr([hard, "%i", "$V", hard])
+
+
+def test_what_anybody_can_read_has_no_variables(node: Node) -> None:
+    node.must("id mallory || useradd --create-home mallory")
+    node.create("secret", "sleep", "999", env={"TOKEN": "hunter2"})
+    unit = node.unit("secret")
+    shown = node.must(
+        f"runuser -u mallory -- systemctl show {unit}; cat /run/systemd/transient/{unit}"
+    )
+    assert "hunter2" not in shown
+    denied = node.run("runuser -u mallory -- sh -c 'cat /var/lib/agentd/units/secret/environment'")
+    assert denied.status != 0
+
+
+def test_nobody_forges_a_unit_a_log_or_a_record(node: Node) -> None:
+    unit = node.unit("secret")
+    assert node.run("runuser -u mallory -- systemd-run --unit agentd-forged true").status != 0
+    assert node.run(f"runuser -u mallory -- systemctl kill {unit}").status != 0
+    forged = (
+        "import socket; s = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM);"
+        "s.sendto(b'MESSAGE=forged\\nAGENTD_KERNEL=secret\\n_SYSTEMD_UNIT={unit}\\nUNIT={unit}\\n',"
+        " '/run/systemd/journal{where}/socket')"
+    )
+    for where in ("", ".agentd-team-a"):
+        line = forged.replace("{unit}", unit).replace("{where}", where)
+        node.run(f'runuser -u mallory -- python3 -c "{line}"')
+    node.must("journalctl --namespace=agentd-team-a --sync; journalctl --sync")
+    assert "forged" not in node.logs("secret")
+    copied = "cp -r /var/lib/agentd/units/secret /var/lib/agentd/units/copy"
+    node.must(f"{copied} && systemctl restart agentd", 300)
+    status, kernels = node.ask("GET", "/v1/kernels")
+    assert status == 200
+    assert [kernel["kernel_id"] for kernel in kernels] == ["secret"]
+    node.must("rm -r /var/lib/agentd/units/copy")
+
+
+def test_kernels_and_their_logs_outlive_the_daemon_however_it_ends(node: Node) -> None:
+    node.create("talks", "sh", "-c", "while :; do date +%s; sleep 1; done", agent="team-b")
+    pids = {name: node.must(f"systemctl show {node.unit(name)} -p MainPID --value") for name in
+            ("talks", "secret")}  # fmt: skip
+    for end in ("systemctl kill -s KILL agentd", "systemctl restart agentd",
+                "dpkg -i /payload/agentd_*.deb"):  # fmt: skip
+        node.must(end, 300)
+        until_ready(node)
+        for name, pid in pids.items():
+            assert node.kernel(name)["state"] == "running"
+            assert node.must(f"systemctl show {node.unit(name)} -p MainPID --value") == pid
+    times = [int(line) for line in node.logs("talks").splitlines()]
+    assert all(0 < after - before < 10 for before, after in pairwise(times))
+    assert node.logs("talks", "?tail=2&timestamps=true").count("Z ") == 2
+
+
+def until_ready(node: Node, within_s: float = 120) -> None:
+    end = time.monotonic() + within_s
+    while not node.run(f"{ASK} GET /readyz").output.startswith("200"):
+        assert time.monotonic() < end
+        time.sleep(0.5)
+
+
+def test_a_daemon_that_hangs_is_begun_anew(node: Node) -> None:
+    drop_in = "/run/systemd/system/agentd.service.d"
+    node.must(f"mkdir -p {drop_in} && printf '[Service]\\nWatchdogSec=8\\n' >{drop_in}/w.conf")
+    node.must("systemctl daemon-reload && systemctl restart agentd", 300)
+    node.must("systemctl kill -s STOP --kill-whom=main agentd")
+    end = time.monotonic() + 120
+    while node.must("systemctl show agentd -p NRestarts --value").strip() == "0":
+        assert time.monotonic() < end
+        time.sleep(1)
+    node.must(f"rm -r {drop_in} && systemctl daemon-reload && systemctl restart agentd", 300)
+    assert node.kernel("talks")["state"] == "running"
+
+
+REQUESTS = r"""
+import http.client, json, socket, sys, threading, time
+bad, made, over = [], 0, threading.Event()
+class Unix(http.client.HTTPConnection):
+    def connect(self):
+        self.sock = socket.socket(socket.AF_UNIX); self.sock.settimeout(100)
+        self.sock.connect("/run/agentd/agentd.sock")
+def loop():
+    global made
+    while not over.is_set():
+        try:
+            c = Unix("x"); c.request("GET", "/v1/kernels"); a = c.getresponse()
+            a.read(); made += 1
+            if a.status != 200: bad.append(a.status)
+        except OSError as e: bad.append(repr(e))
+import subprocess
+t = threading.Thread(target=loop); t.start()
+for _ in range(int(sys.argv[1])):
+    subprocess.run(["systemctl", "restart", "agentd"], check=True)
+    n = made
+    while made < n + 20: time.sleep(0.05)
+over.set(); t.join(); print(json.dumps([made, bad]))
+"""
+
+
+def test_no_request_is_refused_while_the_daemon_restarts(node: Node) -> None:
+    node.must(f"cat >/tmp/requests.py <<'P'\n{REQUESTS}\nP")
+    made, bad = json.loads(node.must("python3 /tmp/requests.py 3", 600))
+    assert made > 60
+    assert bad == []
+
+
+def test_a_reload_takes_what_it_can_and_a_wrong_file_nothing(node: Node) -> None:
+    settings = CONFIG.format(runtime="systemd")
+    limited = f"{settings}[runtime.systemd]\npids-limit = 7\n[rpc]\nmax-connections = 99\n"
+    node.must(f"cat >/etc/agentd/agent.toml <<'T'\n{limited}\nT")
+    pid = node.must("systemctl show agentd -p MainPID --value")
+    node.must("systemctl reload agentd")
+    assert "rpc.max-connections" in node.must(
+        "journalctl -u agentd AGENTD_EVENT=daemon.reloaded -n 1"
+    )
+    node.create("few", "sleep", "999")
+    assert node.must(f"systemctl show {node.unit('few')} -p TasksMax --value").strip() == "7"
+    node.must("printf 'what = 1' >/etc/agentd/agent.toml")
+    failed = node.run("systemctl reload agentd; systemctl status agentd --no-pager -n 5")
+    assert "what" in failed.output
+    assert node.must("systemctl is-active agentd").strip() == "active"
+    assert node.must("systemctl show agentd -p MainPID --value") == pid
+    node.must(f"cat >/etc/agentd/agent.toml <<'T'\n{settings}\nT")
+    node.must("systemctl reload agentd")
+    node.remove("few")
+
+
+NARROW = """
+[node]
+runtime = "systemd"
+[resource]
+allocation-mode = "manual"
+[[agents]]
+id = "team-a"
+resource = { cpu = ["0"], mem = "256m" }
+[[agents]]
+id = "team-b"
+resource = { cpu = ["1"], mem = "256m" }
+"""
+
+
+def test_a_slice_that_becomes_smaller_kills_nobody(node: Node) -> None:
+    node.create("wide", "sleep", "999", slots={"cpu": 2, "mem": "1g"})
+    node.configure(NARROW)
+    kernels = node.ask("GET", "/v1/kernels")[1]
+    held = [int(k["slots"]["mem"]) >> 20 for k in kernels if k["agent_id"] == "team-a"]
+    held_mib = sum(held)
+    assert held_mib >= 1024
+    node.create("small", "sleep", "999", slots={"cpu": 0, "mem": "16m"})
+    assert fence_mib(node) == 256 + held_mib + 16
+    assert node.kernel("wide")["state"] == "running"
+    node.remove("wide")
+    node.create("smaller", "sleep", "999", slots={"cpu": 0, "mem": "16m"})
+    assert fence_mib(node) == 256 + held_mib - 1024 + 16 + 16
+    node.remove("small", "smaller")
+    node.configure(CONFIG.format(runtime="systemd"))
+
+
+def fence_mib(node: Node) -> int:
+    shown = node.must(r"systemctl show 'agentd-team\x2da.slice' -p MemoryMax --value")
+    return int(shown) >> 20
+
+
+def test_the_journal_tells_kernels_and_troubles_apart(node: Node) -> None:
+    node.must("journalctl --sync")
+    warned = node.must(
+        "journalctl -u agentd -p warning -o json --output-fields=AGENTD_EVENT,AGENTD_KERNEL"
+    )
+    lines = [json.loads(line) for line in warned.splitlines()]
+    assert {"kernel.out_of_memory"} <= {line.get("AGENTD_EVENT") for line in lines}
+    assert "kernel.out_of_memory" in node.must("journalctl AGENTD_KERNEL=big -p warning")
+    assert "SYSLOG_IDENTIFIER=agentd" in node.must("journalctl -u agentd -n 1 -o export")
+
+
+def test_a_full_disk_refuses_creates_and_loses_nothing(node: Node) -> None:
+    node.must("dd if=/dev/zero of=/filler bs=1M status=none; true", 300)
+    body = {"kernel_id": "full", "command": ["true"], "slots": {"cpu": 0, "mem": "16m"}}
+    status, content = node.ask("POST", "/v1/agents/team-a/kernels", body)
+    assert status in (502, 503), content
+    assert node.kernel("talks")["state"] == "running"
+    node.must("rm /filler")
+    assert node.printed("free", "echo", "again") == "again"
+
+
+def test_a_reboot_ends_kernels_of_every_runtime_and_says_so(machine: Machine, node: Node) -> None:
+    node.must("systemctl stop docker.socket docker; mkdir -p /etc/docker")
+    node.must(
+        """printf '{"live-restore": true}' >/etc/docker/daemon.json; systemctl start docker""", 300
+    )
+    node.must("mkdir -p /tmp/r/bin && cp /bin/busybox /tmp/r/bin/sleep")
+    node.must("tar -C /tmp/r -c . | docker import - tiny:1")
+    for runtime, image in (("process", None), ("docker", "tiny:1")):
+        node.configure(CONFIG.format(runtime=runtime))
+        more = {"image": image, "network": "none"} if image else {}
+        node.create(f"of-{runtime}", "sleep", "9999", **more)
+    node.configure(CONFIG.format(runtime="systemd"))
+    node.create("deaf", "sh", "-c", "trap '' TERM; while :; do sleep 1; done")
+    assert node.run("systemctl show agentd -p TasksCurrent --value").output.strip().isdecimal()
+    in_daemon = node.must("systemd-cgls -u agentd.service --no-pager")
+    assert "shim" not in in_daemon
+    machine.reboot()
+    until_ready(node)
+    for name in ("secret", "talks", "deaf", "of-process", "of-docker"):
+        kernel = node.kernel(name)
+        assert kernel["state"] == "terminated", kernel
+        if name != "of-docker":
+            assert kernel["reason"].startswith("the node restarted"), kernel
+    assert node.kernel("talks")["exit_code"] == 143
+    assert node.kernel("of-process")["exit_code"] == 143
+    assert node.kernel("deaf")["exit_code"] == 137
+    assert node.logs("talks")
+    node.remove("secret", "talks", "deaf", "of-process", "of-docker")
+
+
+def test_power_off_takes_the_stop_timeout_and_ten_seconds_at_most(
+    machine: Machine, node: Node
+) -> None:
+    for number in range(20):
+        deaf = "trap '' TERM; " if number % 4 == 0 else ""
+        node.create(f"p{number}", "sh", "-c", f"{deaf}while :; do sleep 1; done",
+                    slots={"cpu": 0, "mem": "16m"})  # fmt: skip
+    taken = machine.power_off()
+    print(f"power-off with 20 kernels of which 5 are deaf: {taken:.1f} s")
+    machine.start()
+    until_ready(node)
+    kernels = node.ask("GET", "/v1/kernels")[1]
+    assert {kernel["state"] for kernel in kernels} == {"terminated"}
+    assert {kernel["exit_code"] for kernel in kernels} == {143, 137}
+    assert all(kernel["reason"].startswith("the node restarted") for kernel in kernels)
+    assert taken < 20 + 10 * 2, "twice the ten seconds: this machine is interpreted"
+    node.remove(*(kernel["kernel_id"] for kernel in kernels))
+
+
+def test_a_power_cut_leaves_no_kernel_unaccounted_for(machine: Machine, node: Node) -> None:
+    node.create("cut", "sleep", "9999")
+    node.must("sync")
+    machine.pull_plug()
+    machine.start()
+    until_ready(node)
+    kernel = node.kernel("cut")
+    assert kernel["state"] == "terminated"
+    assert kernel["reason"].startswith("the node restarted")
+    node.remove("cut")
+
+
+def test_a_user_s_daemon_beside_the_system_s(node: Node) -> None:
+    node.must("loginctl enable-linger mallory")
+    settings = (
+        '[node]\nstate-dir = "/home/mallory/state"\nruntime = "systemd"\n'
+        '[rpc]\nsocket = "/home/mallory/a.sock"\n'
+    )
+    node.must(
+        f"printf '{settings}' >/home/mallory/agent.toml && chown mallory /home/mallory/agent.toml"
+    )
+    as_user = "runuser -u mallory -- env XDG_RUNTIME_DIR=/run/user/$(id -u mallory)"
+    node.must(
+        f"{as_user} systemd-run --user --unit agentd agentd run --config /home/mallory/agent.toml"
+    )
+    ask = f"{as_user} AGENTD_SOCKET=/home/mallory/a.sock {ASK}"
+    end = time.monotonic() + 120
+    while not node.run(f"{ask} GET /readyz").output.startswith("200"):
+        assert time.monotonic() < end, node.run("journalctl -n 40").output
+        time.sleep(0.5)
+    body = {"kernel_id": "u1", "command": ["sleep", "999"], "slots": {"cpu": 0, "mem": "16m"}}
+    made = node.must(f"{ask} POST /v1/agents/main/kernels '{json.dumps(body)}'")
+    assert made.startswith("201"), made
+    assert {"devices", "separation", "cpu", "logs"} <= set(
+        json.loads(made.partition("\n")[2])["not_enforced"]
+    )
+    assert "agentd-" in node.must(f"{as_user} systemctl --user list-units 'agentd-*u1.service'")
+    assert node.ask("GET", "/v1/kernels/u1")[0] == 404
+    node.must(f"{ask} DELETE '/v1/kernels/u1?timeout=0'")
+    node.must(f"{as_user} systemctl --user stop agentd; loginctl disable-linger mallory")
+
+
+def test_stopping_takes_both_units_and_a_purge_keeps_what_lives(node: Node) -> None:
+    node.create("stays", "sleep", "999")
+    unit = node.unit("stays")
+    node.must("apt-get purge -y agentd >/tmp/purge.log 2>&1 || dpkg --purge agentd", 300)
+    assert node.must(f"systemctl is-active {unit}").strip() == "active"
+    node.must("test -d /var/lib/agentd/units/stays && test ! -e /usr/bin/agentd")
+    node.must("dpkg -i /payload/agentd_*.deb", 300)
+    node.must(f"cat >/etc/agentd/agent.toml <<'T'\n{CONFIG.format(runtime='systemd')}\nT")
+    node.must("systemctl enable --now agentd.socket agentd.service", 300)
+    assert node.kernel("stays")["state"] == "running"
+    node.remove("stays")
+    node.must("dpkg --purge agentd", 300)
+    node.must("test ! -e /var/lib/agentd && test ! -e /etc/agentd")
