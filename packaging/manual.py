@@ -9,11 +9,15 @@ from pathlib import Path
 import click
 from pydantic import BaseModel
 
-EXIT_STATUS = {
-    "agentd": "0 done, 1 it cannot run here, 2 wrong usage, 78 the configuration cannot be used.",
-    "agentctl": "See docs/reference/commands.md, or the lines that an error prints.",
-    "agentd-fleet": "0 done, 1 it cannot run here, 2 wrong usage, 78 the configuration cannot be used.",
-}
+from agentd.cli.agentctl import agentctl
+from agentd.cli.agentd import agentd
+from agentd.config.document import default_text
+from agentd.config.settings import Settings
+from agentd_fleet.cli import agentd_fleet
+
+_DAEMON = "0 done, 1 it cannot run here, 2 wrong usage, 78 the configuration cannot be used."
+_CLIENT = "0 done, 1 an error that is printed, 2 wrong usage, 3 a wait that ran out of time."
+EXIT_STATUS = {"agentd": _DAEMON, "agentctl": _CLIENT, "agentd-fleet": _DAEMON}
 
 
 def escaped(text: str) -> str:
@@ -23,7 +27,7 @@ def escaped(text: str) -> str:
 
 
 def paragraphs(text: str) -> Iterator[str]:
-    r"""Yield roff for a docstring; `\b` begins a paragraph that is kept as it is, as click has it."""
+    r"""Yield roff for a docstring; `\b` begins a paragraph that is kept as it is (click)."""
     for part in re.split(r"\n\s*\n", text.strip()):
         if part.lstrip().startswith("\b"):
             yield f".nf\n{escaped(part.replace(chr(8), '').strip(chr(10)))}\n.fi"
@@ -68,8 +72,9 @@ def settings_page(settings: type[BaseModel], default: str, version: str) -> str:
         f'.TH AGENT.TOML 5 "" "agentd {version}"',
         ".SH NAME\nagent.toml \\- the configuration of agentd",
         ".SH DESCRIPTION",
-        "TOML, read from the file that \\-\\-config names, $AGENTD_CONFIG, or /etc/agentd/agent.toml;",
-        "variables such as AGENTD__RESOURCE__ALLOCATION_MODE go over it. An unknown key is an error.",
+        "TOML, read from the file that \\-\\-config names, $AGENTD_CONFIG, or",
+        "/etc/agentd/agent.toml; variables such as AGENTD__RESOURCE__ALLOCATION_MODE go over it.",
+        "An unknown key is an error.",
         *(line for path, model in tables((), settings) for line in table(path, model)),
         f".SH DEFAULT\n.nf\n{escaped(default)}.fi",
         ".SH SEE ALSO\n.BR agentd (1),\n.BR agentctl (1)",
@@ -106,15 +111,8 @@ def main() -> None:
     arguments = [argument for argument in sys.argv[1:] if argument != "--fleet"]
     folder, version = Path(arguments[0]), arguments[1]
     if "--fleet" in sys.argv:
-        from agentd_fleet.cli import agentd_fleet
-
         write(folder, 1, "agentd-fleet", command_page("agentd-fleet", agentd_fleet, version))
         return
-    from agentd.cli.agentctl import agentctl
-    from agentd.cli.agentd import agentd
-    from agentd.config.document import default_text
-    from agentd.config.settings import Settings
-
     write(folder, 1, "agentd", command_page("agentd", agentd, version))
     write(folder, 1, "agentctl", command_page("agentctl", agentctl, version))
     write(folder, 5, "agent.toml", settings_page(Settings, default_text(), version))

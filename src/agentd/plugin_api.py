@@ -121,7 +121,7 @@ class AllocatedDevice:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What runs the kernel (`docker`, `process`), and which ways to devices it takes.
+    """What runs the kernel (`docker`, `systemd`, `process`), and which ways to devices it takes.
 
     `cdi` says that names of the Container Device Interface are taken, from the specifications
     in `cdi_spec_dirs`; `device_requests` that those of a vendor's driver are.

@@ -17,6 +17,7 @@ from agentd.pluginhost.host import PluginHost
 from agentd.pluginhost.instance import Pace
 from agentd.services.interfaces import PluginState
 from agentd_cuda import CudaPlugin, nvml
+from agentd_cuda.files import capability_minors
 from native.libraries import nvml_library
 
 HEALTHY = """driver 570.124.06
@@ -351,6 +352,21 @@ async def test_edits_name_gpus_by_uuid_in_the_best_way_that_the_engine_takes(
     assert (await host.container_edits(two, with_cdi)).device_requests
     plain = await host.container_edits(two, Features("process"))
     assert plain.env["CUDA_VISIBLE_DEVICES"] == "GPU-aaaa,GPU-bbbb"
+    assert plain.device_nodes == ()
+    unit = await host.container_edits(two, Features("systemd"))
+    assert unit.env == plain.env
+    assert [node.host_path for node in unit.device_nodes] == [
+        "/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl", "/dev/nvidia-uvm",
+        "/dev/nvidia-uvm-tools",
+    ]  # fmt: skip
+
+
+def test_the_driver_s_list_of_capabilities_is_read(tmp_path: Path) -> None:
+    listed = tmp_path / "mig-minors"
+    assert capability_minors(listed) == {}
+    listed.write_text("config 1\nmonitor 2\ngpu0/gi1/access 12\ngpu0/gi1/ci0/access 13\n\n")
+    assert capability_minors(listed)["gpu0/gi1/access"] == 12
+    assert capability_minors(listed)["gpu0/gi1/ci0/access"] == 13
 
 
 def test_the_numa_node_comes_from_the_kernel(tmp_path: Path) -> None:

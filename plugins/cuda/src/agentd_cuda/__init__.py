@@ -27,6 +27,7 @@ from agentd.plugin_api import (
     AllocatedDevice,
     ContainerEdits,
     DeviceInfo,
+    DeviceNode,
     DeviceRequest,
     Features,
     Measurement,
@@ -37,6 +38,7 @@ from agentd.plugin_api import (
     unknown_settings,
 )
 from agentd_cuda import cdi, mps, nvml
+from agentd_cuda.files import device_files
 
 _KEYS = ("mode", "quantum", "ignored-xids", "sysfs", *mps.KEYS)
 _VENDOR = "10de"
@@ -249,7 +251,10 @@ class CudaPlugin(AcceleratorPlugin):
             return ContainerEdits(env={**env, "NVIDIA_VISIBLE_DEVICES": "void"}, cdi=names)
         if features.device_requests:
             return ContainerEdits(env=env, device_requests=(DeviceRequest("nvidia", uuids),))
-        return ContainerEdits(env={**env, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
+        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        if features.runtime == "systemd":  # which closes all files but those that are named
+            return ContainerEdits(env=env, device_nodes=_nodes(device_files(uuids)))
+        return ContainerEdits(env=env)
 
     def measure(self) -> Sequence[Measurement]:
         found = []
@@ -290,3 +295,7 @@ def _uuid(stable_id: str) -> str:
 def _address(handle: Any) -> int | None:  # noqa: ANN401 - opaque
     """Return what tells one GPU's handle from another's, also when the GPU is lost."""
     return ctypes.cast(handle, ctypes.c_void_p).value
+
+
+def _nodes(files: Sequence[str]) -> tuple[DeviceNode, ...]:
+    return tuple(DeviceNode(file, file) for file in files)

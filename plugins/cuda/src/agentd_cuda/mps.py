@@ -90,7 +90,7 @@ class Server:
         Raises:
             RuntimeError: they do not.
         """
-        if runtime == "process" and self.shm != _SHM:
+        if runtime != "docker" and self.shm != _SHM:
             why = f"plain processes see {_SHM}, and the MPS server {self.shm}"
             raise RuntimeError(f"{why}: use containers, or a server with the machine's {_SHM}")
 

@@ -154,7 +154,7 @@ def _recovery_action(handle: Any) -> int | None:  # noqa: ANN401 - opaque
     return int(values[0].value.uiVal)
 
 
-def _part_handles(handle: Any) -> Iterator[tuple[int, Any]]:  # noqa: ANN401 - opaque
+def part_handles(handle: Any) -> Iterator[tuple[int, Any]]:  # noqa: ANN401 - opaque
     """Yield the place and handle of each MIG device of a GPU."""
     for place in range(asked(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
         try:
@@ -165,7 +165,7 @@ def _part_handles(handle: Any) -> Iterator[tuple[int, Any]]:  # noqa: ANN401 - o
 
 
 def _parts(handle: Any, total_bytes: int) -> Iterator[Part]:  # noqa: ANN401 - opaque
-    for place, part in _part_handles(handle):
+    for place, part in part_handles(handle):
         try:
             attributes = pynvml.nvmlDeviceGetAttributes(part)
         except pynvml.NVMLError as error:
@@ -212,7 +212,7 @@ def loads(handle: Any) -> Iterator[Load]:  # noqa: ANN401 - opaque
         yield load_of(handle)
         return
     temperature = asked(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
-    for _, part in _part_handles(handle):
+    for _, part in part_handles(handle):
         memory = asked(pynvml.nvmlDeviceGetMemoryInfo, part)
         yield Load(
             pynvml.nvmlDeviceGetUUID(part),

@@ -179,7 +179,7 @@ class GenericPlugin(AcceleratorPlugin):
             "paths": [found.path for found in given],
             "uuids": [device.stable_id for device in allocation],
             "places": [
-                str([*there.values()].index(found) if features.runtime == "process" else place)
+                str(place if features.runtime == "docker" else [*there.values()].index(found))
                 for place, found in enumerate(given)
             ],
         }

@@ -171,12 +171,10 @@ class RocmPlugin(AcceleratorPlugin):
             raise LookupError(f"{', '.join(d.id for d in allocation)}: no render node in sysfs")
         groups = self.settings.get("groups", [])
         numbers = [*map(_group_number, groups)] if groups else _owners(nodes)
-        if features.runtime == "process":
-            named = ",".join(map(self._named, given))
-            env = {"ROCR_VISIBLE_DEVICES": named, "HIP_VISIBLE_DEVICES": places}
-            return ContainerEdits(env=env, groups=tuple(numbers))
+        # In a container its own are the only ones; outside all can be seen, and are named.
+        named = places if features.runtime == "docker" else ",".join(map(self._named, given))
         return ContainerEdits(
-            env={"ROCR_VISIBLE_DEVICES": places, "HIP_VISIBLE_DEVICES": places},
+            env={"ROCR_VISIBLE_DEVICES": named, "HIP_VISIBLE_DEVICES": places},
             device_nodes=tuple(DeviceNode(node, node) for node in nodes),
             groups=tuple(numbers),
         )
