@@ -12,7 +12,7 @@ import gc
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -38,6 +38,7 @@ from agentd.pluginhost.host import PluginHost
 from agentd.pluginhost.instance import Pace
 from agentd.reload import Reload
 from agentd.rpc.handlers import Handlers, NodeParts
+from agentd.rpc.rendering import status_line
 from agentd.rpc.routes import ROUTES
 from agentd.rpc.server import Server
 from agentd.services.access import Access
@@ -204,7 +205,7 @@ class Daemon:
             node.handlers.open()
             kernels = len(node.state.kernels)
             log.info("daemon.ready", node_id=self._node_id, kernels=kernels)
-            self._status = node.handlers.status()
+            self._status = node.status()
             self._notifier.ready(self._status)
             await stack.enter_async_context(_running(self._telling(node)))
             reload = Reload(self._loaded, server, node.runtimes)
@@ -224,8 +225,8 @@ class Daemon:
         devices = discover(self._loaded, host, plugins, memory, events)
         for status in plugins.statuses():
             if status.reason:
-                say = log.warning if status.has_table else log.info
-                say("plugin.not_ready", plugin=status.name, reason=status.reason)
+                tell = log.warning if status.has_table else log.info
+                tell("plugin.not_ready", plugin=status.name, reason=status.reason)
         records = memory.load_records()
         names = self._used_runtimes(records)
         runtimes = {n: self._runtime(n, self._node_id) for n in names if n in assembly.RUNTIMES}
@@ -254,7 +255,12 @@ class Daemon:
         )
         handlers = Handlers(self._node_id, default, parts)
         loops = Loops(reconciler, state, devices, runtimes, plugins, serving)
-        return _Node(state, service, reconciler, loops, handlers, events, runtimes)
+        node_id = self._node_id
+
+        def say() -> str:
+            return status_line(node_id, state, devices)
+
+        return _Node(state, service, reconciler, loops, handlers, events, runtimes, say)
 
     def _real(self, host: Host) -> tuple[frozenset[str], int | None]:
         """Return the cores and the memory that are the machine's own, not declared ones."""
@@ -299,7 +305,7 @@ class Daemon:
         """Have systemd show how it goes, after what happens."""
         with node.events.listener(None) as listener:
             async for _ in listener.follow(STATUS_PAUSE_S):
-                if (status := node.handlers.status()) != self._status:
+                if (status := node.status()) != self._status:
                     self._status = status
                     self._notifier.status(status)
 
@@ -356,6 +362,7 @@ class _Node(NamedTuple):
     handlers: Handlers
     events: EventLog
     runtimes: Mapping[str, Runtime]
+    status: Callable[[], str]
 
 
 async def _until(event: asyncio.Event) -> None:

@@ -107,7 +107,10 @@ count = 2
         ("[runtime.docker]\npids-limit = 0", "pids-limit: Input should be greater than"),
         ('[runtime.docker]\nlog-max-size = "big"', "log-max-size: "),
         ("[runtime.dokcer]", "runtime.dokcer: unknown key; did you mean docker?"),
-        ('[node]\nruntime = "podman"', "node.runtime: Input should be 'docker' or 'process'"),
+        (
+            '[node]\nruntime = "podman"',
+            "node.runtime: Input should be 'docker', 'systemd' or 'process'",
+        ),
         ('[node]\nid = "a b"', "node.id: invalid name 'a b': expected"),
         ('[resource]\nallocation-mode = "x"', "'shared', 'auto-split' or 'manual', not 'x'"),
         ("[resource]\nreserved-cpu = true", "resource.reserved-cpu: invalid value True"),

@@ -91,6 +91,13 @@ class Node:
         return listed.split()[0]
 
 
+def until_ready(node: Node, within_s: float = 120) -> None:
+    end = time.monotonic() + within_s
+    while not node.run(f"{ASK} GET /readyz").output.startswith("200"):
+        assert time.monotonic() < end
+        time.sleep(0.5)
+
+
 CONFIG = """
 [node]
 runtime = "{runtime}"

@@ -8,7 +8,7 @@ import re
 import time
 from itertools import pairwise
 
-from node.conftest import ASK, CONFIG, LIBRARIES, Node
+from node.conftest import CONFIG, LIBRARIES, Node, until_ready
 from node.machine import Machine
 
 STEAL = """
@@ -43,6 +43,7 @@ def test_installed_and_the_first_kernel_by_the_readme(node: Node) -> None:
     node.must("agentd config init /tmp/new.toml && stat -c %a /tmp/new.toml | grep -q 640")
     node.must(f"cat >/etc/agentd/agent.toml <<'T'\n{CONFIG.format(runtime='systemd')}\nT")
     node.must("agentd check-config")
+    node.must("systemd-analyze verify agentd.service agentd.socket agentd.slice")
     node.must("systemctl enable --now agentd.socket agentd.service", 300)
     assert node.printed("first", "sh", "-c", "echo hello from $AGENTD_KERNEL") == "hello from first"
     status = node.must("systemctl show agentd -p StatusText -p NRestarts")
@@ -178,13 +179,6 @@ def test_kernels_and_their_logs_outlive_the_daemon_however_it_ends(node: Node) -
     assert node.logs("talks", "?tail=2&timestamps=true").count("Z ") == 2
 
 
-def until_ready(node: Node, within_s: float = 120) -> None:
-    end = time.monotonic() + within_s
-    while not node.run(f"{ASK} GET /readyz").output.startswith("200"):
-        assert time.monotonic() < end
-        time.sleep(0.5)
-
-
 def test_a_daemon_that_hangs_is_begun_anew(node: Node) -> None:
     drop_in = "/run/systemd/system/agentd.service.d"
     node.must(f"mkdir -p {drop_in} && printf '[Service]\\nWatchdogSec=8\\n' >{drop_in}/w.conf")
@@ -306,109 +300,3 @@ def test_a_full_disk_refuses_creates_and_loses_nothing(node: Node) -> None:
     assert node.kernel("talks")["state"] == "running"
     node.must("rm /filler")
     assert node.printed("free", "echo", "again") == "again"
-
-
-def test_a_reboot_ends_kernels_of_every_runtime_and_says_so(machine: Machine, node: Node) -> None:
-    node.must("systemctl stop docker.socket docker; mkdir -p /etc/docker")
-    node.must(
-        """printf '{"live-restore": true}' >/etc/docker/daemon.json; systemctl start docker""", 300
-    )
-    node.must("mkdir -p /tmp/r/bin && cp /bin/busybox /tmp/r/bin/sleep")
-    node.must("tar -C /tmp/r -c . | docker import - tiny:1")
-    for runtime, image in (("process", None), ("docker", "tiny:1")):
-        node.configure(CONFIG.format(runtime=runtime))
-        more = {"image": image, "network": "none"} if image else {}
-        node.create(f"of-{runtime}", "sleep", "9999", **more)
-    node.configure(CONFIG.format(runtime="systemd"))
-    node.create("deaf", "sh", "-c", "trap '' TERM; while :; do sleep 1; done")
-    assert node.run("systemctl show agentd -p TasksCurrent --value").output.strip().isdecimal()
-    in_daemon = node.must("systemd-cgls -u agentd.service --no-pager")
-    assert "shim" not in in_daemon
-    machine.reboot()
-    until_ready(node)
-    for name in ("secret", "talks", "deaf", "of-process", "of-docker"):
-        kernel = node.kernel(name)
-        assert kernel["state"] == "terminated", kernel
-        if name != "of-docker":
-            assert kernel["reason"].startswith("the node restarted"), kernel
-    assert node.kernel("talks")["exit_code"] == 143
-    assert node.kernel("of-process")["exit_code"] == 143
-    assert node.kernel("deaf")["exit_code"] == 137
-    assert node.logs("talks")
-    node.remove("secret", "talks", "deaf", "of-process", "of-docker")
-
-
-def test_power_off_takes_the_stop_timeout_and_ten_seconds_at_most(
-    machine: Machine, node: Node
-) -> None:
-    for number in range(20):
-        deaf = "trap '' TERM; " if number % 4 == 0 else ""
-        node.create(f"p{number}", "sh", "-c", f"{deaf}while :; do sleep 1; done",
-                    slots={"cpu": 0, "mem": "16m"})  # fmt: skip
-    taken = machine.power_off()
-    print(f"power-off with 20 kernels of which 5 are deaf: {taken:.1f} s")
-    machine.start()
-    until_ready(node)
-    kernels = node.ask("GET", "/v1/kernels")[1]
-    assert {kernel["state"] for kernel in kernels} == {"terminated"}
-    assert {kernel["exit_code"] for kernel in kernels} == {143, 137}
-    assert all(kernel["reason"].startswith("the node restarted") for kernel in kernels)
-    assert taken < 20 + 10 * 2, "twice the ten seconds: this machine is interpreted"
-    node.remove(*(kernel["kernel_id"] for kernel in kernels))
-
-
-def test_a_power_cut_leaves_no_kernel_unaccounted_for(machine: Machine, node: Node) -> None:
-    node.create("cut", "sleep", "9999")
-    node.must("sync")
-    machine.pull_plug()
-    machine.start()
-    until_ready(node)
-    kernel = node.kernel("cut")
-    assert kernel["state"] == "terminated"
-    assert kernel["reason"].startswith("the node restarted")
-    node.remove("cut")
-
-
-def test_a_user_s_daemon_beside_the_system_s(node: Node) -> None:
-    node.must("loginctl enable-linger mallory")
-    settings = (
-        '[node]\nstate-dir = "/home/mallory/state"\nruntime = "systemd"\n'
-        '[rpc]\nsocket = "/home/mallory/a.sock"\n'
-    )
-    node.must(
-        f"printf '{settings}' >/home/mallory/agent.toml && chown mallory /home/mallory/agent.toml"
-    )
-    as_user = "runuser -u mallory -- env XDG_RUNTIME_DIR=/run/user/$(id -u mallory)"
-    node.must(
-        f"{as_user} systemd-run --user --unit agentd agentd run --config /home/mallory/agent.toml"
-    )
-    ask = f"{as_user} AGENTD_SOCKET=/home/mallory/a.sock {ASK}"
-    end = time.monotonic() + 120
-    while not node.run(f"{ask} GET /readyz").output.startswith("200"):
-        assert time.monotonic() < end, node.run("journalctl -n 40").output
-        time.sleep(0.5)
-    body = {"kernel_id": "u1", "command": ["sleep", "999"], "slots": {"cpu": 0, "mem": "16m"}}
-    made = node.must(f"{ask} POST /v1/agents/main/kernels '{json.dumps(body)}'")
-    assert made.startswith("201"), made
-    assert {"devices", "separation", "cpu", "logs"} <= set(
-        json.loads(made.partition("\n")[2])["not_enforced"]
-    )
-    assert "agentd-" in node.must(f"{as_user} systemctl --user list-units 'agentd-*u1.service'")
-    assert node.ask("GET", "/v1/kernels/u1")[0] == 404
-    node.must(f"{ask} DELETE '/v1/kernels/u1?timeout=0'")
-    node.must(f"{as_user} systemctl --user stop agentd; loginctl disable-linger mallory")
-
-
-def test_stopping_takes_both_units_and_a_purge_keeps_what_lives(node: Node) -> None:
-    node.create("stays", "sleep", "999")
-    unit = node.unit("stays")
-    node.must("apt-get purge -y agentd >/tmp/purge.log 2>&1 || dpkg --purge agentd", 300)
-    assert node.must(f"systemctl is-active {unit}").strip() == "active"
-    node.must("test -d /var/lib/agentd/units/stays && test ! -e /usr/bin/agentd")
-    node.must("dpkg -i /payload/agentd_*.deb", 300)
-    node.must(f"cat >/etc/agentd/agent.toml <<'T'\n{CONFIG.format(runtime='systemd')}\nT")
-    node.must("systemctl enable --now agentd.socket agentd.service", 300)
-    assert node.kernel("stays")["state"] == "running"
-    node.remove("stays")
-    node.must("dpkg --purge agentd", 300)
-    node.must("test ! -e /var/lib/agentd && test ! -e /etc/agentd")

@@ -84,11 +84,6 @@ class Handlers:
         """Take what makes the document that describes this API; it is made when it is asked for."""
         self._describe = openapi
 
-    def status(self) -> str:
-        """Return in one line how the node does now, for who looks at the service."""
-        warnings = self._devices.warnings
-        return rendering.status_line(self._node_id, self._state, self._devices, warnings)
-
     @property
     def streams(self) -> Streams:
         return self._streams
@@ -116,17 +111,8 @@ class Handlers:
         self._opened.set()
 
     async def until_open(self, patience_s: float) -> None:
-        """Wait for the end of the start, adoption included.
-
-        Raises:
-            NotReady: it has not come in time.
-        """
-        if not self._opened.is_set() and patience_s > 0:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(patience_s):
-                    await self._opened.wait()
-        if not self._opened.is_set():
-            raise NotReady("the daemon has not finished starting")
+        """Wait for the end of the start; NotReady if it does not come in time."""
+        await until_set(self._opened, patience_s)
 
     async def livez(self, _: web.Request) -> web.Response:
         """Tell that the process answers."""
@@ -315,3 +301,17 @@ class Handlers:
 
     def _shown(self, kernel: Kernel) -> object:
         return rendering.kernel_view(kernel, self._devices.inventory)
+
+
+async def until_set(opened: asyncio.Event, patience_s: float) -> None:
+    """Wait for the end of the start, adoption included.
+
+    Raises:
+        NotReady: it has not come in time.
+    """
+    if not opened.is_set() and patience_s > 0:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await opened.wait()
+    if not opened.is_set():
+        raise NotReady("the daemon has not finished starting")

@@ -371,9 +371,7 @@ def _planned_limits(partition: Partition, split: Split) -> dict[str, object]:
     }
 
 
-def status_line(
-    node_id: str, state: NodeState, devices: NodeDevices, warnings: tuple[str, ...]
-) -> str:
+def status_line(node_id: str, state: NodeState, devices: NodeDevices) -> str:
     """Return how a node does in one line: its kernels, its devices, its troubles."""
     living = sum(kernel.state in LIVE for kernel in state)
     ended = sum(kernel.state in ENDED for kernel in state)
@@ -381,6 +379,9 @@ def status_line(
         device for device in devices.inventory.devices if device.device_id.name not in (CPU, MEM)
     ]
     lost = [name for name, status in state.runtimes.items() if status.reason]
-    troubles = [*(f"runtime {name}: {state.runtimes[name].reason}" for name in lost), *warnings]
+    troubles = [
+        *(f"runtime {name}: {state.runtimes[name].reason}" for name in lost),
+        *devices.warnings,
+    ]
     text = f"node {node_id}: {living} kernels, {ended} ended; {len(found)} accelerators"
     return f"{text}; {len(troubles)} troubles, {troubles[0]}" if troubles else text

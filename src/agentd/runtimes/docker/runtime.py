@@ -84,12 +84,15 @@ class _Attempt:
         self.config = container_config(self.plan, self._rules, self.sources, self._engine)
 
 
+MINIMUM_BYTES = 6 * 2**20
+"""The engine refuses less (Engine 20.10, "Minimum memory limit allowed is 6MB")."""
+
+
 class DockerRuntime:
     """Runs containers; see `agentd.services.interfaces.Runtime`."""
 
     name = "docker"
-    minimum_memory_bytes = 6 * 2**20
-    """The engine refuses less (Engine 20.10, "Minimum memory limit allowed is 6MB")."""
+    minimum_memory_bytes = MINIMUM_BYTES
 
     def __init__(self, socket: Path, node_id: str, rules: DockerRules) -> None:
         self._node_id = node_id
@@ -100,7 +103,6 @@ class DockerRuntime:
         self._own = OwnEvents()
 
     def renew(self, rules: DockerRules) -> None:
-        """Have other rules from now on; kernels that are there keep theirs."""
         self._rules = rules
 
     async def close(self) -> None:
@@ -217,8 +219,8 @@ class DockerRuntime:
             raise unknown(plan, error) from error
 
     async def _delete(self, container: str, *, force: bool) -> None:
-        params = {"v": "1", "force": str(int(force))}
-        await self._engine.call("DELETE", f"/containers/{container}", params)
+        path, given = f"/containers/{container}", {"v": "1", "force": str(int(force))}
+        await self._engine.call("DELETE", path, given)
 
     def _container(self, ref: KernelRef) -> str:
         """Return how the engine is asked for a kernel's container: by id, else by name."""
@@ -226,9 +228,9 @@ class DockerRuntime:
 
     async def stop(self, ref: KernelRef, timeout_s: float | None) -> None:
         grace_s = self._rules.stop_timeout_s if timeout_s is None else timeout_s
-        path = f"/containers/{self._container(ref)}/stop"
+        path, given = f"/containers/{self._container(ref)}/stop", {"t": str(math.ceil(grace_s))}
         with translating(), absent_is_fine():
-            await self._engine.call("POST", path, {"t": str(math.ceil(grace_s))})
+            await self._engine.call("POST", path, given)
 
     async def remove(self, ref: KernelRef, *, unless_alive: bool = False) -> bool:
         container = self._container(ref)

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from agentd.core.container_options import over_ceiling
-from agentd.core.kernel import Ending, KernelRef, KernelSpec, KernelState, is_kernel_id
-from agentd.core.observation import Leftover, Listing, ObservedKernel, ObservedState
+from agentd.core.kernel import KernelRef, KernelSpec, KernelState
+from agentd.core.observation import Listing, ObservedKernel, ObservedState
 from agentd.core.plan import KernelPlan
 from agentd.core.record import MALFORMED
 from agentd.errors import (
@@ -34,11 +31,13 @@ from agentd.errors import (
 )
 from agentd.failpoints import reach
 from agentd.host.probe import numa_nodes_of
-from agentd.host.units import Manager, Unit, UnitExists, UnitRefused
+from agentd.host.units import Manager, UnitExists, UnitRefused
 from agentd.plugin_api import Features
 from agentd.runtimes.folder import names_in
-from agentd.runtimes.systemd.bundle import NODE_RESTARTED, End, Identity, UnitBundle
+from agentd.runtimes.systemd.bundle import UnitBundle
 from agentd.runtimes.systemd.journal import Source, read_lines
+from agentd.runtimes.systemd.observer import RUNTIME, TRASH, Observer, looking
+from agentd.runtimes.systemd.seen import state_of
 from agentd.runtimes.systemd.slices import Slices
 from agentd.runtimes.systemd.unit import (
     PATH,
@@ -51,20 +50,11 @@ from agentd.runtimes.systemd.unit import (
 )
 from agentd.services.interfaces import LogQuery, LogStream, Progress, Support
 
-RUNTIME = "systemd"
-TRASH = ".removed-"
-"""Prefix of the name of a folder that is being removed."""
 LOOK_S = 1.0
 """How long to wait at most before a unit is looked at again that is about to end."""
 _EXIT_CHDIR, _EXIT_EXEC = 200, 203
 """What systemd's own child exits with where it cannot change the folder, or execute
 (systemd.exec(5), "Process Exit Codes")."""
-_SEEN = (
-    "Unit.ActiveState", "Unit.SubState", "Unit.InvocationID", "LogExtraFields", "Result",
-    "ExecMainCode", "ExecMainStatus", "ExecMainStartTimestamp", "ExecMainExitTimestamp",
-)  # fmt: skip
-_CLD = {1: "exited", 2: "killed", 3: "dumped"}
-"""How a process ended, by the `CLD_` numbers of sigaction(2)."""
 
 
 class SystemdRuntime:
@@ -76,9 +66,9 @@ class SystemdRuntime:
     def __init__(self, folder: Path, node_id: str, boot_id: str, rules: SystemdRules) -> None:
         self._folder = folder
         self._node_id = node_id
-        self._boot_id = boot_id
         self._rules = rules
         self._manager = Manager(is_user=rules.is_user)
+        self._observer = Observer(folder, node_id, boot_id, self._manager)
         self._slices = Slices(self._manager)
 
     def renew(self, rules: SystemdRules) -> None:
@@ -111,7 +101,7 @@ class SystemdRuntime:
 
     async def create(self, plan: KernelPlan, progress: Progress) -> ObservedKernel:
         kernel_id = plan.spec.kernel_id
-        bundle, unit = self._bundle(kernel_id), unit_name(self._node_id, kernel_id)
+        bundle, unit = self._observer.bundle(kernel_id), unit_name(self._node_id, kernel_id)
         nodes = numa_nodes_of(plan.cpus)
         wanted = properties(plan, str(bundle.path), self._rules, nodes)
         progress(KernelState.CREATING)
@@ -184,7 +174,7 @@ class SystemdRuntime:
 
     async def _lives(self, unit: str) -> bool:
         seen = await self._manager.properties(unit, ("Unit.ActiveState", "Unit.SubState"))
-        return seen is not None and _state_of(*seen.values()) is ObservedState.RUNNING
+        return seen is not None and state_of(*seen.values()) is ObservedState.RUNNING
 
     async def _until_ended(self, unit: str) -> None:
         changes = self._manager.changes()
@@ -203,7 +193,7 @@ class SystemdRuntime:
         await self._manager.drop(unit)
         await reach("delete.after_group")
         with looking():
-            bundle = self._bundle(ref.kernel_id)
+            bundle = self._observer.bundle(ref.kernel_id)
             trash = UnitBundle(self._folder / f"{TRASH}{ref.kernel_id}")
             trash.remove()
             with suppress(FileNotFoundError):
@@ -213,127 +203,10 @@ class SystemdRuntime:
         return True
 
     async def list(self) -> Listing:
-        pattern = unit_name(self._node_id, "*")
-        units: dict[str, Unit] = {}
-        for unit in await self._manager.units(pattern):
-            kernel_id = kernel_of(self._node_id, unit.name)
-            if kernel_id is not None and is_kernel_id(kernel_id):
-                units[kernel_id] = unit
-        with looking():
-            names = names_in(self._folder)
-            kept = {name for name in names if is_kernel_id(name)}
-            found = [await self._listed(name, units.get(name)) for name in sorted(kept | {*units})]
-        kernels = tuple(item for item in found if item is not None)
-        listed = {item.kernel_id for item in kernels}
-        left = [
-            Leftover(name.removeprefix(TRASH), f"folder {name}")
-            for name in sorted(names)
-            if name.removeprefix(TRASH) not in listed
-        ]
-        return Listing(kernels, tuple(left))
-
-    async def _listed(self, kernel_id: str, unit: Unit | None) -> ObservedKernel | None:
-        bundle = self._bundle(kernel_id)
-        record, identity = self._own_record(bundle), bundle.identity()
-        if unit is None:
-            return self._gone(kernel_id, bundle)
-        if record is None or identity is None:
-            return await self.find(KernelRef(kernel_id))
-        state = _state_of(unit.active, unit.sub)
-        end = bundle.end() if state is ObservedState.EXITED else None
-        return self._observed(
-            kernel_id,
-            state,
-            record,
-            identity,
-            ending=end.ending if end else Ending(),
-            is_partial=state is ObservedState.EXITED and end is None,
-        )
+        return await self._observer.listing()
 
     async def find(self, ref: KernelRef) -> ObservedKernel | None:
-        unit = unit_name(self._node_id, ref.kernel_id)
-        bundle = self._bundle(ref.kernel_id)
-        seen = await self._manager.properties(unit, _SEEN)
-        with looking():
-            if seen is None:
-                return self._gone(ref.kernel_id, bundle)
-            state = _state_of(seen["Unit.ActiveState"], seen["Unit.SubState"])
-            record = self._own_record(bundle) or ""
-            identity = Identity(
-                bytes(seen["Unit.InvocationID"]).hex(),
-                self._boot_id,
-                seen["ExecMainStartTimestamp"] / 1e6,
-            )
-            if record and identity.started_at and bundle.identity() != identity:
-                bundle.identify(identity)
-            if state is ObservedState.EXITED:
-                bundle.finish(_end_of(seen))
-        return self._observed(
-            ref.kernel_id,
-            state,
-            record,
-            identity,
-            ending=_end_of(seen).ending if state is ObservedState.EXITED else Ending(),
-            said=_fields(seen["LogExtraFields"]),
-        )
-
-    def _gone(self, kernel_id: str, bundle: UnitBundle) -> ObservedKernel | None:
-        """Return what is known of a kernel whose unit is not there (any more)."""
-        record = self._own_record(bundle)
-        if record is None:
-            return None
-        identity, end = bundle.identity(), bundle.end()
-        if end is not None:
-            ending = end.ending
-        elif identity is None:
-            return self._observed(kernel_id, ObservedState.CREATED, record, None)
-        elif identity.boot_id != self._boot_id:
-            ending = Ending(reason=f"{NODE_RESTARTED}; its exit status is lost")
-        else:
-            ending = Ending(reason="its unit was removed; its exit status is lost")
-        return self._observed(kernel_id, ObservedState.EXITED, record, identity, ending=ending)
-
-    def _observed(
-        self,
-        kernel_id: str,
-        state: ObservedState,
-        record: str,
-        identity: Identity | None,
-        *,
-        ending: Ending | None = None,
-        said: Mapping[str, str] | None = None,
-        is_partial: bool = False,
-    ) -> ObservedKernel:
-        said = said or {}
-        return ObservedKernel(
-            kernel_id=kernel_id,
-            agent_id=said.get("AGENTD_AGENT", ""),
-            runtime=RUNTIME,
-            handle=identity.invocation_id if identity else "",
-            state=state,
-            record=record,
-            statement=said.get("AGENTD_DEVICES", ""),
-            started_at=identity.started_at if identity else None,
-            ending=ending or Ending(),
-            is_partial=is_partial,
-        )
-
-    def _bundle(self, kernel_id: str) -> UnitBundle:
-        if not is_kernel_id(kernel_id):
-            raise RuntimeFailure(f"invalid kernel id {kernel_id!r}")
-        return UnitBundle(self._folder / kernel_id)
-
-    def _own_record(self, bundle: UnitBundle) -> str | None:
-        """Return a record, empty if it cannot be read; None if it is missing, or another's."""
-        if not bundle.exists():
-            return None
-        record = bundle.record()
-        try:
-            raw = json.loads(record)
-            is_own = (raw["node_id"], raw["kernel_id"]) == (self._node_id, bundle.path.name)
-        except MALFORMED:
-            return ""
-        return record if is_own else None
+        return await self._observer.find(ref.kernel_id)
 
     async def follow(self) -> AsyncIterator[str]:
         with looking():
@@ -372,34 +245,3 @@ class SystemdRuntime:
         with suppress(*MALFORMED):
             return str(json.loads(found.record)["agent_id"])
         return found.agent_id
-
-
-def _state_of(active: str, sub: str) -> ObservedState:
-    """Return what the manager's states mean; a unit that is being stopped lives until it has."""
-    if active == "activating":
-        return ObservedState.CREATED
-    if active in ("failed", "inactive") or (active, sub) == ("active", "exited"):
-        return ObservedState.EXITED
-    return ObservedState.RUNNING
-
-
-def _end_of(seen: Mapping[str, Any]) -> End:
-    code = _CLD.get(seen["ExecMainCode"], "")
-    finished_at = seen["ExecMainExitTimestamp"] / 1e6 or time.time()
-    return End(seen["Result"], code, str(seen["ExecMainStatus"]), finished_at)
-
-
-def _fields(raw: Sequence[bytes]) -> dict[str, str]:
-    """Return the fields that PID 1 has every line of a unit carry."""
-    pairs = (bytes(item).decode(errors="replace").partition("=") for item in raw)
-    return {name: value for name, _, value in pairs}
-
-
-@contextmanager
-def looking() -> Iterator[None]:
-    """Raise `RuntimeUnavailable` if folders cannot be looked at or written."""
-    try:
-        yield
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        raise RuntimeUnavailable(f"{where}{os.strerror(error.errno or 0)}") from error

@@ -1,0 +1,169 @@
+"""What is there of a node's kernels: units, as the manager tells, and the folders beside them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from agentd.core.kernel import Ending, is_kernel_id
+from agentd.core.observation import Leftover, Listing, ObservedKernel, ObservedState
+from agentd.core.record import MALFORMED
+from agentd.errors import RuntimeFailure, RuntimeUnavailable
+from agentd.host.units import Manager, Unit
+from agentd.runtimes.folder import names_in
+from agentd.runtimes.systemd.bundle import NODE_RESTARTED, Identity, UnitBundle
+from agentd.runtimes.systemd.seen import SEEN, end_of, fields_of, state_of
+from agentd.runtimes.systemd.unit import kernel_of, unit_name
+
+RUNTIME = "systemd"
+TRASH = ".removed-"
+"""Prefix of the name of a folder that is being removed."""
+
+
+class Observer:
+    """Looks at the kernels of one node, in one boot."""
+
+    def __init__(self, folder: Path, node_id: str, boot_id: str, manager: Manager) -> None:
+        self._folder = folder
+        self._node_id = node_id
+        self._boot_id = boot_id
+        self._manager = manager
+
+    async def listing(self) -> Listing:
+        """Return every kernel, with one question for all units."""
+        pattern = unit_name(self._node_id, "*")
+        units: dict[str, Unit] = {}
+        for unit in await self._manager.units(pattern):
+            kernel_id = kernel_of(self._node_id, unit.name)
+            if kernel_id is not None and is_kernel_id(kernel_id):
+                units[kernel_id] = unit
+        with looking():
+            names = names_in(self._folder)
+            kept = {name for name in names if is_kernel_id(name)}
+            found = [await self._listed(name, units.get(name)) for name in sorted(kept | {*units})]
+        kernels = tuple(item for item in found if item is not None)
+        listed = {item.kernel_id for item in kernels}
+        left = [
+            Leftover(name.removeprefix(TRASH), f"folder {name}")
+            for name in sorted(names)
+            if name.removeprefix(TRASH) not in listed
+        ]
+        return Listing(kernels, tuple(left))
+
+    async def _listed(self, kernel_id: str, unit: Unit | None) -> ObservedKernel | None:
+        bundle = self.bundle(kernel_id)
+        record, identity = self._own_record(bundle), bundle.identity()
+        if unit is None:
+            return self._gone(kernel_id, bundle)
+        if record is None or identity is None:
+            return await self.find(kernel_id)
+        state = state_of(unit.active, unit.sub)
+        end = bundle.end() if state is ObservedState.EXITED else None
+        return self._observed(
+            kernel_id,
+            state,
+            record,
+            identity,
+            ending=end.ending if end else Ending(),
+            is_partial=state is ObservedState.EXITED and end is None,
+        )
+
+    async def find(self, kernel_id: str) -> ObservedKernel | None:
+        """Return what is there of one kernel; None if nothing is."""
+        unit = unit_name(self._node_id, kernel_id)
+        bundle = self.bundle(kernel_id)
+        seen = await self._manager.properties(unit, SEEN)
+        with looking():
+            if seen is None:
+                return self._gone(kernel_id, bundle)
+            state = state_of(seen["Unit.ActiveState"], seen["Unit.SubState"])
+            record = self._own_record(bundle) or ""
+            identity = Identity(
+                bytes(seen["Unit.InvocationID"]).hex(),
+                self._boot_id,
+                seen["ExecMainStartTimestamp"] / 1e6,
+            )
+            if record and identity.started_at and bundle.identity() != identity:
+                bundle.identify(identity)
+            if state is ObservedState.EXITED:
+                bundle.finish(end_of(seen))
+        return self._observed(
+            kernel_id,
+            state,
+            record,
+            identity,
+            ending=end_of(seen).ending if state is ObservedState.EXITED else Ending(),
+            said=fields_of(seen["LogExtraFields"]),
+        )
+
+    def _gone(self, kernel_id: str, bundle: UnitBundle) -> ObservedKernel | None:
+        """Return what is known of a kernel whose unit is not there (any more)."""
+        record = self._own_record(bundle)
+        if record is None:
+            return None
+        identity, end = bundle.identity(), bundle.end()
+        if end is not None:
+            ending = end.ending
+        elif identity is None:
+            return self._observed(kernel_id, ObservedState.CREATED, record, None)
+        elif identity.boot_id != self._boot_id:
+            ending = Ending(reason=f"{NODE_RESTARTED}; its exit status is lost")
+        else:
+            ending = Ending(reason="its unit was removed; its exit status is lost")
+        return self._observed(kernel_id, ObservedState.EXITED, record, identity, ending=ending)
+
+    def _observed(
+        self,
+        kernel_id: str,
+        state: ObservedState,
+        record: str,
+        identity: Identity | None,
+        *,
+        ending: Ending | None = None,
+        said: Mapping[str, str] | None = None,
+        is_partial: bool = False,
+    ) -> ObservedKernel:
+        said = said or {}
+        return ObservedKernel(
+            kernel_id=kernel_id,
+            agent_id=said.get("AGENTD_AGENT", ""),
+            runtime=RUNTIME,
+            handle=identity.invocation_id if identity else "",
+            state=state,
+            record=record,
+            statement=said.get("AGENTD_DEVICES", ""),
+            started_at=identity.started_at if identity else None,
+            ending=ending or Ending(),
+            is_partial=is_partial,
+        )
+
+    def bundle(self, kernel_id: str) -> UnitBundle:
+        """Return the folder of a kernel, which need not be there."""
+        if not is_kernel_id(kernel_id):
+            raise RuntimeFailure(f"invalid kernel id {kernel_id!r}")
+        return UnitBundle(self._folder / kernel_id)
+
+    def _own_record(self, bundle: UnitBundle) -> str | None:
+        """Return a record, empty if it cannot be read; None if it is missing, or another's."""
+        if not bundle.exists():
+            return None
+        record = bundle.record()
+        try:
+            raw = json.loads(record)
+            is_own = (raw["node_id"], raw["kernel_id"]) == (self._node_id, bundle.path.name)
+        except MALFORMED:
+            return ""
+        return record if is_own else None
+
+
+@contextmanager
+def looking() -> Iterator[None]:
+    """Raise `RuntimeUnavailable` if folders cannot be looked at or written."""
+    try:
+        yield
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise RuntimeUnavailable(f"{where}{os.strerror(error.errno or 0)}") from error

@@ -1,0 +1,39 @@
+"""What the manager's properties say of a kernel."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentd.core.observation import ObservedState
+from agentd.runtimes.systemd.bundle import End
+
+SEEN = (
+    "Unit.ActiveState", "Unit.SubState", "Unit.InvocationID", "LogExtraFields", "Result",
+    "ExecMainCode", "ExecMainStatus", "ExecMainStartTimestamp", "ExecMainExitTimestamp",
+)  # fmt: skip
+_CLD = {1: "exited", 2: "killed", 3: "dumped"}
+"""How a process ended, by the `CLD_` numbers of sigaction(2)."""
+
+
+def state_of(active: str, sub: str) -> ObservedState:
+    """Return what the manager's states mean; a unit that is being stopped lives until it has."""
+    if active == "activating":
+        return ObservedState.CREATED
+    if active in ("failed", "inactive") or (active, sub) == ("active", "exited"):
+        return ObservedState.EXITED
+    return ObservedState.RUNNING
+
+
+def end_of(seen: Mapping[str, Any]) -> End:
+    """Return how the manager says that a unit's process ended."""
+    code = _CLD.get(seen["ExecMainCode"], "")
+    finished_at = seen["ExecMainExitTimestamp"] / 1e6 or time.time()
+    return End(seen["Result"], code, str(seen["ExecMainStatus"]), finished_at)
+
+
+def fields_of(raw: Sequence[bytes]) -> dict[str, str]:
+    """Return the fields that PID 1 has every line of a unit carry."""
+    pairs = (bytes(item).decode(errors="replace").partition("=") for item in raw)
+    return {name: value for name, _, value in pairs}
