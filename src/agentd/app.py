@@ -45,6 +45,7 @@ from agentd.services.access import Access
 from agentd.services.devices import NodeDevices
 from agentd.services.events import EventLog
 from agentd.services.interfaces import Clock, Memory, Runtime, SavedRecord
+from agentd.services.keeping import Keeper
 from agentd.services.kernels import KernelService
 from agentd.services.planner import NodeRules, Planner
 from agentd.services.reconciler import Loops, Reconciler
@@ -207,9 +208,10 @@ class Daemon:
             log.info("daemon.ready", node_id=self._node_id, kernels=kernels)
             self._status = node.status()
             self._notifier.ready(self._status)
-            await stack.enter_async_context(_running(self._telling(node)))
+            keeper = Keeper(node.state, node.service, self._settings.node.keep_ended)
             reload = Reload(self._loaded, server, node.runtimes)
-            await stack.enter_async_context(_running(self._reloading(reload)))
+            for work in (self._telling(node), keeper.run(), self._reloading(reload)):
+                await stack.enter_async_context(_running(work))
             await self._notifier.keep_alive_until(self._stop)
             self._notifier.stopping()
             log.info("daemon.stopping")
@@ -249,9 +251,14 @@ class Daemon:
             log.warning("node.warning", warning=warning)
         check = SelfCheck(state, devices, runtimes, memory)
         access = Access(state, devices)
-        remarks = assembly.remarks(self._settings)
+        settings = self._settings
+
+        def checkup() -> list[str]:
+            return assembly.checkup(settings, {status.plugin for status in plugins.statuses()})
+
+        remarks = assembly.remarks(settings)
         parts = NodeParts(
-            state, devices, plugins, service, reconciler, check, events, access, remarks
+            state, devices, plugins, service, reconciler, check, events, access, remarks, checkup
         )
         handlers = Handlers(self._node_id, default, parts)
         loops = Loops(reconciler, state, devices, runtimes, plugins, serving)

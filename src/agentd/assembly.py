@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from agentd.config.runtimes import DockerSettings
 from agentd.config.settings import Settings
 from agentd.errors import ConfigRefused, InvalidRequest, Problem
 from agentd.host.cgroups import find_cgroups
+from agentd.host.checkup import node_remarks
 from agentd.host.probe import boot_id
 from agentd.host.systemd import has_manager, why_no_systemd
 from agentd.host.units import Manager
@@ -162,6 +163,12 @@ def _accounts(
     if problems:
         raise ConfigRefused(problems)
     return default, accounts
+
+
+def checkup(settings: Settings, plugins: Iterable[str]) -> list[str]:
+    """Return what an operator should know of this machine; `plugins` are those that are loaded."""
+    uses_docker = settings.node.runtime == "docker"
+    return node_remarks(settings.runtime.docker.socket if uses_docker else None, plugins)
 
 
 def remarks(settings: Settings) -> list[str]:

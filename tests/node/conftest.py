@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from node.machine import Machine, ready_machine
+from node.machine import Machine, ready_machine, running_machine
 
 collect_ignore_glob = [] if os.environ.get("AGENTD_TEST_NODE") else ["test_*.py"]
 """`make test-node` sets it: the machine takes minutes, and QEMU."""
@@ -62,7 +62,7 @@ class Node:
         """Return what a kernel printed."""
         status, content = self.ask("GET", f"/v1/kernels/{kernel_id}/logs{query}")
         assert status == 200, content
-        return str(content).removesuffix("\n")
+        return str(content).rstrip("\n")
 
     def printed(self, kernel_id: str, *command: str, **body: Any) -> str:
         """Run a command as a kernel to its end, and return what it printed."""
@@ -113,7 +113,13 @@ devices = ["/dev/tpu*"]
 
 @pytest.fixture(scope="session")
 def machine() -> Iterator[Machine]:
-    """A machine that has booted, with the package installed and nothing configured."""
+    """A machine that has booted, with the package installed and nothing configured.
+
+    For who works on these tests: $AGENTD_NODE_FOLDER is one that `machine.py boot` made.
+    """
+    if (running := os.environ.get("AGENTD_NODE_FOLDER")) is not None:
+        yield running_machine(Path(running))
+        return
     folder = Path(tempfile.mkdtemp(prefix="agentd-node-", dir="/var/tmp"))
     made = None
     try:

@@ -67,8 +67,8 @@ class Machine:
         """The process of the running machine."""
         with contextlib.suppress(OSError, ValueError):
             pid = int((self.folder / "qemu.pid").read_text())
-            os.kill(pid, 0)
-            return pid
+            if "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]:
+                return pid
         return None
 
     def start(self, *, memory_mib: int = 3072, append: str = "") -> None:
@@ -211,6 +211,11 @@ def ready_machine(folder: Path) -> Machine:
     return machine
 
 
+def running_machine(folder: Path) -> Machine:
+    """Return a machine that was booted before, in this folder."""
+    return Machine(folder, image(), CACHE / "payload" / "payload.img")
+
+
 def main() -> None:
     """Do what the command line says, to the machine in $AGENTD_NODE_FOLDER."""
     folder = Path(os.environ.get("AGENTD_NODE_FOLDER", CACHE / "machine"))
@@ -218,7 +223,7 @@ def main() -> None:
     if word == "boot":
         ready_machine(folder)
         return
-    machine = Machine(folder, CACHE, CACHE)
+    machine = running_machine(folder)
     if word == "off":
         machine.pull_plug()
         return

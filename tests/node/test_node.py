@@ -28,7 +28,7 @@ def test_the_package_starts_nothing_and_is_all_there(machine: Machine, node: Nod
         "inactive", "inactive",
     ]  # fmt: skip
     assert node.must("stat -c '%a %U:%G' /etc/agentd/agent.toml") == "640 root:agentd\n"
-    assert "agentd 0.2" in node.must("man agentd | head -100; agentd --version")
+    assert "version 0.2" in node.must("man agentd | head -100; agentd --version")
     assert "allowed-mounts" in node.must("man agent.toml | cat")
     assert "_agentctl_completion" in node.must(
         "cat /usr/share/bash-completion/completions/agentctl"
@@ -293,10 +293,11 @@ def test_the_journal_tells_kernels_and_troubles_apart(node: Node) -> None:
 
 
 def test_a_full_disk_refuses_creates_and_loses_nothing(node: Node) -> None:
-    node.must("dd if=/dev/zero of=/filler bs=1M status=none; true", 300)
+    node.must("fallocate -l $(df --output=avail -B1 / | tail -1) /filler")
+    node.run("dd if=/dev/zero of=/filler2 bs=64k status=none")
     body = {"kernel_id": "full", "command": ["true"], "slots": {"cpu": 0, "mem": "16m"}}
     status, content = node.ask("POST", "/v1/agents/team-a/kernels", body)
     assert status in (502, 503), content
     assert node.kernel("talks")["state"] == "running"
-    node.must("rm /filler")
+    node.must("rm /filler /filler2")
     assert node.printed("free", "echo", "again") == "again"

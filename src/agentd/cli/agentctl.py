@@ -112,7 +112,8 @@ def doctor(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passe
     node = client.node()
     rows: list[Mapping[str, Any]] = [runtimes_row(node)]
     try:
-        rows += client.node(check=True)["checks"]
+        node = client.node(check=True)
+        rows += node["checks"]
     except AgentdError as error:
         rows.append(check_row("books", "the books can be compared", str(error)))
     if as_json:

@@ -53,6 +53,9 @@ class NodeSettings(Section):
     runtime: Literal["docker", "systemd", "process"] = Field(
         default="docker", description='What runs kernels: "docker", "systemd" or "process".'
     )
+    keep_ended: Annotated[int, BeforeValidator(refuse_bool), Field(ge=0)] = Field(
+        default=1000, description="Ended kernels that are kept listed; the oldest go first."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description='The least that is logged: "debug", "info", "warning", "error".'
     )

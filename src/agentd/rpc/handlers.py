@@ -54,6 +54,7 @@ class NodeParts(NamedTuple):
     events: EventLog
     access: Access
     remarks: Sequence[str] = ()
+    checkup: Callable[[], Sequence[str]] = tuple
     """What the operator should know of the configuration."""
 
 
@@ -71,7 +72,7 @@ class Handlers:
         self._check = parts.check
         self._events = parts.events
         self._access = parts.access
-        self._remarks = parts.remarks
+        self._remarks, self._checkup = parts.remarks, parts.checkup
         self._visible = Visible(parts.state, parts.devices, parts.access)
         self._describe: Callable[[], Mapping[str, Any]] = dict
         self._opened = asyncio.Event()
@@ -138,6 +139,7 @@ class Handlers:
         if read_flag(request.query, "check"):
             self._access.require_all(caller)
             node["checks"] = rendering.check_views(await self._check.run())
+            node["warnings"] += self._checkup()
         return answer(node)
 
     def _node(self, caller: Caller) -> NodeView:

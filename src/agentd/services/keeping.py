@@ -1,0 +1,50 @@
+"""Keeping the list of ended kernels bounded: the oldest go first, with their logs."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import structlog
+
+from agentd.core.kernel import ENDED, Kernel
+from agentd.errors import AgentdError
+from agentd.services.kernels import KernelService
+from agentd.services.state import NodeState
+
+log = structlog.get_logger()
+
+
+class Keeper:
+    """Removes ended kernels beyond so many."""
+
+    def __init__(self, state: NodeState, service: KernelService, most: int) -> None:
+        self._state = state
+        self._service = service
+        self._most = most
+        self._ended = asyncio.Event()
+        self._ended.set()
+        state.listen(self._changed)
+
+    def _changed(self, _: Kernel | None, now: Kernel | None) -> None:
+        if now is not None and now.state in ENDED:
+            self._ended.set()
+
+    async def run(self) -> None:
+        """Remove what is too much whenever a kernel has ended; until cancelled."""
+        while True:
+            await self._ended.wait()
+            self._ended.clear()
+            await self.once()
+
+    async def once(self) -> None:
+        """Remove the oldest of the ended kernels, as many as there are too many.
+
+        One that cannot be removed now stays until the next kernel ends.
+        """
+        ended = [k for k in self._state if k.state in ENDED]
+        ended.sort(key=lambda kernel: kernel.ending.finished_at or kernel.created_at)
+        for kernel in ended[: max(0, len(ended) - self._most)]:
+            with suppress(AgentdError):
+                await self._service.remove(kernel.kernel_id)
+                log.info("kernel.not_kept", kernel_id=kernel.kernel_id, keep_ended=self._most)
