@@ -202,12 +202,7 @@ class Daemon:
             await stack.enter_async_context(_running(node.loops.run()))
             await self._until_listed(node)
             await reach("start.before_ready")
-            gc.freeze()  # what is there now stays: a full collection need not look at it again
-            node.handlers.open()
-            kernels = len(node.state.kernels)
-            log.info("daemon.ready", node_id=self._node_id, kernels=kernels)
-            self._status = node.status()
-            self._notifier.ready(self._status)
+            self._open(node)
             keeper = Keeper(node.state, node.service, self._settings.node.keep_ended)
             reload = Reload(self._loaded, server, node.runtimes)
             for work in (self._telling(node), keeper.run(), self._reloading(reload)):
@@ -220,6 +215,14 @@ class Daemon:
             await node.service.drain(DRAIN_TIMEOUT_S)
             await reach("shutdown.after_drain")
         log.info("daemon.stopped")
+
+    def _open(self, node: _Node) -> None:
+        """Answer all requests from now on, and say so."""
+        gc.freeze()  # what is there now stays: a full collection need not look at it again
+        node.handlers.open()
+        log.info("daemon.ready", node_id=self._node_id, kernels=len(node.state.kernels))
+        self._status = node.status()
+        self._notifier.ready(self._status)
 
     async def _assembled(self, stack: contextlib.AsyncExitStack, plugins: PluginHost) -> _Node:
         """Build the parts and bring in what is remembered; nothing is asked of a runtime yet."""
