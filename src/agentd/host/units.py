@@ -170,7 +170,7 @@ class Manager:
     async def units(self, pattern: str) -> list[Unit]:
         """Return all units whose names match a pattern."""
         (rows,) = await self._called("ListUnitsByPatterns", "asas", [[], [pattern]])
-        return [Unit(row[0], row[3], row[4]) for row in rows if row[2] == "loaded"]
+        return [Unit(row[0], row[3], row[4]) for row in rows if is_there(row[2], row[3])]
 
     async def properties(self, unit: str, names: Sequence[str]) -> Mapping[str, Any] | None:
         """Return properties of a unit as they are now; None if there is no such unit.
@@ -181,14 +181,18 @@ class Manager:
         path = _path_of(unit)
         asked = [
             self._answered(connection, path, _PROPERTIES, "Get", "ss", [*_place(name)])
-            for name in ("Unit.LoadState", *names)
+            for name in ("Unit.LoadState", "Unit.ActiveState", *names)
         ]
         try:
             answers = await asyncio.gather(*asked)
         except UnitRefused:
             return None
-        values = {name: answer[0].value for name, answer in zip(names, answers[1:], strict=True)}
-        return values if answers[0][0].value == "loaded" else None
+        load, active, *values = (answer[0].value for answer in answers)
+        return dict(zip(names, values, strict=True)) if is_there(load, active) else None
+
+    async def reload(self) -> None:
+        """Have the manager read unit files and drop-ins anew."""
+        await self._called("Reload", "", [])
 
     async def version(self) -> str:
         """Return systemd's version as it tells it, such as `252 (252.39-1)`."""
@@ -242,9 +246,10 @@ class Manager:
             unix_fds=list(descriptors),
         )
         call = asyncio.ensure_future(connection.bus.call(message))
+        call.add_done_callback(_heed)
         ends: set[asyncio.Future[Any]] = {call, connection.lost}
         await asyncio.wait(ends, timeout=CALL_S, return_when=asyncio.FIRST_COMPLETED)
-        if not call.done() or call.cancelled() or (reply := call.result()) is None:
+        if not call.done() or call.cancelled() or call.exception() or not (reply := call.result()):
             call.cancel()
             raise CallLost(f"systemd did not answer {member}")
         if reply.message_type is MessageType.ERROR:
@@ -325,9 +330,23 @@ class Manager:
             queue.put_nowait(unit)
 
 
+def _heed(call: asyncio.Future[Any]) -> None:
+    """Take note of how a call ended that nobody waits for any more."""
+    if not call.cancelled():
+        call.exception()
+
+
 def _user_bus() -> str:
     folder = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
     return os.environ.get("DBUS_SESSION_BUS_ADDRESS") or f"unix:path={folder}/bus"
+
+
+def is_there(load: str, active: str) -> bool:
+    """Tell from a unit's states whether there is one.
+
+    A unit whose file is gone, or cannot be read any more after a reload, may run all the same.
+    """
+    return load == "loaded" or active != "inactive"
 
 
 def _variants(properties: Iterable[Property]) -> list[list[Any]]:

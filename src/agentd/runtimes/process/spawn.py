@@ -190,7 +190,7 @@ def _unit_of_a_shim(order: Mapping[str, Any]) -> list[Property]:
         ("Type", "s", "exec"),
         ("ExitType", "s", "cgroup"),
         ("CollectMode", "s", "inactive-or-failed"),
-        ("ExecStartEx", "a(sasas)", [[_COMMAND[0], _COMMAND, ["no-env-expand"]]]),
+        ("ExecStart", "a(sasb)", [[_COMMAND[0], _COMMAND, False]]),
         ("Environment", "as", [f"{name}={value}" for name, value in inherited().items()]),
         ("StandardInputFileDescriptor", "h", 0),
         ("StandardOutputFileDescriptor", "h", 1),

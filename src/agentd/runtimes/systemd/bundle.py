@@ -23,12 +23,15 @@ from agentd.runtimes.folder import PrivateFolder
 RECORD, ENVIRONMENT, IDENTITY, EXIT = "record.json", "environment", "identity.json", "exit"
 NODE_RESTARTED = "the node restarted"
 
-WRITE_EXIT = (
-    'cd "$0" || exit 0; [ -e exit ] && exit 0;'
-    ' printf \'%s %s %s %s %s\\n\' "${SERVICE_RESULT:-}" "${EXIT_CODE:-}" "${EXIT_STATUS:-}"'
-    ' "$(date +%s.%N)" "$(systemctl $1 is-system-running)" >.exit && mv .exit exit'
-)
-"""A shell's program, given the folder and `--system` or `--user`: writes `exit` in one step."""
+DROP_IN = """\
+# Written by agentd: how each kernel ends is written down by systemd itself.
+[Service]
+ExecStopPost=+/bin/sh -c 'k=$${{0#{prefix}}}; cd "$$1/$${{k%%.service}}" && [ ! -e exit ] && \
+printf "%%s %%s %%s %%s %%s\\n" "$$SERVICE_RESULT" "$$EXIT_CODE" "$$EXIT_STATUS" \
+"$$(date +%%s.%%N)" "$$(systemctl {manager} is-system-running)" >.exit && mv .exit exit; true' \
+%n {folder}
+"""
+"""For all units of a node: `$$` and `%%` are systemd's for `$` and `%`, `%n` is the unit's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ class End:
         )
 
     def to_text(self) -> str:
-        """Return it as `WRITE_EXIT` writes it."""
+        """Return it as systemd writes it."""
         return f"{self.result} {self.code} {self.status} {self.finished_at:.6f} {self.manager}\n"
 
 

@@ -38,7 +38,7 @@ from agentd.runtimes.systemd.bundle import UnitBundle
 from agentd.runtimes.systemd.journal import Source, read_lines
 from agentd.runtimes.systemd.observer import RUNTIME, TRASH, Observer, looking
 from agentd.runtimes.systemd.seen import state_of
-from agentd.runtimes.systemd.slices import Slices
+from agentd.runtimes.systemd.slices import Ends, Slices
 from agentd.runtimes.systemd.unit import (
     PATH,
     SystemdRules,
@@ -70,6 +70,7 @@ class SystemdRuntime:
         self._manager = Manager(is_user=rules.is_user)
         self._observer = Observer(folder, node_id, boot_id, self._manager)
         self._slices = Slices(self._manager)
+        self._ends = Ends(self._manager, node_id, folder)
 
     def renew(self, rules: SystemdRules) -> None:
         """Have other rules from now on; kernels that are there keep theirs."""
@@ -111,6 +112,7 @@ class SystemdRuntime:
             with looking():
                 bundle.make(plan.record, {"PATH": PATH, **plan.env, **own_variables(plan)})
             await reach("create.after_record")
+            await self._ends.prepare()
             if not self._rules.is_user:
                 await self._slices.fence(plan)
             await reach("create.after_group")

@@ -1,4 +1,4 @@
-"""The slices of agents: a second fence around all kernels of each, and their journal's limits.
+"""What surrounds kernels: slices of agents, their journals' limits, a drop-in for all units.
 
 A slice may be as large as its agent's partition and what its living kernels hold, some of which
 may be of an older partition. It is set at each create, and so becomes smaller only after what made
@@ -8,11 +8,14 @@ a drop-in of their own (systemd.unit(5)) is left alone.
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
-from agentd.core.plan import KernelPlan
+from agentd.core.plan import KernelPlan, kernel_name
+from agentd.errors import RuntimeFailure
 from agentd.host.units import Manager, Property, UnitRefused
+from agentd.runtimes.systemd.bundle import DROP_IN
 from agentd.runtimes.systemd.unit import mask, namespace_name, slice_name
 
 _RUNTIME = Path("/run/systemd")
@@ -60,6 +63,48 @@ class Slices:
             texts = [_text(path) for path in found if not path.is_relative_to(_RUNTIME)]
             return {line.partition("=")[0].strip() for text in texts for line in text.splitlines()}
         return set()
+
+
+class Ends:
+    """Has systemd write down how kernels of a node end, by a drop-in for all of their units.
+
+    It is no property of theirs: `ExecStopPost=` with all rights (`+`) can be given to a transient
+    unit only as `ExecStopPostEx`, which up to version 253 is lost in a `daemon-reload`.
+    """
+
+    def __init__(self, manager: Manager, node_id: str, folder: Path) -> None:
+        self._manager = manager
+        self._node_id = node_id
+        self._folder = folder.absolute()
+        self._is_prepared = False
+
+    async def prepare(self) -> None:
+        """Have the drop-in be there, once for each boot: it takes a reload of the manager.
+
+        Raises:
+            RuntimeFailure: it cannot be written.
+        """
+        if self._is_prepared:
+            return
+        prefix = kernel_name(self._node_id, "")
+        place = _user_units() if self._manager.is_user else _RUNTIME / "system"
+        file = place / f"{prefix}.service.d" / "10-agentd.conf"
+        kind = "--user" if self._manager.is_user else "--system"
+        folder = str(self._folder).replace("%", "%%").replace("$", "$$")
+        text = DROP_IN.format(prefix=prefix, manager=kind, folder=f'"{folder}"')
+        try:
+            if _text(file) != text:
+                file.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+                file.write_text(text, encoding="utf-8")
+                await self._manager.reload()
+        except OSError as error:
+            raise RuntimeFailure(f"{file}: {error.strerror}") from error
+        self._is_prepared = True
+
+
+def _user_units() -> Path:
+    folder = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
+    return Path(folder) / "systemd" / "user"
 
 
 def _text(path: Path) -> str:

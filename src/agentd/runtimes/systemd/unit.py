@@ -15,7 +15,6 @@ from agentd.core.kernel import KernelSpec
 from agentd.core.plan import KernelPlan, kernel_name
 from agentd.errors import Problem, RuntimeFailure
 from agentd.host.units import Property
-from agentd.runtimes.systemd.bundle import WRITE_EXIT
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 TOP_SLICE = "agentd.slice"
@@ -136,15 +135,11 @@ def properties(
 
 def _lifecycle(plan: KernelPlan, folder: str, rules: SystemdRules) -> Iterator[Property]:
     spec = plan.spec
-    manager = "--user" if rules.is_user else "--system"
-    stop_post = ["/bin/sh", "-c", WRITE_EXIT, folder, manager]
     yield "Type", "s", "exec"
     yield "ExitType", "s", "cgroup"
     yield "RemainAfterExit", "b", True
     yield "CollectMode", "s", "inactive"
-    yield "ExecStartEx", "a(sasas)", [[spec.command[0], list(spec.command), ["no-env-expand"]]]
-    flags = ["no-env-expand", "privileged"]
-    yield "ExecStopPostEx", "a(sasas)", [[stop_post[0], stop_post, flags]]
+    yield "ExecStart", "a(sasb)", [[spec.command[0], unexpanded(spec.command), False]]
     yield "KillMode", "s", "control-group"
     yield "TimeoutStopUSec", "t", round(rules.stop_timeout_s * 1_000_000)
     yield "EnvironmentFiles", "a(sb)", [[f"{folder}/environment", False]]
@@ -156,6 +151,15 @@ def _lifecycle(plan: KernelPlan, folder: str, rules: SystemdRules) -> Iterator[P
         yield "LogNamespace", "s", namespace_name(spec.agent_id)
     own = own_variables(plan)
     yield "LogExtraFields", "aay", [f"{name}={value}".encode() for name, value in own.items()]
+
+
+def unexpanded(words: Iterable[str]) -> list[str]:
+    """Return the words of a command as systemd leaves them alone: a `$` is written `$$`.
+
+    Not `ExecStartEx` with `no-env-expand`: up to version 253 a transient unit that has it cannot be
+    read again after a `daemon-reload`, and its `ExecStart=` is lost.
+    """
+    return [word.replace("$", "$$") for word in words]
 
 
 def own_variables(plan: KernelPlan) -> dict[str, str]:
