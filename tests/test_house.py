@@ -2,6 +2,7 @@
 
 import ast
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -125,6 +126,11 @@ def test_a_manager_that_does_not_listen_is_no_harm(tmp_path: Path) -> None:
     Notifier({}).ready("x")
     Notifier({"NOTIFY_SOCKET": str(tmp_path / "none")}).ready("x")
     assert Notifier({"WATCHDOG_USEC": "2000000"}).watchdog_s == 2
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as deaf:
+        deaf.bind(str(tmp_path / "deaf"))
+        notifier = Notifier({"NOTIFY_SOCKET": str(tmp_path / "deaf")})
+        for number in range(1000):  # more than its queue takes
+            notifier.status(f"{number}")
     assert Notifier({"WATCHDOG_USEC": "2000000", "WATCHDOG_PID": "1"}).watchdog_s is None
 
 

@@ -8,6 +8,9 @@ import socket
 import time
 from collections.abc import Mapping
 
+PATIENCE_S = 1.0
+"""How long a manager that does not read holds up the daemon."""
+
 
 class Notifier:
     """The socket in $NOTIFY_SOCKET; does nothing if the variable is not set."""
@@ -29,8 +32,8 @@ class Notifier:
         self._send(f"RELOADING=1\nMONOTONIC_USEC={now}")
 
     def status(self, text: str) -> None:
-        """Say how it goes, in one line."""
-        self._send(f"STATUS={text}")
+        """Say how it goes, in one line; where nobody reads, it is not said."""
+        self._send(f"STATUS={text}", patience_s=0)
 
     def stopping(self) -> None:
         """Shutting down has begun."""
@@ -49,10 +52,11 @@ class Notifier:
             except TimeoutError:
                 self.alive()
 
-    def _send(self, message: str) -> None:
+    def _send(self, message: str, patience_s: float = PATIENCE_S) -> None:
         if not self._address:
             return
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+            sender.settimeout(patience_s)
             try:
                 sender.connect(self._address)
                 sender.send(message.encode())
