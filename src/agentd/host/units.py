@@ -2,6 +2,8 @@
 
 Methods, properties and signals are those of org.freedesktop.systemd1(5). One connection serves
 all calls; where it breaks every call that waits says so, and the next call makes another.
+
+Signals count only from whom the bus says is systemd: any local user may send one to a connection.
 """
 
 from __future__ import annotations
@@ -17,14 +19,15 @@ from dbus_fast import BusType, Message, MessageType, Variant
 from dbus_fast.aio import MessageBus
 
 from agentd.errors import AgentdError, RuntimeUnavailable
+from agentd.host.unit_paths import UNIT_PATH, path_of, unit_of
 
 _NAME = "org.freedesktop.systemd1"
 _PATH = "/org/freedesktop/systemd1"
-_UNIT_PATH = f"{_PATH}/unit/"
 _MANAGER, _UNIT, _SERVICE = f"{_NAME}.Manager", f"{_NAME}.Unit", f"{_NAME}.Service"
 _PROPERTIES = "org.freedesktop.DBus.Properties"
 _BUS = "org.freedesktop.DBus"
 _LOST = frozenset(f"{_BUS}.Error.{why}" for why in ("NoReply", "Timeout", "Disconnected"))
+_ABSENT = (f"{_NAME}.NoSuchUnit", f"{_BUS}.Error.UnknownObject")
 CALL_S = 30.0
 """For how long one call may take; a start is waited for apart."""
 
@@ -38,6 +41,10 @@ class UnitExists(AgentdError):
 
 class UnitRefused(AgentdError):
     """systemd does not do as asked; the message is its own."""
+
+
+class NoSuchUnit(UnitRefused):
+    """There is no unit of that name."""
 
 
 class CallLost(RuntimeUnavailable):
@@ -58,6 +65,7 @@ class _Connection:
 
     bus: MessageBus
     lost: asyncio.Future[None]
+    owner: str = ""
     changes: set[asyncio.Queue[str | None]] = field(default_factory=set)
     _jobs: dict[str, asyncio.Future[str]] = field(default_factory=dict)
     _waiting: int = 0
@@ -178,15 +186,17 @@ class Manager:
         A name is that of a property of a service, or `Unit.` and that of any unit.
         """
         connection = await self._connected()
-        path = _path_of(unit)
+        path = path_of(unit)
         asked = [
             self._answered(connection, path, _PROPERTIES, "Get", "ss", [*_place(name)])
             for name in ("Unit.LoadState", "Unit.ActiveState", *names)
         ]
         try:
             answers = await asyncio.gather(*asked)
-        except UnitRefused:
+        except NoSuchUnit:
             return None
+        except UnitRefused as error:  # which says nothing of the unit
+            raise RuntimeUnavailable(f"systemd does not tell of {unit}: {error}") from None
         load, active, *values = (answer[0].value for answer in answers)
         return dict(zip(names, values, strict=True)) if is_there(load, active) else None
 
@@ -221,10 +231,8 @@ class Manager:
     async def _called(
         self, member: str, signature: str, body: list[Any], descriptors: Sequence[int] = ()
     ) -> list[Any]:
-        connection = await self._connected()
-        return await self._answered(
-            connection, _PATH, _MANAGER, member, signature, body, descriptors
-        )
+        made = await self._connected()
+        return await self._answered(made, _PATH, _MANAGER, member, signature, body, descriptors)
 
     @staticmethod
     async def _answered(
@@ -258,7 +266,7 @@ class Manager:
                 raise CallLost(f"{member}: {text}")
             if reply.error_name == f"{_NAME}.UnitExists":
                 raise UnitExists(text)
-            raise UnitRefused(text)
+            raise NoSuchUnit(text) if reply.error_name in _ABSENT else UnitRefused(text)
         return list(reply.body)
 
     async def _connected(self) -> _Connection:
@@ -272,7 +280,8 @@ class Manager:
         try:
             address = _user_bus() if self.is_user else None
             bus = MessageBus(bus_address=address, bus_type=kind, negotiate_unix_fd=True)
-            await bus.connect()
+            async with asyncio.timeout(CALL_S):
+                await bus.connect()
         except Exception as error:  # noqa: BLE001 - the library raises whatever a socket does
             raise RuntimeUnavailable(f"systemd cannot be asked over D-Bus: {error}") from None
         connection = _Connection(bus, asyncio.get_running_loop().create_future())
@@ -283,22 +292,9 @@ class Manager:
 
         bus.add_message_handler(hear)
         self._run(self._until_lost(connection))
-        wanted = (
-            (_MANAGER, "JobRemoved", ""),
-            (_MANAGER, "UnitRemoved", ""),
-            (_PROPERTIES, "PropertiesChanged", f",path_namespace='{_UNIT_PATH[:-1]}'"),
-        )
-        for interface, member, more in wanted:
-            rule = f"type='signal',sender='{_NAME}',interface='{interface}',member='{member}'{more}"
-            message = Message(
-                destination=_BUS,
-                path="/org/freedesktop/DBus",
-                interface=_BUS,
-                member="AddMatch",
-                signature="s",
-                body=[rule],
-            )
-            await bus.call(message)
+        for rule in _RULES:
+            await _ask_bus(connection, "AddMatch", rule)
+        (connection.owner,) = await _ask_bus(connection, "GetNameOwner", _NAME)
         await self._answered(connection, _PATH, _MANAGER, "Subscribe", "", [])
         return connection
 
@@ -317,17 +313,52 @@ class Manager:
 
     @staticmethod
     def _heard(connection: _Connection, message: Message) -> None:
+        if message.sender == _BUS and message.member == "NameOwnerChanged":
+            connection.bus.disconnect()  # another systemd, which has to be listened to anew
+            return
+        if message.sender != connection.owner:
+            return
         if message.member == "JobRemoved":
             _, job, unit, result = message.body
             connection.job_ended(job, result)
         elif message.member == "UnitRemoved":
             unit = message.body[0]
-        elif (path := message.path or "").startswith(_UNIT_PATH):
-            unit = _unit_of(path)
+        elif (path := message.path or "").startswith(UNIT_PATH):
+            unit = unit_of(path)
         else:
             return
         for queue in connection.changes:
             queue.put_nowait(unit)
+
+
+_RULES = (
+    f"type='signal',sender='{_NAME}',interface='{_MANAGER}',member='JobRemoved'",
+    f"type='signal',sender='{_NAME}',interface='{_MANAGER}',member='UnitRemoved'",
+    f"type='signal',sender='{_NAME}',member='PropertiesChanged',path_namespace='{_PATH}/unit'",
+    f"type='signal',sender='{_BUS}',member='NameOwnerChanged',arg0='{_NAME}'",
+)
+"""The signals that are wanted (D-Bus Specification, "Match Rules")."""
+
+
+async def _ask_bus(connection: _Connection, member: str, argument: str) -> list[Any]:
+    """Ask the bus itself.
+
+    Raises:
+        RuntimeUnavailable: it refuses.
+    """
+    message = Message(
+        destination=_BUS,
+        path="/org/freedesktop/DBus",
+        interface=_BUS,
+        member=member,
+        signature="s",
+        body=[argument],
+    )
+    reply = await connection.bus.call(message)
+    if reply is None or reply.message_type is MessageType.ERROR:
+        why = reply.body[0] if reply is not None and reply.body else "no answer"
+        raise RuntimeUnavailable(f"the message bus refuses {member}: {why}")
+    return list(reply.body)
 
 
 def _heed(call: asyncio.Future[Any]) -> None:
@@ -356,18 +387,3 @@ def _variants(properties: Iterable[Property]) -> list[list[Any]]:
 def _place(name: str) -> tuple[str, str]:
     interface, _, member = name.rpartition(".")
     return (_UNIT if interface else _SERVICE), member
-
-
-def _path_of(unit: str) -> str:
-    """Return the path of a unit's object: what is no letter or digit is written in hexadecimal."""
-    written = "".join(
-        chr(byte) if chr(byte).isascii() and chr(byte).isalnum() else f"_{byte:02x}"
-        for byte in unit.encode()
-    )
-    return _UNIT_PATH + written
-
-
-def _unit_of(path: str) -> str:
-    first, *rest = path.removeprefix(_UNIT_PATH).split("_")
-    raw = first.encode() + b"".join(bytes.fromhex(part[:2]) + part[2:].encode() for part in rest)
-    return raw.decode(errors="replace")

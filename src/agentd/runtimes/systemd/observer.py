@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from agentd.core.kernel import Ending, is_kernel_id
@@ -87,7 +87,8 @@ class Observer:
                 seen["ExecMainStartTimestamp"] / 1e6,
             )
             if record and identity.started_at and bundle.identity() != identity:
-                bundle.identify(identity)
+                with suppress(OSError):  # a full disk; the next look tries again
+                    bundle.identify(identity)
             if state is ObservedState.EXITED:
                 bundle.finish(end_of(seen))
         return self._observed(

@@ -1,0 +1,84 @@
+"""What the systemd runtime adds to a create, against `systemd-run` itself: a pair in turn.
+
+    python benchmarks/systemd.py [--rounds 50] [--kernels 1000]
+
+On a machine whose PID 1 is systemd, as root. `own` is the runtime's create less what systemd-run
+takes to start the same command with the same properties; `listed_ms` is one list of so many kernels
+that live.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from agentd.core.allocation import Allocation
+from agentd.core.container_edits import ContainerEdits
+from agentd.core.kernel import Kernel, KernelRef, KernelSpec, KernelState
+from agentd.core.plan import KernelPlan, NodeFacts, build_plan
+from agentd.host.probe import boot_id
+from agentd.runtimes.systemd.runtime import SystemdRuntime
+from agentd.runtimes.systemd.unit import SystemdRules
+
+ALIKE = ("Type=exec", "ExitType=cgroup", "RemainAfterExit=yes", "DynamicUser=yes", "PrivateTmp=yes",
+         "DevicePolicy=closed", "MemorySwapMax=0", "TasksMax=4096", "NoNewPrivileges=yes",
+         "LogNamespace=agentd-bench", "Slice=agentd-bench.slice")  # fmt: skip
+
+
+def plan(name: str) -> KernelPlan:
+    spec = KernelSpec(name, "bench", ("sleep", "1000"), "hash")
+    kernel = Kernel(name, "bench", KernelState.PREPARING, "hash", 1.0, "systemd",
+                    allocation=Allocation(()))  # fmt: skip
+    return build_plan(spec, kernel, ContainerEdits(), NodeFacts("bench", (), frozenset()))
+
+
+def plainly(name: str) -> float:
+    properties = [f"--property={item}" for item in ALIKE]
+    begun = time.perf_counter()
+    subprocess.run(["systemd-run", "--quiet", f"--unit={name}", *properties, "sleep", "1000"],
+                   check=True)  # fmt: skip
+    return time.perf_counter() - begun
+
+
+async def measured(rounds: int, kernels: int) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        runtime = SystemdRuntime(Path(folder), "bench", boot_id(), SystemdRules())
+        await runtime.create(plan("warm"), lambda *_: None)
+        pairs = []
+        for number in range(rounds):
+            plain = await asyncio.to_thread(plainly, f"bench-{number}")
+            begun = time.perf_counter()
+            await runtime.create(plan(f"k{number}"), lambda *_: None)
+            pairs.append((plain, time.perf_counter() - begun))
+            subprocess.run(["systemctl", "stop", f"bench-{number}"], check=True)
+        for number in range(rounds, kernels):
+            await runtime.create(plan(f"k{number}"), lambda *_: None)
+        begun = time.perf_counter()
+        listed = len((await runtime.list()).kernels)
+        took = time.perf_counter() - begun
+        for kernel in (await runtime.list()).kernels:
+            await runtime.remove(KernelRef(kernel.kernel_id))
+        await runtime.close()
+    return {
+        "systemd_run_ms": statistics.median(plain for plain, _ in pairs) * 1000,
+        "create_ms": statistics.median(ours for _, ours in pairs) * 1000,
+        "own_ms": statistics.median(ours - plain for plain, ours in pairs) * 1000,
+        "listed": listed,
+        "listed_ms": took * 1000,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--kernels", type=int, default=1000)
+    given = parser.parse_args()
+    print(json.dumps(asyncio.run(measured(given.rounds, given.kernels)), indent=1))
+
+
+if __name__ == "__main__":
+    main()
