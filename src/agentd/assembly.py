@@ -13,7 +13,7 @@ from agentd.errors import ConfigRefused, InvalidRequest, Problem
 from agentd.host.cgroups import find_cgroups
 from agentd.host.checkup import node_remarks
 from agentd.host.probe import boot_id
-from agentd.host.systemd import has_manager, why_no_systemd
+from agentd.host.systemd import has_manager, lingers, why_no_systemd
 from agentd.host.units import Manager
 from agentd.runtimes.docker.config import DockerRules
 from agentd.runtimes.docker.runtime import DockerRuntime
@@ -38,7 +38,9 @@ def runtime(name: str, settings: Settings, node_id: str, bundles: Mapping[str, P
     if name == "systemd":
         return SystemdRuntime(bundles[name], node_id, boot_id(), systemd_rules(settings))
     rules = process_rules(settings)
-    manager = Manager(is_user=os.geteuid() != 0) if has_manager() else None
+    # What a user's manager runs ends when the user logs out, unless that lingers.
+    stays = os.geteuid() == 0 or lingers(os.geteuid())
+    manager = Manager(is_user=os.geteuid() != 0) if stays and has_manager() else None
     return ProcessRuntime(bundles[name], node_id, boot_id(), rules, find_cgroups(), manager)
 
 

@@ -98,11 +98,14 @@ class Journal:
     def __init__(self, path: str = _JOURNAL) -> None:
         self._path = path
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        self._socket.setblocking(False)  # noqa: FBT003 - the library's
 
     def msg(self, fields: Mapping[str, str]) -> None:
         """Send one entry; where that cannot be, its message goes to stderr."""
         try:
             self._socket.sendto(serialized(fields), self._path)
+        except BlockingIOError:
+            return  # journald does not read: the daemon does not wait for it
         except OSError:
             print(fields["MESSAGE"], file=sys.stderr, flush=True)  # noqa: T201 - the log of last resort
 

@@ -6,6 +6,7 @@ log's level. Everything else is named in the log, and waits for a restart.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -116,7 +117,9 @@ def ask(settings: Settings, environ: Mapping[str, str]) -> list[str]:
     pid = environ.get("MAINPID") or _holder(folder)
     before = outcome(folder)
     try:
-        os.kill(int(pid), signal.SIGHUP)
+        if (number := int(pid)) <= 1:
+            raise ValueError
+        os.kill(number, signal.SIGHUP)
     except (ValueError, OSError):
         raise StartRefused(f"no daemon of the state folder {folder} runs") from None
     end = time.monotonic() + _PATIENCE_S
@@ -132,6 +135,11 @@ def ask(settings: Settings, environ: Mapping[str, str]) -> list[str]:
 def _holder(folder: Path) -> str:
     """Return the process that holds the lock of a state folder, as it wrote it."""
     try:
-        return (folder / "lock").read_text(encoding="ascii").strip()
+        with (folder / "lock").open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:  # held: the number in it is its holder's
+                return file.read(32).decode(errors="replace").strip()
     except OSError as error:
         raise StartRefused(f"{folder / 'lock'}: {error.strerror}") from None
+    raise StartRefused(f"no daemon of the state folder {folder} runs")

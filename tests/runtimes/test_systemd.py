@@ -4,6 +4,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,17 @@ from agentd.core.observation import ObservedState
 from agentd.core.plan import KernelPlan, NodeFacts, build_plan, fence_of
 from agentd.errors import RuntimeFailure
 from agentd.host.systemd import version_of, why_no_systemd
-from agentd.host.unit_paths import path_of, unit_of
-from agentd.host.units import is_there
-from agentd.runtimes.systemd.bundle import DROP_IN, End, Identity, UnitBundle, quoted
+from agentd.host.unit_paths import UNIT_PATH, is_there, unit_of
+from agentd.runtimes.systemd.bundle import (
+    DROP_IN,
+    End,
+    Identity,
+    UnitBundle,
+    quoted,
+    static_busybox,
+)
 from agentd.runtimes.systemd.journal import Source
-from agentd.runtimes.systemd.seen import end_of, state_of
+from agentd.runtimes.systemd.seen import end_of, is_populated, state_of
 from agentd.runtimes.systemd.unit import (
     SystemdRules,
     kernel_of,
@@ -55,10 +62,9 @@ def test_names_lead_back_to_kernels() -> None:
     assert slice_name("team-a") == r"agentd-team\x2da.slice"
 
 
-@given(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,40}", fullmatch=True))
-def test_a_path_leads_back_to_its_unit(kernel_id: str) -> None:
-    unit = unit_name("n", kernel_id)
-    assert unit_of(path_of(unit)) == unit
+def test_a_path_leads_back_to_its_unit() -> None:
+    path = f"{UNIT_PATH}agentd_2d0a1b_2dk_2d1_2ex_2eservice"
+    assert unit_of(path) == "agentd-0a1b-k-1.x.service"
 
 
 @given(st.sets(st.integers(0, 300)))
@@ -73,7 +79,9 @@ def test_a_mask_has_a_bit_for_each_number(numbers: set[int]) -> None:
      ("failed", "failed", ObservedState.EXITED), ("activating", "start", ObservedState.CREATED),
      ("deactivating", "stop-sigterm", ObservedState.RUNNING),
      ("deactivating", "stop-post", ObservedState.RUNNING),
-     ("reloading", "reload", ObservedState.RUNNING), ("inactive", "dead", ObservedState.EXITED)],
+     ("reloading", "reload", ObservedState.RUNNING),
+     ("activating", "auto-restart", ObservedState.RUNNING),
+     ("inactive", "dead", ObservedState.EXITED)],
 )  # fmt: skip
 def test_what_states_of_a_unit_mean(active: str, sub: str, state: ObservedState) -> None:
     assert state_of(active, sub) is state
@@ -101,22 +109,31 @@ def test_how_a_unit_ended(code, status, result, exit_code, oom) -> None:
     assert (ending.exit_code, ending.oom_killed, ending.finished_at) == (exit_code, oom, 2.0)
 
 
-def run_drop_in(folder: Path, **environ: str) -> None:
-    """Do what systemd does with the drop-in's command (systemd.service(5), "Command Lines")."""
-    text = DROP_IN.format(prefix="agentd-x-", manager="--system", folder=f'"{folder}"')
-    line = (
-        text.partition("ExecStopPost=+")[2]
-        .replace("\\\n", " ")
-        .replace("%n", "agentd-x-k1.service")
+def run_drop_in(folder: Path, state: str, **environ: str) -> None:
+    """Do what systemd does with the drop-in's command (systemd.service(5), "Command Lines").
+
+    The kernel's variables are hostile: programs of its own, and a library for every loader.
+    """
+    busybox = static_busybox()
+    assert busybox is not None, "install busybox-static"
+    evil = folder / "evil"
+    evil.mkdir(exist_ok=True)
+    for name in ("date", "mv", "systemctl", "timeout", "env", "printf"):
+        (evil / name).write_text(f"#!/bin/sh\ntouch {folder}/taken\n")
+        (evil / name).chmod(0o755)
+    text = DROP_IN.format(
+        prefix="agentd-x-", manager="--system", folder=f'"{folder}"', busybox=busybox
     )
+    line = text.partition("ExecStopPost=+")[2].replace("\\\n", " ")
+    line = line.replace("%n", "agentd-x-k1.service")
+    line = line.replace("systemctl --system is-system-running", f"echo {state}")
     words = [word.replace("%%", "%").replace("$$", "$") for word in shlex.split(line)]
     words[2] = words[2].replace("\\\\n", "\\n")
-    fake = folder / "bin"
-    fake.mkdir(exist_ok=True)
-    (fake / "systemctl").write_text("#!/bin/sh\necho $STATE\n")
-    (fake / "systemctl").chmod(0o755)
-    path = f"{fake}:{os.environ['PATH']}"
-    subprocess.run(words, env={**environ, "PATH": path}, check=True)
+    hostile = {"PATH": str(evil), "LD_PRELOAD": str(evil / "x.so"), "ENV": str(evil / "date"),
+               "BASH_ENV": str(evil / "date"), "IFS": "e"}  # fmt: skip
+    done = subprocess.run(words, env={**hostile, **environ}, capture_output=True, check=True)
+    assert done.stderr == b"", "a loader complains of a library that is not there"
+    assert not (folder / "taken").exists()
 
 
 @pytest.mark.parametrize(
@@ -130,19 +147,35 @@ def test_systemd_itself_writes_how_a_kernel_ended(
 ) -> None:
     bundle = UnitBundle(tmp_path / "k1")
     bundle.make("{}", {})
-    given_ = {"SERVICE_RESULT": "signal", "EXIT_CODE": code, "EXIT_STATUS": status, "STATE": state}
-    run_drop_in(tmp_path, **given_)
+    given_ = {"SERVICE_RESULT": "signal", "EXIT_CODE": code, "EXIT_STATUS": status}
+    run_drop_in(tmp_path, state, **given_)
     end = bundle.end()
     assert end is not None
     assert (end.ending.exit_code, end.ending.reason) == (exit_code, reason)
     assert end.finished_at > 1_700_000_000
-    run_drop_in(tmp_path, **{**given_, "EXIT_STATUS": "1"})
+    run_drop_in(tmp_path, state, **{**given_, "EXIT_STATUS": "1"})
     assert bundle.end() == end, "what is written stays"
 
 
 def test_a_unit_that_is_no_kernel_s_is_left_alone(tmp_path: Path) -> None:
-    run_drop_in(tmp_path, SERVICE_RESULT="success", STATE="running")
-    assert {path.name for path in tmp_path.iterdir()} == {"bin"}
+    with pytest.raises(AssertionError, match="loader"):  # `cd` says that there is no such folder
+        run_drop_in(tmp_path, "running", SERVICE_RESULT="success")
+    assert {path.name for path in tmp_path.iterdir()} == {"evil"}
+
+
+def test_a_program_with_a_loader_is_not_static(tmp_path: Path) -> None:
+    assert static_busybox([sys.executable, "/etc/passwd", str(tmp_path / "none")]) is None
+
+
+def test_a_cgroup_with_processes_lives_whatever_its_unit_says(tmp_path: Path) -> None:
+    group = tmp_path / "agentd.slice/k1.service"
+    assert not is_populated("/agentd.slice/k1.service", tmp_path)
+    group.mkdir(parents=True)
+    (group / "cgroup.events").write_text("populated 1\nfrozen 0\n")
+    assert is_populated("/agentd.slice/k1.service", tmp_path)
+    (group / "cgroup.events").write_text("populated 0\nfrozen 0\n")
+    assert not is_populated("/agentd.slice/k1.service", tmp_path)
+    assert not is_populated("", tmp_path)
 
 
 def test_a_bundle_keeps_what_it_was_given(tmp_path: Path) -> None:
@@ -209,7 +242,8 @@ def test_a_user_s_unit_has_only_what_a_user_s_manager_can_do() -> None:
     ("spec", "where"),
     [({"command": ()}, "command"), ({"command": ("./x",)}, "command.0"),
      ({"command": ("x", "a\0b")}, "command.1"), ({"env": {"A-B": "1"}}, "env.A-B"),
-     ({"env": {"A": "\r"}}, "env.A"), ({"user": "root"}, "user"),
+     ({"env": {"A": "\r"}}, "env.A"), ({"env": {"EXIT_STATUS": "0"}}, "env.EXIT_STATUS"),
+     ({"user": "root"}, "user"),
      ({"container": ContainerOptions(pids_limit=5000)}, "pids_limit"),
      ({"container": ContainerOptions(network="host")}, "network")],
 )  # fmt: skip

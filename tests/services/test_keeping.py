@@ -18,7 +18,8 @@ async def test_the_oldest_ended_kernels_go_first_and_living_ones_never() -> None
     state = NodeState(["any"], EventLog())
     removed: list[str] = []
 
-    async def remove(kernel_id: str) -> None:
+    async def remove(kernel_id: str, *, only: Kernel) -> None:
+        assert state.kernels[kernel_id] is only
         if kernel_id == "stuck":
             raise RuntimeUnavailable("the engine is down")
         removed.append(kernel_id)

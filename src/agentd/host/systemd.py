@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import re
 import subprocess
 from collections.abc import Iterator
@@ -21,6 +22,15 @@ def is_booted(root: Path = Path("/")) -> bool:
 def has_manager(root: Path = Path("/")) -> bool:
     """Tell whether a manager of this user can be asked for units."""
     return is_booted(root) and _bus(root).exists()
+
+
+def lingers(uid: int, root: Path = Path("/")) -> bool:
+    """Tell whether a user's manager stays after the user has logged out (loginctl(1))."""
+    try:
+        name = pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return False
+    return (root / "var/lib/systemd/linger" / name).exists()
 
 
 def why_no_systemd(root: Path = Path("/")) -> list[str]:

@@ -1,17 +1,8 @@
-"""The paths of systemd's units on D-Bus: all but letters and digits of a name is encoded."""
+"""Units as D-Bus shows them: their paths, and whether there is one."""
 
 from __future__ import annotations
 
 UNIT_PATH = "/org/freedesktop/systemd1/unit/"
-
-
-def path_of(unit: str) -> str:
-    """Return the path of a unit's object: what is no letter or digit is written in hexadecimal."""
-    written = "".join(
-        chr(byte) if chr(byte).isascii() and chr(byte).isalnum() else f"_{byte:02x}"
-        for byte in unit.encode()
-    )
-    return UNIT_PATH + written
 
 
 def unit_of(path: str) -> str:
@@ -19,3 +10,11 @@ def unit_of(path: str) -> str:
     first, *rest = path.removeprefix(UNIT_PATH).split("_")
     raw = first.encode() + b"".join(bytes.fromhex(part[:2]) + part[2:].encode() for part in rest)
     return raw.decode(errors="replace")
+
+
+def is_there(load: str, active: str) -> bool:
+    """Tell from a unit's states whether there is one.
+
+    A unit whose file is gone, or cannot be read any more after a reload, may run all the same.
+    """
+    return load == "loaded" or active != "inactive"

@@ -19,7 +19,7 @@ from dbus_fast import BusType, Message, MessageType, Variant
 from dbus_fast.aio import MessageBus
 
 from agentd.errors import AgentdError, RuntimeUnavailable
-from agentd.host.unit_paths import UNIT_PATH, path_of, unit_of
+from agentd.host.unit_paths import UNIT_PATH, is_there, unit_of
 
 _NAME = "org.freedesktop.systemd1"
 _PATH = "/org/freedesktop/systemd1"
@@ -28,6 +28,8 @@ _PROPERTIES = "org.freedesktop.DBus.Properties"
 _BUS = "org.freedesktop.DBus"
 _LOST = frozenset(f"{_BUS}.Error.{why}" for why in ("NoReply", "Timeout", "Disconnected"))
 _ABSENT = (f"{_NAME}.NoSuchUnit", f"{_BUS}.Error.UnknownObject")
+AT_ONCE = 64
+"""Calls that wait for an answer; a system's bus allows 128 for each connection."""
 CALL_S = 30.0
 """For how long one call may take; a start is waited for apart."""
 
@@ -66,6 +68,7 @@ class _Connection:
     bus: MessageBus
     lost: asyncio.Future[None]
     owner: str = ""
+    places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
     changes: set[asyncio.Queue[str | None]] = field(default_factory=set)
     _jobs: dict[str, asyncio.Future[str]] = field(default_factory=dict)
     _waiting: int = 0
@@ -180,18 +183,22 @@ class Manager:
         (rows,) = await self._called("ListUnitsByPatterns", "asas", [[], [pattern]])
         return [Unit(row[0], row[3], row[4]) for row in rows if is_there(row[2], row[3])]
 
-    async def properties(self, unit: str, names: Sequence[str]) -> Mapping[str, Any] | None:
+    async def properties(
+        self, unit: str, names: Sequence[str], *, loading: bool = False
+    ) -> Mapping[str, Any] | None:
         """Return properties of a unit as they are now; None if there is no such unit.
 
-        A name is that of a property of a service, or `Unit.` and that of any unit.
+        A name is that of a property of a service, or `Unit.` and that of any unit. With `loading`
+        one that nobody uses is read from its files.
         """
-        connection = await self._connected()
-        path = path_of(unit)
-        asked = [
-            self._answered(connection, path, _PROPERTIES, "Get", "ss", [*_place(name)])
-            for name in ("Unit.LoadState", "Unit.ActiveState", *names)
-        ]
         try:
+            # A question to the path of a unit that is not there would have it made, and dropped.
+            (path,) = await self._called("LoadUnit" if loading else "GetUnit", "s", [unit])
+            connection = await self._connected()
+            asked = [
+                self._answered(connection, path, _PROPERTIES, "Get", "ss", [*_place(name)])
+                for name in ("Unit.LoadState", "Unit.ActiveState", *names)
+            ]
             answers = await asyncio.gather(*asked)
         except NoSuchUnit:
             return None
@@ -253,10 +260,11 @@ class Manager:
             body=body,
             unix_fds=list(descriptors),
         )
-        call = asyncio.ensure_future(connection.bus.call(message))
-        call.add_done_callback(_heed)
-        ends: set[asyncio.Future[Any]] = {call, connection.lost}
-        await asyncio.wait(ends, timeout=CALL_S, return_when=asyncio.FIRST_COMPLETED)
+        async with connection.places:
+            call = asyncio.ensure_future(connection.bus.call(message))
+            call.add_done_callback(_heed)
+            ends: set[asyncio.Future[Any]] = {call, connection.lost}
+            await asyncio.wait(ends, timeout=CALL_S, return_when=asyncio.FIRST_COMPLETED)
         if not call.done() or call.cancelled() or call.exception() or not (reply := call.result()):
             call.cancel()
             raise CallLost(f"systemd did not answer {member}")
@@ -292,10 +300,17 @@ class Manager:
 
         bus.add_message_handler(hear)
         self._run(self._until_lost(connection))
-        for rule in _RULES:
-            await _ask_bus(connection, "AddMatch", rule)
-        (connection.owner,) = await _ask_bus(connection, "GetNameOwner", _NAME)
-        await self._answered(connection, _PATH, _MANAGER, "Subscribe", "", [])
+        try:
+            async with asyncio.timeout(CALL_S):
+                for rule in _RULES:
+                    await _ask_bus(connection, "AddMatch", rule)
+                (connection.owner,) = await _ask_bus(connection, "GetNameOwner", _NAME)
+                await self._answered(connection, _PATH, _MANAGER, "Subscribe", "", [])
+        except BaseException as error:
+            bus.disconnect()
+            if isinstance(error, (UnitRefused, TimeoutError)):
+                raise RuntimeUnavailable(f"systemd cannot be listened to: {error}") from None
+            raise
         return connection
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
@@ -370,14 +385,6 @@ def _heed(call: asyncio.Future[Any]) -> None:
 def _user_bus() -> str:
     folder = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
     return os.environ.get("DBUS_SESSION_BUS_ADDRESS") or f"unix:path={folder}/bus"
-
-
-def is_there(load: str, active: str) -> bool:
-    """Tell from a unit's states whether there is one.
-
-    A unit whose file is gone, or cannot be read any more after a reload, may run all the same.
-    """
-    return load == "loaded" or active != "inactive"
 
 
 def _variants(properties: Iterable[Property]) -> list[list[Any]]:

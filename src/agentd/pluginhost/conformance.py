@@ -38,11 +38,7 @@ from agentd.services.interfaces import PluginListing
 _T = TypeVar("_T")
 MEASURES = "it measures"
 """The check of a plugin that measures its devices."""
-_ENGINES = (
-    Features("process"),
-    Features("systemd"),
-    Features("docker", device_requests=True),
-)
+_ENGINES = (Features("process"), Features("docker", device_requests=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,10 @@ class Keeper:
         while True:
             await self._ended.wait()
             self._ended.clear()
-            await self.once()
+            try:
+                await self.once()
+            except Exception:
+                log.exception("keeper.failed")
 
     async def once(self) -> None:
         """Remove the oldest of the ended kernels, as many as there are too many.
@@ -46,5 +49,5 @@ class Keeper:
         ended.sort(key=lambda kernel: kernel.ending.finished_at or kernel.created_at)
         for kernel in ended[: max(0, len(ended) - self._most)]:
             with suppress(AgentdError):
-                await self._service.remove(kernel.kernel_id)
+                await self._service.remove(kernel.kernel_id, only=kernel)
                 log.info("kernel.not_kept", kernel_id=kernel.kernel_id, keep_ended=self._most)

@@ -230,14 +230,20 @@ class KernelService:
         self._state.put(now)
         log.info("kernel.stopped", kernel_id=kernel.kernel_id, exit_code=now.ending.exit_code)
 
-    async def remove(self, kernel_id: str, timeout_s: float | None = None) -> None:
+    async def remove(
+        self, kernel_id: str, timeout_s: float | None = None, *, only: Kernel | None = None
+    ) -> None:
         """Stop a kernel if need be, and remove all that is left of it.
+
+        With `only`, an ended one, nothing else of that id is touched.
 
         Raises:
             UnknownKernel: there is no such kernel.
             KernelConflict: it is not known yet whether its create left anything.
             RuntimeUnavailable: the runtime cannot be asked; the kernel stays listed.
         """
+        if only is not None and self._state.kernels.get(kernel_id) is not only:
+            return
         if task := self._starting.get(kernel_id):
             _cancel_once(task)
             await asyncio.wait([task])
@@ -248,6 +254,8 @@ class KernelService:
         await self._overtake(kernel_id, timeout_s)
         async with self._state.lock(kernel_id):
             kernel = self._state.get(kernel_id)
+            if only is not None and kernel is not only:
+                return
             if kernel.state in LIVE:
                 await self._stop(kernel, timeout_s)
             await reach("delete.before_runtime")

@@ -106,7 +106,9 @@ def received() -> dict[str, Any]:
     with socket.socket(fileno=os.dup(0)) as order:
         data, descriptors, _, _ = socket.recv_fds(order, CHUNK, 1)
         while not data.endswith(b"\n"):
-            data += order.recv(CHUNK)
+            if not (more := order.recv(CHUNK)):
+                os._exit(1)  # whoever asked is gone
+            data += more
     return {**json.loads(data), "lock": descriptors[0]}
 
 
@@ -165,7 +167,7 @@ class Stop:
         cls.asked_at = cls.asked_at or time.monotonic()
 
     def __init__(self, order: dict[str, Any], leader: int) -> None:
-        self._order, self._leader = order, leader
+        self._order, self.leader = order, leader
         self._is_told = False
 
     def look(self) -> int | None:
@@ -181,18 +183,20 @@ class Stop:
         return max(50, int(left * 1000))
 
     def _send(self, number: int) -> None:
-        for path in self._order["cgroup_procs"][:1]:
-            with open(path) as file:
-                pids = [int(line) for line in file]
-            for pid in pids:
-                try:
-                    os.kill(pid, number)
-                except ProcessLookupError:
-                    pass
+        pids = []
         try:
-            os.killpg(self._leader, number)
-        except ProcessLookupError:
+            for path in self._order["cgroup_procs"][:1]:
+                with open(path) as file:
+                    pids = [int(line) for line in file]
+        except OSError:
             pass
+        if self.leader:  # not reaped yet, so nobody else has its number
+            pids.append(-self.leader)
+        for pid in pids:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                pass
 
 
 def child_signals() -> int:
@@ -286,7 +290,7 @@ def stay(
         try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == leader:
-                    status = ended[1]
+                    status, stop.leader = ended[1], 0
         except ChildProcessError:
             break
     left = PIPE_BYTES

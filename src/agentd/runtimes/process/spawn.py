@@ -8,6 +8,7 @@ import grp
 import json
 import os
 import pwd
+import select
 import socket
 import subprocess
 import sys
@@ -175,9 +176,14 @@ async def spawn_unit(
         told = json.dumps(order).encode() + b"\n"
 
         def ask() -> bytes:
-            socket.send_fds(ours, [told[:1]], [lock])
-            ours.sendall(told[1:])
-            return answer.readline()
+            try:
+                ours.settimeout(SPAWN_TIMEOUT_S)
+                socket.send_fds(ours, [told[:1]], [lock])
+                ours.sendall(told[1:])
+                is_told = select.select([answer], [], [], SPAWN_TIMEOUT_S)[0]
+            except OSError:
+                return b""
+            return answer.readline() if is_told else b""
 
         return _answer(await asyncio.to_thread(ask))
 

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Mapping
+import struct
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from agentd.core.kernel import Ending
 from agentd.core.record import MALFORMED, parse_time
@@ -24,14 +26,35 @@ RECORD, ENVIRONMENT, IDENTITY, EXIT = "record.json", "environment", "identity.js
 NODE_RESTARTED = "the node restarted"
 
 DROP_IN = """\
-# Written by agentd: how each kernel ends is written down by systemd itself.
+# Written by agentd: how each kernel ends is written down by systemd itself. It runs with all rights
+# and with the kernel's variables (LD_PRELOAD, PATH), so only what is static may look at them.
 [Service]
-ExecStopPost=+/bin/sh -c 'k=$${{0#{prefix}}}; cd "$$1/$${{k%%.service}}" && [ ! -e exit ] && \
-printf "%%s %%s %%s %%s %%s\\n" "$$SERVICE_RESULT" "$$EXIT_CODE" "$$EXIT_STATUS" \
-"$$(date +%%s.%%N)" "$$(systemctl {manager} is-system-running)" >.exit && mv .exit exit; true' \
+ExecStopPost=+{busybox} sh -c 'export PATH=/usr/sbin:/usr/bin:/sbin:/bin; b={busybox}; \
+k=$${{0#{prefix}}}; cd "$$1/$${{k%%.service}}" || exit 0; \
+m=$$($$b env -i PATH=/usr/bin:/bin $$b timeout 5 systemctl {manager} is-system-running); \
+[ -e exit ] || {{ printf "%%s %%s %%s %%s %%s\\n" "$$SERVICE_RESULT" \
+"$$EXIT_CODE" "$$EXIT_STATUS" "$$($$b date +%%s)" "$$m" >.exit && $$b mv .exit exit; }}; true' \
 %n {folder}
 """
 """For all units of a node: `$$` and `%%` are systemd's for `$` and `%`, `%n` is the unit's name."""
+RESERVED = ("SERVICE_RESULT", "EXIT_CODE", "EXIT_STATUS")
+"""Variables by which systemd tells how a unit ended; no request may set them."""
+_PT_INTERP, _PHOFF_AT, _PHSIZE_AT = 3, 32, 54
+
+
+def static_busybox(places: Sequence[str] = ("/bin/busybox", "/usr/bin/busybox")) -> str | None:
+    """Return a BusyBox that no loader has a say in, whatever its variables are (elf(5))."""
+    for place in places:
+        with suppress(OSError, struct.error, IndexError):
+            raw = Path(place).read_bytes()
+            if raw[:5] != b"\x7fELF\x02":
+                continue
+            (at,) = struct.unpack_from("<Q", raw, _PHOFF_AT)
+            size, count = struct.unpack_from("<HH", raw, _PHSIZE_AT)
+            kinds = [struct.unpack_from("<I", raw, at + n * size)[0] for n in range(count)]
+            if _PT_INTERP not in kinds:
+                return place
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,10 @@ async def _entries(
 def _printed(entry: dict[str, object], query: LogQuery) -> bytes:
     """Return a line as it was printed, with its time before it where that is asked for."""
     message = entry.get("MESSAGE")
-    text = bytes(message) if isinstance(message, list) else str(message or "").encode()
+    text = str(message or "").encode()
+    if isinstance(message, list):  # bytes that are no text, or several fields of that name
+        is_raw = all(isinstance(item, int) for item in message)
+        text = bytes(message) if is_raw else " ".join(map(str, message)).encode()
     if not query.timestamps:
         return text + b"\n"
     when = datetime.fromtimestamp(int(str(entry["__REALTIME_TIMESTAMP"])) / 1e6, UTC)
@@ -133,5 +136,10 @@ async def _synced(source: Source) -> None:
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
         )
-        async with asyncio.timeout(SYNC_S):
-            await process.wait()
+        try:
+            async with asyncio.timeout(SYNC_S):
+                await process.wait()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()

@@ -61,15 +61,11 @@ class Observer:
         if record is None or identity is None:
             return await self.find(kernel_id)
         state = state_of(unit.active, unit.sub)
-        end = bundle.end() if state is ObservedState.EXITED else None
-        return self._observed(
-            kernel_id,
-            state,
-            record,
-            identity,
-            ending=end.ending if end else Ending(),
-            is_partial=state is ObservedState.EXITED and end is None,
-        )
+        if state is not ObservedState.EXITED:
+            return self._observed(kernel_id, state, record, identity)
+        if (end := bundle.end()) is None:  # nobody has looked whether its processes are gone
+            return await self.find(kernel_id)
+        return self._observed(kernel_id, state, record, identity, ending=end.ending)
 
     async def find(self, kernel_id: str) -> ObservedKernel | None:
         """Return what is there of one kernel; None if nothing is."""
@@ -79,7 +75,7 @@ class Observer:
         with looking():
             if seen is None:
                 return self._gone(kernel_id, bundle)
-            state = state_of(seen["Unit.ActiveState"], seen["Unit.SubState"])
+            state = state_of(seen["Unit.ActiveState"], seen["Unit.SubState"], seen["ControlGroup"])
             record = self._own_record(bundle) or ""
             identity = Identity(
                 bytes(seen["Unit.InvocationID"]).hex(),
@@ -125,7 +121,6 @@ class Observer:
         *,
         ending: Ending | None = None,
         said: Mapping[str, str] | None = None,
-        is_partial: bool = False,
     ) -> ObservedKernel:
         said = said or {}
         return ObservedKernel(
@@ -138,7 +133,6 @@ class Observer:
             statement=said.get("AGENTD_DEVICES", ""),
             started_at=identity.started_at if identity else None,
             ending=ending or Ending(),
-            is_partial=is_partial,
         )
 
     def bundle(self, kernel_id: str) -> UnitBundle:

@@ -175,7 +175,8 @@ class SystemdRuntime:
                     await self._until_ended(unit)
 
     async def _lives(self, unit: str) -> bool:
-        seen = await self._manager.properties(unit, ("Unit.ActiveState", "Unit.SubState"))
+        asked = ("Unit.ActiveState", "Unit.SubState", "ControlGroup")
+        seen = await self._manager.properties(unit, asked)
         return seen is not None and state_of(*seen.values()) is ObservedState.RUNNING
 
     async def _until_ended(self, unit: str) -> None:

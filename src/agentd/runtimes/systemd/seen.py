@@ -4,23 +4,43 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from agentd.core.observation import ObservedState
 from agentd.runtimes.systemd.bundle import End
 
 SEEN = (
-    "Unit.ActiveState", "Unit.SubState", "Unit.InvocationID", "LogExtraFields", "Result",
-    "ExecMainCode", "ExecMainStatus", "ExecMainStartTimestamp", "ExecMainExitTimestamp",
+    "Unit.ActiveState", "Unit.SubState", "Unit.InvocationID", "ControlGroup", "LogExtraFields",
+    "Result", "ExecMainCode", "ExecMainStatus", "ExecMainStartTimestamp", "ExecMainExitTimestamp",
 )  # fmt: skip
 _CLD = {1: "exited", 2: "killed", 3: "dumped"}
 """How a process ended, by the `CLD_` numbers of sigaction(2)."""
 
 
-def state_of(active: str, sub: str) -> ObservedState:
+def is_populated(control_group: str, root: Path = Path("/sys/fs/cgroup")) -> bool:
+    """Tell whether there are processes in a unit's cgroup, or below it (cgroups(7)).
+
+    What is stuck in the kernel survives even systemd's last SIGKILL: the unit is `failed` then,
+    and its devices are still open.
+    """
+    if not control_group:
+        return False
+    try:
+        text = (root / control_group.lstrip("/") / "cgroup.events").read_text(encoding="ascii")
+    except FileNotFoundError:
+        return False
+    return "populated 1" in text.splitlines()
+
+
+def state_of(active: str, sub: str, control_group: str = "") -> ObservedState:
     """Return what the manager's states mean; a unit that is being stopped lives until it has."""
+    if sub.startswith("auto-restart"):
+        return ObservedState.RUNNING
     if active == "activating":
         return ObservedState.CREATED
+    if is_populated(control_group):
+        return ObservedState.RUNNING
     if active in ("failed", "inactive") or (active, sub) == ("active", "exited"):
         return ObservedState.EXITED
     return ObservedState.RUNNING

@@ -8,6 +8,7 @@ a drop-in of their own (systemd.unit(5)) is left alone.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 from agentd.core.plan import KernelPlan, kernel_name
 from agentd.errors import RuntimeFailure
 from agentd.host.units import Manager, Property, UnitRefused
-from agentd.runtimes.systemd.bundle import DROP_IN
+from agentd.runtimes.systemd.bundle import DROP_IN, static_busybox
 from agentd.runtimes.systemd.unit import mask, namespace_name, slice_name
 
 _RUNTIME = Path("/run/systemd")
@@ -58,7 +59,7 @@ class Slices:
     async def _operators(self, name: str) -> set[str]:
         """Return the properties that an operator's drop-ins of a slice set."""
         with suppress(UnitRefused):
-            seen = await self._manager.properties(name, ("Unit.DropInPaths",)) or {}
+            seen = await self._manager.properties(name, ("Unit.DropInPaths",), loading=True) or {}
             found = (Path(path) for path in seen.get("Unit.DropInPaths", ()))
             texts = [_text(path) for path in found if not path.is_relative_to(_RUNTIME)]
             return {line.partition("=")[0].strip() for text in texts for line in text.splitlines()}
@@ -77,29 +78,47 @@ class Ends:
         self._node_id = node_id
         self._folder = folder.absolute()
         self._is_prepared = False
+        self._preparing = asyncio.Lock()
 
     async def prepare(self) -> None:
         """Have the drop-in be there, once for each boot: it takes a reload of the manager.
 
+        Without a BusyBox that is static there is none, and how a kernel ended is lost where
+        nobody but systemd sees it.
+
         Raises:
             RuntimeFailure: it cannot be written.
         """
-        if self._is_prepared:
-            return
+        async with self._preparing:
+            busybox = static_busybox()
+            if self._is_prepared or busybox is None:
+                return
+            try:
+                await self._written(busybox)
+            except OSError as error:
+                raise RuntimeFailure(f"{error.filename}: {error.strerror}") from error
+            self._is_prepared = True
+
+    async def _written(self, busybox: str) -> None:
+        """Write the drop-in, and have it read; `loaded` beside it says that it was."""
         prefix = kernel_name(self._node_id, "")
         place = _user_units() if self._manager.is_user else _RUNTIME / "system"
         file = place / f"{prefix}.service.d" / "10-agentd.conf"
-        kind = "--user" if self._manager.is_user else "--system"
+        loaded = file.with_name("loaded")
         folder = str(self._folder).replace("%", "%%").replace("$", "$$")
-        text = DROP_IN.format(prefix=prefix, manager=kind, folder=f'"{folder}"')
-        try:
-            if _text(file) != text:
-                file.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-                file.write_text(text, encoding="utf-8")
-                await self._manager.reload()
-        except OSError as error:
-            raise RuntimeFailure(f"{file}: {error.strerror}") from error
-        self._is_prepared = True
+        text = DROP_IN.format(
+            prefix=prefix,
+            manager="--user" if self._manager.is_user else "--system",
+            folder=f'"{folder}"',
+            busybox=busybox,
+        )
+        if _text(file) == text and loaded.exists():
+            return
+        file.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        loaded.unlink(missing_ok=True)
+        file.write_text(text, encoding="utf-8")
+        await self._manager.reload()
+        loaded.touch()
 
 
 def _user_units() -> Path:
@@ -119,7 +138,8 @@ def _limit_journal(agent_id: str) -> None:
     namespace = namespace_name(agent_id)
     file = _RUNTIME / f"journald@{namespace}.conf.d" / "10-agentd.conf"
     with suppress(OSError):
-        if not file.exists():
+        text = JOURNAL_LIMITS.format(namespace=namespace)
+        if _text(file) != text:
             file.parent.mkdir(mode=0o755, exist_ok=True)
-            file.write_text(JOURNAL_LIMITS.format(namespace=namespace), encoding="utf-8")
+            file.write_text(text, encoding="utf-8")
             file.chmod(0o644)

@@ -15,6 +15,7 @@ from agentd.core.kernel import KernelSpec
 from agentd.core.plan import KernelPlan, kernel_name
 from agentd.errors import Problem, RuntimeFailure
 from agentd.host.units import Property
+from agentd.runtimes.systemd.bundle import RESERVED
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 TOP_SLICE = "agentd.slice"
@@ -82,6 +83,8 @@ def request_problems(spec: KernelSpec, rules: SystemdRules) -> Iterator[Problem]
     for name, value in spec.env.items():
         if not _ENV_NAME.fullmatch(name):
             yield Problem(f"env.{name}", "is no name that systemd takes: letters, digits and _")
+        if name in RESERVED:
+            yield Problem(f"env.{name}", "is set by systemd when a unit ends")
         if _CONTROL.search(value):
             yield Problem(f"env.{name}", "holds a control character, which systemd does not take")
     if (spec.container.pids_limit or 0) > rules.pids_limit:
