@@ -50,6 +50,8 @@ from agentd.runtimes.systemd.unit import (
 )
 from agentd.services.interfaces import LogQuery, LogStream, Progress, Support
 
+ENDING = frozenset({"stop-post", "final-sigterm", "final-sigkill"})
+"""Sub-states of a unit whose command is over, and whose `ExecStopPost=` may be running."""
 LOOK_S = 1.0
 """How long to wait at most before a unit is looked at again that is about to end."""
 _EXIT_CHDIR, _EXIT_EXEC = 200, 203
@@ -167,17 +169,24 @@ class SystemdRuntime:
             with suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
                     await self._until_ended(unit)
-        while await self._lives(unit):
-            await self._manager.kill(unit, signal.SIGKILL)
+        while (sub := await self._living(unit)) is not None:
+            if sub not in ENDING:  # else what writes down its end would be killed with it
+                await self._manager.kill(unit, signal.SIGKILL)
             await reach("stop.after_kill")
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await self._until_ended(unit)
 
     async def _lives(self, unit: str) -> bool:
+        return await self._living(unit) is not None
+
+    async def _living(self, unit: str) -> str | None:
+        """Return the sub-state of a unit that lives; None of one that does not."""
         asked = ("Unit.ActiveState", "Unit.SubState", "ControlGroup")
         seen = await self._manager.properties(unit, asked)
-        return seen is not None and state_of(*seen.values()) is ObservedState.RUNNING
+        if seen is None or state_of(*seen.values()) is not ObservedState.RUNNING:
+            return None
+        return str(seen["Unit.SubState"])
 
     async def _until_ended(self, unit: str) -> None:
         changes = self._manager.changes()
