@@ -211,13 +211,6 @@ class Manager:
         """Have the manager read unit files and drop-ins anew."""
         await self._called("Reload", "", [])
 
-    async def version(self) -> str:
-        """Return systemd's version as it tells it, such as `252 (252.39-1)`."""
-        connection = await self._connected()
-        body = [_MANAGER, "Version"]
-        answer = await self._answered(connection, _PATH, _PROPERTIES, "Get", "ss", body)
-        return str(answer[0].value)
-
     async def changes(self) -> AsyncGenerator[str]:
         """Yield the name of each unit that something happened to; "" once that is heard.
 

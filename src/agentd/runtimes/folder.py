@@ -11,13 +11,18 @@ import errno
 import os
 import shutil
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from agentd.errors import RuntimeUnavailable
 
 _MOST_BYTES = 1 << 20
 PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)
 """What says nothing of a file: asked again later it may be told."""
+TRASH = ".removed-"
+"""Prefix of the name of a folder that is being removed."""
 _NO_SUCH = (FileNotFoundError, NotADirectoryError)
 
 
@@ -115,3 +120,14 @@ def names_in(folder: Path) -> set[str]:
         return set(os.listdir(folder))  # noqa: PTH208 - names are what is wanted
     except _NO_SUCH:
         return set()
+
+
+@contextmanager
+def looking() -> Iterator[None]:
+    """Raise `RuntimeUnavailable` if processes or folders cannot be inspected."""
+    try:
+        yield
+    except OSError as error:
+        what = f"{error.filename}: " if error.filename else ""
+        why = f"processes and folders cannot be looked at: {what}{error.strerror}"
+        raise RuntimeUnavailable(why) from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,16 +11,14 @@ from agentd.core.kernel import is_kernel_id
 from agentd.core.observation import Leftover, Listing, ObservedKernel, ObservedState
 from agentd.core.plan import kernel_name
 from agentd.core.record import MALFORMED
-from agentd.errors import RuntimeFailure, RuntimeUnavailable
+from agentd.errors import RuntimeFailure
 from agentd.failpoints import reach
 from agentd.host.cgroups import Cgroup, Cgroups
-from agentd.runtimes.folder import names_in
+from agentd.runtimes.folder import TRASH, names_in
 from agentd.runtimes.process.bundle import Bundle
 from agentd.runtimes.process.proof import Proof
 
 RUNTIME = "process"
-TRASH = ".removed-"
-"""Prefix of the name of a bundle that is being removed."""
 AGENT, DEVICES = "agent", "devices"
 """Attributes of a kernel's cgroup: the node, and the second statement of its devices."""
 
@@ -154,14 +151,3 @@ class Bundles:
             await cgroup.remove()
             await reach("delete.after_group")
         trash.remove()
-
-
-@contextmanager
-def looking() -> Iterator[None]:
-    """Raise `RuntimeUnavailable` if processes or folders cannot be inspected."""
-    try:
-        yield
-    except OSError as error:
-        what = f"{error.filename}: " if error.filename else ""
-        why = f"processes and folders cannot be looked at: {what}{error.strerror}"
-        raise RuntimeUnavailable(why) from error

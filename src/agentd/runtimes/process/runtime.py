@@ -33,8 +33,9 @@ from agentd.failpoints import reach
 from agentd.host.cgroups import MEMORY, PIDS, Cgroup, Cgroups
 from agentd.host.units import Manager
 from agentd.plugin_api import Features
+from agentd.runtimes.folder import looking
 from agentd.runtimes.process.bundle import LOG, Bundle
-from agentd.runtimes.process.bundles import AGENT, DEVICES, Bundles, looking
+from agentd.runtimes.process.bundles import AGENT, DEVICES, Bundles
 from agentd.runtimes.process.logs import read_log, unkept
 from agentd.runtimes.process.spawn import ProcessRules, failure, order_of, spawn, spawn_unit
 from agentd.services.interfaces import LogQuery, Progress, Support

@@ -22,10 +22,10 @@ from agentd.errors import AgentdError, CommandNotFound, InvalidRequest, Problem,
 from agentd.failpoints import inherited
 from agentd.host.cgroups import Cgroup
 from agentd.host.units import Manager, Property, UnitExists, UnitRefused
+from agentd.runtimes.environment import environment
 from agentd.runtimes.process import shim
 from agentd.runtimes.process.bundle import LOG
 
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 SPAWN_TIMEOUT_S = 30.0
 STOP_MORE_S = 5.0
 """What a shim has beyond its kernel's time to end, before systemd kills it."""
@@ -105,18 +105,12 @@ def order_of(
 ) -> dict[str, Any]:
     """Return what a shim is told to do for a kernel; whoever spawns it adds the lock."""
     spec = plan.spec
-    own = {
-        "AGENTD_NODE": plan.node_id,
-        "AGENTD_KERNEL": spec.kernel_id,
-        "AGENTD_AGENT": spec.agent_id,
-        "AGENTD_DEVICES": plan.statement,
-    }
     limits = spec.container.ulimits.items()
     return {
         "folder": str(folder),
         "boot_id": boot_id,
         "command": list(spec.command),
-        "env": {"PATH": PATH, **plan.env, **own},
+        "env": environment(plan),
         "cpus": [int(core) for core in plan.cpus],
         "working_dir": spec.working_dir or "/",
         "user": _as_user(rules.account_of(spec.agent_id), plan.edits.groups),

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from agentd.core.kernel import Ending, is_kernel_id
 from agentd.core.observation import Leftover, Listing, ObservedKernel, ObservedState
 from agentd.core.record import MALFORMED
-from agentd.errors import RuntimeFailure, RuntimeUnavailable
+from agentd.errors import RuntimeFailure
 from agentd.host.units import Manager, Unit
-from agentd.runtimes.folder import names_in
+from agentd.runtimes.folder import TRASH, looking, names_in
 from agentd.runtimes.systemd.bundle import NODE_RESTARTED, Identity, UnitBundle
 from agentd.runtimes.systemd.seen import SEEN, end_of, fields_of, state_of
 from agentd.runtimes.systemd.unit import kernel_of, unit_name
 
 RUNTIME = "systemd"
-TRASH = ".removed-"
-"""Prefix of the name of a folder that is being removed."""
 
 
 class Observer:
@@ -152,13 +149,3 @@ class Observer:
         except MALFORMED:
             return ""
         return record if is_own else None
-
-
-@contextmanager
-def looking() -> Iterator[None]:
-    """Raise `RuntimeUnavailable` if folders cannot be looked at or written."""
-    try:
-        yield
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        raise RuntimeUnavailable(f"{where}{os.strerror(error.errno or 0)}") from error

@@ -33,17 +33,16 @@ from agentd.failpoints import reach
 from agentd.host.probe import numa_nodes_of
 from agentd.host.units import Manager, UnitExists, UnitRefused
 from agentd.plugin_api import Features
-from agentd.runtimes.folder import names_in
+from agentd.runtimes.environment import environment
+from agentd.runtimes.folder import TRASH, looking, names_in
 from agentd.runtimes.systemd.bundle import UnitBundle
 from agentd.runtimes.systemd.journal import Source, read_lines
-from agentd.runtimes.systemd.observer import RUNTIME, TRASH, Observer, looking
+from agentd.runtimes.systemd.observer import RUNTIME, Observer
 from agentd.runtimes.systemd.seen import state_of
 from agentd.runtimes.systemd.slices import Ends, Slices
 from agentd.runtimes.systemd.unit import (
-    PATH,
     SystemdRules,
     kernel_of,
-    own_variables,
     properties,
     request_problems,
     unit_name,
@@ -112,7 +111,7 @@ class SystemdRuntime:
             raise KernelConflict(f"{bundle.path} exists, and is not a kernel of this node")
         try:
             with looking():
-                bundle.make(plan.record, {"PATH": PATH, **plan.env, **own_variables(plan)})
+                bundle.make(plan.record, environment(plan))
             await reach("create.after_record")
             await self._ends.prepare()
             if not self._rules.is_user:

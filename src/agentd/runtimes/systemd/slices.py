@@ -90,11 +90,11 @@ class Ends:
             RuntimeFailure: it cannot be written.
         """
         async with self._preparing:
-            busybox = static_busybox()
-            if self._is_prepared or busybox is None:
+            if self._is_prepared:
                 return
             try:
-                await self._written(busybox)
+                if (busybox := static_busybox()) is not None:
+                    await self._written(busybox)
             except OSError as error:
                 raise RuntimeFailure(f"{error.filename}: {error.strerror}") from error
             self._is_prepared = True

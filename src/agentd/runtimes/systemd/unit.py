@@ -15,10 +15,9 @@ from agentd.core.kernel import KernelSpec
 from agentd.core.plan import KernelPlan, kernel_name
 from agentd.errors import Problem, RuntimeFailure
 from agentd.host.units import Property
+from agentd.runtimes.environment import own_variables
 from agentd.runtimes.systemd.bundle import RESERVED
 
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-TOP_SLICE = "agentd.slice"
 INFINITY = 2**64 - 1
 _RECURSIVE = 16384
 """MS_REC of mount(2)."""
@@ -163,16 +162,6 @@ def unexpanded(words: Iterable[str]) -> list[str]:
     read again after a `daemon-reload`, and its `ExecStart=` is lost.
     """
     return [word.replace("$", "$$") for word in words]
-
-
-def own_variables(plan: KernelPlan) -> dict[str, str]:
-    """Return what is said of a kernel to itself, and as PID 1 tells it to everybody."""
-    return {
-        "AGENTD_NODE": plan.node_id,
-        "AGENTD_KERNEL": plan.spec.kernel_id,
-        "AGENTD_AGENT": plan.spec.agent_id,
-        "AGENTD_DEVICES": plan.statement,
-    }
 
 
 def _limits(
