@@ -15,6 +15,7 @@ from agentd.host.checkup import node_remarks
 from agentd.host.probe import boot_id
 from agentd.host.systemd import has_manager, lingers, why_no_systemd
 from agentd.host.units import Manager
+from agentd.runtimes.docker.absences import Absences
 from agentd.runtimes.docker.config import DockerRules
 from agentd.runtimes.docker.runtime import DockerRuntime
 from agentd.runtimes.process.runtime import ProcessRuntime
@@ -34,7 +35,8 @@ def runtime(name: str, settings: Settings, node_id: str, bundles: Mapping[str, P
     """
     if name == "docker":
         docker = settings.runtime.docker
-        return DockerRuntime(docker.socket, node_id, docker_rules(docker))
+        absences = Absences(bundles[name] / "absences.json", boot_id())
+        return DockerRuntime(docker.socket, node_id, docker_rules(docker), absences)
     if name == "systemd":
         return SystemdRuntime(bundles[name], node_id, boot_id(), systemd_rules(settings))
     rules = process_rules(settings)

@@ -90,6 +90,7 @@ count = 2
     [
         ("[resource]\nallocation-mod = 1", "resource.allocation-mod: unknown key; did you mean"),
         ("[resource]\nallocation_mode = 1", "resource.allocation_mode: unknown key; did you mean"),
+        (f'[[agents]]\nid = "{"a" * 49}"', "agents.0.id: 'a"),
         ("[node]\nid = 3", "node.id: invalid name 3: expected"),
         ('[rpc]\nsocket = ""', "rpc.socket: is empty"),
         ('[resource]\ndefault-slots = { cpu = "0.5" }', "cpu: not a multiple of 1"),

@@ -79,6 +79,37 @@ CASES = {
         "accounted",
         "kernel k3 was given 1 of cuda/cuda1, the ledger has 0",
     ),
+    "held to other cores": (
+        replace(
+            GOOD,
+            capacities=GOOD.capacities | {"cpu/0": 2},
+            holdings=GOOD.holdings | {"cpu/0": {"k4": 1, "k2": 1}},
+            accounted=accounted(k4=Accounted("a", RUNNING, "4")),
+            present=present(
+                k2=Present(
+                    "2",
+                    is_alive=True,
+                    given={"cuda/cuda0": 40, "cpu/0": 1},
+                    held_to={"cpu/0": 1, "cpu/1": 1},
+                ),
+                k4=Present(
+                    "4", is_alive=True, given={"cpu/0": 1}, held_to={"cpu/0": 1, "mem/root": 7}
+                ),
+            ),
+        ),
+        "limits",
+        "kernel k2 was given 1 of cpu/0, and is held to 1 of cpu/0, 1 of cpu/1",
+    ),
+    "held to more memory": (
+        replace(
+            GOOD,
+            present=present(
+                k3=Present("3", is_alive=True, given={"mem/root": 500}, held_to={"mem/root": 600})
+            ),
+        ),
+        "limits",
+        "kernel k3 was given 500 of mem/root, and is held to 600 of mem/root",
+    ),
     "a holder that has ended": (
         replace(GOOD, holdings=GOOD.holdings | {"cuda/cuda1": {"k4": 1}}),
         "ghost",

@@ -53,6 +53,7 @@ async def test_kernels_are_as_they_are_when_the_engine_is_back(mortal: Daemon) -
     await mortal.runtime_is("available", within_s=30)
     ended = await mortal.until("k1", "terminated")
     assert ended["oom_killed"] is False
+    assert ended["reason"] == "the Docker Engine was stopped"
     if engine.live_restore:
         assert ended["exit_code"] == 7
         other = await mortal.get("/v1/kernels/k2")
@@ -62,6 +63,29 @@ async def test_kernels_are_as_they_are_when_the_engine_is_back(mortal: Daemon) -
         await mortal.until("k2", "terminated")
         assert await mortal.free("cuda.device") == "2"
     assert (await mortal.create(kernel_id="k3", slots={"cuda.device": 1})).status == 201
+
+
+async def test_kernels_that_an_engine_ends_as_it_stops_say_so_and_others_do_not(
+    mortal: Daemon,
+) -> None:
+    engine = mortal.test_engine
+    assert (await mortal.create(kernel_id="k1", command=["sh", "-c", "exit 3"])).status == 201
+    await mortal.until("k1", "terminated")
+    await mortal.running(kernel_id="k2", command=["sh", "-c", "trap 'exit 0' TERM; sleep 9 & wait"])
+    await asyncio.to_thread(engine.stop, signal.SIGTERM)
+    await mortal.runtime_is("unavailable", within_s=30)
+    await asyncio.to_thread(engine.start)
+    await mortal.runtime_is("available", within_s=30)
+    now = {k["kernel_id"]: k for k in await mortal.get("/v1/kernels")}
+    assert (now["k1"]["exit_code"], now["k1"]["reason"]) == (3, "")
+    if engine.live_restore:
+        assert now["k2"]["state"] == "running"
+        return
+    ended = await mortal.until("k2", "terminated")
+    assert (ended["exit_code"], ended["reason"]) == (0, "the Docker Engine was stopped")
+    await mortal.stop()
+    await mortal.start()
+    assert (await mortal.get("/v1/kernels/k2"))["reason"] == "the Docker Engine was stopped"
 
 
 async def test_an_engine_and_agentd_that_die_together_lose_nothing(mortal: Daemon) -> None:

@@ -31,7 +31,9 @@ class Node:
     def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         """Make a request on the main socket; return the status and the JSON of the answer."""
         given = "" if body is None else shlex.quote(json.dumps(body))
-        status, _, content = self.must(f"{ASK} {method} {path} {given}", 180).partition("\n")
+        status, _, content = self.must(
+            f"{ASK} {method} {shlex.quote(path)} {given}", 180
+        ).partition("\n")
         try:
             return int(status), json.loads(content)
         except ValueError:

@@ -30,7 +30,7 @@ from agentd.runtimes.systemd.bundle import (
     static_busybox,
 )
 from agentd.runtimes.systemd.journal import Source
-from agentd.runtimes.systemd.seen import end_of, is_populated, state_of
+from agentd.runtimes.systemd.seen import end_of, state_of
 from agentd.runtimes.systemd.unit import (
     SystemdRules,
     kernel_of,
@@ -168,14 +168,19 @@ def test_a_program_with_a_loader_is_not_static(tmp_path: Path) -> None:
 
 
 def test_a_cgroup_with_processes_lives_whatever_its_unit_says(tmp_path: Path) -> None:
-    group = tmp_path / "agentd.slice/k1.service"
-    assert not is_populated("/agentd.slice/k1.service", tmp_path)
+    where = "/agentd.slice/k1.service"
+    group = tmp_path / where[1:]
+    for active, sub in (("failed", "failed"), ("active", "exited"), ("inactive", "dead")):
+        assert state_of(active, sub, where, tmp_path) is ObservedState.EXITED
     group.mkdir(parents=True)
-    (group / "cgroup.events").write_text("populated 1\nfrozen 0\n")
-    assert is_populated("/agentd.slice/k1.service", tmp_path)
-    (group / "cgroup.events").write_text("populated 0\nfrozen 0\n")
-    assert not is_populated("/agentd.slice/k1.service", tmp_path)
-    assert not is_populated("", tmp_path)
+    for events, state in (
+        ("populated 1\nfrozen 0\n", ObservedState.RUNNING),
+        ("populated 1\nfrozen 1\n", ObservedState.PAUSED),
+        ("populated 0\nfrozen 0\n", ObservedState.EXITED),
+    ):
+        (group / "cgroup.events").write_text(events)
+        assert state_of("failed", "failed", where, tmp_path) is state
+    assert state_of("failed", "failed", "", tmp_path) is ObservedState.EXITED
 
 
 def test_a_bundle_keeps_what_it_was_given(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from agentd.config.section import Name, Section
+from agentd.config.section import AgentId, Section
 from agentd.core.rules import (
     AgentRule,
     DeviceRule,
@@ -97,7 +97,7 @@ def devices_line(name: str, raw: object) -> str | None:
 class AgentSettings(Section):
     """[[agents]]: one logical agent."""
 
-    id: Name = Field(description="Its name on the wire.")
+    id: AgentId = Field(description="Its name on the wire, of at most 48 characters.")
     user: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
         description="Whom its process kernels run as. Default: runtime.process.user.",

@@ -55,3 +55,16 @@ def name(value: object) -> object:
 
 
 Name = Annotated[str, BeforeValidator(name)]
+
+LONGEST_AGENT_ID = 48
+"""Where an agent's id is escaped in the name of a slice, that stays a file's name."""
+
+
+def agent_id(value: object) -> object:
+    """Refuse anything but a name that also fits into the names of slices and journals."""
+    if isinstance(name(value), str) and len(str(value)) > LONGEST_AGENT_ID:
+        raise ValueError(f"{value!r} is too long: expected at most {LONGEST_AGENT_ID} characters")
+    return value
+
+
+AgentId = Annotated[str, BeforeValidator(agent_id)]

@@ -28,6 +28,7 @@ RULES = {
     "capacity": "shares on a device add up to at most its capacity",
     "owner": "outside shared mode no device is held by two agents",
     "accounted": "every kernel that is there is in the books, and holds what it was given",
+    "limits": "every kernel is held to the cores and the memory that it was given",
     "ghost": "every holder in the ledger is a kernel that lives or is being started",
     "stray": "no container, process, folder, port, cgroup or intent is left of a kernel",
 }
@@ -50,12 +51,13 @@ class Accounted:
 class Present:
     """What is there of a kernel; `given` is what it says itself that it holds, by device.
 
-    `given` is None where that cannot be told.
+    `held_to` is what its runtime limits it to now, of the same devices. None: that cannot be told.
     """
 
     handle: str
     is_alive: bool
     given: Mapping[str, int] | None = None
+    held_to: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ def violations(snapshot: NodeSnapshot) -> list[Violation]:
         *_over_capacity(snapshot),
         *_with_two_owners(snapshot),
         *_unaccounted(snapshot),
+        *_unlimited(snapshot),
         *_ghosts(snapshot),
         *(Violation("stray", stray) for stray in snapshot.strays),
     ]
@@ -128,6 +131,25 @@ def _given_and_held(
         if held != amount:
             why = f"kernel {kernel_id} was given {amount} of {device}, the ledger has {held or 0}"
             yield Violation("accounted", why)
+
+
+def _unlimited(snapshot: NodeSnapshot) -> Iterator[Violation]:
+    """Compare limits with what was given; what was given none of, such as cores, is not limited."""
+    for kernel_id, present in snapshot.present.items():
+        if not present.is_alive or present.given is None or present.held_to is None:
+            continue
+        for name in sorted({device.partition("/")[0] for device in present.held_to}):
+            given, held_to = (
+                {d: amount for d, amount in amounts.items() if d.partition("/")[0] == name}
+                for amounts in (present.given, present.held_to)
+            )
+            if given and given != held_to:
+                why = f"kernel {kernel_id} was given {_listed(given)}, and is held to"
+                yield Violation("limits", f"{why} {_listed(held_to)}")
+
+
+def _listed(amounts: Mapping[str, int]) -> str:
+    return ", ".join(f"{amount} of {device}" for device, amount in sorted(amounts.items()))
 
 
 def _ghosts(snapshot: NodeSnapshot) -> Iterator[Violation]:

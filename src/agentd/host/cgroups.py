@@ -31,7 +31,8 @@ _LIMIT_FILES: Mapping[int, Mapping[str, tuple[str, ...]]] = {
     1: {MEMORY: ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"), PIDS: ("pids.max",)},
     2: {MEMORY: ("memory.max",), PIDS: ("pids.max",)},
 }
-_NO_SWAP = "memory.swap.max"
+_NO_SWAP = ("memory.swap.max", "memory.swappiness")
+"""Of v2, and of v1, where the limit with swap is missing unless the kernel counts that; 0: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,8 @@ class Cgroups:
                 for name in _LIMIT_FILES[hierarchy.version][controller]:
                     _write(folder / name, str(limits[controller]), name.startswith("memory.memsw"))
             if MEMORY in hierarchy.controllers:
-                _write(folder / _NO_SWAP, "0", may_miss=True)
+                for name in _NO_SWAP:
+                    _write(folder / name, "0", may_miss=True)
         if self.keeps_attributes:
             for name, value in attributes.items():
                 os.setxattr(group.folders[0], _ATTRIBUTE + name, value.encode())

@@ -7,11 +7,11 @@ counts only if a second look finds it too: an end is seen before it is accounted
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from agentd.core.adoption import adopt
-from agentd.core.devices import MEMORY, Inventory
+from agentd.core.devices import MEMORY, DeviceId, Inventory
 from agentd.core.invariants import (
     RULES,
     Accounted,
@@ -23,6 +23,7 @@ from agentd.core.invariants import (
 from agentd.core.kernel import KernelState
 from agentd.core.observation import ObservedKernel
 from agentd.core.rules import AllocationMode
+from agentd.core.slots import CPU, ONE
 from agentd.services.devices import NodeDevices
 from agentd.services.interfaces import Memory, Runtime
 from agentd.services.state import NodeState
@@ -130,4 +131,12 @@ def _present(item: ObservedKernel, inventory: Inventory) -> Present:
     if kernel.state is KernelState.UNREADABLE:
         return Present(item.handle, item.is_alive)
     given = {str(share.device_id): share.amount for share in kernel.allocation.shares}
-    return Present(item.handle, item.is_alive, given)
+    return Present(item.handle, item.is_alive, given, dict(_limits(item)))
+
+
+def _limits(item: ObservedKernel) -> Iterator[tuple[str, int]]:
+    """Yield what a runtime says it holds a kernel to, of what it can tell."""
+    for core in item.cores or ():
+        yield str(DeviceId(CPU, core)), ONE
+    if item.memory_bytes is not None:
+        yield str(MEMORY), item.memory_bytes

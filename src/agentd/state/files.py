@@ -8,6 +8,7 @@
     ended/ID.json           the record of a kernel that has ended, and is not removed yet
     kernels/ID/             the bundle of a process kernel (see `agentd.runtimes.process.bundle`)
     units/ID/               the folder of a kernel's unit (see `agentd.runtimes.systemd.bundle`)
+    docker/absences.json    when the engine was away (see `agentd.runtimes.docker.absences`)
 
 Files are replaced in one step, and only their owner can read them. What cannot be read is set
 aside and reported; of what a newer agentd wrote, the members that are known are read, and a
@@ -58,7 +59,11 @@ class StateFolder:
     @property
     def bundles(self) -> Mapping[str, Path]:
         """Where runtimes that have no store of their own keep what they know, by runtime."""
-        return {"process": self.folder / "kernels", "systemd": self.folder / "units"}
+        return {
+            "process": self.folder / "kernels",
+            "systemd": self.folder / "units",
+            "docker": self.folder / "docker",
+        }
 
     def open(self, lock_folder: Path) -> None:
         """Make the folder, and lock it and the node id.
@@ -110,7 +115,7 @@ class StateFolder:
         found = set()
         for name, folder in self.bundles.items():
             with suppress(OSError):
-                if any(folder.iterdir()):
+                if any(path.is_dir() for path in folder.iterdir()):
                     found.add(name)
         return found
 

@@ -71,7 +71,7 @@ def observed_kernel(shown: Mapping[str, Any]) -> ObservedKernel:
             reason=state.get("Error") or "",
         ),
         cores=tuple(cores.split(",")) if cores else None,
-        memory_bytes=limits.get("Memory") or None,
+        memory_bytes=limits.get("Memory"),
         ports=tuple(_ports(limits.get("PortBindings") or {})),
         is_partial="HostConfig" not in shown,
     )

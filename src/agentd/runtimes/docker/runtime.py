@@ -10,9 +10,8 @@ the engine.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,14 +23,8 @@ from agentd.core.observation import Listing, ObservedKernel
 from agentd.core.plan import KernelPlan, kernel_name
 from agentd.errors import ImageNotFound, InvalidRequest, Problem
 from agentd.failpoints import reach
-from agentd.runtimes.docker.config import (
-    KERNEL_LABEL,
-    NODE_LABEL,
-    RECORD_LABEL,
-    UNPUBLISHED,
-    DockerRules,
-    container_config,
-)
+from agentd.runtimes.docker.absences import Absences
+from agentd.runtimes.docker.config import UNPUBLISHED, DockerRules, container_config
 from agentd.runtimes.docker.engine import (
     AnswerLost,
     EngineClient,
@@ -40,12 +33,12 @@ from agentd.runtimes.docker.engine import (
 )
 from agentd.runtimes.docker.facts import EngineFacts, engine_facts
 from agentd.runtimes.docker.images import Images
-from agentd.runtimes.docker.inspection import inspected, labels_of, observed_kernel, verify
+from agentd.runtimes.docker.inspection import verify
 from agentd.runtimes.docker.mounts import Source, refuse_missing, resolved
-from agentd.runtimes.docker.streams import CONNECTED, OwnEvents, events, printed
+from agentd.runtimes.docker.observer import ASK_TIMEOUT_S, LIST_TIMEOUT_S, Observer
+from agentd.runtimes.docker.streams import CONNECTED, KILL, OwnEvents, events, printed
 from agentd.runtimes.docker.translation import (
     CONFLICT,
-    NOT_FOUND,
     absent_is_fine,
     is_no_image,
     proving,
@@ -55,11 +48,6 @@ from agentd.runtimes.docker.translation import (
 )
 from agentd.services.interfaces import LogQuery, Progress, Support
 
-INSPECTS_AT_ONCE = 16
-ASK_TIMEOUT_S = 5.0
-LIST_TIMEOUT_S = 20.0
-"""How long it may take to list everything, or to remove what never ran."""
-"""How long an engine may take to say what one container, or the engine itself, is."""
 _T = TypeVar("_T")
 
 
@@ -94,18 +82,24 @@ class DockerRuntime:
     name = "docker"
     minimum_memory_bytes = MINIMUM_BYTES
 
-    def __init__(self, socket: Path, node_id: str, rules: DockerRules) -> None:
+    def __init__(
+        self, socket: Path, node_id: str, rules: DockerRules, absences: Absences | None = None
+    ) -> None:
+        """`absences` know when the engine was away; without any only since now."""
         self._node_id = node_id
         self._rules = rules
         self._engine = EngineClient(socket)
         self._images = Images(self._engine, rules.registry_auth)
         self._facts: EngineFacts | None = None
         self._own = OwnEvents()
+        self._absences = absences or Absences(None, "")
+        self._observer = Observer(self._engine, node_id, self._absences)
 
     def renew(self, rules: DockerRules) -> None:
         self._rules = rules
 
     async def close(self) -> None:
+        self._absences.close()
         await self._engine.close()
 
     async def support(self, spec: KernelSpec) -> Support:
@@ -151,13 +145,13 @@ class DockerRuntime:
             await reach("create.after_engine_create")
             await _to_the_end(self._engine.call("POST", f"/containers/{container}/start"))
             await reach("create.after_engine_start")
-            shown = await self._inspection(container)
+            shown = await self._observer.inspection(container)
             verify(shown, attempt.config["HostConfig"], plan, attempt.sources)
         except BaseException as error:
             self._own.forget(plan.name)
             await self._undo(container, plan, error)
             raise translated(error, plan) from error
-        return observed_kernel(shown)
+        return self._observer.observed(shown)
 
     async def _create(self, attempt: _Attempt, progress: Progress) -> str:
         """Return the id of a container that was created, its image fetched if need be."""
@@ -229,12 +223,12 @@ class DockerRuntime:
     async def stop(self, ref: KernelRef, timeout_s: float | None) -> None:
         grace_s = self._rules.stop_timeout_s if timeout_s is None else timeout_s
         path, given = f"/containers/{self._container(ref)}/stop", {"t": str(math.ceil(grace_s))}
-        with translating(), absent_is_fine():
+        with translating(), absent_is_fine(), self._absences.asked(ref.kernel_id):
             await self._engine.call("POST", path, given)
 
     async def remove(self, ref: KernelRef, *, unless_alive: bool = False) -> bool:
         container = self._container(ref)
-        with translating(), absent_is_fine():
+        with translating(), absent_is_fine(), self._absences.asked(ref.kernel_id):
             try:
                 async with asyncio.timeout(LIST_TIMEOUT_S if unless_alive else None):
                     await self._delete(container, force=not unless_alive)
@@ -248,72 +242,10 @@ class DockerRuntime:
         return True
 
     async def list(self) -> Listing:
-        filters = json.dumps({"label": [f"{NODE_LABEL}={self._node_id}"]})
-        places = asyncio.Semaphore(INSPECTS_AT_ONCE)
-
-        async def shown(summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
-            async with places:
-                return await self._shown(summary)
-
-        with proving():
-            return await asyncio.wait_for(self._listed(shown, filters), LIST_TIMEOUT_S)
-
-    async def _listed(
-        self,
-        shown: Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any] | None]],
-        filters: str,
-    ) -> Listing:
-        params = {"all": "1", "filters": filters}
-        summaries = await self._engine.call("GET", "/containers/json", params)
-        answers = await asyncio.gather(*(shown(summary) for summary in summaries))
-        there = [answer for answer in answers if answer is not None]
-        ours = {labels_of(a)[KERNEL_LABEL]: a for a in there if self._fits(a)}
-        for answer in there:
-            kernel_id = labels_of(answer).get(KERNEL_LABEL)
-            if kernel_id and kernel_id not in ours and await self._was_renamed(answer):
-                ours[kernel_id] = answer
-        return Listing(tuple(observed_kernel(answer) for answer in ours.values()))
-
-    async def _shown(self, summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Inspect one container of a list; what the list said of it if that fails alone."""
-        try:
-            return await self._inspection(summary["Id"])
-        except (TimeoutError, AnswerLost):
-            pass
-        except EngineError as error:
-            if error.status == NOT_FOUND:
-                return None
-        return {
-            "Id": summary["Id"],
-            "Name": (summary.get("Names") or [""])[0],
-            "State": {"Status": summary.get("State", "running")},
-            "Config": {"Labels": summary.get("Labels", {})},
-        }
+        return await self._observer.listing()
 
     async def find(self, ref: KernelRef) -> ObservedKernel | None:
-        if ref.handle and (shown := await self._found(ref.handle)):
-            labels = labels_of(shown)
-            if (labels.get(NODE_LABEL), labels.get(KERNEL_LABEL)) == (self._node_id, ref.kernel_id):
-                return observed_kernel(shown)
-        shown = await self._found(kernel_name(self._node_id, ref.kernel_id))
-        return observed_kernel(shown) if shown and self._fits(shown) else None
-
-    async def _was_renamed(self, shown: Mapping[str, Any]) -> bool:
-        """Tell a kernel that somebody renamed from a container that inherits its image's labels."""
-        with absent_is_fine():
-            image = await self._engine.call("GET", f"/images/{shown['Image']}/json")
-            inherited = (image.get("Config") or {}).get("Labels") or {}
-            return inherited.get(RECORD_LABEL) != labels_of(shown).get(RECORD_LABEL)
-        return True
-
-    async def _found(self, container: str) -> Mapping[str, Any] | None:
-        with proving(), absent_is_fine():
-            return await self._inspection(quote(container, safe=""))
-        return None
-
-    async def _inspection(self, container: str) -> Mapping[str, Any]:
-        async with asyncio.timeout(ASK_TIMEOUT_S):
-            return inspected(await self._engine.call("GET", f"/containers/{container}/json"))
+        return await self._observer.find(ref)
 
     async def follow(self) -> AsyncIterator[str]:
         self._facts = None  # an engine that was restarted may be another one
@@ -323,21 +255,20 @@ class DockerRuntime:
                 async for event in happened:
                     if event is CONNECTED:
                         self._own.listen()
-                    if not self._own.is_own(event):
+                        self._absences.came()
+                    if event.action == KILL:
+                        self._absences.signalled(event.kernel_id)
+                    elif not self._own.is_own(event):
                         yield event.kernel_id
         finally:
+            if self._own.is_listening:
+                self._absences.went()
             self._own.stop_listening()
 
     async def logs(self, ref: KernelRef, query: LogQuery) -> AsyncGenerator[bytes]:
         async with aclosing(printed(self._engine, self._container(ref), query)) as chunks:
             async for chunk in chunks:
                 yield chunk
-
-    def _fits(self, shown: Mapping[str, Any]) -> bool:
-        """Tell whether a container's name is the one that its labels call for."""
-        labels = labels_of(shown)
-        expected = kernel_name(self._node_id, labels.get(KERNEL_LABEL, ""))
-        return labels.get(NODE_LABEL) == self._node_id and shown["Name"] == f"/{expected}"
 
 
 async def _to_the_end(step: Awaitable[_T]) -> _T:

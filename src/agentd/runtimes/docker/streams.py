@@ -19,7 +19,9 @@ _EXPECTED_S = 600.0
 SILENCE_S = 10.0
 """How long the engine may be silent before it is asked whether it is there, and then to answer."""
 _LONGEST_LINE = 8 << 20
-_ACTIONS = {"create", "start", "die", "oom", "pause", "unpause", "destroy", "rename"}
+KILL = "kill"
+"""A signal was sent to the container, by whomever."""
+_ACTIONS = {KILL, "create", "start", "die", "oom", "pause", "unpause", "destroy", "rename"}
 
 
 class ContainerEvent(NamedTuple):
@@ -42,19 +44,19 @@ class OwnEvents:
 
     def __init__(self) -> None:
         self._until: dict[tuple[str, str], float] = {}
-        self._is_listening = False
+        self.is_listening = False
 
     def listen(self) -> None:
         self._until.clear()
-        self._is_listening = True
+        self.is_listening = True
 
     def stop_listening(self) -> None:
-        self._is_listening = False
+        self.is_listening = False
         self._until.clear()
 
     def expect(self, container: str) -> None:
         """Expect a container's create and start."""
-        if self._is_listening:
+        if self.is_listening:
             until = time.monotonic() + _EXPECTED_S
             self._until |= {("create", container): until, ("start", container): until}
 

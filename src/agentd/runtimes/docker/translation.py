@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,6 +20,15 @@ from agentd.runtimes.docker.engine import AnswerLost, EngineError, EngineUnreach
 _PASSES = ("port is already allocated", "address already in use")
 """What somebody else on the node did first; asked again, another port is chosen."""
 
+_NO_COMMAND = re.compile(
+    r"container process[^\"]*: exec: (?P<why>.*"
+    r"(?:executable file not found|no such file or directory|permission denied).*)",
+    re.DOTALL,
+)
+"""What runc says where a container's own command is wrong (since 1.0). What the engine itself could
+not run, such as a hook or `apparmor_parser`, it says in other words before `exec:`."""
+
+_NO_FOLDER = re.compile(r"chdir to cwd|cannot mkdir|[Cc]annot create working dir")
 BAD_REQUEST, NOT_FOUND, CONFLICT = 400, 404, 409
 
 
@@ -46,22 +56,17 @@ def _refusal(error: EngineError, plan: KernelPlan | None) -> BaseException:
     message = error.message
     if any(why in message for why in _PASSES):
         return RuntimeUnavailable(message)
-    if plan is not None and _is_no_command(message):
+    if plan is not None and (found := _NO_COMMAND.search(message)):
         command = plan.spec.command[0] if plan.spec.command else "the image's command"
-        return CommandNotFound(f"command {command!r}: {message.rpartition('exec: ')[2]}")
+        return CommandNotFound(f"command {command!r}: {found['why']}")
     is_nobody = "unable to find user" in message or "unable to find group" in message
     if plan is not None and plan.spec.user and is_nobody:
         return InvalidRequest([Problem("user", message)])
+    if plan is not None and _NO_FOLDER.search(message):
+        return InvalidRequest([Problem("working_dir", message)])
     if plan is not None and error.status == BAD_REQUEST:
         return InvalidRequest([Problem("", message)])
-    return RuntimeFailure(message)
-
-
-def _is_no_command(message: str) -> bool:
-    return "exec: " in message and any(
-        why in message
-        for why in ("executable file not found", "no such file or directory", "permission denied")
-    )
+    return RuntimeFailure(f"the Docker Engine: {message}")
 
 
 @contextmanager

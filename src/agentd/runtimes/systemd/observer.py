@@ -15,7 +15,7 @@ from agentd.host.units import Manager, Unit
 from agentd.runtimes.folder import TRASH, looking, names_in
 from agentd.runtimes.systemd.bundle import NODE_RESTARTED, Identity, UnitBundle
 from agentd.runtimes.systemd.seen import SEEN, end_of, fields_of, state_of
-from agentd.runtimes.systemd.unit import kernel_of, unit_name
+from agentd.runtimes.systemd.unit import kernel_of, slice_name, unit_name
 
 RUNTIME = "systemd"
 
@@ -28,6 +28,7 @@ class Observer:
         self._node_id = node_id
         self._boot_id = boot_id
         self._manager = manager
+        self._is_user = manager.is_user
 
     async def listing(self) -> Listing:
         """Return every kernel, with one question for all units."""
@@ -57,7 +58,7 @@ class Observer:
             return self._gone(kernel_id, bundle)
         if record is None or identity is None:
             return await self.find(kernel_id)
-        state = state_of(unit.active, unit.sub)
+        state = state_of(unit.active, unit.sub, self._cgroup(record, unit.name))
         if state is not ObservedState.EXITED:
             return self._observed(kernel_id, state, record, identity)
         if (end := bundle.end()) is None:  # nobody has looked whether its processes are gone
@@ -138,6 +139,10 @@ class Observer:
             raise RuntimeFailure(f"invalid kernel id {kernel_id!r}")
         return UnitBundle(self._folder / kernel_id)
 
+    def _cgroup(self, record: str, unit: str) -> str:
+        """Return where a unit's cgroup is, unless an operator put it elsewhere."""
+        return "" if self._is_user else f"/agentd.slice/{slice_name(agent_of(record))}/{unit}"
+
     def _own_record(self, bundle: UnitBundle) -> str | None:
         """Return a record, empty if it cannot be read; None if it is missing, or another's."""
         if not bundle.exists():
@@ -149,3 +154,10 @@ class Observer:
         except MALFORMED:
             return ""
         return record if is_own else None
+
+
+def agent_of(record: str) -> str:
+    """Return the agent that a record names; empty if it cannot be read."""
+    with suppress(*MALFORMED):
+        return str(json.loads(record)["agent_id"])
+    return ""

@@ -8,7 +8,6 @@ stands beside a kernel.
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import suppress
@@ -16,9 +15,8 @@ from pathlib import Path
 
 from agentd.core.container_options import over_ceiling
 from agentd.core.kernel import KernelRef, KernelSpec, KernelState
-from agentd.core.observation import Listing, ObservedKernel, ObservedState
+from agentd.core.observation import Listing, ObservedKernel
 from agentd.core.plan import KernelPlan
-from agentd.core.record import MALFORMED
 from agentd.errors import (
     AgentdError,
     CommandNotFound,
@@ -37,8 +35,8 @@ from agentd.runtimes.environment import environment
 from agentd.runtimes.folder import TRASH, looking, names_in
 from agentd.runtimes.systemd.bundle import UnitBundle
 from agentd.runtimes.systemd.journal import Source, read_lines
-from agentd.runtimes.systemd.observer import RUNTIME, Observer
-from agentd.runtimes.systemd.seen import state_of
+from agentd.runtimes.systemd.observer import RUNTIME, Observer, agent_of
+from agentd.runtimes.systemd.seen import LIVING, state_of
 from agentd.runtimes.systemd.slices import Ends, Slices
 from agentd.runtimes.systemd.unit import (
     SystemdRules,
@@ -183,7 +181,7 @@ class SystemdRuntime:
         """Return the sub-state of a unit that lives; None of one that does not."""
         asked = ("Unit.ActiveState", "Unit.SubState", "ControlGroup")
         seen = await self._manager.properties(unit, asked)
-        if seen is None or state_of(*seen.values()) is not ObservedState.RUNNING:
+        if seen is None or state_of(*seen.values()) not in LIVING:
             return None
         return str(seen["Unit.SubState"])
 
@@ -242,7 +240,7 @@ class SystemdRuntime:
         if found is None or not found.handle:
             return
         unit = unit_name(self._node_id, ref.kernel_id)
-        agent_id = None if self._rules.is_user else self._agent_of(found)
+        agent_id = None if self._rules.is_user else agent_of(found.record) or found.agent_id
         source = Source(unit, found.handle, agent_id)
         lines = read_lines(source, query, lambda: self._until_ended(unit))
         try:
@@ -250,9 +248,3 @@ class SystemdRuntime:
                 yield line
         finally:
             await lines.aclose()
-
-    @staticmethod
-    def _agent_of(found: ObservedKernel) -> str:
-        with suppress(*MALFORMED):
-            return str(json.loads(found.record)["agent_id"])
-        return found.agent_id

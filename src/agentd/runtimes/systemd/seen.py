@@ -14,36 +14,37 @@ SEEN = (
     "Unit.ActiveState", "Unit.SubState", "Unit.InvocationID", "ControlGroup", "LogExtraFields",
     "Result", "ExecMainCode", "ExecMainStatus", "ExecMainStartTimestamp", "ExecMainExitTimestamp",
 )  # fmt: skip
+LIVING = frozenset({ObservedState.RUNNING, ObservedState.PAUSED})
 _CLD = {1: "exited", 2: "killed", 3: "dumped"}
 """How a process ended, by the `CLD_` numbers of sigaction(2)."""
 
 
-def is_populated(control_group: str, root: Path = Path("/sys/fs/cgroup")) -> bool:
-    """Tell whether there are processes in a unit's cgroup, or below it (cgroups(7)).
+def state_of(
+    active: str, sub: str, control_group: str = "", root: Path = Path("/sys/fs/cgroup")
+) -> ObservedState:
+    """Return what the manager's states, and a unit's cgroup where it is known, mean.
 
-    What is stuck in the kernel survives even systemd's last SIGKILL: the unit is `failed` then,
-    and its devices are still open.
+    A unit that is being stopped lives until it has. What is stuck in the kernel survives even
+    systemd's last SIGKILL: the unit is `failed` then, and its devices are still open.
     """
-    if not control_group:
-        return False
-    try:
-        text = (root / control_group.lstrip("/") / "cgroup.events").read_text(encoding="ascii")
-    except FileNotFoundError:
-        return False
-    return "populated 1" in text.splitlines()
-
-
-def state_of(active: str, sub: str, control_group: str = "") -> ObservedState:
-    """Return what the manager's states mean; a unit that is being stopped lives until it has."""
     if sub.startswith("auto-restart"):
         return ObservedState.RUNNING
     if active == "activating":
         return ObservedState.CREATED
-    if is_populated(control_group):
-        return ObservedState.RUNNING
+    events = _events(root / control_group.lstrip("/")) if control_group else frozenset[str]()
+    if "populated 1" in events:
+        return ObservedState.PAUSED if "frozen 1" in events else ObservedState.RUNNING
     if active in ("failed", "inactive") or (active, sub) == ("active", "exited"):
         return ObservedState.EXITED
     return ObservedState.RUNNING
+
+
+def _events(cgroup: Path) -> frozenset[str]:
+    """Return the lines of a cgroup's `cgroup.events` (cgroups(7)); none if it is not there."""
+    try:
+        return frozenset((cgroup / "cgroup.events").read_text(encoding="ascii").splitlines())
+    except FileNotFoundError:
+        return frozenset()
 
 
 def end_of(seen: Mapping[str, Any]) -> End:

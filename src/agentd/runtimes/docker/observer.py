@@ -1,0 +1,118 @@
+"""What there is of a node's kernels in an engine: containers, as inspections tell."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any
+from urllib.parse import quote
+
+from agentd.core.kernel import KernelRef
+from agentd.core.observation import Listing, ObservedKernel
+from agentd.core.plan import kernel_name
+from agentd.runtimes.docker.absences import Absences
+from agentd.runtimes.docker.config import KERNEL_LABEL, NODE_LABEL, RECORD_LABEL
+from agentd.runtimes.docker.engine import AnswerLost, EngineClient, EngineError
+from agentd.runtimes.docker.inspection import inspected, labels_of, observed_kernel
+from agentd.runtimes.docker.translation import NOT_FOUND, absent_is_fine, proving
+
+INSPECTS_AT_ONCE = 16
+ASK_TIMEOUT_S = 5.0
+"""How long an engine may take to say what one container, or the engine itself, is."""
+LIST_TIMEOUT_S = 20.0
+"""How long it may take to list everything, or to remove what never ran."""
+
+
+class Observer:
+    """Looks at the containers of one node."""
+
+    def __init__(self, engine: EngineClient, node_id: str, absences: Absences) -> None:
+        self._engine = engine
+        self._node_id = node_id
+        self._absences = absences
+
+    async def listing(self) -> Listing:
+        """Return every kernel; what cannot be inspected alone is as the list says."""
+        filters = json.dumps({"label": [f"{NODE_LABEL}={self._node_id}"]})
+        places = asyncio.Semaphore(INSPECTS_AT_ONCE)
+
+        async def shown(summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
+            async with places:
+                return await self._shown(summary)
+
+        with proving():
+            return await asyncio.wait_for(self._listed(shown, filters), LIST_TIMEOUT_S)
+
+    async def _listed(
+        self,
+        shown: Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any] | None]],
+        filters: str,
+    ) -> Listing:
+        params = {"all": "1", "filters": filters}
+        summaries = await self._engine.call("GET", "/containers/json", params)
+        answers = await asyncio.gather(*(shown(summary) for summary in summaries))
+        there = [answer for answer in answers if answer is not None]
+        ours = {labels_of(a)[KERNEL_LABEL]: a for a in there if self._fits(a)}
+        for answer in there:
+            kernel_id = labels_of(answer).get(KERNEL_LABEL)
+            if kernel_id and kernel_id not in ours and await self._was_renamed(answer):
+                ours[kernel_id] = answer
+        return Listing(tuple(self.observed(answer) for answer in ours.values()))
+
+    async def _shown(self, summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Inspect one container of a list; what the list said of it if that fails alone."""
+        try:
+            return await self.inspection(summary["Id"])
+        except (TimeoutError, AnswerLost):
+            pass
+        except EngineError as error:
+            if error.status == NOT_FOUND:
+                return None
+        return {
+            "Id": summary["Id"],
+            "Name": (summary.get("Names") or [""])[0],
+            "State": {"Status": summary.get("State", "running")},
+            "Config": {"Labels": summary.get("Labels", {})},
+        }
+
+    async def find(self, ref: KernelRef) -> ObservedKernel | None:
+        """Return one kernel, by its handle, else by its name; None if it is not there."""
+        if ref.handle and (shown := await self._found(ref.handle)):
+            labels = labels_of(shown)
+            if (labels.get(NODE_LABEL), labels.get(KERNEL_LABEL)) == (self._node_id, ref.kernel_id):
+                return self.observed(shown)
+        shown = await self._found(kernel_name(self._node_id, ref.kernel_id))
+        return self.observed(shown) if shown and self._fits(shown) else None
+
+    async def _was_renamed(self, shown: Mapping[str, Any]) -> bool:
+        """Tell a kernel that somebody renamed from a container that inherits its image's labels."""
+        with absent_is_fine():
+            image = await self._engine.call("GET", f"/images/{shown['Image']}/json")
+            inherited = (image.get("Config") or {}).get("Labels") or {}
+            return inherited.get(RECORD_LABEL) != labels_of(shown).get(RECORD_LABEL)
+        return True
+
+    async def _found(self, container: str) -> Mapping[str, Any] | None:
+        with proving(), absent_is_fine():
+            return await self.inspection(quote(container, safe=""))
+        return None
+
+    async def inspection(self, container: str) -> Mapping[str, Any]:
+        """Return what the engine says of a container."""
+        async with asyncio.timeout(ASK_TIMEOUT_S):
+            return inspected(await self._engine.call("GET", f"/containers/{container}/json"))
+
+    def observed(self, shown: Mapping[str, Any]) -> ObservedKernel:
+        """Return the kernel that a container of ours is, and why it ended if its engine did."""
+        found = observed_kernel(shown)
+        if found.is_alive:
+            return found
+        return replace(found, ending=self._absences.explained(found.ending, found.started_at))
+
+    def _fits(self, shown: Mapping[str, Any]) -> bool:
+        """Tell whether a container's name is the one that its labels call for."""
+        labels = labels_of(shown)
+        expected = kernel_name(self._node_id, labels.get(KERNEL_LABEL, ""))
+        return labels.get(NODE_LABEL) == self._node_id and shown["Name"] == f"/{expected}"

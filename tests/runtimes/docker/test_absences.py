@@ -1,0 +1,75 @@
+"""What ended while its engine was away is told from what ended by itself."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from agentd.core.kernel import Ending
+from agentd.runtimes.docker.absences import ENGINE, NODE, Absences
+
+
+def reason(absences: Absences, finished_s: float, started_s: float = -1000.0) -> str:
+    """The reason of a container that ended so many seconds after now."""
+    now = time.time()
+    return absences.explained(Ending(0, finished_at=now + finished_s), now + started_s).reason
+
+
+def test_an_end_before_or_after_an_absence_has_no_reason(folder: Path) -> None:
+    absences = Absences(folder / "a.json", "boot")
+    absences.came()
+    assert reason(absences, 0) == ""
+    absences.went()
+    absences.came()
+    assert reason(absences, 0) == ENGINE
+    assert reason(absences, -60) == ""
+    assert reason(absences, 60) == ""
+    assert absences.explained(Ending(reason="own", finished_at=time.time()), 0).reason == "own"
+    assert absences.explained(Ending(), 0) == Ending()
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_an_engine_goes_when_it_signals_what_nobody_asked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, is_asked: bool
+) -> None:
+    absences = Absences(folder / "a.json", "boot")
+    absences.came()
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 10)
+    if is_asked:
+        with absences.asked("k1"):
+            absences.signalled("k1")
+    else:
+        absences.signalled("k1")
+    monkeypatch.undo()
+    absences.went()
+    absences.came()
+    assert reason(absences, -9) == ("" if is_asked else ENGINE)
+
+
+def test_absences_outlive_the_daemon(folder: Path) -> None:
+    absences = Absences(folder / "a.json", "boot")
+    absences.came()
+    absences.went()
+    absences.came()
+    absences.close()
+    assert reason(Absences(folder / "a.json", "boot"), 0) == ENGINE
+
+
+def test_a_new_boot_is_an_absence_of_the_node(folder: Path) -> None:
+    file = folder / "a.json"
+    Absences(file, "boot 1").close()
+    after = Absences(file, "boot 2")
+    assert reason(after, 0) == ""
+    after.came()
+    assert reason(after, 0) == NODE
+    assert reason(after, 0, started_s=1) == "", "it was started after the boot"
+    assert reason(after, -60) == "", "it had ended before agentd stopped looking"
+
+
+def test_a_file_that_cannot_be_read_knows_nothing(folder: Path) -> None:
+    file = folder / "a.json"
+    file.write_text("{")
+    absences = Absences(file, "boot")
+    absences.came()
+    assert reason(absences, 0) == ""
