@@ -15,7 +15,7 @@ FOR ?= 3.11
 PLATFORMS ?= manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 NAMES := $(PLUGINS:plugins/%=agentd-plugin-%)
 
-.PHONY: demo demo-fleet test test-node test-hardware wheels deb check lint unit soak bench clean
+.PHONY: demo demo-fleet test test-engines test-fleet test-node test-hardware wheels deb check lint unit soak bench clean
 
 demo: $(VENV)/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash docs/tutorial/demo.sh
@@ -25,6 +25,13 @@ demo-fleet: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+
+# Parts of `make test`: what needs a Docker Engine; the fleet, which needs etcd.
+test-engines: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m docker $(ARGS)
+
+test-fleet: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/fleet tests/end_to_end/fleet $(ARGS)
 
 # On a virtual machine that is a compute node: takes qemu-system-x86, qemu-utils, debootstrap and root.
 test-node: $(VENV)/.installed-dev
@@ -58,6 +65,7 @@ unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not docker" --ignore=tests/end_to_end --ignore=tests/crash --ignore=tests/hostile --ignore=tests/hardware $(ARGS)
 
 soak: $(VENV)/.installed-dev
+	AGENTD_TEST_NODE=1 AGENTD_SOAK=$(SECONDS) $(BIN)/python -m pytest -s tests/node/test_node_crash.py tests/node/test_node_reboots.py --timeout 14400
 	AGENTD_SEED=$${AGENTD_SEED:-$$(shuf -i 0-999999 -n 1)} AGENTD_SOAK=$(SECONDS) AGENTD_REQUIRE_ALL=1 $(BIN)/python -m pytest -s tests/crash tests/end_to_end/fleet/test_exactly_one.py tests/hostile/test_clients.py tests/end_to_end/test_document.py $(ARGS)
 
 bench: $(VENV)/.installed-dev

@@ -1,14 +1,15 @@
 """Stand-ins for the outside; the runtime passes the same contract suite as the real ones."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from agentd.core.container_edits import ContainerEdits
 from agentd.core.devices import Device
-from agentd.core.kernel import Ending, KernelRef, KernelSpec, KernelState
+from agentd.core.kernel import Ending, Kernel, KernelRef, KernelSpec, KernelState
 from agentd.core.observation import Listing, ObservedKernel, ObservedState
 from agentd.core.plan import KernelPlan
+from agentd.core.usage import Accounted
 from agentd.errors import CommandNotFound, Problem, RuntimeUnavailable
 from agentd.plugin_api import Features, Measurement
 from agentd.services.interfaces import (
@@ -38,6 +39,7 @@ class FakeRuntime:
         self.fail_create: BaseException | None = None
         self.is_down = False
         self.gate: asyncio.Event | None = None
+        self.used: dict[str, Accounted] = {}
         self._followers: list[asyncio.Queue[str]] = []
         self._count = 0
 
@@ -46,6 +48,10 @@ class FakeRuntime:
 
     async def support(self, spec: KernelSpec) -> Support:
         return Support(Features(self.name))
+
+    async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, Accounted]:
+        self._answer()
+        return {k.kernel_id: self.used[k.kernel_id] for k in kernels if k.kernel_id in self.used}
 
     def _answer(self) -> None:
         if self.is_down:
@@ -150,6 +156,7 @@ class FakePlugins:
         self.edits = ContainerEdits()
         self.failure: Exception | None = None
         self.told: list[tuple[str, str]] = []
+        self.measured: dict[str, Sequence[Measurement]] = {}
 
     def statuses(self) -> list[PluginStatus]:
         return [
@@ -172,7 +179,7 @@ class FakePlugins:
         return next(status for status in self.statuses() if status.name == name)
 
     def measurements(self) -> dict[str, Sequence[Measurement]]:
-        return {}
+        return self.measured
 
     async def changes(self) -> AsyncIterator[str]:
         await asyncio.Event().wait()

@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import structlog
@@ -30,6 +31,7 @@ from agentd.errors import (
     StartRefused,
 )
 from agentd.failpoints import reach
+from agentd.host.accounts import groups_of
 from agentd.host.probe import Host, boot_id, derived_node_id, is_port_free, probe
 from agentd.host.sd_listen import passed_sockets
 from agentd.host.sd_notify import Notifier
@@ -38,10 +40,12 @@ from agentd.pluginhost.host import PluginHost
 from agentd.pluginhost.instance import Pace
 from agentd.reload import Reload
 from agentd.rpc.handlers import Handlers, NodeParts
+from agentd.rpc.metrics import Metrics
 from agentd.rpc.rendering import status_line
 from agentd.rpc.routes import ROUTES
 from agentd.rpc.server import Server
 from agentd.services.access import Access
+from agentd.services.counts import Counts
 from agentd.services.devices import NodeDevices
 from agentd.services.events import EventLog
 from agentd.services.interfaces import Clock, Memory, Runtime, SavedRecord
@@ -53,6 +57,7 @@ from agentd.services.records import recall, recorded_runtimes, remember
 from agentd.services.selfcheck import SelfCheck
 from agentd.services.serving import Serving, claimable, taken_by_others
 from agentd.services.state import NodeState
+from agentd.services.statistics import Statistics
 from agentd.state.files import StateFolder
 from agentd.state.neighbours import MachineNeighbours, Places
 
@@ -244,6 +249,8 @@ class Daemon:
         remember(state, memory, self._node_id)
         recall(state, devices, records, default, clock)
         state.listen(planner.notify_plugins)
+        counts = Counts(clock.steady)
+        state.listen(counts.note)
         await reach("start.after_recall")
         service = KernelService(state, devices, planner, runtimes, default, memory, clock)
         reconciler = Reconciler(state, devices, runtimes, default, memory, clock)
@@ -254,15 +261,15 @@ class Daemon:
             log.warning("node.warning", warning=warning)
         check = SelfCheck(state, devices, runtimes, memory)
         access = Access(state, devices)
+        statistics = Statistics(state, devices, runtimes, plugins, clock, groups_of)
         settings = self._settings
-
-        def checkup() -> list[str]:
-            return assembly.checkup(settings, {status.plugin for status in plugins.statuses()})
-
-        remarks = assembly.remarks(settings)
+        checkup = partial(assembly.checkup, settings, plugins)
+        figures = (self._node_id, state, devices, plugins, access, statistics, counts)
+        metrics = Metrics(*figures, is_per_kernel=settings.metrics.per_kernel)
         parts = NodeParts(
-            state, devices, plugins, service, reconciler, check, events, access, remarks, checkup
-        )
+            state, devices, plugins, service, reconciler, check, events, access, statistics, counts,
+            metrics, assembly.remarks(settings), checkup,
+        )  # fmt: skip
         handlers = Handlers(self._node_id, default, parts)
         loops = Loops(reconciler, state, devices, runtimes, plugins, serving)
         node_id = self._node_id

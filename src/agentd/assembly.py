@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from agentd.runtimes.process.runtime import ProcessRuntime
 from agentd.runtimes.process.spawn import Account, ProcessRules, find_account
 from agentd.runtimes.systemd.runtime import SystemdRuntime
 from agentd.runtimes.systemd.unit import SystemdRules
-from agentd.services.interfaces import Runtime
+from agentd.services.interfaces import Plugins, Runtime
 
 RUNTIMES = frozenset({"docker", "systemd", "process"})
 
@@ -169,10 +169,11 @@ def _accounts(
     return default, accounts
 
 
-def checkup(settings: Settings, plugins: Iterable[str]) -> list[str]:
-    """Return what an operator should know of this machine; `plugins` are those that are loaded."""
+def checkup(settings: Settings, plugins: Plugins) -> list[str]:
+    """Return what an operator should know of this machine."""
+    loaded = {status.plugin for status in plugins.statuses()}
     uses_docker = settings.node.runtime == "docker"
-    return node_remarks(settings.runtime.docker.socket if uses_docker else None, plugins)
+    return node_remarks(settings.runtime.docker.socket if uses_docker else None, loaded)
 
 
 def remarks(settings: Settings) -> list[str]:

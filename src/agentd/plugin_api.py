@@ -134,8 +134,19 @@ class Features:
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessUse:
+    """What one process of this machine uses of a device: memory in bytes, None if not known."""
+
+    pid: int
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a device does now; None is not known. Percent, bytes, degrees Celsius, watts."""
+    """What a device does now; None is not known. Percent, bytes, degrees Celsius, watts.
+
+    `processes` are those that use it, as the driver tells; None where it does not.
+    """
 
     stable_id: str
     utilization_percent: float | None = None
@@ -143,6 +154,7 @@ class Measurement:
     memory_total_bytes: int | None = None
     temperature_c: float | None = None
     power_w: float | None = None
+    processes: Sequence[ProcessUse] | None = None
 
 
 @dataclass(frozen=True, slots=True)

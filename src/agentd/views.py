@@ -59,6 +59,40 @@ class KernelView(TypedDict):
     labels: dict[str, str]
 
 
+class DeviceUseView(TypedDict):
+    """What is used of a device that a kernel has a `share` (0 to 1) of; null is not known.
+
+    Utilization (0 to 1), `memory_used_bytes` and power are the device's, whoever uses it.
+    """
+
+    device_name: str
+    id: str
+    share: Amount
+    utilization: float | None
+    memory_used_bytes: int | None
+    used_by_kernel_bytes: int | None
+    power_watts: float | None
+
+
+class KernelUseView(TypedDict):
+    """What a kernel uses; null is not known, and never stands for 0. Memory includes its cache."""
+
+    kernel_id: str
+    agent_id: str
+    at: str
+    cpu_seconds: float | None
+    cpu_throttled_seconds: float | None
+    memory_bytes: int | None
+    memory_peak_bytes: int | None
+    memory_limit_bytes: int | None
+    io_read_bytes: int | None
+    io_write_bytes: int | None
+    processes: int | None
+    network_rx_bytes: int | None
+    network_tx_bytes: int | None
+    devices: list[DeviceUseView]
+
+
 class DecisionView(TypedDict):
     """What a create would be given now, and how each device was looked at, by slot."""
 

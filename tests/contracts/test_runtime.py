@@ -2,8 +2,9 @@
 
 import asyncio
 import os
+import re
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from agentd.core.observation import ObservedKernel, ObservedState
 from agentd.core.plan import KernelPlan, NodeFacts, build_plan
 from agentd.core.record import statement
 from agentd.core.slots import ONE, SlotKind
+from agentd.core.usage import Accounted, Usage
 from agentd.errors import CommandNotFound
+from agentd.host.accounts import groups_of
 from agentd.host.cgroups import MEMORY as MEMORY_CONTROLLER
 from agentd.host.cgroups import PIDS, find_cgroups
 from agentd.host.probe import boot_id, probe
@@ -69,6 +72,11 @@ def process_runtime(
 class Rig:
     runtime: Runtime
     other_node: Runtime
+
+    @property
+    def counts(self) -> bool:
+        """Whether this machine counts what its kernels use."""
+        return self.runtime.name != "process" or find_cgroups() is not None
 
     async def create(self, *command: str, **options: Any) -> ObservedKernel:
         self.progress: list[KernelState] = []
@@ -195,6 +203,51 @@ async def test_logs_are_given_byte_for_byte_and_by_the_last_lines(rig: Rig) -> N
     assert await read(follow=False, tail=99) == b"one\ntwo\n\xffthree\n"
 
 
+WORK = (
+    "dd if=/dev/zero of=/dev/null bs=20971520 count=1 2>/dev/null;"
+    " i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done; times; sleep 1000 & wait"
+)
+"""Twenty MiB at once, some time on a core, which the shell tells, and then two processes."""
+
+
+async def test_what_a_kernel_uses_is_what_it_says_itself(rig: Rig) -> None:
+    if isinstance(rig.runtime, FakeRuntime):
+        rig.runtime.used["k1"] = Accounted(Usage(processes=7))
+        assert await rig.runtime.usages([as_known(await rig.create("sleep", "1000"))])
+        return
+    kernel = as_known(await rig.create("sh", "-c", WORK))
+    said = b""
+    async with asyncio.timeout(60):
+        while said.count(b"s") < 4:
+            said = b"".join([chunk async for chunk in rig.runtime.logs(K1, LogQuery())])
+    own_s, _, children_s, _ = (
+        int(minutes) * 60 + float(seconds)
+        for minutes, seconds in re.findall(r"(\d+)m([\d.]+)s", said.decode())
+    )
+    async with asyncio.timeout(10):
+        while (found := (await rig.runtime.usages([kernel]))["k1"]).usage.processes != 2:
+            await asyncio.sleep(0.01)
+    usage = found.usage
+    if rig.counts:
+        assert own_s + children_s <= (usage.cpu_seconds or 0) + 0.02 < own_s + children_s + 1
+        assert 20 << 20 <= (usage.memory_peak_bytes or 0) < 45 << 20
+        assert 0 < (usage.memory_bytes or 0) < 45 << 20
+        assert usage.memory_limit_bytes == 64 << 20
+        assert groups_of(os.getpid()).isdisjoint(found.groups)
+        assert found.groups
+    await rig.runtime.stop(K1, 0)
+    ended = replace(kernel, state=KernelState.TERMINATED)
+    after = (await rig.runtime.usages([ended])).get("k1", Accounted()).usage
+    assert (after.cpu_seconds is None) == (rig.runtime.name == "docker" or not rig.counts)
+    assert (after.cpu_seconds or own_s) >= own_s
+
+
+def as_known(found: ObservedKernel) -> Kernel:
+    """A kernel as agentd knows it, that was just started."""
+    state = KernelState.RUNNING
+    return Kernel("k1", "agent-1", state, "hash", 1.0, found.runtime, handle=found.handle)
+
+
 async def test_following_says_first_that_it_is_connected(rig: Rig) -> None:
     events = rig.runtime.follow()
     assert await anext(events) == ""
@@ -226,5 +279,5 @@ def test_the_suite_knows_whether_limits_can_be_tried() -> None:
     if os.environ.get("AGENTD_REQUIRE_ALL"):
         cgroups = find_cgroups()
         assert cgroups is not None
-        assert cgroups.controllers == {MEMORY_CONTROLLER, PIDS}
+        assert cgroups.controllers >= {MEMORY_CONTROLLER, PIDS}
         assert cgroups.keeps_attributes

@@ -11,6 +11,7 @@
  *       recovery=N (-1: field not supported) events=MASK minor=N mode=N (compute mode) cc=90 (capability) name=...
  *   mig gpu=0 idx=0 uuid=MIG-.. gi=1 ci=0 gslices=1 cslices=1 mem_mb=9984 used=BYTES sm=16 name=...
  *   xid id=1 gpu=0 code=79 gi=4294967295 ci=4294967295    each id (rising, > 0) is delivered once per event set
+ *   proc gpu=0 mig=-1 pid=N mem=BYTES (-1: not available)   a process that computes, on a GPU or its idx-th part
  *   fail nvmlDeviceGetPowerUsage 3 [gpu]                  this function gives this nvmlReturn_t
  */
 #define _GNU_SOURCE
@@ -28,6 +29,7 @@ enum { OK = 0, UNINIT = 1, INVAL = 2, NOTSUP = 3, NOTFOUND = 6, TOOSMALL = 7, NO
 #define MAXMIG 64
 #define MAXXID 64
 #define MAXFAIL 32
+#define MAXPROC 64
 #define NOID 0xFFFFFFFFu
 
 typedef struct { char uuid[96], name[96], pci[32]; unsigned long long mem, used, events;
@@ -36,7 +38,8 @@ typedef struct { char uuid[96], name[96]; int gpu, idx; unsigned gi, ci, gslices
                  unsigned long long mem_mb, used; } mig_t;
 typedef struct { unsigned long long id, code; int gpu; unsigned gi, ci; } xid_t;
 typedef struct { char fn[64]; int code, gpu; } fail_t;
-typedef struct { char driver[80]; int init, ng, nm, nx, nf; gpu_t g[MAXGPU]; mig_t m[MAXMIG]; xid_t x[MAXXID];
+typedef struct { int gpu, mig; unsigned pid; unsigned long long mem; } proc_t;
+typedef struct { char driver[80]; int init, ng, nm, nx, nf, np; proc_t p[MAXPROC]; gpu_t g[MAXGPU]; mig_t m[MAXMIG]; xid_t x[MAXXID];
                  fail_t f[MAXFAIL]; } conf_t;
 
 /* --- struct layouts as pynvml's ctypes declares them (x86-64 sizes) --- */
@@ -110,6 +113,9 @@ static int load(conf_t *c)
             xid_t *x = &c->x[c->nx++];
             x->id = num(l, "id", c->nx); x->code = num(l, "code", 79); x->gpu = num(l, "gpu", 0);
             x->gi = num(l, "gi", NOID); x->ci = num(l, "ci", NOID);
+        } else if (!strncmp(l, "proc ", 5) && c->np < MAXPROC) {
+            proc_t *p = &c->p[c->np++];
+            p->gpu = num(l, "gpu", 0); p->mig = num(l, "mig", -1); p->pid = num(l, "pid", 1); p->mem = num(l, "mem", -1);
         } else if (!strncmp(l, "fail ", 5) && c->nf < MAXFAIL) {
             fail_t *x = &c->f[c->nf]; x->gpu = -1;
             if (sscanf(l + 5, "%63s %d %d", x->fn, &x->code, &x->gpu) >= 2) c->nf++;
@@ -238,6 +244,25 @@ int nvmlDeviceGetTemperatureV(void *h, temp1_t *t)
     if (t->sensor) return INVAL;
     t->temperature = g->temp;
     return OK;
+}
+typedef struct { unsigned pid; unsigned long long mem; unsigned gi, ci; } procinfo_t;                 /* 24 */
+_Static_assert(sizeof(procinfo_t) == 24, "layout");
+int nvmlDeviceGetComputeRunningProcesses_v3(void *h, unsigned *n, procinfo_t *out)
+{
+    DEV(h);
+    unsigned have = 0;
+    for (int k = 0; k < c.np; k++) {
+        if (&c.g[c.p[k].gpu] != g || c.p[k].mig != (m ? m->idx : -1)) continue;
+        if (have < *n && out) out[have] = (procinfo_t){ c.p[k].pid, c.p[k].mem, NOID, NOID };
+        have++;
+    }
+    int small = have > *n;
+    *n = have;
+    return small ? TOOSMALL : OK;
+}
+int nvmlDeviceGetGraphicsRunningProcesses_v3(void *h, unsigned *n, procinfo_t *out)
+{
+    DEV(h); (void)out; *n = 0; return OK;
 }
 int nvmlDeviceGetPowerUsage(void *h, unsigned *mw) { DEV(h); WHOLE; *mw = g->power; return OK; }
 int nvmlDeviceGetNumaNodeId(void *h, unsigned *n) { DEV(h); WHOLE; if (g->numaid < 0) return NOTSUP; *n = g->numaid; return OK; }

@@ -16,6 +16,8 @@ from node.machine import Machine, ready_machine, running_machine
 
 collect_ignore_glob = [] if os.environ.get("AGENTD_TEST_NODE") else ["test_*.py"]
 """`make test-node` sets it: the machine takes minutes, and QEMU."""
+if not os.environ.get("AGENTD_SOAK"):
+    collect_ignore_glob += ["test_node_reboots.py"]
 
 LIBRARIES = "PYTHONPATH=/payload/libraries:/payload/tests"
 ASK = "python3 /payload/tests/node/ask.py"

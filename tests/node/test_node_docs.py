@@ -19,7 +19,7 @@ MEANT = {
     "build/deb/agentd_*.deb": "/payload/agentd_*.deb",
     "agentd_NEW.deb": "/payload/agentd_*.deb",
     "make deb &&": "",
-    "cuda cuda0": "tpu tpu0",
+    "cuda0": "tpu0",
     "retry NAME": "retry tpu",
     "-AGENT": "-team-a",
     "YOU": "mallory",
@@ -40,7 +40,7 @@ MENTIONED = (
 EXPECTED = {
     "agentctl doctor": {0, 1},
     "agentctl plugins retry tpu": {0, 1},
-    "agentctl forget tpu tpu0": {1},
+    "agentctl forget tpu0": {1},
     "systemctl status docker dbus": {0, 3},
 }
 """Exit statuses other than 0: findings; a plugin that is ready; a device that is there; a unit
@@ -97,6 +97,6 @@ def test_a_command_of_the_pages_works(prepared: Node, command: str) -> None:
 def test_the_node_is_as_it_was(prepared: Node) -> None:
     prepared.must("systemctl start agentd.socket; loginctl disable-linger mallory")
     prepared.configure(CONFIG.format(runtime="systemd"))
-    prepared.must("agentctl undrain tpu tpu0")
+    prepared.must("agentctl undrain tpu0")
     assert prepared.kernel("k1")["state"] == "running"
     prepared.remove("k1")

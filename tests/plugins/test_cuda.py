@@ -12,7 +12,7 @@ from agentd.config.plugins import PluginTable
 from agentd.core.devices import Device, DeviceId, Health
 from agentd.core.ledger import Allocation, Share
 from agentd.core.slots import ONE, SlotKind
-from agentd.plugin_api import Features, Measurement
+from agentd.plugin_api import Features, Measurement, ProcessUse
 from agentd.pluginhost.host import PluginHost
 from agentd.pluginhost.instance import Pace
 from agentd.services.interfaces import PluginState
@@ -26,6 +26,8 @@ gpu uuid=GPU-aaaa pci=00000000:3B:00.0 mem=85899345920 used=1024 util=7 temp=41 
 lost=0 mig=0 recovery=0 events=8 name=NVIDIA H100 80GB HBM3
 gpu uuid=GPU-bbbb pci=00000000:5E:00.0 mem=85899345920 used=0 util=0 temp=40 power=70000 \
 lost=0 mig=0 recovery=-1 events=8 name=NVIDIA H100 80GB HBM3
+proc gpu=0 pid=4711 mem=1000
+proc gpu=0 pid=4712 mem=-1
 """
 
 
@@ -91,7 +93,8 @@ async def test_a_healthy_node(node: Node) -> None:
         while not host.measurements():
             await asyncio.sleep(0.02)
     measured = host.measurements()["cuda"][0]
-    assert measured == Measurement("GPU-aaaa", 7.0, 1024, 85899345920, 41.0, 70.5)
+    used = [ProcessUse(4711, 1000), ProcessUse(4712)]
+    assert measured == Measurement("GPU-aaaa", 7.0, 1024, 85899345920, 41.0, 70.5, used)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +257,7 @@ async def test_profiles_keep_their_attributes_in_the_slot(node: Node, gpu: str) 
             f"mig gpu=0 idx={place} uuid=MIG-{place} gi={place} ci=0 gslices=1 cslices=1"
             f" mem_mb=9984 used={place} name=NVIDIA GPU MIG {profile}\n"
         )
-    node.say(mig)
+    node.say(f"{mig}proc gpu=0 mig=1 pid=99 mem=7\n")
     host = await node.plugin()
     slots = [device.slot for device in devices(host) if device.parent]
     assert slots == [f"cuda.device:{profile.replace('+', '.')}-mig" for profile in profiles]
@@ -264,6 +267,7 @@ async def test_profiles_keep_their_attributes_in_the_slot(node: Node, gpu: str) 
     part = measured["MIG-1"]
     assert (part.memory_used_bytes, part.memory_total_bytes) == (1, 9984 << 20)
     assert (part.temperature_c, part.power_w) == (41, None)
+    assert part.processes == [ProcessUse(99, 7)]
 
 
 def test_the_reference_lists_the_slots_of_every_gpu() -> None:

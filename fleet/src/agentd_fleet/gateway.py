@@ -71,7 +71,7 @@ class Gateway:
             raise Forbidden(caller.name, caller.role.value, right.value, roles_with(right))
 
     def auditor(self, request: web.Request, action: str) -> Auditor:
-        return Auditor(self._events, request, action, "")
+        return Auditor(self._events, None, request, action, "")
 
     async def livez(self, _: web.Request) -> web.Response:
         """Tell that the process answers."""

@@ -33,6 +33,7 @@ from agentd.cli.options import (
     socket_of,
     token_of,
 )
+from agentd.cli.stats import stats, top
 from agentd.cli.token import token
 from agentd.cli.watching import logs, wait
 from agentd.client import Client
@@ -239,6 +240,8 @@ def inspect(client: Client, kernel: str, as_json: bool) -> None:  # noqa: FBT001
 
 agentctl.add_command(logs)
 agentctl.add_command(wait)
+agentctl.add_command(stats)
+agentctl.add_command(top)
 
 
 @agentctl.command()

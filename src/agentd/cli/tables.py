@@ -17,16 +17,21 @@ _KEPT_WHOLE = 1
 """Columns that are never cut: what a row is about."""
 
 
-def _console() -> Console:
+def console() -> Console:
     """Return a console as wide as the terminal; without one, lines are as long as they are."""
-    console = Console(highlight=False, markup=False)
-    if console.is_terminal:
-        return console
+    screen = Console(highlight=False, markup=False)
+    if screen.is_terminal:
+        return screen
     return Console(highlight=False, markup=False, width=_UNBOUNDED)
 
 
 def print_rows(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> None:
     """Print one line for each row, under the columns' names."""
+    console().print(table_of(rows, columns))
+
+
+def table_of(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> Table:
+    """Return a table with one line for each row, under the columns' names."""
     cells = [[shown(row.get(column)) for column in columns] for row in rows]
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for place, column in enumerate(columns):
@@ -36,7 +41,7 @@ def print_rows(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> Non
         table.add_column(head, overflow="ellipsis", no_wrap=True, min_width=min(kept, widest))
     for row in cells:
         table.add_row(*map(Text, row))
-    _console().print(table)
+    return table
 
 
 def shown(value: object) -> str:
@@ -64,6 +69,16 @@ def amount(slot: str, text: object) -> str:
     while scaled >= 1024:  # noqa: PLR2004 - binary units
         scaled, unit = scaled / 1024, unit + 1
     return f"{scaled:.1f}{_UNITS[unit]}"
+
+
+def byte_size(value: float | None) -> str | None:
+    """Return bytes with three digits and a binary unit; None for None."""
+    if value is None:
+        return None
+    unit = 0
+    while value >= 1000 and unit < len(_UNITS) - 1:  # noqa: PLR2004 - three digits
+        value, unit = value / 1024, unit + 1
+    return f"{value:.3g}{_UNITS[unit]}"
 
 
 def compact(ids: Sequence[str]) -> str:
@@ -97,8 +112,8 @@ def limit_line(name: str, limit: Mapping[str, Any]) -> str:
 
 def print_plan(plan: Mapping[str, Any]) -> None:
     """Print a partition: who has which devices, which slots follow, and what is left."""
-    console = _console()
-    console.print(f"allocation mode: {plan['allocation_mode']}")
+    screen = console()
+    screen.print(f"allocation mode: {plan['allocation_mode']}")
     names = list(next(iter(plan["agents"].values()))["devices"])
     rows = [
         {
@@ -111,15 +126,15 @@ def print_plan(plan: Mapping[str, Any]) -> None:
     ]
     print_rows(rows, ["agent", *names, "slots", "scaling_factors"])
     reserved = plan["reserved"]
-    console.print(f"reserved: cpu {compact(reserved['cpu'])}, mem {amount('mem', reserved['mem'])}")
+    screen.print(f"reserved: cpu {compact(reserved['cpu'])}, mem {amount('mem', reserved['mem'])}")
     for name, left in plan["unassigned"].items():
-        console.print(f"unassigned: {name} {left_over(name, left)}")
+        screen.print(f"unassigned: {name} {left_over(name, left)}")
     for agent, part in plan["agents"].items():
         for name, limit in part.get("limits", {}).items():
-            console.print(f"limit: {agent} {limit_line(name, limit)}")
+            screen.print(f"limit: {agent} {limit_line(name, limit)}")
     for warning in plan["warnings"]:
-        console.print(f"warning: {warning}")
+        screen.print(f"warning: {warning}")
     for row in plan.get("held", ()):
-        console.print(
+        screen.print(
             f"held: {row['device']} by {row['kernel_id']} of {row['agent_id']}: {row['reason']}"
         )

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast, overload
 
 import aiohttp
 
@@ -31,6 +31,7 @@ from agentd.views import (
     CallerView,
     DecisionView,
     DeviceView,
+    KernelUseView,
     KernelView,
     NodeView,
     PluginView,
@@ -227,6 +228,17 @@ class AsyncClient(Transport):
     async def delete_kernel(self, kernel_id: str, timeout: float | None = None) -> None:
         call = calls.delete_kernel(kernel_id, timeout)
         await self.carry_out(call, timeout_s=patience_s(self._timeout_s, timeout))
+
+    @overload
+    async def stats(self) -> list[KernelUseView]: ...
+
+    @overload
+    async def stats(self, kernel_id: str) -> KernelUseView: ...
+
+    async def stats(self, kernel_id: str | None = None) -> list[KernelUseView] | KernelUseView:
+        if kernel_id is None:
+            return await self.carry_out(calls.stats())
+        return await self.carry_out(calls.kernel_stats(kernel_id))
 
     async def logs(
         self,

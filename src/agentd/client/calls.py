@@ -17,6 +17,7 @@ from agentd.views import (
     CallerView,
     DecisionView,
     DeviceView,
+    KernelUseView,
     KernelView,
     NodeView,
     PluginView,
@@ -165,6 +166,16 @@ def logs(
     query = {"tail": tail, "since": since, "stream": stream}
     query |= {"follow": follow or None, "timestamps": timestamps or None}
     return Call("GET", at("kernels", kernel_id, "logs", **query), is_repeatable=False)
+
+
+def stats() -> Call[list[KernelUseView]]:
+    """`GET /v1/stats`."""
+    return Call("GET", at("stats"))
+
+
+def kernel_stats(kernel_id: str) -> Call[KernelUseView]:
+    """`GET /v1/kernels/{kernel}/stats`."""
+    return Call("GET", at("kernels", kernel_id, "stats"))
 
 
 def events(after: str | None = None) -> Call[bytes]:

@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, overload
 from urllib.parse import urlsplit
 
 from agentd.client import calls
@@ -32,6 +32,7 @@ from agentd.views import (
     CallerView,
     DecisionView,
     DeviceView,
+    KernelUseView,
     KernelView,
     NodeView,
     PluginView,
@@ -194,6 +195,17 @@ class Client:
     def delete_kernel(self, kernel_id: str, timeout: float | None = None) -> None:
         call = calls.delete_kernel(kernel_id, timeout)
         self.carry_out(call, timeout_s=patience_s(self._timeout_s, timeout))
+
+    @overload
+    def stats(self) -> list[KernelUseView]: ...
+
+    @overload
+    def stats(self, kernel_id: str) -> KernelUseView: ...
+
+    def stats(self, kernel_id: str | None = None) -> list[KernelUseView] | KernelUseView:
+        if kernel_id is None:
+            return self.carry_out(calls.stats())
+        return self.carry_out(calls.kernel_stats(kernel_id))
 
     def logs(self, kernel_id: str, **options: Any) -> Iterator[bytes]:  # noqa: ANN401 - those of `calls.logs`
         """Yield what a kernel printed; `follow`, `tail`, `since`, `timestamps`, `stream`."""

@@ -252,6 +252,14 @@ def _decoded(value: Any) -> Any:  # noqa: ANN401 - JSON
         return value
 
 
+class MetricsSettings(Section):
+    """[metrics]: what GET /metrics has."""
+
+    per_kernel: bool = Field(
+        default=True, description="Whether each kernel has series of its own (12, and 3 a device)."
+    )
+
+
 class Settings(BaseSettings):
     """All of `agent.toml`, the environment laid over it."""
 
@@ -270,6 +278,7 @@ class Settings(BaseSettings):
     resource: ResourceSettings = ResourceSettings()
     agents: tuple[AgentSettings, ...] = ()
     plugins: PluginSettings = PluginSettings()
+    metrics: MetricsSettings = MetricsSettings()
 
     @classmethod
     def settings_customise_sources(

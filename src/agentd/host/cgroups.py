@@ -20,12 +20,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from agentd.host.accounts import UNIFIED, Account
+
 _PARENT = "agentd-kernels"
 _ATTRIBUTE = "trusted.agentd."
 _REMOVE_TRIES, _REMOVE_PAUSE_S = 40, 0.025
 
 MEMORY, PIDS = "memory", "pids"
 """The controllers that are used: bytes of memory, and number of processes."""
+
+COUNTED = frozenset({"cpuacct", "blkio", "io"})
+"""Controllers that only count: processor time of v1 (v2 counts it by itself), and blocks."""
 
 _LIMIT_FILES: Mapping[int, Mapping[str, tuple[str, ...]]] = {
     1: {MEMORY: ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"), PIDS: ("pids.max",)},
@@ -127,6 +132,16 @@ class Cgroups:
         """Return a group, which need not be there."""
         return Cgroup(tuple(item.folder / name for item in self.hierarchies))
 
+    def account(self, name: str) -> Account:
+        """Return where a group is counted."""
+        return Account(
+            {
+                UNIFIED if item.version != 1 else controller: item.folder / name
+                for item in self.hierarchies
+                for controller in sorted(item.controllers)
+            }
+        )
+
     def names(self) -> list[str]:
         """Return the names of all existing groups."""
         found: set[str] = set()
@@ -168,13 +183,15 @@ def find_cgroups(root: Path = Path("/")) -> Cgroups | None:
     except OSError:
         return None
     mount = root / "sys/fs/cgroup"
-    on_v1 = {name for line in lines for name in line.split(":", 2)[1].split(",")} & {MEMORY, PIDS}
-    wanted = [(mount / name, 1, frozenset({name})) for name in (MEMORY, PIDS) if name in on_v1]
-    if not wanted:
-        wanted = [(mount, 2, frozenset({MEMORY, PIDS}))]
+    on_v1 = {name for line in lines for name in line.split(":", 2)[1].split(",")}
+    names = [name for name in (MEMORY, PIDS, *sorted(COUNTED)) if name in on_v1]
+    wanted = [(mount / name, 1, frozenset({name})) for name in names]
+    if not on_v1 & {MEMORY, PIDS}:
+        wanted = [(mount, 2, frozenset({MEMORY, PIDS, *COUNTED}))]
     found = [_usable(top, version, controllers) for top, version, controllers in wanted]
     hierarchies = tuple(item for item in found if item is not None and item.controllers)
-    return Cgroups(hierarchies) if hierarchies else None
+    has_limits = any(item.controllers - COUNTED for item in hierarchies)
+    return Cgroups(hierarchies) if has_limits else None
 
 
 def _usable(top: Path, version: int, controllers: frozenset[str]) -> Hierarchy | None:
@@ -190,7 +207,7 @@ def _usable(top: Path, version: int, controllers: frozenset[str]) -> Hierarchy |
         probe = parent / f"probe-{os.getpid()}"
         probe.mkdir(exist_ok=True)
         try:
-            for controller in controllers:
+            for controller in controllers - COUNTED:
                 _write(probe / _LIMIT_FILES[version][controller][0], str(2**20))
             keeps_attributes = _takes_attributes(probe)
         finally:

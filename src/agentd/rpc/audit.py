@@ -9,6 +9,7 @@ from aiohttp import web
 
 from agentd.errors import AgentdError
 from agentd.rpc.callers import caller_of, kernel_of
+from agentd.services.counts import Counts
 from agentd.services.events import Audit, EventKind, EventLog
 
 log = structlog.get_logger()
@@ -17,8 +18,17 @@ log = structlog.get_logger()
 class Auditor:
     """One call that changes something; used as a context around it."""
 
-    def __init__(self, events: EventLog, request: web.Request, action: str, agent_id: str) -> None:
+    def __init__(
+        self,
+        events: EventLog,
+        counts: Counts | None,
+        request: web.Request,
+        action: str,
+        agent_id: str,
+    ) -> None:
+        """`counts` are told of errors, if there are any."""
         self._events = events
+        self._counts = counts
         self._request = request
         self._action = action
         self._agent_id = agent_id
@@ -35,6 +45,8 @@ class Auditor:
         if error is not None:
             self._outcome = error.code if isinstance(error, AgentdError) else type(error).__name__
         caller, kernel_id = caller_of(self._request), kernel_of(self._request)
+        if self._counts is not None and isinstance(error, AgentdError):
+            self._counts.refused(self._agent_id, kernel_id, error)
         audit = Audit(
             caller.name,
             caller.via,

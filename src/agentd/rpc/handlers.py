@@ -11,19 +11,21 @@ import msgspec
 from aiohttp import web
 
 from agentd.core.access import Caller, Right
-from agentd.core.devices import DeviceId, Inventory
+from agentd.core.devices import DeviceId
 from agentd.core.kernel import Kernel
 from agentd.errors import NotReady
 from agentd.rpc import rendering
 from agentd.rpc.audit import Auditor
 from agentd.rpc.callers import caller_of, note_kernel
-from agentd.rpc.listing import Order
-from agentd.rpc.metrics import CONTENT_TYPE, exposition
+from agentd.rpc.figures import usage_view
+from agentd.rpc.listing import Encodings, Order
+from agentd.rpc.metrics import CONTENT_TYPE, Metrics
 from agentd.rpc.queries import body_of, prefers_async, read_flag, read_log_query, read_timeout
 from agentd.rpc.schemas import CreateKernelRequest, StopRequest, read_body
 from agentd.rpc.streams import Streams, stream_events, stream_log
 from agentd.rpc.visible import Visible
 from agentd.services.access import Access
+from agentd.services.counts import Counts
 from agentd.services.devices import NodeDevices
 from agentd.services.events import EventLog
 from agentd.services.interfaces import Plugins
@@ -31,6 +33,7 @@ from agentd.services.kernels import KernelService
 from agentd.services.reconciler import Reconciler
 from agentd.services.selfcheck import SelfCheck
 from agentd.services.state import NodeState
+from agentd.services.statistics import Statistics
 from agentd.views import NodeView
 
 
@@ -53,6 +56,9 @@ class NodeParts(NamedTuple):
     check: SelfCheck
     events: EventLog
     access: Access
+    statistics: Statistics
+    counts: Counts
+    metrics: Metrics
     remarks: Sequence[str] = ()
     checkup: Callable[[], Sequence[str]] = tuple
     """What the operator should know of the configuration."""
@@ -72,6 +78,8 @@ class Handlers:
         self._check = parts.check
         self._events = parts.events
         self._access = parts.access
+        self._statistics, self._counts = parts.statistics, parts.counts
+        self._metrics = parts.metrics
         self._remarks, self._checkup = parts.remarks, parts.checkup
         self._visible = Visible(parts.state, parts.devices, parts.access)
         self._describe: Callable[[], Mapping[str, Any]] = dict
@@ -79,7 +87,7 @@ class Handlers:
         self._streams = Streams()
         self._order = Order()
         parts.state.listen(self._order.note)
-        self._kernels: dict[str, tuple[Kernel, Inventory, bytes]] = {}
+        self._encodings = Encodings()
 
     def describe(self, openapi: Callable[[], Mapping[str, Any]]) -> None:
         """Take what makes the document that describes this API; it is made when it is asked for."""
@@ -105,7 +113,8 @@ class Handlers:
         """Return what writes down a call that is to change something."""
         kernel = self._state.kernels.get(request.match_info.get("kernel", ""))
         agent = request.match_info.get("agent") or (kernel.agent_id if kernel else "")
-        return Auditor(self._events, request, action, agent)
+        is_create = action == "create_kernel" and agent in self._devices.split.partitions
+        return Auditor(self._events, self._counts if is_create else None, request, action, agent)
 
     def open(self) -> None:
         """Answer every route from now on."""
@@ -245,24 +254,13 @@ class Handlers:
         if agent is not None and not kernels:
             self._devices.partition(agent)
         page = self._order.page(kernels, request.query, caller_of(request))
-        body = b"[%s]" % b",".join(self._encoded(kernel) for kernel in page.kernels)
-        for gone in self._kernels.keys() - self._state.kernels.keys():
-            del self._kernels[gone]
+        body = self._encodings.of(page.kernels, self._devices.inventory)
+        self._encodings.keep_only(self._state.kernels)
         headers = {}
         if page.next_after is not None:
             url = request.rel_url.update_query(after=page.next_after)
             headers["Link"] = f'<{url}>; rel="next"'
         return web.Response(body=body, content_type="application/json", headers=headers)
-
-    def _encoded(self, kernel: Kernel) -> bytes:
-        """Return a kernel as JSON; most are as they were when the list was last asked for."""
-        inventory = self._devices.inventory
-        known = self._kernels.get(kernel.kernel_id)
-        if known is not None and known[0] is kernel and known[1] is inventory:
-            return known[2]
-        encoded = msgspec.json.encode(rendering.kernel_view(kernel, inventory))
-        self._kernels[kernel.kernel_id] = (kernel, inventory, encoded)
-        return encoded
 
     async def get_kernel(self, request: web.Request) -> web.Response:
         """Show one kernel."""
@@ -286,6 +284,17 @@ class Handlers:
         with self._streams.opened(request):
             return await stream_log(request, self._service.logs(kernel_id, query))
 
+    async def list_stats(self, request: web.Request) -> web.Response:
+        """Show what every kernel uses."""
+        kernels = self._access.kernels(caller_of(request))
+        return answer([usage_view(use) for use in await self._statistics.of(kernels)])
+
+    async def get_stats(self, request: web.Request) -> web.Response:
+        """Show what one kernel uses."""
+        kernel = self._state.get(request.match_info["kernel"])
+        (use,) = await self._statistics.of([kernel])
+        return answer(usage_view(use))
+
     async def get_events(self, request: web.Request) -> web.StreamResponse:
         """Stream what happens to kernels, devices, plugins and runtimes, as server-sent events."""
         caller = caller_of(request)
@@ -297,8 +306,7 @@ class Handlers:
     async def get_metrics(self, request: web.Request) -> web.Response:
         """Show the node in the Prometheus exposition format."""
         caller = caller_of(request)
-        parts = (self._state, self._devices, self._plugins, self._access)
-        text = exposition(self._node_id, caller, len(self._node(caller)["warnings"]), *parts)
+        text = await self._metrics.text(caller, len(self._node(caller)["warnings"]))
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     def _shown(self, kernel: Kernel) -> object:

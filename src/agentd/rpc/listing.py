@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
+import msgspec
 from multidict import MultiMapping
 
 from agentd.core.access import Caller
+from agentd.core.devices import Inventory
 from agentd.core.kernel import Kernel, KernelState
 from agentd.errors import InvalidRequest, Problem
+from agentd.rpc.rendering import kernel_view
 
 MAX_PAGE = 1000
 MOST_REMOVED = 16_384
@@ -119,3 +122,27 @@ def read_limit(query: MultiMapping[str]) -> int | None:
         why = f"invalid number {text!r}: expected 1 to {MAX_PAGE}"
         raise InvalidRequest([Problem("limit", why)])
     return int(text)
+
+
+class Encodings:
+    """Kernels as JSON; most are as they were when the list was last asked for."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[Kernel, Inventory, bytes]] = {}
+
+    def of(self, kernels: Iterable[Kernel], inventory: Inventory) -> bytes:
+        """Return an array of kernels."""
+        return b"[%s]" % b",".join(self._encoded(kernel, inventory) for kernel in kernels)
+
+    def keep_only(self, kernels: Collection[str]) -> None:
+        """Forget those of other kernels."""
+        for gone in self._kept.keys() - set(kernels):
+            del self._kept[gone]
+
+    def _encoded(self, kernel: Kernel, inventory: Inventory) -> bytes:
+        known = self._kept.get(kernel.kernel_id)
+        if known is not None and known[0] is kernel and known[1] is inventory:
+            return known[2]
+        encoded = msgspec.json.encode(kernel_view(kernel, inventory))
+        self._kept[kernel.kernel_id] = (kernel, inventory, encoded)
+        return encoded

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from agentd import __version__
@@ -14,12 +14,15 @@ from agentd.core.partition import Split
 from agentd.core.slots import CPU, MEM
 from agentd.rpc import rendering
 from agentd.services.access import Access
+from agentd.services.counts import Counts
 from agentd.services.devices import NodeDevices
 from agentd.services.interfaces import Plugins, PluginState
 from agentd.services.state import NodeState, RuntimeState
+from agentd.services.statistics import KernelUse, Statistics
 
 if TYPE_CHECKING:
-    from prometheus_client.core import GaugeMetricFamily
+    from prometheus_client import Metric
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _MEASURED = {
@@ -31,36 +34,88 @@ _MEASURED = {
 }
 
 
-def exposition(
-    node_id: str,
-    caller: Caller,
-    warnings: int,
-    state: NodeState,
-    devices: NodeDevices,
-    plugins: Plugins,
-    access: Access,
-) -> bytes:
-    """Return all metrics of the node that a caller can see as text."""
-    from prometheus_client import CollectorRegistry, generate_latest  # noqa: PLC0415 - 5 MiB
+_USED = {
+    "cpu_seconds": ("cpu_seconds", "Processor time that a kernel has used", True),
+    "cpu_throttled_seconds": ("cpu_throttled_seconds", "Time in which it was held back", True),
+    "memory_bytes": ("memory_bytes", "Memory that counts against a kernel's limit", False),
+    "memory_peak_bytes": ("memory_peak_bytes", "The most of that so far", False),
+    "memory_limit_bytes": ("memory_limit_bytes", "A kernel's limit of memory", False),
+    "io_read_bytes": ("io_read_bytes", "What a kernel has read from disks", True),
+    "io_write_bytes": ("io_write_bytes", "What a kernel has written to disks", True),
+    "processes": ("processes", "Processes of a kernel", False),
+    "network_rx_bytes": ("network_receive_bytes", "What a kernel's network has received", True),
+    "network_tx_bytes": ("network_transmit_bytes", "What a kernel's network has sent", True),
+}
+"""By member of `Usage`: the metric, what it is, and whether it only rises."""
 
-    class Node:
-        def collect(self) -> Iterator[GaugeMetricFamily]:
-            yield from _node(node_id, warnings, state, devices, plugins)
-            agents, seen = access.agents(caller), access.devices(caller)
-            yield from _kernels(access.kernels(caller))
-            yield from _slots(state, devices.split, agents)
-            yield from _limits(state, devices.split, agents)
-            yield from _devices(state, devices.split, plugins, seen)
 
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(Node())
-    return generate_latest(registry)
+class Metrics:
+    """The metrics of one node."""
+
+    def __init__(
+        self,
+        node_id: str,
+        state: NodeState,
+        devices: NodeDevices,
+        plugins: Plugins,
+        access: Access,
+        statistics: Statistics,
+        counts: Counts,
+        *,
+        is_per_kernel: bool,
+    ) -> None:
+        """With `is_per_kernel` each kernel has series of its own."""
+        self._node_id = node_id
+        self._state = state
+        self._devices = devices
+        self._plugins = plugins
+        self._access = access
+        self._statistics = statistics
+        self._counts = counts
+        self._is_per_kernel = is_per_kernel
+
+    async def text(self, caller: Caller, warnings: int) -> bytes:
+        """Return all metrics that a caller can see; `warnings` is how many the node has."""
+        from prometheus_client import CollectorRegistry, generate_latest  # noqa: PLC0415 - 5 MiB
+
+        kernels = self._access.kernels(caller) if self._is_per_kernel else []
+        uses = await self._statistics.of(kernels)
+        metrics = self
+
+        class Node:
+            def collect(self) -> Iterator[Metric]:
+                return metrics._collected(caller, warnings, uses)
+
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(Node())
+        return generate_latest(registry)
+
+    def _collected(
+        self, caller: Caller, warnings: int, uses: Sequence[KernelUse]
+    ) -> Iterator[Metric]:
+        state, devices, plugins, access = self._state, self._devices, self._plugins, self._access
+        yield from _node(self._node_id, warnings, state, devices, plugins)
+        agents, seen = access.agents(caller), access.devices(caller)
+        yield from _kernels(access.kernels(caller))
+        yield from _uses(uses)
+        yield _creates(self._counts, agents)
+        if caller.agents is None:  # else they tell of what others asked for
+            yield from _refusals(self._counts)
+        yield from _slots(state, devices.split, agents)
+        yield from _limits(state, devices.split, agents)
+        yield from _devices(state, devices.split, plugins, seen, agents)
 
 
 def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
     from prometheus_client.core import GaugeMetricFamily  # noqa: PLC0415 - see above
 
     return GaugeMetricFamily(f"agentd_{name}", text, labels=labels)
+
+
+def _counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
+    from prometheus_client.core import CounterMetricFamily  # noqa: PLC0415 - see above
+
+    return CounterMetricFamily(f"agentd_{name}", text, labels=labels)
 
 
 def _node(
@@ -93,6 +148,49 @@ def _kernels(shown: Iterable[Kernel]) -> Iterator[GaugeMetricFamily]:
     yield kernels
 
 
+def _uses(uses: Sequence[KernelUse]) -> Iterator[Metric]:
+    labels = ("kernel_id", "agent_id")
+    for member, (name, text, is_counter) in _USED.items():
+        made = _counter if is_counter else _gauge
+        metric = made(f"kernel_{name}", text, *labels)
+        for use in uses:
+            if (value := getattr(use.usage, member)) is not None:
+                metric.add_metric([use.kernel_id, use.agent_id], value)
+        yield metric
+    on = (*labels, "device_name", "id")
+    held = _gauge("kernel_device_share", "Part of a device that a kernel holds", *on)
+    memory = _gauge("kernel_device_memory_bytes", "Its memory on that device", *on)
+    for use in uses:
+        for device in use.devices:
+            values = [use.kernel_id, use.agent_id, device.device_name, device.id]
+            held.add_metric(values, float(device.share))
+            if device.used_by_kernel_bytes is not None:
+                memory.add_metric(values, device.used_by_kernel_bytes)
+    yield from (held, memory)
+
+
+def _creates(counts: Counts, agents: Collection[str]) -> Metric:
+    creates = _counter("creates", "Creates by agent and result", "agent", "result")
+    for (agent, result), count in sorted(counts.creates.items()):
+        if agent in agents:
+            creates.add_metric([agent, result], count)
+    return creates
+
+
+def _refusals(counts: Counts) -> Iterator[Metric]:
+    from prometheus_client.core import HistogramMetricFamily  # noqa: PLC0415 - see above
+
+    refusals = _counter("refusals", "Errors that creates were answered with", "code", "slot")
+    for reason, count in sorted(counts.refusals.items()):
+        refusals.add_metric(reason, count)
+    yield refusals
+    text = "How long creates took: own until a runtime was asked, whole until the kernel ran"
+    took = HistogramMetricFamily("agentd_create_seconds", text, labels=["share"])
+    for share, histogram in (("own", counts.own), ("whole", counts.whole)):
+        took.add_metric([share], list(histogram.cumulated()), histogram.sum_s)
+    yield took
+
+
 def _slots(state: NodeState, split: Split, agents: Iterable[str]) -> Iterator[GaugeMetricFamily]:
     ledger = state.ledger
     uses = {agent: rendering.agent_view(agent, split, ledger)["slots"] for agent in agents}
@@ -118,16 +216,31 @@ def _limits(state: NodeState, split: Split, agents: Iterable[str]) -> Iterator[G
 
 
 def _devices(
-    state: NodeState, split: Split, plugins: Plugins, seen: Iterable[Device]
+    state: NodeState,
+    split: Split,
+    plugins: Plugins,
+    seen: Iterable[Device],
+    agents: Collection[str],
 ) -> Iterator[GaugeMetricFamily]:
-    ledger = state.ledger
+    ledger, labels = state.ledger, ("device_name", "id", "slot")
     states = _gauge("device_state", "1 for the state a device is in", "device_name", "id", "state")
     accelerators = [d for d in seen if d.device_id.name not in (CPU, MEM)]
     known = {name for device in accelerators for name in (device.stable_id, device.parent)}
+    sizes = {
+        member: _gauge(f"device_{member}", f"{member.title()} of a device", *labels)
+        for member in ("capacity", "allocated", "free")
+    }
+    owners = _gauge("device_agent", "1 for each agent whose partition has it", *labels[:2], "agent")
     for device in accelerators:
-        shown = rendering.device_view(device, split, ledger)["state"]
-        states.add_metric([*device.device_id, shown], 1)
-    yield states
+        view = rendering.device_view(device, split, ledger)
+        states.add_metric([*device.device_id, view["state"]], 1)
+        for member, gauge in sizes.items():
+            amount = float(view[member])  # type: ignore[literal-required]
+            gauge.add_metric([*device.device_id, view["slot"]], amount)
+        for agent in view["agents"]:
+            if agent in agents:
+                owners.add_metric([*device.device_id, agent], 1)
+    yield from (states, *sizes.values(), owners)
     ids = {device.stable_id: device.device_id.id for device in accelerators}
     measured = [(name, item) for name, items in plugins.measurements().items() for item in items]
     for member, text in _MEASURED.items():

@@ -58,9 +58,9 @@ def kernel_view(kernel: Kernel, inventory: Inventory) -> KernelView:
         ],
         "container_id": kernel.handle if kernel.runtime == "docker" else None,
         "pid": int(kernel.handle) if kernel.runtime == "process" and kernel.handle else None,
-        "created_at": _time(kernel.created_at) or "",
-        "started_at": _time(kernel.started_at),
-        "finished_at": _time(kernel.ending.finished_at),
+        "created_at": wire_time(kernel.created_at) or "",
+        "started_at": wire_time(kernel.started_at),
+        "finished_at": wire_time(kernel.ending.finished_at),
         "exit_code": kernel.ending.exit_code,
         "oom_killed": kernel.ending.oom_killed,
         "pull": {"current": kernel.pull.current, "total": kernel.pull.total}
@@ -86,7 +86,8 @@ def _degraded(kernel: Kernel, inventory: Inventory) -> list[str]:
     ]
 
 
-def _time(seconds: float | None) -> str | None:
+def wire_time(seconds: float | None) -> str | None:
+    """Return a time (seconds since the epoch) as RFC 3339 in UTC."""
     if seconds is None:
         return None
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")[:-6] + "Z"

@@ -11,10 +11,11 @@ from typing import NamedTuple, Protocol
 from agentd.core.allocation import Allocation
 from agentd.core.container_edits import ContainerEdits
 from agentd.core.devices import Device
-from agentd.core.kernel import KernelRef, KernelSpec, KernelState, Pull
+from agentd.core.kernel import Kernel, KernelRef, KernelSpec, KernelState, Pull
 from agentd.core.observation import Listing, ObservedKernel
 from agentd.core.plan import KernelPlan
 from agentd.core.slots import SlotType
+from agentd.core.usage import Accounted
 from agentd.errors import Problem
 from agentd.plugin_api import Features, Measurement
 
@@ -199,6 +200,16 @@ class Runtime(Protocol):
 
         Raises:
             RuntimeUnavailable: the connection could not be made, or broke.
+        """
+        ...
+
+    async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, Accounted]:
+        """Return what kernels use, by id; of ended ones what is still known.
+
+        One of which nothing is known may be missing.
+
+        Raises:
+            RuntimeUnavailable: that cannot be told now.
         """
         ...
 

@@ -32,6 +32,7 @@ from agentd.plugin_api import (
     Features,
     Measurement,
     NotPresent,
+    ProcessUse,
     SettingProblem,
     SlotTypeInfo,
     on_pci_bus,
@@ -271,6 +272,7 @@ class CudaPlugin(AcceleratorPlugin):
                     load.total_bytes,
                     load.temperature,
                     load.power,
+                    None if load.processes is None else [ProcessUse(*p) for p in load.processes],
                 )
                 for load in loads
             ]

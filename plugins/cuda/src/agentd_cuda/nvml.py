@@ -63,6 +63,7 @@ class Load:
     total_bytes: int | None
     temperature: float | None
     power: float | None
+    processes: tuple[tuple[int, int | None], ...] | None
 
 
 def asked(function: Callable[..., _T], *arguments: object) -> _T | None:
@@ -221,6 +222,7 @@ def loads(handle: Any) -> Iterator[Load]:  # noqa: ANN401 - opaque
             None if memory is None else int(memory.total),
             None if temperature is None else float(temperature),
             None,
+            processes_of(part),
         )
 
 
@@ -237,4 +239,20 @@ def load_of(handle: Any) -> Load:  # noqa: ANN401 - opaque
         None if memory is None else int(memory.total),
         None if temperature is None else float(temperature),
         None if milliwatts is None else milliwatts / 1000,
+        processes_of(handle),
     )
+
+
+def processes_of(handle: Any) -> tuple[tuple[int, int | None], ...] | None:  # noqa: ANN401 - opaque
+    """Return the processes that compute on a GPU or a part, and what memory each has; bytes.
+
+    A process that computes and draws is in both of NVML's lists, with the same memory.
+    """
+    lists = [
+        asked(pynvml.nvmlDeviceGetComputeRunningProcesses, handle),
+        asked(pynvml.nvmlDeviceGetGraphicsRunningProcesses, handle),
+    ]
+    if lists[0] is None:
+        return None
+    found = {item.pid: item.usedGpuMemory for each in lists for item in each or ()}
+    return tuple((int(pid), None if used is None else int(used)) for pid, used in found.items())

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
-from agentd.core.kernel import KernelRef
+from agentd.core.kernel import LIVE, Kernel, KernelRef
 from agentd.core.observation import Listing, ObservedKernel
 from agentd.core.plan import kernel_name
+from agentd.host.accounts import MOUNT, UNIFIED, Account, account_of, is_v2
 from agentd.runtimes.docker.absences import Absences
 from agentd.runtimes.docker.config import KERNEL_LABEL, NODE_LABEL, RECORD_LABEL
 from agentd.runtimes.docker.engine import AnswerLost, EngineClient, EngineError
@@ -23,6 +24,10 @@ ASK_TIMEOUT_S = 5.0
 """How long an engine may take to say what one container, or the engine itself, is."""
 LIST_TIMEOUT_S = 20.0
 """How long it may take to list everything, or to remove what never ran."""
+_COUNTED = ("memory", "cpuacct", "cpu", "blkio", "pids")
+_PLACES = ("docker/{}", "system.slice/docker-{}.scope")
+"""Below a hierarchy, by the engine's driver of cgroups: cgroupfs and systemd
+(dockerd(8), `--cgroup-parent`)."""
 
 
 class Observer:
@@ -32,6 +37,7 @@ class Observer:
         self._engine = engine
         self._node_id = node_id
         self._absences = absences
+        self._accounts: dict[str, Account] = {}
 
     async def listing(self) -> Listing:
         """Return every kernel; what cannot be inspected alone is as the list says."""
@@ -104,6 +110,20 @@ class Observer:
         async with asyncio.timeout(ASK_TIMEOUT_S):
             return inspected(await self._engine.call("GET", f"/containers/{container}/json"))
 
+    async def accounts(self, kernels: Sequence[Kernel]) -> Mapping[str, Account]:
+        """Return where living containers are counted; each is looked for once."""
+        handles = {k.kernel_id: k.handle for k in kernels if k.handle and k.state in LIVE}
+        self._accounts = {h: a for h, a in self._accounts.items() if h in handles.values()}
+        missing = [handle for handle in handles.values() if handle not in self._accounts]
+        self._accounts |= await asyncio.to_thread(_looked_for, missing)
+        for handle in missing:
+            if handle in self._accounts:
+                continue
+            shown = await self._found(handle)
+            if shown is not None and (pid := shown["State"].get("Pid")):
+                self._accounts[handle] = replace(account_of(pid), has_network=True)
+        return {k: self._accounts[h] for k, h in handles.items() if h in self._accounts}
+
     def observed(self, shown: Mapping[str, Any]) -> ObservedKernel:
         """Return the kernel that a container of ours is, and why it ended if its engine did."""
         found = observed_kernel(shown)
@@ -116,3 +136,15 @@ class Observer:
         labels = labels_of(shown)
         expected = kernel_name(self._node_id, labels.get(KERNEL_LABEL, ""))
         return labels.get(NODE_LABEL) == self._node_id and shown["Name"] == f"/{expected}"
+
+
+def _looked_for(containers: Sequence[str]) -> dict[str, Account]:
+    """Return where containers are counted that are where engines put them."""
+    found: dict[str, Account] = {}
+    hierarchies = [UNIFIED] if is_v2() else [c for c in _COUNTED if (MOUNT / c).exists()]
+    for container in containers:
+        for place in _PLACES:
+            folders = {name: MOUNT / name / place.format(container) for name in hierarchies}
+            if all(folder.exists() for folder in folders.values()):
+                found[container] = Account(folders, has_network=True)
+    return found

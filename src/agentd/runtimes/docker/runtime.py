@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 from agentd.core.container_options import PullPolicy
-from agentd.core.kernel import KernelRef, KernelSpec, KernelState
+from agentd.core.kernel import Kernel, KernelRef, KernelSpec, KernelState
 from agentd.core.observation import Listing, ObservedKernel
 from agentd.core.plan import KernelPlan, kernel_name
+from agentd.core.usage import Accounted
 from agentd.errors import ImageNotFound, InvalidRequest, Problem
 from agentd.failpoints import reach
 from agentd.runtimes.docker.absences import Absences
@@ -264,6 +265,11 @@ class DockerRuntime:
             if self._own.is_listening:
                 self._absences.went()
             self._own.stop_listening()
+
+    async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, Accounted]:
+        with proving():
+            accounts = await self._observer.accounts(kernels)
+        return await asyncio.to_thread(lambda: {k: a.counted() for k, a in accounts.items()})
 
     async def logs(self, ref: KernelRef, query: LogQuery) -> AsyncGenerator[bytes]:
         async with aclosing(printed(self._engine, self._container(ref), query)) as chunks:

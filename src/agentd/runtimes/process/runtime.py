@@ -18,9 +18,10 @@ from typing import Any
 
 from agentd.core.container_edits import ContainerEdits
 from agentd.core.container_options import over_ceiling
-from agentd.core.kernel import KernelRef, KernelSpec, KernelState
+from agentd.core.kernel import Kernel, KernelRef, KernelSpec, KernelState
 from agentd.core.observation import Listing, ObservedKernel
 from agentd.core.plan import KernelPlan
+from agentd.core.usage import Accounted
 from agentd.errors import (
     InvalidRequest,
     KernelConflict,
@@ -221,6 +222,12 @@ class ProcessRuntime:
         yield ""
         while True:
             yield await self._events.get()
+
+    async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, Accounted]:
+        def counted() -> dict[str, Accounted]:
+            return {k.kernel_id: self._bundles.accounted(k.kernel_id) for k in kernels}
+
+        return await asyncio.to_thread(counted)
 
     async def logs(self, ref: KernelRef, query: LogQuery) -> AsyncGenerator[bytes]:
         if problems := list(unkept(query)):

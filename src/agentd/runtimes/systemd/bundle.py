@@ -6,6 +6,7 @@ environment     its variables, in the form of EnvironmentFile= (systemd.exec(5))
 identity.json   the unit's invocation id, the boot, and when it started
 exit            how it ended: `$SERVICE_RESULT $EXIT_CODE $EXIT_STATUS`, when, and what the
                 manager was doing; written by systemd's own ExecStopPost=, or by the daemon
+usage.json      what it had used when it ended, if the daemon saw that
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ import signal
 import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from agentd.core.kernel import Ending
 from agentd.core.record import MALFORMED, parse_time
+from agentd.core.usage import UNKNOWN, Usage
 from agentd.runtimes.folder import PrivateFolder
 
 RECORD, ENVIRONMENT, IDENTITY, EXIT = "record.json", "environment", "identity.json", "exit"
+USAGE = "usage.json"
 NODE_RESTARTED = "the node restarted"
 
 DROP_IN = """\
@@ -145,6 +148,20 @@ class UnitBundle(PrivateFolder):
             return End(result, code, status, parse_time(float(when)), manager)
         except MALFORMED:
             return None
+
+    def used(self, usage: Usage) -> None:
+        """Write down what it had used when it ended, unless that is written."""
+        if self.read(USAGE) is None:
+            with suppress(OSError):
+                self._replace(USAGE, json.dumps(asdict(usage)))
+
+    def usage(self) -> Usage:
+        """Return what it had used when it ended, as far as that is known."""
+        try:
+            raw = json.loads(self.read(USAGE) or "")
+            return Usage(**{field.name: raw[field.name] for field in fields(Usage)})
+        except MALFORMED:
+            return UNKNOWN
 
     def _replace(self, name: str, text: str) -> None:
         with suppress(FileNotFoundError):

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from agentd.core.kernel import Ending, is_kernel_id
+from agentd.core.kernel import ENDED, Ending, Kernel, is_kernel_id
 from agentd.core.observation import Leftover, Listing, ObservedKernel, ObservedState
 from agentd.core.record import MALFORMED
+from agentd.core.usage import Accounted
 from agentd.errors import RuntimeFailure
+from agentd.host.accounts import MOUNT, UNIFIED, Account
 from agentd.host.units import Manager, Unit
 from agentd.runtimes.folder import TRASH, looking, names_in
 from agentd.runtimes.systemd.bundle import NODE_RESTARTED, Identity, UnitBundle
-from agentd.runtimes.systemd.seen import SEEN, end_of, fields_of, state_of
+from agentd.runtimes.systemd.seen import SEEN, end_of, fields_of, state_of, usage_of
 from agentd.runtimes.systemd.unit import kernel_of, slice_name, unit_name
 
 RUNTIME = "systemd"
@@ -85,6 +88,7 @@ class Observer:
                     bundle.identify(identity)
             if state is ObservedState.EXITED:
                 bundle.finish(end_of(seen))
+                bundle.used(usage_of(seen))
         return self._observed(
             kernel_id,
             state,
@@ -93,6 +97,28 @@ class Observer:
             ending=end_of(seen).ending if state is ObservedState.EXITED else Ending(),
             said=fields_of(seen["LogExtraFields"]),
         )
+
+    async def usages(self, kernels: Sequence[Kernel]) -> dict[str, Accounted]:
+        """Return what kernels use, or had used when they ended."""
+        living = {k.kernel_id: await self._account(k) for k in kernels if k.state not in ENDED}
+
+        def counted() -> dict[str, Accounted]:
+            found = {kernel_id: account.counted() for kernel_id, account in living.items()}
+            for kernel in kernels:
+                if kernel.kernel_id not in living:
+                    found[kernel.kernel_id] = Accounted(self.bundle(kernel.kernel_id).usage())
+            return found
+
+        with looking():
+            return await asyncio.to_thread(counted)
+
+    async def _account(self, kernel: Kernel) -> Account:
+        unit = unit_name(self._node_id, kernel.kernel_id)
+        group = f"/agentd.slice/{slice_name(kernel.agent_id)}/{unit}"
+        if self._is_user or not (MOUNT / group[1:]).exists():
+            seen = await self._manager.properties(unit, ("ControlGroup",))
+            group = str(seen["ControlGroup"]) if seen else ""
+        return Account({UNIFIED: MOUNT / group[1:]} if group else {})
 
     def _gone(self, kernel_id: str, bundle: UnitBundle) -> ObservedKernel | None:
         """Return what is known of a kernel whose unit is not there (any more)."""

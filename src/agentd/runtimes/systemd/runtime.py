@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from agentd.core.container_options import over_ceiling
-from agentd.core.kernel import KernelRef, KernelSpec, KernelState
+from agentd.core.kernel import Kernel, KernelRef, KernelSpec, KernelState
 from agentd.core.observation import Listing, ObservedKernel
 from agentd.core.plan import KernelPlan
+from agentd.core.usage import Accounted
 from agentd.errors import (
     AgentdError,
     CommandNotFound,
@@ -231,6 +232,9 @@ class SystemdRuntime:
                     yield kernel_id
         finally:
             await changes.aclose()
+
+    async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, Accounted]:
+        return await self._observer.usages(kernels)
 
     async def logs(self, ref: KernelRef, query: LogQuery) -> AsyncGenerator[bytes]:
         if len(query.streams) < len(LogStream):

@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from agentd.core.observation import ObservedState
+from agentd.core.usage import Usage
 from agentd.runtimes.systemd.bundle import End
 
 SEEN = (
     "Unit.ActiveState", "Unit.SubState", "Unit.InvocationID", "ControlGroup", "LogExtraFields",
     "Result", "ExecMainCode", "ExecMainStatus", "ExecMainStartTimestamp", "ExecMainExitTimestamp",
+    "CPUUsageNSec", "IOReadBytes", "IOWriteBytes",
 )  # fmt: skip
+UNSET = 2**64 - 1
+"""What systemd says of a figure that it does not have."""
 LIVING = frozenset({ObservedState.RUNNING, ObservedState.PAUSED})
 _CLD = {1: "exited", 2: "killed", 3: "dumped"}
 """How a process ended, by the `CLD_` numbers of sigaction(2)."""
@@ -52,6 +56,15 @@ def end_of(seen: Mapping[str, Any]) -> End:
     code = _CLD.get(seen["ExecMainCode"], "")
     finished_at = seen["ExecMainExitTimestamp"] / 1e6 or time.time()
     return End(seen["Result"], code, str(seen["ExecMainStatus"]), finished_at)
+
+
+def usage_of(seen: Mapping[str, Any]) -> Usage:
+    """Return what the manager says that a unit has used, whose cgroup is gone."""
+    cpu, read, written = (
+        None if seen[name] == UNSET else int(seen[name])
+        for name in ("CPUUsageNSec", "IOReadBytes", "IOWriteBytes")
+    )
+    return Usage(None if cpu is None else cpu / 1e9, io_read_bytes=read, io_write_bytes=written)
 
 
 def fields_of(raw: Sequence[bytes]) -> dict[str, str]:

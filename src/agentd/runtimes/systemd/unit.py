@@ -177,6 +177,8 @@ def _limits(
         yield "MemoryMax", "t", plan.memory_bytes
         yield "MemorySwapMax", "t", 0
     yield "OOMPolicy", "s", "kill"
+    for counted in ("CPUAccounting", "IOAccounting", "MemoryAccounting", "TasksAccounting"):
+        yield counted, "b", True
     yield "TasksMax", "t", options.pids_limit or rules.pids_limit
     for name, limit in options.ulimits.items():
         yield f"Limit{name.upper()}", "t", _limit(limit.hard)

@@ -1,0 +1,216 @@
+"""What the kernel counts for a cgroup: processor time, memory, blocks, processes, network.
+
+Files of v2: Documentation/admin-guide/cgroup-v2.rst; of v1: Documentation/admin-guide/cgroup-v1/
+(cpuacct, memory, blkio-controller, pids). What has no file, or cannot be read, is not known.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+
+from agentd.core.usage import Accounted, Usage
+
+MOUNT = Path("/sys/fs/cgroup")
+UNIFIED = ""
+"""The name of the one hierarchy of v2, where v1 has one for each controller."""
+_NOWHERE = Path("/nonexistent")
+_NO_LIMIT = 1 << 60
+_MOST_BYTES = 1 << 20
+_FULL = 2048
+"""Such files come by the page of 4,096 bytes: after less than half of one there is no more."""
+_NANO, _MICRO = 1e9, 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Where one kernel is counted: its folder in each hierarchy, by controller.
+
+    One that `has_network` may have a network namespace of its own.
+    """
+
+    folders: Mapping[str, Path] = field(default_factory=dict)
+    has_network: bool = False
+
+    def counted(self) -> Accounted:
+        """Return what is counted now, and for whom."""
+        if not self.folders:
+            return Accounted()
+        unified = self.folders.get(UNIFIED)
+        usage = _of_v2(unified) if unified is not None else _of_v1(self.folders)
+        if self.has_network and (pid := self._somebody()) is not None:
+            received, sent = _network(pid)
+            usage = replace(usage, network_rx_bytes=received, network_tx_bytes=sent)
+        return Accounted(usage, frozenset(self._paths()))
+
+    def _somebody(self) -> int | None:
+        folder = next(iter(self.folders.values()))
+        return _number(f"{folder}/cgroup.procs")
+
+    def _paths(self) -> Iterator[str]:
+        for name, folder in self.folders.items():
+            top = f"{MOUNT}/{name}" if name else str(MOUNT)
+            if str(folder).startswith(top):
+                yield f"{name}:{str(folder)[len(top) :]}"
+
+
+def is_v2(root: Path = MOUNT) -> bool:
+    """Tell whether this machine has the one hierarchy of v2 where limits hold."""
+    return (root / "cgroup.controllers").exists()
+
+
+def groups_of(pid: int) -> set[str]:
+    """Return the cgroups of a process, each as a hierarchy and a path; none if it is gone."""
+    found = set()
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8").splitlines():
+            number, names, path = line.split(":", 2)
+            if number == "0":
+                found.add(f"{UNIFIED}:{path}")
+            found |= {f"{name}:{path}" for name in names.split(",") if name}
+    return found
+
+
+def account_of(pid: int) -> Account:
+    """Return where a process is counted; of no use where that is everybody's group."""
+    folders = {}
+    unified = is_v2()
+    for group in groups_of(pid):
+        name, _, path = group.partition(":")
+        if path != "/" and (name == UNIFIED) == unified:
+            folders[name] = (MOUNT / name if name else MOUNT) / path.lstrip("/")
+    return Account(folders)
+
+
+def _of_v2(folder: Path) -> Usage:
+    cpu = _table(f"{folder}/cpu.stat")
+    usage, throttled = cpu.get("usage_usec"), cpu.get("throttled_usec")
+    read, written = _blocks_v2(folder)
+    return Usage(
+        cpu_seconds=None if usage is None else usage / _MICRO,
+        cpu_throttled_seconds=None if throttled is None else throttled / _MICRO,
+        memory_bytes=_number(f"{folder}/memory.current"),
+        memory_peak_bytes=_number(f"{folder}/memory.peak"),
+        memory_limit_bytes=_limit(f"{folder}/memory.max"),
+        io_read_bytes=read,
+        io_write_bytes=written,
+        processes=_processes(folder),
+    )
+
+
+def _of_v1(folders: Mapping[str, Path]) -> Usage:
+    memory = folders.get("memory", _NOWHERE)
+    usage = _number(f"{folders.get('cpuacct', _NOWHERE)}/cpuacct.usage")
+    throttled = _table(f"{folders.get('cpu', _NOWHERE)}/cpu.stat").get("throttled_time")
+    read, written = _blocks_v1(folders.get("blkio", _NOWHERE))
+    return Usage(
+        cpu_seconds=None if usage is None else usage / _NANO,
+        cpu_throttled_seconds=None if throttled is None else throttled / _NANO,
+        memory_bytes=_number(f"{memory}/memory.usage_in_bytes"),
+        memory_peak_bytes=_number(f"{memory}/memory.max_usage_in_bytes"),
+        memory_limit_bytes=_limit(f"{memory}/memory.limit_in_bytes"),
+        io_read_bytes=read,
+        io_write_bytes=written,
+        processes=_processes(next(iter(folders.values()))),
+    )
+
+
+def _blocks_v2(folder: Path) -> tuple[int | None, int | None]:
+    lines = _lines(f"{folder}/io.stat")
+    if lines is None or not _counts_blocks_v2(MOUNT):
+        return None, None
+    pairs = [pair.partition("=") for line in lines for pair in line.split()[1:]]
+    return (
+        sum(int(value) for name, _, value in pairs if name == "rbytes"),
+        sum(int(value) for name, _, value in pairs if name == "wbytes"),
+    )
+
+
+def _blocks_v1(folder: Path) -> tuple[int | None, int | None]:
+    lines = _lines(f"{folder}/blkio.throttle.io_service_bytes")
+    if lines is None or not _counts_blocks_v1(MOUNT):
+        return None, None
+    words = [line.split() for line in lines]
+    return (
+        sum(int(word[2]) for word in words if word[1:2] == ["Read"]),
+        sum(int(word[2]) for word in words if word[1:2] == ["Write"]),
+    )
+
+
+@cache
+def _counts_blocks_v2(root: Path) -> bool:
+    """Tell whether blocks are counted at all: a machine that booted from a disk has read some."""
+    return any("rbytes" in line for line in _lines(f"{root}/io.stat") or ())
+
+
+@cache
+def _counts_blocks_v1(root: Path) -> bool:
+    lines = _lines(f"{root}/blkio/blkio.throttle.io_service_bytes") or ()
+    return any(line.startswith("Total ") and not line.endswith(" 0") for line in lines)
+
+
+def _processes(folder: Path) -> int | None:
+    """Count processes, those in groups below too, as a kernel may make some."""
+    try:
+        below = [entry for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return None
+    lines = _lines(f"{folder}/cgroup.procs")
+    if lines is None:
+        return None
+    return len(lines) + sum(_processes(Path(entry.path)) or 0 for entry in below)
+
+
+def _network(pid: int) -> tuple[int | None, int | None]:
+    """Return what a process's network namespace received and sent, the loopback left out."""
+    lines = _lines(f"/proc/{pid}/net/dev")
+    if lines is None or _namespace(pid) in (None, _namespace("self")):
+        return None, None
+    rows = [line.partition(":") for line in lines[2:]]
+    numbers = [row[2].split() for row in rows if row[0].strip() != "lo"]
+    return sum(int(row[0]) for row in numbers), sum(int(row[8]) for row in numbers)
+
+
+def _namespace(pid: int | str) -> str | None:
+    with suppress(OSError):
+        return str(Path(f"/proc/{pid}/ns/net").readlink())
+    return None
+
+
+def _lines(file: str) -> list[str] | None:
+    """Read a file of the kernel's; None if it is not there."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        content = chunk = os.read(descriptor, _MOST_BYTES)
+        while len(chunk) >= _FULL:
+            content += (chunk := os.read(descriptor, _MOST_BYTES))
+        return content.decode("ascii").splitlines()
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _number(file: str) -> int | None:
+    with suppress(ValueError, IndexError):
+        return int((_lines(file) or [])[0])
+    return None
+
+
+def _limit(file: str) -> int | None:
+    number = _number(file)
+    return None if number is None or number >= _NO_LIMIT else number
+
+
+def _table(file: str) -> dict[str, int]:
+    words: Iterable[list[str]] = (line.split() for line in _lines(file) or ())
+    with suppress(ValueError):
+        return {word[0]: int(word[1]) for word in words if len(word) > 1}
+    return {}

@@ -1,0 +1,189 @@
+"""What kernels use: their cgroups' figures, and what plugins measure on their devices."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from decimal import Decimal
+
+from agentd.core.devices import Device
+from agentd.core.kernel import Kernel
+from agentd.core.ledger import Share
+from agentd.core.slots import CPU, MEM
+from agentd.core.usage import UNKNOWN, Accounted, Usage
+from agentd.errors import RuntimeFailure, RuntimeUnavailable
+from agentd.plugin_api import Measurement
+from agentd.services.devices import NodeDevices
+from agentd.services.interfaces import Clock, Plugins, Runtime
+from agentd.services.state import NodeState
+
+FRESH_S = 1.0
+"""How old figures may be that are given out again: several people look at the same node."""
+_SHARE_DIGITS = Decimal("0.000001")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """What is used of a device that a kernel holds a share of; None is not known.
+
+    `share` is a part of the whole device. Utilization (0 to 1), memory and power are the
+    device's, whoever uses it; `used_by_kernel_bytes` is this kernel's memory on it.
+    """
+
+    device_name: str
+    id: str
+    share: Decimal
+    utilization: float | None = None
+    memory_used_bytes: int | None = None
+    used_by_kernel_bytes: int | None = None
+    power_watts: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KernelUse:
+    """What a kernel used when it was looked at (seconds since the epoch), and its devices."""
+
+    kernel_id: str
+    agent_id: str
+    at: float
+    usage: Usage
+    devices: tuple[DeviceUse, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _User:
+    """A process on a device: the cgroups that it is in, and its memory there."""
+
+    groups: frozenset[str]
+    memory_bytes: int | None
+
+
+class Statistics:
+    """Reads the figures of a node's kernels, at most once in `FRESH_S` for all who ask."""
+
+    def __init__(
+        self,
+        state: NodeState,
+        devices: NodeDevices,
+        runtimes: Mapping[str, Runtime],
+        plugins: Plugins,
+        clock: Clock,
+        groups_of: Callable[[int], Collection[str]],
+    ) -> None:
+        """`groups_of` tells the cgroups of a process, in the form of `Accounted.groups`."""
+        self._state = state
+        self._devices = devices
+        self._runtimes = runtimes
+        self._plugins = plugins
+        self._clock = clock
+        self._groups_of = groups_of
+        self._looking = asyncio.Lock()
+        self._looked_at = float("-inf")
+        self._found: Mapping[str, KernelUse] = {}
+
+    async def of(self, kernels: Iterable[Kernel]) -> list[KernelUse]:
+        """Return what these kernels use, in their order; of one that came just now nothing yet."""
+        async with self._looking:
+            if self._clock.steady() - self._looked_at >= FRESH_S:
+                self._found = await self._look()
+                self._looked_at = self._clock.steady()
+        now = self._clock.wall()
+        found = self._found
+        return [
+            found.get(k.kernel_id) or KernelUse(k.kernel_id, k.agent_id, now, UNKNOWN, ())
+            for k in kernels
+        ]
+
+    async def _look(self) -> dict[str, KernelUse]:
+        now = self._clock.wall()
+        kernels = list(self._state)
+        accounted: dict[str, Accounted] = {}
+        for name, runtime in self._runtimes.items():
+            mine = [kernel for kernel in kernels if kernel.runtime == name]
+            if mine:
+                with suppress(RuntimeUnavailable, RuntimeFailure):
+                    accounted |= await runtime.usages(mine)
+        listed = self._plugins.measurements().values()
+        measured = {item.stable_id: item for items in listed for item in items}
+        users = await asyncio.to_thread(self._users, measured)
+        return {
+            kernel.kernel_id: self._use(
+                kernel, accounted.get(kernel.kernel_id, Accounted()), measured, users, now
+            )
+            for kernel in kernels
+        }
+
+    def _users(self, measured: Mapping[str, Measurement]) -> dict[str, list[_User]]:
+        """Return who uses each device, where its driver tells."""
+        return {
+            stable_id: [
+                _User(frozenset(self._groups_of(process.pid)), process.memory_bytes)
+                for process in item.processes
+            ]
+            for stable_id, item in measured.items()
+            if item.processes is not None
+        }
+
+    def _use(
+        self,
+        kernel: Kernel,
+        accounted: Accounted,
+        measured: Mapping[str, Measurement],
+        users: Mapping[str, Sequence[_User]],
+        now: float,
+    ) -> KernelUse:
+        by_id = self._devices.inventory.by_id
+        shares = kernel.allocation.shares if kernel.holds else ()
+        devices = tuple(
+            _device_use(
+                share,
+                by_id.get(share.device_id),
+                measured.get(share.stable_id),
+                users.get(share.stable_id),
+                accounted.groups,
+            )
+            for share in shares
+            if share.device_id.name not in (CPU, MEM)
+        )
+        return KernelUse(kernel.kernel_id, kernel.agent_id, now, accounted.usage, devices)
+
+
+def _device_use(
+    share: Share,
+    device: Device | None,
+    measured: Measurement | None,
+    users: Sequence[_User] | None,
+    groups: frozenset[str],
+) -> DeviceUse:
+    percent = measured.utilization_percent if measured else None
+    return DeviceUse(
+        share.device_id.name,
+        share.device_id.id,
+        _part(share.amount, device.capacity if device else 0),
+        None if percent is None else percent / 100,
+        measured.memory_used_bytes if measured else None,
+        _memory_of(groups, users),
+        measured.power_w if measured else None,
+    )
+
+
+def _part(amount: int, capacity: int) -> Decimal:
+    if not amount or not capacity:  # held whole
+        return Decimal(1)
+    return (Decimal(amount) / Decimal(capacity)).quantize(_SHARE_DIGITS).normalize()
+
+
+def _memory_of(groups: frozenset[str], users: Sequence[_User] | None) -> int | None:
+    """Return the memory of those users that are in a kernel's cgroups; None if it is not known."""
+    if users is None or not groups:
+        return None
+    mine = [user.memory_bytes for user in users if _is_within(user.groups, groups)]
+    known = [amount for amount in mine if amount is not None]
+    return sum(known) if len(known) == len(mine) else None
+
+
+def _is_within(inner: frozenset[str], outer: frozenset[str]) -> bool:
+    """Tell whether a process is in one of these groups, or in one below: a kernel may make some."""
+    return any(group == top or group.startswith(f"{top}/") for group in inner for top in outer)

@@ -1,0 +1,146 @@
+"""What kernels use is what they use: a load of known size, on every runtime."""
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from agentd.host.cgroups import find_cgroups
+from daemon import AGENTS, Daemon, gpus
+
+BUSY = "while :; do :; done"
+COUNTS = find_cgroups() is not None
+
+
+@pytest.fixture(autouse=True)
+def counted(daemon: Daemon) -> None:
+    if daemon.runtime == "process" and not COUNTS:
+        assert not os.environ.get("AGENTD_REQUIRE_ALL")
+        pytest.skip("no cgroup can be written here")
+
+
+async def stats(daemon: Daemon, kernel_id: str) -> dict[str, Any]:
+    """Figures that are not the last ones again."""
+    await asyncio.sleep(1.1)
+    return await daemon.get(f"/v1/kernels/{kernel_id}/stats")
+
+
+async def metrics(daemon: Daemon) -> dict[tuple[str, ...], float]:
+    text = (await daemon.call("GET", "/metrics")).content.decode()
+    return {
+        (sample.name, *(f"{k}={v}" for k, v in sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def test_a_busy_loop_takes_the_time_that_the_kernel_says_and_a_sleeper_none(daemon) -> None:
+    await daemon.start(AGENTS + gpus(2))
+    busy = await daemon.running(
+        kernel_id="busy", command=["sh", "-c", BUSY], slots={"cpu": 1, "cuda.device": 1}
+    )
+    await daemon.running(kernel_id="idle", slots={"cpu": 0, "mem": "64m"})
+    pid = daemon.main_pid(busy, daemon.test_engine)
+    first, own_first = await stats(daemon, "busy"), own_seconds(pid)
+    await asyncio.sleep(1)
+    last, own_last = await stats(daemon, "busy"), own_seconds(pid)
+    used, own = last["cpu_seconds"] - first["cpu_seconds"], own_last - own_first
+    assert 0.5 * own <= used <= 1.5 * own + 0.1
+    assert used > 0.2
+    assert last["at"] > first["at"]
+    idle = await daemon.get("/v1/kernels/idle/stats")
+    assert idle["cpu_seconds"] < 0.5
+    assert (idle["processes"], idle["memory_limit_bytes"]) == (1, 64 << 20)
+    (device,) = last["devices"]
+    assert (device["device_name"], device["id"], device["share"]) == ("cuda", "cuda0", "1")
+    assert device["used_by_kernel_bytes"] is None, "sim has no driver that tells"
+    assert [row["kernel_id"] for row in await daemon.get("/v1/stats")] == ["busy", "idle"]
+
+
+def own_seconds(pid: int) -> float:
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def test_figures_outlive_the_daemon_and_what_is_not_known_is_null(daemon) -> None:
+    await daemon.start(AGENTS + gpus(1))
+    script = "i=0; while [ $i -lt 300000 ]; do i=$((i+1)); done; echo done; sleep 1000"
+    await daemon.running(kernel_id="k1", command=["sh", "-c", script])
+    async with asyncio.timeout(60):
+        while b"done" not in (await daemon.call("GET", "/v1/kernels/k1/logs")).content:
+            await asyncio.sleep(0.05)
+    before = await stats(daemon, "k1")
+    await daemon.restart()
+    after = await daemon.get("/v1/kernels/k1/stats")
+    assert after["cpu_seconds"] >= before["cpu_seconds"] > 0
+    await daemon.call("POST", "/v1/kernels/k1/stop", {"timeout": 0})
+    ended = await stats(daemon, "k1")
+    assert ended["devices"] == []
+    if daemon.runtime == "docker":
+        assert ended["cpu_seconds"] is None, "its cgroup went with it"
+    else:
+        assert ended["cpu_seconds"] >= after["cpu_seconds"]
+        await daemon.restart()
+        assert (await daemon.get("/v1/kernels/k1/stats"))["cpu_seconds"] == ended["cpu_seconds"]
+
+
+async def test_metrics_answer_what_operators_ask(daemon) -> None:
+    await daemon.start(AGENTS + gpus(1))
+    await daemon.running(kernel_id="k1", slots={"cpu": 1, "cuda.device": 1})
+    refused = await daemon.create(kernel_id="k2", slots={"cuda.device": 2})
+    assert refused.status == 409
+    assert (await daemon.create(kernel_id="k3", slots={"what.ever": 1})).status == 422
+    missing = await daemon.create(kernel_id="k4", command=["no-such-program"])
+    assert missing.status == 422
+    assert (await daemon.create("nobody", kernel_id="k5")).status == 404
+    shown = await metrics(daemon)
+    mine = ("agent_id=agent-1", "kernel_id=k1")
+    assert shown["agentd_kernel_cpu_seconds_total", *mine] >= 0
+    assert shown["agentd_kernel_processes", *mine] == 1
+    held = ("agent_id=agent-1", "device_name=cuda", "id=cuda0", "kernel_id=k1")
+    assert shown["agentd_kernel_device_share", *held] == 1
+    device = ("device_name=cuda", "id=cuda0", "slot=cuda.device")
+    assert shown["agentd_device_free", *device] == 0
+    assert shown["agentd_device_allocated", *device] == 1
+    assert shown["agentd_device_agent", "agent=agent-1", *device[:2]] == 1
+    for result, count in (("created", 1), ("refused", 2), ("failed", 1)):
+        assert shown["agentd_creates_total", "agent=agent-1", f"result={result}"] == count
+    assert shown["agentd_refusals_total", "code=InsufficientResource", "slot=cuda.device"] == 1
+    assert shown["agentd_refusals_total", "code=UnsupportedResource", "slot="] == 1
+    assert shown["agentd_create_seconds_count", "share=whole"] == 1
+    whole, own = (shown["agentd_create_seconds_sum", f"share={s}"] for s in ("whole", "own"))
+    assert 0 < own < whole
+    assert not [name for name, *labels in shown if "agent=nobody" in labels]
+    await daemon.restart(AGENTS + gpus(1) + "[metrics]\nper-kernel = false\n")
+    assert not [name for name, *_ in await metrics(daemon) if name.startswith("agentd_kernel_")]
+
+
+async def test_people_see_it_on_the_command_line(daemon) -> None:
+    await daemon.start(AGENTS + gpus(1))
+    await daemon.running(kernel_id="k1", command=["sh", "-c", BUSY], slots={"cuda.device": 1})
+
+    def agentctl(*words: str) -> str:
+        command = [str(Path(sys.executable).with_name("agentctl"))]
+        socket = ["--socket", str(daemon.folder / "agentd.sock")]
+        done = subprocess.run([*command, *socket, *words], capture_output=True, text=True,
+                              check=True, timeout=60)  # fmt: skip
+        return done.stdout
+
+    table = await asyncio.to_thread(agentctl, "stats")
+    assert re.search(r"KERNEL +AGENT +CPU SECONDS +MEMORY", table)
+    assert re.search(r"k1 +agent-1 +\d+\.\d\d ", table)
+    (row,) = json.loads(await asyncio.to_thread(agentctl, "stats", "k1", "-o", "json"))
+    assert row["kernel_id"] == "k1"
+    begun = time.monotonic()
+    live = await asyncio.to_thread(agentctl, "top", "--interval", "1.2", "--count", "1")
+    assert time.monotonic() - begun > 1
+    assert re.search(r"k1 +agent-1 +\d+%", live), live
+    assert "cuda0" in live

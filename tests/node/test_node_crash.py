@@ -1,0 +1,91 @@
+"""The daemon dies at every point of the systemd runtime, and loses nothing over it."""
+
+import json
+import os
+import shlex
+import time
+
+import pytest
+
+from agentd.failpoints import POINTS
+from node.conftest import CONFIG, Node, until_ready
+
+DROP_IN = "/run/systemd/system/agentd.service.d"
+OF_SYSTEMD = sorted(name for name, what in POINTS.items() if "systemd" in what)
+MORE = sorted(
+    name
+    for name, what in POINTS.items()
+    if name.split(".")[0] in ("create", "intent", "record", "stop", "delete")
+    and "docker" not in what
+    and not name.endswith("_replace")
+    and name not in OF_SYSTEMD
+)
+"""What has nothing to do with the runtime is died at where time is no matter."""
+TRIED = OF_SYSTEMD + (MORE if os.environ.get("AGENTD_SOAK") else [])
+BODY = {"kernel_id": "dies", "command": ["sleep", "999"], "slots": {"cpu": 0, "mem": "16m"}}
+CREATE, STOP, DELETE = (
+    ("POST", "/v1/agents/team-a/kernels"),
+    ("POST", "/v1/kernels/dies/stop"),
+    ("DELETE", "/v1/kernels/dies?timeout=0"),
+)
+
+
+@pytest.fixture(scope="module")
+def resident(node: Node) -> str:
+    """The process of a kernel that lives through all of it."""
+    node.configure(CONFIG.format(runtime="systemd"))
+    node.create("resident", "sleep", "9999")
+    return main_pid(node, "resident")
+
+
+def main_pid(node: Node, kernel_id: str) -> str:
+    return node.must(f"systemctl show {node.unit(kernel_id)} -p MainPID --value").strip()
+
+
+def begin(node: Node, failpoints: str) -> None:
+    if failpoints:
+        setting = shlex.quote(f"[Service]\nEnvironment=AGENTD_FAILPOINTS={failpoints}\n")
+        node.must(f"mkdir -p {DROP_IN} && printf %s {setting} >{DROP_IN}/f.conf")
+    else:
+        node.must(f"rm -rf {DROP_IN}")
+    node.must("systemctl daemon-reload; systemctl reset-failed agentd; systemctl restart agentd")
+    until_ready(node)
+
+
+def living(node: Node) -> dict[str, str]:
+    """Every kernel whose unit is there, and its invocation, as systemd tells."""
+    units = node.must("systemctl list-units --plain --no-legend 'agentd-*-*.service'").split("\n")
+    names = [line.split()[0] for line in units if line and "agentd-shim" not in line]
+    shown = {n: node.must(f"systemctl show {n} -p InvocationID --value").strip() for n in names}
+    return {n.split("-", 2)[2].removesuffix(".service"): shown[n] for n in names}
+
+
+@pytest.mark.parametrize("point", TRIED)
+def test_a_daemon_that_dies_loses_nothing(node: Node, resident: str, point: str) -> None:
+    begin(node, f"{point}=kill")
+    kind = "create" if point.endswith("before_move") else point.partition(".")[0]
+    asked = [CREATE, *{"stop": [STOP], "delete": [DELETE], "record": [DELETE]}.get(kind, [])]
+    for method, path in asked:
+        body = BODY if path == CREATE[1] else {"timeout": 0.2} if path == STOP[1] else None
+        given = shlex.quote(json.dumps(body)) if body else ""
+        node.run(f"python3 /payload/tests/node/ask.py {method} {shlex.quote(path)} {given}")
+    end = time.monotonic() + 60
+    while node.must("systemctl show agentd -p NRestarts --value").strip() == "0":
+        assert time.monotonic() < end, f"{point} was not reached"
+    begin(node, "")
+    kernels = node.ask("GET", "/v1/kernels")[1]
+    assert {k["kernel_id"] for k in kernels if k["state"] == "running"} == living(node).keys()
+    assert main_pid(node, "resident") == resident
+    checks = node.ask("GET", "/v1/node?check=true")[1]["checks"]
+    assert [check for check in checks if check["findings"]] == []
+    status, again = node.ask(*CREATE, BODY)
+    was = next((k for k in kernels if k["kernel_id"] == "dies"), None)
+    assert status == (201 if was is None else 200), again
+    node.remove("dies")
+    assert living(node).keys() == {"resident"}
+    assert "dies" not in node.must("ls -A /var/lib/agentd/units /var/lib/agentd/*s")
+
+
+def test_the_resident_goes(node: Node, resident: str) -> None:
+    assert main_pid(node, "resident") == resident
+    node.remove("resident")

@@ -1,0 +1,62 @@
+"""What is counted of creates, and what is not."""
+
+import pytest
+
+from agentd.errors import (
+    AgentdError,
+    CommandNotFound,
+    InsufficientResource,
+    RuntimeFailure,
+    UnsupportedResource,
+)
+from agentd.services.counts import CREATED, FAILED, REFUSED, Counts, Histogram
+from services.node import Rig
+
+
+def counting(rig: Rig) -> Counts:
+    counts = Counts(rig.clock.steady)
+    rig.state.listen(counts.note)
+    return counts
+
+
+async def test_a_create_that_runs_is_one_with_its_time(rig: Rig) -> None:
+    counts = counting(rig)
+    await rig.create()
+    await rig.create()
+    await rig.service.remove("k1", 0)
+    assert counts.creates == {("a", CREATED): 1}
+    assert dict(counts.whole.cumulated())["+Inf"] == dict(counts.own.cumulated())["+Inf"] == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeFailure("disk"), CommandNotFound("x")])
+async def test_a_create_that_fails_is_no_refusal_but_has_a_reason(
+    rig: Rig, error: AgentdError
+) -> None:
+    counts = counting(rig)
+    rig.runtime.fail_create = error
+    with pytest.raises(type(error)):
+        await rig.create()
+    counts.refused("a", "k1", error)
+    assert counts.creates == {("a", FAILED): 1}
+    assert counts.refusals == {(error.code, ""): 1}
+    counts.refused("a", "k1", error)
+    assert counts.creates == {("a", FAILED): 1, ("a", REFUSED): 1}
+
+
+def test_only_slots_that_the_node_knows_are_told_apart() -> None:
+    counts = Counts(lambda: 0.0)
+    counts.refused("a", "k1", InsufficientResource("cuda.device", "2", "1", []))
+    counts.refused("a", "k1", UnsupportedResource(["mine.own"], ["cpu"], {}))
+    assert counts.refusals == {
+        ("InsufficientResource", "cuda.device"): 1,
+        ("UnsupportedResource", ""): 1,
+    }
+
+
+def test_a_histogram_counts_up_to_each_bound() -> None:
+    histogram = Histogram()
+    for seconds in (0.0005, 0.001, 0.3, 1000):
+        histogram.add(seconds)
+    counted = dict(histogram.cumulated())
+    assert (counted["0.001"], counted["0.25"], counted["0.5"], counted["+Inf"]) == (2, 2, 3, 4)
+    assert histogram.sum_s == pytest.approx(1000.3015)
