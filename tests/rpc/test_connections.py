@@ -2,7 +2,7 @@
 
 import asyncio
 
-from agentd.rpc.connections import Turns
+from agentd.rpc.connections import Newcomers, Turns
 
 
 async def test_one_request_begins_in_each_round_of_the_loop_and_in_order() -> None:
@@ -30,3 +30,20 @@ async def test_who_gives_up_while_it_queues_holds_nobody_up() -> None:
     async with asyncio.timeout(5):
         await waiting[2]
     await turns.wait()
+
+
+async def test_a_stop_waits_for_whom_it_let_in_but_not_for_ever() -> None:
+    newcomers = Newcomers()
+    await newcomers.heard(60)
+    newcomers.add("asks")
+    newcomers.add("hangs up")
+    waiting = asyncio.create_task(newcomers.heard(60))
+    for connection in ("asks", "hangs up"):
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        newcomers.discard(connection)
+    async with asyncio.timeout(5):
+        await waiting
+    newcomers.add("says nothing")
+    async with asyncio.timeout(5):
+        await newcomers.heard(0.01)

@@ -12,6 +12,7 @@ import select
 import ssl
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import structlog
@@ -23,6 +24,8 @@ HEADER_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 75.0
 READ_TIMEOUT_S = 10.0
 LOOK_PAUSE_S = 0.5
+ACCEPT_ROUNDS = 3
+"""Rounds of the event loop until what was accepted is a connection."""
 LOG_PAUSE_S = 1.0
 """At most one line of log in this time says what was wrong with requests."""
 
@@ -62,6 +65,34 @@ class Turns:
         """Return when it is the caller's turn; first come, first served."""
         async with self._first:
             await asyncio.sleep(0)
+
+
+class Newcomers:
+    """Connections whose first request has not come: a caller that was let in is about to ask."""
+
+    def __init__(self) -> None:
+        self._waiting: set[object] = set()
+        self._are_gone = asyncio.Event()
+
+    def add(self, connection: object) -> None:
+        """Take in one that was accepted."""
+        self._waiting.add(connection)
+
+    def discard(self, connection: object) -> None:
+        """Leave out one that has asked, or hung up."""
+        self._waiting.discard(connection)
+        if not self._waiting:
+            self._are_gone.set()
+
+    async def heard(self, patience_s: float) -> None:
+        """Wait until all have asked or hung up, or have had their time."""
+        for _ in range(ACCEPT_ROUNDS):
+            await asyncio.sleep(0)
+        if self._waiting:
+            self._are_gone.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(patience_s):
+                    await self._are_gone.wait()
 
 
 class Complaints:
@@ -135,12 +166,14 @@ class Connection(web.RequestHandler):
         server: web.Server,
         limits: Limits | None,
         turns: Turns,
+        newcomers: Newcomers,
         broken: Callable[[str], web.Response],
     ) -> None:
         loop = asyncio.get_running_loop()
         super().__init__(server, loop=loop, keepalive_timeout=KEEP_ALIVE_S)
         self._limits = limits
         self._turns = turns
+        self._newcomers = newcomers
         self._broken = broken
         self._is_counted = False
         self._in_request = False
@@ -162,9 +195,11 @@ class Connection(web.RequestHandler):
             if not self._is_counted:
                 self.force_close()
                 return
+        self._newcomers.add(self)
         self._expect_header()
 
     def connection_lost(self, exc: BaseException | None) -> None:
+        self._newcomers.discard(self)
         if self._is_counted and self._limits is not None:
             self._limits.release()
             self._is_counted = False
@@ -184,6 +219,7 @@ class Connection(web.RequestHandler):
 
     async def began(self) -> None:
         """Note that all of a request's header is there, and wait for its turn."""
+        self._newcomers.discard(self)
         self._in_request, self._is_next_begun = True, False
         if self._deadline is not None:
             self._deadline.cancel()

@@ -24,7 +24,7 @@ from agentd.core.access import Caller, Right
 from agentd.errors import AgentdError, InvalidRequest, Problem, StartRefused, Unavailable
 from agentd.rpc.audit import Auditor
 from agentd.rpc.callers import NODE, Callers, Token, note_caller
-from agentd.rpc.connections import Connection, Gate, Limits, Turns
+from agentd.rpc.connections import Connection, Gate, Limits, Newcomers, Turns
 from agentd.rpc.problems import HTTP_CODES, MEMBERS, problem
 from agentd.rpc.queries import body_of, is_true
 from agentd.rpc.routes import OPEN_PATHS, Route, document
@@ -40,6 +40,8 @@ ACCEPTED_AT_ONCE = 8
 TCP_PART, FURTHER_PART = 0.5, 0.125
 """How much of all descriptors TCP connections, and those of further sockets, may have."""
 SHUTDOWN_TIMEOUT_S = 3.0
+FIRST_REQUEST_S = 1.0
+"""How long a stop waits for the first request of whom it let in: it would be reset."""
 OPEN_PATIENCE_S = 30.0
 """How long a request waits for the end of the start, where somebody holds the sockets."""
 SERVER_ERROR = 500
@@ -121,7 +123,7 @@ class Server:
         )
         self._tcp = Limits(endpoint.max_connections, TCP_PART)
         self._further = Limits(endpoint.max_connections, FURTHER_PART)
-        self._turns = Turns()
+        self._turns, self._newcomers = Turns(), Newcomers()
         self._handshakes: set[asyncio.Task[None]] = set()
         self._bound: list[Path] = []
         self._runner: web.AppRunner | None = None
@@ -183,7 +185,7 @@ class Server:
         server = self._runner.server if self._runner is not None else None
         if server is None:
             raise RuntimeError("the server has not been set up")
-        return lambda: Connection(server, limits, self._turns, _broken)
+        return lambda: Connection(server, limits, self._turns, self._newcomers, _broken)
 
     @property
     def tls(self) -> ssl.SSLContext | None:
@@ -199,6 +201,7 @@ class Server:
         """Stop accepting, let open requests end, and remove the sockets."""
         for listener in self._listeners:
             listener.close()
+        await self._newcomers.heard(FIRST_REQUEST_S)
         if self._runner is not None:
             await self._runner.cleanup()
         for path in self._bound:
