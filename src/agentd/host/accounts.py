@@ -21,6 +21,9 @@ UNIFIED = ""
 _NOWHERE = Path("/nonexistent")
 _NO_LIMIT = 1 << 60
 _MOST_BYTES = 1 << 20
+_MOST_BELOW = 1000
+"""Groups below a kernel's that are looked into; of one that made more, processes are not known."""
+_NO_FOLDERS = 2
 _FULL = 2048
 """Such files come by the page of 4,096 bytes: after less than half of one there is no more."""
 _NANO, _MICRO = 1e9, 1e6
@@ -155,14 +158,27 @@ def _counts_blocks_v1(root: Path) -> bool:
 
 def _processes(folder: Path) -> int | None:
     """Count processes, those in groups below too, as a kernel may make some."""
-    try:
-        below = [entry for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
-    except OSError:
-        return None
     lines = _lines(f"{folder}/cgroup.procs")
     if lines is None:
         return None
-    return len(lines) + sum(_processes(Path(entry.path)) or 0 for entry in below)
+    count, below = len(lines), _groups_in(str(folder))
+    for _ in range(_MOST_BELOW):
+        if not below:
+            return count
+        group = below.pop()
+        count += len(_lines(f"{group}/cgroup.procs") or ())
+        below += _groups_in(group)
+    return None
+
+
+def _groups_in(folder: str) -> list[str]:
+    """Return the groups in one; a folder without any has two names, its own and its `.`."""
+    try:
+        if Path(folder).stat().st_nlink == _NO_FOLDERS:
+            return []
+        return [entry.path for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []
 
 
 def _network(pid: int) -> tuple[int | None, int | None]:
