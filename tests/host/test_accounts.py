@@ -87,6 +87,11 @@ def test_a_kernel_with_groups_without_end_holds_nobody_up(mount: Path, monkeypat
     assert Account({UNIFIED: folder}).counted().usage.processes is None
 
 
+def test_a_group_s_name_may_be_any_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "read_bytes", lambda _: b"0::/user.slice/\xff\n3:pids:/x\n")
+    assert groups_of(1) == {":/user.slice/\udcff", "pids:/x"}
+
+
 def test_the_groups_of_a_process_are_those_that_the_kernel_names() -> None:
     mine = groups_of(os.getpid())
     lines = Path("/proc/self/cgroup").read_text().splitlines()

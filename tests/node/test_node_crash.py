@@ -56,7 +56,8 @@ def begin(node: Node, failpoints: str) -> None:
 
 def living(node: Node) -> dict[str, str]:
     """Every kernel whose unit is there, and its invocation, as systemd tells."""
-    units = node.must("systemctl list-units --plain --no-legend 'agentd-*-*.service'").split("\n")
+    listing = "systemctl list-units --plain --no-legend --state=running 'agentd-*-*.service'"
+    units = node.must(listing).split("\n")
     names = [line.split()[0] for line in units if line and "agentd-shim" not in line]
     shown = {n: node.must(f"systemctl show {n} -p InvocationID --value").strip() for n in names}
     return {n.split("-", 2)[2].removesuffix(".service"): shown[n] for n in names}

@@ -24,7 +24,7 @@ MEANT = {
     "-AGENT": "-team-a",
     "YOU": "mallory",
     "USER": "mallory",
-    "./my_plugin.whl": "--no-index --no-deps /tmp/my_plugin-1-py3-none-any.whl",
+    "my_plugin.whl": "/tmp/my_plugin-1-py3-none-any.whl",
     "systemd-cgtop": "systemd-cgtop --batch --iterations=1",
     "agentctl create … --dry-run": "agentctl create team-a -s mem=16m --dry-run -- sleep 1",
     "-f ": "",

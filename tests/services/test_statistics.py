@@ -74,3 +74,14 @@ async def test_several_who_ask_at_once_read_one_look(rig: Rig) -> None:
     assert (await asked.of([second]))[0].usage == UNKNOWN, "it came after the look"
     rig.state.drop("k2")
     assert kernel.state is KernelState.RUNNING
+
+
+async def test_an_id_that_is_given_again_brings_no_figures_of_its_last_owner(rig: Rig) -> None:
+    first = await rig.create()
+    rig.runtime.used["k1"] = Accounted(Usage(processes=7))
+    asked = statistics(rig)
+    assert (await asked.of([first]))[0].usage.processes == 7
+    await rig.service.remove("k1", 0)
+    second = await rig.create("k1", "b")
+    (use,) = await asked.of([second])
+    assert (use.agent_id, use.usage) == ("b", UNKNOWN)

@@ -60,7 +60,7 @@ def stats(client: Client, kernels: Sequence[str], as_json: bool) -> None:  # noq
 
 @click.command()
 @click.option("--agent", help="Of this agent only.", shell_complete=names.agents)
-@click.option("--interval", type=click.FloatRange(min=0.5), default=2.0, show_default=True,
+@click.option("--interval", type=click.FloatRange(min=1.1), default=2.0, show_default=True,
               help="Seconds between two looks.")  # fmt: skip
 @click.option("--count", type=click.IntRange(min=1), help="Looks to take; default: until ^C.")
 @click.pass_obj
@@ -73,14 +73,15 @@ def top(client: Client, agent: str | None, interval: float, count: int | None) -
     before: dict[str, KernelUseView] = {}
     left = count
     with Live(console=console(), auto_refresh=False) as live:
+        is_first = True
         while left is None or left >= 0:  # what is used in a while takes two looks
             now = {row["kernel_id"]: row for row in client.stats()}
-            if before:
+            if not is_first:
                 rows = [_rates(before.get(name), row) for name, row in now.items()
                         if agent in (None, row["agent_id"])]  # fmt: skip
                 rows.sort(key=lambda row: -(row["load"] or 0))
                 live.update(table_of(rows, TOP), refresh=True)
-            before = now
+            before, is_first = now, False
             left = None if left is None else left - 1
             if left is None or left >= 0:
                 _pause(interval)

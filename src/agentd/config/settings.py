@@ -256,7 +256,8 @@ class MetricsSettings(Section):
     """[metrics]: what GET /metrics has."""
 
     per_kernel: bool = Field(
-        default=True, description="Whether each kernel has series of its own (12, and 3 a device)."
+        default=True,
+        description="Whether each kernel has series: 10, and 2 a device.",
     )
 
 

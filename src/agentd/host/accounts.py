@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 
 from agentd.core.usage import Accounted, Usage
@@ -18,6 +17,8 @@ from agentd.core.usage import Accounted, Usage
 MOUNT = Path("/sys/fs/cgroup")
 UNIFIED = ""
 """The name of the one hierarchy of v2, where v1 has one for each controller."""
+COUNTED_V1 = ("memory", "cpuacct", "cpu", "blkio", "pids")
+"""The controllers of v1 that count; the first one tells who is there."""
 _NOWHERE = Path("/nonexistent")
 _NO_LIMIT = 1 << 60
 _MOST_BYTES = 1 << 20
@@ -67,10 +68,13 @@ def is_v2(root: Path = MOUNT) -> bool:
 
 
 def groups_of(pid: int) -> set[str]:
-    """Return the cgroups of a process, each as a hierarchy and a path; none if it is gone."""
+    """Return the cgroups of a process, each as a hierarchy and a path; none if it is gone.
+
+    Their names are bytes, which whoever has a group of his own may choose.
+    """
     found = set()
-    with suppress(OSError):
-        for line in Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8").splitlines():
+    with suppress(OSError, ValueError):
+        for line in os.fsdecode(Path(f"/proc/{pid}/cgroup").read_bytes()).splitlines():
             number, names, path = line.split(":", 2)
             if number == "0":
                 found.add(f"{UNIFIED}:{path}")
@@ -78,15 +82,18 @@ def groups_of(pid: int) -> set[str]:
     return found
 
 
-def account_of(pid: int) -> Account:
-    """Return where a process is counted; of no use where that is everybody's group."""
-    folders = {}
-    unified = is_v2()
-    for group in groups_of(pid):
-        name, _, path = group.partition(":")
-        if path != "/" and (name == UNIFIED) == unified:
-            folders[name] = (MOUNT / name if name else MOUNT) / path.lstrip("/")
-    return Account(folders)
+def account_of(pid: int, mark: str) -> Account:
+    """Return where a process is counted; only groups whose path has `mark` in it are its own."""
+    parts = (group.partition(":") for group in groups_of(pid))
+    groups = {name: path for name, _, path in parts}
+    names = (UNIFIED,) if is_v2() else COUNTED_V1
+    return Account(
+        {
+            name: (MOUNT / name if name else MOUNT) / groups[name].lstrip("/")
+            for name in names
+            if mark in groups.get(name, "")
+        }
+    )
 
 
 def _of_v2(folder: Path) -> Usage:
@@ -124,7 +131,7 @@ def _of_v1(folders: Mapping[str, Path]) -> Usage:
 
 def _blocks_v2(folder: Path) -> tuple[int | None, int | None]:
     lines = _lines(f"{folder}/io.stat")
-    if lines is None or not _counts_blocks_v2(MOUNT):
+    if lines is None or not counts_blocks():
         return None, None
     pairs = [pair.partition("=") for line in lines for pair in line.split()[1:]]
     return (
@@ -135,7 +142,7 @@ def _blocks_v2(folder: Path) -> tuple[int | None, int | None]:
 
 def _blocks_v1(folder: Path) -> tuple[int | None, int | None]:
     lines = _lines(f"{folder}/blkio.throttle.io_service_bytes")
-    if lines is None or not _counts_blocks_v1(MOUNT):
+    if lines is None or not counts_blocks():
         return None, None
     words = [line.split() for line in lines]
     return (
@@ -144,16 +151,12 @@ def _blocks_v1(folder: Path) -> tuple[int | None, int | None]:
     )
 
 
-@cache
-def _counts_blocks_v2(root: Path) -> bool:
-    """Tell whether blocks are counted at all: a machine that booted from a disk has read some."""
-    return any("rbytes" in line for line in _lines(f"{root}/io.stat") or ())
-
-
-@cache
-def _counts_blocks_v1(root: Path) -> bool:
-    lines = _lines(f"{root}/blkio/blkio.throttle.io_service_bytes") or ()
-    return any(line.startswith("Total ") and not line.endswith(" 0") for line in lines)
+def counts_blocks() -> bool:
+    """Tell whether blocks are counted here at all: a machine that has a disk has read some."""
+    v2 = _lines(f"{MOUNT}/io.stat") or ()
+    v1 = _lines(f"{MOUNT}/blkio/blkio.throttle.io_service_bytes") or ()
+    is_v1 = any(line.startswith("Total ") and not line.endswith(" 0") for line in v1)
+    return is_v1 or any("rbytes" in line for line in v2)
 
 
 def _processes(folder: Path) -> int | None:

@@ -200,10 +200,10 @@ def _usable(top: Path, version: int, controllers: frozenset[str]) -> Hierarchy |
     try:
         if version != 1:
             controllers &= frozenset((top / "cgroup.controllers").read_text("ascii").split())
-            _hand_down(top, controllers)
+            controllers = _hand_down(top, controllers)
         parent.mkdir(mode=0o755, exist_ok=True)
         if version != 1:
-            _hand_down(parent, controllers)
+            controllers = _hand_down(parent, controllers)
         probe = parent / f"probe-{os.getpid()}"
         probe.mkdir(exist_ok=True)
         try:
@@ -225,8 +225,16 @@ def _takes_attributes(folder: Path) -> bool:
     return True
 
 
-def _hand_down(group: Path, controllers: frozenset[str]) -> None:
+def _hand_down(group: Path, controllers: frozenset[str]) -> frozenset[str]:
+    """Hand controllers to the groups below; return those that are, for want of one that counts."""
     control = group / "cgroup.subtree_control"
     missing = controllers - set(control.read_text(encoding="ascii").split())
-    if missing:
-        control.write_text(" ".join(f"+{name}" for name in sorted(missing)), encoding="ascii")
+    for some in (missing - COUNTED, missing & COUNTED):
+        try:
+            if some:
+                control.write_text(" ".join(f"+{name}" for name in sorted(some)), encoding="ascii")
+        except OSError:
+            if not some <= COUNTED:
+                raise
+            controllers -= some
+    return controllers

@@ -136,7 +136,9 @@ def _present(item: ObservedKernel, inventory: Inventory) -> Present:
 
 def _limits(item: ObservedKernel) -> Iterator[tuple[str, int]]:
     """Yield what a runtime says it holds a kernel to, of what it can tell."""
-    for core in item.cores or ():
-        yield str(DeviceId(CPU, core)), ONE
+    for cores in item.cores or ():
+        first, _, last = cores.partition("-")
+        for core in range(int(first), int(last or first) + 1):
+            yield str(DeviceId(CPU, str(core))), ONE
     if item.memory_bytes is not None:
         yield str(MEMORY), item.memory_bytes

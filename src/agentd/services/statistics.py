@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
+from typing import TypeAlias
 
 from agentd.core.devices import Device
 from agentd.core.kernel import Kernel
@@ -60,6 +61,18 @@ class _User:
     memory_bytes: int | None
 
 
+_Key: TypeAlias = tuple[str, str, float]
+"""Of one kernel: ids are given again, also to another agent's."""
+
+_Device: TypeAlias = tuple[str, str]
+"""A device's name and stable id: each plugin speaks of its own devices alone."""
+_Measured: TypeAlias = Mapping[_Device, Measurement]
+
+
+def _key(kernel: Kernel) -> _Key:
+    return kernel.kernel_id, kernel.agent_id, kernel.created_at
+
+
 class Statistics:
     """Reads the figures of a node's kernels, at most once in `FRESH_S` for all who ask."""
 
@@ -81,22 +94,24 @@ class Statistics:
         self._groups_of = groups_of
         self._looking = asyncio.Lock()
         self._looked_at = float("-inf")
-        self._found: Mapping[str, KernelUse] = {}
+        self._found: Mapping[_Key, KernelUse] = {}
 
     async def of(self, kernels: Iterable[Kernel]) -> list[KernelUse]:
         """Return what these kernels use, in their order; of one that came just now nothing yet."""
+        wanted = list(kernels)
+        if not wanted:
+            return []
         async with self._looking:
             if self._clock.steady() - self._looked_at >= FRESH_S:
                 self._found = await self._look()
                 self._looked_at = self._clock.steady()
-        now = self._clock.wall()
-        found = self._found
+        now, found = self._clock.wall(), self._found
         return [
-            found.get(k.kernel_id) or KernelUse(k.kernel_id, k.agent_id, now, UNKNOWN, ())
-            for k in kernels
+            found.get(_key(k)) or KernelUse(k.kernel_id, k.agent_id, now, UNKNOWN, ())
+            for k in wanted
         ]
 
-    async def _look(self) -> dict[str, KernelUse]:
+    async def _look(self) -> dict[_Key, KernelUse]:
         now = self._clock.wall()
         kernels = list(self._state)
         accounted: dict[str, Accounted] = {}
@@ -105,24 +120,24 @@ class Statistics:
             if mine:
                 with suppress(RuntimeUnavailable, RuntimeFailure):
                     accounted |= await runtime.usages(mine)
-        listed = self._plugins.measurements().values()
-        measured = {item.stable_id: item for items in listed for item in items}
+        listed = self._plugins.measurements().items()
+        measured = {(name, item.stable_id): item for name, items in listed for item in items}
         users = await asyncio.to_thread(self._users, measured)
         return {
-            kernel.kernel_id: self._use(
+            _key(kernel): self._use(
                 kernel, accounted.get(kernel.kernel_id, Accounted()), measured, users, now
             )
             for kernel in kernels
         }
 
-    def _users(self, measured: Mapping[str, Measurement]) -> dict[str, list[_User]]:
+    def _users(self, measured: _Measured) -> dict[_Device, list[_User]]:
         """Return who uses each device, where its driver tells."""
         return {
-            stable_id: [
+            key: [
                 _User(frozenset(self._groups_of(process.pid)), process.memory_bytes)
                 for process in item.processes
             ]
-            for stable_id, item in measured.items()
+            for key, item in measured.items()
             if item.processes is not None
         }
 
@@ -130,8 +145,8 @@ class Statistics:
         self,
         kernel: Kernel,
         accounted: Accounted,
-        measured: Mapping[str, Measurement],
-        users: Mapping[str, Sequence[_User]],
+        measured: _Measured,
+        users: Mapping[_Device, Sequence[_User]],
         now: float,
     ) -> KernelUse:
         by_id = self._devices.inventory.by_id
@@ -140,8 +155,8 @@ class Statistics:
             _device_use(
                 share,
                 by_id.get(share.device_id),
-                measured.get(share.stable_id),
-                users.get(share.stable_id),
+                measured.get((share.device_id.name, share.stable_id)),
+                users.get((share.device_id.name, share.stable_id)),
                 accounted.groups,
             )
             for share in shares

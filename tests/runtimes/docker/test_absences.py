@@ -12,20 +12,53 @@ from agentd.runtimes.docker.absences import ENGINE, NODE, Absences
 def reason(absences: Absences, finished_s: float, started_s: float = -1000.0) -> str:
     """The reason of a container that ended so many seconds after now."""
     now = time.time()
-    return absences.explained(Ending(0, finished_at=now + finished_s), now + started_s).reason
+    ending = Ending(0, finished_at=now + finished_s)
+    return absences.explained("k1", ending, now + started_s).reason
 
 
 def test_an_end_before_or_after_an_absence_has_no_reason(folder: Path) -> None:
     absences = Absences(folder / "a.json", "boot")
     absences.came()
     assert reason(absences, 0) == ""
-    absences.went()
+    absences.went(ends_kernels=True)
     absences.came()
     assert reason(absences, 0) == ENGINE
     assert reason(absences, -60) == ""
     assert reason(absences, 60) == ""
-    assert absences.explained(Ending(reason="own", finished_at=time.time()), 0).reason == "own"
-    assert absences.explained(Ending(), 0) == Ending()
+    assert (
+        absences.explained("k1", Ending(reason="own", finished_at=time.time()), 0).reason == "own"
+    )
+    assert absences.explained("k1", Ending(), 0) == Ending()
+
+
+def test_an_engine_that_restores_its_containers_ends_none(folder: Path) -> None:
+    absences = Absences(folder / "a.json", "boot")
+    absences.came()
+    absences.went(ends_kernels=False)
+    absences.came()
+    assert reason(absences, 0) == ""
+
+
+def test_an_absence_that_the_daemon_did_not_live_through_is_known(folder: Path) -> None:
+    absences = Absences(folder / "a.json", "boot")
+    absences.came()
+    absences.went(ends_kernels=True)
+    after = Absences(folder / "a.json", "boot")
+    after.came()
+    assert reason(after, 0) == ENGINE
+
+
+def test_a_signal_to_one_kernel_says_nothing_of_another(folder: Path, monkeypatch) -> None:
+    absences = Absences(folder / "a.json", "boot")
+    absences.came()
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 20)
+    absences.signalled("k2")
+    monkeypatch.undo()
+    absences.went(ends_kernels=True)
+    absences.came()
+    assert reason(absences, -10) == ""
+    assert absences.explained("k2", Ending(0, finished_at=now - 10), now - 99).reason == ENGINE
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
@@ -42,7 +75,7 @@ def test_an_engine_goes_when_it_signals_what_nobody_asked_for(
     else:
         absences.signalled("k1")
     monkeypatch.undo()
-    absences.went()
+    absences.went(ends_kernels=True)
     absences.came()
     assert reason(absences, -9) == ("" if is_asked else ENGINE)
 
@@ -50,7 +83,7 @@ def test_an_engine_goes_when_it_signals_what_nobody_asked_for(
 def test_absences_outlive_the_daemon(folder: Path) -> None:
     absences = Absences(folder / "a.json", "boot")
     absences.came()
-    absences.went()
+    absences.went(ends_kernels=True)
     absences.came()
     absences.close()
     assert reason(Absences(folder / "a.json", "boot"), 0) == ENGINE

@@ -37,6 +37,11 @@ MEANINGS = {
         500, f'{PROCESS}chdir to cwd ("/x") set in config.json failed: not a directory: unknown',
         InvalidRequest,
     ),
+    "a folder that is a file": (500, "Cannot mkdir: /x is not a directory", InvalidRequest),
+    "a command named as a port's trouble": (
+        400, f'{PROCESS}exec: "port is already allocated": executable file not found in $PATH',
+        CommandNotFound,
+    ),
     "AppArmor without its parser": (
         500,
         PARSER,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -23,6 +24,10 @@ log = structlog.get_logger()
 NODE, ENGINE = "the node restarted", "the Docker Engine was stopped"
 STOPPING_S = 30.0
 """How long before it hangs up an engine may signal its containers; its own limit is 15 s."""
+LATE_S = 5.0
+"""How late the engine may tell of a signal that agentd itself asked for."""
+DOWN_S = 1800.0
+"""How long a machine may take from the end of its kernels to its next boot."""
 SLACK_S = 0.2
 """How late agentd may learn of a signal, or of an engine that is there."""
 KEPT = 100
@@ -34,11 +39,19 @@ class Absence(msgspec.Struct, frozen=True):
     since: float
     until: float
     reason: str
+    signalled: dict[str, float] = {}
+    """When the engine signalled which kernel, before it hung up."""
+
+    def explains(self, kernel_id: str, started_at: float, finished_at: float) -> bool:
+        """Tell whether a kernel ended in it."""
+        since = min(self.since, self.signalled.get(kernel_id, self.since))
+        return started_at < since and since - SLACK_S <= finished_at <= self.until + SLACK_S
 
 
 class _Saved(msgspec.Struct, frozen=True):
     boot_id: str
     closed_at: float | None = None
+    open: Absence | None = None
     absences: tuple[Absence, ...] = ()
 
 
@@ -49,64 +62,70 @@ class Absences:
         self._file = file
         self._boot_id = boot_id
         self._signals: dict[str, float] = {}
-        self._asked: set[str] = set()
-        self._open: tuple[float, str] | None = None
+        self._asked: dict[str, float] = {}
+        self._closed_at: float | None = None
         before = _read(file)
         self._absences = before.absences if before else ()
+        self._open = before.open if before else None
         if before is not None and before.boot_id != boot_id:
-            self._open = (before.closed_at or _booted_at(), NODE)
+            booted_at = _booted_at()
+            since = max(before.closed_at or booted_at, booted_at - DOWN_S)
+            self._open = Absence(since, 0.0, NODE)
 
     @contextmanager
     def asked(self, kernel_id: str) -> Iterator[None]:
         """Let signals to a kernel pass meanwhile: agentd was asked to end it."""
-        self._asked.add(kernel_id)
+        self._asked[kernel_id] = float("inf")
         try:
             yield
-        finally:
-            self._asked.discard(kernel_id)
+        finally:  # the engine tells of its signal over another connection
+            now = time.time()
+            self._asked = {k: until for k, until in self._asked.items() if until > now}
+            self._asked[kernel_id] = now + LATE_S
 
     def signalled(self, kernel_id: str) -> None:
         """Note a signal to a kernel."""
-        if kernel_id not in self._asked:
-            self._signals[kernel_id] = time.time()
-
-    def went(self) -> None:
-        """Note that the engine is away from now on, or has been since it began to stop."""
         now = time.time()
-        stopped = [at for at in self._signals.values() if at > now - STOPPING_S]
-        self._open = self._open or (min(stopped, default=now), ENGINE)
-        self._signals.clear()
+        if self._asked.get(kernel_id, 0.0) < now:
+            self._signals = {k: at for k, at in self._signals.items() if at > now - STOPPING_S}
+            self._signals[kernel_id] = now
+
+    def went(self, *, ends_kernels: bool) -> None:
+        """Note that the engine is away from now on; with live-restore it ends no kernels."""
+        now = time.time()
+        if ends_kernels and self._open is None:
+            stopped = {k: at for k, at in self._signals.items() if at > now - STOPPING_S}
+            self._open = Absence(now, 0.0, ENGINE, stopped)
+            self._write()
+        self._signals = {}
 
     def came(self) -> None:
         """Note that the engine is there."""
-        self._signals.clear()
+        self._signals = {}
         if self._open is not None:
-            since, reason = self._open
-            ended = Absence(since, time.time(), reason)
+            ended = msgspec.structs.replace(self._open, until=time.time())
             self._absences = (*self._absences, ended)[-KEPT:]
             self._open = None
-        self._write(None)
+        self._write()
 
     def close(self) -> None:
         """Note that nobody looks any more."""
-        self._write(time.time())
+        self._closed_at = time.time()
+        self._write()
 
-    def explained(self, ending: Ending, started_at: float | None) -> Ending:
+    def explained(self, kernel_id: str, ending: Ending, started_at: float | None) -> Ending:
         """Return how a container ended, with the reason if it ended in an absence."""
         if ending.reason or ending.finished_at is None:
             return ending
         for absence in reversed(self._absences):
-            earliest, latest = absence.since - SLACK_S, absence.until + SLACK_S
-            is_within = earliest <= ending.finished_at <= latest
-            if is_within and (started_at or 0) < absence.since:
-                why = absence.reason
-                return Ending(ending.exit_code, ending.oom_killed, ending.finished_at, why)
+            if absence.explains(kernel_id, started_at or 0.0, ending.finished_at):
+                return replace(ending, reason=absence.reason)
         return ending
 
-    def _write(self, closed_at: float | None) -> None:
+    def _write(self) -> None:
         if self._file is None:
             return
-        saved = _Saved(self._boot_id, closed_at, self._absences)
+        saved = _Saved(self._boot_id, self._closed_at, self._open, self._absences)
         made = self._file.with_suffix(".new")
         try:
             made.write_bytes(msgspec.json.encode(saved))

@@ -21,6 +21,8 @@ class EngineFacts:
     features: Features
     platform: str
     not_enforced: frozenset[str]
+    restores_live: bool = False
+    """Whether its containers outlive it."""
     reads_recursively: bool = False
     """Whether a read-only mount can be made to hold for what is mounted below it, too."""
 
@@ -53,4 +55,10 @@ def engine_facts(info: Mapping[str, Any], version: Mapping[str, Any]) -> EngineF
     )
     platform = f"{version.get('Os', 'linux')}/{version.get('Arch', '')}".rstrip("/")
     missing = {slot for member, slot in _LIMITS.items() if info.get(member) is False}
-    return EngineFacts(features, platform, frozenset(missing), api >= _READ_ONLY_BELOW_SINCE)
+    return EngineFacts(
+        features,
+        platform,
+        frozenset(missing),
+        restores_live=info.get("LiveRestoreEnabled") is True,
+        reads_recursively=api >= _READ_ONLY_BELOW_SINCE,
+    )

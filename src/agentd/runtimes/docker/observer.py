@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
@@ -12,7 +13,7 @@ from urllib.parse import quote
 from agentd.core.kernel import LIVE, Kernel, KernelRef
 from agentd.core.observation import Listing, ObservedKernel
 from agentd.core.plan import kernel_name
-from agentd.host.accounts import MOUNT, UNIFIED, Account, account_of, is_v2
+from agentd.host.accounts import COUNTED_V1, MOUNT, UNIFIED, Account, account_of, is_v2
 from agentd.runtimes.docker.absences import Absences
 from agentd.runtimes.docker.config import KERNEL_LABEL, NODE_LABEL, RECORD_LABEL
 from agentd.runtimes.docker.engine import AnswerLost, EngineClient, EngineError
@@ -22,9 +23,10 @@ from agentd.runtimes.docker.translation import NOT_FOUND, absent_is_fine, provin
 INSPECTS_AT_ONCE = 16
 ASK_TIMEOUT_S = 5.0
 """How long an engine may take to say what one container, or the engine itself, is."""
+ACCOUNT_TIMEOUT_S = 2.0
+"""How long the figures of all kernels may wait for what an engine says of some."""
 LIST_TIMEOUT_S = 20.0
 """How long it may take to list everything, or to remove what never ran."""
-_COUNTED = ("memory", "cpuacct", "cpu", "blkio", "pids")
 _PLACES = ("docker/{}", "system.slice/docker-{}.scope")
 """Below a hierarchy, by the engine's driver of cgroups: cgroupfs and systemd
 (dockerd(8), `--cgroup-parent`)."""
@@ -38,6 +40,7 @@ class Observer:
         self._node_id = node_id
         self._absences = absences
         self._accounts: dict[str, Account] = {}
+        self._asked_for: set[str] = set()
 
     async def listing(self) -> Listing:
         """Return every kernel; what cannot be inspected alone is as the list says."""
@@ -111,25 +114,39 @@ class Observer:
             return inspected(await self._engine.call("GET", f"/containers/{container}/json"))
 
     async def accounts(self, kernels: Sequence[Kernel]) -> Mapping[str, Account]:
-        """Return where living containers are counted; each is looked for once."""
+        """Return where living containers are counted; each is looked for once.
+
+        The engine is only asked about those that are not where engines put them; what it does not
+        say in time is missing.
+        """
         handles = {k.kernel_id: k.handle for k in kernels if k.handle and k.state in LIVE}
-        self._accounts = {h: a for h, a in self._accounts.items() if h in handles.values()}
-        missing = [handle for handle in handles.values() if handle not in self._accounts]
-        self._accounts |= await asyncio.to_thread(_looked_for, missing)
-        for handle in missing:
-            if handle in self._accounts:
-                continue
-            shown = await self._found(handle)
-            if shown is not None and (pid := shown["State"].get("Pid")):
-                self._accounts[handle] = replace(account_of(pid), has_network=True)
-        return {k: self._accounts[h] for k, h in handles.items() if h in self._accounts}
+        living = set(handles.values())
+        kept = {handle: found for handle, found in self._accounts.items() if handle in living}
+        kept |= await asyncio.to_thread(_looked_for, sorted(living - kept.keys()))
+        elsewhere = sorted(living - kept.keys() - self._asked_for)[:INSPECTS_AT_ONCE]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ACCOUNT_TIMEOUT_S):
+                found = await asyncio.gather(*map(self._placed, elsewhere), return_exceptions=True)
+                places = zip(elsewhere, found, strict=True)
+                kept |= {h: item for h, item in places if isinstance(item, Account)}
+        self._asked_for = (self._asked_for | {*elsewhere}) & living
+        self._accounts = kept
+        return {k: kept[handle] for k, handle in handles.items() if handle in kept}
+
+    async def _placed(self, container: str) -> Account | None:
+        """Return where a container is counted, as its process tells; None if it is not told."""
+        shown = await self._found(container)
+        pid = shown["State"].get("Pid") if shown is not None else 0
+        found = account_of(pid, container) if pid else Account()
+        return replace(found, has_network=True) if found.folders else None
 
     def observed(self, shown: Mapping[str, Any]) -> ObservedKernel:
         """Return the kernel that a container of ours is, and why it ended if its engine did."""
         found = observed_kernel(shown)
         if found.is_alive:
             return found
-        return replace(found, ending=self._absences.explained(found.ending, found.started_at))
+        ending = self._absences.explained(found.kernel_id, found.ending, found.started_at)
+        return replace(found, ending=ending)
 
     def _fits(self, shown: Mapping[str, Any]) -> bool:
         """Tell whether a container's name is the one that its labels call for."""
@@ -141,7 +158,7 @@ class Observer:
 def _looked_for(containers: Sequence[str]) -> dict[str, Account]:
     """Return where containers are counted that are where engines put them."""
     found: dict[str, Account] = {}
-    hierarchies = [UNIFIED] if is_v2() else [c for c in _COUNTED if (MOUNT / c).exists()]
+    hierarchies = [UNIFIED] if is_v2() else [c for c in COUNTED_V1 if (MOUNT / c).exists()]
     for container in containers:
         for place in _PLACES:
             folders = {name: MOUNT / name / place.format(container) for name in hierarchies}

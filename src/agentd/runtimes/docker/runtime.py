@@ -22,7 +22,7 @@ from agentd.core.kernel import Kernel, KernelRef, KernelSpec, KernelState
 from agentd.core.observation import Listing, ObservedKernel
 from agentd.core.plan import KernelPlan, kernel_name
 from agentd.core.usage import Accounted
-from agentd.errors import ImageNotFound, InvalidRequest, Problem
+from agentd.errors import ImageNotFound, InvalidRequest, Problem, RuntimeUnavailable
 from agentd.failpoints import reach
 from agentd.runtimes.docker.absences import Absences
 from agentd.runtimes.docker.config import UNPUBLISHED, DockerRules, container_config
@@ -249,7 +249,7 @@ class DockerRuntime:
         return await self._observer.find(ref)
 
     async def follow(self) -> AsyncIterator[str]:
-        self._facts = None  # an engine that was restarted may be another one
+        self._facts, restores_live = None, False  # an engine that was restarted may be another
         self._engine.forget_version()
         try:
             async with aclosing(events(self._engine, self._node_id)) as happened:
@@ -257,13 +257,17 @@ class DockerRuntime:
                     if event is CONNECTED:
                         self._own.listen()
                         self._absences.came()
+                        restores_live = (await self._known_facts()).restores_live
                     if event.action == KILL:
                         self._absences.signalled(event.kernel_id)
                     elif not self._own.is_own(event):
                         yield event.kernel_id
-        finally:
+            self._absences.went(ends_kernels=not restores_live)
+        except RuntimeUnavailable:
             if self._own.is_listening:
-                self._absences.went()
+                self._absences.went(ends_kernels=not restores_live)
+            raise
+        finally:
             self._own.stop_listening()
 
     async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, Accounted]:

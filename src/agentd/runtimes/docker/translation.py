@@ -28,7 +28,7 @@ _NO_COMMAND = re.compile(
 """What runc says where a container's own command is wrong (since 1.0). What the engine itself could
 not run, such as a hook or `apparmor_parser`, it says in other words before `exec:`."""
 
-_NO_FOLDER = re.compile(r"chdir to cwd|cannot mkdir|[Cc]annot create working dir")
+_NO_FOLDER = re.compile(r"chdir to cwd|[Cc]annot mkdir")
 BAD_REQUEST, NOT_FOUND, CONFLICT = 400, 404, 409
 
 
@@ -54,11 +54,11 @@ def translated(error: BaseException, plan: KernelPlan | None = None) -> BaseExce
 
 def _refusal(error: EngineError, plan: KernelPlan | None) -> BaseException:
     message = error.message
-    if any(why in message for why in _PASSES):
-        return RuntimeUnavailable(message)
     if plan is not None and (found := _NO_COMMAND.search(message)):
         command = plan.spec.command[0] if plan.spec.command else "the image's command"
         return CommandNotFound(f"command {command!r}: {found['why']}")
+    if any(why in message for why in _PASSES):
+        return RuntimeUnavailable(message)
     is_nobody = "unable to find user" in message or "unable to find group" in message
     if plan is not None and plan.spec.user and is_nobody:
         return InvalidRequest([Problem("user", message)])

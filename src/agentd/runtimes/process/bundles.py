@@ -11,7 +11,7 @@ from agentd.core.kernel import is_kernel_id
 from agentd.core.observation import Leftover, Listing, ObservedKernel, ObservedState
 from agentd.core.plan import kernel_name
 from agentd.core.record import MALFORMED
-from agentd.core.usage import Accounted, Usage
+from agentd.core.usage import Accounted
 from agentd.errors import RuntimeFailure
 from agentd.failpoints import reach
 from agentd.host.cgroups import Cgroup, Cgroups
@@ -54,10 +54,10 @@ class Bundles:
         return Proof(self.bundle(kernel_id), self.cgroup(kernel_id), self.boot_id)
 
     def accounted(self, kernel_id: str) -> Accounted:
-        """Return what a kernel uses; without a cgroup only how many processes it has."""
-        if self.cgroups is not None:
-            return self.cgroups.account(kernel_name(self.node_id, kernel_id)).counted()
-        return Accounted(Usage(processes=len(self.proof(kernel_id).members())))
+        """Return what a kernel uses; without a cgroup nobody counts that."""
+        if self.cgroups is None:
+            return Accounted()
+        return self.cgroups.account(kernel_name(self.node_id, kernel_id)).counted()
 
     def listing(self) -> Listing:
         """Return every kernel, and what is left of others."""

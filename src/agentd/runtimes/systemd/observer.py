@@ -12,7 +12,7 @@ from agentd.core.kernel import ENDED, Ending, Kernel, is_kernel_id
 from agentd.core.observation import Leftover, Listing, ObservedKernel, ObservedState
 from agentd.core.record import MALFORMED
 from agentd.core.usage import Accounted
-from agentd.errors import RuntimeFailure
+from agentd.errors import RuntimeFailure, RuntimeUnavailable
 from agentd.host.accounts import MOUNT, UNIFIED, Account
 from agentd.host.units import Manager, Unit
 from agentd.runtimes.folder import TRASH, looking, names_in
@@ -32,6 +32,7 @@ class Observer:
         self._boot_id = boot_id
         self._manager = manager
         self._is_user = manager.is_user
+        self._groups: dict[str, str] = {}
 
     async def listing(self) -> Listing:
         """Return every kernel, with one question for all units."""
@@ -100,25 +101,38 @@ class Observer:
 
     async def usages(self, kernels: Sequence[Kernel]) -> dict[str, Accounted]:
         """Return what kernels use, or had used when they ended."""
-        living = {k.kernel_id: await self._account(k) for k in kernels if k.state not in ENDED}
-
-        def counted() -> dict[str, Accounted]:
-            found = {kernel_id: account.counted() for kernel_id, account in living.items()}
-            for kernel in kernels:
-                if kernel.kernel_id not in living:
-                    found[kernel.kernel_id] = Accounted(self.bundle(kernel.kernel_id).usage())
-            return found
-
         with looking():
-            return await asyncio.to_thread(counted)
+            found, elsewhere = await asyncio.to_thread(self._counted, kernels)
+            self._groups = {k.kernel_id: await self._group(k.kernel_id) for k in elsewhere}
+            accounts = {k: Account({UNIFIED: MOUNT / g}) for k, g in self._groups.items() if g}
+            return found | await asyncio.to_thread(
+                lambda: {k: account.counted() for k, account in accounts.items()}
+            )
 
-    async def _account(self, kernel: Kernel) -> Account:
-        unit = unit_name(self._node_id, kernel.kernel_id)
-        group = f"/agentd.slice/{slice_name(kernel.agent_id)}/{unit}"
-        if self._is_user or not (MOUNT / group[1:]).exists():
+    def _counted(self, kernels: Sequence[Kernel]) -> tuple[dict[str, Accounted], list[Kernel]]:
+        """Return what is known without asking, and of whom it is not."""
+        found, elsewhere = {}, []
+        for kernel in kernels:
+            if kernel.state in ENDED:
+                found[kernel.kernel_id] = Accounted(self.bundle(kernel.kernel_id).usage())
+                continue
+            unit = unit_name(self._node_id, kernel.kernel_id)
+            folder = MOUNT / "agentd.slice" / slice_name(kernel.agent_id) / unit
+            if self._is_user or not folder.exists():
+                elsewhere.append(kernel)
+            else:
+                found[kernel.kernel_id] = Account({UNIFIED: folder}).counted()
+        return found, elsewhere
+
+    async def _group(self, kernel_id: str) -> str:
+        """Return where the manager says that a kernel's cgroup is, below the top; asked once."""
+        if known := self._groups.get(kernel_id):
+            return known
+        with suppress(RuntimeUnavailable):
+            unit = unit_name(self._node_id, kernel_id)
             seen = await self._manager.properties(unit, ("ControlGroup",))
-            group = str(seen["ControlGroup"]) if seen else ""
-        return Account({UNIFIED: MOUNT / group[1:]} if group else {})
+            return str(seen["ControlGroup"]).lstrip("/") if seen else ""
+        return ""
 
     def _gone(self, kernel_id: str, bundle: UnitBundle) -> ObservedKernel | None:
         """Return what is known of a kernel whose unit is not there (any more)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from agentd.core.observation import ObservedState
 from agentd.core.usage import Usage
+from agentd.host.accounts import counts_blocks
 from agentd.runtimes.systemd.bundle import End
 
 SEEN = (
@@ -47,8 +49,10 @@ def _events(cgroup: Path) -> frozenset[str]:
     """Return the lines of a cgroup's `cgroup.events` (cgroups(7)); none if it is not there."""
     try:
         return frozenset((cgroup / "cgroup.events").read_text(encoding="ascii").splitlines())
-    except FileNotFoundError:
-        return frozenset()
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENODEV):  # it goes while somebody looks
+            return frozenset()
+        raise
 
 
 def end_of(seen: Mapping[str, Any]) -> End:
@@ -64,6 +68,8 @@ def usage_of(seen: Mapping[str, Any]) -> Usage:
         None if seen[name] == UNSET else int(seen[name])
         for name in ("CPUUsageNSec", "IOReadBytes", "IOWriteBytes")
     )
+    if not counts_blocks():
+        read = written = None
     return Usage(None if cpu is None else cpu / 1e9, io_read_bytes=read, io_write_bytes=written)
 
 
