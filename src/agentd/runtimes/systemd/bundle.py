@@ -155,6 +155,10 @@ class UnitBundle(PrivateFolder):
             with suppress(OSError):
                 self._replace(USAGE, json.dumps(asdict(usage)))
 
+    def has_usage(self) -> bool:
+        """Tell whether that is written down."""
+        return (self.path / USAGE).exists()
+
     def usage(self) -> Usage:
         """Return what it had used when it ended, as far as that is known."""
         try:

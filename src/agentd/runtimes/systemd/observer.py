@@ -33,6 +33,7 @@ class Observer:
         self._manager = manager
         self._is_user = manager.is_user
         self._groups: dict[str, str] = {}
+        self._asked: set[str] = set()
 
     async def listing(self) -> Listing:
         """Return every kernel, with one question for all units."""
@@ -102,6 +103,11 @@ class Observer:
     async def usages(self, kernels: Sequence[Kernel]) -> dict[str, Accounted]:
         """Return what kernels use, or had used when they ended."""
         with looking():
+            ended = [k.kernel_id for k in kernels if k.state in ENDED]
+            for kernel_id in [k for k in ended if not self.bundle(k).has_usage()]:
+                if kernel_id not in self._asked:  # the manager may have it, and nobody looked
+                    await self.find(kernel_id)
+            self._asked = set(ended)
             found, elsewhere = await asyncio.to_thread(self._counted, kernels)
             self._groups = {k.kernel_id: await self._group(k.kernel_id) for k in elsewhere}
             accounts = {k: Account({UNIFIED: MOUNT / g}) for k, g in self._groups.items() if g}
