@@ -86,7 +86,7 @@ class Machine:
             "-cpu", "max", "-smp", "2", "-m", str(memory_mib), "-display", "none", "-net", "none",
             "-kernel", str(self.image / "vmlinuz"), "-initrd", str(self.image / "initrd.img"),
             "-append", kernel,
-            # Not cache=unsafe: what the guest has synced outlives a power cut, and so does the image.
+            # Not cache=unsafe: what the guest has synced outlives a power cut, as the image does.
             "-drive", f"file={disk},if=virtio,format=qcow2,cache=writeback",
             "-drive", f"file={self.payload},if=virtio,format=raw,readonly=on",
             "-device", "virtio-serial",
