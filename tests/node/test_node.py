@@ -139,7 +139,7 @@ def test_a_frozen_kernel_is_paused_and_can_be_stopped(node: Node) -> None:
 
 def test_what_anybody_can_read_has_no_variables(node: Node) -> None:
     node.must("id mallory || useradd --create-home mallory")
-    node.create("secret", "sleep", "999", env={"TOKEN": "hunter2"})
+    node.create("secret", "sleep", "99999", env={"TOKEN": "hunter2"})
     unit = node.unit("secret")
     shown = node.must(
         f"runuser -u mallory -- systemctl show {unit}; cat /run/systemd/transient/{unit}"
