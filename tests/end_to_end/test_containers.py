@@ -136,8 +136,8 @@ async def test_an_engine_that_does_not_say_what_it_can_is_not_asked_to_create(
     proxied: tuple[Daemon, EngineProxy], engine: Engine
 ) -> None:
     daemon, proxy = proxied
-    await daemon.start()
     proxy.rule("GET .*/info", proxy.fail, always=True)
+    await daemon.start()
     answer = await daemon.create(slots={"cuda.device": 1})
     assert (answer.status, answer.json["code"]) == (503, "RuntimeUnavailable")
     assert engine.containers() == []

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -257,7 +257,8 @@ class DockerRuntime:
                     if event is CONNECTED:
                         self._own.listen()
                         self._absences.came()
-                        restores_live = (await self._known_facts()).restores_live
+                        with suppress(RuntimeUnavailable):
+                            restores_live = (await self._known_facts()).restores_live
                     if event.action == KILL:
                         self._absences.signalled(event.kernel_id)
                     elif not self._own.is_own(event):
