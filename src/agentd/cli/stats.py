@@ -70,18 +70,17 @@ def top(client: Client, agent: str | None, interval: float, count: int | None) -
 
     from agentd.cli.tables import console, table_of  # noqa: PLC0415
 
-    before: dict[str, KernelUseView] = {}
+    before: dict[str, KernelUseView] | None = None
     left = count
     with Live(console=console(), auto_refresh=False) as live:
-        is_first = True
         while left is None or left >= 0:  # what is used in a while takes two looks
             now = {row["kernel_id"]: row for row in client.stats()}
-            if not is_first:
+            if before is not None:
                 rows = [_rates(before.get(name), row) for name, row in now.items()
                         if agent in (None, row["agent_id"])]  # fmt: skip
                 rows.sort(key=lambda row: -(row["load"] or 0))
                 live.update(table_of(rows, TOP), refresh=True)
-            before, is_first = now, False
+            before = now
             left = None if left is None else left - 1
             if left is None or left >= 0:
                 _pause(interval)

@@ -28,6 +28,7 @@ _NO_FOLDERS = 2
 _FULL = 2048
 """Such files come by the page of 4,096 bytes: after less than half of one there is no more."""
 _NANO, _MICRO = 1e9, 1e6
+_counting: set[Path] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +99,10 @@ def account_of(pid: int, mark: str) -> Account:
 
 def _of_v2(folder: Path) -> Usage:
     cpu = _table(f"{folder}/cpu.stat")
-    usage, throttled = cpu.get("usage_usec"), cpu.get("throttled_usec")
     read, written = _blocks_v2(folder)
     return Usage(
-        cpu_seconds=None if usage is None else usage / _MICRO,
-        cpu_throttled_seconds=None if throttled is None else throttled / _MICRO,
+        cpu_seconds=_seconds(cpu.get("usage_usec"), _MICRO),
+        cpu_throttled_seconds=_seconds(cpu.get("throttled_usec"), _MICRO),
         memory_bytes=_number(f"{folder}/memory.current"),
         memory_peak_bytes=_number(f"{folder}/memory.peak"),
         memory_limit_bytes=_limit(f"{folder}/memory.max"),
@@ -114,12 +114,11 @@ def _of_v2(folder: Path) -> Usage:
 
 def _of_v1(folders: Mapping[str, Path]) -> Usage:
     memory = folders.get("memory", _NOWHERE)
-    usage = _number(f"{folders.get('cpuacct', _NOWHERE)}/cpuacct.usage")
-    throttled = _table(f"{folders.get('cpu', _NOWHERE)}/cpu.stat").get("throttled_time")
+    cpuacct, cpu = folders.get("cpuacct", _NOWHERE), folders.get("cpu", _NOWHERE)
     read, written = _blocks_v1(folders.get("blkio", _NOWHERE))
     return Usage(
-        cpu_seconds=None if usage is None else usage / _NANO,
-        cpu_throttled_seconds=None if throttled is None else throttled / _NANO,
+        cpu_seconds=_seconds(_number(f"{cpuacct}/cpuacct.usage"), _NANO),
+        cpu_throttled_seconds=_seconds(_table(f"{cpu}/cpu.stat").get("throttled_time"), _NANO),
         memory_bytes=_number(f"{memory}/memory.usage_in_bytes"),
         memory_peak_bytes=_number(f"{memory}/memory.max_usage_in_bytes"),
         memory_limit_bytes=_limit(f"{memory}/memory.limit_in_bytes"),
@@ -152,11 +151,18 @@ def _blocks_v1(folder: Path) -> tuple[int | None, int | None]:
 
 
 def counts_blocks() -> bool:
-    """Tell whether blocks are counted here at all: a machine that has a disk has read some."""
+    """Tell whether blocks are counted here at all: a machine that has a disk has read some.
+
+    It is asked for every kernel, and what was counted once stays counted.
+    """
+    if MOUNT in _counting:
+        return True
     v2 = _lines(f"{MOUNT}/io.stat") or ()
     v1 = _lines(f"{MOUNT}/blkio/blkio.throttle.io_service_bytes") or ()
     is_v1 = any(line.startswith("Total ") and not line.endswith(" 0") for line in v1)
-    return is_v1 or any("rbytes" in line for line in v2)
+    if is_v1 or any("rbytes" in line for line in v2):
+        _counting.add(MOUNT)
+    return MOUNT in _counting
 
 
 def _processes(folder: Path) -> int | None:
@@ -221,6 +227,10 @@ def _number(file: str) -> int | None:
     with suppress(ValueError, IndexError):
         return int((_lines(file) or [])[0])
     return None
+
+
+def _seconds(count: int | None, unit: float) -> float | None:
+    return None if count is None else count / unit
 
 
 def _limit(file: str) -> int | None:

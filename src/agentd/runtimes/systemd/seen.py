@@ -10,7 +10,7 @@ from typing import Any
 
 from agentd.core.observation import ObservedState
 from agentd.core.usage import Usage
-from agentd.host.accounts import counts_blocks
+from agentd.host.accounts import MOUNT, counts_blocks
 from agentd.runtimes.systemd.bundle import End
 
 SEEN = (
@@ -25,9 +25,7 @@ _CLD = {1: "exited", 2: "killed", 3: "dumped"}
 """How a process ended, by the `CLD_` numbers of sigaction(2)."""
 
 
-def state_of(
-    active: str, sub: str, control_group: str = "", root: Path = Path("/sys/fs/cgroup")
-) -> ObservedState:
+def state_of(active: str, sub: str, control_group: str = "", root: Path = MOUNT) -> ObservedState:
     """Return what the manager's states, and a unit's cgroup where it is known, mean.
 
     A unit that is being stopped lives until it has. What is stuck in the kernel survives even
