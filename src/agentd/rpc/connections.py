@@ -86,8 +86,6 @@ class Newcomers:
 
     async def heard(self, patience_s: float) -> None:
         """Wait until all have asked or hung up, or have had their time."""
-        for _ in range(ACCEPT_ROUNDS):
-            await asyncio.sleep(0)
         if self._waiting:
             self._are_gone.clear()
             with suppress(TimeoutError):
@@ -134,6 +132,7 @@ class Gate(asyncio.Protocol):
         task = asyncio.get_running_loop().create_task(self._handshake(transport))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        self._connection.comes()
 
     async def _handshake(self, transport: asyncio.Transport) -> None:
         loop = asyncio.get_running_loop()
@@ -151,6 +150,7 @@ class Gate(asyncio.Protocol):
             secured = None
         if secured is None:
             self._limits.release()
+            self._connection.stays_away()
         else:
             self._connection.take_over(secured)
 
@@ -183,6 +183,14 @@ class Connection(web.RequestHandler):
         self._looking: asyncio.TimerHandle | None = None
         self._stream: asyncio.Task[object] | None = None
 
+    def comes(self) -> None:
+        """Note that a caller was let in and is about to ask."""
+        self._newcomers.add(self)
+
+    def stays_away(self) -> None:
+        """Note that it has asked, or never will."""
+        self._newcomers.discard(self)
+
     def take_over(self, transport: asyncio.BaseTransport) -> None:
         """Begin on a connection that has been counted already."""
         self._is_counted = True
@@ -195,11 +203,11 @@ class Connection(web.RequestHandler):
             if not self._is_counted:
                 self.force_close()
                 return
-        self._newcomers.add(self)
+        self.comes()
         self._expect_header()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._newcomers.discard(self)
+        self.stays_away()
         if self._is_counted and self._limits is not None:
             self._limits.release()
             self._is_counted = False
@@ -219,7 +227,7 @@ class Connection(web.RequestHandler):
 
     async def began(self) -> None:
         """Note that all of a request's header is there, and wait for its turn."""
-        self._newcomers.discard(self)
+        self.stays_away()
         self._in_request, self._is_next_begun = True, False
         if self._deadline is not None:
             self._deadline.cancel()

@@ -24,7 +24,14 @@ from agentd.core.access import Caller, Right
 from agentd.errors import AgentdError, InvalidRequest, Problem, StartRefused, Unavailable
 from agentd.rpc.audit import Auditor
 from agentd.rpc.callers import NODE, Callers, Token, note_caller
-from agentd.rpc.connections import Connection, Gate, Limits, Newcomers, Turns
+from agentd.rpc.connections import (
+    ACCEPT_ROUNDS,
+    Connection,
+    Gate,
+    Limits,
+    Newcomers,
+    Turns,
+)
 from agentd.rpc.problems import HTTP_CODES, MEMBERS, problem
 from agentd.rpc.queries import body_of, is_true
 from agentd.rpc.routes import OPEN_PATHS, Route, document
@@ -199,13 +206,26 @@ class Server:
 
     async def stop(self) -> None:
         """Stop accepting, let open requests end, and remove the sockets."""
-        for listener in self._listeners:
-            listener.close()
+        await self._stop_accepting()
         await self._newcomers.heard(FIRST_REQUEST_S)
         if self._runner is not None:
             await self._runner.cleanup()
         for path in self._bound:
             path.unlink(missing_ok=True)
+
+    async def _stop_accepting(self) -> None:
+        """Let nobody in any more; whoever was accepted becomes a connection first.
+
+        asyncio drops without a word what it has accepted for a server that is closed meanwhile.
+        """
+        loop = asyncio.get_running_loop()
+        for listener in self._listeners:
+            for listening in listener.sockets:
+                loop.remove_reader(listening.fileno())
+        for _ in range(ACCEPT_ROUNDS):
+            await asyncio.sleep(0)
+        for listener in self._listeners:
+            listener.close()
 
     async def _sign(self, _: web.Request, response: web.StreamResponse) -> None:
         if self._node_id is not None:
