@@ -9,6 +9,7 @@ from agentd.core.devices import Device
 from agentd.core.kernel import Ending, Kernel, KernelRef, KernelSpec, KernelState
 from agentd.core.observation import Listing, ObservedKernel, ObservedState
 from agentd.core.plan import KernelPlan
+from agentd.core.session import ExecSpec
 from agentd.core.usage import Accounted
 from agentd.errors import CommandNotFound, Problem, RuntimeUnavailable
 from agentd.plugin_api import Features, Measurement
@@ -20,6 +21,7 @@ from agentd.services.interfaces import (
     PluginStatus,
     Progress,
     SavedRecord,
+    Session,
     Support,
 )
 
@@ -48,6 +50,9 @@ class FakeRuntime:
 
     async def support(self, spec: KernelSpec) -> Support:
         return Support(Features(self.name))
+
+    async def run_inside(self, kernel: Kernel, spec: ExecSpec) -> Session:
+        raise RuntimeUnavailable("the fake runs nothing inside its kernels")
 
     async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, Accounted]:
         self._answer()

@@ -48,6 +48,7 @@ from agentd.services.access import Access
 from agentd.services.counts import Counts
 from agentd.services.devices import NodeDevices
 from agentd.services.events import EventLog
+from agentd.services.inside import Insides
 from agentd.services.interfaces import Clock, Memory, Runtime, SavedRecord
 from agentd.services.keeping import Keeper
 from agentd.services.kernels import KernelService
@@ -268,7 +269,7 @@ class Daemon:
         metrics = Metrics(*figures, is_per_kernel=settings.metrics.per_kernel)
         parts = NodeParts(
             state, devices, plugins, service, reconciler, check, events, access, statistics, counts,
-            metrics, assembly.remarks(settings), checkup,
+            metrics, Insides(state, runtimes), assembly.remarks(settings), checkup,
         )  # fmt: skip
         handlers = Handlers(self._node_id, default, parts)
         loops = Loops(reconciler, state, devices, runtimes, plugins, serving)

@@ -221,7 +221,7 @@ async def test_the_client_without_asyncio_has_the_same_calls(plain: Daemon) -> N
     await asyncio.to_thread(life)
     shared = {name for name, _ in inspect.getmembers(Client, inspect.isfunction)}
     others = {name for name, _ in inspect.getmembers(AsyncClient, inspect.isfunction)}
-    assert {n for n in shared if n[0] != "_"} - {"open"} <= others
+    assert {n for n in shared if n[0] != "_"} - {"open", "asynchronous"} <= others
 
 
 async def test_a_loop_of_503_ends_at_the_deadline(plain: Daemon) -> None:

@@ -17,9 +17,10 @@ from agentd.core.kernel import Kernel, KernelRef, KernelSpec, KernelState
 from agentd.core.observation import ObservedKernel, ObservedState
 from agentd.core.plan import KernelPlan, NodeFacts, build_plan
 from agentd.core.record import statement
+from agentd.core.session import ExecSpec
 from agentd.core.slots import ONE, SlotKind
 from agentd.core.usage import Accounted, Usage
-from agentd.errors import CommandNotFound
+from agentd.errors import CommandNotFound, KernelConflict, RuntimeFailure, RuntimeUnavailable
 from agentd.host.accounts import groups_of
 from agentd.host.cgroups import MEMORY as MEMORY_CONTROLLER
 from agentd.host.cgroups import PIDS, find_cgroups
@@ -240,6 +241,37 @@ async def test_what_a_kernel_uses_is_what_it_says_itself(rig: Rig) -> None:
     after = (await rig.runtime.usages([ended])).get("k1", Accounted()).usage
     assert (after.cpu_seconds is None) == (rig.runtime.name == "docker" or not rig.counts)
     assert (after.cpu_seconds or own_s) >= own_s
+
+
+async def test_a_command_inside_is_the_kernel_s_own_and_has_an_end_of_its_own(rig: Rig) -> None:
+    script = "id -u; sleep 1000 & wait"
+    kernel = as_known(await rig.create("sh", "-c", script, env={"MINE": "x"}))
+    asked = ExecSpec(("sh", "-c", "id -u; echo $MINE; cat; exit 5"))
+    if isinstance(rig.runtime, FakeRuntime):
+        with pytest.raises(RuntimeUnavailable):
+            await rig.runtime.run_inside(kernel, asked)
+        return
+    said = b""
+    async with asyncio.timeout(30):
+        while not said.endswith(b"\n"):
+            said = b"".join([chunk async for chunk in rig.runtime.logs(K1, LogQuery())])
+    session = await rig.runtime.run_inside(kernel, asked)
+    await session.write(b"in")
+    await session.close_input()
+    async with asyncio.timeout(30):
+        printed = [item async for item in session.output()]
+        assert b"".join(data for _, data in printed) == said + b"x\nin"
+        assert await session.ended() == 5
+    await session.close()
+    with pytest.raises(CommandNotFound):
+        await rig.runtime.run_inside(kernel, ExecSpec(("no-such-command",)))
+    waiting = await rig.runtime.run_inside(kernel, ExecSpec(("sleep", "1000"), tty=True))
+    await waiting.resize(80, 25)
+    await waiting.close()
+    assert (await rig.runtime.find(K1)).state is ObservedState.RUNNING
+    await rig.runtime.stop(K1, 0)
+    with pytest.raises((KernelConflict, RuntimeFailure)):
+        await rig.runtime.run_inside(kernel, asked)
 
 
 def as_known(found: ObservedKernel) -> Kernel:

@@ -21,7 +21,7 @@ from daemon import AGENTS, BASE, Daemon, gpus
 
 EXAMPLES = 200 if os.environ.get("AGENTD_SOAK") else 12
 SEED = int(os.environ.get("AGENTD_SEED", "13"))
-STREAMS = {"get_events"}
+STREAMS = {"get_events", "exec_kernel"}
 """Calls whose answers have no end; their own tests read them."""
 
 

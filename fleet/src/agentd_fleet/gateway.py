@@ -14,9 +14,9 @@ from aiohttp import web
 from agentd.core.access import Caller, Right, roles_with
 from agentd.errors import AgentdError, Forbidden, InvalidRequest, Problem, UnknownSlotType
 from agentd.errors import SlotTypeInUse as InUse
+from agentd.rpc.answers import answer
 from agentd.rpc.audit import Auditor
 from agentd.rpc.callers import caller_of, note_kernel
-from agentd.rpc.handlers import answer
 from agentd.rpc.queries import body_of, prefers_async, read_flag
 from agentd.rpc.rendering import caller_view
 from agentd.rpc.schemas import StopRequest, read_body

@@ -10,8 +10,8 @@ from multidict import MultiMapping
 
 from agentd.core.access import Caller
 from agentd.errors import InvalidRequest, Problem
+from agentd.rpc.answers import answer
 from agentd.rpc.callers import caller_of
-from agentd.rpc.handlers import answer
 from agentd.rpc.listing import read_labels, read_limit
 from agentd_fleet import views
 from agentd_fleet.kernels import FleetKernels, unknown_kernel

@@ -19,6 +19,7 @@ from agentd.cli import names
 from agentd.cli.create import create, explain
 from agentd.cli.doctor import check_row, print_checks, runtimes_row
 from agentd.cli.fleet import GATEWAY, fleet_group
+from agentd.cli.inside import run_inside
 from agentd.cli.options import (
     KERNEL_COLUMNS,
     WIDE_KERNEL_COLUMNS,
@@ -240,6 +241,7 @@ def inspect(client: Client, kernel: str, as_json: bool) -> None:  # noqa: FBT001
 
 agentctl.add_command(logs)
 agentctl.add_command(wait)
+agentctl.add_command(run_inside)
 agentctl.add_command(stats)
 agentctl.add_command(top)
 

@@ -24,8 +24,9 @@ from agentd.client.defaults import (
     patience_s,
 )
 from agentd.client.events import Frames, NodeEvent
+from agentd.client.inside import Execution
 from agentd.client.problems import content_of, error_in, unreachable
-from agentd.errors import Unavailable, Unreachable
+from agentd.errors import KernelConflict, Unavailable, Unreachable
 from agentd.views import (
     AgentView,
     CallerView,
@@ -135,6 +136,23 @@ class Transport:
                 raise error_in(response.status, await response.read(), retry_after)
         return response
 
+    async def _connected(self, call: Call[Any]) -> aiohttp.ClientWebSocketResponse:
+        """Open a WebSocket.
+
+        Raises:
+            WSServerHandshakeError: the daemon refused.
+            Unreachable: it does not answer.
+        """
+        if self._session is None:
+            raise RuntimeError("use it as `async with AsyncClient() as client`")
+        url = f"{(self._url or 'http://agentd').rstrip('/')}{call.path}"
+        try:
+            return await self._session.ws_connect(url, ssl=self._tls or True, max_msg_size=0)
+        except aiohttp.WSServerHandshakeError:
+            raise
+        except (aiohttp.ClientError, OSError) as error:
+            raise unreachable(self._where, error) from None
+
     @property
     def _where(self) -> str:
         return self._url or self._socket_path
@@ -228,6 +246,30 @@ class AsyncClient(Transport):
     async def delete_kernel(self, kernel_id: str, timeout: float | None = None) -> None:
         call = calls.delete_kernel(kernel_id, timeout)
         await self.carry_out(call, timeout_s=patience_s(self._timeout_s, timeout))
+
+    @asynccontextmanager
+    async def exec(
+        self,
+        kernel_id: str,
+        command: Sequence[str],
+        *,
+        tty: bool = False,
+        env: Mapping[str, str] | None = None,
+        working_dir: str | None = None,
+    ) -> AsyncIterator[Execution]:
+        """Run a command inside a kernel; see `Execution`."""
+        try:
+            wire = await self._connected(calls.run_inside(kernel_id))
+        except aiohttp.WSServerHandshakeError as error:
+            state = (await self.kernel(kernel_id))["state"]
+            if error.status == HTTPStatus.CONFLICT:
+                why = f"kernel {kernel_id} is {state}: nothing runs inside it"
+                raise KernelConflict(why) from None
+            raise error_in(error.status, b"", None) from None
+        asked = {"command": list(command), "tty": tty, "env": dict(env or {})}
+        await wire.send_json({**asked, "working_dir": working_dir})
+        async with Execution(wire, self._where) as execution:
+            yield execution
 
     @overload
     async def stats(self) -> list[KernelUseView]: ...

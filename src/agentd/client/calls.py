@@ -168,6 +168,11 @@ def logs(
     return Call("GET", at("kernels", kernel_id, "logs", **query), is_repeatable=False)
 
 
+def run_inside(kernel_id: str) -> Call[bytes]:
+    """`GET /v1/kernels/{kernel}/exec`, which becomes a WebSocket."""
+    return Call("GET", at("kernels", kernel_id, "exec"), is_repeatable=False)
+
+
 def stats() -> Call[list[KernelUseView]]:
     """`GET /v1/stats`."""
     return Call("GET", at("stats"))

@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 from urllib.parse import urlsplit
 
 from agentd.client import calls
@@ -39,6 +39,9 @@ from agentd.views import (
     RuntimeView,
     SlotTypeView,
 )
+
+if TYPE_CHECKING:
+    from agentd.client.aio import AsyncClient
 
 T = TypeVar("T")
 
@@ -75,6 +78,12 @@ class Client:
         self._token = token
         self._timeout_s = timeout_s
         self._retry_s = retry_s
+
+    def asynchronous(self) -> AsyncClient:
+        """Return the asyncio client of the same daemon."""
+        from agentd.client.aio import AsyncClient  # noqa: PLC0415 - aiohttp is slow to load
+
+        return AsyncClient(self._socket_path, url=self._url, token=self._token)
 
     def open(self, call: Call[Any], timeout_s: float | None = None) -> http.client.HTTPResponse:
         """Carry out a call, and return the answer to be read.

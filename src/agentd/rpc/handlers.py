@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-import msgspec
 from aiohttp import web
 
 from agentd.core.access import Caller, Right
@@ -15,9 +14,12 @@ from agentd.core.devices import DeviceId
 from agentd.core.kernel import Kernel
 from agentd.errors import NotReady
 from agentd.rpc import rendering
+from agentd.rpc.answers import answer
 from agentd.rpc.audit import Auditor
 from agentd.rpc.callers import caller_of, note_kernel
+from agentd.rpc.devices import DeviceHandlers
 from agentd.rpc.figures import usage_view
+from agentd.rpc.inside import run_over
 from agentd.rpc.listing import Encodings, Order
 from agentd.rpc.metrics import CONTENT_TYPE, Metrics
 from agentd.rpc.queries import body_of, prefers_async, read_flag, read_log_query, read_timeout
@@ -28,6 +30,7 @@ from agentd.services.access import Access
 from agentd.services.counts import Counts
 from agentd.services.devices import NodeDevices
 from agentd.services.events import EventLog
+from agentd.services.inside import Insides
 from agentd.services.interfaces import Plugins
 from agentd.services.kernels import KernelService
 from agentd.services.reconciler import Reconciler
@@ -35,14 +38,6 @@ from agentd.services.selfcheck import SelfCheck
 from agentd.services.state import NodeState
 from agentd.services.statistics import Statistics
 from agentd.views import NodeView
-
-
-def answer(
-    content: object, status: int = 200, headers: Mapping[str, str] | None = None
-) -> web.Response:
-    """Return a JSON answer."""
-    body = msgspec.json.encode(content)
-    return web.Response(body=body, status=status, headers=headers, content_type="application/json")
 
 
 class NodeParts(NamedTuple):
@@ -59,29 +54,29 @@ class NodeParts(NamedTuple):
     statistics: Statistics
     counts: Counts
     metrics: Metrics
+    insides: Insides
     remarks: Sequence[str] = ()
     checkup: Callable[[], Sequence[str]] = tuple
     """What the operator should know of the configuration."""
 
 
-class Handlers:
+class Handlers(DeviceHandlers):
     """The daemon's side of every route; those below /v1 answer once it is open."""
 
     def __init__(self, node_id: str, default_runtime: str, parts: NodeParts) -> None:
+        visible = Visible(parts.state, parts.devices, parts.access)
+        super().__init__(parts.state, parts.devices, parts.access, visible)
         self._node_id = node_id
         self._default_runtime = default_runtime
-        self._state = parts.state
-        self._devices = parts.devices
         self._plugins = parts.plugins
         self._service = parts.service
         self._reconciler = parts.reconciler
         self._check = parts.check
         self._events = parts.events
-        self._access = parts.access
+        self._insides = parts.insides
         self._statistics, self._counts = parts.statistics, parts.counts
         self._metrics = parts.metrics
         self._remarks, self._checkup = parts.remarks, parts.checkup
-        self._visible = Visible(parts.state, parts.devices, parts.access)
         self._describe: Callable[[], Mapping[str, Any]] = dict
         self._opened = asyncio.Event()
         self._streams = Streams()
@@ -182,33 +177,6 @@ class Handlers:
         types = self._devices.inventory.slot_types.values()
         return answer([rendering.slot_type_view(slot) for slot in types])
 
-    async def list_devices(self, request: web.Request) -> web.Response:
-        """List every device with its holders."""
-        caller = caller_of(request)
-        return answer([self._visible.device(d, caller) for d in self._access.devices(caller)])
-
-    async def drain_device(self, request: web.Request) -> web.Response:
-        """Give nothing new from a device; survives restarts."""
-        return self._set_drained(request, drained=True)
-
-    async def undrain_device(self, request: web.Request) -> web.Response:
-        """Give from a device again."""
-        return self._set_drained(request, drained=False)
-
-    def _set_drained(self, request: web.Request, *, drained: bool) -> web.Response:
-        match = request.match_info
-        devices = self._devices
-        device = devices.set_drained(match["device_name"], match["id"], drained=drained)
-        return answer(rendering.device_view(device, devices.split, self._state.ledger))
-
-    async def forget_device(self, request: web.Request) -> web.Response:
-        """Forget a device that is gone, and its seat at the next start."""
-        match, devices = request.match_info, self._devices
-        device = devices.find(match["device_name"], match["id"])
-        holders = self._state.ledger.holders(device.device_id)
-        devices.forget(match["device_name"], match["id"], holders=holders)
-        return web.Response(status=204)
-
     async def list_agents(self, request: web.Request) -> web.Response:
         """List the agents with their partitions and slots."""
         split, ledger = self._devices.split, self._state.ledger
@@ -294,6 +262,15 @@ class Handlers:
         kernel = self._state.get(request.match_info["kernel"])
         (use,) = await self._statistics.of([kernel])
         return answer(usage_view(use))
+
+    async def exec_kernel(self, request: web.Request) -> web.StreamResponse:
+        """Run a command inside a kernel, over a WebSocket."""
+        kernel_id = request.match_info["kernel"]
+        self._insides.require(kernel_id)
+        with self._streams.opened(request), self.auditor(request, "exec_kernel") as auditor:
+            response = await run_over(request, lambda spec: self._insides.begin(kernel_id, spec))
+            auditor.answered(response)
+            return response
 
     async def get_events(self, request: web.Request) -> web.StreamResponse:
         """Stream what happens to kernels, devices, plugins and runtimes, as server-sent events."""

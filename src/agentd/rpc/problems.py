@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 from aiohttp import web
 
@@ -57,17 +59,22 @@ def problem(
 
     A code of another version, which a gateway passes on from a node, is one of a bad gateway.
     """
-    content = {
-        "type": "about:blank",
-        "title": code,
-        "status": STATUSES.get(code, BAD_GATEWAY),
-        "detail": detail,
-        "code": code,
-        **(facts if isinstance(facts, dict) else {}),
-    }
+    content = problem_content(code, detail, facts)
     return web.Response(
         body=json.dumps(content).encode(),
         status=content["status"],
         content_type="application/problem+json",
         headers=headers,
     )
+
+
+def problem_content(code: str, detail: str, facts: object = None) -> dict[str, Any]:
+    """Return the members of a problem."""
+    return {
+        "type": "about:blank",
+        "title": code,
+        "status": STATUSES.get(code, BAD_GATEWAY),
+        "detail": detail,
+        "code": code,
+        **(facts if isinstance(facts, Mapping) else {}),
+    }

@@ -204,6 +204,13 @@ ROUTES: Sequence[Route] = (
         LOGS,
         right=Right.OUTPUT,
     ),
+    Route(
+        "GET",
+        "/v1/kernels/{kernel}/exec",
+        H.exec_kernel,
+        {101: None},
+        right=Right.OUTPUT,
+    ),
     Route("GET", "/v1/kernels/{kernel}/stats", H.get_stats, {200: KernelUseView}),
     Route("GET", "/v1/stats", H.list_stats, {200: list[KernelUseView]}),
     Route("GET", "/v1/events", H.get_events, {200: STREAM}, EVENTS),
@@ -271,8 +278,23 @@ def _shown(parameter: Parameter) -> dict[str, Any]:
     return shown | ({"description": parameter.description} if parameter.description else {})
 
 
+_DESCRIPTIONS = {
+    0: "a problem",
+    101: "a WebSocket",
+    201: "created",
+    202: "accepted",
+    204: "done",
+}
+
+
 def _response(status: int, model: Any, schemas: dict[str, Any], media: str) -> dict[str, Any]:  # noqa: ANN401 - a type
-    description = {0: "a problem", 201: "created", 202: "accepted", 204: "done"}.get(status, "ok")
+    description = {
+        0: "a problem",
+        101: "a WebSocket",
+        201: "created",
+        202: "accepted",
+        204: "done",
+    }.get(status, "ok")
     if model is None:
         return {"description": description}
     if isinstance(model, Media):

@@ -14,6 +14,7 @@ from agentd.core.devices import Device
 from agentd.core.kernel import Kernel, KernelRef, KernelSpec, KernelState, Pull
 from agentd.core.observation import Listing, ObservedKernel
 from agentd.core.plan import KernelPlan
+from agentd.core.session import ExecSpec
 from agentd.core.slots import SlotType
 from agentd.core.usage import Accounted
 from agentd.errors import Problem
@@ -132,6 +133,36 @@ class Support(NamedTuple):
     not_enforced: frozenset[str] = frozenset()
 
 
+class Session(Protocol):
+    """A command that runs inside a kernel."""
+
+    def output(self) -> AsyncIterator[tuple[int, bytes]]:
+        """Yield what it prints, with its stream, until it has ended and all of it is told."""
+        ...
+
+    async def write(self, data: bytes) -> None:
+        """Give it input; returns when there is room for more."""
+        ...
+
+    async def close_input(self) -> None:
+        """Let its input end."""
+        ...
+
+    async def resize(self, columns: int, rows: int) -> None:
+        """Tell its terminal, if it has one, how large it is."""
+        ...
+
+    async def send_signal(self, number: int) -> None: ...
+
+    async def ended(self) -> int:
+        """Wait for its end, and return its exit code; of a signal, 128 and its number."""
+        ...
+
+    async def close(self) -> None:
+        """End it if it runs, and let go of everything."""
+        ...
+
+
 class Runtime(Protocol):
     """What runs kernels. The contract suite in tests/contracts holds every one to this."""
 
@@ -200,6 +231,16 @@ class Runtime(Protocol):
 
         Raises:
             RuntimeUnavailable: the connection could not be made, or broke.
+        """
+        ...
+
+    async def run_inside(self, kernel: Kernel, spec: ExecSpec) -> Session:
+        """Run a command inside a kernel that runs, with what the kernel has and no more.
+
+        Raises:
+            CommandNotFound, InvalidRequest: it cannot be run as was asked.
+            KernelConflict: the kernel does not run.
+            RuntimeFailure, RuntimeUnavailable: the runtime refused, or could not be asked.
         """
         ...
 

@@ -21,6 +21,7 @@ from agentd.core.container_options import PullPolicy
 from agentd.core.kernel import Kernel, KernelRef, KernelSpec, KernelState
 from agentd.core.observation import Listing, ObservedKernel
 from agentd.core.plan import KernelPlan, kernel_name
+from agentd.core.session import ExecSpec
 from agentd.core.usage import Accounted
 from agentd.errors import ImageNotFound, InvalidRequest, Problem, RuntimeUnavailable
 from agentd.failpoints import reach
@@ -34,6 +35,7 @@ from agentd.runtimes.docker.engine import (
 )
 from agentd.runtimes.docker.facts import EngineFacts, engine_facts
 from agentd.runtimes.docker.images import Images
+from agentd.runtimes.docker.inside import run_inside
 from agentd.runtimes.docker.inspection import verify
 from agentd.runtimes.docker.mounts import Source, refuse_missing, resolved
 from agentd.runtimes.docker.observer import ASK_TIMEOUT_S, LIST_TIMEOUT_S, Observer
@@ -47,7 +49,7 @@ from agentd.runtimes.docker.translation import (
     translating,
     unknown,
 )
-from agentd.services.interfaces import LogQuery, Progress, Support
+from agentd.services.interfaces import LogQuery, Progress, Session, Support
 
 _T = TypeVar("_T")
 
@@ -89,6 +91,7 @@ class DockerRuntime:
         """`absences` know when the engine was away; without any only since now."""
         self._node_id = node_id
         self._rules = rules
+        self._socket = socket
         self._engine = EngineClient(socket)
         self._images = Images(self._engine, rules.registry_auth)
         self._facts: EngineFacts | None = None
@@ -270,6 +273,11 @@ class DockerRuntime:
             raise
         finally:
             self._own.stop_listening()
+
+    async def run_inside(self, kernel: Kernel, spec: ExecSpec) -> Session:
+        with translating():
+            container = self._container(kernel.ref)
+            return await run_inside(self._engine, self._socket, container, spec)
 
     async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, Accounted]:
         with proving():

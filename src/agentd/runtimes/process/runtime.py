@@ -20,7 +20,8 @@ from agentd.core.container_edits import ContainerEdits
 from agentd.core.container_options import over_ceiling
 from agentd.core.kernel import Kernel, KernelRef, KernelSpec, KernelState
 from agentd.core.observation import Listing, ObservedKernel
-from agentd.core.plan import KernelPlan
+from agentd.core.plan import KernelPlan, kernel_name
+from agentd.core.session import ExecSpec
 from agentd.core.usage import Accounted
 from agentd.errors import (
     InvalidRequest,
@@ -34,12 +35,13 @@ from agentd.failpoints import reach
 from agentd.host.cgroups import MEMORY, PIDS, Cgroup, Cgroups
 from agentd.host.units import Manager
 from agentd.plugin_api import Features
+from agentd.runtimes.entering import enter, exec_unit, target_of
 from agentd.runtimes.folder import looking
 from agentd.runtimes.process.bundle import LOG, Bundle
 from agentd.runtimes.process.bundles import AGENT, DEVICES, Bundles
 from agentd.runtimes.process.logs import read_log, unkept
 from agentd.runtimes.process.spawn import ProcessRules, failure, order_of, spawn, spawn_unit
-from agentd.services.interfaces import LogQuery, Progress, Support
+from agentd.services.interfaces import LogQuery, Progress, Session, Support
 
 LOG_THREADS = 4
 REMOVE_TRIES = 10
@@ -222,6 +224,18 @@ class ProcessRuntime:
         yield ""
         while True:
             yield await self._events.get()
+
+    async def run_inside(self, kernel: Kernel, spec: ExecSpec) -> Session:
+        with looking():
+            proof = self._bundles.proof(kernel.kernel_id)
+            members = await asyncio.to_thread(proof.members)
+        eldest = sorted(members, key=lambda process: process.start_time)
+        files = self._cgroups.group(self._name(kernel)).procs_files if self._cgroups else []
+        target = target_of([process.pid for process in eldest], files)
+        return await enter(target, spec, self._manager, exec_unit(self._name(kernel)))
+
+    def _name(self, kernel: Kernel) -> str:
+        return kernel_name(self._bundles.node_id, kernel.kernel_id)
 
     async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, Accounted]:
         def counted() -> dict[str, Accounted]:

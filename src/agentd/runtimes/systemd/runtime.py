@@ -16,7 +16,8 @@ from pathlib import Path
 from agentd.core.container_options import over_ceiling
 from agentd.core.kernel import Kernel, KernelRef, KernelSpec, KernelState
 from agentd.core.observation import Listing, ObservedKernel
-from agentd.core.plan import KernelPlan
+from agentd.core.plan import KernelPlan, kernel_name
+from agentd.core.session import ExecSpec
 from agentd.core.usage import Accounted
 from agentd.errors import (
     AgentdError,
@@ -29,9 +30,11 @@ from agentd.errors import (
     RuntimeUnavailable,
 )
 from agentd.failpoints import reach
+from agentd.host.accounts import MOUNT
 from agentd.host.probe import numa_nodes_of
 from agentd.host.units import Manager, UnitExists, UnitRefused
 from agentd.plugin_api import Features
+from agentd.runtimes.entering import enter, exec_unit, target_of
 from agentd.runtimes.environment import environment
 from agentd.runtimes.folder import TRASH, looking, names_in
 from agentd.runtimes.systemd.bundle import UnitBundle
@@ -46,7 +49,7 @@ from agentd.runtimes.systemd.unit import (
     request_problems,
     unit_name,
 )
-from agentd.services.interfaces import LogQuery, LogStream, Progress, Support
+from agentd.services.interfaces import LogQuery, LogStream, Progress, Session, Support
 
 ENDING = frozenset({"stop-post", "final-sigterm", "final-sigkill"})
 """Sub-states of a unit whose command is over, and whose `ExecStopPost=` may be running."""
@@ -232,6 +235,18 @@ class SystemdRuntime:
                     yield kernel_id
         finally:
             await changes.aclose()
+
+    async def run_inside(self, kernel: Kernel, spec: ExecSpec) -> Session:
+        unit = unit_name(self._node_id, kernel.kernel_id)
+        seen = await self._manager.properties(unit, ("ControlGroup", "MainPID"))
+        if seen is None or not seen["ControlGroup"]:
+            raise KernelConflict(f"kernel {kernel.kernel_id} does not run")
+        procs = MOUNT / str(seen["ControlGroup"])[1:] / "cgroup.procs"
+        with looking():
+            pids = [int(line) for line in procs.read_text(encoding="ascii").split()]
+        first = sorted(pids, key=lambda pid: pid != seen["MainPID"])
+        name = kernel_name(self._node_id, kernel.kernel_id)
+        return await enter(target_of(first, [procs]), spec, self._manager, exec_unit(name))
 
     async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, Accounted]:
         return await self._observer.usages(kernels)

@@ -1,0 +1,130 @@
+"""The command `agentctl exec`: a command inside a kernel, on the caller's terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import termios
+import threading
+import tty
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from agentd.cli import names
+from agentd.cli.options import pairs
+from agentd.client import Client
+from agentd.core.session import STDERR
+
+if TYPE_CHECKING:
+    from agentd.client.aio import AsyncClient
+    from agentd.client.inside import Execution
+
+CHUNK = 64 * 1024
+PASSED_ON = ("INT", "TERM", "QUIT", "USR1", "USR2")
+
+
+@click.command("exec")
+@click.argument("kernel", shell_complete=names.kernels)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.option("--interactive", "-i", is_flag=True, help="Pass on standard input.")
+@click.option("--tty", "-t", "is_terminal", is_flag=True, help="Run it on a terminal.")
+@click.option("--env", "-e", multiple=True, metavar="NAME=VALUE")
+@click.option("--workdir", help="The folder in which it begins.")
+@click.pass_obj
+def run_inside(
+    client: Client,
+    kernel: str,
+    command: Sequence[str],
+    interactive: bool,  # noqa: FBT001 - click passes it
+    is_terminal: bool,  # noqa: FBT001 - click passes it
+    env: Sequence[str],
+    workdir: str | None,
+) -> None:
+    """Run COMMAND inside KERNEL, with what the kernel has; exit status is the command's.
+
+    \b
+    agentctl exec train-1 -- nvidia-smi
+    agentctl exec -it train-1 -- bash
+    """  # noqa: D301 - click reads \b as "keep these lines"
+    asked = _run(client.asynchronous(), kernel, command, interactive, is_terminal, env, workdir)
+    sys.exit(asyncio.run(asked))
+
+
+async def _run(
+    client: AsyncClient,
+    kernel: str,
+    command: Sequence[str],
+    is_interactive: bool,  # noqa: FBT001 - see above
+    is_terminal: bool,  # noqa: FBT001 - see above
+    env: Sequence[str],
+    workdir: str | None,
+) -> int:
+    given = {"tty": is_terminal, "env": pairs(env), "working_dir": workdir}
+    async with client, client.exec(kernel, command, **given) as running:  # type: ignore[arg-type]
+        with _raw() if is_terminal and sys.stdin.isatty() else contextlib.nullcontext():
+            tasks = [asyncio.create_task(_pass_on(running, is_terminal=is_terminal))]
+            if is_interactive:
+                tasks.append(asyncio.create_task(_feed(running)))
+            else:
+                await running.close_input()
+            try:
+                async for stream, data in running:
+                    output = sys.stderr.buffer if stream == STDERR else sys.stdout.buffer
+                    output.write(data)
+                    output.flush()
+            finally:
+                for task in tasks:
+                    task.cancel()
+    return running.exit_code or 0
+
+
+@contextlib.contextmanager
+def _raw() -> Iterator[None]:
+    """Have the caller's terminal pass on every key as it is."""
+    before = termios.tcgetattr(sys.stdin)
+    tty.setraw(sys.stdin, termios.TCSADRAIN)  # what was typed ahead is kept
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+async def _feed(running: Execution) -> None:
+    """Pass on standard input."""
+    loop = asyncio.get_running_loop()
+    chunks: asyncio.Queue[bytes] = asyncio.Queue(maxsize=4)
+
+    def read() -> None:
+        """Read in a thread of its own: a terminal, a pipe and a file are alike there."""
+        while True:
+            chunk = os.read(sys.stdin.fileno(), CHUNK)
+            asyncio.run_coroutine_threadsafe(chunks.put(chunk), loop).result()
+            if not chunk:
+                return
+
+    threading.Thread(target=read, daemon=True).start()  # nobody waits for a key that never comes
+    while chunk := await chunks.get():
+        await running.write(chunk)
+    await running.close_input()
+
+
+async def _pass_on(running: Execution, *, is_terminal: bool) -> None:
+    """Pass on the size of the terminal, and signals."""
+    loop, happened = asyncio.get_running_loop(), asyncio.Queue[str]()
+    loop.add_signal_handler(signal.SIGWINCH, happened.put_nowait, "WINCH")
+    for name in PASSED_ON:
+        loop.add_signal_handler(signal.Signals[f"SIG{name}"], happened.put_nowait, name)
+    happened.put_nowait("WINCH")
+    while True:
+        name = await happened.get()
+        if name != "WINCH":
+            await running.send_signal(name)
+        elif is_terminal and sys.stdout.isatty():
+            size = shutil.get_terminal_size()
+            await running.resize(size.columns, size.lines)

@@ -1,0 +1,16 @@
+"""Answers that are JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+from aiohttp import web
+
+
+def answer(
+    content: object, status: int = 200, headers: Mapping[str, str] | None = None
+) -> web.Response:
+    """Return a JSON answer."""
+    body = msgspec.json.encode(content)
+    return web.Response(body=body, status=status, headers=headers, content_type="application/json")

@@ -1,0 +1,156 @@
+"""A command inside a kernel, over a WebSocket (RFC 6455).
+
+The caller says in a first text frame what to run; binary frames from it are input, as they are.
+Those to it begin with a byte, 1 or 2, for the stream. Text frames are JSON: `{"resize": [columns,
+rows]}`, `{"stdin": "closed"}` and `{"signal": "INT"}` from the caller; at the end to it
+`{"exit_code": 0}`, or `{"problem": …}` (RFC 9457) where the command did not start. Whoever goes
+away ends the command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import Annotated, Any
+
+import msgspec
+from aiohttp import WSMsgType, web
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from agentd.core.session import ExecSpec
+from agentd.errors import AgentdError, InvalidRequest, Problem
+from agentd.rpc.problems import problem_content
+from agentd.services.interfaces import Session
+
+FIRST_FRAME_S = 10.0
+ALIVE_S = 20.0
+"""How often a caller that says nothing is asked whether it is there."""
+MOST_FRAME = 4 << 20
+MOST_SIZE = 10_000
+_Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]
+
+
+class _Asked(BaseModel):
+    """The first frame."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    command: list[_Text] = Field(min_length=1)
+    tty: bool = False
+    env: dict[Annotated[str, Field(pattern=r"^[^=\x00]+$")], _Text] = {}
+    working_dir: _Text | None = None
+
+
+async def run_over(
+    request: web.Request, begin: Callable[[ExecSpec], Awaitable[Session]]
+) -> web.WebSocketResponse:
+    """Have a caller's command run, and pass on what goes in and comes out."""
+    wire = web.WebSocketResponse(heartbeat=ALIVE_S, max_msg_size=MOST_FRAME)
+    if not wire.can_prepare(request).ok:
+        why = "expected a WebSocket (RFC 6455): Upgrade: websocket"
+        raise InvalidRequest([Problem("Upgrade", why)])
+    await wire.prepare(request)
+    session: Session | None = None
+    try:
+        session = await begin(await _asked(wire))
+        await _converse(wire, session)
+    except AgentdError as error:
+        told = problem_content(error.code, str(error), error.facts())
+        with suppress(ConnectionError):
+            await wire.send_str(json.dumps({"problem": told}))
+    finally:
+        if session is not None:
+            await asyncio.shield(session.close())
+        with suppress(ConnectionError):
+            await wire.close()
+    return wire
+
+
+async def _asked(wire: web.WebSocketResponse) -> ExecSpec:
+    """Read the first frame.
+
+    Raises:
+        InvalidRequest: it is not what it should be, or does not come.
+    """
+    try:
+        frame = await wire.receive(timeout=FIRST_FRAME_S)
+    except TimeoutError:
+        raise InvalidRequest([Problem("", f"no first frame in {FIRST_FRAME_S:g} s")]) from None
+    if frame.type is not WSMsgType.TEXT:
+        why = 'expected a text frame: {"command": [...], "tty": false, "env": {}}'
+        raise InvalidRequest([Problem("", why)])
+    try:
+        asked = _Asked.model_validate_json(frame.data)
+    except ValidationError as error:
+        raise InvalidRequest(
+            [Problem(".".join(map(str, e["loc"])), e["msg"]) for e in error.errors()]
+        ) from None
+    return ExecSpec(tuple(asked.command), asked.tty, asked.env, asked.working_dir)
+
+
+async def _converse(wire: web.WebSocketResponse, session: Session) -> None:
+    """Pass on both ways, until the command has ended or the caller has gone."""
+    printing = asyncio.create_task(_print(wire, session))
+    listening = asyncio.create_task(_listen(wire, session))
+    try:
+        await asyncio.wait([printing, listening], return_when=asyncio.FIRST_COMPLETED)
+        if printing.done():
+            printing.result()
+            code = await session.ended()
+            await wire.send_str(json.dumps({"exit_code": code}))
+        else:
+            listening.result()
+    except ConnectionError:
+        pass  # the caller has gone
+    finally:
+        for task in (printing, listening):
+            task.cancel()
+        await asyncio.gather(printing, listening, return_exceptions=True)
+
+
+async def _print(wire: web.WebSocketResponse, session: Session) -> None:
+    async for stream, data in session.output():
+        await wire.send_bytes(bytes([stream]) + data)
+
+
+async def _listen(wire: web.WebSocketResponse, session: Session) -> None:
+    async for frame in wire:
+        if frame.type is WSMsgType.BINARY:
+            await session.write(frame.data)
+        elif frame.type is WSMsgType.TEXT:
+            await _obey(session, _order(frame.data))
+
+
+def _order(text: str) -> Mapping[str, Any]:
+    """Read what a caller wants meanwhile.
+
+    Raises:
+        InvalidRequest: it is nothing that is known.
+    """
+    with suppress(msgspec.MsgspecError, RecursionError):
+        order = msgspec.json.decode(text)
+        if isinstance(order, Mapping):
+            return order
+    raise InvalidRequest([Problem("", "a text frame that is no JSON object")])
+
+
+def _number_of(name: str) -> int | None:
+    """Return the number of a signal: INT, or SIGINT."""
+    known = signal.Signals.__members__.get(f"SIG{name.removeprefix('SIG')}")
+    return None if known is None else known.value
+
+
+async def _obey(session: Session, order: Mapping[str, Any]) -> None:
+    match order:
+        case {"resize": [int(columns), int(rows)]} if 0 < columns < MOST_SIZE > rows > 0:
+            await session.resize(columns, rows)
+        case {"stdin": "closed"}:
+            await session.close_input()
+        case {"signal": str(name)} if (number := _number_of(name)) is not None:
+            await session.send_signal(number)
+        case _:
+            known = '{"resize": [columns, rows]}, {"stdin": "closed"}, {"signal": "INT"}'
+            raise InvalidRequest([Problem("", f"expected one of {known}")])

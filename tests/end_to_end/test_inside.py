@@ -1,0 +1,229 @@
+"""Commands inside kernels: what goes in and comes out, how they end, and what they may not."""
+
+import asyncio
+import hashlib
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentd.client import AsyncClient
+from agentd.errors import CommandNotFound, InvalidRequest, KernelConflict, UnknownKernel
+from agentd.host.processes import all_processes
+from daemon import AGENTS, Daemon, gpus
+
+SLEEPER = ["sleep", "100000"]
+
+
+@pytest.fixture
+async def client(daemon: Daemon):
+    await daemon.start(AGENTS + gpus(1))
+    async with AsyncClient(daemon.folder / "agentd.sock") as made:
+        yield made
+
+
+async def ran(client: AsyncClient, *command: str, given: bytes = b"", **options):
+    """Run a command to its end; return its exit code, its output and its errors."""
+    streams = {1: b"", 2: b""}
+    async with client.exec("k1", command, **options) as running:
+        if given:
+            await running.write(given)
+        await running.close_input()
+        async for stream, data in running:
+            streams[stream] += data
+    return running.exit_code, streams[1], streams[2]
+
+
+async def test_a_command_has_what_its_kernel_has(daemon: Daemon, client: AsyncClient) -> None:
+    await daemon.running(
+        kernel_id="k1", command=SLEEPER, slots={"cpu": 1, "cuda.device": 1},
+        env={"MINE": "a b"}, working_dir="/tmp",
+    )  # fmt: skip
+    env = dict(
+        line.split("=", 1) for line in (await ran(client, "env"))[1].decode().splitlines()
+    )  # fmt: skip
+    assert (env["MINE"], env["CUDA_VISIBLE_DEVICES"]) == ("a b", "cuda0")
+    assert (await ran(client, "pwd"))[1] == b"/tmp\n"
+    status = (await ran(client, "cat", "/proc/self/status"))[1].decode()
+    pid = daemon.main_pid(await daemon.get("/v1/kernels/k1"), daemon.test_engine)
+    own = Path(f"/proc/{pid}/status").read_text()
+    for member in ("Uid", "Gid", "Groups", "CapEff", "CapBnd", "NoNewPrivs", "Cpus_allowed_list"):
+        mine, kernels = (
+            next(line for line in text.splitlines() if line.startswith(f"{member}:"))
+            for text in (status, own)
+        )
+        assert mine.split() == kernels.split(), member
+    assert len((await ran(client, "nproc"))[1]) == 2
+    code, told, _ = await ran(client, "sh", "-c", "echo $X; pwd", env={"X": "y"}, working_dir="/")
+    assert (code, told) == (0, b"y\n/\n")
+
+
+async def test_it_is_counted_with_its_kernel(daemon: Daemon, client: AsyncClient) -> None:
+    await daemon.running(kernel_id="k1", command=SLEEPER)
+    async with client.exec("k1", ["sh", "-c", "echo; sleep 1000 & wait"]) as running:
+        await anext(aiter(running))
+        async with asyncio.timeout(10):
+            while (await client.stats("k1"))["processes"] != 3:
+                await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [("exit 7", 7), ("true", 0), ("kill -9 $$", 137), ("kill -TERM $$", 143)],
+)
+async def test_its_exit_status_is_told(daemon, client, script: str, code: int) -> None:
+    await daemon.running(kernel_id="k1", command=SLEEPER)
+    assert await ran(client, "sh", "-c", script) == (code, b"", b"")
+
+
+async def test_large_and_binary_input_and_output_arrive_as_they_are(daemon, client) -> None:
+    await daemon.running(kernel_id="k1", command=SLEEPER, slots={"mem": "256m"})
+    block = os.urandom(1 << 20)
+    total, wanted, got, length = 64, hashlib.sha256(), hashlib.sha256(), 0
+    async with client.exec("k1", ["cat"]) as running:
+
+        async def feed() -> None:
+            for _ in range(total):
+                wanted.update(block)
+                await running.write(block)
+            await running.close_input()
+
+        feeding = asyncio.create_task(feed())
+        async for stream, data in running:
+            assert stream == 1
+            got.update(data)
+            length += len(data)
+        await feeding
+    assert (running.exit_code, length) == (0, total << 20)
+    assert got.digest() == wanted.digest()
+
+
+async def test_both_streams_are_told_apart_and_all_of_a_short_command_comes(daemon, client) -> None:
+    await daemon.running(kernel_id="k1", command=SLEEPER)
+    script = "echo out; echo err >&2; exit 3"
+    for _ in range(5):
+        assert await ran(client, "sh", "-c", script) == (3, b"out\n", b"err\n")
+    assert await ran(client, "sh", "-c", "cat; echo", given=b"\x00\xff") == (0, b"\x00\xff\n", b"")
+
+
+async def test_a_terminal_has_a_size_and_takes_keys(daemon, client) -> None:
+    await daemon.running(kernel_id="k1", command=SLEEPER)
+    seen = b""
+    script = "test -t 0 && test -t 1 && echo is one; read line; stty size; echo got $line; exit 5"
+    async with client.exec("k1", ["sh", "-c", script], tty=True) as running:
+        async for stream, data in running:
+            assert stream == 1
+            seen += data
+            if b"is one" in seen and b"got" not in seen:
+                await running.resize(123, 45)
+                await running.write(b"hello\r")
+    assert b"45 123" in seen
+    assert b"got hello" in seen
+    assert running.exit_code == 5
+
+
+async def test_signals_reach_it(daemon, client) -> None:
+    await daemon.running(kernel_id="k1", command=SLEEPER)
+    script = "trap 'echo caught; exit 9' USR1; echo ready; while :; do sleep 0.05; done"
+    async with client.exec("k1", ["sh", "-c", script]) as running:
+        seen = b""
+        async for _, data in running:
+            seen += data
+            if seen == b"ready\n":
+                await running.send_signal("USR1")
+    assert running.exit_code == 9
+    assert seen.endswith(b"caught\n"), seen
+
+
+async def test_a_caller_that_goes_away_ends_it_and_the_kernel_goes_on(daemon, client) -> None:
+    kernel = await daemon.running(kernel_id="k1", command=SLEEPER)
+    marker = f"999{os.getpid() % 1000}"
+    script = f"trap '' TERM HUP; echo; sleep {marker} & sleep {marker}"
+    async with client.exec("k1", ["sh", "-c", script]) as running:
+        await anext(aiter(running))
+
+    def left() -> list[int]:
+        found = []
+        for process in all_processes():
+            try:
+                words = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if marker.encode() in words:
+                found.append(process.pid)
+        return found
+
+    async with asyncio.timeout(10):
+        while left():
+            await asyncio.sleep(0.05)
+    assert (await daemon.get("/v1/kernels/k1"))["state"] == "running"
+    assert Path(f"/proc/{daemon.main_pid(kernel, daemon.test_engine)}").exists()
+
+
+async def test_what_cannot_be_run_is_said_and_leaves_nothing(daemon, client) -> None:
+    await daemon.running(kernel_id="k1", command=SLEEPER)
+    for error, command, options in (
+        (CommandNotFound, ["no-such-program"], {}),
+        (InvalidRequest, [], {}),
+        (InvalidRequest, ["true"], {"env": {"A=B": "c"}}),
+        (InvalidRequest, ["a\0b"], {}),
+    ):
+        with pytest.raises(error):
+            await ran(client, *command, **options)
+    with pytest.raises(UnknownKernel):
+        async with client.exec("k2", ["true"]):
+            pass
+    await daemon.call("POST", "/v1/kernels/k1/stop", {"timeout": 0})
+    with pytest.raises(KernelConflict):
+        async with client.exec("k1", ["true"]):
+            pass
+    plain = await daemon.call("GET", "/v1/kernels/k1/exec")
+    assert plain.status in (409, 422)
+
+
+async def test_a_kernel_that_was_adopted_is_entered_as_well(daemon, client) -> None:
+    await daemon.running(kernel_id="k1", command=SLEEPER, env={"V": "kept"})
+    await daemon.restart(number=signal.SIGKILL)
+    assert (await ran(client, "sh", "-c", "echo $V"))[1] == b"kept\n"
+
+
+async def test_people_use_it_from_the_command_line(daemon, client) -> None:
+    await daemon.running(kernel_id="k1", command=SLEEPER)
+    command = [str(Path(sys.executable).with_name("agentctl")), "--socket",
+               str(daemon.folder / "agentd.sock"), "exec"]  # fmt: skip
+
+    def run(*words: str, given: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(
+            [*command, *words], input=given, capture_output=True, check=False, timeout=60
+        )
+
+    done = await asyncio.to_thread(
+        lambda: run("-i", "k1", "--", "sh", "-c", "cat; echo e >&2; exit 4", given=b"in")
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (4, b"in", b"e\n")
+    missing = await asyncio.to_thread(run, "k1", "--", "no-such-program")
+    assert missing.returncode == 1
+    assert b"CommandNotFound" in missing.stderr
+    seen = await asyncio.to_thread(on_a_terminal, [*command, "-it", "k1", "--", "sh"])
+    assert b"I am here" in seen
+
+
+def on_a_terminal(command: list[str]) -> bytes:
+    """Type a line into a command that runs on a terminal, and return what is seen."""
+    pid, master = pty.fork()
+    if pid == 0:
+        os.execv(command[0], command)  # noqa: S606 - a program of ours
+    os.write(master, b"echo I am $((1 * 1))here | tr -d 1; exit\r")
+    seen = b""
+    try:
+        while chunk := os.read(master, 4096):
+            seen += chunk
+    except OSError:
+        pass
+    os.waitpid(pid, 0)
+    os.close(master)
+    return seen
