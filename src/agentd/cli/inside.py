@@ -12,7 +12,7 @@ import termios
 import threading
 import tty
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
@@ -76,12 +76,16 @@ async def _run(
             try:
                 async for stream, data in running:
                     output = sys.stderr.buffer if stream == STDERR else sys.stdout.buffer
-                    output.write(data)
-                    output.flush()
+                    await asyncio.to_thread(_put, output, data)
             finally:
                 for task in tasks:
                     task.cancel()
     return running.exit_code or 0
+
+
+def _put(output: BinaryIO, data: bytes) -> None:
+    output.write(data)
+    output.flush()
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from agentd.client.defaults import (
 from agentd.client.events import Frames, NodeEvent
 from agentd.client.inside import Execution
 from agentd.client.problems import content_of, error_in, unreachable
-from agentd.errors import KernelConflict, Unavailable, Unreachable
+from agentd.errors import Unavailable, Unreachable
 from agentd.views import (
     AgentView,
     CallerView,
@@ -261,10 +261,7 @@ class AsyncClient(Transport):
         try:
             wire = await self._connected(calls.run_inside(kernel_id))
         except aiohttp.WSServerHandshakeError as error:
-            state = (await self.kernel(kernel_id))["state"]
-            if error.status == HTTPStatus.CONFLICT:
-                why = f"kernel {kernel_id} is {state}: nothing runs inside it"
-                raise KernelConflict(why) from None
+            await self.carry_out(calls.run_inside(kernel_id))  # refused as well, and says why
             raise error_in(error.status, b"", None) from None
         asked = {"command": list(command), "tty": tty, "env": dict(env or {})}
         await wire.send_json({**asked, "working_dir": working_dir})

@@ -13,6 +13,7 @@ from agentd.client.problems import error_in
 from agentd.errors import Unreachable
 
 STDOUT, STDERR = 1, 2
+CHUNK = 64 * 1024
 
 
 class Execution:
@@ -62,8 +63,9 @@ class Execution:
         raise Unreachable(f"{self._where}: the connection ended before the command did")
 
     async def write(self, data: bytes) -> None:
-        """Give it input."""
-        await self._wire.send_bytes(data)
+        """Give it input; returns when there is room for more."""
+        for start in range(0, len(data), CHUNK):
+            await self._wire.send_bytes(data[start : start + CHUNK])
 
     async def close_input(self) -> None:
         """Let its input end."""

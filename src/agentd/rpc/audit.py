@@ -37,9 +37,9 @@ class Auditor:
     def __enter__(self) -> Self:
         return self
 
-    def answered(self, response: web.StreamResponse) -> None:
-        """Note what the call was answered with."""
-        self._outcome = str(response.status)
+    def answered(self, outcome: str) -> None:
+        """Note what the call was answered with: a status, say."""
+        self._outcome = outcome
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:

@@ -182,6 +182,7 @@ class Connection(web.RequestHandler):
         self._unread: asyncio.TimerHandle | None = None
         self._looking: asyncio.TimerHandle | None = None
         self._stream: asyncio.Task[object] | None = None
+        self._may_pause = False
 
     def comes(self) -> None:
         """Note that a caller was let in and is about to ask."""
@@ -248,7 +249,8 @@ class Connection(web.RequestHandler):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._expect_reading()
+        if not self._may_pause:
+            self._expect_reading()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -269,9 +271,12 @@ class Connection(web.RequestHandler):
         loop = asyncio.get_running_loop()
         self._unread = loop.call_later(READ_TIMEOUT_S, self._expect_reading, left)
 
-    def carries(self, stream: asyncio.Task[object]) -> None:
-        """Have what answers without an end cancelled as soon as the caller hangs up."""
-        self._stream = stream
+    def carries(self, stream: asyncio.Task[object], *, may_pause: bool = False) -> None:
+        """Have what answers without an end cancelled as soon as the caller hangs up.
+
+        A caller that `may_pause` is not dropped for taking nothing for a while.
+        """
+        self._stream, self._may_pause = stream, may_pause
         self._look()
 
     def _look(self) -> None:

@@ -12,6 +12,7 @@ from aiohttp import web
 from agentd.core.access import Caller, Right
 from agentd.core.devices import DeviceId
 from agentd.core.kernel import Kernel
+from agentd.core.session import ExecSpec
 from agentd.errors import NotReady
 from agentd.rpc import rendering
 from agentd.rpc.answers import answer
@@ -31,7 +32,7 @@ from agentd.services.counts import Counts
 from agentd.services.devices import NodeDevices
 from agentd.services.events import EventLog
 from agentd.services.inside import Insides
-from agentd.services.interfaces import Plugins
+from agentd.services.interfaces import Plugins, Session
 from agentd.services.kernels import KernelService
 from agentd.services.reconciler import Reconciler
 from agentd.services.selfcheck import SelfCheck
@@ -267,10 +268,15 @@ class Handlers(DeviceHandlers):
         """Run a command inside a kernel, over a WebSocket."""
         kernel_id = request.match_info["kernel"]
         self._insides.require(kernel_id)
-        with self._streams.opened(request), self.auditor(request, "exec_kernel") as auditor:
-            response = await run_over(request, lambda spec: self._insides.begin(kernel_id, spec))
-            auditor.answered(response)
-            return response
+
+        async def begin(spec: ExecSpec) -> Session:
+            with self.auditor(request, "exec_kernel") as auditor:
+                session = await self._insides.begin(kernel_id, spec)
+                auditor.answered("begun")
+            return session
+
+        with self._streams.opened(request, may_pause=True):
+            return await run_over(request, begin)
 
     async def get_events(self, request: web.Request) -> web.StreamResponse:
         """Stream what happens to kernels, devices, plugins and runtimes, as server-sent events."""

@@ -13,7 +13,7 @@ import asyncio
 import json
 import signal
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import Annotated, Any
 
 import msgspec
@@ -26,9 +26,11 @@ from agentd.rpc.problems import problem_content
 from agentd.services.interfaces import Session
 
 FIRST_FRAME_S = 10.0
-ALIVE_S = 20.0
-"""How often a caller that says nothing is asked whether it is there."""
-MOST_FRAME = 4 << 20
+FAREWELL_S = 2.0
+"""How long a caller may take to close its side, once all is said."""
+MOST_FRAME = 1 << 20
+QUEUED = 4
+"""Frames of input that wait while the command takes none: signals overtake them."""
 MOST_SIZE = 10_000
 _Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]
 
@@ -48,7 +50,7 @@ async def run_over(
     request: web.Request, begin: Callable[[ExecSpec], Awaitable[Session]]
 ) -> web.WebSocketResponse:
     """Have a caller's command run, and pass on what goes in and comes out."""
-    wire = web.WebSocketResponse(heartbeat=ALIVE_S, max_msg_size=MOST_FRAME)
+    wire = web.WebSocketResponse(max_msg_size=MOST_FRAME, timeout=FAREWELL_S)
     if not wire.can_prepare(request).ok:
         why = "expected a WebSocket (RFC 6455): Upgrade: websocket"
         raise InvalidRequest([Problem("Upgrade", why)])
@@ -61,9 +63,11 @@ async def run_over(
         told = problem_content(error.code, str(error), error.facts())
         with suppress(ConnectionError):
             await wire.send_str(json.dumps({"problem": told}))
+    except ConnectionError:
+        pass  # the caller has gone
     finally:
         if session is not None:
-            await asyncio.shield(session.close())
+            await session.close()
         with suppress(ConnectionError):
             await wire.close()
     return wire
@@ -93,35 +97,46 @@ async def _asked(wire: web.WebSocketResponse) -> ExecSpec:
 
 async def _converse(wire: web.WebSocketResponse, session: Session) -> None:
     """Pass on both ways, until the command has ended or the caller has gone."""
-    printing = asyncio.create_task(_print(wire, session))
-    listening = asyncio.create_task(_listen(wire, session))
+    given: asyncio.Queue[bytes | None] = asyncio.Queue(QUEUED)
+    feeding = asyncio.create_task(_feed(session, given))
+    listening = asyncio.create_task(_listen(wire, session, given))
+    telling = asyncio.create_task(_tell(wire, session))
     try:
-        await asyncio.wait([printing, listening], return_when=asyncio.FIRST_COMPLETED)
-        if printing.done():
-            printing.result()
-            code = await session.ended()
-            await wire.send_str(json.dumps({"exit_code": code}))
-        else:
-            listening.result()
-    except ConnectionError:
-        pass  # the caller has gone
+        done, _ = await asyncio.wait([telling, listening], return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
     finally:
-        for task in (printing, listening):
+        for task in (feeding, listening, telling):
             task.cancel()
-        await asyncio.gather(printing, listening, return_exceptions=True)
+        await asyncio.gather(feeding, listening, telling, return_exceptions=True)
 
 
-async def _print(wire: web.WebSocketResponse, session: Session) -> None:
-    async for stream, data in session.output():
-        await wire.send_bytes(bytes([stream]) + data)
+async def _tell(wire: web.WebSocketResponse, session: Session) -> None:
+    """Pass on what it prints, and how it ends."""
+    async with aclosing(session.output()) as output:
+        async for stream, data in output:
+            await wire.send_bytes(bytes([stream]) + data)
+    await wire.send_str(json.dumps({"exit_code": await session.ended()}))
 
 
-async def _listen(wire: web.WebSocketResponse, session: Session) -> None:
+async def _feed(session: Session, given: asyncio.Queue[bytes | None]) -> None:
+    while (data := await given.get()) is not None:
+        await session.write(data)
+    await session.close_input()
+
+
+async def _listen(
+    wire: web.WebSocketResponse, session: Session, given: asyncio.Queue[bytes | None]
+) -> None:
     async for frame in wire:
         if frame.type is WSMsgType.BINARY:
-            await session.write(frame.data)
+            await given.put(frame.data)
         elif frame.type is WSMsgType.TEXT:
-            await _obey(session, _order(frame.data))
+            order = _order(frame.data)
+            if order == {"stdin": "closed"}:
+                await given.put(None)
+            else:
+                await _obey(session, order)
 
 
 def _order(text: str) -> Mapping[str, Any]:
@@ -147,8 +162,6 @@ async def _obey(session: Session, order: Mapping[str, Any]) -> None:
     match order:
         case {"resize": [int(columns), int(rows)]} if 0 < columns < MOST_SIZE > rows > 0:
             await session.resize(columns, rows)
-        case {"stdin": "closed"}:
-            await session.close_input()
         case {"signal": str(name)} if (number := _number_of(name)) is not None:
             await session.send_signal(number)
         case _:

@@ -80,7 +80,14 @@ class Route:
         """What the call does, in the log and in events."""
         return self.handler.__name__
 
+    @property
+    def is_audited(self) -> bool:
+        """Whether each call is written down: it changes something, or runs something."""
+        return self.method != "GET" or SWITCHED in self.answers
 
+
+SWITCHED = 101
+"""The status of an answer that is a WebSocket (RFC 6455)."""
 _FLAG = {"type": "string", "enum": ["true", "false", "1", "0", ""], "default": "false"}
 _SECONDS = {"type": "number", "minimum": 0, "maximum": MAX_TIMEOUT_S}
 _KERNEL_ID = {"type": "string", "pattern": f"^{KERNEL_ID}$"}
@@ -208,7 +215,7 @@ ROUTES: Sequence[Route] = (
         "GET",
         "/v1/kernels/{kernel}/exec",
         H.exec_kernel,
-        {101: None},
+        {SWITCHED: None},
         right=Right.OUTPUT,
     ),
     Route("GET", "/v1/kernels/{kernel}/stats", H.get_stats, {200: KernelUseView}),
@@ -280,7 +287,7 @@ def _shown(parameter: Parameter) -> dict[str, Any]:
 
 _DESCRIPTIONS = {
     0: "a problem",
-    101: "a WebSocket",
+    SWITCHED: "a WebSocket",
     201: "created",
     202: "accepted",
     204: "done",
@@ -288,13 +295,7 @@ _DESCRIPTIONS = {
 
 
 def _response(status: int, model: Any, schemas: dict[str, Any], media: str) -> dict[str, Any]:  # noqa: ANN401 - a type
-    description = {
-        0: "a problem",
-        101: "a WebSocket",
-        201: "created",
-        202: "accepted",
-        204: "done",
-    }.get(status, "ok")
+    description = _DESCRIPTIONS.get(status, "ok")
     if model is None:
         return {"description": description}
     if isinstance(model, Media):

@@ -208,6 +208,7 @@ class Server:
         """Stop accepting, let open requests end, and remove the sockets."""
         await self._stop_accepting()
         await self._newcomers.heard(FIRST_REQUEST_S)
+        self._site.streams.end()
         if self._runner is not None:
             await self._runner.cleanup()
         for path in self._bound:
@@ -276,13 +277,13 @@ class Server:
             return await handler(request)
         note_caller(request, caller)
         _refuse_unknown_query(request, route)
-        if route.method == "GET" or is_true(request.query, "dry_run"):
+        if not route.is_audited or is_true(request.query, "dry_run"):
             self._site.require(request, caller, route.right)
             return await handler(request)
         with self._site.auditor(request, route.action) as auditor:
             self._site.require(request, caller, route.right)
             response = await handler(request)
-            auditor.answered(response)
+            auditor.answered(str(response.status))
         return response
 
     def _route_of(self, request: web.Request) -> Route | None:

@@ -39,8 +39,10 @@ class Streams:
         self._open: dict[asyncio.Task[object], Caller] = {}
 
     @contextmanager
-    def opened(self, request: web.Request) -> Iterator[None]:
+    def opened(self, request: web.Request, *, may_pause: bool = False) -> Iterator[None]:
         """Count a stream for as long as it is open; it ends as soon as its reader hangs up.
+
+        One that `may_pause` stays open while its reader takes nothing.
 
         Raises:
             TooManyStreams: its caller has as many as one may have.
@@ -52,7 +54,7 @@ class Streams:
         if task is not None:
             self._open[task] = caller
             if isinstance(request.protocol, Connection):
-                request.protocol.carries(task)
+                request.protocol.carries(task, may_pause=may_pause)
         try:
             yield
         finally:
@@ -64,6 +66,11 @@ class Streams:
         for task, caller in self._open.items():
             if name in (caller.name, caller.via):
                 task.cancel()
+
+    def end(self) -> None:
+        """End every stream: nobody is served any more."""
+        for task in self._open:
+            task.cancel()
 
 
 async def stream_log(request: web.Request, chunks: AsyncGenerator[bytes]) -> web.StreamResponse:

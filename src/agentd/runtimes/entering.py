@@ -13,11 +13,11 @@ import struct
 import sys
 import termios
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentd.core.session import STDERR, STDOUT, ExecSpec
 from agentd.errors import (
@@ -28,6 +28,7 @@ from agentd.errors import (
     Problem,
     RuntimeFailure,
 )
+from agentd.host.processes import Proc
 from agentd.host.units import Manager, Property, UnitExists, UnitRefused
 from agentd.runtimes import inside
 
@@ -35,78 +36,95 @@ CHUNK = 64 * 1024
 START_TIMEOUT_S = 30.0
 DRAIN_S = 0.2
 """How long the streams of a command that has ended may be silent: others may hold them open."""
+MOST_TARGETS = 16
+KILLED = 128 + signal.SIGKILL
+END_OF_INPUT = b"\x04"
+"""What a terminal takes for it (termios(3), VEOF)."""
 SLICE = "agentd.slice"
-_COMMAND = [sys.executable, "-I", "-S", inside.__file__]
+_COMMAND = [sys.executable, "-I", "-m", inside.__name__]
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """One process of a kernel, and the files that put others into its cgroups."""
+class Place(NamedTuple):
+    """A kernel to be entered: its processes, and the files that put others into its cgroups."""
 
-    pid: int
-    start_time: int
-    cgroup_procs: tuple[Path, ...]
+    members: Sequence[Proc]
+    cgroup_procs: Sequence[Path]
 
 
 class Entered:
     """A command inside a kernel, by the program that started it; see `Session`."""
 
-    def __init__(self, control: socket.socket, ends: _Ends) -> None:
-        self._control_socket = control
-        self._ends = ends
+    def __init__(self, spec: ExecSpec) -> None:
+        self._spec = spec
+        self._control, self._theirs = socket.socketpair()
+        self._control.setblocking(False)  # noqa: FBT003 - the library's
+        self._ends = _Ends(is_terminal=spec.tty)
         self._exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._control: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._outputs: list[tuple[int, asyncio.StreamReader]] = []
         self._input: asyncio.StreamWriter | None = None
         self._transports: list[asyncio.BaseTransport] = []
+        self._unread = b""
         self._watch: asyncio.Task[None] | None = None
 
-    async def begin(self, order: dict[str, Any], command: str) -> None:
-        """Have the program start the command.
+    async def begin(self, place: Place, manager: Manager | None, unit: str) -> None:
+        """Have the command started.
 
         Raises:
-            AgentdError: it did not.
+            AgentdError: it was not.
+            OSError: this process lacks something.
         """
-        self._control_socket.setblocking(False)  # noqa: FBT003 - the library's
-        self._control = await asyncio.open_connection(sock=self._control_socket)
-        reader, _ = self._control
-        for number, descriptor in self._ends.outputs:
-            self._outputs.append((number, await self._reading(descriptor)))
+        with self._theirs:
+            await _started(self._theirs, manager, unit)
+        loop = asyncio.get_running_loop()
+        told = json.dumps(_order(place, self._spec)).encode() + b"\n"
+        socket.send_fds(self._control, [told[:1]], [end.fileno() for end in self._ends.theirs])
+        await loop.sock_sendall(self._control, told[1:])
+        self._ends.hand_over()
+        for number, end in self._ends.outputs:
+            self._outputs.append((number, await self._reading(end)))
         self._input = await self._writing(self._ends.input)
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                answer = _content(await reader.readline())
-        except TimeoutError:
-            answer = {"step": "helper", "why": "it does not answer"}
+        answer = await self._said()
         if "pid" not in answer:
-            raise _failure(order, command, answer)
+            raise _failure(self._spec, answer)
         self._watch = asyncio.create_task(self._wait())
 
-    async def _wait(self) -> None:
-        if self._control is not None:
-            answer = _content(await self._control[0].readline())
-            self._exit_code.set_result(int(answer.get("exit_code", 128 + signal.SIGKILL)))
+    async def _said(self) -> dict[str, Any]:
+        """Return what the program says next; that it has gone, if it has."""
+        loop = asyncio.get_running_loop()
+        while b"\n" not in self._unread:
+            try:
+                chunk = await loop.sock_recv(self._control, CHUNK)
+            except OSError:
+                chunk = b""
+            if not chunk:
+                return {"step": "helper", "why": "it has gone"}
+            self._unread += chunk
+        line, _, self._unread = self._unread.partition(b"\n")
+        content: dict[str, Any] = json.loads(line)
+        return content
 
-    async def _reading(self, descriptor: int) -> asyncio.StreamReader:
+    async def _wait(self) -> None:
+        answer = await self._said()
+        self._exit_code.set_result(int(answer.get("exit_code", KILLED)))
+
+    async def _reading(self, end: FileIO) -> asyncio.StreamReader:
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(limit=CHUNK)
-        file = os.fdopen(descriptor, "rb", 0)
         transport, _ = await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), file
+            lambda: asyncio.StreamReaderProtocol(reader), end
         )
         self._transports.append(transport)
         return reader
 
-    async def _writing(self, descriptor: int) -> asyncio.StreamWriter:
+    async def _writing(self, end: FileIO) -> asyncio.StreamWriter:
         loop = asyncio.get_running_loop()
-        file = os.fdopen(descriptor, "wb", 0)
         transport, protocol = await loop.connect_write_pipe(
-            lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader()), file
+            lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader()), end
         )
         self._transports.append(transport)
         return asyncio.StreamWriter(transport, protocol, None, loop)
 
-    async def output(self) -> AsyncIterator[tuple[int, bytes]]:
+    async def output(self) -> AsyncGenerator[tuple[int, bytes]]:
         found: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue(maxsize=1)
 
         async def read(number: int, reader: asyncio.StreamReader) -> None:
@@ -126,7 +144,7 @@ class Entered:
                     taking.cancel()
         finally:
             reading.cancel()
-            with suppress(asyncio.CancelledError):
+            with suppress(asyncio.CancelledError, OSError):
                 await reading
 
     async def _chunk(self, reader: asyncio.StreamReader) -> bytes:
@@ -137,79 +155,91 @@ class Entered:
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait([waiting], timeout=DRAIN_S)
             return waiting.result() if waiting.done() else b""
+        except OSError:
+            return b""  # a terminal that everybody has let go of
         finally:
             waiting.cancel()
 
     async def write(self, data: bytes) -> None:
-        if self._input is not None and not self._input.is_closing():
-            with suppress(OSError):
-                self._input.write(data)
+        if self._input is None:
+            return
+        with suppress(OSError):
+            for start in range(0, len(data), CHUNK):
+                if self._input.is_closing():
+                    return
+                self._input.write(data[start : start + CHUNK])
                 await self._input.drain()
 
     async def close_input(self) -> None:
-        if self._input is None:
-            return
         if self._ends.terminal is not None:
-            await self.write(b"\x04")  # what a terminal takes for the end of its input
-        else:
-            with suppress(OSError):
-                self._input.close()
+            await self.write(END_OF_INPUT)
+        elif self._input is not None:
+            self._input.close()
 
     async def resize(self, columns: int, rows: int) -> None:
         if self._ends.terminal is not None:
             size = struct.pack("HHHH", rows, columns, 0, 0)
-            with suppress(OSError):
+            with suppress(OSError, ValueError):
                 fcntl.ioctl(self._ends.terminal, termios.TIOCSWINSZ, size)
 
     async def send_signal(self, number: int) -> None:
-        if self._control is not None and not self._exit_code.done():
+        if not self._exit_code.done():
+            told = json.dumps({"signal": number}).encode() + b"\n"
             with suppress(OSError):
-                self._control[1].write(json.dumps({"signal": number}).encode() + b"\n")
-                await self._control[1].drain()
+                await asyncio.get_running_loop().sock_sendall(self._control, told)
 
     async def ended(self) -> int:
         return await asyncio.shield(self._exit_code)
 
     async def close(self) -> None:
-        for transport in self._transports:
-            transport.close()
         if self._watch is not None:
             self._watch.cancel()
-        if self._control is not None:
-            self._control[1].close()  # which ends the command
+            await asyncio.wait([self._watch])
+        for transport in self._transports:
+            transport.close()
+        if self._input is not None and self._input.transport.get_write_buffer_size():
+            self._input.transport.abort()  # what the command has not taken is lost
+        self._control.close()  # which ends the command
+        self._theirs.close()
         self._ends.close()
+        if not self._exit_code.done():
+            self._exit_code.set_result(KILLED)
 
 
 class _Ends:
     """Our ends of a command's streams, and the command's own."""
 
     def __init__(self, *, is_terminal: bool) -> None:
-        self.terminal: int | None = None
+        self.terminal: FileIO | None = None
         if is_terminal:
             master, slave = os.openpty()
             # One end of theirs stays open: a terminal that nobody has any more is an error to
             # read, which would hide what was printed last.
-            self.terminal = slave
-            self.input, self.outputs = os.dup(master), [(STDOUT, master)]
-            self.theirs = [os.dup(slave) for _ in range(3)]
+            self.terminal = FileIO(slave, "r+")
+            self.outputs = [(STDOUT, FileIO(master, "r"))]
+            self.input = FileIO(os.dup(master), "w")
+            self.theirs = [FileIO(os.dup(slave), "r") for _ in range(3)]
             return
-        stdin, self.input = os.pipe2(os.O_CLOEXEC)
-        stdout_read, stdout = os.pipe2(os.O_CLOEXEC)
-        stderr_read, stderr = os.pipe2(os.O_CLOEXEC)
-        self.outputs = [(STDOUT, stdout_read), (STDERR, stderr_read)]
-        self.theirs = [stdin, stdout, stderr]
+        pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(3)]
+        (stdin, given), *printed = pipes
+        self.input = FileIO(given, "w")
+        self.outputs = [
+            (number, FileIO(reading, "r"))
+            for number, (reading, _) in zip((STDOUT, STDERR), printed, strict=True)
+        ]
+        self.theirs = [FileIO(stdin, "r"), *(FileIO(writing, "w") for _, writing in printed)]
 
     def hand_over(self) -> None:
         """Close the command's ends, which it has by now."""
-        while self.theirs:
-            os.close(self.theirs.pop())
+        for end in self.theirs:
+            end.close()
 
     def close(self) -> None:
-        """Close what nobody else does."""
+        """Close what is still open."""
         self.hand_over()
-        if self.terminal is not None:
-            os.close(self.terminal)
-            self.terminal = None
+        for end in (self.input, self.terminal, *(end for _, end in self.outputs)):
+            if end is not None:
+                end.close()
 
 
 def exec_unit(name: str) -> str:
@@ -217,39 +247,38 @@ def exec_unit(name: str) -> str:
     return f"{name.replace('agentd-', 'agentd-exec-', 1)}-{uuid.uuid4().hex[:8]}.service"
 
 
-async def enter(target: Target, spec: ExecSpec, manager: Manager | None, unit: str) -> Entered:
+async def enter(place: Place, spec: ExecSpec, manager: Manager | None, unit: str) -> Entered:
     """Run a command beside a process of a kernel, by a unit of systemd's where there is a manager.
 
     Raises:
         AgentdError: it did not start.
     """
-    order = {
-        "target": target.pid,
-        "start_time": target.start_time,
-        "cgroup_procs": [str(file) for file in target.cgroup_procs],
+    made = None
+    try:
+        made = Entered(spec)
+        async with asyncio.timeout(START_TIMEOUT_S):
+            await made.begin(place, manager, unit)
+    except BaseException as error:
+        if made is not None:
+            await made.close()
+        if isinstance(error, (OSError, TimeoutError)):
+            why = str(error) or f"nothing came of it in {START_TIMEOUT_S:g} s"
+            raise RuntimeFailure(f"the command did not start: {why}") from error
+        raise
+    return made
+
+
+def _order(place: Place, spec: ExecSpec) -> dict[str, Any]:
+    """Return what the program is told."""
+    eldest = sorted(place.members, key=lambda process: process.start_time)
+    return {
+        "targets": [list(process) for process in eldest[:MOST_TARGETS]],
+        "cgroup_procs": [str(file) for file in place.cgroup_procs],
         "command": list(spec.command),
         "tty": spec.tty,
         "env": {**({"TERM": "xterm"} if spec.tty else {}), **spec.env},
         "working_dir": spec.working_dir,
     }
-    ours, theirs = socket.socketpair()
-    ends = _Ends(is_terminal=spec.tty)
-    made = Entered(ours, ends)
-    try:
-        with theirs:
-            await _started(theirs, manager, unit)
-        told = json.dumps(order).encode() + b"\n"
-        socket.send_fds(ours, [told[:1]], ends.theirs)
-        ours.sendall(told[1:])
-        ends.hand_over()
-        await made.begin(order, spec.command[0])
-    except BaseException as error:
-        await made.close()
-        ours.close()
-        if isinstance(error, OSError):
-            raise RuntimeFailure(f"the command did not start: {error}") from error
-        raise
-    return made
 
 
 async def _started(control: socket.socket, manager: Manager | None, unit: str) -> None:
@@ -279,35 +308,18 @@ async def _started(control: socket.socket, manager: Manager | None, unit: str) -
         raise RuntimeFailure(f"systemd: {error}") from error
 
 
-def _content(line: bytes) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads(line)
-    except ValueError:
-        return {"step": "helper", "why": "it has gone"}
-    return content
-
-
-def _failure(order: dict[str, Any], command: str, answer: dict[str, Any]) -> AgentdError:
+def _failure(spec: ExecSpec, answer: dict[str, Any]) -> AgentdError:
     number = int(answer.get("errno", 0))
-    why = os.strerror(number) if number else str(answer.get("why", "it gave no reason"))
+    why = os.strerror(number) if number else str(answer.get("why", "it was killed"))
     match answer.get("step"):
         case "command" if number in (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR):
-            return CommandNotFound(f"command {command!r}: {why}")
+            return CommandNotFound(f"command {spec.command[0]!r}: {why}")
+        case "command" if number == errno.E2BIG:
+            return InvalidRequest([Problem("command", f"with its environment: {why}")])
         case "working_dir":
-            return InvalidRequest([Problem("working_dir", f"{order['working_dir']!r}: {why}")])
+            return InvalidRequest([Problem("working_dir", f"{spec.working_dir!r}: {why}")])
         case "kernel":
-            return KernelConflict(f"the kernel does not run any more: {why}")
+            why = str(answer.get("why", why))
+            return KernelConflict(f"the kernel has nothing that a command could join: {why}")
         case step:
             return RuntimeFailure(f"the command did not start; {step}: {why}")
-
-
-def target_of(pids: Sequence[int], cgroup_procs: Sequence[Path]) -> Target:
-    """Return the first of a kernel's processes that lives.
-
-    Raises:
-        KernelConflict: none does.
-    """
-    for pid in pids:
-        with suppress(OSError):
-            return Target(pid, inside.start_time(pid), tuple(cgroup_procs))
-    raise KernelConflict("the kernel has no process that a command could join")

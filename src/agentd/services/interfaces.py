@@ -136,7 +136,7 @@ class Support(NamedTuple):
 class Session(Protocol):
     """A command that runs inside a kernel."""
 
-    def output(self) -> AsyncIterator[tuple[int, bytes]]:
+    def output(self) -> AsyncGenerator[tuple[int, bytes]]:
         """Yield what it prints, with its stream, until it has ended and all of it is told."""
         ...
 

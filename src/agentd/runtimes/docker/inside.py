@@ -2,15 +2,15 @@
 
 API: ExecCreate, ExecStart, ExecInspect, ExecResize. The engine answers a start by handing over the
 connection, for input and output; without a terminal it frames the output as it does logs. It has no
-call that ends or signals an exec: that is done to its process, which the engine names.
+call that ends or signals an exec: that is done to its process, which the engine names. Commands
+outlive whoever started them there, so each has a mark by which the next daemon finds it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import signal
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,28 @@ import msgspec
 from agentd.core.session import STDERR, STDOUT, ExecSpec
 from agentd.errors import AgentdError, CommandNotFound, InvalidRequest, Problem, RuntimeFailure
 from agentd.host.accounts import groups_of
-from agentd.host.processes import all_processes
-from agentd.runtimes.docker.engine import EngineClient
+from agentd.host.processes import all_processes, read_env, strike
+from agentd.runtimes.docker.engine import (
+    AnswerLost,
+    EngineClient,
+    EngineError,
+    EngineUnreachable,
+)
+from agentd.runtimes.docker.translation import translating
 
 CHUNK = 64 * 1024
 _SWITCHED = b" 101 "
 _NO_COMMAND = (126, 127)
 """What the engine gives for the exit code of a command that is not there, or cannot be executed."""
-LOOK_S = 0.02
-"""How often the engine is asked whether it has ended; it tells in no other way."""
+LOOK_S, SLOWEST_LOOK_S = 0.02, 1.0
+"""How often the engine is asked whether it has ended, first and last; it tells in no other way."""
+START_TIMEOUT_S = 30.0
+CLOSE_TRIES = 50
+END_OF_INPUT = b"\x04"
+DETACH_KEYS = "ctrl-^,ctrl-],ctrl-_,ctrl-^,ctrl-],ctrl-_,ctrl-^,ctrl-]"
+"""What nobody types, for the engine's default is what shells and editors use (ctrl-p, ctrl-q)."""
+MARK = "AGENTD_EXEC"
+"""In the environment of each command, with the node's id."""
 
 
 class Inside:
@@ -60,14 +73,23 @@ class Inside:
         if _SWITCHED not in head.split(b"\r\n")[0]:
             said = await self._reader.read(CHUNK)
             raise RuntimeFailure(f"the Docker Engine: {said.decode(errors='replace').strip()}")
-        while not (shown := await self._shown()).get("Pid"):
+        async for shown in self._looks():
+            if shown.get("Pid"):
+                return
             if not shown.get("Running") and shown.get("ExitCode") is not None:
                 raise await self._not_started(shown.get("ExitCode"))
-            await asyncio.sleep(LOOK_S)
 
     async def _shown(self) -> Mapping[str, Any]:
         shown: Mapping[str, Any] = await self._engine.call("GET", f"/exec/{self._exec_id}/json")
         return shown
+
+    async def _looks(self) -> AsyncGenerator[Mapping[str, Any]]:
+        """Yield what the engine says of it, ever more rarely."""
+        pause_s = LOOK_S
+        while True:
+            yield await self._shown()
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 1.2, SLOWEST_LOOK_S)
 
     async def _not_started(self, exit_code: object) -> AgentdError:
         """Return why there is no process: the engine prints it where the command would print."""
@@ -79,7 +101,7 @@ class Inside:
             return CommandNotFound(f"command {self._spec.command[0]!r}: {why}")
         return RuntimeFailure(f"the Docker Engine: {why}")
 
-    async def output(self) -> AsyncIterator[tuple[int, bytes]]:
+    async def output(self) -> AsyncGenerator[tuple[int, bytes]]:
         while True:
             if self._spec.tty:
                 if not (chunk := await self._reader.read(CHUNK)):
@@ -96,18 +118,21 @@ class Inside:
                 yield (STDERR if header[0] == STDERR else STDOUT), chunk
 
     async def write(self, data: bytes) -> None:
-        if self._writer is not None:
-            with suppress(OSError):
-                self._writer.write(data)
+        if self._writer is None:
+            return
+        with suppress(OSError):
+            for start in range(0, len(data), CHUNK):
+                if self._writer.is_closing():
+                    return
+                self._writer.write(data[start : start + CHUNK])
                 await self._writer.drain()
 
     async def close_input(self) -> None:
-        if self._writer is not None:
-            if self._spec.tty:
-                await self.write(b"\x04")
-            else:
-                with suppress(OSError, RuntimeError):
-                    self._writer.write_eof()
+        if self._spec.tty:
+            await self.write(END_OF_INPUT)
+        elif self._writer is not None:
+            with suppress(OSError, RuntimeError):
+                self._writer.write_eof()
 
     async def resize(self, columns: int, rows: int) -> None:
         size = {"h": str(rows), "w": str(columns)}
@@ -115,57 +140,109 @@ class Inside:
             await self._engine.call("POST", f"/exec/{self._exec_id}/resize", size)
 
     async def send_signal(self, number: int) -> None:
-        if (pid := await self._process()) is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(pid, number)
-
-    async def _process(self) -> int | None:
-        """Return its process while it runs, if that is one of its container's."""
-        shown = await self._shown()
-        pid, container = int(shown.get("Pid") or 0), str(shown.get("ContainerID"))
-        is_its = any(container in group for group in groups_of(pid))
-        return pid if shown.get("Running") and is_its else None
+        with translating():
+            process = _running(await self._shown())
+        if process is not None:
+            await asyncio.to_thread(_signal_group, *process, number)
 
     async def ended(self) -> int:
-        while True:
-            shown = await self._shown()
-            if not shown.get("Running") and shown.get("ExitCode") is not None:
-                self._is_over = True
-                return int(shown["ExitCode"])
-            await asyncio.sleep(LOOK_S)
+        with translating():
+            async for shown in self._looks():
+                if not shown.get("Running") and shown.get("ExitCode") is not None:
+                    self._is_over = True
+                    break
+        return int(shown["ExitCode"])
 
     async def close(self) -> None:
         if self._writer is not None:
-            self._writer.close()
-        if not self._is_over:
-            with suppress(Exception):  # an engine that is gone has ended it, or will say so
-                if (pid := await self._process()) is not None:
-                    await asyncio.to_thread(_end_session, pid)
+            self._writer.transport.abort()
+        if self._is_over:
+            return
+        with suppress(EngineError, EngineUnreachable, AnswerLost, OSError, TimeoutError):
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await self._end()
+
+    async def _end(self) -> None:
+        """Kill it, also if it is only about to start; one that never will has an exit code."""
+        tries = 0
+        async for shown in self._looks():
+            tries += 1
+            if (process := _running(shown)) is not None:
+                await asyncio.to_thread(_kill_session, *process)
+            elif shown.get("ExitCode") is not None or tries == CLOSE_TRIES:
+                return
 
 
-def _end_session(leader: int) -> None:
+def _running(shown: Mapping[str, Any]) -> tuple[int, str] | None:
+    """Return the process of an exec, and its container, while it runs."""
+    pid = int(shown.get("Pid") or 0)
+    return (pid, str(shown["ContainerID"])) if pid and shown.get("Running") else None
+
+
+def _signal_group(leader: int, container: str, number: int) -> None:
+    """Signal a command, and what is of its process group."""
+    if _is_in(leader, container):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(leader, number)
+
+
+def _is_in(pid: int, container: str) -> bool:
+    return any(container in group for group in groups_of(pid))
+
+
+def _kill_session(leader: int, container: str) -> None:
     """Kill what a command started: runc makes each exec a session of its own."""
-    for process in list(all_processes()):
-        if leader in (process.session, process.pid):
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(process.pid, signal.SIGKILL)
+    _strike(
+        lambda: {
+            process.pid
+            for process in all_processes()
+            if leader in (process.session, process.pid) and _is_in(process.pid, container)
+        }
+    )
 
 
-async def run_inside(engine: EngineClient, socket: Path, container: str, spec: ExecSpec) -> Inside:
-    """Run a command inside a container."""
+def end_left_behind(node_id: str, containers: Collection[str]) -> None:
+    """Kill the commands that an earlier daemon of this node left inside containers."""
+    _strike(
+        lambda: {
+            process.pid
+            for process in all_processes()
+            if read_env(process.pid).get(MARK) == node_id
+            and any(_is_in(process.pid, container) for container in containers)
+        }
+    )
+
+
+def _strike(look: Callable[[], set[int]]) -> None:
+    struck: set[int] = set()
+    with suppress(OSError):
+        while strike(look, struck):
+            pass
+
+
+async def run_inside(
+    engine: EngineClient, socket: Path, node_id: str, container: str, spec: ExecSpec
+) -> Inside:
+    """Run a command inside a container of a node's."""
+    env = {**spec.env, MARK: node_id}
     asked = {
         "AttachStdin": True,
         "AttachStdout": True,
         "AttachStderr": not spec.tty,
         "Tty": spec.tty,
+        "DetachKeys": DETACH_KEYS,
         "Cmd": list(spec.command),
-        "Env": [f"{name}={value}" for name, value in spec.env.items()],
+        "Env": [f"{name}={value}" for name, value in env.items()],
         **({"WorkingDir": spec.working_dir} if spec.working_dir else {}),
     }
     made = await engine.call("POST", f"/containers/{container}/exec", None, asked)
     session = Inside(engine, str(made["Id"]), spec)
     try:
-        await session.begin(socket)
+        async with asyncio.timeout(START_TIMEOUT_S):
+            await session.begin(socket)
+    except asyncio.IncompleteReadError as error:
+        await session.close()
+        raise RuntimeFailure("the Docker Engine hung up") from error
     except BaseException:
         await session.close()
         raise

@@ -35,7 +35,7 @@ from agentd.runtimes.docker.engine import (
 )
 from agentd.runtimes.docker.facts import EngineFacts, engine_facts
 from agentd.runtimes.docker.images import Images
-from agentd.runtimes.docker.inside import run_inside
+from agentd.runtimes.docker.inside import end_left_behind, run_inside
 from agentd.runtimes.docker.inspection import verify
 from agentd.runtimes.docker.mounts import Source, refuse_missing, resolved
 from agentd.runtimes.docker.observer import ASK_TIMEOUT_S, LIST_TIMEOUT_S, Observer
@@ -96,6 +96,7 @@ class DockerRuntime:
         self._images = Images(self._engine, rules.registry_auth)
         self._facts: EngineFacts | None = None
         self._own = OwnEvents()
+        self._is_swept = False
         self._absences = absences or Absences(None, "")
         self._observer = Observer(self._engine, node_id, self._absences)
 
@@ -246,7 +247,12 @@ class DockerRuntime:
         return True
 
     async def list(self) -> Listing:
-        return await self._observer.listing()
+        listing = await self._observer.listing()
+        if not self._is_swept:
+            here = [seen.ref.handle for seen in listing.kernels if seen.ref.handle]
+            await asyncio.to_thread(end_left_behind, self._node_id, here)
+            self._is_swept = True
+        return listing
 
     async def find(self, ref: KernelRef) -> ObservedKernel | None:
         return await self._observer.find(ref)
@@ -275,9 +281,9 @@ class DockerRuntime:
             self._own.stop_listening()
 
     async def run_inside(self, kernel: Kernel, spec: ExecSpec) -> Session:
+        container = self._container(kernel.ref)
         with translating():
-            container = self._container(kernel.ref)
-            return await run_inside(self._engine, self._socket, container, spec)
+            return await run_inside(self._engine, self._socket, self._node_id, container, spec)
 
     async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, Accounted]:
         with proving():

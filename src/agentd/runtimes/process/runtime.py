@@ -35,7 +35,7 @@ from agentd.failpoints import reach
 from agentd.host.cgroups import MEMORY, PIDS, Cgroup, Cgroups
 from agentd.host.units import Manager
 from agentd.plugin_api import Features
-from agentd.runtimes.entering import enter, exec_unit, target_of
+from agentd.runtimes.entering import Place, enter, exec_unit
 from agentd.runtimes.folder import looking
 from agentd.runtimes.process.bundle import LOG, Bundle
 from agentd.runtimes.process.bundles import AGENT, DEVICES, Bundles
@@ -229,10 +229,9 @@ class ProcessRuntime:
         with looking():
             proof = self._bundles.proof(kernel.kernel_id)
             members = await asyncio.to_thread(proof.members)
-        eldest = sorted(members, key=lambda process: process.start_time)
         files = self._cgroups.group(self._name(kernel)).procs_files if self._cgroups else []
-        target = target_of([process.pid for process in eldest], files)
-        return await enter(target, spec, self._manager, exec_unit(self._name(kernel)))
+        place = Place(members, files)
+        return await enter(place, spec, self._manager, exec_unit(self._name(kernel)))
 
     def _name(self, kernel: Kernel) -> str:
         return kernel_name(self._bundles.node_id, kernel.kernel_id)

@@ -32,9 +32,10 @@ from agentd.errors import (
 from agentd.failpoints import reach
 from agentd.host.accounts import MOUNT
 from agentd.host.probe import numa_nodes_of
+from agentd.host.processes import Proc, read_stat
 from agentd.host.units import Manager, UnitExists, UnitRefused
 from agentd.plugin_api import Features
-from agentd.runtimes.entering import enter, exec_unit, target_of
+from agentd.runtimes.entering import Place, enter, exec_unit
 from agentd.runtimes.environment import environment
 from agentd.runtimes.folder import TRASH, looking, names_in
 from agentd.runtimes.systemd.bundle import UnitBundle
@@ -238,15 +239,15 @@ class SystemdRuntime:
 
     async def run_inside(self, kernel: Kernel, spec: ExecSpec) -> Session:
         unit = unit_name(self._node_id, kernel.kernel_id)
-        seen = await self._manager.properties(unit, ("ControlGroup", "MainPID"))
+        seen = await self._manager.properties(unit, ("ControlGroup",))
         if seen is None or not seen["ControlGroup"]:
             raise KernelConflict(f"kernel {kernel.kernel_id} does not run")
         procs = MOUNT / str(seen["ControlGroup"])[1:] / "cgroup.procs"
         with looking():
-            pids = [int(line) for line in procs.read_text(encoding="ascii").split()]
-        first = sorted(pids, key=lambda pid: pid != seen["MainPID"])
-        name = kernel_name(self._node_id, kernel.kernel_id)
-        return await enter(target_of(first, [procs]), spec, self._manager, exec_unit(name))
+            stats = map(read_stat, map(int, procs.read_text(encoding="ascii").split()))
+        members = [Proc(stat.pid, stat.start_time) for stat in stats if stat is not None]
+        name = exec_unit(kernel_name(self._node_id, kernel.kernel_id))
+        return await enter(Place(members, [procs]), spec, self._manager, name)
 
     async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, Accounted]:
         return await self._observer.usages(kernels)

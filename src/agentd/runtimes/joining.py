@@ -1,0 +1,263 @@
+"""Becoming a process like one of a kernel's: what `inside` does on both sides of its fork."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import os
+import resource
+import signal
+import termios
+from typing import Any
+
+PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 24, 38
+NAMESPACES = {
+    "mnt": 0x00020000,
+    "cgroup": 0x02000000,
+    "uts": 0x04000000,
+    "ipc": 0x08000000,
+    "net": 0x40000000,
+}
+"""`CLONE_NEW…` of clone(2), by their names in `/proc/PID/ns`."""
+LIMITS = {
+    "Max cpu time": "CPU",
+    "Max file size": "FSIZE",
+    "Max data size": "DATA",
+    "Max stack size": "STACK",
+    "Max core file size": "CORE",
+    "Max resident set": "RSS",
+    "Max processes": "NPROC",
+    "Max open files": "NOFILE",
+    "Max locked memory": "MEMLOCK",
+    "Max address space": "AS",
+    "Max pending signals": "SIGPENDING",
+    "Max msgqueue size": "MSGQUEUE",
+    "Max nice priority": "NICE",
+    "Max realtime priority": "RTPRIO",
+    "Max realtime timeout": "RTTIME",
+}
+"""How `/proc/PID/limits` calls them (proc(5)), and `resource` does."""
+LIMIT_COLUMN = 26
+MOST_ENV = 4 << 20
+READY = b"r"
+"""What says that nothing of root's is left, and that the command was let in."""
+
+
+def reason(step: str, error: Exception) -> dict[str, Any]:
+    """Return why it did not start."""
+    return {"step": step, "errno": getattr(error, "errno", 0) or 0, "why": str(error)}
+
+
+class Target:
+    """What a process of the kernel has: all of it is read while that process is held."""
+
+    def __init__(self, pid: int, started: int, cgroup_procs: list[str]) -> None:
+        """Look at one.
+
+        Raises:
+            OSError: it has ended, or is none that a command may get everything from.
+        """
+        self.pidfd = os.pidfd_open(pid)
+        if start_time(pid) != started:
+            raise ProcessLookupError(3, "its process has ended")
+        for path in cgroup_procs:
+            with open(path) as file:
+                if pid not in map(int, file):
+                    raise ProcessLookupError(3, "its process has left it")
+        if os.readlink(f"/proc/{pid}/ns/user") != os.readlink("/proc/self/ns/user"):
+            raise PermissionError(1, "its process is in a user namespace of its own")
+        self.status = status_of(pid)
+        if self.status["NoNewPrivs"] != "1":
+            raise PermissionError(1, "its process could gain privileges")
+        self.status = status_of(pid)  # from here on it can only have lost some
+        self.uid, self.gid = (int(self.status[name].split()[1]) for name in ("Uid", "Gid"))
+        with open("/proc/sys/kernel/cap_last_cap") as file:
+            self.last_capability = int(file.read())
+        self.cores = os.sched_getaffinity(pid)
+        self.namespaces = other_namespaces(pid)
+        self.limits = limits_of(pid)
+        self.niceness = os.getpriority(os.PRIO_PROCESS, pid)
+        with open(f"/proc/{pid}/oom_score_adj") as file:
+            self.oom_score_adj = file.read()
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            pairs = [p.partition(b"=") for p in file.read(MOST_ENV).split(b"\0") if b"=" in p]
+        self.env = {"PATH": "/usr/local/bin:/usr/bin:/bin"}
+        self.env |= {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
+        self.folder = os.readlink(f"/proc/{pid}/cwd")
+        signal.pidfd_send_signal(self.pidfd, 0)  # it was this one all the time
+
+
+def target_of(order: dict[str, Any]) -> Target:
+    """Return the first of the kernel's processes that a command can be put beside.
+
+    Raises:
+        OSError: there is none.
+    """
+    failure: OSError = ProcessLookupError(3, "it has no process")
+    for pid, started in order["targets"]:
+        try:
+            return Target(pid, started, order["cgroup_procs"])
+        except OSError as error:
+            failure = error
+    raise failure
+
+
+def lend(streams: list[int], target: Target, *, is_terminal: bool) -> None:
+    """Let the kernel's user open the streams by name (/dev/stdout, /dev/tty)."""
+    if os.geteuid() != 0:
+        return
+    for stream in streams:
+        os.fchown(stream, target.uid, target.gid)
+        if is_terminal:
+            os.fchmod(stream, 0o620)
+
+
+def become(
+    order: dict[str, Any],
+    target: Target,
+    streams: list[int],
+    libc: ctypes.CDLL,
+    parent: tuple[int, int, int],
+) -> None:
+    """In the child: give up what the kernel does not have, be let in, and become the command."""
+    says, waits, keeper = parent
+    step = "kernel"
+    try:
+        os.setsid()
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write(target.oom_score_adj)
+        os.setpriority(os.PRIO_PROCESS, 0, target.niceness)
+        step = "namespaces"
+        if target.namespaces and libc.setns(target.pidfd, target.namespaces):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        step = "terminal"
+        if order["tty"]:
+            fcntl.ioctl(streams[0], termios.TIOCSCTTY, 0)
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+        step = "user"
+        drop(target, libc)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        os.write(says, READY)
+        if not os.read(waits, 1) or os.getppid() != keeper:
+            os._exit(127)
+        step = "cpus"
+        os.sched_setaffinity(0, target.cores)
+        take_limits(target.limits)
+        step = "working_dir"
+        go_to(order["working_dir"], target.folder)
+        reset_signals()
+        step = "command"
+        execute(order["command"], target.env | order["env"])
+    except Exception as error:
+        os.write(says, json.dumps(reason(step, error)).encode())
+    finally:
+        os._exit(127)
+
+
+def limits_of(pid: int) -> dict[int, tuple[int, int]]:
+    """Return a process's limits, soft and hard, by their numbers."""
+    limits = {}
+    with open(f"/proc/{pid}/limits") as file:
+        for line in file:
+            if (name := LIMITS.get(line[:LIMIT_COLUMN].strip())) is not None:
+                soft, hard = (
+                    resource.RLIM_INFINITY if word == "unlimited" else int(word)
+                    for word in line[LIMIT_COLUMN:].split()[:2]
+                )
+                limits[getattr(resource, f"RLIMIT_{name}")] = (soft, hard)
+    return limits
+
+
+def take_limits(limits: dict[int, tuple[int, int]]) -> None:
+    """Take limits; where ours are lower, which only root could raise, these stay."""
+    for number, limit in limits.items():
+        hard = lower(limit[1], resource.getrlimit(number)[1])
+        resource.setrlimit(number, (lower(limit[0], hard), hard))
+
+
+def lower(one: int, other: int) -> int:
+    """Return the lower one of two limits, of which either may be none."""
+    return min(one, other, key=lambda value: (value == resource.RLIM_INFINITY, value))
+
+
+def go_to(wanted: str | None, folder: str) -> None:
+    """Enter the folder that was asked for, else the kernel's own, which may be gone."""
+    if wanted:
+        os.chdir(wanted)
+        return
+    try:
+        os.chdir(folder)
+    except OSError:
+        os.chdir("/")
+
+
+def reset_signals() -> None:
+    """Have every signal do what it does by default."""
+    signal.set_wakeup_fd(-1)
+    for number in range(1, signal.NSIG):
+        try:
+            signal.signal(number, signal.SIG_DFL)
+        except (OSError, ValueError):
+            pass
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+def other_namespaces(target: int) -> int:
+    """Return which namespaces of a process are not ours, as flags of setns(2)."""
+    wanted = 0
+    for name, flag in NAMESPACES.items():
+        if os.readlink(f"/proc/{target}/ns/{name}") != os.readlink(f"/proc/self/ns/{name}"):
+            wanted |= flag
+    return wanted
+
+
+def drop(target: Target, libc: ctypes.CDLL) -> None:
+    """Take the user and the bounds of a process; nothing of root's is left after it."""
+    if os.geteuid() == 0:
+        bounds = int(target.status["CapBnd"], 16)
+        for capability in range(target.last_capability + 1):
+            if not bounds >> capability & 1 and libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0):
+                raise PermissionError(1, "cannot give up what its process has not")
+        os.setgroups([int(group) for group in target.status["Groups"].split()])
+        os.setresgid(target.gid, target.gid, target.gid)
+        os.setresuid(target.uid, target.uid, target.uid)
+    if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
+        raise PermissionError(1, "cannot give up gaining privileges")
+    if (os.geteuid(), os.getegid()) != (target.uid, target.gid):
+        raise PermissionError(1, f"cannot become user {target.uid}")
+
+
+def status_of(pid: int) -> dict[str, str]:
+    """Return what stands in `/proc/PID/status`."""
+    with open(f"/proc/{pid}/status") as file:
+        pairs = [line.partition(":") for line in file]
+    return {name: value.strip() for name, _, value in pairs}
+
+
+def stat_of(pid: int) -> list[str]:
+    """Return the fields of `/proc/PID/stat` that follow the name, the state first."""
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()
+
+
+def start_time(pid: int) -> int:
+    """Return when a process started, in the machine's ticks since it booted."""
+    return int(stat_of(pid)[19])
+
+
+def execute(command: list[str], env: dict[str, str]) -> None:
+    """Become the command, found on its own PATH."""
+    if "/" in command[0]:
+        os.execve(command[0], command, env)
+    failure: OSError = FileNotFoundError(2, "not found on PATH")
+    for folder in env["PATH"].split(":"):
+        try:
+            os.execve(f"{folder or '.'}/{command[0]}", command, env)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            failure = error
+    raise failure

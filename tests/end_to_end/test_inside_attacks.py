@@ -1,0 +1,165 @@
+"""Commands inside kernels, under those who mean harm, and when things end at a bad time."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from agentd.client import AsyncClient
+from agentd.errors import Unreachable
+from agentd.host.accounts import groups_of
+from agentd.host.processes import all_processes, read_env, read_uids
+from daemon import AGENTS, Daemon, gpus
+
+SLEEPER = ["sleep", "100000"]
+
+
+@pytest.fixture
+async def client(daemon: Daemon):
+    await daemon.start(AGENTS + gpus(1))
+    async with AsyncClient(daemon.folder / "agentd.sock") as made:
+        yield made
+
+
+def marked(marker: str) -> list[int]:
+    """Return the processes that have a marker in their environment."""
+    return [p.pid for p in all_processes() if read_env(p.pid).get("MARKER") == marker]
+
+
+async def gone(marker: str) -> None:
+    async with asyncio.timeout(15):
+        while marked(marker):
+            await asyncio.sleep(0.05)
+
+
+async def begun(running) -> None:
+    """Wait for the first thing that a command prints."""
+    await anext(aiter(running))
+
+
+async def test_nothing_of_roots_is_ever_in_a_kernels_cgroup(plain: Daemon) -> None:
+    """What is in there can be taken for one of the kernel's, and signalled by it."""
+    await plain.start(AGENTS + gpus(1))
+    kernel = await plain.running(kernel_id="k1", command=SLEEPER)
+    pid = plain.main_pid(kernel, None)
+    (wanted,) = read_uids(pid)
+    group = max(name for name in groups_of(pid) if name.startswith(("pids:", ":")))
+    cgroup = next(Path("/sys/fs/cgroup").glob(f"**/{Path(group).name}/cgroup.procs"))
+    seen: set[int] = set()
+    is_over = False
+
+    def watch() -> None:
+        while not is_over:
+            for member in map(int, cgroup.read_text().split()):
+                seen.update(read_uids(member))
+
+    watching = asyncio.create_task(asyncio.to_thread(watch))
+    async with AsyncClient(plain.folder / "agentd.sock") as client:
+        for _ in range(10):
+            async with client.exec("k1", ["true"]) as running:
+                async for _ in running:
+                    pass
+            assert running.exit_code == 0
+    is_over = True
+    await watching
+    assert seen == {wanted}
+
+
+async def test_a_command_that_is_stopped_ends_with_its_caller(daemon, client) -> None:
+    await daemon.running(kernel_id="k1", command=SLEEPER)
+    marker = os.urandom(8).hex()
+    script = "echo; kill -STOP $$"
+    async with client.exec("k1", ["sh", "-c", script], env={"MARKER": marker}) as running:
+        await begun(running)
+    await gone(marker)
+
+
+async def test_a_signal_overtakes_input_that_is_not_taken(daemon, client) -> None:
+    await daemon.running(kernel_id="k1", command=SLEEPER)
+    script = "trap 'exit 9' USR1; echo ready; while :; do sleep 0.05; done"
+    async with client.exec("k1", ["sh", "-c", script]) as running:
+        printed = aiter(running)
+        await anext(printed)
+        await running.write(bytes(256 * 1024))
+        await running.send_signal("USR1")
+        async with asyncio.timeout(10):
+            async for _ in printed:
+                pass
+    assert running.exit_code == 9
+
+
+async def test_the_end_of_the_kernel_is_the_commands(daemon, client) -> None:
+    await daemon.running(kernel_id="k1", command=SLEEPER)
+    marker = os.urandom(8).hex()
+    command = ["sh", "-c", "echo; sleep 100000"]
+    async with client.exec("k1", command, env={"MARKER": marker}) as running:
+        printed = aiter(running)
+        await anext(printed)
+        await daemon.call("POST", "/v1/kernels/k1/stop", {"timeout": 0})
+        async with asyncio.timeout(10):
+            async for _ in printed:
+                pass
+    assert running.exit_code in (137, 143)
+    await gone(marker)
+
+
+async def test_a_stop_of_the_daemon_ends_commands_and_is_not_held_up(daemon, client) -> None:
+    await daemon.running(kernel_id="k1", command=SLEEPER)
+    marker = os.urandom(8).hex()
+    command = ["sh", "-c", "echo; sleep 100000"]
+    async with client.exec("k1", command, env={"MARKER": marker}) as running:
+        printed = aiter(running)
+        await anext(printed)
+        async with asyncio.timeout(10):
+            await daemon.stop()
+        with pytest.raises(Unreachable):
+            await anext(printed)
+    await gone(marker)
+    await daemon.start()
+    assert (await daemon.get("/v1/kernels/k1"))["state"] == "running"
+
+
+async def test_a_daemon_that_dies_leaves_no_command_for_long(daemon, client) -> None:
+    await daemon.running(kernel_id="k1", command=SLEEPER)
+    marker = os.urandom(8).hex()
+    command = ["sh", "-c", "echo; sleep 100000"]
+    async with client.exec("k1", command, env={"MARKER": marker}) as running:
+        await begun(running)
+        await daemon.restart(number=signal.SIGKILL)
+    await gone(marker)
+    assert (await daemon.get("/v1/kernels/k1"))["state"] == "running"
+
+
+async def test_a_terminal_passes_on_every_key(daemon, client) -> None:
+    """The engine's own way to leave one is what shells and editors use."""
+    await daemon.running(kernel_id="k1", command=SLEEPER)
+    script = "stty raw -echo; echo ready; dd bs=1 count=3 2>/dev/null | od -An -tx1"
+    seen = b""
+    async with client.exec("k1", ["sh", "-c", script], tty=True) as running:
+        async for _, data in running:
+            seen += data
+            if seen.endswith(b"ready\n"):
+                await running.write(b"\x10\x11x")
+    assert b"10 11 78" in seen
+
+
+async def test_streams_can_be_opened_by_name(daemon, client) -> None:
+    await daemon.running(kernel_id="k1", command=SLEEPER)
+    printed = b""
+    async with client.exec("k1", ["sh", "-c", "echo here > /dev/stdout"]) as running:
+        async for _, data in running:
+            printed += data
+    assert (printed, running.exit_code) == (b"here\n", 0)
+
+
+async def test_what_was_run_is_written_down_when_it_begins(daemon, client) -> None:
+    await daemon.running(kernel_id="k1", command=SLEEPER)
+    async with client.exec("k1", ["sh", "-c", "echo; sleep 100000"]) as running:
+        await begun(running)
+        assert '"outcome": "begun"' in daemon.log
+    with pytest.raises(Exception, match="no-such"):
+        async with client.exec("k1", ["no-such"]) as running:
+            await begun(running)
+    assert '"outcome": "CommandNotFound"' in daemon.log
