@@ -41,6 +41,7 @@ from agentd.pluginhost.instance import Pace
 from agentd.reload import Reload
 from agentd.rpc.handlers import Handlers, NodeParts
 from agentd.rpc.metrics import Metrics
+from agentd.rpc.pages import Pages
 from agentd.rpc.rendering import status_line
 from agentd.rpc.routes import ROUTES
 from agentd.rpc.server import Server
@@ -55,6 +56,7 @@ from agentd.services.kernels import KernelService
 from agentd.services.planner import NodeRules, Planner
 from agentd.services.reconciler import Loops, Reconciler
 from agentd.services.records import recall, recorded_runtimes, remember
+from agentd.services.refusals import Refusals
 from agentd.services.selfcheck import SelfCheck
 from agentd.services.serving import Serving, claimable, taken_by_others
 from agentd.services.state import NodeState
@@ -200,7 +202,7 @@ class Daemon:
             stack.push_async_callback(plugins.close)
             node = await self._assembled(stack, plugins)
             where = replace(endpoint(self._settings.rpc), passed=self._passed)
-            server = Server("agentd", ROUTES, node.handlers, where, self._node_id)
+            server = Server("agentd", ROUTES, node.handlers, where, self._node_id, Pages("agentd"))
             stack.push_async_callback(reach, "shutdown.after_server")
             stack.push_async_callback(server.stop)
             await server.start()
@@ -268,8 +270,9 @@ class Daemon:
         figures = (self._node_id, state, devices, plugins, access, statistics, counts)
         metrics = Metrics(*figures, is_per_kernel=settings.metrics.per_kernel)
         parts = NodeParts(
-            state, devices, plugins, service, reconciler, check, events, access, statistics, counts,
-            metrics, Insides(state, runtimes), assembly.remarks(settings), checkup,
+            state, devices, plugins, service, reconciler, check, events, access, statistics,
+            Refusals(counts, events, clock.wall), metrics, Insides(state, runtimes),
+            assembly.remarks(settings), checkup,
         )  # fmt: skip
         handlers = Handlers(self._node_id, default, parts)
         loops = Loops(reconciler, state, devices, runtimes, plugins, serving)

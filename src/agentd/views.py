@@ -182,6 +182,17 @@ class PluginView(TypedDict):
     slots: list[str]
 
 
+class RefusalView(TypedDict):
+    """A create that was refused in the last hour; `kernel_id` is empty where none was named."""
+
+    at: str
+    caller: str
+    agent_id: str
+    kernel_id: str
+    code: str
+    detail: str
+
+
 class CallerView(TypedDict):
     """Who calls, as what, and for which agents (None: all); `uid` on a unix socket."""
 

@@ -36,6 +36,7 @@ from agentd.cli.options import (
 )
 from agentd.cli.stats import stats, top
 from agentd.cli.token import token
+from agentd.cli.ui import ui
 from agentd.cli.watching import logs, wait
 from agentd.client import Client
 from agentd.errors import AgentdError
@@ -243,6 +244,7 @@ agentctl.add_command(logs)
 agentctl.add_command(wait)
 agentctl.add_command(run_inside)
 agentctl.add_command(stats)
+agentctl.add_command(ui)
 agentctl.add_command(top)
 
 

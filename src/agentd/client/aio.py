@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, cast, overload
 
 import aiohttp
+from yarl import URL
 
 from agentd.client import calls
 from agentd.client.calls import Call
@@ -36,6 +37,7 @@ from agentd.views import (
     KernelView,
     NodeView,
     PluginView,
+    RefusalView,
     RuntimeView,
     SlotTypeView,
 )
@@ -136,6 +138,27 @@ class Transport:
                 raise error_in(response.status, await response.read(), retry_after)
         return response
 
+    @asynccontextmanager
+    async def passing(
+        self, method: str, path: str, *, headers: Mapping[str, str], body: bytes | None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Pass on a request as it is, and give back the answer, whatever that is.
+
+        Raises:
+            Unreachable: there is none.
+        """
+        if self._session is None:
+            raise RuntimeError("use it as `async with AsyncClient() as client`")
+        url = URL((self._url or "http://agentd").rstrip("/") + path, encoded=True)
+        forever = aiohttp.ClientTimeout(total=None, sock_connect=self._timeout_s)
+        try:
+            async with self._session.request(
+                method, url, data=body, headers=headers, ssl=self._tls or True, timeout=forever
+            ) as response:
+                yield response
+        except (aiohttp.ClientError, OSError) as error:
+            raise unreachable(self._where, error) from None
+
     async def _connected(self, call: Call[Any]) -> aiohttp.ClientWebSocketResponse:
         """Open a WebSocket.
 
@@ -179,6 +202,9 @@ class AsyncClient(Transport):
 
     async def forget_runtime(self, name: str) -> None:
         await self.carry_out(calls.forget_runtime(name))
+
+    async def refusals(self) -> list[RefusalView]:
+        return await self.carry_out(calls.refusals())
 
     async def plugins(self) -> list[PluginView]:
         return await self.carry_out(calls.plugins())

@@ -21,6 +21,7 @@ from agentd.views import (
     KernelView,
     NodeView,
     PluginView,
+    RefusalView,
     RuntimeView,
     SlotTypeView,
 )
@@ -61,6 +62,11 @@ def runtimes() -> Call[list[RuntimeView]]:
 def forget_runtime(name: str) -> Call[None]:
     """`DELETE /v1/runtimes/{runtime}`."""
     return Call("DELETE", at("runtimes", name))
+
+
+def refusals() -> Call[list[RefusalView]]:
+    """`GET /v1/refusals`."""
+    return Call("GET", at("refusals"))
 
 
 def plugins() -> Call[list[PluginView]]:

@@ -36,6 +36,7 @@ from agentd.views import (
     KernelView,
     NodeView,
     PluginView,
+    RefusalView,
     RuntimeView,
     SlotTypeView,
 )
@@ -139,6 +140,9 @@ class Client:
 
     def forget_runtime(self, name: str) -> None:
         self.carry_out(calls.forget_runtime(name))
+
+    def refusals(self) -> list[RefusalView]:
+        return self.carry_out(calls.refusals())
 
     def plugins(self) -> list[PluginView]:
         return self.carry_out(calls.plugins())

@@ -9,8 +9,8 @@ from aiohttp import web
 
 from agentd.errors import AgentdError
 from agentd.rpc.callers import caller_of, kernel_of
-from agentd.services.counts import Counts
 from agentd.services.events import Audit, EventKind, EventLog
+from agentd.services.refusals import Refusals
 
 log = structlog.get_logger()
 
@@ -21,14 +21,14 @@ class Auditor:
     def __init__(
         self,
         events: EventLog,
-        counts: Counts | None,
+        refusals: Refusals | None,
         request: web.Request,
         action: str,
         agent_id: str,
     ) -> None:
-        """`counts` are told of errors, if there are any."""
+        """`refusals` are told of errors, if there are any."""
         self._events = events
-        self._counts = counts
+        self._refusals = refusals
         self._request = request
         self._action = action
         self._agent_id = agent_id
@@ -45,8 +45,8 @@ class Auditor:
         if error is not None:
             self._outcome = error.code if isinstance(error, AgentdError) else type(error).__name__
         caller, kernel_id = caller_of(self._request), kernel_of(self._request)
-        if self._counts is not None and isinstance(error, AgentdError):
-            self._counts.refused(self._agent_id, kernel_id, error)
+        if self._refusals is not None and isinstance(error, AgentdError):
+            self._refusals.note(caller.name, self._agent_id, kernel_id, error)
         audit = Audit(
             caller.name,
             caller.via,

@@ -28,13 +28,13 @@ from agentd.rpc.schemas import CreateKernelRequest, StopRequest, read_body
 from agentd.rpc.streams import Streams, stream_events, stream_log
 from agentd.rpc.visible import Visible
 from agentd.services.access import Access
-from agentd.services.counts import Counts
 from agentd.services.devices import NodeDevices
 from agentd.services.events import EventLog
 from agentd.services.inside import Insides
 from agentd.services.interfaces import Plugins, Session
 from agentd.services.kernels import KernelService
 from agentd.services.reconciler import Reconciler
+from agentd.services.refusals import Refusals
 from agentd.services.selfcheck import SelfCheck
 from agentd.services.state import NodeState
 from agentd.services.statistics import Statistics
@@ -53,7 +53,7 @@ class NodeParts(NamedTuple):
     events: EventLog
     access: Access
     statistics: Statistics
-    counts: Counts
+    refusals: Refusals
     metrics: Metrics
     insides: Insides
     remarks: Sequence[str] = ()
@@ -75,7 +75,7 @@ class Handlers(DeviceHandlers):
         self._check = parts.check
         self._events = parts.events
         self._insides = parts.insides
-        self._statistics, self._counts = parts.statistics, parts.counts
+        self._statistics, self._refusals = parts.statistics, parts.refusals
         self._metrics = parts.metrics
         self._remarks, self._checkup = parts.remarks, parts.checkup
         self._describe: Callable[[], Mapping[str, Any]] = dict
@@ -110,7 +110,8 @@ class Handlers(DeviceHandlers):
         kernel = self._state.kernels.get(request.match_info.get("kernel", ""))
         agent = request.match_info.get("agent") or (kernel.agent_id if kernel else "")
         is_create = action == "create_kernel" and agent in self._devices.split.partitions
-        return Auditor(self._events, self._counts if is_create else None, request, action, agent)
+        refusals = self._refusals if is_create else None
+        return Auditor(self._events, refusals, request, action, agent)
 
     def open(self) -> None:
         """Answer every route from now on."""
@@ -167,6 +168,12 @@ class Handlers(DeviceHandlers):
     async def list_plugins(self, _: web.Request) -> web.Response:
         """List the plugins, and how they do."""
         return answer(rendering.plugin_views(self._plugins))
+
+    async def list_refusals(self, request: web.Request) -> web.Response:
+        """List the creates that were refused in the last hour, and why; the oldest first."""
+        caller = caller_of(request)
+        recent = self._refusals.recent()
+        return answer([rendering.refusal_view(r) for r in recent if caller.sees(r.agent_id)])
 
     async def retry_plugin(self, request: web.Request) -> web.Response:
         """Have a plugin that is not ready tried again now, and show how that went."""

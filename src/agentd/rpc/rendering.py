@@ -17,6 +17,7 @@ from agentd.core.slots import CPU, MEM, SlotKind, SlotName, SlotType, device_nam
 from agentd.services.devices import NodeDevices
 from agentd.services.events import Audit, Event, EventKind
 from agentd.services.interfaces import Plugins, PluginStatus
+from agentd.services.refusals import Refusal
 from agentd.services.selfcheck import Check
 from agentd.services.state import NodeState, RuntimeStatus
 from agentd.views import (
@@ -28,6 +29,7 @@ from agentd.views import (
     LimitView,
     NodeView,
     PluginView,
+    RefusalView,
     RuntimeView,
     SlotTypeView,
     SlotUseView,
@@ -259,7 +261,21 @@ def event_view(event: Event, split: Split, ledger: Ledger) -> object:
             shown = asdict(audit)
             if not audit.via:
                 del shown["via"]
+        case EventKind.REFUSAL, Refusal() as refusal:
+            shown = refusal_view(refusal)
     return shown
+
+
+def refusal_view(refusal: Refusal) -> RefusalView:
+    """Return a create that was refused."""
+    return {
+        "at": wire_time(refusal.at) or "",
+        "caller": refusal.caller,
+        "agent_id": refusal.agent_id,
+        "kernel_id": refusal.kernel_id,
+        "code": refusal.code,
+        "detail": refusal.detail,
+    }
 
 
 def caller_view(caller: Caller) -> CallerView:

@@ -26,6 +26,7 @@ from agentd.views import (
     NodeView,
     PluginView,
     ProblemView,
+    RefusalView,
     RuntimeView,
     SlotTypeView,
 )
@@ -220,6 +221,7 @@ ROUTES: Sequence[Route] = (
     ),
     Route("GET", "/v1/kernels/{kernel}/stats", H.get_stats, {200: KernelUseView}),
     Route("GET", "/v1/stats", H.list_stats, {200: list[KernelUseView]}),
+    Route("GET", "/v1/refusals", H.list_refusals, {200: list[RefusalView]}),
     Route("GET", "/v1/events", H.get_events, {200: STREAM}, EVENTS),
     Route("GET", "/v1/whoami", H.whoami, {200: CallerView}),
     Route("GET", "/v1/openapi.json", H.get_openapi, {200: dict[str, Any]}),

@@ -32,6 +32,7 @@ from agentd.rpc.connections import (
     Newcomers,
     Turns,
 )
+from agentd.rpc.pages import Pages, is_foreign
 from agentd.rpc.problems import HTTP_CODES, MEMBERS, problem
 from agentd.rpc.queries import body_of, is_true
 from agentd.rpc.routes import OPEN_PATHS, Route, document
@@ -119,6 +120,7 @@ class Server:
         site: Site,
         endpoint: Endpoint,
         node_id: str | None = None,
+        pages: Pages | None = None,
     ) -> None:
         self._title = title
         self._node_id = node_id
@@ -130,6 +132,7 @@ class Server:
         )
         self._tcp = Limits(endpoint.max_connections, TCP_PART)
         self._further = Limits(endpoint.max_connections, FURTHER_PART)
+        self._pages = pages
         self._turns, self._newcomers = Turns(), Newcomers()
         self._handshakes: set[asyncio.Task[None]] = set()
         self._bound: list[Path] = []
@@ -263,8 +266,8 @@ class Server:
         Raises:
             AgentdError, web.HTTPException: it may not, or cannot.
         """
-        if self._node_id is not None and request.headers.get(NODE, self._node_id) != self._node_id:
-            return problem("WrongNode", f"this is node {self._node_id}")
+        if (told := self._told_anybody(request)) is not None:
+            return told
         caller = await self._identified(request)
         route = self._route_of(request)
         needs_nobody = route is not None and route.right is None
@@ -285,6 +288,16 @@ class Server:
             response = await handler(request)
             auditor.answered(str(response.status))
         return response
+
+    def _told_anybody(self, request: web.Request) -> web.Response | None:
+        """Return what is answered whoever asks: a page, or that this is the wrong place to ask."""
+        if self._pages is not None and (page := self._pages.answer(request)) is not None:
+            return page
+        if is_foreign(request):
+            return problem("Forbidden", "a page of another origin asks")
+        if self._node_id is not None and request.headers.get(NODE, self._node_id) != self._node_id:
+            return problem("WrongNode", f"this is node {self._node_id}")
+        return None
 
     def _route_of(self, request: web.Request) -> Route | None:
         resource = request.match_info.route.resource

@@ -9,6 +9,7 @@ from agentd.rpc import rendering
 from agentd.services.access import OTHER, Access
 from agentd.services.devices import NodeDevices
 from agentd.services.events import Audit, Event, EventKind
+from agentd.services.refusals import Refusal
 from agentd.services.state import NodeState
 from agentd.views import DeviceView, NodeView
 
@@ -44,7 +45,9 @@ class Visible:
     def event(self, event: Event, caller: Caller) -> object:
         """Return what an event carries; None if the caller cannot see what it is about."""
         match event.value:
-            case Kernel(agent_id=agent) | Audit(agent_id=agent) if not caller.sees(agent):
+            case Kernel(agent_id=agent) | Audit(agent_id=agent) | Refusal(agent_id=agent) if (
+                not caller.sees(agent)
+            ):
                 return None
             case Device() as device:
                 if not self._access.sees_device(caller, device.device_id):

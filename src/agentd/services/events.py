@@ -30,6 +30,7 @@ class EventKind(StrEnum):
     PLUGIN = "plugin"
     RUNTIME = "runtime"
     AUDIT = "audit"
+    REFUSAL = "refusal"
     RESET = "reset"
 
 

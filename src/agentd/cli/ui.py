@@ -1,0 +1,140 @@
+"""The command `agentctl ui`: the status page on a loopback port, over whatever agentctl talks to.
+
+The port takes a token that holds while the command runs. It is on no command line: the browser is
+opened at a file that only the caller can read, which sends it on; or the address is printed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import signal
+import tempfile
+import webbrowser
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from agentd.client import Client
+from agentd.errors import Unreachable
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from agentd.client.aio import AsyncClient
+
+_TAKEN = ("Last-Event-ID", "Content-Type", "Accept", "Prefer", "Idempotency-Key")
+"""Headers of the page's requests that go on to the daemon."""
+_GIVEN = ("Content-Type", "Cache-Control", "Link", "ETag", "Retry-After", "Agentd-Node")
+"""Headers of its answers that go back."""
+
+
+@click.command("ui")
+@click.option("--port", type=int, default=0, help="The loopback port; a free one if not given.")
+@click.option("--print", "is_printed", is_flag=True, help="Print the address; open no browser.")
+@click.pass_obj
+def ui(client: Client, port: int, is_printed: bool) -> None:  # noqa: FBT001 - click passes it
+    """Show the node in a browser, for as long as this runs.
+
+    \b
+    agentctl ui
+    agentctl ui --print --port 8080     # on a node; then: ssh -L 8080:127.0.0.1:8080 NODE
+    """  # noqa: D301 - click reads \b as "keep these lines"
+    asyncio.run(_serve(client.asynchronous(), port, is_printed=is_printed))
+
+
+async def _serve(client: AsyncClient, port: int, *, is_printed: bool) -> None:
+    from aiohttp import web  # noqa: PLC0415 - slow to load, for the commands that do without
+
+    done = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, done.set)
+    async with client:
+        await client.node()
+        relay = Relay(client)
+        runner = web.ServerRunner(web.Server(relay.answer), shutdown_timeout=0.1)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, "127.0.0.1", port)
+            try:
+                await site.start()
+            except OSError as error:
+                raise click.ClickException(f"127.0.0.1:{port}: {error.strerror}") from None
+            relay.host = f"127.0.0.1:{runner.addresses[0][1]}"
+            address = f"http://{relay.host}/ui/#token={relay.token}"
+            with contextlib.nullcontext() if is_printed else _opened(address):
+                click.echo(address if is_printed else f"http://{relay.host}/ui/ (Ctrl-C ends it)")
+                await done.wait()
+        finally:
+            await runner.cleanup()
+
+
+@contextlib.contextmanager
+def _opened(address: str) -> Iterator[None]:
+    """Have a browser open an address, by a file that only the caller can read."""
+    with tempfile.TemporaryDirectory(prefix="agentctl-ui-") as folder:
+        page = Path(folder) / "open.html"
+        goes_on = f'<meta http-equiv="refresh" content="0; url={escape(address)}">'
+        page.touch(mode=0o600)
+        page.write_text(f"<!doctype html><title>agentd</title>{goes_on}", encoding="utf-8")
+        if not webbrowser.open(page.as_uri()):
+            raise click.ClickException("no browser could be opened; --print shows the address")
+        yield
+
+
+class Relay:
+    """Answers the page: its files, and the daemon's routes for who has the token."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        from agentd.rpc.pages import Pages  # noqa: PLC0415 - see `_serve`
+
+        self.host = ""
+        self.token = secrets.token_urlsafe(32)
+        self._client = client
+        self._pages = Pages("agentd")
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request."""
+        from agentd.rpc.pages import is_foreign  # noqa: PLC0415 - see `_serve`
+        from agentd.rpc.problems import problem  # noqa: PLC0415 - see `_serve`
+
+        port = self.host.rpartition(":")[2]
+        if request.headers.get("Host") not in (self.host, f"localhost:{port}"):
+            return problem("Forbidden", f"this is {self.host}")
+        if is_foreign(request):
+            return problem("Forbidden", "a page of another origin asks")
+        if (page := self._pages.answer(request)) is not None:
+            return page
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if not secrets.compare_digest(given, f"Bearer {self.token}".encode()):
+            return problem("Unauthorized", "the token of this `agentctl ui` is needed")
+        return await self._passed_on(request)
+
+    async def _passed_on(self, request: web.BaseRequest) -> web.StreamResponse:
+        from aiohttp import web  # noqa: PLC0415 - see `_serve`
+
+        from agentd.rpc.problems import problem  # noqa: PLC0415 - see `_serve`
+
+        headers = {name: request.headers[name] for name in _TAKEN if name in request.headers}
+        response: web.StreamResponse | None = None
+        try:
+            async with self._client.passing(
+                request.method, request.raw_path, headers=headers, body=await request.read() or None
+            ) as answer:
+                kept = {name: answer.headers[name] for name in _GIVEN if name in answer.headers}
+                response = web.StreamResponse(status=answer.status, headers=kept)
+                await response.prepare(request)
+                async for chunk in answer.content.iter_any():
+                    await response.write(chunk)
+                await response.write_eof()
+                return response
+        except Unreachable as error:
+            if response is None:
+                return problem("RuntimeFailure", str(error))
+            request.protocol.force_close()  # too late for a problem
+            return response

@@ -1,0 +1,65 @@
+"""The status page: files of the package, which need no token; all that they ask for does.
+
+No request of theirs goes anywhere else (Content-Security-Policy, https://www.w3.org/TR/CSP3/).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from importlib.resources import files
+
+from aiohttp import web
+
+HOME = "/ui/"
+_INDEX = "index.html"
+_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+
+
+class Pages:
+    """The files of a page, read once; `package` has them in a folder `ui`."""
+
+    def __init__(self, package: str) -> None:
+        self._files: dict[str, tuple[bytes, str, str]] = {}
+        for file in files(package).joinpath("ui").iterdir():
+            if (media := _TYPES.get(file.name.rpartition(".")[2])) is not None:
+                content = file.read_bytes()
+                tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+                self._files[file.name] = (content, media, tag)
+
+    def answer(self, request: web.BaseRequest) -> web.Response | None:
+        """Return a file; None where the request is for none."""
+        if request.method not in ("GET", "HEAD"):
+            return None
+        if request.path in ("/", HOME.rstrip("/")) and self._files:
+            return web.Response(status=307, headers={"Location": HOME})
+        if not request.path.startswith(HOME):
+            return None
+        found = self._files.get(request.path.removeprefix(HOME) or _INDEX)
+        if found is None:
+            return None
+        content, media, tag = found
+        headers = {**_HEADERS, "Content-Type": media, "ETag": tag}
+        if request.headers.get("If-None-Match") == tag:
+            return web.Response(status=304, headers=headers)
+        return web.Response(body=content, headers=headers)
+
+
+def is_foreign(request: web.BaseRequest) -> bool:
+    """Tell whether a page of another origin asks (https://fetch.spec.whatwg.org/#origin-header)."""
+    origin = request.headers.get("Origin")
+    return origin is not None and origin.partition("://")[2] != request.headers.get("Host", "")

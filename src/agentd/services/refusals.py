@@ -1,0 +1,52 @@
+"""What callers were refused of late, and why: told to those who listen, and kept for an hour."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from agentd.errors import AgentdError
+from agentd.services.counts import Counts
+from agentd.services.events import EventKind, EventLog
+
+KEPT_S = 3600.0
+MOST_KEPT = 1024
+MOST_DETAIL = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A create that was not carried out; `at` in seconds since the epoch."""
+
+    at: float
+    caller: str
+    agent_id: str
+    kernel_id: str
+    code: str
+    detail: str
+
+
+class Refusals:
+    """The refusals of the last hour, `MOST_KEPT` of them at most."""
+
+    def __init__(self, counts: Counts, events: EventLog, now: Callable[[], float]) -> None:
+        self._counts = counts
+        self._events = events
+        self._now = now
+        self._kept: deque[Refusal] = deque(maxlen=MOST_KEPT)
+
+    def note(self, caller: str, agent_id: str, kernel_id: str, error: AgentdError) -> None:
+        """Take in an error that a create was answered with."""
+        self._counts.refused(agent_id, kernel_id, error)
+        detail = str(error)[:MOST_DETAIL]
+        refusal = Refusal(self._now(), caller, agent_id, kernel_id, error.code, detail)
+        self._kept.append(refusal)
+        self._events.publish(EventKind.REFUSAL, refusal)
+
+    def recent(self) -> Sequence[Refusal]:
+        """Return those of the last hour, the oldest first."""
+        since = self._now() - KEPT_S
+        while self._kept and self._kept[0].at < since:
+            self._kept.popleft()
+        return tuple(self._kept)

@@ -1,0 +1,102 @@
+// The page: reads the node, follows what happens there, and draws what has changed.
+
+import { follow, Refused, token } from "./api.js";
+import { Details } from "./details.js";
+import { byId, inFrame } from "./dom.js";
+import { DeviceMap } from "./map.js";
+import { drawAgents, drawHead, drawRefusals, drawTiles, drawTroubles } from "./side.js";
+import { STATS_MS, Store } from "./store.js";
+import { KernelTable } from "./table.js";
+
+const SETTLE_MS = 300;
+const store = new Store();
+const details = new Details(store);
+const map = new DeviceMap(store, {
+  opened: (key) => details.openDevice(key),
+  pointed: (kernels) => table.light(kernels),
+});
+const table = new KernelTable(store, {
+  opened: (id) => details.openKernel(id),
+  pointed: (id) => map.light(id),
+});
+
+const draw = inFrame(() => {
+  if (!store.node) return;
+  drawHead(store);
+  drawTiles(store);
+  drawTroubles(store);
+  drawRefusals(store);
+  drawAgents(store, (agent) => map.colourOf(agent));
+  map.draw();
+  table.draw();
+  details.draw();
+});
+
+/** Look again a moment after the last of many events, once for all of them. */
+function soon(look) {
+  let timer = null;
+  return () => {
+    timer ??= setTimeout(async () => {
+      timer = null;
+      try {
+        await look();
+        draw();
+      } catch (error) {
+        console.info("agentd: not looked at", error);
+      }
+    }, SETTLE_MS);
+  };
+}
+
+const again = { free: soon(() => store.loadFree()), node: soon(() => store.loadNode()) };
+const stats = soon(() => store.loadStats());
+
+/** Ask for a token, and return when there is one. */
+function login(problem) {
+  byId("main").hidden = true;
+  byId("login").hidden = false;
+  byId("login-problem").textContent = problem;
+  byId("token").focus();
+  return new Promise((resolve) => {
+    byId("login").addEventListener("submit", (event) => {
+      event.preventDefault();
+      token.keep(byId("token").value.trim());
+      byId("token").value = "";
+      byId("login").hidden = true;
+      resolve();
+    }, { once: true });
+  });
+}
+
+function shows(isLive) {
+  document.body.dataset.live = isLive ? "yes" : "no";
+  byId("live").textContent = isLive ? "live" : "no connection; trying again";
+}
+
+token.arrive();
+setInterval(() => {
+  if (!document.hidden && document.body.dataset.live === "yes") stats();
+}, STATS_MS);
+setInterval(draw, 30_000); // ages
+document.addEventListener("visibilitychange", () => document.hidden || stats());
+let wasAsked = Boolean(sessionStorage.getItem("agentd-token"));
+follow({
+  async begin() {
+    await store.load();
+    byId("login").hidden = true;
+    byId("main").hidden = false;
+    draw();
+    stats();
+  },
+  told(event) {
+    again[store.take(event)]?.();
+    draw();
+  },
+  changed: shows,
+  async denied(error) {
+    token.forget();
+    const why = error instanceof Refused && wasAsked ? "That token is not known here." : "";
+    wasAsked = true;
+    await login(why);
+  },
+});

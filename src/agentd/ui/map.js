@@ -1,0 +1,195 @@
+// The node as a map: a row for each device name, a cell for each device, in NUMA order.
+
+import { byId, fill, h } from "./dom.js";
+import { amount } from "./format.js";
+import { keyOf, natural, order } from "./store.js";
+
+const COLOURS = 8;
+const GLYPHS = {
+  ok: "", held: "h", unhealthy: "!", drained: "d", gone: "×", withheld: "w", overcommitted: "+",
+};
+const MEANINGS = {
+  held: "held by what still runs", unhealthy: "unhealthy", drained: "drained",
+  gone: "gone", withheld: "another daemon's", overcommitted: "more given than there is",
+};
+const LARGE = 16;
+const MEDIUM = 64;
+
+export class DeviceMap {
+  constructor(store, { opened, pointed }) {
+    this.store = store;
+    this.opened = opened;
+    this.pointed = pointed;
+    this.cells = new Map();
+    this.shape = "";
+    this.root = byId("map");
+    this.tip = byId("tip");
+  }
+
+  colourOf(agent) {
+    const place = this.store.agents.findIndex((one) => one.agent_id === agent);
+    return place < 0 ? "other" : String(place % COLOURS);
+  }
+
+  draw() {
+    const groups = this.#groups();
+    const shape = JSON.stringify(groups.map(([name, devices]) => [
+      name, devices.map((device) => [device.id, device.numa_node]),
+    ]));
+    if (shape !== this.shape) {
+      this.shape = shape;
+      this.cells.clear();
+      this.root.replaceChildren(...groups.map(([name, devices]) => this.#row(name, devices)));
+    }
+    for (const [key, cell] of this.cells) this.#show(cell, this.store.devices.get(key));
+    for (const [name, devices] of groups) this.#count(name, devices);
+    this.#legend();
+  }
+
+  /** Light up the devices of a kernel; of none, take the light away. */
+  light(kernelId) {
+    for (const [key, cell] of this.cells) {
+      const held = this.store.devices.get(key)?.holders ?? [];
+      cell.classList.toggle("lit", held.some((holder) => holder.kernel_id === kernelId));
+    }
+    this.root.classList.toggle("dimmed", Boolean(kernelId));
+  }
+
+  #groups() {
+    const groups = new Map();
+    for (const device of this.store.devices.values()) {
+      const group = groups.get(device.device_name) ?? [];
+      groups.set(device.device_name, [...group, device]);
+    }
+    for (const devices of groups.values()) {
+      devices.sort((one, other) => (one.numa_node ?? -1) - (other.numa_node ?? -1) || natural(one.id, other.id));
+    }
+    return [...groups].sort(([one], [other]) => order(one, other));
+  }
+
+  #row(name, devices) {
+    const size = devices.length <= LARGE ? "large" : devices.length <= MEDIUM ? "medium" : "small";
+    const nodes = new Map();
+    for (const device of devices) {
+      nodes.set(device.numa_node, [...(nodes.get(device.numa_node) ?? []), device]);
+    }
+    const blocks = [...nodes].map(([node, members]) => {
+      const label = node === null ? null : h("span", { cls: "numa" }, `NUMA ${node}`);
+      return h("div", { cls: "block" }, label, h("div", { cls: "cells" }, ...members.map((device) => this.#cell(device))));
+    });
+    const title = h("h3", {}, name, h("small", { data: { count: name } }));
+    const row = h("div", {
+      cls: `row ${size}`, role: "group", aria: { label: `devices ${name}` },
+      on: { keydown: (event) => this.#walk(event, row) },
+    }, title, h("div", { cls: "blocks" }, ...blocks));
+    const first = row.querySelector("button");
+    if (first) first.tabIndex = 0;
+    return row;
+  }
+
+  #cell(device) {
+    const key = keyOf(device.device_name, device.id);
+    const cell = h("button", {
+      type: "button", cls: "cell", tabIndex: -1,
+      on: {
+        click: () => this.opened(key),
+        pointerenter: () => this.#point(cell, key),
+        focus: () => this.#point(cell, key),
+        pointerleave: () => this.#leave(),
+        blur: () => this.#leave(),
+      },
+    }, h("span", { cls: "fill" }), h("span", { cls: "name" }), h("span", { cls: "glyph" }));
+    this.cells.set(key, cell);
+    return cell;
+  }
+
+  #show(cell, device) {
+    if (!device) return;
+    const capacity = Number(device.capacity);
+    const shares = new Map();
+    for (const holder of device.holders) {
+      const agent = this.store.kernels.get(holder.kernel_id)?.agent_id ?? "";
+      shares.set(agent, (shares.get(agent) ?? 0) + Number(holder.amount));
+    }
+    const version = JSON.stringify([device, [...shares]]);
+    if (cell.shows === version) return;
+    cell.shows = version;
+    cell.dataset.state = device.state;
+    cell.dataset.owner = device.agents.length === 1 ? this.colourOf(device.agents[0]) : "";
+    const used = capacity ? Number(device.allocated) / capacity : device.holders.length ? 1 : 0;
+    const total = [...shares.values()].reduce((sum, share) => sum + share, 0) || 1;
+    const [bar, name, glyph] = cell.children;
+    bar.replaceChildren(...[...shares].map(([agent, share]) => {
+      const part = h("span", { data: { colour: this.colourOf(agent) } });
+      part.style.blockSize = `${Math.min(1, used) * (share / total) * 100}%`;
+      return part;
+    }));
+    name.textContent = device.id.length > 10 ? `…${device.id.slice(-8)}` : device.id;
+    glyph.textContent = GLYPHS[device.state] ?? "?";
+    cell.setAttribute("aria-label", describe(device, this.store).join(", "));
+  }
+
+  #count(name, devices) {
+    const slot = this.store.slots.get(devices[0].slot);
+    const sum = (member) => devices.reduce((total, device) => total + Number(device[member]), 0);
+    const text = `${amount(sum("free"), slot?.kind)} of ${amount(sum("capacity"), slot?.kind)} free`;
+    const place = this.root.querySelector(`small[data-count="${CSS.escape(name)}"]`);
+    if (place && place.textContent !== text) place.textContent = text;
+  }
+
+  #legend() {
+    const states = new Set([...this.store.devices.values()].map((device) => device.state));
+    const agents = this.store.agents.map((agent) => h("li", {},
+      h("span", { cls: "swatch", data: { colour: this.colourOf(agent.agent_id) } }), agent.agent_id));
+    const wrong = Object.entries(MEANINGS).filter(([state]) => states.has(state)).map(([state, meaning]) =>
+      h("li", {}, h("span", { cls: "swatch", data: { state } }, GLYPHS[state]), meaning));
+    fill(byId("legend"), [...agents, ...wrong]);
+  }
+
+  #point(cell, key) {
+    const device = this.store.devices.get(key);
+    if (!device) return;
+    this.tip.replaceChildren(...describe(device, this.store).map((line) => h("div", {}, line)));
+    this.tip.hidden = false;
+    const box = cell.getBoundingClientRect();
+    const left = Math.min(box.left, innerWidth - this.tip.offsetWidth - 8);
+    const below = box.bottom + 6 + this.tip.offsetHeight < innerHeight;
+    this.tip.style.left = `${Math.max(8, left)}px`;
+    this.tip.style.top = `${below ? box.bottom + 6 : box.top - this.tip.offsetHeight - 6}px`;
+    this.pointed(new Set(device.holders.map((holder) => holder.kernel_id)));
+  }
+
+  #leave() {
+    this.tip.hidden = true;
+    this.pointed(new Set());
+  }
+
+  /** Arrow keys go from cell to cell; Tab goes from row to row. */
+  #walk(event, row) {
+    const cells = [...row.querySelectorAll(".cell")];
+    const at = cells.indexOf(document.activeElement);
+    const steps = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 };
+    const to = event.key === "Home" ? 0 : event.key === "End" ? cells.length - 1 : at + (steps[event.key] ?? NaN);
+    if (at < 0 || !cells[to]) return;
+    event.preventDefault();
+    cells[at].tabIndex = -1;
+    cells[to].tabIndex = 0;
+    cells[to].focus();
+  }
+}
+
+/** Say what a device is, in lines. */
+export function describe(device, store) {
+  const kind = store.slots.get(device.slot)?.kind;
+  const holders = device.holders.slice(0, 6).map((holder) => `${holder.kernel_id} has ${amount(holder.amount, kind)}`);
+  const more = device.holders.length - holders.length;
+  return [
+    `${device.device_name} ${device.id}${device.model ? ` (${device.model})` : ""}`,
+    device.state === "ok" ? "ok" : `${device.state}${device.reason ? `: ${device.reason}` : ""}`,
+    `${amount(device.allocated, kind)} of ${amount(device.capacity, kind)} used`,
+    ...(device.numa_node === null ? [] : [`NUMA node ${device.numa_node}`]),
+    device.agents.length ? `for ${device.agents.join(", ")}` : "for no agent",
+    ...holders,
+    ...(more > 0 ? [`and ${more} more`] : []),
+  ];
+}

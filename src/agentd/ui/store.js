@@ -1,0 +1,137 @@
+// What is known of the node, and how its kernels' figures went.
+
+import { get, list } from "./api.js";
+
+export const POINTS = 60;
+export const STATS_MS = 5000;
+const ENDED = new Set(["terminated", "failed", "lost"]);
+
+export const natural = new Intl.Collator("en", { numeric: true }).compare;
+/** Accelerators first, then cores and memory. */
+export const order = (one, other) => rank(one) - rank(other) || natural(one, other);
+const rank = (name) => ["cpu", "mem"].indexOf(name);
+export const keyOf = (name, id) => `${name}\n${id}`;
+export const isEnded = (kernel) => ENDED.has(kernel.state);
+
+export class Store {
+  constructor() {
+    this.caller = null;
+    this.node = null;
+    this.devices = new Map();
+    this.agents = [];
+    this.slots = new Map();
+    this.kernels = new Map();
+    this.refusals = [];
+    this.figures = new Map();
+  }
+
+  /** Look at everything anew. */
+  async load() {
+    const [caller, node, devices, agents, slots, kernels, refusals] = await Promise.all([
+      get("/v1/whoami"),
+      get("/v1/node"),
+      get("/v1/devices"),
+      get("/v1/agents"),
+      get("/v1/slot-types"),
+      list("/v1/kernels?limit=1000"),
+      get("/v1/refusals"),
+    ]);
+    Object.assign(this, { caller, node, agents, refusals });
+    this.slots = new Map(slots.map((slot) => [slot.name, slot]));
+    this.devices = new Map(devices.map((device) => [keyOf(device.device_name, device.id), device]));
+    this.kernels = new Map(kernels.map((kernel) => [kernel.kernel_id, kernel]));
+    for (const id of this.figures.keys()) if (!this.kernels.has(id)) this.figures.delete(id);
+  }
+
+  /** Look again at what changes with kernels: what is free, and who has it. */
+  async loadFree() {
+    const [devices, agents] = await Promise.all([get("/v1/devices"), get("/v1/agents")]);
+    this.agents = agents;
+    this.devices = new Map(devices.map((device) => [keyOf(device.device_name, device.id), device]));
+  }
+
+  async loadNode() {
+    this.node = await get("/v1/node");
+  }
+
+  /** Take in an event; say what has to be looked at again. */
+  take({ kind, content }) {
+    switch (kind) {
+      case "kernel":
+        this.kernels.set(content.kernel_id, content);
+        return "free";
+      case "kernel-removed":
+        this.kernels.delete(content.kernel_id);
+        this.figures.delete(content.kernel_id);
+        return "free";
+      case "device":
+        this.devices.set(keyOf(content.device_name, content.id), content);
+        return "free";
+      case "device-removed":
+        this.devices.delete(keyOf(content.device_name, content.id));
+        return "free";
+      case "refusal":
+        this.refusals.push(content);
+        return "refusals";
+      case "plugin":
+      case "runtime":
+        return "node";
+      default:
+        return "";
+    }
+  }
+
+  /** Read what kernels use, and go on with their curves. */
+  async loadStats() {
+    for (const use of await get("/v1/stats")) {
+      const kernel = this.kernels.get(use.kernel_id);
+      if (!kernel) continue;
+      const before = this.figures.get(use.kernel_id);
+      const same = before && before.created === kernel.created_at ? before : null;
+      const now = same ?? { created: kernel.created_at, cpu: [], memory: [], load: [], last: null };
+      const seconds = now.last ? (Date.parse(use.at) - Date.parse(now.last.at)) / 1000 : 0;
+      if (now.last && seconds <= 0) continue;
+      const isKnown = now.last && use.cpu_seconds !== null && now.last.cpu_seconds !== null;
+      const loads = use.devices.map((device) => device.utilization).filter((load) => load !== null);
+      push(now.cpu, isKnown ? Math.max(0, use.cpu_seconds - now.last.cpu_seconds) / seconds : null);
+      push(now.memory, use.memory_bytes);
+      push(now.load, loads.length ? loads.reduce((sum, load) => sum + load, 0) / loads.length : null);
+      now.last = use;
+      this.figures.set(use.kernel_id, now);
+    }
+  }
+
+  latest(id, figure) {
+    return this.figures.get(id)?.[figure].at(-1) ?? null;
+  }
+
+  may(right) {
+    const role = this.caller?.role;
+    return role === "admin" || (role === "agent" && right !== "node");
+  }
+
+  /** What is wrong, in words. */
+  troubles() {
+    const { runtime, other_runtimes: others, plugins, warnings } = this.node;
+    const found = [];
+    for (const one of [runtime, ...others]) {
+      if (one.state !== "available") found.push([`runtime ${one.name}`, one.state, one.reason]);
+    }
+    for (const plugin of plugins) {
+      if (["failed", "blocked"].includes(plugin.state)) {
+        found.push([`plugin ${plugin.name}`, plugin.state, plugin.reason]);
+      }
+    }
+    for (const device of this.devices.values()) {
+      if (device.state !== "ok" && device.state !== "drained") {
+        found.push([`${device.device_name} ${device.id}`, device.state, device.reason]);
+      }
+    }
+    return [...found, ...warnings.map((warning) => ["configuration", "warning", warning])];
+  }
+}
+
+function push(points, value) {
+  points.push(value);
+  if (points.length > POINTS) points.shift();
+}

@@ -1,0 +1,35 @@
+"""Refusals are kept for an hour, counted, and told."""
+
+from agentd.errors import InsufficientResource
+from agentd.services.counts import Counts
+from agentd.services.events import EventKind, EventLog
+from agentd.services.refusals import KEPT_S, MOST_DETAIL, MOST_KEPT, Refusals
+
+NO_ROOM = InsufficientResource("cuda.device", "2", "1", (), limit="x" * 2 * MOST_DETAIL)
+
+
+def test_they_are_counted_told_and_kept_for_an_hour() -> None:
+    counts, events, now = Counts(lambda: 0.0), EventLog(), [1000.0]
+    refusals = Refusals(counts, events, lambda: now[0])
+    with events.listener(None) as listener:
+        refusals.note("team-a", "agent-1", "k1", NO_ROOM)
+    (event,) = listener._waiting
+    (kept,) = refusals.recent()
+    assert (event.kind, event.value) == (EventKind.REFUSAL, kept)
+    assert (kept.at, kept.caller, kept.agent_id) == (1000.0, "team-a", "agent-1")
+    assert kept.code == "InsufficientResource"
+    assert kept.detail.startswith("cuda.device: 2 asked for, 1 free")
+    assert len(kept.detail) == MOST_DETAIL
+    assert counts.refusals["InsufficientResource", "cuda.device"] == 1
+    now[0] += KEPT_S
+    assert refusals.recent() == (kept,)
+    now[0] += 0.1
+    assert not refusals.recent()
+
+
+def test_a_flood_keeps_the_latest() -> None:
+    refusals = Refusals(Counts(lambda: 0.0), EventLog(), lambda: 0.0)
+    for number in range(MOST_KEPT + 5):
+        refusals.note("a", "agent-1", f"k{number}", NO_ROOM)
+    kept = refusals.recent()
+    assert (len(kept), kept[0].kernel_id) == (MOST_KEPT, "k5")
