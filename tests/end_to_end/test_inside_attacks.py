@@ -5,6 +5,7 @@ import os
 import signal
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from agentd.client import AsyncClient
@@ -163,3 +164,57 @@ async def test_what_was_run_is_written_down_when_it_begins(daemon, client) -> No
         async with client.exec("k1", ["no-such"]) as running:
             await begun(running)
     assert '"outcome": "CommandNotFound"' in daemon.log
+
+
+async def test_a_command_ends_with_the_kernels_own(daemon, client) -> None:
+    """Nobody keeps a kernel's devices by a shell that was forgotten in it."""
+    kernel = await daemon.running(kernel_id="k1", command=SLEEPER)
+    async with client.exec("k1", ["sh", "-c", "echo; sleep 100000"]) as running:
+        printed = aiter(running)
+        await anext(printed)
+        os.kill(daemon.main_pid(kernel, daemon.test_engine), signal.SIGKILL)
+        async with asyncio.timeout(10):
+            async for _ in printed:
+                pass
+    assert running.exit_code in (137, 143)
+    await daemon.until("k1", "terminated")
+
+
+async def test_a_kernel_that_was_given_the_id_meanwhile_is_another_one(daemon, client) -> None:
+    await daemon.running("agent-1", kernel_id="k1", command=SLEEPER)
+    connector = aiohttp.UnixConnector(str(daemon.folder / "agentd.sock"))
+    async with (
+        aiohttp.ClientSession(connector=connector) as session,
+        session.ws_connect("http://agentd/v1/kernels/k1/exec") as wire,
+    ):
+        assert (await daemon.call("DELETE", "/v1/kernels/k1")).status == 204
+        await daemon.running("agent-2", kernel_id="k1", command=SLEEPER, env={"SECRET": "x"})
+        await wire.send_json({"command": ["env"]})
+        answer = await wire.receive_json(timeout=20)
+    assert answer["problem"]["code"] == "UnknownKernel"
+
+
+async def test_a_caller_that_reads_nothing_and_half_closes_is_let_go(daemon, client) -> None:
+    await daemon.running(kernel_id="k1", command=SLEEPER)
+    reader, writer = await asyncio.open_unix_connection(str(daemon.folder / "agentd.sock"))
+    writer.write(
+        b"GET /v1/kernels/k1/exec HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\n"
+        b"Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+        b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+    )
+    await reader.readuntil(b"\r\n\r\n")
+    order = b'{"command": ["yes"]}'
+    writer.write(bytes([0x81, 0x80 | len(order), 0, 0, 0, 0]) + order)  # RFC 6455, mask of zeros
+    await reader.read(1)
+    writer.transport.pause_reading()
+    held = Path(f"/proc/{daemon.process.pid}/fd")
+
+    def sockets() -> int:
+        return sum(1 for file in held.iterdir() if "socket" in str(file.readlink()))
+
+    before = sockets()
+    writer.write_eof()
+    async with asyncio.timeout(8):
+        while sockets() >= before:
+            await asyncio.sleep(0.1)
+    writer.close()

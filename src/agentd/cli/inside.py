@@ -67,7 +67,8 @@ async def _run(
 ) -> int:
     given = {"tty": is_terminal, "env": pairs(env), "working_dir": workdir}
     async with client, client.exec(kernel, command, **given) as running:  # type: ignore[arg-type]
-        with _raw() if is_terminal and sys.stdin.isatty() else contextlib.nullcontext():
+        is_raw = is_terminal and is_interactive and sys.stdin.isatty()
+        with _raw() if is_raw else contextlib.nullcontext():
             tasks = [asyncio.create_task(_pass_on(running, is_terminal=is_terminal))]
             if is_interactive:
                 tasks.append(asyncio.create_task(_feed(running)))

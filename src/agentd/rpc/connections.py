@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import select
+import socket
 import ssl
 import time
 from collections.abc import Callable
@@ -26,6 +27,8 @@ READ_TIMEOUT_S = 10.0
 LOOK_PAUSE_S = 0.5
 ACCEPT_ROUNDS = 3
 """Rounds of the event loop until what was accepted is a connection."""
+KEEP_ASKING = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
+"""Seconds of silence until it asks, seconds between questions, and how many stay unanswered."""
 LOG_PAUSE_S = 1.0
 """At most one line of log in this time says what was wrong with requests."""
 
@@ -91,6 +94,13 @@ class Newcomers:
             with suppress(TimeoutError):
                 async with asyncio.timeout(patience_s):
                     await self._are_gone.wait()
+
+
+def _keep_asking(connection: socket.socket | None) -> None:
+    """Have the system find out about a TCP caller that is gone without a word (tcp(7))."""
+    if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
+        for option, value in KEEP_ASKING:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class Complaints:
@@ -199,6 +209,7 @@ class Connection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        _keep_asking(transport.get_extra_info("socket"))
         if self._limits is not None and not self._is_counted:
             self._is_counted = self._limits.admit()
             if not self._is_counted:
@@ -239,7 +250,9 @@ class Connection(web.RequestHandler):
     def ended(self) -> None:
         """Note that a request was answered; the next one may take its time to begin."""
         self._in_request = False
-        self._stream = None
+        self._stream, self._may_pause = None, False
+        if self.transport is not None and self.transport.get_write_buffer_size():
+            self._expect_reading()
         if self._is_next_begun and self._deadline is None:
             self._expect_header()
 
@@ -288,7 +301,8 @@ class Connection(web.RequestHandler):
         poll.register(sock.fileno(), select.POLLRDHUP | select.POLLHUP | select.POLLERR)
         if poll.poll(0):
             self._stream.cancel()
-            self.force_close()
+            if self.transport is not None:
+                self.transport.abort()  # what is unread has nobody to read it
             return
         self._looking = asyncio.get_running_loop().call_later(LOOK_PAUSE_S, self._look)
 

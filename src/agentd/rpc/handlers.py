@@ -273,12 +273,11 @@ class Handlers(DeviceHandlers):
 
     async def exec_kernel(self, request: web.Request) -> web.StreamResponse:
         """Run a command inside a kernel, over a WebSocket."""
-        kernel_id = request.match_info["kernel"]
-        self._insides.require(kernel_id)
+        kernel = self._insides.find(request.match_info["kernel"])
 
         async def begin(spec: ExecSpec) -> Session:
             with self.auditor(request, "exec_kernel") as auditor:
-                session = await self._insides.begin(kernel_id, spec)
+                session = await self._insides.begin(kernel, spec)
                 auditor.answered("begun")
             return session
 

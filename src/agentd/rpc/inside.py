@@ -17,6 +17,7 @@ from contextlib import aclosing, suppress
 from typing import Annotated, Any
 
 import msgspec
+import structlog
 from aiohttp import WSMsgType, web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -24,6 +25,9 @@ from agentd.core.session import ExecSpec
 from agentd.errors import AgentdError, InvalidRequest, Problem
 from agentd.rpc.problems import problem_content
 from agentd.services.interfaces import Session
+from agentd.tasks import to_the_end
+
+log = structlog.get_logger()
 
 FIRST_FRAME_S = 10.0
 FAREWELL_S = 2.0
@@ -50,7 +54,7 @@ async def run_over(
     request: web.Request, begin: Callable[[ExecSpec], Awaitable[Session]]
 ) -> web.WebSocketResponse:
     """Have a caller's command run, and pass on what goes in and comes out."""
-    wire = web.WebSocketResponse(max_msg_size=MOST_FRAME, timeout=FAREWELL_S)
+    wire = web.WebSocketResponse(max_msg_size=MOST_FRAME, timeout=FAREWELL_S, compress=False)
     if not wire.can_prepare(request).ok:
         why = "expected a WebSocket (RFC 6455): Upgrade: websocket"
         raise InvalidRequest([Problem("Upgrade", why)])
@@ -65,9 +69,14 @@ async def run_over(
             await wire.send_str(json.dumps({"problem": told}))
     except ConnectionError:
         pass  # the caller has gone
+    except Exception as error:
+        log.exception("exec.failed", path=request.path)
+        told = problem_content("Internal", f"{type(error).__name__}; the log has more")
+        with suppress(ConnectionError):
+            await wire.send_str(json.dumps({"problem": told}))
     finally:
         if session is not None:
-            await session.close()
+            await to_the_end(session.close())
         with suppress(ConnectionError):
             await wire.close()
     return wire

@@ -31,11 +31,14 @@ from agentd.errors import (
 from agentd.host.processes import Proc
 from agentd.host.units import Manager, Property, UnitExists, UnitRefused
 from agentd.runtimes import inside
+from agentd.tasks import to_the_end
 
 CHUNK = 64 * 1024
 START_TIMEOUT_S = 30.0
 DRAIN_S = 0.2
-"""How long the streams of a command that has ended may be silent: others may hold them open."""
+"""How long the streams of a command that has ended may be silent."""
+MOST_DRAIN_S = 2.0
+"""How long they are waited for in all."""
 MOST_TARGETS = 16
 KILLED = 128 + signal.SIGKILL
 END_OF_INPUT = b"\x04"
@@ -128,7 +131,8 @@ class Entered:
         found: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue(maxsize=1)
 
         async def read(number: int, reader: asyncio.StreamReader) -> None:
-            while chunk := await self._chunk(reader):
+            waited = _Patience()
+            while chunk := await self._chunk(reader, waited):
                 await found.put((number, chunk))
 
         tasks = [asyncio.create_task(read(*output)) for output in self._outputs]
@@ -147,13 +151,14 @@ class Entered:
             with suppress(asyncio.CancelledError, OSError):
                 await reading
 
-    async def _chunk(self, reader: asyncio.StreamReader) -> bytes:
+    async def _chunk(self, reader: asyncio.StreamReader, patience: _Patience) -> bytes:
         """Return what comes next; nothing at the end, or where nothing follows the command's."""
         waiting = asyncio.ensure_future(reader.read(CHUNK))
         try:
             first: list[asyncio.Future[Any]] = [waiting, self._exit_code]
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait([waiting], timeout=DRAIN_S)
+            if self._exit_code.done():
+                await patience.wait(waiting)
             return waiting.result() if waiting.done() else b""
         except OSError:
             return b""  # a terminal that everybody has let go of
@@ -206,6 +211,20 @@ class Entered:
             self._exit_code.set_result(KILLED)
 
 
+class _Patience:
+    """How long more is waited for after a command has ended: others may hold its streams open."""
+
+    def __init__(self) -> None:
+        self._left_s = MOST_DRAIN_S
+
+    async def wait(self, waiting: asyncio.Future[bytes]) -> None:
+        """Wait for more, for a while and not for ever."""
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        await asyncio.wait([waiting], timeout=max(0, min(DRAIN_S, self._left_s)))
+        self._left_s -= loop.time() - begun
+
+
 class _Ends:
     """Our ends of a command's streams, and the command's own."""
 
@@ -213,21 +232,16 @@ class _Ends:
         self.terminal: FileIO | None = None
         if is_terminal:
             master, slave = os.openpty()
+            reading, self.terminal = FileIO(master, "r"), FileIO(slave, "r+")
             # One end of theirs stays open: a terminal that nobody has any more is an error to
             # read, which would hide what was printed last.
-            self.terminal = FileIO(slave, "r+")
-            self.outputs = [(STDOUT, FileIO(master, "r"))]
+            self.outputs = [(STDOUT, reading)]
             self.input = FileIO(os.dup(master), "w")
             self.theirs = [FileIO(os.dup(slave), "r") for _ in range(3)]
             return
-        pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(3)]
-        (stdin, given), *printed = pipes
-        self.input = FileIO(given, "w")
-        self.outputs = [
-            (number, FileIO(reading, "r"))
-            for number, (reading, _) in zip((STDOUT, STDERR), printed, strict=True)
-        ]
-        self.theirs = [FileIO(stdin, "r"), *(FileIO(writing, "w") for _, writing in printed)]
+        (stdin, self.input), *printed = [_pipe() for _ in range(3)]
+        self.outputs = [(STDOUT, printed[0][0]), (STDERR, printed[1][0])]
+        self.theirs = [stdin, *(writing for _, writing in printed)]
 
     def hand_over(self) -> None:
         """Close the command's ends, which it has by now."""
@@ -240,6 +254,12 @@ class _Ends:
         for end in (self.input, self.terminal, *(end for _, end in self.outputs)):
             if end is not None:
                 end.close()
+
+
+def _pipe() -> tuple[FileIO, FileIO]:
+    """Return both ends of a pipe; whoever drops them closes them."""
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    return FileIO(reading, "r"), FileIO(writing, "w")
 
 
 def exec_unit(name: str) -> str:
@@ -260,7 +280,7 @@ async def enter(place: Place, spec: ExecSpec, manager: Manager | None, unit: str
             await made.begin(place, manager, unit)
     except BaseException as error:
         if made is not None:
-            await made.close()
+            await to_the_end(made.close())
         if isinstance(error, (OSError, TimeoutError)):
             why = str(error) or f"nothing came of it in {START_TIMEOUT_S:g} s"
             raise RuntimeFailure(f"the command did not start: {why}") from error

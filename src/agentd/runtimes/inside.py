@@ -23,14 +23,7 @@ import socket
 import sys
 from typing import Any
 
-from agentd.runtimes.joining import (
-    READY,
-    become,
-    lend,
-    reason,
-    stat_of,
-    target_of,
-)
+from agentd.runtimes.joining import READY, become, lend, reason, stat_of, target_of
 
 CHUNK = 64 * 1024
 KILL_ROUNDS = 100
@@ -61,7 +54,7 @@ def main() -> None:
         become(order, target, streams, libc, (says, waits, parent))
     for descriptor in (says, waits, 0, *streams):
         os.close(descriptor)
-    Keeper(control, pid, groups, go).stay(said, wakeup)
+    Keeper(control, pid, groups, go, target.pidfd).stay(said, wakeup)
 
 
 def received(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -91,11 +84,14 @@ class Keeper:
     of root's any more: from then on the kernel's processes can reach it.
     """
 
-    def __init__(self, control: socket.socket, pid: int, groups: list[int], go: int) -> None:
+    def __init__(
+        self, control: socket.socket, pid: int, groups: list[int], go: int, target: int
+    ) -> None:
         self._control = control
         self._pid = pid
         self._groups = groups
         self._go = go
+        self._target = target
         self._unread = b""
         self._failure: dict[str, Any] = {}
         self._is_told = False
@@ -103,7 +99,7 @@ class Keeper:
     def stay(self, said: int, wakeup: int) -> None:
         """Serve until the command has ended, and say how; it may be held up at any time."""
         poll = select.poll()
-        for source in (self._control.fileno(), said, wakeup):
+        for source in (self._control.fileno(), said, wakeup, self._target):
             poll.register(source, select.POLLIN)
         while True:
             ready = dict(poll.poll())
@@ -111,6 +107,9 @@ class Keeper:
                 poll.unregister(said)
             if self._control.fileno() in ready and not self.obey():
                 poll.unregister(self._control)
+                end_session(self._pid)
+            if self._target in ready:  # the kernel's own process has ended
+                poll.unregister(self._target)
                 end_session(self._pid)
             if wakeup in ready:
                 os.read(wakeup, 4096)
@@ -139,6 +138,8 @@ class Keeper:
         try:
             for group in self._groups:
                 os.write(group, str(self._pid).encode())
+            if has_ended(self._target):
+                raise ProcessLookupError(3, "its process has ended")
             os.write(self._go, READY)
         except OSError as error:
             self._failure = reason("kernel", error)
@@ -179,6 +180,13 @@ def end_session(leader: int) -> None:
                 except ProcessLookupError:
                     pass
             os.close(descriptor)
+
+
+def has_ended(pidfd: int) -> bool:
+    """Tell whether a process has ended (pidfd_open(2): its descriptor can be read then)."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def is_in(pid: int, session: int) -> bool:

@@ -65,12 +65,9 @@ class Target:
             with open(path) as file:
                 if pid not in map(int, file):
                     raise ProcessLookupError(3, "its process has left it")
-        if os.readlink(f"/proc/{pid}/ns/user") != os.readlink("/proc/self/ns/user"):
-            raise PermissionError(1, "its process is in a user namespace of its own")
-        self.status = status_of(pid)
-        if self.status["NoNewPrivs"] != "1":
+        if status_of(pid)["NoNewPrivs"] != "1":
             raise PermissionError(1, "its process could gain privileges")
-        self.status = status_of(pid)  # from here on it can only have lost some
+        self.status = status_of(pid)  # it could not gain any before
         self.uid, self.gid = (int(self.status[name].split()[1]) for name in ("Uid", "Gid"))
         with open("/proc/sys/kernel/cap_last_cap") as file:
             self.last_capability = int(file.read())
@@ -85,6 +82,13 @@ class Target:
         self.env = {"PATH": "/usr/local/bin:/usr/bin:/bin"}
         self.env |= {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
         self.folder = os.readlink(f"/proc/{pid}/cwd")
+        for name in ("user", "pid"):
+            # From a user namespace of its own, where it has every capability, none comes back.
+            if os.readlink(f"/proc/{pid}/ns/{name}") != os.readlink(f"/proc/self/ns/{name}"):
+                raise PermissionError(1, f"its process is in a {name} namespace of its own")
+        is_elsewhere = self.namespaces & NAMESPACES["mnt"]
+        if not is_elsewhere and not os.path.samefile(f"/proc/{pid}/root", "/"):
+            raise PermissionError(1, "its process has another root folder")
         signal.pidfd_send_signal(self.pidfd, 0)  # it was this one all the time
 
 
@@ -128,6 +132,7 @@ def become(
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write(target.oom_score_adj)
         os.setpriority(os.PRIO_PROCESS, 0, target.niceness)
+        os.umask(int(target.status["Umask"], 8))
         step = "namespaces"
         if target.namespaces and libc.setns(target.pidfd, target.namespaces):
             number = ctypes.get_errno()
@@ -218,6 +223,8 @@ def drop(target: Target, libc: ctypes.CDLL) -> None:
     """Take the user and the bounds of a process; nothing of root's is left after it."""
     if os.geteuid() == 0:
         bounds = int(target.status["CapBnd"], 16)
+        if target.uid == 0:
+            bounds &= int(target.status["CapPrm"], 16)
         for capability in range(target.last_capability + 1):
             if not bounds >> capability & 1 and libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0):
                 raise PermissionError(1, "cannot give up what its process has not")

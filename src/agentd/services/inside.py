@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from agentd.core.kernel import KernelState
+from agentd.core.kernel import Kernel, KernelState
 from agentd.core.session import ExecSpec
-from agentd.errors import KernelConflict
+from agentd.errors import AgentdError, KernelConflict, UnknownKernel
 from agentd.services.interfaces import Runtime, Session
 from agentd.services.state import NodeState
+from agentd.tasks import to_the_end
 
 
 class Insides:
@@ -18,21 +19,38 @@ class Insides:
         self._state = state
         self._runtimes = runtimes
 
-    async def begin(self, kernel_id: str, spec: ExecSpec) -> Session:
-        """Run a command inside a kernel.
+    async def begin(self, kernel: Kernel, spec: ExecSpec) -> Session:
+        """Run a command inside a kernel that was found; another one of its id is not it.
 
         Raises:
-            UnknownKernel: there is no such kernel.
+            UnknownKernel: it is not there any more.
             KernelConflict: it does not run.
             RequestError, Unavailable, RuntimeFailure: the command did not start.
         """
-        self.require(kernel_id)
-        kernel = self._state.get(kernel_id)
-        return await self._runtimes[kernel.runtime].run_inside(kernel, spec)
+        self._require(kernel)
+        session = await self._runtimes[kernel.runtime].run_inside(kernel, spec)
+        try:
+            self._require(kernel)
+        except AgentdError:
+            await to_the_end(session.close())
+            raise
+        return session
 
-    def require(self, kernel_id: str) -> None:
-        """Refuse a kernel that does not run."""
+    def find(self, kernel_id: str) -> Kernel:
+        """Return a kernel that runs.
+
+        Raises:
+            UnknownKernel, KernelConflict: there is none.
+        """
         kernel = self._state.get(kernel_id)
-        self._state.require_runtime(kernel.runtime)
-        if kernel.state is not KernelState.RUNNING:
-            raise KernelConflict(f"kernel {kernel_id} is {kernel.state}: nothing runs inside it")
+        self._require(kernel)
+        return kernel
+
+    def _require(self, kernel: Kernel) -> None:
+        now = self._state.get(kernel.kernel_id)
+        if (now.agent_id, now.created_at) != (kernel.agent_id, kernel.created_at):
+            raise UnknownKernel(kernel.kernel_id)
+        self._state.require_runtime(now.runtime)
+        if now.state is not KernelState.RUNNING:
+            why = f"kernel {now.kernel_id} is {now.state}: nothing runs inside it"
+            raise KernelConflict(why)

@@ -28,6 +28,7 @@ from agentd.runtimes.docker.engine import (
     EngineUnreachable,
 )
 from agentd.runtimes.docker.translation import translating
+from agentd.tasks import to_the_end
 
 CHUNK = 64 * 1024
 _SWITCHED = b" 101 "
@@ -207,8 +208,8 @@ def end_left_behind(node_id: str, containers: Collection[str]) -> None:
         lambda: {
             process.pid
             for process in all_processes()
-            if read_env(process.pid).get(MARK) == node_id
-            and any(_is_in(process.pid, container) for container in containers)
+            if any(_is_in(process.pid, container) for container in containers)
+            and read_env(process.pid).get(MARK) == node_id
         }
     )
 
@@ -241,9 +242,9 @@ async def run_inside(
         async with asyncio.timeout(START_TIMEOUT_S):
             await session.begin(socket)
     except asyncio.IncompleteReadError as error:
-        await session.close()
+        await to_the_end(session.close())
         raise RuntimeFailure("the Docker Engine hung up") from error
     except BaseException:
-        await session.close()
+        await to_the_end(session.close())
         raise
     return session

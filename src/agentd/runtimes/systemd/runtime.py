@@ -244,8 +244,7 @@ class SystemdRuntime:
             raise KernelConflict(f"kernel {kernel.kernel_id} does not run")
         procs = MOUNT / str(seen["ControlGroup"])[1:] / "cgroup.procs"
         with looking():
-            stats = map(read_stat, map(int, procs.read_text(encoding="ascii").split()))
-        members = [Proc(stat.pid, stat.start_time) for stat in stats if stat is not None]
+            members = await asyncio.to_thread(_members, procs)
         name = exec_unit(kernel_name(self._node_id, kernel.kernel_id))
         return await enter(Place(members, [procs]), spec, self._manager, name)
 
@@ -268,3 +267,9 @@ class SystemdRuntime:
                 yield line
         finally:
             await lines.aclose()
+
+
+def _members(procs: Path) -> list[Proc]:
+    """Return the processes of a cgroup."""
+    stats = [read_stat(int(line)) for line in procs.read_text(encoding="ascii").split()]
+    return [Proc(stat.pid, stat.start_time) for stat in stats if stat is not None]

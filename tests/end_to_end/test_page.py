@@ -1,0 +1,206 @@
+"""The status page in a real Chromium: everything on it, as things happen."""
+
+from collections.abc import AsyncIterator
+from urllib.parse import urlsplit
+
+import pytest
+
+from daemon import Daemon
+from end_to_end.browser import Visit, chromium, shown, visit
+
+CONFIG = """
+[[agents]]
+id = "research"
+[[agents]]
+id = "inference"
+[plugins.cuda]
+plugin = "sim"
+count = 4
+mode = "shares"
+health-file = "{health}"
+[plugins.broken]
+plugin = "sim"
+count = 1
+fault = "raise"
+fault-at = "open"
+"""
+SLEEPER = ["sleep", "100000"]
+HOSTILE = "<img src=x onerror=\"document.title='pwned'\"><script>document.title='pwned'</script>"
+
+
+@pytest.fixture
+async def node(plain: Daemon) -> Daemon:
+    health = plain.folder / "health"
+    health.write_text("cuda3 unhealthy it coughs\n")
+    await plain.start(CONFIG.replace("{health}", str(health)))
+    return plain
+
+
+@pytest.fixture
+async def page(node: Daemon) -> AsyncIterator[Visit]:
+    async with chromium() as browser, shown(node) as address, visit(browser, address) as visited:
+        yield visited
+
+
+async def test_it_answers_what_operators_ask(node: Daemon, page: Visit) -> None:
+    await node.running(
+        "research", kernel_id="train", command=SLEEPER, slots={"cpu": 1, "cuda.shares": "0.5"}
+    )
+    await node.running("inference", kernel_id="serve", command=SLEEPER, slots={"cuda.shares": 1})
+    assert (await node.create("research", kernel_id="big", slots={"cuda.shares": 9})).status == 409
+    assert node.node in await page.text("#node")
+    await page.until("#refusals", "InsufficientResource")
+    assert "9 asked for" in await page.text("#refusals")
+    assert "kernel big, asked by agentd" in await page.text("#refusals")
+    await page.until("#tiles", "of 4 cuda free")
+    troubles = await page.text("#troubles")
+    assert "broken: plugin pending: open" in troubles
+    assert "cuda cuda3: unhealthy\nit coughs" in troubles
+    assert "cuda.shares" in await page.text("#agents")
+    await page.until("#rows", "train")
+    rows = await page.text("#rows")
+    assert "serve" in rows
+    assert "1 cpu" in rows
+    assert "2 of 2" in await page.text("#shown")
+    half = page.cell("cuda cuda0")
+    label = await half.get_attribute("aria-label")
+    assert "0.5 of 1 used" in label
+    assert "train has 0.5" in label
+    parts = half.locator(".fill span")
+    assert await parts.count() == 1
+    assert await parts.first.evaluate("part => part.style.blockSize") == "50%"
+    colour = await parts.first.get_attribute("data-colour")
+    assert colour == await page.page.get_attribute("#legend .swatch", "data-colour")
+    assert await page.cell("cuda cuda3").get_attribute("data-state") == "unhealthy"
+    await page.page.wait_for_function(
+        "() => document.querySelector('.c-memory span').innerText.includes('B')"
+    )
+
+
+async def test_a_kernel_that_is_created_meanwhile_appears_and_lights_its_devices(
+    node: Daemon, page: Visit
+) -> None:
+    await page.until("#shown", "0 of 0")
+    await node.running("research", kernel_id="new", command=SLEEPER, slots={"cuda.shares": 1})
+    await page.until("#rows", "new", 3000)
+    await page.page.wait_for_selector('.cell[aria-label*="new has 1"]')
+    await page.page.hover(".kernel:has-text('new')")
+    lit = page.page.locator(".dimmed .cell.lit")
+    assert (await lit.first.get_attribute("aria-label")).startswith("cuda cuda0")
+    await page.cell("cuda cuda0").hover()
+    assert await page.page.locator(".kernel.lit").count() == 1
+    assert "new has 1" in await page.text("#tip")
+
+
+async def test_a_lost_connection_is_shown_and_mended(node: Daemon, page: Visit) -> None:
+    await page.until("#live", "live")
+    await node.stop()
+    await page.until("#live", "no connection")
+    await node.start()
+    await page.until("#live", "live")
+    await node.running("research", kernel_id="later", command=SLEEPER)
+    await page.until("#rows", "later")
+    page.errors.clear()  # the browser reports what could not be fetched
+
+
+async def test_a_kernel_is_looked_into_stopped_and_removed(node: Daemon, page: Visit) -> None:
+    command = ["sh", "-c", "n=0; while :; do echo step $((n=n+1)); sleep 0.2; done"]
+    await node.running("research", kernel_id="loud", command=command, labels={"owner": "ann"})
+    await page.page.click("text=loud")
+    await page.until("#details .output", "step 2")
+    await page.until("#details .output", "step 4")
+    assert "owner=ann" in await page.text("#details .facts")
+    await page.page.click("#details button:has-text('Stop')")
+    assert (await node.get("/v1/kernels/loud"))["state"] == "running"
+    await page.page.click("#details button:has-text('Really stop?')")
+    await page.until("#details .facts", "terminated")
+    assert await page.page.locator("#details button:has-text('Stop')").count() == 0
+    await page.page.click("#details button:has-text('Delete')")
+    await page.page.click("#details button:has-text('Really delete?')")
+    await page.until("#details .facts", "removed")
+    assert (await node.call("GET", "/v1/kernels/loud")).status == 404
+
+
+async def test_devices_are_drained_with_the_keyboard_alone(node: Daemon, page: Visit) -> None:
+    await page.cell("cuda cuda0").focus()
+    await page.page.keyboard.press("ArrowRight")
+    await page.page.keyboard.press("Enter")
+    await page.until("#details", "cuda cuda1")
+    await page.page.locator("#details button:has-text('Drain')").focus()
+    await page.page.keyboard.press("Enter")
+    await page.until("#details", "drained")
+    assert (await node.device("cuda1"))["state"] == "drained"
+    await page.page.wait_for_selector("#details button:has-text('Give it out again')")
+    await page.page.locator("#details button:has-text('Give it out again')").focus()
+    await page.page.keyboard.press("Enter")
+    await page.page.wait_for_selector("#details button:has-text('Drain')")
+    await page.page.keyboard.press("Escape")
+    assert not await page.page.locator("#details").is_visible()
+    assert (await node.device("cuda1"))["state"] == "ok"
+
+
+async def test_names_are_text_and_never_markup(node: Daemon, page: Visit) -> None:
+    labels = {"owner": HOSTILE}
+    command = ["sh", "-c", f"printf '%s\\n' '{HOSTILE.replace(chr(39), '')}'; sleep 1000", HOSTILE]
+    await node.running("research", kernel_id="evil", command=command, labels=labels)
+    await node.create("research", kernel_id="evil2", slots={f"{HOSTILE}": 1})
+    await page.page.click("text=evil")
+    await page.until("#details .output", "<img")
+    await page.until("#details .facts", HOSTILE)
+    assert await page.page.locator("img, #main script, #details script").count() == 0
+    assert "pwned" not in await page.page.title()
+
+
+async def test_nothing_is_asked_of_anybody_else(node: Daemon, page: Visit) -> None:
+    await node.running("research", kernel_id="k", command=SLEEPER)
+    await page.until("#rows", "k")
+    ours = urlsplit(page.page.url).netloc
+    assert {urlsplit(url).netloc for url in page.asked} == {ours}
+    assert "token" not in page.page.url
+    assert await page.page.context.cookies() == []
+    await page.page.reload()
+    await page.until("#rows", "k")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1440, 390])
+async def test_axe_finds_no_serious_fault(node: Daemon, scheme: str, width: int) -> None:
+    await node.running("research", kernel_id="train", command=SLEEPER, slots={"cuda.shares": 1})
+    await node.create("research", kernel_id="big", slots={"cuda.shares": 9})
+    look = {"color_scheme": scheme, "viewport": {"width": width, "height": 900}}
+    async with (
+        chromium() as browser,
+        shown(node) as address,
+        visit(browser, address, **look) as page,
+    ):
+        await page.until("#rows", "train")
+        assert await page.faults() == []
+        await page.page.click("text=train")
+        await page.until("#details .facts", "research")
+        assert await page.faults() == []
+        is_wide = "() => document.documentElement.scrollWidth > innerWidth"
+        assert not await page.page.evaluate(is_wide)
+
+
+async def test_kernels_are_found_and_sorted(node: Daemon, page: Visit) -> None:
+    for number in (1, 2, 10):
+        await node.running("research", kernel_id=f"k-{number}", command=SLEEPER)
+    await page.until("#shown", "3 of 3")
+    await page.page.click("#head button:has-text('Kernel')")
+
+    async def names() -> list[str]:
+        found = []
+        for row in await page.page.locator(".kernel:not([hidden])").all():
+            place = await row.get_attribute("aria-rowindex")
+            found.append((place, await row.locator("button").inner_text()))
+        return [name for _, name in sorted(found)]
+
+    assert await names() == ["k-1", "k-2", "k-10"]
+    await page.page.click("#head button:has-text('Kernel')")
+    assert await names() == ["k-10", "k-2", "k-1"]
+    await page.page.fill("#find", "k-10")
+    await page.until("#shown", "1 of 3")
+    await node.call("POST", "/v1/kernels/k-10/stop", {"timeout": 0})
+    await page.until("#shown", "0 of 3")
+    await page.page.select_option("#states", "ended")
+    await page.until("#rows", "k-10")
