@@ -12,7 +12,7 @@ import gc
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -63,6 +63,7 @@ from agentd.services.state import NodeState
 from agentd.services.statistics import Statistics
 from agentd.state.files import StateFolder
 from agentd.state.neighbours import MachineNeighbours, Places
+from agentd.tasks import running
 
 log = structlog.get_logger()
 
@@ -207,14 +208,14 @@ class Daemon:
             stack.push_async_callback(server.stop)
             await server.start()
             await reach("start.after_server")
-            await stack.enter_async_context(_running(node.loops.run()))
+            await stack.enter_async_context(running(node.loops.run()))
             await self._until_listed(node)
             await reach("start.before_ready")
             self._open(node)
             keeper = Keeper(node.state, node.service, self._settings.node.keep_ended)
             reload = Reload(self._loaded, server, node.runtimes)
             for work in (self._telling(node), keeper.run(), self._reloading(reload)):
-                await stack.enter_async_context(_running(work))
+                await stack.enter_async_context(running(work))
             await self._notifier.keep_alive_until(self._stop)
             self._notifier.stopping()
             log.info("daemon.stopping")
@@ -388,14 +389,3 @@ class _Node(NamedTuple):
 
 async def _until(event: asyncio.Event) -> None:
     await event.wait()
-
-
-@contextlib.asynccontextmanager
-async def _running(work: Coroutine[object, object, None]) -> AsyncIterator[None]:
-    task = asyncio.create_task(work)
-    try:
-        yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task

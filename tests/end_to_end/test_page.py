@@ -55,13 +55,15 @@ async def test_it_answers_what_operators_ask(node: Daemon, page: Visit) -> None:
     await page.until("#tiles", "of 4 cuda free")
     troubles = await page.text("#troubles")
     assert "broken: plugin pending: open" in troubles
-    assert "cuda cuda3: unhealthy\nit coughs" in troubles
+    assert "cuda cuda3: unhealthy" in troubles
+    assert "it coughs" in troubles
     assert "cuda.shares" in await page.text("#agents")
     await page.until("#rows", "train")
     rows = await page.text("#rows")
     assert "serve" in rows
     assert "1 cpu" in rows
     assert "2 of 2" in await page.text("#shown")
+    await page.page.wait_for_selector('.cell[aria-label*="train has 0.5"]')
     half = page.cell("cuda cuda0")
     label = await half.get_attribute("aria-label")
     assert "0.5 of 1 used" in label
@@ -73,7 +75,7 @@ async def test_it_answers_what_operators_ask(node: Daemon, page: Visit) -> None:
     assert colour == await page.page.get_attribute("#legend .swatch", "data-colour")
     assert await page.cell("cuda cuda3").get_attribute("data-state") == "unhealthy"
     await page.page.wait_for_function(
-        "() => document.querySelector('.c-memory span').innerText.includes('B')"
+        "() => document.querySelector('.kernel .c-memory span').innerText.includes('B')"
     )
 
 

@@ -161,7 +161,7 @@ def check_config(config_file: str | None, as_json: bool) -> None:  # noqa: FBT00
 @click.option("--live", is_flag=True, help="Also: what it would leave held, given the kernels now.")
 def plan(config_file: str | None, as_json: bool, live: bool) -> None:  # noqa: FBT001 - click passes them
     """Print the partition without starting anything."""
-    from agentd.rpc.rendering import plan_view  # noqa: PLC0415
+    from agentd.rpc.planned import plan_view  # noqa: PLC0415
 
     split = _with_node(config_file, lambda devices, _: devices.split)
     content = plan_view(split)

@@ -7,8 +7,6 @@ bearer token does both. Every error is a problem (RFC 9457) with a stable code.
 from __future__ import annotations
 
 import asyncio
-import grp
-import os
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -36,12 +34,12 @@ from agentd.rpc.pages import Pages, is_foreign
 from agentd.rpc.problems import HTTP_CODES, MEMBERS, problem
 from agentd.rpc.queries import body_of, is_true
 from agentd.rpc.routes import OPEN_PATHS, Route, document
+from agentd.rpc.sockets import unix_socket
 from agentd.rpc.streams import Streams
 
 log = structlog.get_logger()
 
 MAX_BODY = 1024 * 1024
-SOCKET_MODE = 0o660
 BACKLOG = 1024
 ACCEPTED_AT_ONCE = 8
 """How many connections are accepted in one round of the event loop; the others stay queued."""
@@ -364,38 +362,3 @@ def _with_a_queue(listener: asyncio.Server) -> asyncio.Server:
         with listening.dup() as same:
             same.listen(BACKLOG)
     return listener
-
-
-def unix_socket(path: Path, group: str | None) -> socket.socket:
-    """Bind a unix socket with mode 0660; one that nobody listens on any more is replaced.
-
-    Raises:
-        StartRefused: it is in use, or cannot be made.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_socket():
-            _refuse_in_use(path)
-            path.unlink()
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        before = os.umask(0o777 & ~SOCKET_MODE)
-        try:
-            listener.bind(str(path))
-        finally:
-            os.umask(before)
-        if group is not None:
-            os.chown(path, -1, grp.getgrnam(group).gr_gid)
-    except KeyError:
-        raise StartRefused(f"socket {path}: no group {group!r} on this machine") from None
-    except OSError as error:
-        raise StartRefused(f"socket {path}: {error.strerror}") from None
-    return listener
-
-
-def _refuse_in_use(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            return
-    raise StartRefused(f"socket {path} is in use by another process")

@@ -31,7 +31,7 @@ export class Details {
   openKernel(id) {
     const curves = h("div", { cls: "curves" }, ...["cpu", "memory", "load"].map((figure) =>
       h("figure", { cls: figure }, h("figcaption", {}), h("canvas", { aria: { hidden: "true" } }))));
-    const output = h("pre", { cls: "output", tabIndex: 0, aria: { label: `output of ${id}` } });
+    const output = h("pre", { cls: "output", role: "region", tabIndex: 0, aria: { label: `output of ${id}` } });
     const log = this.store.may("kernels") ? output : h("p", {}, "Role read does not see what kernels print.");
     this.#open({ kernel: id }, id, h("dl", { cls: "facts" }), curves, this.#actions([]), h("h3", {}, "Output"), log);
     if (log === output) this.#follow(id, output);

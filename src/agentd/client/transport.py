@@ -1,0 +1,160 @@
+"""What carries the calls of the asyncio client: one session with one daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast
+
+import aiohttp
+from yarl import URL
+
+from agentd.client.calls import Call
+from agentd.client.defaults import (
+    DEFAULT_SOCKET,
+    TIMEOUT_S,
+)
+from agentd.client.problems import content_of, error_in, unreachable
+from agentd.errors import Unavailable, Unreachable
+
+T = TypeVar("T")
+
+
+class Transport:
+    """What carries calls out: one session with one daemon."""
+
+    def __init__(
+        self,
+        socket: str | os.PathLike[str] | None = None,
+        *,
+        url: str | None = None,
+        token: str | None = None,
+        timeout_s: float = TIMEOUT_S,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._tls = tls
+        self._socket_path = os.fspath(socket) if socket is not None else DEFAULT_SOCKET
+        self._url = url
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._timeout_s = timeout_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        connector = None if self._url else aiohttp.UnixConnector(self._socket_path)
+        self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def carry_out(self, call: Call[T], *, timeout_s: float | None = None) -> T:
+        """Carry out a call, again as long as the daemon is not ready for it.
+
+        Raises:
+            AgentdError: the daemon refused, or did not answer in time.
+        """
+        content = await self._content(call, self._timeout_s if timeout_s is None else timeout_s)
+        return cast("T", content_of(content))
+
+    async def _content(self, call: Call[Any], timeout_s: float) -> bytes:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self._timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    try:
+                        async with await self._opened(call) as response:
+                            return await response.read()
+                    except Unavailable as error:
+                        if not call.is_worth_another(error, end - loop.time()):
+                            raise
+                        pause_s = error.retry_after_s
+                    await asyncio.sleep(pause_s)
+        except TimeoutError:
+            raise Unreachable(f"{self._where}: no answer within {timeout_s:g} s") from None
+        except aiohttp.ClientError as error:
+            raise unreachable(self._where, error) from None
+
+    async def _opened(
+        self, call: Call[Any], *, silence_s: float | None = None
+    ) -> aiohttp.ClientResponse:
+        """Send a call, and return its answer to be read; `silence_s` ends one that says nothing.
+
+        Raises:
+            AgentdError: it is an error, or there is none.
+            RuntimeError: the client is not entered.
+        """
+        if self._session is None:
+            raise RuntimeError("use it as `async with AsyncClient() as client`")
+        try:
+            response = await self._session.request(
+                call.method,
+                f"{(self._url or 'http://agentd').rstrip('/')}{call.path}",
+                json=call.body,
+                headers=call.headers,
+                ssl=self._tls or True,
+                timeout=aiohttp.ClientTimeout(
+                    total=None, sock_connect=self._timeout_s, sock_read=silence_s
+                ),
+            )
+        except (aiohttp.ClientError, OSError) as error:
+            raise unreachable(self._where, error) from None
+        if response.status >= HTTPStatus.BAD_REQUEST:
+            async with response:
+                retry_after = response.headers.get("Retry-After")
+                raise error_in(response.status, await response.read(), retry_after)
+        return response
+
+    @asynccontextmanager
+    async def passing(
+        self, method: str, path: str, *, headers: Mapping[str, str], body: bytes | None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Pass on a request as it is, and give back the answer, whatever that is.
+
+        Raises:
+            Unreachable: there is none.
+        """
+        if self._session is None:
+            raise RuntimeError("use it as `async with AsyncClient() as client`")
+        url = URL((self._url or "http://agentd").rstrip("/") + path, encoded=True)
+        forever = aiohttp.ClientTimeout(total=None, sock_connect=self._timeout_s)
+        try:
+            async with self._session.request(
+                method, url, data=body, headers=headers, ssl=self._tls or True, timeout=forever
+            ) as response:
+                yield response
+        except (aiohttp.ClientError, OSError) as error:
+            raise unreachable(self._where, error) from None
+
+    async def _connected(self, call: Call[Any]) -> aiohttp.ClientWebSocketResponse:
+        """Open a WebSocket.
+
+        Raises:
+            WSServerHandshakeError: the daemon refused.
+            Unreachable: it does not answer.
+        """
+        if self._session is None:
+            raise RuntimeError("use it as `async with AsyncClient() as client`")
+        url = f"{(self._url or 'http://agentd').rstrip('/')}{call.path}"
+        try:
+            return await self._session.ws_connect(url, ssl=self._tls or True, max_msg_size=0)
+        except aiohttp.WSServerHandshakeError:
+            raise
+        except (aiohttp.ClientError, OSError) as error:
+            raise unreachable(self._where, error) from None
+
+    @property
+    def _where(self) -> str:
+        return self._url or self._socket_path

@@ -1,0 +1,160 @@
+"""Who is shown the status page, and what of it."""
+
+import asyncio
+import contextlib
+import os
+import re
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+from yarl import URL
+
+from end_to_end.browser import Visit, chromium, shown
+from end_to_end.test_tokens import Tokens, tokens
+
+__all__ = ["tokens"]
+SLEEPER = ["sleep", "100000"]
+
+
+@pytest.fixture
+async def node(tokens: Tokens) -> Tokens:
+    """A node of two teams, with a kernel each, that listens on TCP."""
+    team = tokens.entry("team", "agent", "team-a")
+    tokens.configure(team, tokens.entry("watcher", "read"), tokens.entry("boss", "admin"))
+    await tokens.daemon.start()
+    for agent, which in (("team-a", "a"), ("secret-team", "b")):
+        kernel = {"kernel_id": f"of-{which}", "slots": {"cuda.device": 1}, "command": SLEEPER}
+        await tokens.daemon.running(agent, **kernel)
+        await tokens.daemon.create(agent, kernel_id=f"big-{which}", slots={"cpu": 99})
+    return tokens
+
+
+@contextlib.asynccontextmanager
+async def logged_in(node: Tokens, name: str) -> AsyncIterator[Visit]:
+    async with chromium() as browser:
+        page = Visit(await browser.new_page())
+        await page.page.goto(f"http://127.0.0.1:{node.port}/")
+        await page.page.fill("#token", "wrong")
+        await page.page.click("#login button")
+        await page.until("#login-problem", "not known here")
+        await page.page.fill("#token", node.secrets[name])
+        await page.page.click("#login button")
+        await page.page.wait_for_selector("#main:not([hidden])")
+        yield page
+
+
+async def test_a_team_sees_what_is_its_own_and_may_stop_that(node: Tokens) -> None:
+    async with logged_in(node, "team") as page:
+        await page.until("#rows", "of-a")
+        assert "of-b" not in await page.text("body")
+        assert "big-b" not in await page.text("body")
+        assert "secret-team" not in await page.page.content()
+        assert "big-a" in await page.text("#refusals")
+        assert "you are team (agent)" in await page.text("#facts")
+        await page.page.click("text=of-a")
+        await page.page.wait_for_selector("#details button:has-text('Stop')")
+        await page.page.keyboard.press("Escape")
+        await page.page.locator('.cell[aria-label^="cuda"]').first.click()
+        await page.until("#details", "cuda")
+        assert await page.page.locator("#details .buttons button").count() == 0
+        await page.page.keyboard.press("Escape")
+        await page.page.reload()
+        await page.until("#rows", "of-a")
+
+
+async def test_who_may_only_read_is_offered_nothing_else(node: Tokens) -> None:
+    async with logged_in(node, "watcher") as page:
+        await page.until("#rows", "of-b")
+        await page.page.click("text=of-b")
+        await page.until("#details", "does not see what kernels print")
+        assert await page.page.locator("#details .buttons button").count() == 0
+
+
+async def test_the_files_need_no_token_and_are_held_to_themselves(node: Tokens) -> None:
+    for path in ("/ui/", "/ui/app.js", "/ui/style.css", "/ui/icon.svg"):
+        answer = await node.get(None, path)
+        assert answer.status == 200, path
+        policy = answer.headers["Content-Security-Policy"]
+        assert policy.startswith("default-src 'none'; script-src 'self'")
+        assert "unsafe" not in policy
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
+        again = await node.get(None, path, {"If-None-Match": answer.headers["ETag"]})
+        assert (again.status, again.content) == (304, b"")
+    assert (await node.get(None, "/ui/nothing.js")).status == 401
+    assert (await node.get(None, "/ui/../etc/passwd")).status in (401, 404)
+    assert (await node.get(None, "/v1/kernels")).status == 401
+
+
+async def test_a_page_of_another_origin_is_refused(node: Tokens) -> None:
+    foreign = {"Origin": "http://evil.example"}
+    answer = await node.get("boss", "/v1/kernels", foreign)
+    assert (answer.status, answer.json["code"]) == (403, "Forbidden")
+    ours = {"Origin": f"http://127.0.0.1:{node.port}"}
+    assert (await node.get("boss", "/v1/kernels", ours)).status == 200
+
+
+async def test_the_loopback_port_takes_its_token_and_no_other_name(node: Tokens) -> None:
+    async with shown(node.daemon) as address, aiohttp.ClientSession() as session:
+        url = URL(address)
+        secret = url.fragment.removeprefix("token=")
+        assert len(secret) >= 32
+        assert url.host == "127.0.0.1"
+
+        async def status(path: str, **headers: str) -> int:
+            async with session.get(url.origin() / path, headers=headers) as answer:
+                return answer.status
+
+        bearer = f"Bearer {secret}"
+        assert await status("ui/") == 200
+        assert await status("v1/node") == 401
+        assert await status("v1/node", Authorization="Bearer x") == 401
+        assert await status("v1/node", Authorization=bearer) == 200
+        assert await status("v1/kernels/none", Authorization=bearer) == 404
+        assert await status("v1/node", Authorization=bearer, Host="evil.example") == 403
+        assert await status("v1/node", Authorization=bearer, Origin="http://evil.example") == 403
+        lines = [
+            file.read_bytes()
+            for file in Path("/proc").glob("[0-9]*/cmdline")
+            if b"agentctl" in read(file)
+        ]
+        assert not any(secret.encode() in line for line in lines)
+
+
+def read(file: Path) -> bytes:
+    with contextlib.suppress(OSError):
+        return file.read_bytes()
+    return b""
+
+
+async def test_a_daemon_that_goes_is_said_to_the_page(node: Tokens) -> None:
+    async with shown(node.daemon) as address, aiohttp.ClientSession() as session:
+        url = URL(address)
+        headers = {"Authorization": f"Bearer {url.fragment.removeprefix('token=')}"}
+        await node.daemon.stop()
+        async with session.get(url.origin() / "v1/node", headers=headers) as answer:
+            assert (answer.status, (await answer.json())["code"]) == (502, "RuntimeFailure")
+
+
+async def test_the_browser_is_sent_on_by_a_file_that_nobody_else_can_read(node: Tokens) -> None:
+    folder = node.daemon.folder
+    browser = folder / "browser"
+    script = f'#!/bin/sh\nstat -c %a "${{1#file://}}" >{folder}/mode\n'
+    browser.write_text(script + f'cp "${{1#file://}}" {folder}/page\n')
+    browser.chmod(0o755)
+    process = await asyncio.create_subprocess_exec(
+        Path(sys.executable).with_name("agentctl"),
+        "--socket", str(folder / "agentd.sock"), "ui",
+        stdout=asyncio.subprocess.PIPE, env={**os.environ, "BROWSER": f"{browser} %s"},
+    )  # fmt: skip
+    assert process.stdout is not None
+    said = (await asyncio.wait_for(process.stdout.readline(), 20)).decode()
+    process.terminate()
+    await process.wait()
+    assert (folder / "mode").read_text() == "600\n"
+    opened = (folder / "page").read_text()
+    assert re.search(r"url=http://127\.0\.0\.1:\d+/ui/#token=[\w-]{32,}", opened)
+    assert "/ui/ (Ctrl-C ends it)" in said
+    assert "token" not in said
