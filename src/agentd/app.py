@@ -41,7 +41,7 @@ from agentd.pluginhost.instance import Pace
 from agentd.reload import Reload
 from agentd.rpc.handlers import Handlers, NodeParts
 from agentd.rpc.metrics import Metrics
-from agentd.rpc.pages import Pages
+from agentd.rpc.pages import HOME, Pages
 from agentd.rpc.rendering import status_line
 from agentd.rpc.routes import ROUTES
 from agentd.rpc.server import Server
@@ -203,7 +203,9 @@ class Daemon:
             stack.push_async_callback(plugins.close)
             node = await self._assembled(stack, plugins)
             where = replace(endpoint(self._settings.rpc), passed=self._passed)
-            server = Server("agentd", ROUTES, node.handlers, where, self._node_id, Pages("agentd"))
+            server = Server(
+                "agentd", ROUTES, node.handlers, where, self._node_id, Pages({HOME: "agentd"})
+            )
             stack.push_async_callback(reach, "shutdown.after_server")
             stack.push_async_callback(server.stop)
             await server.start()

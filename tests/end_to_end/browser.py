@@ -34,10 +34,17 @@ async def chromium() -> AsyncIterator[Browser]:
 
 @contextlib.asynccontextmanager
 async def shown(daemon: Daemon) -> AsyncIterator[str]:
+    """Run `agentctl ui` for a node, and give its address."""
+    async with shown_by("--socket", str(daemon.folder / "agentd.sock")) as address:
+        yield address
+
+
+@contextlib.asynccontextmanager
+async def shown_by(*options: str) -> AsyncIterator[str]:
     """Run `agentctl ui`, and give its address."""
     program = Path(sys.executable).with_name("agentctl")
     process = await asyncio.create_subprocess_exec(
-        program, "--socket", str(daemon.folder / "agentd.sock"), "ui", "--print",
+        program, *options, "ui", "--print",
         stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:

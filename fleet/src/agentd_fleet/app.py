@@ -19,6 +19,7 @@ from agentd.config.settings import RpcSettings
 from agentd.endpoint import endpoint, guarded_secret_in, tokens
 from agentd.errors import ConfigRefused, Problem
 from agentd.host.sd_notify import Notifier
+from agentd.rpc.pages import HOME, NODE_HOME, Pages
 from agentd.rpc.server import Server
 from agentd_fleet.asking import Pace
 from agentd_fleet.etcd import Access, Etcd
@@ -134,7 +135,13 @@ class GatewayDaemon:
             stack.push_async_callback(placer.close)
             gateway = Gateway(store, state, nodes, placer)
             await stack.enter_async_context(self._running(store.run()))
-            server = Server("agentd-fleet", ROUTES, gateway, where)
+            server = Server(
+                "agentd-fleet",
+                ROUTES,
+                gateway,
+                where,
+                pages=Pages({HOME: "agentd_fleet", NODE_HOME: "agentd"}),
+            )
             stack.push_async_callback(server.stop)
             await server.start()
             sweep = Sweep(store, state, nodes, placer, self._pace)

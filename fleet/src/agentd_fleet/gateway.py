@@ -28,7 +28,7 @@ from agentd_fleet.lists import Lists
 from agentd_fleet.metrics import CONTENT_TYPE, Counts, exposition
 from agentd_fleet.nodes import Answer, Nodes
 from agentd_fleet.orders import FleetKernelRequest, order_of
-from agentd_fleet.passing import pass_on
+from agentd_fleet.passing import pass_on, pass_socket
 from agentd_fleet.placing import Placer
 from agentd_fleet.route import Store
 from agentd_fleet.state import FleetState
@@ -214,6 +214,21 @@ class Gateway:
         with self._streams.opened(request):
             return await pass_on(self._nodes, place.node, request, path)
 
+    async def get_use(self, request: web.Request) -> web.Response:
+        """Show what a kernel uses."""
+        caller, kernel_id = caller_of(request), request.match_info["kernel"]
+        place = await self._kernels.place(caller, kernel_id, request.query.get("node"))
+        found = await self._kernels.ask(caller, place, "GET", path_of(kernel_id, "stats"))
+        return self._kernel(found, place.node.node_id)
+
+    async def exec_kernel(self, request: web.Request) -> web.StreamResponse:
+        """Run a command inside a kernel, over a WebSocket."""
+        caller, kernel_id = caller_of(request), request.match_info["kernel"]
+        place = await self._kernels.place(caller, kernel_id, request.query.get("node"))
+        with self._streams.opened(request, may_pause=True):
+            path = path_of(kernel_id, "exec")
+            return await pass_socket(self._nodes, place.node, request, path)
+
     async def pass_to_node(self, request: web.Request) -> web.StreamResponse:
         """Pass a call on to one node, for everything that it serves below /v1."""
         caller, rest = caller_of(request), request.match_info["rest"]
@@ -222,8 +237,10 @@ class Gateway:
             raise InvalidRequest([Problem("rest", why)])
         node = self._lists.node(caller, request.match_info["node"])
         path = request.rel_url.raw_path_qs.split("/", 4)[4]
-        with self._streams.opened(request):
-            return await pass_on(self._nodes, node, request, f"/v1/{path}")
+        is_socket = "Upgrade" in request.headers
+        pass_it = pass_socket if is_socket else pass_on
+        with self._streams.opened(request, may_pause=is_socket):
+            return await pass_it(self._nodes, node, request, f"/v1/{path}")
 
     async def get_metrics(self, request: web.Request) -> web.Response:
         """Show the fleet in the Prometheus exposition format."""

@@ -148,6 +148,30 @@ class Nodes:
                 raise AnswerLost(f"node {node.node_id}: something else answers at its address")
             yield response
 
+    async def connected(
+        self, node: FleetNode, caller: Caller, path: str
+    ) -> aiohttp.ClientWebSocketResponse | None:
+        """Open a WebSocket at a node; None if it refuses.
+
+        Raises:
+            NeverAsked, AnswerLost: it does not answer.
+        """
+        if node.remark:
+            raise NeverAsked(f"node {node.node_id}: {node.remark}")
+        session, address = self._session(node.url)
+        token = {} if node.url.startswith(UNIX) else self._headers
+        sent = {**token, ON_BEHALF: caller.to_text(), NODE: node.node_id}
+        url = URL(f"{address}{path}", encoded=True)
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                return await session.ws_connect(url, headers=sent, max_msg_size=0)
+        except aiohttp.WSServerHandshakeError:
+            return None
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, ValueError) as error:
+            raise NeverAsked(_text(node, error)) from None
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise AnswerLost(_text(node, error)) from None
+
     def _session(self, url: str) -> tuple[aiohttp.ClientSession, str]:
         path = url.removeprefix(UNIX) if url.startswith(UNIX) else ""
         session = self._sessions.get(path)

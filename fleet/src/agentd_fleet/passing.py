@@ -1,15 +1,17 @@
-"""A node's answer passed through as it comes: logs, events, and everything else that it serves."""
+"""A node's answers passed through as they come: logs, events, exec, and all else that it serves."""
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
+from typing import TypeAlias
 
 import aiohttp
 from aiohttp import web
 
 from agentd.errors import NodeUnavailable
 from agentd.rpc.callers import caller_of
+from agentd.rpc.inside import FAREWELL_S, MOST_FRAME
 from agentd.rpc.queries import body_of
 from agentd_fleet.nodes import CREATE_PATIENCE_S, PATIENCE_S, Nodes
 from agentd_fleet.view import FleetNode
@@ -47,3 +49,44 @@ async def pass_on(
             raise ConnectionResetError(str(error)) from None  # the stream is cut here, too
         await response.write_eof()
     return response
+
+
+async def pass_socket(
+    nodes: Nodes, node: FleetNode, request: web.Request, path: str
+) -> web.StreamResponse:
+    """Connect a caller's WebSocket with a node's, frame by frame; either one's end is both's.
+
+    A node that refuses is asked plainly: a refused WebSocket does not say why.
+
+    Raises:
+        NodeUnavailable: the node does not answer.
+    """
+    near = web.WebSocketResponse(max_msg_size=MOST_FRAME, timeout=FAREWELL_S, compress=False)
+    far = None
+    if near.can_prepare(request).ok:
+        far = await nodes.connected(node, caller_of(request), path)
+    if far is None:
+        return await pass_on(nodes, node, request, path)
+    async with far:
+        await near.prepare(request)
+        ways = [asyncio.create_task(_pass_frames(*way)) for way in ((near, far), (far, near))]
+        try:
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for way in ways:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
+        with suppress(ConnectionError):
+            await near.close()
+    return near
+
+
+_Socket: TypeAlias = web.WebSocketResponse | aiohttp.ClientWebSocketResponse
+
+
+async def _pass_frames(source: _Socket, sink: _Socket) -> None:
+    async for frame in source:
+        if frame.type is aiohttp.WSMsgType.BINARY:
+            await sink.send_bytes(frame.data)
+        elif frame.type is aiohttp.WSMsgType.TEXT:
+            await sink.send_str(frame.data)

@@ -6,7 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentd.core.access import Right
-from agentd.rpc.routes import DELETE, DRY_RUN, LIST, LOG, LOGS, METRICS, Parameter, Route
+from agentd.rpc.routes import (
+    DELETE,
+    DRY_RUN,
+    LIST,
+    LOG,
+    LOGS,
+    METRICS,
+    SWITCHED,
+    Parameter,
+    Route,
+)
 from agentd.rpc.schemas import StopRequest
 from agentd.views import CallerView, SlotTypeView
 from agentd_fleet import views
@@ -83,6 +93,15 @@ ROUTES: Sequence[Route] = (
         (*LOGS, NODE),
         right=Right.OUTPUT,
     ),
+    Route(
+        "GET",
+        "/v1/kernels/{kernel}/exec",
+        G.exec_kernel,
+        {SWITCHED: None},
+        (NODE,),
+        right=Right.OUTPUT,
+    ),
+    Route("GET", "/v1/kernels/{kernel}/stats", G.get_use, {200: views.FleetKernelUseView}, (NODE,)),
     Route("GET", _ANY, G.pass_to_node, {200: Any}, passes=True),
     Route("POST", _ANY, G.pass_to_node, {200: Any}, passes=True),
     Route("DELETE", _ANY, G.pass_to_node, {200: Any}, passes=True),

@@ -9,12 +9,26 @@ from typing import Literal, NotRequired
 from typing_extensions import TypedDict
 
 from agentd.core.slots import SlotName, SlotType, format_amount
-from agentd.views import Amount, DecisionView, DeviceView, KernelView, SlotTypeView, SlotUseView
+from agentd.views import (
+    Amount,
+    DecisionView,
+    DeviceView,
+    KernelUseView,
+    KernelView,
+    SlotTypeView,
+    SlotUseView,
+)
 from agentd_fleet.view import FleetNode, FleetView, Use
 
 
 class FleetKernelView(KernelView):
     """A kernel of a node of the fleet."""
+
+    node_id: str
+
+
+class FleetKernelUseView(KernelUseView):
+    """What a kernel of a node of the fleet uses."""
 
     node_id: str
 

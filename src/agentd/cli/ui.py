@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import secrets
 import signal
 import tempfile
@@ -27,10 +28,12 @@ if TYPE_CHECKING:
 
     from agentd.client.aio import AsyncClient
 
-_TAKEN = ("Last-Event-ID", "Content-Type", "Accept", "Prefer", "Idempotency-Key")
+_TAKEN = ("If-None-Match", "Last-Event-ID", "Content-Type", "Accept", "Prefer", "Idempotency-Key")
 """Headers of the page's requests that go on to the daemon."""
-_GIVEN = ("Content-Type", "Cache-Control", "Link", "ETag", "Retry-After", "Agentd-Node")
-"""Headers of its answers that go back."""
+_OWN = ("connection", "content-length", "date", "keep-alive", "server", "transfer-encoding")
+"""Headers of its answers that are about the connection, and do not go back."""
+_FILE = re.compile(r"/|/ui|/ui/(node/)?[a-z0-9.]*")
+"""The files of the page, which need no token."""
 
 
 @click.command("ui")
@@ -38,7 +41,7 @@ _GIVEN = ("Content-Type", "Cache-Control", "Link", "ETag", "Retry-After", "Agent
 @click.option("--print", "is_printed", is_flag=True, help="Print the address; open no browser.")
 @click.pass_obj
 def ui(client: Client, port: int, is_printed: bool) -> None:  # noqa: FBT001 - click passes it
-    """Show the node in a browser, for as long as this runs.
+    """Show the node, or the fleet, in a browser, for as long as this runs.
 
     \b
     agentctl ui
@@ -55,7 +58,7 @@ async def _serve(client: AsyncClient, port: int, *, is_printed: bool) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, done.set)
     async with client:
-        await client.node()
+        await client.whoami()
         relay = Relay(client)
         runner = web.ServerRunner(web.Server(relay.answer), shutdown_timeout=0.1)
         await runner.setup()
@@ -88,15 +91,12 @@ def _opened(address: str) -> Iterator[None]:
 
 
 class Relay:
-    """Answers the page: its files, and the daemon's routes for who has the token."""
+    """Answers the page as the daemon does; what is not its files takes the token."""
 
     def __init__(self, client: AsyncClient) -> None:
-        from agentd.rpc.pages import Pages  # noqa: PLC0415 - see `_serve`
-
         self.host = ""
         self.token = secrets.token_urlsafe(32)
         self._client = client
-        self._pages = Pages("agentd")
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request."""
@@ -108,25 +108,27 @@ class Relay:
             return problem("Forbidden", f"this is {self.host}")
         if is_foreign(request):
             return problem("Forbidden", "a page of another origin asks")
-        if (page := self._pages.answer(request)) is not None:
-            return page
+        path, is_file = request.raw_path, False
+        if request.method == "GET" and _FILE.fullmatch(name := path.partition("?")[0]):
+            path, is_file = name, True
         given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        if not secrets.compare_digest(given, f"Bearer {self.token}".encode()):
+        if not is_file and not secrets.compare_digest(given, f"Bearer {self.token}".encode()):
             return problem("Unauthorized", "the token of this `agentctl ui` is needed")
-        return await self._passed_on(request)
+        return await self._passed_on(request, path)
 
-    async def _passed_on(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _passed_on(self, request: web.BaseRequest, path: str) -> web.StreamResponse:
         from aiohttp import web  # noqa: PLC0415 - see `_serve`
 
         from agentd.rpc.problems import problem  # noqa: PLC0415 - see `_serve`
 
         headers = {name: request.headers[name] for name in _TAKEN if name in request.headers}
+        body = await request.read() or None
         response: web.StreamResponse | None = None
         try:
             async with self._client.passing(
-                request.method, request.raw_path, headers=headers, body=await request.read() or None
+                request.method, path, headers=headers, body=body
             ) as answer:
-                kept = {name: answer.headers[name] for name in _GIVEN if name in answer.headers}
+                kept = {n: v for n, v in answer.headers.items() if n.lower() not in _OWN}
                 response = web.StreamResponse(status=answer.status, headers=kept)
                 await response.prepare(request)
                 async for chunk in answer.content.iter_any():

@@ -132,7 +132,14 @@ class Transport:
         forever = aiohttp.ClientTimeout(total=None, sock_connect=self._timeout_s)
         try:
             async with self._session.request(
-                method, url, data=body, headers=headers, ssl=self._tls or True, timeout=forever
+                method,
+                url,
+                data=body,
+                headers=headers,
+                ssl=self._tls or True,
+                timeout=forever,
+                allow_redirects=False,
+                auto_decompress=False,
             ) as response:
                 yield response
         except (aiohttp.ClientError, OSError) as error:

@@ -36,6 +36,7 @@ MOST_FRAME = 1 << 20
 QUEUED = 4
 """Frames of input that wait while the command takes none: signals overtake them."""
 MOST_SIZE = 10_000
+NO_SOCKET = "expected a WebSocket (RFC 6455): Upgrade: websocket"
 _Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]
 
 
@@ -56,8 +57,7 @@ async def run_over(
     """Have a caller's command run, and pass on what goes in and comes out."""
     wire = web.WebSocketResponse(max_msg_size=MOST_FRAME, timeout=FAREWELL_S, compress=False)
     if not wire.can_prepare(request).ok:
-        why = "expected a WebSocket (RFC 6455): Upgrade: websocket"
-        raise InvalidRequest([Problem("Upgrade", why)])
+        raise InvalidRequest([Problem("Upgrade", NO_SOCKET)])
     await wire.prepare(request)
     session: Session | None = None
     try:

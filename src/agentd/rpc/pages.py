@@ -6,11 +6,13 @@ No request of theirs goes anywhere else (Content-Security-Policy, https://www.w3
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from importlib.resources import files
 
 from aiohttp import web
 
-HOME = "/ui/"
+HOME, NODE_HOME = "/ui/", "/ui/node/"
+"""Where a site's own page is, and at a gateway the page of one of its nodes."""
 _INDEX = "index.html"
 _TYPES = {
     "html": "text/html; charset=utf-8",
@@ -31,25 +33,26 @@ _HEADERS = {
 
 
 class Pages:
-    """The files of a page, read once; `package` has them in a folder `ui`."""
+    """The files of pages, read once; a package has them in a folder `ui`."""
 
-    def __init__(self, package: str) -> None:
+    def __init__(self, packages: Mapping[str, str]) -> None:
+        """`packages` by the path that their files are at."""
         self._files: dict[str, tuple[bytes, str, str]] = {}
-        for file in files(package).joinpath("ui").iterdir():
-            if (media := _TYPES.get(file.name.rpartition(".")[2])) is not None:
-                content = file.read_bytes()
-                tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
-                self._files[file.name] = (content, media, tag)
+        for home, package in packages.items():
+            for file in files(package).joinpath("ui").iterdir():
+                if (media := _TYPES.get(file.name.rpartition(".")[2])) is not None:
+                    content = file.read_bytes()
+                    tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+                    self._files[home + file.name] = (content, media, tag)
 
     def answer(self, request: web.BaseRequest) -> web.Response | None:
         """Return a file; None where the request is for none."""
         if request.method not in ("GET", "HEAD"):
             return None
-        if request.path in ("/", HOME.rstrip("/")) and self._files:
+        if request.path in ("/", HOME.rstrip("/")):
             return web.Response(status=307, headers={"Location": HOME})
-        if not request.path.startswith(HOME):
-            return None
-        found = self._files.get(request.path.removeprefix(HOME) or _INDEX)
+        path = request.path
+        found = self._files.get(path + _INDEX if path.endswith("/") else path)
         if found is None:
             return None
         content, media, tag = found

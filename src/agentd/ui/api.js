@@ -1,5 +1,8 @@
 // Calls of the node that serves this page, and what happens there, as it happens.
 
+/** At a gateway this is the page of one node, which is asked through it. */
+const NODE = location.pathname.includes("/ui/node/") ? new URLSearchParams(location.search).get("node") : null;
+const at = (path) => (NODE === null ? path : path.replace(/^\/v1\//, `/v1/nodes/${encodeURIComponent(NODE)}/`));
 const KEY = "agentd-token";
 const SILENCE_MS = 40_000;
 const PAUSES_MS = [250, 500, 1000, 2000, 5000];
@@ -19,7 +22,7 @@ export const token = {
     const given = new URLSearchParams(location.hash.slice(1)).get("token");
     if (given) {
       sessionStorage.setItem(KEY, given);
-      history.replaceState(null, "", location.pathname);
+      history.replaceState(null, "", location.pathname + location.search);
     }
   },
   keep: (text) => sessionStorage.setItem(KEY, text),
@@ -30,7 +33,7 @@ export async function open(path, { method = "GET", headers = {}, body, signal } 
   const known = sessionStorage.getItem(KEY);
   const given = known ? { ...headers, Authorization: `Bearer ${known}` } : { ...headers };
   if (body !== undefined) given["Content-Type"] = "application/json";
-  const answer = await fetch(path, {
+  const answer = await fetch(at(path), {
     method,
     headers: given,
     body: body === undefined ? undefined : JSON.stringify(body),

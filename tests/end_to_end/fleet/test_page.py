@@ -1,0 +1,79 @@
+"""The fleet's map in a real Chromium, and a node's own page and commands through the gateway."""
+
+import signal
+
+import pytest
+
+from agentd.client import AsyncClient
+from agentd.core.access import Caller, Role
+from agentd.errors import Forbidden, KernelConflict
+from end_to_end.browser import chromium, shown_by, visit
+from end_to_end.fleet.fleet_world import GatewayProgram, World
+
+READ = Caller("eye", Role.READ).to_text()
+
+
+@pytest.fixture
+async def fleet(world: World) -> tuple[World, GatewayProgram, list[str]]:
+    nodes = await world.start_nodes("cuda", "none")
+    gateway = world.gateway(world.followed())
+    await gateway.until(dict.fromkeys(nodes, "ready"))
+    return world, gateway, nodes
+
+
+async def test_all_nodes_are_seen_and_each_is_one_click_away(fleet) -> None:
+    world, gateway, (cuda, bare) = fleet
+    command = ["sh", "-c", "echo hello from inside; exec sleep 1000"]
+    made = await gateway.create(kernel_id="far", slots={"cuda.device": 1}, command=command)
+    assert made.status == 201, made.content
+    await gateway.until_free(cuda, "cuda.device", "3")
+    async with (
+        chromium() as browser,
+        shown_by("--fleet", f"unix:{gateway.socket}") as address,
+        visit(browser, address) as page,
+    ):
+        await page.until("#tiles", "2 of 2 nodes ready")
+        await page.until("#tiles", "3 of 4 cuda.device free")
+        assert bare in await page.text("#nodes")
+        assert await page.faults() == []
+        await page.page.click(f"a:has-text('{cuda}')")
+        await page.page.wait_for_selector("#main:not([hidden])")
+        await page.until("#rows", "far")
+        assert await page.text("#node") == cuda
+        await page.page.click("text=far")
+        await page.until("#details .output", "hello from inside")
+        await page.page.click("#details button:has-text('Stop')")
+        await page.page.click("#details button:has-text('Really stop?')")
+        await page.until("#details .facts", "terminated")
+        await page.page.go_back()
+        await page.until("#tiles", "4 of 4 cuda.device free")
+        await world.nodes[bare].stop(signal.SIGKILL)
+        await page.until("#nodes", "daemon-down")
+        await page.until("#tiles", "1 of 2 nodes ready")
+        await page.until("#tiles", "4 of 4 cuda.device free")
+
+
+async def test_a_command_runs_inside_a_kernel_through_the_gateway(fleet) -> None:
+    _, gateway, (cuda, _) = fleet
+    made = await gateway.create(kernel_id="far", slots={"cuda.device": 1})
+    assert made.status == 201, made.content
+    async with AsyncClient(gateway.socket) as client:
+        got = b""
+        async with client.exec("far", ["sh", "-c", "cat; exit 5"]) as running:
+            data = bytes(range(256)) * 4096
+            await running.write(data)
+            await running.close_input()
+            async for stream, chunk in running:
+                assert stream == 1
+                got += chunk
+        assert (running.exit_code, got == data) == (5, True)
+        use = await gateway.get("/v1/kernels/far/stats")
+        assert (use["node_id"], use["kernel_id"]) == (cuda, "far")
+        await gateway.call("POST", "/v1/kernels/far/stop", {"timeout": 0})
+        with pytest.raises(KernelConflict):
+            async with client.exec("far", ["true"]):
+                pass
+        client._session.headers["Agentd-Caller"] = READ
+        with pytest.raises(Forbidden):
+            async with client.exec("far", ["true"]):
+                pass
