@@ -2,7 +2,7 @@
 
 import { follow, Refused, token } from "./api.js";
 import { Details } from "./details.js";
-import { byId, inFrame } from "./dom.js";
+import { byId, inFrames } from "./dom.js";
 import { DeviceMap } from "./map.js";
 import { drawAgents, drawHead, drawRefusals, drawTiles, drawTroubles } from "./side.js";
 import { STATS_MS, Store } from "./store.js";
@@ -20,17 +20,18 @@ const table = new KernelTable(store, {
   pointed: (id) => map.light(id),
 });
 
-const draw = inFrame(() => {
-  if (!store.node) return;
-  drawHead(store);
-  drawTiles(store);
-  drawTroubles(store);
-  drawRefusals(store);
-  drawAgents(store, (agent) => map.colourOf(agent));
-  map.draw();
-  table.draw();
-  details.draw();
-});
+const draw = inFrames(
+  () => {
+    drawHead(store);
+    drawTiles(store);
+    drawTroubles(store);
+    drawRefusals(store);
+  },
+  () => drawAgents(store, (agent) => map.colourOf(agent)),
+  () => map.draw(),
+  () => table.draw(),
+  () => details.draw(),
+);
 
 /** Look again a moment after the last of many events, once for all of them. */
 function soon(look) {
@@ -77,7 +78,7 @@ token.arrive();
 setInterval(() => {
   if (!document.hidden && document.body.dataset.live === "yes") stats();
 }, STATS_MS);
-setInterval(draw, 30_000); // ages
+setInterval(() => store.node && draw(), 30_000); // ages
 document.addEventListener("visibilitychange", () => document.hidden || stats());
 let wasAsked = Boolean(sessionStorage.getItem("agentd-token"));
 follow({

@@ -23,15 +23,27 @@ export function fill(list, children) {
   }
 }
 
-/** Call `draw` once in the next frame, however often it is asked for. */
-export function inFrame(draw) {
+/**
+ * Draw parts from the next frame on, however often that is asked for. Each is a task of its own, so
+ * that keys and pointers are heard in between.
+ */
+export function inFrames(...parts) {
   let isAsked = false;
-  return () => {
-    if (isAsked) return;
-    isAsked = true;
-    requestAnimationFrame(() => {
+  let isDrawing = false;
+  const drawAll = async () => {
+    isDrawing = true;
+    while (isAsked) {
       isAsked = false;
-      draw();
-    });
+      await new Promise(requestAnimationFrame);
+      for (const part of parts) {
+        part();
+        await new Promise((resolve) => setTimeout(resolve));
+      }
+    }
+    isDrawing = false;
+  };
+  return () => {
+    isAsked = true;
+    if (!isDrawing) drawAll();
   };
 }

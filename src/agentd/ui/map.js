@@ -2,7 +2,7 @@
 
 import { byId, fill, h } from "./dom.js";
 import { amount } from "./format.js";
-import { keyOf, natural, order } from "./store.js";
+import { grouped, keyOf, natural, order } from "./store.js";
 
 const COLOURS = 8;
 const GLYPHS = {
@@ -32,6 +32,8 @@ export class DeviceMap {
   }
 
   draw() {
+    if (this.version === this.store.version) return;
+    this.version = this.store.version;
     const groups = this.#groups();
     const shape = JSON.stringify(groups.map(([name, devices]) => [
       name, devices.map((device) => [device.id, device.numa_node]),
@@ -56,11 +58,7 @@ export class DeviceMap {
   }
 
   #groups() {
-    const groups = new Map();
-    for (const device of this.store.devices.values()) {
-      const group = groups.get(device.device_name) ?? [];
-      groups.set(device.device_name, [...group, device]);
-    }
+    const groups = grouped(this.store.devices.values(), (device) => device.device_name);
     for (const devices of groups.values()) {
       devices.sort((one, other) => (one.numa_node ?? -1) - (other.numa_node ?? -1) || natural(one.id, other.id));
     }
@@ -69,10 +67,7 @@ export class DeviceMap {
 
   #row(name, devices) {
     const size = devices.length <= LARGE ? "large" : devices.length <= MEDIUM ? "medium" : "small";
-    const nodes = new Map();
-    for (const device of devices) {
-      nodes.set(device.numa_node, [...(nodes.get(device.numa_node) ?? []), device]);
-    }
+    const nodes = grouped(devices, (device) => device.numa_node);
     const blocks = [...nodes].map(([node, members]) => {
       const label = node === null ? null : h("span", { cls: "numa" }, `NUMA ${node}`);
       return h("div", { cls: "block" }, label, h("div", { cls: "cells" }, ...members.map((device) => this.#cell(device))));

@@ -2,16 +2,13 @@
 
 import { byId, fill, h } from "./dom.js";
 import { age, amount, bytes } from "./format.js";
-import { isEnded, order } from "./store.js";
+import { grouped, isEnded, order } from "./store.js";
 
 const HOUR_MS = 3600_000;
 const MOST_LINES = 50;
 
 export function drawTiles(store) {
-  const names = new Map();
-  for (const device of store.devices.values()) {
-    names.set(device.device_name, [...(names.get(device.device_name) ?? []), device]);
-  }
+  const names = grouped(store.devices.values(), (device) => device.device_name);
   const tiles = [...names].sort(([one], [other]) => order(one, other)).map(([name, devices]) => {
     const kind = store.slots.get(devices[0].slot)?.kind;
     const sum = (member) => devices.reduce((total, device) => total + Number(device[member]), 0);
@@ -28,7 +25,11 @@ export function drawTiles(store) {
   ].map(([number, words, cls]) => h("li", { cls }, h("strong", {}, number), ` ${words}`)));
 }
 
+let drawn = -1;
+
 export function drawAgents(store, colourOf) {
+  if (drawn === store.version) return;
+  drawn = store.version;
   fill(byId("agents"), store.agents.map((agent) => {
     const slots = Object.entries(agent.slots).map(([name, use]) => {
       const kind = store.slots.get(name)?.kind;

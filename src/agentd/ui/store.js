@@ -10,6 +10,17 @@ export const natural = new Intl.Collator("en", { numeric: true }).compare;
 /** Accelerators first, then cores and memory. */
 export const order = (one, other) => rank(one) - rank(other) || natural(one, other);
 const rank = (name) => ["cpu", "mem"].indexOf(name);
+/** Return lists of things by what `key` says of each. */
+export function grouped(things, key) {
+  const groups = new Map();
+  for (const thing of things) {
+    const group = groups.get(key(thing));
+    if (group) group.push(thing);
+    else groups.set(key(thing), [thing]);
+  }
+  return groups;
+}
+
 export const keyOf = (name, id) => `${name}\n${id}`;
 export const isEnded = (kernel) => ENDED.has(kernel.state);
 
@@ -23,6 +34,8 @@ export class Store {
     this.kernels = new Map();
     this.refusals = [];
     this.figures = new Map();
+    /** Counts changes of what is free, which most of the page hangs on. */
+    this.version = 0;
   }
 
   /** Look at everything anew. */
@@ -37,6 +50,7 @@ export class Store {
       get("/v1/refusals"),
     ]);
     Object.assign(this, { caller, node, agents, refusals });
+    this.version += 1;
     this.slots = new Map(slots.map((slot) => [slot.name, slot]));
     this.devices = new Map(devices.map((device) => [keyOf(device.device_name, device.id), device]));
     this.kernels = new Map(kernels.map((kernel) => [kernel.kernel_id, kernel]));
@@ -47,6 +61,7 @@ export class Store {
   async loadFree() {
     const [devices, agents] = await Promise.all([get("/v1/devices"), get("/v1/agents")]);
     this.agents = agents;
+    this.version += 1;
     this.devices = new Map(devices.map((device) => [keyOf(device.device_name, device.id), device]));
   }
 
@@ -65,9 +80,11 @@ export class Store {
         this.figures.delete(content.kernel_id);
         return "free";
       case "device":
+        this.version += 1;
         this.devices.set(keyOf(content.device_name, content.id), content);
         return "free";
       case "device-removed":
+        this.version += 1;
         this.devices.delete(keyOf(content.device_name, content.id));
         return "free";
       case "refusal":
