@@ -19,6 +19,7 @@ from agentd.services.interfaces import (
     PluginListing,
     PluginState,
     PluginStatus,
+    PluginVitals,
     Progress,
     SavedRecord,
     Session,
@@ -162,6 +163,9 @@ class FakePlugins:
         self.failure: Exception | None = None
         self.told: list[tuple[str, str]] = []
         self.measured: dict[str, Sequence[Measurement]] = {}
+
+    def vitals(self) -> dict[str, PluginVitals]:
+        return {}
 
     def statuses(self) -> list[PluginStatus]:
         return [

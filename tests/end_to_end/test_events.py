@@ -155,5 +155,7 @@ async def test_metrics(plain: Daemon) -> None:
     assert samples["agentd_slot_free", "agent-2", "cuda.device"] == 1
     assert samples["agentd_slot_allocated", "agent-1", "mem"] == 2**30
     assert samples["agentd_plugin_ready", "cuda"] == 1
+    assert samples["agentd_plugin_restarts_total", "cuda"] == 0
+    assert 0 <= samples["agentd_plugin_last_list_seconds", "cuda"] < 60
     assert samples["agentd_runtime_available", "process"] == 1
     assert samples["agentd_device_state", "cuda", "cuda1", "ok"] == 1

@@ -56,6 +56,10 @@ async def test_a_plugin_that_is_lost_is_started_again_and_keeps_its_slots(
     file.write_text("fine")
     await until(made, lambda: states(made)["one"] is PluginState.READY)
     assert pid_of(made, "one") != first
+    vitals = made.vitals()
+    assert vitals["one"].restarts >= 1
+    assert vitals["two"].restarts == 0
+    assert vitals["one"].listed_s is not None
 
 
 async def test_a_plugin_that_leaks_is_started_again(host, tmp_path) -> None:

@@ -27,7 +27,7 @@ from agentd.plugin_api import (
 from agentd.pluginhost.descendants import end_left_over
 from agentd.pluginhost.entry_points import EntryPoints, installed
 from agentd.pluginhost.instance import Pace, PluginInstance, Wanted
-from agentd.services.interfaces import PluginListing, PluginState, PluginStatus
+from agentd.services.interfaces import PluginListing, PluginState, PluginStatus, PluginVitals
 
 RETRY_WAIT_S = 10.0
 """How long an operator waits for the outcome of another try, which goes on beyond that."""
@@ -143,6 +143,9 @@ class PluginHost:
         """Return how each instance does; with `everything`, those that wait for a table too."""
         instances = self._instances.values()
         return [i.status for i in instances if everything or not i.is_silent]
+
+    def vitals(self) -> dict[str, PluginVitals]:
+        return {name: i.vitals for name, i in self._instances.items() if i.tries}
 
     def warnings(self) -> list[str]:
         return [f"{doubt.where}: {doubt.why}" for doubt in self.doubts()]

@@ -118,7 +118,7 @@ def _counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
 
 def _node(
     node_id: str, warned: int, state: NodeState, devices: NodeDevices, plugins: Plugins
-) -> Iterator[GaugeMetricFamily]:
+) -> Iterator[Metric]:
     info = _gauge("info", "The node and its daemon", "node", "version")
     info.add_metric([node_id, __version__], 1)
     yield info
@@ -136,6 +136,13 @@ def _node(
     for plugin in plugins.statuses():
         ready.add_metric([plugin.name], plugin.state is PluginState.READY)
     yield ready
+    restarts = _counter("plugin_restarts", "How often a plugin was started anew", "plugin")
+    listed = _gauge("plugin_last_list_seconds", "Since a plugin last told its devices", "plugin")
+    for name, vitals in plugins.vitals().items():
+        restarts.add_metric([name], vitals.restarts)
+        if vitals.listed_s is not None:
+            listed.add_metric([name], vitals.listed_s)
+    yield from (restarts, listed)
 
 
 def _kernels(shown: Iterable[Kernel]) -> Iterator[GaugeMetricFamily]:

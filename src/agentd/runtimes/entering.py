@@ -323,7 +323,8 @@ async def _started(control: socket.socket, manager: Manager | None, unit: str) -
         ("StandardError", "s", "null"),
     ]
     try:
-        await manager.start(unit, properties, [control.fileno()])
+        # The descriptor must not be another one's by the time that it is sent.
+        await to_the_end(manager.start(unit, properties, [control.fileno()]))
     except (UnitExists, UnitRefused) as error:
         raise RuntimeFailure(f"systemd: {error}") from error
 

@@ -47,6 +47,13 @@ class PluginStatus:
     is_absent: bool = False
 
 
+class PluginVitals(NamedTuple):
+    """How often a plugin was started anew, and how many seconds ago it last told its devices."""
+
+    restarts: int
+    listed_s: float | None
+
+
 @dataclass(frozen=True, slots=True)
 class PluginListing:
     """What a plugin offers, checked."""
@@ -67,6 +74,10 @@ class Plugins(Protocol):
 
     def measurements(self) -> Mapping[str, Sequence[Measurement]]:
         """Return what was last measured, by device name."""
+        ...
+
+    def vitals(self) -> Mapping[str, PluginVitals]:
+        """Return how the plugins that run, or are to run, did so far, by device name."""
         ...
 
     def warnings(self) -> Sequence[str]:

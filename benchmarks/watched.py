@@ -1,0 +1,117 @@
+"""What it costs the daemon to be watched: real kernels, a scrape each ten seconds, three pages.
+
+    python benchmarks/watched.py [--kernels 1000] [--seconds 60] [--json]
+
+Needs root and chromium. Prints how long `GET /v1/stats` and a scrape take (medians, in
+milliseconds), the daemon's processor time as a part of one core while nobody watches and while it
+is watched, and its memory (PSS).
+"""
+
+import argparse
+import asyncio
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from create import AGENTS, ROOT, Caller, pss_mib
+from playwright.async_api import async_playwright
+
+sys.path.insert(0, str(ROOT / "tests"))
+from daemon import Daemon, gpus
+from end_to_end.browser import shown
+
+AT_ONCE = 4
+TICKS = 100
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+async def timed(caller: Caller, path: str) -> float:
+    before = time.perf_counter()
+    async with caller.session.get(f"http://x{path}") as response:
+        await response.read()
+    return time.perf_counter() - before
+
+
+async def median_ms(caller: Caller, path: str) -> float:
+    """Return the median; statistics are kept for a second, so each look is a new one."""
+    taken = []
+    for _ in range(9):
+        await asyncio.sleep(1.1)
+        taken.append(await timed(caller, path))
+    return round(statistics.median(taken) * 1000, 1)
+
+
+async def measure(kernels: int, seconds: float) -> dict[str, Any]:
+    folder = Path(tempfile.mkdtemp(prefix="agentd-", dir="/tmp"))
+    folder.chmod(0o755)
+    daemon = Daemon(folder, "process")
+    await daemon.start(AGENTS + gpus(64))
+    names = iter(range(kernels))
+
+    async def create() -> None:
+        for number in names:
+            await daemon.create(
+                kernel_id=f"k{number}", command=["sleep", "100000"], slots={"cpu": 0, "mem": "4m"}
+            )
+
+    await asyncio.gather(*(create() for _ in range(AT_ONCE)))
+    caller = Caller(folder / "agentd.sock")
+    pid = daemon.process.pid
+    found: dict[str, Any] = {"kernels": len(await caller.call("GET", "/v1/kernels"))}
+
+    async def load() -> float:
+        before, began = cpu_seconds(pid), time.monotonic()
+        await asyncio.sleep(seconds)
+        return round((cpu_seconds(pid) - before) / (time.monotonic() - began), 4)
+
+    async def scrape() -> None:
+        while True:
+            await timed(caller, "/metrics")
+            await timed(caller, "/v1/stats")
+            await asyncio.sleep(10)
+
+    try:
+        found["stats_ms"] = await median_ms(caller, "/v1/stats")
+        found["scrape_ms"] = await median_ms(caller, "/metrics")
+        found["pss_mib"] = pss_mib(pid)
+        found["cores_unwatched"] = await load()
+        async with async_playwright() as playwright, shown(daemon) as address:
+            browser = await playwright.chromium.launch(
+                executable_path="/usr/bin/chromium", args=["--no-sandbox"]
+            )
+            for _ in range(3):
+                page = await (await browser.new_context()).new_page()
+                await page.goto(address)
+                await page.wait_for_selector("#main:not([hidden])")
+            scraping = asyncio.create_task(scrape())
+            found["cores_watched"] = await load()
+            scraping.cancel()
+            await browser.close()
+        found["pss_mib_watched"] = pss_mib(pid)
+    finally:
+        await caller.session.close()
+        await daemon.close()
+        shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kernels", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    print(
+        json.dumps(
+            asyncio.run(measure(asked.kernels, asked.seconds)), indent=None if asked.json else 2
+        )
+    )
