@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 import click
 
 from agentd.cli.create import kernel_body, kernel_options, print_decision
+from agentd.cli.inside import run_inside
 from agentd.cli.options import (
     KERNEL_COLUMNS,
     json_option,
@@ -17,9 +19,13 @@ from agentd.cli.options import (
     pairs,
     print_answer,
 )
+from agentd.cli.stats import watch, watching
+from agentd.cli.ui import ui
 from agentd.client import Client, fleet
 from agentd.client.calls import Call
 from agentd.client.defaults import CHUNK, CREATE_TIMEOUT_S
+from agentd.errors import NodeUnavailable, Unreachable
+from agentd.views import KernelUseView
 
 GATEWAY = "unix:/run/agentd-fleet/gateway.sock"
 _KERNEL_COLUMNS = ["kernel", "node", *KERNEL_COLUMNS[1:]]
@@ -213,3 +219,31 @@ def rm(client: Client, kernels: Sequence[str], node: str | None, timeout: float 
     for kernel in kernels:
         client.carry_out(fleet.delete_kernel(kernel, node, timeout), timeout_s=CREATE_TIMEOUT_S)
         click.echo(kernel)
+
+
+@fleet_group.command()
+@watching
+@click.pass_obj
+def top(client: Client, agent: str | None, interval: float, count: int | None) -> None:
+    """Show what kernels of all nodes use now (NODE/KERNEL), the busiest first."""
+
+    def look() -> list[KernelUseView]:
+        ready = [node["id"] for node in client.carry_out(fleet.nodes()) if node["state"] == "ready"]
+        return [
+            {**use, "kernel_id": f"{node}/{use['kernel_id']}"}
+            for node in ready
+            for use in _uses(client, node)
+        ]
+
+    watch(look, agent, interval, count)
+
+
+def _uses(client: Client, node: str) -> list[KernelUseView]:
+    """Return what a node's kernels use; nothing if it does not answer just now."""
+    with contextlib.suppress(Unreachable, NodeUnavailable):
+        return client.carry_out(fleet.uses(node))
+    return []
+
+
+fleet_group.add_command(run_inside)
+fleet_group.add_command(ui)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import click
@@ -58,14 +58,34 @@ def stats(client: Client, kernels: Sequence[str], as_json: bool) -> None:  # noq
     print_answer(shown, columns, as_json=False, wide=[c for c in WIDE if c not in columns])
 
 
+def watching(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of looking again and again."""
+    for option in (
+        click.option("--agent", help="Of this agent only.", shell_complete=names.agents),
+        click.option("--interval", type=click.FloatRange(min=1.1), default=2.0, show_default=True,
+                     help="Seconds between two looks."),
+        click.option("--count", type=click.IntRange(min=1),
+                     help="Looks to take; default: until ^C."),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
 @click.command()
-@click.option("--agent", help="Of this agent only.", shell_complete=names.agents)
-@click.option("--interval", type=click.FloatRange(min=1.1), default=2.0, show_default=True,
-              help="Seconds between two looks.")  # fmt: skip
-@click.option("--count", type=click.IntRange(min=1), help="Looks to take; default: until ^C.")
+@watching
 @click.pass_obj
 def top(client: Client, agent: str | None, interval: float, count: int | None) -> None:
     """Show what kernels use now, the busiest first, again and again."""
+    watch(client.stats, agent, interval, count)
+
+
+def watch(
+    look: Callable[[], Sequence[KernelUseView]],
+    agent: str | None,
+    interval: float,
+    count: int | None,
+) -> None:
+    """Show what was used between each look and the one before it."""
     from rich.live import Live  # noqa: PLC0415 - slow to load
 
     from agentd.cli.tables import console, table_of  # noqa: PLC0415
@@ -74,7 +94,7 @@ def top(client: Client, agent: str | None, interval: float, count: int | None) -
     left = count
     with Live(console=console(), auto_refresh=False) as live:
         while left is None or left >= 0:  # what is used in a while takes two looks
-            now = {row["kernel_id"]: row for row in client.stats()}
+            now = {row["kernel_id"]: row for row in look()}
             if before is not None:
                 rows = [_rates(before.get(name), row) for name, row in now.items()
                         if agent in (None, row["agent_id"])]  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 
 from agentd.client.calls import Call
 from agentd.client.paths import at
+from agentd.views import KernelUseView
 
 
 def nodes() -> Call[list[dict[str, Any]]]:
@@ -28,6 +29,11 @@ def forget_slot_type(name: str) -> Call[None]:
 def stats() -> Call[dict[str, Any]]:
     """`GET /v1/stats`."""
     return Call("GET", at("stats"))
+
+
+def uses(node_id: str) -> Call[list[KernelUseView]]:
+    """`GET /v1/nodes/{node}/stats`."""
+    return Call("GET", at("nodes", node_id, "stats"))
 
 
 def kernels(node: tuple[str, ...] = (), **filters: object) -> Call[list[dict[str, Any]]]:

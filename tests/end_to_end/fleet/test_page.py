@@ -1,6 +1,10 @@
 """The fleet's map in a real Chromium, and a node's own page and commands through the gateway."""
 
+import asyncio
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -77,3 +81,20 @@ async def test_a_command_runs_inside_a_kernel_through_the_gateway(fleet) -> None
         with pytest.raises(Forbidden):
             async with client.exec("far", ["true"]):
                 pass
+
+
+async def test_people_look_into_kernels_of_all_nodes_from_the_command_line(fleet) -> None:
+    _, gateway, (cuda, _) = fleet
+    assert (await gateway.create(kernel_id="far", slots={"cuda.device": 1})).status == 201
+    program = [str(Path(sys.executable).with_name("agentctl")), "--fleet", f"unix:{gateway.socket}"]
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*program, *words], capture_output=True, text=True, check=False, timeout=60
+        )
+
+    done = await asyncio.to_thread(run, "fleet", "exec", "far", "--", "sh", "-c", "echo in; exit 4")
+    assert (done.returncode, done.stdout) == (4, "in\n")
+    shown = await asyncio.to_thread(run, "fleet", "top", "--count", "1", "--interval", "1.1")
+    assert shown.returncode == 0, shown.stderr
+    assert f"{cuda}/far" in shown.stdout
