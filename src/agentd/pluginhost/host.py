@@ -9,6 +9,7 @@ what it cannot is `failed`, with the reason.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -145,7 +146,12 @@ class PluginHost:
         return [i.status for i in instances if everything or not i.is_silent]
 
     def vitals(self) -> dict[str, PluginVitals]:
-        return {name: i.vitals for name, i in self._instances.items() if i.tries}
+        now = time.monotonic()
+        return {
+            name: PluginVitals(i.tries - 1, now - i.listed_at if i.listed_at else None)
+            for name, i in self._instances.items()
+            if i.tries
+        }
 
     def warnings(self) -> list[str]:
         return [f"{doubt.where}: {doubt.why}" for doubt in self.doubts()]

@@ -33,7 +33,7 @@ from agentd.pluginhost.validation import (
     checked_edits,
     checked_listing,
 )
-from agentd.services.interfaces import PluginListing, PluginState, PluginStatus, PluginVitals
+from agentd.services.interfaces import PluginListing, PluginState, PluginStatus
 
 log = structlog.get_logger()
 
@@ -110,6 +110,7 @@ class PluginInstance:
         self.problems: list[Problem] = []
         self.is_absent = False
         self.tries = self.settled_tries = 0
+        self.listed_at: float | None = None
         self.listing: PluginListing | None = None
         self.hiding: ContainerEdits | None = None
         self.measurements: Sequence[Measurement] = ()
@@ -125,18 +126,12 @@ class PluginInstance:
         self._ready_since: float | None = None
         self._seen: tuple[Listing, PluginListing] | None = None
         self._events_waiting = 0
-        self._listed_at: float | None = None
 
     @property
     def status(self) -> PluginStatus:
         slots = tuple(slot.name for slot in self.listing.slot_types) if self.listing else ()
         of = (self.wanted.name, self.wanted.plugin, self.state, self.reason, slots)
         return PluginStatus(*of, self.wanted.has_table, self.is_absent)
-
-    @property
-    def vitals(self) -> PluginVitals:
-        since = None if self._listed_at is None else time.monotonic() - self._listed_at
-        return PluginVitals(max(0, self.tries - 1), since)
 
     @property
     def is_silent(self) -> bool:
@@ -254,18 +249,16 @@ class PluginInstance:
         if self._seen is None or self._seen[0] is not found:
             checked = checked_listing(self.wanted.name, found.slot_types, found.devices)
             self._seen = (found, checked)
-        self._listed_at = time.monotonic()
+        self.listed_at = time.monotonic()
         return self._seen[1]
 
     async def _follow(self) -> None:
         """Look at the devices now and then, and at once when the plugin tells of a change."""
         process = self._process
         while process is not None and self.state is PluginState.READY:
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._pace.health_interval_s):
                     await self._woken.wait()
-            except TimeoutError:
-                pass
             self._woken.clear()
             if process.lost.is_set():
                 raise PluginLost(process.reason)
