@@ -142,7 +142,7 @@ async def test_devices_are_drained_with_the_keyboard_alone(node: Daemon, page: V
 
 
 async def test_names_are_text_and_never_markup(node: Daemon, page: Visit) -> None:
-    labels = {"owner": HOSTILE}
+    labels = {"owner": HOSTILE, "line": "a\u2028b\u2029c"}
     command = ["sh", "-c", f"printf '%s\\n' '{HOSTILE.replace(chr(39), '')}'; sleep 1000", HOSTILE]
     await node.running("research", kernel_id="evil", command=command, labels=labels)
     await node.create("research", kernel_id="evil2", slots={f"{HOSTILE}": 1})

@@ -65,6 +65,20 @@ async def test_a_team_sees_what_is_its_own_and_may_stop_that(node: Tokens) -> No
         await page.until("#rows", "of-a")
 
 
+async def test_nobody_is_told_of_what_strangers_were_refused(node: Tokens) -> None:
+    headers = {"Authorization": f"Bearer {node.secrets['team']}"}
+    url = f"http://127.0.0.1:{node.port}/v1/agents/secret-team/kernels"
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.post(url, json={"command": ["true"]}) as answer,
+    ):
+        assert answer.status == 404
+    told = (await node.get("boss", "/v1/refusals")).json
+    assert {refusal["caller"] for refusal in told} == {"agentd"}
+    mine = (await node.get("team", "/v1/refusals")).json
+    assert [refusal["kernel_id"] for refusal in mine] == ["big-a"]
+
+
 async def test_who_may_only_read_is_offered_nothing_else(node: Tokens) -> None:
     async with logged_in(node, "watcher") as page:
         await page.until("#rows", "of-b")

@@ -18,6 +18,7 @@ from agentd.client.problems import error_in
 from agentd.core.access import Caller, Role
 from agentd.errors import AgentdError, NodeUnavailable
 from agentd.rpc.callers import NODE, ON_BEHALF
+from agentd.rpc.connections import keep_asking
 from agentd_fleet.view import FleetNode
 
 REFUSED: Mapping[int, str] = {
@@ -190,10 +191,12 @@ class Nodes:
 
 
 def _impatient(info: aiohttp.AddrInfoType) -> socket.socket:
-    """Return a socket that gives up soon what nobody acknowledges (tcp(7))."""
+    """Return a socket that gives up soon whom nobody hears of any more (tcp(7))."""
     family, kind, protocol, _, _ = info
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD_MS)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    keep_asking(made)
     return made
 
 

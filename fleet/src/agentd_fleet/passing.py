@@ -69,13 +69,16 @@ async def pass_socket(
         return await pass_on(nodes, node, request, path)
     async with far:
         await near.prepare(request)
-        ways = [asyncio.create_task(_pass_frames(*way)) for way in ((near, far), (far, near))]
+        given = asyncio.create_task(_pass_frames(near, far))
+        told = asyncio.create_task(_pass_frames(far, near))
         try:
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([given, told], return_when=asyncio.FIRST_COMPLETED)
+            if given.done() and given.exception() is not None:
+                await asyncio.wait([told])  # the node takes no more, and may have said why
         finally:
-            for way in ways:
+            for way in (given, told):
                 way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
+            await asyncio.gather(given, told, return_exceptions=True)
         with suppress(ConnectionError):
             await near.close()
     return near

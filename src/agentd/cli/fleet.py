@@ -24,7 +24,7 @@ from agentd.cli.ui import ui
 from agentd.client import Client, fleet
 from agentd.client.calls import Call
 from agentd.client.defaults import CHUNK, CREATE_TIMEOUT_S
-from agentd.errors import NodeUnavailable, Unreachable
+from agentd.errors import AgentdError
 from agentd.views import KernelUseView
 
 GATEWAY = "unix:/run/agentd-fleet/gateway.sock"
@@ -240,7 +240,7 @@ def top(client: Client, agent: str | None, interval: float, count: int | None) -
 
 def _uses(client: Client, node: str) -> list[KernelUseView]:
     """Return what a node's kernels use; nothing if it does not answer just now."""
-    with contextlib.suppress(Unreachable, NodeUnavailable):
+    with contextlib.suppress(AgentdError):
         return client.carry_out(fleet.uses(node))
     return []
 

@@ -60,7 +60,9 @@ async def _serve(client: AsyncClient, port: int, *, is_printed: bool) -> None:
     async with client:
         await client.whoami()
         relay = Relay(client)
-        runner = web.ServerRunner(web.Server(relay.answer), shutdown_timeout=0.1)
+        runner = web.ServerRunner(
+            web.Server(relay.answer, handler_cancellation=True), shutdown_timeout=0.1
+        )
         await runner.setup()
         try:
             site = web.TCPSite(runner, "127.0.0.1", port)
@@ -70,24 +72,28 @@ async def _serve(client: AsyncClient, port: int, *, is_printed: bool) -> None:
                 raise click.ClickException(f"127.0.0.1:{port}: {error.strerror}") from None
             relay.host = f"127.0.0.1:{runner.addresses[0][1]}"
             address = f"http://{relay.host}/ui/#token={relay.token}"
-            with contextlib.nullcontext() if is_printed else _opened(address):
+            with contextlib.ExitStack() as stack:
                 click.echo(address if is_printed else f"http://{relay.host}/ui/ (Ctrl-C ends it)")
+                if not is_printed:
+                    page = stack.enter_context(_sent_on(address))
+                    # Some browsers run in the terminal, until they are left.
+                    if not await asyncio.to_thread(webbrowser.open, page.as_uri()):
+                        why = "no browser could be opened; --print shows the address"
+                        raise click.ClickException(why)
                 await done.wait()
         finally:
             await runner.cleanup()
 
 
 @contextlib.contextmanager
-def _opened(address: str) -> Iterator[None]:
-    """Have a browser open an address, by a file that only the caller can read."""
+def _sent_on(address: str) -> Iterator[Path]:
+    """Make a file that sends a browser on, which only the caller can read."""
     with tempfile.TemporaryDirectory(prefix="agentctl-ui-") as folder:
         page = Path(folder) / "open.html"
         goes_on = f'<meta http-equiv="refresh" content="0; url={escape(address)}">'
         page.touch(mode=0o600)
         page.write_text(f"<!doctype html><title>agentd</title>{goes_on}", encoding="utf-8")
-        if not webbrowser.open(page.as_uri()):
-            raise click.ClickException("no browser could be opened; --print shows the address")
-        yield
+        yield page
 
 
 class Relay:
@@ -109,6 +115,8 @@ class Relay:
         if is_foreign(request):
             return problem("Forbidden", "a page of another origin asks")
         path, is_file = request.raw_path, False
+        if not path.startswith("/"):
+            return problem("BadRequest", "a path is asked for, and nothing else")
         if request.method == "GET" and _FILE.fullmatch(name := path.partition("?")[0]):
             path, is_file = name, True
         given = request.headers.get("Authorization", "").encode(errors="surrogateescape")

@@ -45,7 +45,8 @@ class Auditor:
         if error is not None:
             self._outcome = error.code if isinstance(error, AgentdError) else type(error).__name__
         caller, kernel_id = caller_of(self._request), kernel_of(self._request)
-        if self._refusals is not None and isinstance(error, AgentdError):
+        is_its_own = caller.sees(self._agent_id)
+        if self._refusals is not None and is_its_own and isinstance(error, AgentdError):
             self._refusals.note(caller.name, self._agent_id, kernel_id, error)
         audit = Audit(
             caller.name,

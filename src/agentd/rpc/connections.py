@@ -96,7 +96,7 @@ class Newcomers:
                     await self._are_gone.wait()
 
 
-def _keep_asking(connection: socket.socket | None) -> None:
+def keep_asking(connection: socket.socket | None) -> None:
     """Have the system find out about a TCP caller that is gone without a word (tcp(7))."""
     if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
         for option, value in KEEP_ASKING:
@@ -209,7 +209,7 @@ class Connection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        _keep_asking(transport.get_extra_info("socket"))
+        keep_asking(transport.get_extra_info("socket"))
         if self._limits is not None and not self._is_counted:
             self._is_counted = self._limits.admit()
             if not self._is_counted:

@@ -5,6 +5,7 @@ const NODE = location.pathname.includes("/ui/node/") ? new URLSearchParams(locat
 const at = (path) => (NODE === null ? path : path.replace(/^\/v1\//, `/v1/nodes/${encodeURIComponent(NODE)}/`));
 const KEY = "agentd-token";
 const SILENCE_MS = 40_000;
+const PATIENCE_MS = 15_000;
 const PAUSES_MS = [250, 500, 1000, 2000, 5000];
 
 /** A call that was refused; `content` is the problem (RFC 9457). */
@@ -46,14 +47,14 @@ export async function open(path, { method = "GET", headers = {}, body, signal } 
 }
 
 export async function get(path) {
-  return (await open(path)).json();
+  return (await open(path, { signal: AbortSignal.timeout(PATIENCE_MS) })).json();
 }
 
 /** Get all pages of a list. */
 export async function list(path) {
   const found = [];
   for (let next = path; next; ) {
-    const answer = await open(next);
+    const answer = await open(next, { signal: AbortSignal.timeout(PATIENCE_MS) });
     found.push(...(await answer.json()));
     next = /<([^>]+)>; *rel="next"/.exec(answer.headers.get("Link") ?? "")?.[1] ?? null;
   }
@@ -72,8 +73,8 @@ export async function* events(answer, heard) {
     const lines = (unread + value).split("\n");
     unread = lines.pop();
     for (const line of lines) {
-      const [, field, text] = /^([a-z]+): ?(.*)$/.exec(line) ?? [];
-      if (field) event[field] = text;
+      const colon = line.indexOf(":");
+      if (colon > 0) event[line.slice(0, colon)] = line.slice(colon + 1).replace(/^ /, "");
       else if (line === "" && event.event) {
         yield { kind: event.event, id: event.id, content: JSON.parse(event.data) };
         event = {};

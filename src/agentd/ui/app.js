@@ -9,6 +9,7 @@ import { STATS_MS, Store } from "./store.js";
 import { KernelTable } from "./table.js";
 
 const SETTLE_MS = 300;
+const RETRY_MS = 2000;
 const store = new Store();
 const details = new Details(store);
 const map = new DeviceMap(store, {
@@ -33,24 +34,36 @@ const draw = inFrames(
   () => details.draw(),
 );
 
-/** Look again a moment after the last of many events, once for all of them. */
-function soon(look) {
-  let timer = null;
-  return () => {
-    timer ??= setTimeout(async () => {
-      timer = null;
+const pause = (time) => new Promise((resolve) => setTimeout(resolve, time));
+
+/** Look again a moment after the first of many events, one look at a time, until it succeeds. */
+function soon(look, isTriedAgain) {
+  let isWanted = false;
+  let isLooking = false;
+  const run = async () => {
+    isLooking = true;
+    while (isWanted) {
+      await pause(SETTLE_MS);
+      isWanted = false;
       try {
         await look();
         draw();
       } catch (error) {
         console.info("agentd: not looked at", error);
+        isWanted = isWanted || isTriedAgain;
+        await pause(RETRY_MS);
       }
-    }, SETTLE_MS);
+    }
+    isLooking = false;
+  };
+  return () => {
+    isWanted = true;
+    if (!isLooking) run();
   };
 }
 
-const again = { free: soon(() => store.loadFree()), node: soon(() => store.loadNode()) };
-const stats = soon(() => store.loadStats());
+const again = { free: soon(() => store.loadFree(), true), node: soon(() => store.loadNode(), true) };
+const stats = soon(() => store.loadStats(), false);
 
 /** Ask for a token, and return when there is one. */
 function login(problem) {
@@ -76,7 +89,10 @@ function shows(isLive) {
 
 token.arrive();
 setInterval(() => {
-  if (!document.hidden && document.body.dataset.live === "yes") stats();
+  if (document.hidden || document.body.dataset.live !== "yes") return;
+  stats();
+  // What other teams take of shared devices is told to nobody else.
+  if (store.caller?.agents) again.free();
 }, STATS_MS);
 setInterval(() => store.node && draw(), 30_000); // ages
 document.addEventListener("visibilitychange", () => document.hidden || stats());
@@ -96,6 +112,8 @@ follow({
   changed: shows,
   async denied(error) {
     token.forget();
+    shows(false);
+    byId("details").close();
     const why = error instanceof Refused && wasAsked ? "That token is not known here." : "";
     wasAsked = true;
     await login(why);

@@ -150,12 +150,18 @@ export class Details {
     try {
       const path = `/v1/kernels/${encodeURIComponent(id)}/logs?follow=true&tail=${TAIL}`;
       const reader = (await open(path, { signal })).body.getReader();
+      let length = 0;
       for (;;) {
         const { value, done } = await reader.read();
         if (done) break;
         const isAtEnd = output.scrollTop + output.clientHeight >= output.scrollHeight - 8;
-        output.append(decoder.decode(value, { stream: true }));
-        while (output.textContent.length > MOST_OUTPUT && output.childNodes.length > 1) output.firstChild.remove();
+        const text = decoder.decode(value, { stream: true });
+        output.append(text);
+        length += text.length;
+        while (length > MOST_OUTPUT && output.childNodes.length > 1) {
+          length -= output.firstChild.length;
+          output.firstChild.remove();
+        }
         if (isAtEnd) output.scrollTop = output.scrollHeight;
       }
       if (!output.textContent) output.append("It has printed nothing.");

@@ -14,13 +14,14 @@ export function h(tag, { data, aria, cls, on, role, ...properties } = {}, ...chi
   return made;
 }
 
-/** Have a list show other things, without touching it where nothing has changed. */
+/** Have a list show other things, without touching those that are the same. */
 export function fill(list, children) {
-  const text = children.map((child) => child.outerHTML).join("");
-  if (list.shows !== text) {
-    list.shows = text;
-    list.replaceChildren(...children);
-  }
+  children.forEach((child, index) => {
+    const shown = list.children[index];
+    if (!shown) list.append(child);
+    else if (shown.outerHTML !== child.outerHTML) shown.replaceWith(child);
+  });
+  while (list.children.length > children.length) list.lastElementChild.remove();
 }
 
 /**
@@ -32,15 +33,18 @@ export function inFrames(...parts) {
   let isDrawing = false;
   const drawAll = async () => {
     isDrawing = true;
-    while (isAsked) {
-      isAsked = false;
-      await new Promise(requestAnimationFrame);
-      for (const part of parts) {
-        part();
-        await new Promise((resolve) => setTimeout(resolve));
+    try {
+      while (isAsked) {
+        isAsked = false;
+        await new Promise(requestAnimationFrame);
+        for (const part of parts) {
+          part();
+          await new Promise((resolve) => setTimeout(resolve));
+        }
       }
+    } finally {
+      isDrawing = false;
     }
-    isDrawing = false;
   };
   return () => {
     isAsked = true;

@@ -4,6 +4,7 @@ import { get, list } from "./api.js";
 
 export const POINTS = 60;
 export const STATS_MS = 5000;
+const MOST_REFUSALS = 1024;
 const ENDED = new Set(["terminated", "failed", "lost"]);
 
 export const natural = new Intl.Collator("en", { numeric: true }).compare;
@@ -66,7 +67,10 @@ export class Store {
   }
 
   async loadNode() {
-    this.node = await get("/v1/node");
+    const [node, slots] = await Promise.all([get("/v1/node"), get("/v1/slot-types")]);
+    this.node = node;
+    this.slots = new Map(slots.map((slot) => [slot.name, slot]));
+    this.version += 1;
   }
 
   /** Take in an event; say what has to be looked at again. */
@@ -88,7 +92,9 @@ export class Store {
         this.devices.delete(keyOf(content.device_name, content.id));
         return "free";
       case "refusal":
-        this.refusals.push(content);
+        if (!this.refusals.some((known) => JSON.stringify(known) === JSON.stringify(content))) {
+          this.refusals = [...this.refusals, content].slice(-MOST_REFUSALS);
+        }
         return "refusals";
       case "plugin":
       case "runtime":
