@@ -19,13 +19,13 @@ import click
 from agentd.cli import names
 from agentd.cli.options import pairs
 from agentd.client import Client
+from agentd.client.defaults import CHUNK
 from agentd.core.session import STDERR
 
 if TYPE_CHECKING:
     from agentd.client.aio import AsyncClient
     from agentd.client.inside import Execution
 
-CHUNK = 64 * 1024
 PASSED_ON = ("INT", "TERM", "QUIT", "USR1", "USR2")
 
 

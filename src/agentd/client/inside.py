@@ -9,11 +9,9 @@ from typing import Self
 
 import aiohttp
 
+from agentd.client.defaults import CHUNK
 from agentd.client.problems import error_in
 from agentd.errors import Unreachable
-
-STDOUT, STDERR = 1, 2
-CHUNK = 64 * 1024
 
 
 class Execution:

@@ -166,14 +166,8 @@ class Entered:
             waiting.cancel()
 
     async def write(self, data: bytes) -> None:
-        if self._input is None:
-            return
-        with suppress(OSError):
-            for start in range(0, len(data), CHUNK):
-                if self._input.is_closing():
-                    return
-                self._input.write(data[start : start + CHUNK])
-                await self._input.drain()
+        if self._input is not None:
+            await feed(self._input, data)
 
     async def close_input(self) -> None:
         if self._ends.terminal is not None:
@@ -209,6 +203,16 @@ class Entered:
         self._ends.close()
         if not self._exit_code.done():
             self._exit_code.set_result(KILLED)
+
+
+async def feed(writer: asyncio.StreamWriter, data: bytes) -> None:
+    """Write in slices, so that no more is buffered than one; to a closed end nothing."""
+    with suppress(OSError):
+        for start in range(0, len(data), CHUNK):
+            if writer.is_closing():
+                return
+            writer.write(data[start : start + CHUNK])
+            await writer.drain()
 
 
 class _Patience:

@@ -11,6 +11,8 @@ import signal
 import termios
 from typing import Any
 
+from agentd.runtimes.process.shim import execute
+
 PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 24, 38
 NAMESPACES = {
     "mnt": 0x00020000,
@@ -253,18 +255,3 @@ def stat_of(pid: int) -> list[str]:
 def start_time(pid: int) -> int:
     """Return when a process started, in the machine's ticks since it booted."""
     return int(stat_of(pid)[19])
-
-
-def execute(command: list[str], env: dict[str, str]) -> None:
-    """Become the command, found on its own PATH."""
-    if "/" in command[0]:
-        os.execve(command[0], command, env)
-    failure: OSError = FileNotFoundError(2, "not found on PATH")
-    for folder in env["PATH"].split(":"):
-        try:
-            os.execve(f"{folder or '.'}/{command[0]}", command, env)
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except OSError as error:
-            failure = error
-    raise failure

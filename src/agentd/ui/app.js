@@ -3,6 +3,7 @@
 import { follow, Refused, token } from "./api.js";
 import { Details } from "./details.js";
 import { byId, inFrames } from "./dom.js";
+import { login } from "./login.js";
 import { DeviceMap } from "./map.js";
 import { drawAgents, drawHead, drawRefusals, drawTiles, drawTroubles } from "./side.js";
 import { STATS_MS, Store } from "./store.js";
@@ -64,23 +65,6 @@ function soon(look, isTriedAgain) {
 
 const again = { free: soon(() => store.loadFree(), true), node: soon(() => store.loadNode(), true) };
 const stats = soon(() => store.loadStats(), false);
-
-/** Ask for a token, and return when there is one. */
-function login(problem) {
-  byId("main").hidden = true;
-  byId("login").hidden = false;
-  byId("login-problem").textContent = problem;
-  byId("token").focus();
-  return new Promise((resolve) => {
-    byId("login").addEventListener("submit", (event) => {
-      event.preventDefault();
-      token.keep(byId("token").value.trim());
-      byId("token").value = "";
-      byId("login").hidden = true;
-      resolve();
-    }, { once: true });
-  });
-}
 
 function shows(isLive) {
   document.body.dataset.live = isLive ? "yes" : "no";

@@ -50,10 +50,9 @@ export class Store {
       list("/v1/kernels?limit=1000"),
       get("/v1/refusals"),
     ]);
-    Object.assign(this, { caller, node, agents, refusals });
-    this.version += 1;
+    Object.assign(this, { caller, node, refusals });
     this.slots = new Map(slots.map((slot) => [slot.name, slot]));
-    this.devices = new Map(devices.map((device) => [keyOf(device.device_name, device.id), device]));
+    this.#keep(devices, agents);
     this.kernels = new Map(kernels.map((kernel) => [kernel.kernel_id, kernel]));
     for (const id of this.figures.keys()) if (!this.kernels.has(id)) this.figures.delete(id);
   }
@@ -61,9 +60,13 @@ export class Store {
   /** Look again at what changes with kernels: what is free, and who has it. */
   async loadFree() {
     const [devices, agents] = await Promise.all([get("/v1/devices"), get("/v1/agents")]);
+    this.#keep(devices, agents);
+  }
+
+  #keep(devices, agents) {
     this.agents = agents;
-    this.version += 1;
     this.devices = new Map(devices.map((device) => [keyOf(device.device_name, device.id), device]));
+    this.version += 1;
   }
 
   async loadNode() {

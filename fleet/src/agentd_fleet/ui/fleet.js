@@ -3,6 +3,7 @@
 import { get, Refused, token } from "./node/api.js";
 import { byId, fill, h } from "./node/dom.js";
 import { age, amount } from "./node/format.js";
+import { login } from "./node/login.js";
 import { natural, order } from "./node/store.js";
 
 const PAUSE_MS = 3000;
@@ -56,20 +57,6 @@ async function look() {
     get("/v1/whoami"), get("/v1/nodes"), get("/v1/stats"), get("/v1/slot-types"),
   ]);
   seen = { caller, nodes, stats, kinds: new Map(types.map((type) => [type.name, type.kind])) };
-}
-
-function login(problem) {
-  byId("main").hidden = true;
-  byId("login").hidden = false;
-  byId("login-problem").textContent = problem;
-  return new Promise((resolve) => {
-    byId("login").addEventListener("submit", (event) => {
-      event.preventDefault();
-      token.keep(byId("token").value.trim());
-      byId("token").value = "";
-      resolve();
-    }, { once: true });
-  });
 }
 
 token.arrive();

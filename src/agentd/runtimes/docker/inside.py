@@ -28,17 +28,15 @@ from agentd.runtimes.docker.engine import (
     EngineUnreachable,
 )
 from agentd.runtimes.docker.translation import translating
+from agentd.runtimes.entering import CHUNK, END_OF_INPUT, START_TIMEOUT_S, feed
 from agentd.tasks import to_the_end
 
-CHUNK = 64 * 1024
 _SWITCHED = b" 101 "
 _NO_COMMAND = (126, 127)
 """What the engine gives for the exit code of a command that is not there, or cannot be executed."""
 LOOK_S, SLOWEST_LOOK_S = 0.02, 1.0
 """How often the engine is asked whether it has ended, first and last; it tells in no other way."""
-START_TIMEOUT_S = 30.0
 CLOSE_TRIES = 50
-END_OF_INPUT = b"\x04"
 DETACH_KEYS = "ctrl-^,ctrl-],ctrl-_,ctrl-^,ctrl-],ctrl-_,ctrl-^,ctrl-]"
 """What nobody types, for the engine's default is what shells and editors use (ctrl-p, ctrl-q)."""
 MARK = "AGENTD_EXEC"
@@ -119,14 +117,8 @@ class Inside:
                 yield (STDERR if header[0] == STDERR else STDOUT), chunk
 
     async def write(self, data: bytes) -> None:
-        if self._writer is None:
-            return
-        with suppress(OSError):
-            for start in range(0, len(data), CHUNK):
-                if self._writer.is_closing():
-                    return
-                self._writer.write(data[start : start + CHUNK])
-                await self._writer.drain()
+        if self._writer is not None:
+            await feed(self._writer, data)
 
     async def close_input(self) -> None:
         if self._spec.tty:
