@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agentd.core.usage import Usage
+from agentd.core.usage import Accounted, Usage
 from agentd.host import accounts
 from agentd.host.accounts import UNIFIED, Account, groups_of
 
@@ -18,6 +18,12 @@ def put(folder: Path, **files: str) -> Path:
     for name, text in files.items():
         (folder / name.replace("__", ".")).write_text(text)
     return folder
+
+
+def counted(**folders: Path) -> Accounted:
+    """Count one kernel; `unified` is where v2 counts it."""
+    paths = {UNIFIED if name == "unified" else name: str(path) for name, path in folders.items()}
+    return accounts.counted({"k1": Account(paths)})["k1"]
 
 
 @pytest.fixture
@@ -35,7 +41,7 @@ def test_every_figure_of_v2(mount: Path) -> None:
         io__stat=IO_STAT, cgroup__procs="10\n11\n",
     )  # fmt: skip
     put(folder / "below", cgroup__procs="12\n")
-    found = Account({UNIFIED: folder}).counted()
+    found = counted(unified=folder)
     assert found.usage == Usage(2.5, 0.5, 4096, 8192, 16384, 101, 9, 3)
     assert found.groups == {":/agentd.slice/k1.service"}
 
@@ -52,19 +58,19 @@ def test_every_figure_of_v1(mount: Path) -> None:
         "blkio": {"blkio__throttle__io_service_bytes": IO_SERVICE},
     }  # fmt: skip
     folders = {name: put(mount / name / "docker/1", **texts) for name, texts in files.items()}
-    found = Account(folders).counted()
+    found = counted(**folders)
     assert found.usage == Usage(2.5, 0.5, 4096, 8192, 16384, 101, 9, 1)
     assert found.groups == {f"{name}:/docker/1" for name in files}
 
 
 def test_what_is_not_there_is_not_known(mount: Path) -> None:
-    assert Account().counted().usage == Usage()
-    assert Account({UNIFIED: mount / "gone"}).counted().usage == Usage()
-    assert Account({"memory": mount / "gone"}).counted().usage == Usage()
+    assert counted().usage == Usage()
+    assert counted(unified=mount / "gone").usage == Usage()
+    assert counted(memory=mount / "gone").usage == Usage()
     empty = put(mount / "x", memory__max="max\n", memory__current="what\n", cgroup__procs="")
-    assert Account({UNIFIED: empty}).counted().usage == Usage(processes=0)
+    assert counted(unified=empty).usage == Usage(processes=0)
     no_limit = put(mount / "memory/y", memory__limit_in_bytes=f"{2**63 - 4096}\n", cgroup__procs="")
-    assert Account({"memory": no_limit}).counted().usage.memory_limit_bytes is None
+    assert counted(memory=no_limit).usage.memory_limit_bytes is None
 
 
 @pytest.mark.parametrize("machine", ["", "Total 0\n"])
@@ -73,8 +79,8 @@ def test_blocks_are_not_known_where_the_machine_counts_none(mount: Path, machine
     put(mount, io__stat="")
     v1 = put(mount / "blkio/k1", blkio__throttle__io_service_bytes="Total 0\n")
     v2 = put(mount / "k1", io__stat="", cgroup__procs="")
-    for account in (Account({"blkio": v1}), Account({UNIFIED: v2})):
-        usage = account.counted().usage
+    for found in (counted(blkio=v1), counted(unified=v2)):
+        usage = found.usage
         assert (usage.io_read_bytes, usage.io_write_bytes) == (None, None)
 
 
@@ -82,9 +88,9 @@ def test_a_kernel_with_groups_without_end_holds_nobody_up(mount: Path, monkeypat
     folder = put(mount / "k1", cgroup__procs="1\n")
     for number in range(5):
         put(folder / str(number), cgroup__procs="2\n")
-    assert Account({UNIFIED: folder}).counted().usage.processes == 6
+    assert counted(unified=folder).usage.processes == 6
     monkeypatch.setattr(accounts, "_MOST_BELOW", 3)
-    assert Account({UNIFIED: folder}).counted().usage.processes is None
+    assert counted(unified=folder).usage.processes is None
 
 
 def test_a_group_s_name_may_be_any_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

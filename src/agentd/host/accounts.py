@@ -19,48 +19,59 @@ UNIFIED = ""
 """The name of the one hierarchy of v2, where v1 has one for each controller."""
 COUNTED_V1 = ("memory", "cpuacct", "cpu", "blkio", "pids")
 """The controllers of v1 that count; the first one tells who is there."""
-_NOWHERE = Path("/nonexistent")
+_NOWHERE = "/nonexistent"
 _NO_LIMIT = 1 << 60
-_MOST_BYTES = 1 << 20
+_PAGE, _MOST_BYTES = 4096, 1 << 20
+"""What is read first, and then: a buffer of the second size takes longer than most files."""
 _MOST_BELOW = 1000
 """Groups below a kernel's that are looked into; of one that made more, processes are not known."""
 _NO_FOLDERS = 2
 _FULL = 2048
-"""Such files come by the page of 4,096 bytes: after less than half of one there is no more."""
+"""Such files come by the page: after less than half of one there is no more."""
 _NANO, _MICRO = 1e9, 1e6
 _counting: set[Path] = set()
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Where one kernel is counted: its folder in each hierarchy, by controller.
+    """Where one kernel is counted: the path of its folder in each hierarchy, by controller.
 
     One that `has_network` may have a network namespace of its own.
     """
 
-    folders: Mapping[str, Path] = field(default_factory=dict)
+    folders: Mapping[str, str] = field(default_factory=dict)
     has_network: bool = False
 
-    def counted(self) -> Accounted:
-        """Return what is counted now, and for whom."""
-        if not self.folders:
-            return Accounted()
-        unified = self.folders.get(UNIFIED)
-        usage = _of_v2(unified) if unified is not None else _of_v1(self.folders)
-        if self.has_network and (pid := self._somebody()) is not None:
-            received, sent = _network(pid)
-            usage = replace(usage, network_rx_bytes=received, network_tx_bytes=sent)
-        return Accounted(usage, frozenset(self._paths()))
 
-    def _somebody(self) -> int | None:
-        folder = next(iter(self.folders.values()))
-        return _number(f"{folder}/cgroup.procs")
+def counted(accounts: Mapping[str, Account]) -> dict[str, Accounted]:
+    """Return what is counted now for each kernel, and its cgroups."""
+    is_counting = counts_blocks()
+    return {name: _counted(account, is_counting) for name, account in accounts.items()}
 
-    def _paths(self) -> Iterator[str]:
-        for name, folder in self.folders.items():
-            top = f"{MOUNT}/{name}" if name else str(MOUNT)
-            if str(folder).startswith(top):
-                yield f"{name}:{str(folder)[len(top) :]}"
+
+def _counted(account: Account, is_counting: bool) -> Accounted:  # noqa: FBT001 - of the machine
+    if not account.folders:
+        return Accounted()
+    unified = account.folders.get(UNIFIED)
+    usage = _of_v1(account.folders) if unified is None else _of_v2(unified)
+    if not is_counting:
+        usage = replace(usage, io_read_bytes=None, io_write_bytes=None)
+    if account.has_network and (pid := _somebody(account)) is not None:
+        received, sent = _network(pid)
+        usage = replace(usage, network_rx_bytes=received, network_tx_bytes=sent)
+    return Accounted(usage, frozenset(_paths(account)))
+
+
+def _somebody(account: Account) -> int | None:
+    processes = _lines(f"{next(iter(account.folders.values()))}/cgroup.procs")
+    return int(processes[0]) if processes else None
+
+
+def _paths(account: Account) -> Iterator[str]:
+    for name, folder in account.folders.items():
+        top = f"{MOUNT}/{name}" if name else f"{MOUNT}"
+        if folder.startswith(top):
+            yield f"{name}:{folder[len(top) :]}"
 
 
 def is_v2(root: Path = MOUNT) -> bool:
@@ -90,14 +101,14 @@ def account_of(pid: int, mark: str) -> Account:
     names = (UNIFIED,) if is_v2() else COUNTED_V1
     return Account(
         {
-            name: (MOUNT / name if name else MOUNT) / groups[name].lstrip("/")
+            name: f"{MOUNT / name / groups[name].lstrip('/')}"
             for name in names
             if mark in groups.get(name, "")
         }
     )
 
 
-def _of_v2(folder: Path) -> Usage:
+def _of_v2(folder: str) -> Usage:
     cpu = _table(f"{folder}/cpu.stat")
     read, written = _blocks_v2(folder)
     return Usage(
@@ -112,7 +123,7 @@ def _of_v2(folder: Path) -> Usage:
     )
 
 
-def _of_v1(folders: Mapping[str, Path]) -> Usage:
+def _of_v1(folders: Mapping[str, str]) -> Usage:
     memory = folders.get("memory", _NOWHERE)
     cpuacct, cpu = folders.get("cpuacct", _NOWHERE), folders.get("cpu", _NOWHERE)
     read, written = _blocks_v1(folders.get("blkio", _NOWHERE))
@@ -128,9 +139,9 @@ def _of_v1(folders: Mapping[str, Path]) -> Usage:
     )
 
 
-def _blocks_v2(folder: Path) -> tuple[int | None, int | None]:
+def _blocks_v2(folder: str) -> tuple[int | None, int | None]:
     lines = _lines(f"{folder}/io.stat")
-    if lines is None or not counts_blocks():
+    if lines is None:
         return None, None
     pairs = [pair.partition("=") for line in lines for pair in line.split()[1:]]
     return (
@@ -139,9 +150,9 @@ def _blocks_v2(folder: Path) -> tuple[int | None, int | None]:
     )
 
 
-def _blocks_v1(folder: Path) -> tuple[int | None, int | None]:
+def _blocks_v1(folder: str) -> tuple[int | None, int | None]:
     lines = _lines(f"{folder}/blkio.throttle.io_service_bytes")
-    if lines is None or not counts_blocks():
+    if lines is None:
         return None, None
     words = [line.split() for line in lines]
     return (
@@ -153,7 +164,7 @@ def _blocks_v1(folder: Path) -> tuple[int | None, int | None]:
 def counts_blocks() -> bool:
     """Tell whether blocks are counted here at all: a machine that has a disk has read some.
 
-    It is asked for every kernel, and what was counted once stays counted.
+    What was counted once stays counted.
     """
     if MOUNT in _counting:
         return True
@@ -165,17 +176,17 @@ def counts_blocks() -> bool:
     return MOUNT in _counting
 
 
-def _processes(folder: Path) -> int | None:
+def _processes(folder: str) -> int | None:
     """Count processes, those in groups below too, as a kernel may make some."""
-    lines = _lines(f"{folder}/cgroup.procs")
-    if lines is None:
+    listed = _content(f"{folder}/cgroup.procs")
+    if listed is None:
         return None
-    count, below = len(lines), _groups_in(str(folder))
+    count, below = listed.count(b"\n"), _groups_in(folder)
     for _ in range(_MOST_BELOW):
         if not below:
             return count
         group = below.pop()
-        count += len(_lines(f"{group}/cgroup.procs") or ())
+        count += (_content(f"{group}/cgroup.procs") or b"").count(b"\n")
         below += _groups_in(group)
     return None
 
@@ -183,7 +194,7 @@ def _processes(folder: Path) -> int | None:
 def _groups_in(folder: str) -> list[str]:
     """Return the groups in one; a folder without any has two names, its own and its `.`."""
     try:
-        if Path(folder).stat().st_nlink == _NO_FOLDERS:
+        if os.stat(folder).st_nlink == _NO_FOLDERS:  # noqa: PTH116 - of thousands
             return []
         return [entry.path for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
     except OSError:
@@ -206,26 +217,36 @@ def _namespace(pid: int | str) -> str | None:
     return None
 
 
-def _lines(file: str) -> list[str] | None:
-    """Read a file of the kernel's; None if it is not there."""
+def _content(file: str) -> bytes | None:
+    """Read a file of the kernel's; None if it is not there, or cannot be read."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        content = chunk = os.read(descriptor, _MOST_BYTES)
+        content = chunk = os.read(descriptor, _PAGE)
         while len(chunk) >= _FULL:
             content += (chunk := os.read(descriptor, _MOST_BYTES))
-        return content.decode("ascii").splitlines()
-    except (OSError, ValueError):
+    except OSError:
         return None
     finally:
         os.close(descriptor)
+    return content
+
+
+def _lines(file: str) -> list[str] | None:
+    content = _content(file)
+    if content is None or not content.isascii():
+        return None
+    return content.decode("ascii").splitlines()
 
 
 def _number(file: str) -> int | None:
-    with suppress(ValueError, IndexError):
-        return int((_lines(file) or [])[0])
+    content = _content(file)
+    if content is None:
+        return None
+    with suppress(ValueError):
+        return int(content)
     return None
 
 

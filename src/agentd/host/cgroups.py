@@ -136,7 +136,7 @@ class Cgroups:
         """Return where a group is counted."""
         return Account(
             {
-                UNIFIED if item.version != 1 else controller: item.folder / name
+                UNIFIED if item.version != 1 else controller: f"{item.folder}/{name}"
                 for item in self.hierarchies
                 for controller in sorted(item.controllers)
             }

@@ -163,5 +163,6 @@ def _looked_for(containers: Sequence[str]) -> dict[str, Account]:
         for place in _PLACES:
             folders = {name: MOUNT / name / place.format(container) for name in hierarchies}
             if all(folder.exists() for folder in folders.values()):
-                found[container] = Account(folders, has_network=True)
+                paths = {name: str(folder) for name, folder in folders.items()}
+                found[container] = Account(paths, has_network=True)
     return found

@@ -25,6 +25,7 @@ from agentd.core.session import ExecSpec
 from agentd.core.usage import Accounted
 from agentd.errors import ImageNotFound, InvalidRequest, Problem, RuntimeUnavailable
 from agentd.failpoints import reach
+from agentd.host.accounts import counted
 from agentd.runtimes.docker.absences import Absences
 from agentd.runtimes.docker.config import UNPUBLISHED, DockerRules, container_config
 from agentd.runtimes.docker.engine import (
@@ -288,7 +289,7 @@ class DockerRuntime:
     async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, Accounted]:
         with proving():
             accounts = await self._observer.accounts(kernels)
-        return await asyncio.to_thread(lambda: {k: a.counted() for k, a in accounts.items()})
+        return await asyncio.to_thread(counted, accounts)
 
     async def logs(self, ref: KernelRef, query: LogQuery) -> AsyncGenerator[bytes]:
         async with aclosing(printed(self._engine, self._container(ref), query)) as chunks:

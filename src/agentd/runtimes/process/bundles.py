@@ -11,9 +11,9 @@ from agentd.core.kernel import is_kernel_id
 from agentd.core.observation import Leftover, Listing, ObservedKernel, ObservedState
 from agentd.core.plan import kernel_name
 from agentd.core.record import MALFORMED
-from agentd.core.usage import Accounted
 from agentd.errors import RuntimeFailure
 from agentd.failpoints import reach
+from agentd.host.accounts import Account
 from agentd.host.cgroups import Cgroup, Cgroups
 from agentd.runtimes.folder import TRASH, names_in
 from agentd.runtimes.process.bundle import Bundle
@@ -53,11 +53,11 @@ class Bundles:
         """Look at a kernel."""
         return Proof(self.bundle(kernel_id), self.cgroup(kernel_id), self.boot_id)
 
-    def accounted(self, kernel_id: str) -> Accounted:
-        """Return what a kernel uses; without a cgroup nobody counts that."""
+    def account(self, kernel_id: str) -> Account:
+        """Return where a kernel is counted: without a cgroup nowhere."""
         if self.cgroups is None:
-            return Accounted()
-        return self.cgroups.account(kernel_name(self.node_id, kernel_id)).counted()
+            return Account()
+        return self.cgroups.account(kernel_name(self.node_id, kernel_id))
 
     def listing(self) -> Listing:
         """Return every kernel, and what is left of others."""

@@ -32,6 +32,7 @@ from agentd.errors import (
     RuntimeUnavailable,
 )
 from agentd.failpoints import reach
+from agentd.host.accounts import counted
 from agentd.host.cgroups import MEMORY, PIDS, Cgroup, Cgroups
 from agentd.host.units import Manager
 from agentd.plugin_api import Features
@@ -237,10 +238,8 @@ class ProcessRuntime:
         return kernel_name(self._bundles.node_id, kernel.kernel_id)
 
     async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, Accounted]:
-        def counted() -> dict[str, Accounted]:
-            return {k.kernel_id: self._bundles.accounted(k.kernel_id) for k in kernels}
-
-        return await asyncio.to_thread(counted)
+        accounts = {k.kernel_id: self._bundles.account(k.kernel_id) for k in kernels}
+        return await asyncio.to_thread(counted, accounts)
 
     async def logs(self, ref: KernelRef, query: LogQuery) -> AsyncGenerator[bytes]:
         if problems := list(unkept(query)):

@@ -13,7 +13,7 @@ from agentd.core.observation import Leftover, Listing, ObservedKernel, ObservedS
 from agentd.core.record import MALFORMED
 from agentd.core.usage import Accounted
 from agentd.errors import RuntimeFailure, RuntimeUnavailable
-from agentd.host.accounts import MOUNT, UNIFIED, Account
+from agentd.host.accounts import MOUNT, UNIFIED, Account, counted
 from agentd.host.units import Manager, Unit
 from agentd.runtimes.folder import TRASH, looking, names_in
 from agentd.runtimes.systemd.bundle import NODE_RESTARTED, Identity, UnitBundle
@@ -110,14 +110,14 @@ class Observer:
             self._asked = set(ended)
             found, elsewhere = await asyncio.to_thread(self._counted, kernels)
             self._groups = {k.kernel_id: await self._group(k.kernel_id) for k in elsewhere}
-            accounts = {k: Account({UNIFIED: MOUNT / g}) for k, g in self._groups.items() if g}
-            return found | await asyncio.to_thread(
-                lambda: {k: account.counted() for k, account in accounts.items()}
-            )
+            groups = {k: Account({UNIFIED: f"{MOUNT}/{g}"}) for k, g in self._groups.items() if g}
+            return found | await asyncio.to_thread(counted, groups)
 
     def _counted(self, kernels: Sequence[Kernel]) -> tuple[dict[str, Accounted], list[Kernel]]:
         """Return what is known without asking, and of whom it is not."""
-        found, elsewhere = {}, []
+        found: dict[str, Accounted] = {}
+        accounts: dict[str, Account] = {}
+        elsewhere = []
         for kernel in kernels:
             if kernel.state in ENDED:
                 found[kernel.kernel_id] = Accounted(self.bundle(kernel.kernel_id).usage())
@@ -127,8 +127,8 @@ class Observer:
             if self._is_user or not folder.exists():
                 elsewhere.append(kernel)
             else:
-                found[kernel.kernel_id] = Account({UNIFIED: folder}).counted()
-        return found, elsewhere
+                accounts[kernel.kernel_id] = Account({UNIFIED: str(folder)})
+        return found | counted(accounts), elsewhere
 
     async def _group(self, kernel_id: str) -> str:
         """Return where the manager says that a kernel's cgroup is, below the top; asked once."""
