@@ -77,9 +77,7 @@ def node(gpus: int, cpus: int, kernels: int) -> Iterator[Path]:
                 agentctl(folder, "create", "teaching", "--id", "lecture", "-s", f"cuda.shares={gpus}", "--", "true"),
                 capture_output=True, check=False,
             )  # fmt: skip
-            subprocess.run(
-                agentctl(folder, "drain", "cuda", "cuda6"), capture_output=True, check=False
-            )
+            subprocess.run(agentctl(folder, "drain", "cuda6"), capture_output=True, check=True)
             try:
                 yield folder
             finally:

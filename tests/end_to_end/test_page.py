@@ -123,6 +123,33 @@ async def test_a_kernel_is_looked_into_stopped_and_removed(node: Daemon, page: V
     assert (await node.call("GET", "/v1/kernels/loud")).status == 404
 
 
+async def test_output_goes_on_after_a_lost_connection(node: Daemon, page: Visit) -> None:
+    command = ["sh", "-c", "n=0; while :; do echo step $((n=n+1)); sleep 0.2; done"]
+    await node.running("research", kernel_id="loud", command=command)
+    await page.page.click("text=loud")
+    await page.until("#details .output", "step 2")
+    await node.stop()
+    await page.until("#details .output", "trying again")
+    assert "step 2" in await page.text("#details .output")
+    await node.start()
+    await page.page.wait_for_function(
+        "() => /^step 1\\n(step \\d+\\n)*$/.test(document.querySelector('.output').textContent)"
+    )
+    seen = (await page.text("#details .output")).split()[-1]
+    await page.until("#details .output", f"step {int(seen) + 2}")
+    page.errors.clear()  # the browser reports what could not be fetched
+
+
+async def test_a_kernel_that_prints_without_end_does_not_hold_the_page_up(
+    node: Daemon, page: Visit
+) -> None:
+    command = ["sh", "-c", "yes | head -c 50000000; echo over; sleep 1000"]
+    await node.running("research", kernel_id="loud", command=command)
+    await page.page.click("text=loud")
+    await page.until("#details .output", "over", 20_000)
+    assert len(await page.text("#details .output")) < 1 << 19
+
+
 async def test_devices_are_drained_with_the_keyboard_alone(node: Daemon, page: Visit) -> None:
     await page.cell("cuda cuda0").focus()
     await page.page.keyboard.press("ArrowRight")

@@ -184,10 +184,37 @@ class Nodes:
             )
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
             session = aiohttp.ClientSession(
-                connector=connector, timeout=timeout, auto_decompress=False
+                connector=connector,
+                timeout=timeout,
+                auto_decompress=False,
+                trace_configs=[_watch_of_sockets()],
             )
             self._sessions[path] = session
         return session, "http://node" if path else url.rstrip("/")
+
+
+class _Elsewhere(aiohttp.ClientError):
+    """Not the node, but something else answers at its address."""
+
+    strerror = "something else answers at its address"
+
+
+def _watch_of_sockets() -> aiohttp.TraceConfig:
+    """Refuse what `ws_connect` does not show: redirects, and who has accepted a WebSocket."""
+
+    async def redirected(*_: object) -> None:
+        raise _Elsewhere
+
+    async def answered(_: object, __: object, done: aiohttp.TraceRequestEndParams) -> None:
+        is_socket = done.response.status == HTTPStatus.SWITCHING_PROTOCOLS
+        if is_socket and done.response.headers.get(NODE) != done.headers.get(NODE):
+            done.response.close()
+            raise _Elsewhere
+
+    watch = aiohttp.TraceConfig()
+    watch.on_request_redirect.append(redirected)
+    watch.on_request_end.append(answered)
+    return watch
 
 
 def _impatient(info: aiohttp.AddrInfoType) -> socket.socket:

@@ -5,10 +5,8 @@ import { draw } from "./chart.js";
 import { byId, fill, h } from "./dom.js";
 import { age, amount, bytes, cores, percent } from "./format.js";
 import { describe } from "./map.js";
+import { follow } from "./output.js";
 import { isEnded } from "./store.js";
-
-const MOST_OUTPUT = 256 * 1024;
-const TAIL = 500;
 
 export class Details {
   constructor(store) {
@@ -34,7 +32,8 @@ export class Details {
     const output = h("pre", { cls: "output", role: "region", tabIndex: 0, aria: { label: `output of ${id}` } });
     const log = this.store.may("kernels") ? output : h("p", {}, "Role read does not see what kernels print.");
     this.#open({ kernel: id }, id, h("dl", { cls: "facts" }), curves, this.#actions([]), h("h3", {}, "Output"), log);
-    if (log === output) this.#follow(id, output);
+    const isOver = () => isEnded(this.store.kernels.get(id) ?? { state: "terminated" });
+    if (log === output) follow(id, output, isOver, this.stop.signal);
   }
 
   /** Show what has changed. */
@@ -140,33 +139,6 @@ export class Details {
       await open(path, { method, body });
     } catch (error) {
       problem.textContent = error instanceof Refused ? `${error.code}: ${error.message}` : String(error);
-    }
-  }
-
-  /** Show a kernel's output as it comes, and stay at its end unless somebody reads further up. */
-  async #follow(id, output) {
-    const { signal } = this.stop;
-    const decoder = new TextDecoder();
-    try {
-      const path = `/v1/kernels/${encodeURIComponent(id)}/logs?follow=true&tail=${TAIL}`;
-      const reader = (await open(path, { signal })).body.getReader();
-      let length = 0;
-      for (;;) {
-        const { value, done } = await reader.read();
-        if (done) break;
-        const isAtEnd = output.scrollTop + output.clientHeight >= output.scrollHeight - 8;
-        const text = decoder.decode(value, { stream: true });
-        output.append(text);
-        length += text.length;
-        while (length > MOST_OUTPUT && output.childNodes.length > 1) {
-          length -= output.firstChild.length;
-          output.firstChild.remove();
-        }
-        if (isAtEnd) output.scrollTop = output.scrollHeight;
-      }
-      if (!output.textContent) output.append("It has printed nothing.");
-    } catch (error) {
-      if (!signal.aborted) output.append(`\n[the output cannot be read: ${error.message}]`);
     }
   }
 }

@@ -12,12 +12,13 @@ from aiohttp import web
 
 from agentd_fleet.asking import Pace
 from agentd_fleet.etcd import Access, Etcd
-from agentd_fleet.nodes import Nodes
+from agentd_fleet.nodes import GATEWAY, AnswerLost, Nodes
 from agentd_fleet.placing import Placer
 from agentd_fleet.report import unreachable
 from agentd_fleet.state import FleetState
 from agentd_fleet.store_etcd import EtcdStore
 from agentd_fleet.sweep import Sweep
+from agentd_fleet.view import FleetNode
 from end_to_end.fleet.fleet_world import GatewayProgram, World
 
 SAID = {"schema": 1, "install_id": "i", "boot_id": "b", "version": "9"}
@@ -182,6 +183,37 @@ async def test_what_is_forgotten_is_forgotten_by_every_gateway(world: World) -> 
                 slot["name"] for slot in await gateway.get("/v1/slot-types")
             }:
                 await asyncio.sleep(0.02)
+
+
+async def test_a_command_is_typed_to_the_node_and_to_nobody_else(folder: Path) -> None:
+    asked = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        asked.append(request.path)
+        if request.path == "/moved":
+            return web.Response(status=307, headers={"Location": "/exec"})
+        socket = web.WebSocketResponse()
+        socket.headers["Agentd-Node"] = "node-1" if request.path == "/right" else "node-2"
+        await socket.prepare(request)
+        await socket.close()
+        return socket
+
+    app = web.Application()
+    app.router.add_get("/{rest:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.UnixSite(runner, str(folder / "liar.sock")).start()
+    node = FleetNode("node-1", {}, {}, url=f"unix:{folder}/liar.sock")
+    try:
+        async with Nodes() as nodes:
+            async with await nodes.connected(node, GATEWAY, "/right") as socket:
+                assert not socket.closed
+            for path in ("/moved", "/exec"):
+                with pytest.raises(AnswerLost, match="something else answers"):
+                    await nodes.connected(node, GATEWAY, path)
+    finally:
+        await runner.cleanup()
+    assert asked == ["/right", "/moved", "/exec"]
 
 
 @pytest.mark.parametrize(
