@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import json
 import os
+import select
 import shutil
 import signal
 import socket
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,15 +64,6 @@ class Machine:
         self.folder, self.image, self.payload = folder, image, payload
         folder.mkdir(parents=True, exist_ok=True)
 
-    @property
-    def pid(self) -> int | None:
-        """The process of the running machine."""
-        with contextlib.suppress(OSError, ValueError):
-            pid = int((self.folder / "qemu.pid").read_text())
-            if "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]:
-                return pid
-        return None
-
     def start(self, *, memory_mib: int = 3072, append: str = "") -> None:
         """Switch it on, with the disk as it is, and wait until it takes commands."""
         disk = self.folder / "disk.qcow2"
@@ -96,7 +89,11 @@ class Machine:
             "-serial", f"file:{self.folder}/console.log", "-pidfile", f"{self.folder}/qemu.pid",
         ]  # fmt: skip
         with (self.folder / "qemu.log").open("wb") as log:
-            subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            started = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        while not (self.folder / "control.sock").exists():
+            if started.poll() is not None:
+                raise MachineError(f"QEMU: {(self.folder / 'qemu.log').read_text()}")
+            time.sleep(0.1)
         self.until_up()
 
     def until_up(self) -> None:
@@ -104,6 +101,7 @@ class Machine:
         end = time.monotonic() + BOOT_S
         while time.monotonic() < end:
             with contextlib.suppress(OSError, MachineError):
+                self.must("true", 20)  # what is said before anybody listens may be lost
                 done = self.run("systemctl is-system-running --wait || true", timeout_s=BOOT_S)
                 if done.output.strip() in ("running", "degraded"):
                     return
@@ -149,17 +147,31 @@ class Machine:
     def power_off(self) -> float:
         """Have it power itself off; return how many seconds that took."""
         begun = time.monotonic()
-        self.run("systemd-run --on-active=0.1 systemctl poweroff")
-        while self.pid is not None and time.monotonic() - begun < BOOT_S:
-            time.sleep(0.2)
+        with self._process() as process:
+            self.run("systemd-run --on-active=0.1 systemctl poweroff")
+            _until_ended(process)
         return time.monotonic() - begun
 
     def pull_plug(self) -> None:
-        """End it at once, as a power cut would."""
-        if (pid := self.pid) is not None:
-            os.kill(pid, signal.SIGKILL)
-            while self.pid is not None:
-                time.sleep(0.05)
+        """End it at once, as a power cut would; one that is off stays so."""
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError), self._process() as process:
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+            _until_ended(process)
+
+    @contextlib.contextmanager
+    def _process(self) -> Iterator[int]:
+        """Give the running machine's process, as a descriptor (pidfd_open(2))."""
+        process = os.pidfd_open(int((self.folder / "qemu.pid").read_text()))
+        try:
+            yield process
+        finally:
+            os.close(process)
+
+
+def _until_ended(process: int) -> None:
+    """Wait until all of a process's threads are gone, and with the last one what it has locked."""
+    if not select.select([process], [], [], BOOT_S)[0]:
+        raise MachineError("it does not end")
 
 
 def image() -> Path:

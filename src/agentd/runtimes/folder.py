@@ -75,6 +75,13 @@ class PrivateFolder:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
 
+    def replace(self, name: str, text: str) -> None:
+        """Write a file in the place of one that may be there, in one step."""
+        made = self.path / f".{name}"
+        made.unlink(missing_ok=True)
+        self.write(made.name, text)
+        made.replace(self.path / name)
+
     def read(self, name: str) -> str | None:
         """Return a file's text, empty if it cannot be read; None if there is no such file.
 

@@ -16,8 +16,8 @@ def reason(absences: Absences, finished_s: float, started_s: float = -1000.0) ->
     return absences.explained("k1", ending, now + started_s).reason
 
 
-def test_an_end_before_or_after_an_absence_has_no_reason(folder: Path) -> None:
-    absences = Absences(folder / "a.json", "boot")
+def test_an_end_before_or_after_an_absence_has_no_reason(tmp_path: Path) -> None:
+    absences = Absences(tmp_path / "a.json", "boot")
     absences.came()
     assert reason(absences, 0) == ""
     absences.went(ends_kernels=True)
@@ -31,25 +31,25 @@ def test_an_end_before_or_after_an_absence_has_no_reason(folder: Path) -> None:
     assert absences.explained("k1", Ending(), 0) == Ending()
 
 
-def test_an_engine_that_restores_its_containers_ends_none(folder: Path) -> None:
-    absences = Absences(folder / "a.json", "boot")
+def test_an_engine_that_restores_its_containers_ends_none(tmp_path: Path) -> None:
+    absences = Absences(tmp_path / "a.json", "boot")
     absences.came()
     absences.went(ends_kernels=False)
     absences.came()
     assert reason(absences, 0) == ""
 
 
-def test_an_absence_that_the_daemon_did_not_live_through_is_known(folder: Path) -> None:
-    absences = Absences(folder / "a.json", "boot")
+def test_an_absence_that_the_daemon_did_not_live_through_is_known(tmp_path: Path) -> None:
+    absences = Absences(tmp_path / "a.json", "boot")
     absences.came()
     absences.went(ends_kernels=True)
-    after = Absences(folder / "a.json", "boot")
+    after = Absences(tmp_path / "a.json", "boot")
     after.came()
     assert reason(after, 0) == ENGINE
 
 
-def test_a_signal_to_one_kernel_says_nothing_of_another(folder: Path, monkeypatch) -> None:
-    absences = Absences(folder / "a.json", "boot")
+def test_a_signal_to_one_kernel_says_nothing_of_another(tmp_path: Path, monkeypatch) -> None:
+    absences = Absences(tmp_path / "a.json", "boot")
     absences.came()
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now - 20)
@@ -63,9 +63,9 @@ def test_a_signal_to_one_kernel_says_nothing_of_another(folder: Path, monkeypatc
 
 @pytest.mark.parametrize("is_asked", [True, False])
 def test_an_engine_goes_when_it_signals_what_nobody_asked_for(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, is_asked: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_asked: bool
 ) -> None:
-    absences = Absences(folder / "a.json", "boot")
+    absences = Absences(tmp_path / "a.json", "boot")
     absences.came()
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now - 10)
@@ -80,17 +80,17 @@ def test_an_engine_goes_when_it_signals_what_nobody_asked_for(
     assert reason(absences, -9) == ("" if is_asked else ENGINE)
 
 
-def test_absences_outlive_the_daemon(folder: Path) -> None:
-    absences = Absences(folder / "a.json", "boot")
+def test_absences_outlive_the_daemon(tmp_path: Path) -> None:
+    absences = Absences(tmp_path / "a.json", "boot")
     absences.came()
     absences.went(ends_kernels=True)
     absences.came()
     absences.close()
-    assert reason(Absences(folder / "a.json", "boot"), 0) == ENGINE
+    assert reason(Absences(tmp_path / "a.json", "boot"), 0) == ENGINE
 
 
-def test_a_new_boot_is_an_absence_of_the_node(folder: Path) -> None:
-    file = folder / "a.json"
+def test_a_new_boot_is_an_absence_of_the_node(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
     Absences(file, "boot 1").close()
     after = Absences(file, "boot 2")
     assert reason(after, 0) == ""
@@ -100,8 +100,8 @@ def test_a_new_boot_is_an_absence_of_the_node(folder: Path) -> None:
     assert reason(after, -60) == "", "it had ended before agentd stopped looking"
 
 
-def test_a_file_that_cannot_be_read_knows_nothing(folder: Path) -> None:
-    file = folder / "a.json"
+def test_a_file_that_cannot_be_read_knows_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
     file.write_text("{")
     absences = Absences(file, "boot")
     absences.came()

@@ -19,6 +19,7 @@ import msgspec
 import structlog
 
 from agentd.core.kernel import Ending
+from agentd.runtimes.folder import PrivateFolder
 
 log = structlog.get_logger()
 NODE, ENGINE = "the node restarted", "the Docker Engine was stopped"
@@ -126,18 +127,19 @@ class Absences:
         if self._file is None:
             return
         saved = _Saved(self._boot_id, self._closed_at, self._open, self._absences)
-        made = self._file.with_suffix(".new")
+        folder = PrivateFolder(self._file.parent)
         try:
-            made.write_bytes(msgspec.json.encode(saved))
-            made.chmod(0o600)
-            made.replace(self._file)
+            folder.replace(self._file.name, msgspec.json.encode(saved).decode())
         except OSError as error:
             log.warning("runtime.absence_not_saved", file=str(self._file), reason=error.strerror)
 
 
 def _read(file: Path | None) -> _Saved | None:
+    if file is None:
+        return None
     with suppress(OSError, msgspec.MsgspecError):
-        return msgspec.json.decode(file.read_bytes(), type=_Saved) if file else None
+        text = PrivateFolder(file.parent).read(file.name)
+        return msgspec.json.decode(text, type=_Saved) if text else None
     return None
 
 

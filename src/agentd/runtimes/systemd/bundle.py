@@ -123,7 +123,7 @@ class UnitBundle(PrivateFolder):
             "boot_id": identity.boot_id,
             "started_at": identity.started_at,
         }
-        self._replace(IDENTITY, json.dumps(content))
+        self.replace(IDENTITY, json.dumps(content))
 
     def identity(self) -> Identity | None:
         """Return which run it is; None if that is not written, or cannot be read."""
@@ -139,7 +139,7 @@ class UnitBundle(PrivateFolder):
         """Write down how it ended, unless that is written."""
         if self.read(EXIT) is None:
             with suppress(OSError):  # systemd has it for as long as this boot lasts
-                self._replace(EXIT, end.to_text())
+                self.replace(EXIT, end.to_text())
 
     def end(self) -> End | None:
         """Return how it ended; None if that is not written, or cannot be read."""
@@ -153,7 +153,7 @@ class UnitBundle(PrivateFolder):
         """Write down what it had used when it ended, unless that is written."""
         if self.read(USAGE) is None:
             with suppress(OSError):
-                self._replace(USAGE, json.dumps(asdict(usage)))
+                self.replace(USAGE, json.dumps(asdict(usage)))
 
     def has_usage(self) -> bool:
         """Tell whether that is written down."""
@@ -166,12 +166,6 @@ class UnitBundle(PrivateFolder):
             return Usage(**{field.name: raw[field.name] for field in fields(Usage)})
         except MALFORMED:
             return UNKNOWN
-
-    def _replace(self, name: str, text: str) -> None:
-        with suppress(FileNotFoundError):
-            (self.path / f".{name}").unlink()
-        self.write(f".{name}", text)
-        (self.path / f".{name}").replace(self.path / name)
 
 
 def quoted(value: str) -> str:
