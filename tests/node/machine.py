@@ -157,6 +157,7 @@ class Machine:
         with contextlib.suppress(ProcessLookupError, FileNotFoundError), self._process() as process:
             signal.pidfd_send_signal(process, signal.SIGKILL)
             _until_ended(process)
+            (self.folder / "qemu.pid").unlink()
 
     @contextlib.contextmanager
     def _process(self) -> Iterator[int]:
