@@ -33,7 +33,7 @@ test-engines: $(VENV)/.installed-dev
 test-fleet: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/fleet tests/end_to_end/fleet $(ARGS)
 
-# On a virtual machine that is a compute node: takes qemu-system-x86, qemu-utils, debootstrap and root.
+# On a virtual machine that is a compute node: takes qemu-system-x86, qemu-utils, mmdebstrap and root.
 test-node: $(VENV)/.installed-dev
 	AGENTD_TEST_NODE=1 $(BIN)/python -m pytest tests/node --timeout 1200 $(ARGS)
 
@@ -66,7 +66,7 @@ unit: $(VENV)/.installed-dev
 
 soak: $(VENV)/.installed-dev
 	AGENTD_TEST_NODE=1 AGENTD_SOAK=$(SECONDS) $(BIN)/python -m pytest -s tests/node/test_node_crash.py tests/node/test_node_reboots.py --timeout 14400
-	AGENTD_SEED=$${AGENTD_SEED:-$$(shuf -i 0-999999 -n 1)} AGENTD_SOAK=$(SECONDS) AGENTD_REQUIRE_ALL=1 $(BIN)/python -m pytest -s tests/crash tests/end_to_end/fleet/test_exactly_one.py tests/hostile/test_clients.py tests/end_to_end/test_document.py $(ARGS)
+	AGENTD_SEED=$${AGENTD_SEED:-$$(shuf -i 0-999999 -n 1)} AGENTD_SOAK=$(SECONDS) AGENTD_REQUIRE_ALL=1 $(BIN)/python -m pytest -s tests/crash tests/end_to_end/fleet/test_exactly_one.py tests/hostile/test_clients.py tests/end_to_end/test_document.py tests/end_to_end/test_inside.py $(ARGS)
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/create.py --json

@@ -16,6 +16,7 @@ from typing import Any
 
 import aiohttp
 
+from agentd.host.systemd import why_no_systemd
 from engine import Engine
 
 READY_TIMEOUT_S = 30.0
@@ -35,6 +36,8 @@ socket = "{engine}"
 network = "none"
 stop-timeout = 1
 """
+UNITS = () if why_no_systemd() else ("systemd",)
+"""The runtime of systemd where that runs; elsewhere it is tested in a machine of tests/node."""
 AGENTS = '[[agents]]\nid = "agent-1"\n[[agents]]\nid = "agent-2"\n'
 
 
@@ -210,7 +213,7 @@ class Daemon:
 
     def main_pid(self, kernel: Mapping[str, Any], engine: Any = None) -> int:
         """The pid of a kernel's command, as the machine sees it."""
-        if self.runtime == "process":
+        if self.runtime != "docker":
             return int(kernel["pid"])
         return int(engine.call("GET", f"/containers/{kernel['container_id']}/json")["State"]["Pid"])
 

@@ -25,7 +25,7 @@ from agentd.host.accounts import groups_of
 from agentd.host.cgroups import MEMORY as MEMORY_CONTROLLER
 from agentd.host.cgroups import PIDS, find_cgroups
 from agentd.host.probe import boot_id, probe
-from agentd.host.systemd import has_manager, why_no_systemd
+from agentd.host.systemd import has_manager
 from agentd.host.units import Manager
 from agentd.runtimes.docker.config import DockerRules
 from agentd.runtimes.docker.runtime import DockerRuntime
@@ -34,6 +34,7 @@ from agentd.runtimes.process.spawn import ProcessRules, find_account
 from agentd.runtimes.systemd.runtime import SystemdRuntime
 from agentd.runtimes.systemd.unit import SystemdRules
 from agentd.services.interfaces import LogQuery, Runtime
+from daemon import UNITS
 from engine import IMAGE
 from fakes import FakeRuntime
 
@@ -95,10 +96,6 @@ class Rig:
 
 
 ENGINES = {"docker-20.10": "engine", "docker-26.1": "engine26"}
-
-
-UNITS = () if why_no_systemd() else ("systemd",)
-"""Where systemd runs; elsewhere the suite is run against it in a machine of tests/node."""
 
 
 @pytest.fixture(

@@ -3,14 +3,14 @@ from pathlib import Path
 
 import pytest
 
-from daemon import Daemon
+from daemon import UNITS, Daemon
 from engine import Engine
 from engine_proxy import EngineProxy
 
 
-@pytest.fixture(params=["process", pytest.param("docker", marks=pytest.mark.docker)])
+@pytest.fixture(params=["process", *UNITS, pytest.param("docker", marks=pytest.mark.docker)])
 async def daemon(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Daemon]:
-    """agentd on either runtime, not started yet; its kernels are removed afterwards."""
+    """agentd on each runtime, not started yet; its kernels are removed afterwards."""
     engine = request.getfixturevalue("engine") if request.param == "docker" else None
     made = Daemon(folder, request.param, engine)
     yield made
