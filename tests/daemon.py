@@ -16,6 +16,7 @@ from typing import Any
 
 import aiohttp
 
+from agentd.host.processes import all_processes, read_env
 from agentd.host.systemd import why_no_systemd
 from engine import Engine
 
@@ -62,6 +63,18 @@ def end(pid: int, number: int) -> None:
         select.select([watch], [], [], 10)
     finally:
         os.close(watch)
+
+
+def marked(marker: str) -> list[int]:
+    """Return the processes that have a marker in their environment."""
+    return [p.pid for p in all_processes() if read_env(p.pid).get("MARKER") == marker]
+
+
+async def gone(marker: str) -> None:
+    """Wait until there are none of them."""
+    async with asyncio.timeout(15):
+        while marked(marker):
+            await asyncio.sleep(0.05)
 
 
 class Daemon:

@@ -84,7 +84,15 @@ def test_there_is_no_drawer_for_odds_and_ends() -> None:
 
 
 UNITS = {
-    "agentd": ("Type=notify", "KillMode=mixed", "RestartPreventExitStatus=78"),
+    "agentd": (
+        "Type=notify",
+        "KillMode=mixed",
+        "RestartPreventExitStatus=78",
+        "StartLimitBurst=",
+        "StartLimitIntervalSec=",
+        "SyslogIdentifier=agentd",
+        "WatchdogSec=",
+    ),
     "agentd-fleet-join": ("Type=notify", "RestartPreventExitStatus=78", "Wants=agentd.service"),
     "agentd-fleet-gateway": ("Type=notify", "RestartPreventExitStatus=78", "WatchdogSec=60"),
 }

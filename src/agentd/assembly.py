@@ -9,6 +9,7 @@ from pathlib import Path
 
 from agentd.config.runtimes import DockerSettings
 from agentd.config.settings import Settings
+from agentd.endpoint import exposed_tokens
 from agentd.errors import ConfigRefused, InvalidRequest, Problem
 from agentd.host.cgroups import find_cgroups
 from agentd.host.checkup import node_remarks
@@ -20,6 +21,7 @@ from agentd.runtimes.docker.config import DockerRules
 from agentd.runtimes.docker.runtime import DockerRuntime
 from agentd.runtimes.process.runtime import ProcessRuntime
 from agentd.runtimes.process.spawn import Account, ProcessRules, find_account
+from agentd.runtimes.systemd.bundle import static_busybox
 from agentd.runtimes.systemd.runtime import SystemdRuntime
 from agentd.runtimes.systemd.unit import SystemdRules
 from agentd.services.interfaces import Plugins, Runtime
@@ -173,13 +175,14 @@ def checkup(settings: Settings, plugins: Plugins) -> list[str]:
     """Return what an operator should know of this machine."""
     loaded = {status.plugin for status in plugins.statuses()}
     uses_docker = settings.node.runtime == "docker"
-    return node_remarks(settings.runtime.docker.socket if uses_docker else None, loaded)
+    found = node_remarks(settings.runtime.docker.socket if uses_docker else None, loaded)
+    return [*found, *exposed_tokens(settings.rpc)]
 
 
 def remarks(settings: Settings) -> list[str]:
     """Return what an operator should know of what these settings let kernels do."""
     wanted = os.ST_NOSUID | os.ST_NODEV
-    found = []
+    found = _systemd_remarks() if settings.node.runtime == "systemd" else []
     for folder in settings.runtime.docker.allowed_mounts:
         with suppress(OSError):
             if os.statvfs(folder).f_flag & wanted != wanted:
@@ -187,6 +190,20 @@ def remarks(settings: Settings) -> list[str]:
                     f"{folder} (allowed-mounts) is not mounted nosuid,nodev: root of a container"
                     " can leave setuid programs and devices there, and the engine cannot prevent it"
                 )
+    return found
+
+
+def _systemd_remarks() -> list[str]:
+    found = []
+    if static_busybox() is None:
+        found.append(
+            "there is no static BusyBox (install busybox-static): how a kernel ended is lost where"
+            " only systemd sees it, as when the machine goes down"
+        )
+    if (uid := os.geteuid()) != 0 and not lingers(uid):
+        found.append(
+            "kernels end when this user logs out (loginctl enable-linger): its systemd ends then"
+        )
     return found
 
 

@@ -72,6 +72,13 @@ def tokens(rpc: RpcSettings) -> tuple[Token, ...]:
     return tuple(found)
 
 
+def exposed_tokens(rpc: RpcSettings) -> list[str]:
+    """Return which files of tokens others can read by now, and how."""
+    files = [token.file for token in rpc.tokens]
+    files += [rpc.token_file] if rpc.token_file is not None else []
+    return [f"{file} {why}" for file in files if (why := _seen_by_others(file))]
+
+
 def guarded_secret_in(path: Path) -> str:
     """Read a token that only its owner and group can read; a ValueError says why it is none."""
     if why := _seen_by_others(path):

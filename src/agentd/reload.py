@@ -69,10 +69,12 @@ class Reload:
         """
         settings = load(self._loaded.path, self._loaded.environ).settings
         found = tokens(settings.rpc) if settings.rpc.listen else ()
+        # Agents wait for a restart, and with them the accounts that they run as.
+        running = settings.model_copy(update={"agents": self._loaded.settings.agents})
         steps: list[Callable[[], object]] = [
             lambda: self._server.renew_tokens(found),
             *renewed_tls(settings.rpc, self._server),
-            *(assembly.renewal(runtime, settings) for runtime in self._runtimes.values()),
+            *(assembly.renewal(runtime, running) for runtime in self._runtimes.values()),
             lambda: logging.set_level(settings.node.log_level),
         ]
         for step in steps:

@@ -9,6 +9,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from agentd.client import AsyncClient, Client, NodeEvent, calls
 from agentd.client.problems import error_in, error_of
@@ -230,6 +231,42 @@ async def test_a_loop_of_503_ends_at_the_deadline(plain: Daemon) -> None:
         with pytest.raises(AgentdError) as refused:
             await node.create_kernel("agent-1", SLEEP)
     assert refused.value.code == "PluginUnavailable"
+
+
+async def test_a_command_waits_for_a_daemon_that_is_not_ready_and_not_for_ever(
+    folder: Path,
+) -> None:
+    asked = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        asked.append("Upgrade" in request.headers)
+        if len(asked) < 3:  # the WebSocket is refused, and so is what asks why
+            problem = {"code": "NotReady", "detail": "not yet", "status": 503}
+            return web.json_response(problem, status=503, headers={"Retry-After": "0"})
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        await socket.receive()
+        await socket.send_json({"exit_code": 7})
+        await socket.close()
+        return socket
+
+    app = web.Application()
+    app.router.add_get("/{rest:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.UnixSite(runner, str(folder / "slow.sock")).start()
+    deaf = await asyncio.start_unix_server(lambda *_: asyncio.sleep(60), folder / "deaf.sock")
+    try:
+        async with AsyncClient(folder / "slow.sock") as node, node.exec("k1", ["true"]) as running:
+            assert [item async for item in running] == []
+        assert (running.exit_code, asked) == (7, [True, False, True])
+        async with AsyncClient(folder / "deaf.sock", timeout_s=0.2) as node:
+            with pytest.raises(Unreachable, match="no answer within"):
+                async with node.exec("k1", ["true"]):
+                    pass
+    finally:
+        deaf.close()
+        await runner.cleanup()
 
 
 def test_every_route_has_a_call() -> None:

@@ -12,8 +12,8 @@ import pytest
 from agentd.client import AsyncClient
 from agentd.errors import Unreachable
 from agentd.host.accounts import groups_of
-from agentd.host.processes import all_processes, read_env, read_uids
-from daemon import AGENTS, Daemon, gpus
+from agentd.host.processes import read_uids
+from daemon import AGENTS, Daemon, gone, gpus
 
 SLEEPER = ["sleep", "100000"]
 
@@ -23,17 +23,6 @@ async def client(daemon: Daemon):
     await daemon.start(AGENTS + gpus(1))
     async with AsyncClient(daemon.folder / "agentd.sock") as made:
         yield made
-
-
-def marked(marker: str) -> list[int]:
-    """Return the processes that have a marker in their environment."""
-    return [p.pid for p in all_processes() if read_env(p.pid).get("MARKER") == marker]
-
-
-async def gone(marker: str) -> None:
-    async with asyncio.timeout(15):
-        while marked(marker):
-            await asyncio.sleep(0.05)
 
 
 async def begun(running) -> None:
@@ -75,6 +64,22 @@ async def test_a_command_that_is_stopped_ends_with_its_caller(daemon, client) ->
     script = "echo; kill -STOP $$"
     async with client.exec("k1", ["sh", "-c", script], env={"MARKER": marker}) as running:
         await begun(running)
+    await gone(marker)
+
+
+@pytest.mark.parametrize("does", ["exec sleep 1000", "while :; do echo y; done"])
+async def test_a_caller_that_goes_away_leaves_no_command_with_its_input(
+    daemon, client, does: str
+) -> None:
+    """Whoever reads no more does not see that the other side says farewell."""
+    await daemon.running(kernel_id="k1", command=SLEEPER)
+    marker = os.urandom(8).hex()
+    async with asyncio.timeout(20):
+        async with client.exec("k1", ["sh", "-c", f"echo; {does}"], env={"MARKER": marker}) as it:
+            await begun(it)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    await it.write(bytes(8 << 20))
     await gone(marker)
 
 

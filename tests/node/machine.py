@@ -28,6 +28,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
+SIMULATED = REPOSITORY / "plugins" / "sim"
 PACKAGES = (
     "systemd", "systemd-sysv", "systemd-oomd", "dbus", "dbus-user-session", "libpam-systemd",
     "apparmor", "python3", "docker.io", "runc", "containerd", "busybox-static", "iproute2",
@@ -194,13 +195,14 @@ def payload() -> Path:
     shutil.rmtree(content, ignore_errors=True)
     content.mkdir(parents=True)
     _run(str(REPOSITORY / "packaging" / "build-deb"), str(content))
+    pip = [sys.executable, "-m", "pip"]
+    _run(*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(content), f"{SIMULATED}")
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(REPOSITORY / "tests", content / "tests", ignore=ignored)
     shutil.copy(REPOSITORY / "pyproject.toml", content)
     libraries = folder / "libraries"
     if not libraries.exists():
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(libraries)]
-        _run(*pip, *TESTED_WITH)
+        _run(*pip, "install", "--quiet", "--target", str(libraries), *TESTED_WITH)
     shutil.copytree(libraries, content / "libraries", ignore=ignored)
     disk = folder / "payload.img"
     disk.unlink(missing_ok=True)

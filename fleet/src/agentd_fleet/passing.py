@@ -9,10 +9,12 @@ from typing import TypeAlias
 import aiohttp
 from aiohttp import web
 
+from agentd.client.inside import hang_up
 from agentd.errors import NodeUnavailable
 from agentd.rpc.callers import caller_of
 from agentd.rpc.inside import FAREWELL_S, MOST_FRAME
 from agentd.rpc.queries import body_of
+from agentd.tasks import to_the_end
 from agentd_fleet.nodes import CREATE_PATIENCE_S, PATIENCE_S, Nodes
 from agentd_fleet.view import FleetNode
 
@@ -67,7 +69,7 @@ async def pass_socket(
         far = await nodes.connected(node, caller_of(request), path)
     if far is None:
         return await pass_on(nodes, node, request, path)
-    async with far:
+    try:
         await near.prepare(request)
         given = asyncio.create_task(_pass_frames(near, far))
         told = asyncio.create_task(_pass_frames(far, near))
@@ -81,6 +83,8 @@ async def pass_socket(
             await asyncio.gather(given, told, return_exceptions=True)
         with suppress(ConnectionError):
             await near.close()
+    finally:
+        await to_the_end(hang_up(far))
     return near
 
 

@@ -245,5 +245,11 @@ def _uses(client: Client, node: str) -> list[KernelUseView]:
     return []
 
 
-fleet_group.add_command(run_inside)
+inside = [
+    *run_inside.params,
+    click.Option(["--node"], help="Where KERNEL is, if the fleet did not place it."),
+]
+fleet_group.add_command(
+    click.Command("exec", params=inside, callback=run_inside.callback, help=run_inside.help)
+)
 fleet_group.add_command(ui)

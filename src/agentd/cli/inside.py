@@ -12,7 +12,7 @@ import termios
 import threading
 import tty
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from agentd.client.inside import Execution
 
 PASSED_ON = ("INT", "TERM", "QUIT", "USR1", "USR2")
+FINAL = ("INT", "TERM", "QUIT")
+INTERRUPTED = 130
 
 
 @click.command("exec")
@@ -45,6 +47,7 @@ def run_inside(
     is_terminal: bool,  # noqa: FBT001 - click passes it
     env: Sequence[str],
     workdir: str | None,
+    node: str | None = None,
 ) -> None:
     """Run COMMAND inside KERNEL, with what the kernel has; exit status is the command's.
 
@@ -52,8 +55,11 @@ def run_inside(
     agentctl exec train-1 -- nvidia-smi
     agentctl exec -it train-1 -- bash
     """  # noqa: D301 - click reads \b as "keep these lines"
-    asked = _run(client.asynchronous(), kernel, command, interactive, is_terminal, env, workdir)
-    sys.exit(asyncio.run(asked))
+    given = {"tty": is_terminal, "env": pairs(env), "working_dir": workdir, "node": node}
+    try:
+        sys.exit(asyncio.run(_run(client.asynchronous(), kernel, command, interactive, given)))
+    except asyncio.CancelledError:
+        sys.exit(INTERRUPTED)
 
 
 async def _run(
@@ -61,15 +67,15 @@ async def _run(
     kernel: str,
     command: Sequence[str],
     is_interactive: bool,  # noqa: FBT001 - see above
-    is_terminal: bool,  # noqa: FBT001 - see above
-    env: Sequence[str],
-    workdir: str | None,
+    given: dict[str, Any],
 ) -> int:
-    given = {"tty": is_terminal, "env": pairs(env), "working_dir": workdir}
-    async with client, client.exec(kernel, command, **given) as running:  # type: ignore[arg-type]
+    is_terminal = given["tty"]
+    async with client, client.exec(kernel, command, **given) as running:
         is_raw = is_terminal and is_interactive and sys.stdin.isatty()
         with _raw() if is_raw else contextlib.nullcontext():
-            tasks = [asyncio.create_task(_pass_on(running, is_terminal=is_terminal))]
+            whole = asyncio.current_task()
+            assert whole is not None  # noqa: S101 - it is one
+            tasks = [asyncio.create_task(_pass_on(running, whole, is_terminal=is_terminal))]
             if is_interactive:
                 tasks.append(asyncio.create_task(_feed(running)))
             else:
@@ -119,12 +125,17 @@ async def _feed(running: Execution) -> None:
     await running.close_input()
 
 
-async def _pass_on(running: Execution, *, is_terminal: bool) -> None:
-    """Pass on the size of the terminal, and signals."""
+async def _pass_on(running: Execution, whole: asyncio.Task[int], *, is_terminal: bool) -> None:
+    """Pass on the size of the terminal, and signals; ones that go nowhere end all of it."""
     loop, happened = asyncio.get_running_loop(), asyncio.Queue[str]()
-    loop.add_signal_handler(signal.SIGWINCH, happened.put_nowait, "WINCH")
-    for name in PASSED_ON:
-        loop.add_signal_handler(signal.Signals[f"SIG{name}"], happened.put_nowait, name)
+
+    def arrived(name: str) -> None:
+        if name in FINAL and not happened.empty():  # an earlier one could not be sent yet
+            whole.cancel()
+        happened.put_nowait(name)
+
+    for name in ("WINCH", *PASSED_ON):
+        loop.add_signal_handler(signal.Signals[f"SIG{name}"], arrived, name)
     happened.put_nowait("WINCH")
     while True:
         name = await happened.get()

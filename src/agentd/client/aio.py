@@ -19,7 +19,7 @@ from agentd.client.defaults import (
 )
 from agentd.client.events import Frames, NodeEvent
 from agentd.client.inside import Execution
-from agentd.client.problems import error_in, unreachable
+from agentd.client.problems import unreachable
 from agentd.client.transport import Transport
 from agentd.errors import Unavailable, Unreachable
 from agentd.views import (
@@ -140,13 +140,13 @@ class AsyncClient(Transport):
         tty: bool = False,
         env: Mapping[str, str] | None = None,
         working_dir: str | None = None,
+        node: str | None = None,
     ) -> AsyncIterator[Execution]:
-        """Run a command inside a kernel; see `Execution`."""
-        try:
-            wire = await self._connected(calls.run_inside(kernel_id))
-        except aiohttp.WSServerHandshakeError as error:
-            await self.carry_out(calls.run_inside(kernel_id))  # refused as well, and says why
-            raise error_in(error.status, b"", None) from None
+        """Run a command inside a kernel; see `Execution`.
+
+        At a gateway `node` says where the kernel is, if the fleet did not place it.
+        """
+        wire = await self._connected(calls.run_inside(kernel_id, node))
         asked = {"command": list(command), "tty": tty, "env": dict(env or {})}
         await wire.send_json({**asked, "working_dir": working_dir})
         async with Execution(wire, self._where) as execution:

@@ -174,9 +174,9 @@ def logs(
     return Call("GET", at("kernels", kernel_id, "logs", **query), is_repeatable=False)
 
 
-def run_inside(kernel_id: str) -> Call[bytes]:
-    """`GET /v1/kernels/{kernel}/exec`, which becomes a WebSocket."""
-    return Call("GET", at("kernels", kernel_id, "exec"), is_repeatable=False)
+def run_inside(kernel_id: str, node: str | None = None) -> Call[bytes]:
+    """`GET /v1/kernels/{kernel}/exec`, which becomes a WebSocket; `node` is for a gateway."""
+    return Call("GET", at("kernels", kernel_id, "exec", node=node))
 
 
 def stats() -> Call[list[KernelUseView]]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -12,6 +15,20 @@ import aiohttp
 from agentd.client.defaults import CHUNK
 from agentd.client.problems import error_in
 from agentd.errors import Unreachable
+
+FAREWELL_S = 2.0
+"""How long the other side may take to say farewell."""
+
+
+async def hang_up(wire: aiohttp.ClientWebSocketResponse) -> None:
+    """Close a WebSocket, also one whose other side reads no more; what it has not read is lost."""
+    connection = wire.get_extra_info("socket")
+    with suppress(TimeoutError):
+        async with asyncio.timeout(FAREWELL_S):
+            await wire.close()
+    with suppress(OSError):
+        if connection is not None:
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 class Execution:
@@ -45,7 +62,7 @@ class Execution:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await self._wire.close()
+        await hang_up(self._wire)
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, bytes]]:
         async for frame in self._wire:

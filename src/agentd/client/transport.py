@@ -20,7 +20,7 @@ from agentd.client.defaults import (
     TIMEOUT_S,
 )
 from agentd.client.problems import content_of, error_in, unreachable
-from agentd.errors import Unavailable, Unreachable
+from agentd.errors import InvalidRequest, Unavailable, Unreachable
 
 T = TypeVar("T")
 
@@ -146,21 +146,46 @@ class Transport:
             raise unreachable(self._where, error) from None
 
     async def _connected(self, call: Call[Any]) -> aiohttp.ClientWebSocketResponse:
-        """Open a WebSocket.
+        """Open a WebSocket, again as long as the daemon is not ready for it.
 
         Raises:
-            WSServerHandshakeError: the daemon refused.
-            Unreachable: it does not answer.
+            AgentdError: the daemon refused, or did not answer in time.
         """
         if self._session is None:
             raise RuntimeError("use it as `async with AsyncClient() as client`")
         url = f"{(self._url or 'http://agentd').rstrip('/')}{call.path}"
-        try:
-            return await self._session.ws_connect(url, ssl=self._tls or True, max_msg_size=0)
-        except aiohttp.WSServerHandshakeError:
-            raise
-        except (aiohttp.ClientError, OSError) as error:
-            raise unreachable(self._where, error) from None
+        end = asyncio.get_running_loop().time() + self._timeout_s
+        while True:
+            try:
+                async with asyncio.timeout_at(end):
+                    return await self._session.ws_connect(
+                        url, ssl=self._tls or True, max_msg_size=0
+                    )
+            except aiohttp.WSServerHandshakeError as refused:
+                try:
+                    await self._asked_plainly(call)
+                except Unavailable as error:
+                    left_s = end - asyncio.get_running_loop().time()
+                    if not call.is_worth_another(error, left_s):
+                        raise
+                    await asyncio.sleep(error.retry_after_s)
+                except InvalidRequest:  # it is no WebSocket; meanwhile the daemon may be ready
+                    if refused.status != HTTPStatus.SERVICE_UNAVAILABLE:
+                        raise
+            except TimeoutError:
+                why = f"no answer within {self._timeout_s:g} s"
+                raise Unreachable(f"{self._where}: {why}") from None
+            except (aiohttp.ClientError, OSError) as error:
+                raise unreachable(self._where, error) from None
+
+    async def _asked_plainly(self, call: Call[Any]) -> None:
+        """Raise why a call may not become a WebSocket: where it is refused as one, nobody says.
+
+        Raises:
+            AgentdError: always.
+        """
+        async with asyncio.timeout(self._timeout_s), await self._opened(call):
+            raise Unreachable(f"{self._where}: something that has no WebSockets answers")
 
     @property
     def _where(self) -> str:

@@ -11,15 +11,16 @@ export async function follow(id, place, isOver, signal) {
   const text = new Text(place);
   for (let isLost = false; ; ) {
     try {
-      await copy(id, text, signal);
+      const answer = await open(path(id), { signal });
+      isLost = false;
+      await copy(answer, text);
       if (isOver()) {
         if (!text.length) text.add("It has printed nothing.");
         return;
       }
-      isLost = false;
     } catch (error) {
       if (signal.aborted) return;
-      const isFinal = error instanceof Refused && error.status < 500;
+      const isFinal = isOver() || (error instanceof Refused && [401, 403].includes(error.status));
       if (!isLost) text.add(`\n[cannot be read${isFinal ? "" : ", trying again"}: ${error.message}]`);
       if (isFinal) return;
       isLost = true;
@@ -29,9 +30,10 @@ export async function follow(id, place, isOver, signal) {
   }
 }
 
-async function copy(id, text, signal) {
-  const path = `/v1/kernels/${encodeURIComponent(id)}/logs?follow=true&tail=${TAIL}`;
-  const reader = (await open(path, { signal })).body.pipeThrough(new TextDecoderStream()).getReader();
+const path = (id) => `/v1/kernels/${encodeURIComponent(id)}/logs?follow=true&tail=${TAIL}`;
+
+async function copy(answer, text) {
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   text.clear();
   for (;;) {
     const { value, done } = await reader.read();

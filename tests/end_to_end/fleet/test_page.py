@@ -1,6 +1,8 @@
 """The fleet's map in a real Chromium, and a node's own page and commands through the gateway."""
 
 import asyncio
+import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import pytest
 from agentd.client import AsyncClient
 from agentd.core.access import Caller, Role
 from agentd.errors import Forbidden, KernelConflict
+from daemon import gone
 from end_to_end.browser import chromium, shown_by, visit
 from end_to_end.fleet.fleet_world import GatewayProgram, World
 
@@ -71,6 +74,14 @@ async def test_a_command_runs_inside_a_kernel_through_the_gateway(fleet) -> None
                 assert stream == 1
                 got += chunk
         assert (running.exit_code, got == data) == (5, True)
+        marker = os.urandom(8).hex()
+        looping = ["sh", "-c", "echo; while :; do echo y; done"]
+        async with client.exec("far", looping, env={"MARKER": marker}) as running:
+            await anext(aiter(running))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    await running.write(bytes(8 << 20))
+        await gone(marker)
         use = await gateway.get("/v1/kernels/far/stats")
         assert (use["node_id"], use["kernel_id"]) == (cuda, "far")
         await gateway.call("POST", "/v1/kernels/far/stop", {"timeout": 0})
@@ -84,8 +95,9 @@ async def test_a_command_runs_inside_a_kernel_through_the_gateway(fleet) -> None
 
 
 async def test_people_look_into_kernels_of_all_nodes_from_the_command_line(fleet) -> None:
-    _, gateway, (cuda, _) = fleet
+    world, gateway, (cuda, _) = fleet
     assert (await gateway.create(kernel_id="far", slots={"cuda.device": 1})).status == 201
+    await world.nodes[cuda].running(kernel_id="direct", command=["sleep", "1000"])
     program = [str(Path(sys.executable).with_name("agentctl")), "--fleet", f"unix:{gateway.socket}"]
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -95,6 +107,8 @@ async def test_people_look_into_kernels_of_all_nodes_from_the_command_line(fleet
 
     done = await asyncio.to_thread(run, "fleet", "exec", "far", "--", "sh", "-c", "echo in; exit 4")
     assert (done.returncode, done.stdout) == (4, "in\n")
+    done = await asyncio.to_thread(run, "fleet", "exec", "--node", cuda, "direct", "echo", "there")
+    assert (done.returncode, done.stdout) == (0, "there\n"), done.stderr
     shown = await asyncio.to_thread(run, "fleet", "top", "--count", "1", "--interval", "1.1")
     assert shown.returncode == 0, shown.stderr
     assert f"{cuda}/far" in shown.stdout

@@ -58,7 +58,7 @@ def main() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     wakeup = child_signals()
-    if order["stop_timeout"]:
+    if order["stop_timeout"] is not None:  # it is a unit, which systemd stops
         signal.signal(signal.SIGTERM, Stop.ask)
     try:
         output = Output(order)

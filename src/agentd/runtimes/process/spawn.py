@@ -129,7 +129,7 @@ def spawn(order: Mapping[str, Any], lock: int) -> dict[str, Any]:
 
     The answer is the kernel's identity, or why it did not start.
     """
-    told = {**order, "lock": lock, "stop_timeout": 0}
+    told = {**order, "lock": lock, "stop_timeout": None}
     try:
         done = subprocess.run(  # noqa: S603 - our own program; the order goes over its input
             _COMMAND,

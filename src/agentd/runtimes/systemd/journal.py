@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ async def read_lines(
         async for _, line in _entries(source, options, query):
             yield line
         return
-    cursor = ""
+    cursor, begun = "", time.time()
     entries = _entries(source, [*options, "--follow"], query)
     ending = asyncio.ensure_future(ended())
     try:
@@ -78,6 +79,8 @@ async def read_lines(
         await entries.aclose()
     await _synced(source)
     rest = [f"--after-cursor={cursor}", "--lines=all"] if cursor else options
+    if not cursor and query.tail == 0:  # only what came since
+        rest = ["--lines=all", f"--since=@{begun:.6f}"]
     async for _, line in _entries(source, rest, query):
         yield line
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from agentd.core.kernel import ENDED, Ending, Kernel, is_kernel_id
 from agentd.core.observation import Leftover, Listing, ObservedKernel, ObservedState
-from agentd.core.record import MALFORMED
+from agentd.core.record import MALFORMED, RecordError, decode
 from agentd.core.usage import Accounted
 from agentd.errors import RuntimeFailure, RuntimeUnavailable
 from agentd.host.accounts import MOUNT, UNIFIED, Account, counted
@@ -61,8 +61,8 @@ class Observer:
         record, identity = self._own_record(bundle), bundle.identity()
         if unit is None:
             return self._gone(kernel_id, bundle)
-        if record is None or identity is None:
-            return await self.find(kernel_id)
+        if record is None or identity is None or not is_readable(record):
+            return await self.find(kernel_id)  # what the record does not tell, the manager does
         state = state_of(unit.active, unit.sub, self._cgroup(record, unit.name))
         if state is not ObservedState.EXITED:
             return self._observed(kernel_id, state, record, identity)
@@ -203,7 +203,16 @@ class Observer:
 
 
 def agent_of(record: str) -> str:
-    """Return the agent that a record names; empty if it cannot be read."""
+    """Return the agent that a record names, of whatever schema; empty if it cannot be read."""
     with suppress(*MALFORMED):
         return str(json.loads(record)["agent_id"])
     return ""
+
+
+def is_readable(record: str) -> bool:
+    """Tell whether a record is whole, and of a schema that is known."""
+    try:
+        decode(record)
+    except RecordError:
+        return False
+    return True

@@ -143,7 +143,8 @@ def _lifecycle(plan: KernelPlan, folder: str, rules: SystemdRules) -> Iterator[P
     yield "CollectMode", "s", "inactive"
     yield "ExecStart", "a(sasb)", [[spec.command[0], unexpanded(spec.command), False]]
     yield "KillMode", "s", "control-group"
-    yield "TimeoutStopUSec", "t", round(rules.stop_timeout_s * 1_000_000)
+    # Read again from the unit's file, 0 would be no limit at all (systemd.service(5)).
+    yield "TimeoutStopUSec", "t", max(1, round(rules.stop_timeout_s * 1_000_000))
     yield "EnvironmentFiles", "a(sb)", [[f"{folder}/environment", False]]
     yield "WorkingDirectory", "s", spec.working_dir or "/"
     yield "SyslogIdentifier", "s", spec.kernel_id

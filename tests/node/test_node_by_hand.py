@@ -1,0 +1,126 @@
+"""What happens to units and their records by other hands: each is noticed, and nothing is lost."""
+
+import time
+
+from node.conftest import CONFIG, LIBRARIES, Node, until_ready
+
+SITE = "/opt/agentd/lib/python3.11/site-packages"
+OWNED = {"cpu": 0, "mem": "16m", "tpu.device": 1}
+DEAF = "trap '' TERM; while :; do sleep 1; done"
+
+
+def no_findings(node: Node) -> None:
+    checks = node.ask("GET", "/v1/node?check=true")[1]["checks"]
+    assert [check for check in checks if check["findings"]] == []
+
+
+def test_units_that_are_stopped_by_hand_keep_how_they_ended(node: Node) -> None:
+    node.must("systemctl enable --now agentd.socket agentd.service", 300)
+    node.configure(CONFIG.format(runtime="systemd"))
+    node.create("stopped", "sleep", "9999")
+    node.must(f"systemctl stop {node.unit('stopped')}")
+    assert node.until("stopped", "terminated")["exit_code"] == 143
+    for name in ("killed", "cleared", "deaf"):
+        node.create(name, "sh", "-c", DEAF if name == "deaf" else "sleep 9999; exit 3")
+    units = {name: node.unit(name) for name in ("killed", "cleared", "deaf")}
+    node.must("systemctl stop agentd.socket agentd.service", 300)
+    node.must(f"systemctl kill -s KILL {units['killed']}")
+    node.must(f"systemctl stop {units['cleared']}; systemctl reset-failed {units['cleared']} || :")
+    node.must(f"systemctl stop {units['deaf']}", 60)
+    node.must("systemctl start agentd.socket agentd.service", 300)
+    until_ready(node)
+    ended = {name: node.until(name, "terminated")["exit_code"] for name in units}
+    assert ended == {"killed": 137, "cleared": 143, "deaf": 137}
+    no_findings(node)
+    node.remove("stopped", *units)
+
+
+def test_a_record_that_is_damaged_or_newer_loses_no_device(node: Node) -> None:
+    """systemd has the devices a second time, in what the unit's lines carry."""
+    made = {name: node.create(name, "sleep", "9999", slots=OWNED) for name in ("damaged", "newer")}
+    node.create("missing", "sleep", "9999")
+    for table in ("units/{}/record.json", "records/{}.json"):
+        damaged, newer, missing = (
+            f"/var/lib/agentd/{table.format(name)}" for name in ("damaged", "newer", "missing")
+        )
+        node.must(f"truncate -s 40 {damaged}; rm {missing}")
+        node.must(f"""sed -i 's/"schema":1/"schema":99/' {newer}""")
+    node.must("systemctl restart agentd", 300)
+    until_ready(node)
+    for name, wanted in (("damaged", "running"), ("newer", "unreadable"), ("missing", "running")):
+        kernel = node.kernel(name)
+        assert (kernel["state"], kernel["agent_id"]) == (wanted, "team-a"), kernel
+        assert "record" in kernel["reason"], kernel
+        if name in made:
+            assert kernel["allocation"]["tpu"] == made[name]["allocation"]["tpu"]
+    assert node.printed("again", "echo", "cores are free") == "cores are free"
+    node.remove("damaged", "newer", "missing")
+    devices = node.ask("GET", "/v1/devices")[1]
+    assert {d["allocated"] for d in devices if d["device_name"] == "tpu"} == {"0"}
+
+
+def test_a_line_is_the_journals_and_a_late_reader_misses_none(node: Node) -> None:
+    script = (
+        "import sys, time; time.sleep(2); print('a\\n\\nb\\0c\\nd'); print('x' * 49160);"
+        "print('late')"
+    )
+    node.create("lines", "python3", "-c", script)
+    shown = node.logs("lines", "?follow=true&tail=0").split("\n")
+    assert shown[:3] == ["a", "b", "d"], shown[:4]
+    assert [len(part) for part in shown[3:5]] == [49152, 8]
+    assert shown[5:] == ["late"]
+    assert node.logs("lines", "?tail=1") == "late"
+    assert node.logs("lines", f"?since={time.time() + 3600:.0f}") == ""
+    assert node.ask("GET", "/v1/kernels/lines/logs?stream=stderr")[0] == 422
+    node.remove("lines")
+
+
+def test_what_operators_say_of_slices_and_units_holds(node: Node) -> None:
+    prefix = node.create("first", "sleep", "9999") and node.unit("first").split("-")[1]
+    node.remove("first")
+    said = {
+        r"/etc/systemd/system/agentd-team\x2da.slice.d/override.conf": "[Slice]\nMemoryMax=512M\n",
+        f"/etc/systemd/system/agentd-{prefix}-.service.d/ours.conf": "[Service]\nNice=7\n",
+    }
+    for file, text in said.items():
+        node.must(f"mkdir -p '{file.rpartition('/')[0]}' && printf '{text}' >'{file}'")
+    try:
+        node.must("systemctl daemon-reload; systemctl restart agentd", 300)
+        until_ready(node)
+        node.create("bound", "sleep", "9999")
+        shown = r"systemctl show 'agentd-team\x2da.slice' -p MemoryMax --value"
+        assert int(node.must(shown)) == 512 << 20
+        assert node.must(f"systemctl show {node.unit('bound')} -p Nice --value").strip() == "7"
+    finally:
+        for file in said:
+            node.must(f"rm -r '{file.rpartition('/')[0]}'")
+        node.must("systemctl daemon-reload; systemctl restart agentd", 300)
+        until_ready(node)
+        node.remove("bound")
+
+
+def test_exec_on_units(node: Node) -> None:
+    """The tests of exec that every runtime passes, here on the one that needs this machine."""
+    node.must("cp -r /payload/pyproject.toml /payload/tests /tmp/")
+    node.must(f"python3 -m zipfile -e /payload/agentd_plugin_sim-*.whl {SITE}")
+    done = node.run(
+        f"cd /tmp && {LIBRARIES} /opt/agentd/bin/python -m pytest -o addopts= -q"
+        " tests/end_to_end/test_inside.py tests/end_to_end/test_inside_attacks.py"
+        " -k systemd -p no:hypothesispytest --timeout 240 2>&1 | tail -60",
+        1100,
+    )
+    node.must(f"rm -r {SITE}/agentd_plugin_sim*")
+    assert " passed" in done.output, done.output
+    assert "failed" not in done.output, done.output
+    assert "error" not in done.output.splitlines()[-1], done.output
+
+
+def test_the_fleet_s_package_comes_and_goes(node: Node) -> None:
+    node.must("dpkg -i /payload/agentd-fleet_*.deb", 300)
+    node.must("systemd-analyze verify agentd-fleet-join.service agentd-fleet-gateway.service")
+    assert "--version" in node.must("agentd-fleet --help")
+    node.must("systemctl enable agentd-fleet-gateway")
+    node.must("dpkg --purge agentd-fleet", 300)
+    node.must("! systemctl is-enabled agentd-fleet-gateway; test ! -e /etc/agentd/fleet.toml")
+    node.must("! find /etc/systemd/system -name 'agentd-fleet*' | grep .")
+    node.must("test -e /etc/agentd/agent.toml && systemctl is-active agentd")
