@@ -226,8 +226,11 @@ class Daemon:
 
     def main_pid(self, kernel: Mapping[str, Any], engine: Any = None) -> int:
         """The pid of a kernel's command, as the machine sees it."""
-        if self.runtime != "docker":
+        if self.runtime == "process":
             return int(kernel["pid"])
+        if self.runtime == "systemd":
+            units = ["systemctl", "show", f"agentd-*-{kernel['kernel_id']}.service"]
+            return int(subprocess.check_output([*units, "--property=MainPID", "--value"]))
         return int(engine.call("GET", f"/containers/{kernel['container_id']}/json")["State"]["Pid"])
 
     async def close(self) -> None:
