@@ -97,9 +97,10 @@ class PrivateFolder:
                 raise
             return ""
         try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
                 return ""
-            return os.read(descriptor, _MOST_BYTES).decode(errors="replace")
+            return os.read(descriptor, min(found.st_size, _MOST_BYTES)).decode(errors="replace")
         except OSError as error:
             if error.errno in PASSING:
                 raise

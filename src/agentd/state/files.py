@@ -315,8 +315,10 @@ def _text(path: Path) -> str:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(path, flags)
         try:
-            is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
-            return os.read(descriptor, _MOST_BYTES).decode(errors="replace") if is_file else ""
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                return ""
+            return os.read(descriptor, min(found.st_size, _MOST_BYTES)).decode(errors="replace")
         finally:
             os.close(descriptor)
     except OSError:

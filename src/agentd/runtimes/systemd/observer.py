@@ -58,12 +58,14 @@ class Observer:
 
     async def _listed(self, kernel_id: str, unit: Unit | None) -> ObservedKernel | None:
         bundle = self.bundle(kernel_id)
-        record, identity = self._own_record(bundle), bundle.identity()
         if unit is None:
             return self._gone(kernel_id, bundle)
-        if record is None or identity is None or not is_readable(record):
+        record, identity = bundle.record(), bundle.identity()
+        agent_id = self._agent_of(kernel_id, record)
+        if agent_id is None or identity is None:
             return await self.find(kernel_id)  # what the record does not tell, the manager does
-        state = state_of(unit.active, unit.sub, self._cgroup(record, unit.name))
+        slice_ = "" if self._is_user else f"/agentd.slice/{slice_name(agent_id)}/"
+        state = state_of(unit.active, unit.sub, slice_ and f"{slice_}{unit.name}")
         if state is not ObservedState.EXITED:
             return self._observed(kernel_id, state, record, identity)
         if (end := bundle.end()) is None:  # nobody has looked whether its processes are gone
@@ -185,9 +187,13 @@ class Observer:
             raise RuntimeFailure(f"invalid kernel id {kernel_id!r}")
         return UnitBundle(self._folder / kernel_id)
 
-    def _cgroup(self, record: str, unit: str) -> str:
-        """Return where a unit's cgroup is, unless an operator put it elsewhere."""
-        return "" if self._is_user else f"/agentd.slice/{slice_name(agent_of(record))}/{unit}"
+    def _agent_of(self, kernel_id: str, text: str) -> str | None:
+        """Return the agent of a record; None if it cannot be read, or is another kernel's."""
+        with suppress(RecordError):
+            record = decode(text)
+            if (record.node_id, record.kernel.kernel_id) == (self._node_id, kernel_id):
+                return record.kernel.agent_id
+        return None
 
     def _own_record(self, bundle: UnitBundle) -> str | None:
         """Return a record, empty if it cannot be read; None if it is missing, or another's."""
@@ -207,12 +213,3 @@ def agent_of(record: str) -> str:
     with suppress(*MALFORMED):
         return str(json.loads(record)["agent_id"])
     return ""
-
-
-def is_readable(record: str) -> bool:
-    """Tell whether a record is whole, and of a schema that is known."""
-    try:
-        decode(record)
-    except RecordError:
-        return False
-    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ SEEN = (
     "Result", "ExecMainCode", "ExecMainStatus", "ExecMainStartTimestamp", "ExecMainExitTimestamp",
     "CPUUsageNSec", "IOReadBytes", "IOWriteBytes",
 )  # fmt: skip
+_EVENTS_BYTES = 4096
 UNSET = 2**64 - 1
 """What systemd says of a figure that it does not have."""
 LIVING = frozenset({ObservedState.RUNNING, ObservedState.PAUSED})
@@ -35,21 +37,25 @@ def state_of(active: str, sub: str, control_group: str = "", root: Path = MOUNT)
         return ObservedState.RUNNING
     if active == "activating":
         return ObservedState.CREATED
-    events = _events(root / control_group.lstrip("/")) if control_group else frozenset[str]()
-    if "populated 1" in events:
-        return ObservedState.PAUSED if "frozen 1" in events else ObservedState.RUNNING
+    events = _events(f"{root}/{control_group.lstrip('/')}") if control_group else b""
+    if b"populated 1" in events:
+        return ObservedState.PAUSED if b"frozen 1" in events else ObservedState.RUNNING
     if active in ("failed", "inactive") or (active, sub) == ("active", "exited"):
         return ObservedState.EXITED
     return ObservedState.RUNNING
 
 
-def _events(cgroup: Path) -> frozenset[str]:
-    """Return the lines of a cgroup's `cgroup.events` (cgroups(7)); none if it is not there."""
+def _events(cgroup: str) -> bytes:
+    """Return a cgroup's `cgroup.events` (cgroups(7)); nothing if it is not there."""
     try:
-        return frozenset((cgroup / "cgroup.events").read_text(encoding="ascii").splitlines())
+        descriptor = os.open(f"{cgroup}/cgroup.events", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.read(descriptor, _EVENTS_BYTES)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENODEV):  # it goes while somebody looks
-            return frozenset()
+            return b""
         raise
 
 
