@@ -41,6 +41,11 @@ class Account:
 
     folders: Mapping[str, str] = field(default_factory=dict)
     has_network: bool = False
+    groups: frozenset[str] = field(init=False)
+    """The same as hierarchies and paths, as `Accounted` has them."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", frozenset(_paths(self.folders)))
 
 
 def counted(accounts: Mapping[str, Account]) -> dict[str, Accounted]:
@@ -59,7 +64,7 @@ def _counted(account: Account, is_counting: bool) -> Accounted:  # noqa: FBT001 
     if account.has_network and (pid := _somebody(account)) is not None:
         received, sent = _network(pid)
         usage = replace(usage, network_rx_bytes=received, network_tx_bytes=sent)
-    return Accounted(usage, frozenset(_paths(account)))
+    return Accounted(usage, account.groups)
 
 
 def _somebody(account: Account) -> int | None:
@@ -67,8 +72,8 @@ def _somebody(account: Account) -> int | None:
     return int(processes[0]) if processes else None
 
 
-def _paths(account: Account) -> Iterator[str]:
-    for name, folder in account.folders.items():
+def _paths(folders: Mapping[str, str]) -> Iterator[str]:
+    for name, folder in folders.items():
         top = f"{MOUNT}/{name}" if name else f"{MOUNT}"
         if folder.startswith(top):
             yield f"{name}:{folder[len(top) :]}"

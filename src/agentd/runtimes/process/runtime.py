@@ -32,7 +32,7 @@ from agentd.errors import (
     RuntimeUnavailable,
 )
 from agentd.failpoints import reach
-from agentd.host.accounts import counted
+from agentd.host.accounts import Account, counted
 from agentd.host.cgroups import MEMORY, PIDS, Cgroup, Cgroups
 from agentd.host.units import Manager
 from agentd.plugin_api import Features
@@ -70,6 +70,7 @@ class ProcessRuntime:
         self._cgroups = cgroups
         self._boot_id = boot_id
         self._rules = rules
+        self._accounts: dict[str, Account] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._is_followed = False
         self._events: asyncio.Queue[str] = asyncio.Queue()
@@ -238,8 +239,9 @@ class ProcessRuntime:
         return kernel_name(self._bundles.node_id, kernel.kernel_id)
 
     async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, Accounted]:
-        accounts = {k.kernel_id: self._bundles.account(k.kernel_id) for k in kernels}
-        return await asyncio.to_thread(counted, accounts)
+        known, find = self._accounts, self._bundles.account
+        self._accounts = {i: known.get(i) or find(i) for i in (k.kernel_id for k in kernels)}
+        return await asyncio.to_thread(counted, self._accounts)
 
     async def logs(self, ref: KernelRef, query: LogQuery) -> AsyncGenerator[bytes]:
         if problems := list(unkept(query)):
