@@ -352,3 +352,23 @@ async def test_folders_in_which_setuid_programs_could_be_left_are_told(
     await dockered.start()
     (warning,) = [w for w in (await dockered.get("/v1/node"))["warnings"] if "nosuid" in w]
     assert str(folder / "data") in warning
+
+
+async def test_a_container_s_figures_are_the_engine_s(dockered: Daemon, engine: Engine) -> None:
+    """`docker stats` of a load that has ended: the same processor time, memory and processes."""
+    await dockered.start()
+    script = "x=$(head -c 30000000 /dev/zero | tr '\\0' a); echo held; while :; do sleep 1000; done"
+    kernel = await dockered.running(kernel_id="k1", command=["sh", "-c", script])
+    async with asyncio.timeout(30):
+        while (await dockered.call("GET", "/v1/kernels/k1/logs")).content != b"held\n":
+            await asyncio.sleep(0.2)
+    await asyncio.sleep(1.1)  # figures are kept for a second
+    mine = await dockered.get("/v1/kernels/k1/stats")
+    said = engine.call("GET", f"/containers/{kernel['container_id']}/stats?stream=false")
+    assert mine["memory_bytes"] > 30_000_000
+    assert mine["memory_bytes"] == pytest.approx(said["memory_stats"]["usage"], rel=0.05)
+    assert mine["memory_limit_bytes"] == said["memory_stats"]["limit"]
+    engines_s = said["cpu_stats"]["cpu_usage"]["total_usage"] / 1e9
+    assert mine["cpu_seconds"] == pytest.approx(engines_s, abs=0.1)
+    assert mine["processes"] == said["pids_stats"]["current"] == 2
+    assert mine["network_rx_bytes"] == 0, "a network of its own, with nothing but a loopback"
