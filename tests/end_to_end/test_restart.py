@@ -1,6 +1,8 @@
 """What happens to kernels when agentd is stopped, killed and changed, on both runtimes."""
 
+import asyncio
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -305,3 +307,20 @@ async def test_a_runtime_switch_leaves_the_other_s_kernels_running(dockered: Dae
     assert list(second["allocation"]["cuda"]["cuda.device"]) == ["cuda1"]
     assert (await dockered.call("DELETE", "/v1/kernels/k1?timeout=0")).status == 204
     assert dockered.test_engine.containers() == []
+
+
+async def test_a_reload_does_not_change_half_of_an_agent(plain: Daemon) -> None:
+    """Agents wait for a restart, and so does the user that they run as."""
+    await plain.start(AGENTS)
+    user = '[[agents]]\nid = "agent-1"\nuser = "daemon"\n[[agents]]\nid = "agent-2"\n'
+    plain.configure(user)
+    assert plain.process is not None
+    plain.process.send_signal(signal.SIGHUP)
+    async with asyncio.timeout(10):
+        while "daemon.reloaded" not in plain.log:
+            await asyncio.sleep(0.02)
+    assert "agents" in plain.log.partition("needs_restart")[2].partition("\n")[0]
+    for wanted in ("nobody", "daemon"):
+        made = await plain.running(command=["sleep", "1000"])
+        assert Path(f"/proc/{made['pid']}").owner() == wanted
+        await plain.restart(user)
