@@ -121,7 +121,8 @@ def test_exec_on_units(node: Node) -> None:
 
 
 def test_the_fleet_s_package_comes_and_goes(node: Node) -> None:
-    node.must("dpkg -i /payload/agentd-fleet_*.deb", 300)
+    node.must("dpkg -i /payload/agentd_*.deb /payload/agentd-fleet_*.deb", 300)
+    until_ready(node)
     node.must("systemd-analyze verify agentd-fleet-join.service agentd-fleet-gateway.service")
     assert "--version" in node.must("agentd-fleet --help")
     node.must("systemctl enable agentd-fleet-gateway")
