@@ -34,7 +34,7 @@ ELSEWHERE = ("systemctl reboot", "dpkg --purge agentd", "systemctl --user", "sys
 """Run by other tests, which look at what comes of them."""
 MENTIONED = (
     "agentctl forget", "agentctl rm", "agentctl stop", "agentd config init", "make test-node",
-    "stdbuf -oL", "systemctl stop",
+    "stdbuf -oL", "systemctl edit", "systemctl stop",
 )  # fmt: skip
 """Names of commands, without what they need."""
 EXPECTED = {
