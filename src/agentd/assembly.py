@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from agentd.errors import ConfigRefused, InvalidRequest, Problem
 from agentd.host.cgroups import find_cgroups
 from agentd.host.checkup import node_remarks
 from agentd.host.probe import boot_id
-from agentd.host.systemd import has_manager, lingers, why_no_systemd
+from agentd.host.systemd import failed_units, has_manager, is_booted, lingers, why_no_systemd
 from agentd.host.units import Manager
 from agentd.runtimes.docker.absences import Absences
 from agentd.runtimes.docker.config import DockerRules
@@ -23,6 +23,7 @@ from agentd.runtimes.process.runtime import ProcessRuntime
 from agentd.runtimes.process.spawn import Account, ProcessRules, find_account
 from agentd.runtimes.systemd.bundle import static_busybox
 from agentd.runtimes.systemd.runtime import SystemdRuntime
+from agentd.runtimes.systemd.slices import journal_remarks
 from agentd.runtimes.systemd.unit import SystemdRules
 from agentd.services.interfaces import Plugins, Runtime
 
@@ -171,12 +172,14 @@ def _accounts(
     return default, accounts
 
 
-def checkup(settings: Settings, plugins: Plugins) -> list[str]:
-    """Return what an operator should know of this machine."""
+def checkup(settings: Settings, plugins: Plugins, runtimes: Collection[str]) -> list[str]:
+    """Return what an operator should know of this machine, where kernels are of `runtimes`."""
     loaded = {status.plugin for status in plugins.statuses()}
-    uses_docker = settings.node.runtime == "docker"
-    found = node_remarks(settings.runtime.docker.socket if uses_docker else None, loaded)
-    return [*found, *exposed_tokens(settings.rpc)]
+    engine = settings.runtime.docker.socket if "docker" in runtimes else None
+    found = [*node_remarks(engine, loaded), *exposed_tokens(settings.rpc)]
+    if "systemd" in runtimes and is_booted():
+        found += journal_remarks(failed_units("systemd-journald@*"))
+    return found
 
 
 def remarks(settings: Settings) -> list[str]:

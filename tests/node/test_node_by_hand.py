@@ -100,6 +100,23 @@ def test_what_operators_say_of_slices_and_units_holds(node: Node) -> None:
         node.remove("bound")
 
 
+def test_the_doctor_looks_at_the_journals_of_agents(node: Node) -> None:
+    node.create("prints", "sleep", "9999")
+    journald = "systemd-journald@agentd-team-a"
+    limits = "/run/systemd/journald@agentd-team-a.conf.d/10-agentd.conf"
+    broken = f"/run/systemd/system/{journald}.service.d"
+    node.must(f"mv {limits} /tmp/limits; mkdir {broken}; systemctl daemon-reload")
+    node.must(f"printf '[Service]\nExecStart=\nExecStart=/bin/false\n' >{broken}/x.conf")
+    node.must(f"systemctl daemon-reload; systemctl restart {journald} || :", 120)
+    said = " ".join(node.ask("GET", "/v1/node?check=true")[1]["warnings"])
+    node.must(f"mv /tmp/limits {limits}; rm -r {broken}; systemctl daemon-reload")
+    node.must(f"systemctl reset-failed '{journald}*'; systemctl start {journald}", 120)
+    assert f"{journald}.service has failed" in said
+    assert "the journal agentd-team-a has no limits" in said
+    assert "journal" not in " ".join(node.ask("GET", "/v1/node?check=true")[1]["warnings"])
+    node.remove("prints")
+
+
 def test_exec_on_units(node: Node) -> None:
     """The tests of exec that every runtime passes, here on the one that needs this machine.
 

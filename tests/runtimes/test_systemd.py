@@ -31,6 +31,7 @@ from agentd.runtimes.systemd.bundle import (
 )
 from agentd.runtimes.systemd.journal import Source
 from agentd.runtimes.systemd.seen import end_of, state_of
+from agentd.runtimes.systemd.slices import journal_remarks
 from agentd.runtimes.systemd.unit import (
     SystemdRules,
     kernel_of,
@@ -231,6 +232,8 @@ def test_the_properties_close_what_a_kernel_was_not_given() -> None:
     assert "SECRET" not in str(found)
     assert told(made, user="kernels")["User"] == "kernels"
     assert "DynamicUser" not in told(made, user="kernels")
+    assert told(made, stop_timeout_s=2.5)["TimeoutStopUSec"] == 2_500_000
+    assert told(made, stop_timeout_s=0)["TimeoutStopUSec"] == 1, "0 would be no limit at all"
 
 
 def test_a_user_s_unit_has_only_what_a_user_s_manager_can_do() -> None:
@@ -296,3 +299,17 @@ def test_versions_are_read() -> None:
     assert version_of("systemd 252 (252.39-1~deb12u2)\n+PAM") == 252
     assert version_of("") is None
     assert signal.SIGTERM == 15
+
+
+def test_a_journal_that_has_failed_or_has_no_limits_is_told(tmp_path: Path) -> None:
+    for namespace in ("agentd-a", "agentd-b", "agentd-c", "other"):
+        (tmp_path / f"run/systemd/journal.{namespace}").mkdir(parents=True)
+    for namespace in ("agentd-a", "agentd-b"):
+        limits = tmp_path / f"run/systemd/journald@{namespace}.conf.d/10-agentd.conf"
+        limits.parent.mkdir()
+        limits.touch()
+    failed = {"systemd-journald@agentd-b.service", "systemd-journald@other.service"}
+    found = journal_remarks(failed, tmp_path)
+    assert [remark.partition(":")[0] for remark in found] == [
+        "systemd-journald@agentd-b.service has failed", "the journal agentd-c has no limits",
+    ]  # fmt: skip

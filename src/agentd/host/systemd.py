@@ -50,7 +50,7 @@ def _reasons(root: Path) -> Iterator[str]:
             "its limits need cgroup v2 (systemd.unified_cgroup_hierarchy=1 on the kernel's"
             " command line); this machine has v1"
         )
-    version = version_of(_version_text())
+    version = version_of(_systemctl("--version"))
     if version is not None and version < OLDEST:
         yield f"systemd {version} is too old: ExitType=cgroup is of version {OLDEST}"
 
@@ -61,10 +61,17 @@ def _bus(root: Path) -> Path:
     return Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}") / "bus"
 
 
-def _version_text() -> str:
+def failed_units(pattern: str) -> list[str]:
+    """Return the units of the system's manager that have failed; none if it does not answer."""
+    options = ("--failed", "--plain", "--no-legend", "--no-pager")
+    lines = _systemctl("list-units", *options, pattern).splitlines()
+    return [line.split()[0] for line in lines if line.split()]
+
+
+def _systemctl(*words: str) -> str:
     try:
-        done = subprocess.run(
-            ["systemctl", "--version"],  # noqa: S607 - the node's own
+        done = subprocess.run(  # noqa: S603 - none of the words is a caller's
+            ["systemctl", *words],  # noqa: S607 - the node's own
             capture_output=True,
             text=True,
             timeout=CALL_S,

@@ -145,7 +145,7 @@ class Handlers(DeviceHandlers):
         if read_flag(request.query, "check"):
             self._access.require_all(caller)
             node["checks"] = rendering.check_views(await self._check.run())
-            node["warnings"] += self._checkup()
+            node["warnings"] += await asyncio.to_thread(self._checkup)
         return answer(node)
 
     def _node(self, caller: Caller) -> NodeView:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote
 
 from agentd.core.container_options import PullPolicy
@@ -51,8 +51,7 @@ from agentd.runtimes.docker.translation import (
     unknown,
 )
 from agentd.services.interfaces import LogQuery, Progress, Session, Support
-
-_T = TypeVar("_T")
+from agentd.tasks import to_the_end
 
 
 class _Attempt:
@@ -149,7 +148,7 @@ class DockerRuntime:
             raise translated(error, plan) from error
         try:
             await reach("create.after_engine_create")
-            await _to_the_end(self._engine.call("POST", f"/containers/{container}/start"))
+            await to_the_end(self._engine.call("POST", f"/containers/{container}/start"))
             await reach("create.after_engine_start")
             shown = await self._observer.inspection(container)
             verify(shown, attempt.config["HostConfig"], plan, attempt.sources)
@@ -213,7 +212,7 @@ class DockerRuntime:
         try:
             await reach("create.before_undo")
             with absent_is_fine():
-                await _to_the_end(self._delete(container, force=True))
+                await to_the_end(self._delete(container, force=True))
             await reach("create.after_undo")
         except (EngineError, EngineUnreachable, AnswerLost, OSError):
             raise unknown(plan, error) from error
@@ -295,13 +294,3 @@ class DockerRuntime:
         async with aclosing(printed(self._engine, self._container(ref), query)) as chunks:
             async for chunk in chunks:
                 yield chunk
-
-
-async def _to_the_end(step: Awaitable[_T]) -> _T:
-    """Let a step of the engine end before a cancellation takes effect."""
-    task = asyncio.ensure_future(step)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise

@@ -10,14 +10,13 @@ from __future__ import annotations
 import asyncio
 import os
 import pwd
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from agentd.core.container_edits import ContainerEdits
-from agentd.core.container_options import over_ceiling
 from agentd.core.kernel import Kernel, KernelRef, KernelSpec, KernelState
 from agentd.core.observation import Listing, ObservedKernel
 from agentd.core.plan import KernelPlan, kernel_name
@@ -42,6 +41,7 @@ from agentd.runtimes.process.bundle import LOG, Bundle
 from agentd.runtimes.process.bundles import AGENT, DEVICES, Bundles
 from agentd.runtimes.process.logs import read_log, unkept
 from agentd.runtimes.process.spawn import ProcessRules, failure, order_of, spawn, spawn_unit
+from agentd.runtimes.uncontained import uncontained_problems
 from agentd.services.interfaces import LogQuery, Progress, Session, Support
 
 LOG_THREADS = 4
@@ -91,11 +91,8 @@ class ProcessRuntime:
     def problems(self, spec: KernelSpec) -> Sequence[Problem]:
         account = self._rules.account_of(spec.agent_id)
         user = account.name if account else pwd.getpwuid(os.geteuid()).pw_name
-        over = over_ceiling(spec.container.ulimits, self._rules.ulimits)
-        return [
-            *_problems(spec, user, self._rules.pids_limit),
-            *(Problem(f"ulimits.{name}", why) for name, why in over),
-        ]
+        rules = self._rules
+        return list(uncontained_problems(spec, "process", user, rules.pids_limit, rules.ulimits))
 
     async def support(self, spec: KernelSpec) -> Support:
         controllers = self._cgroups.controllers if self._cgroups else frozenset[str]()
@@ -289,26 +286,3 @@ def _refuse_what_needs_a_container(edits: ContainerEdits) -> None:
         raise RuntimeFailure(
             "its devices need files at other places or CDI, which plain processes do not have"
         )
-
-
-def _problems(spec: KernelSpec, user: str, pids_limit: int) -> Iterator[Problem]:
-    if not spec.command:
-        yield Problem("command", "is empty; the process runtime runs a command")
-    if spec.mounts:
-        yield Problem("mounts", "the process runtime mounts nothing")
-    if spec.ports:
-        yield Problem("ports", "the process runtime forwards no ports")
-    if (spec.container.pids_limit or 0) > pids_limit:
-        why = f"{spec.container.pids_limit} are too many; allowed: up to {pids_limit}"
-        yield Problem("pids_limit", why)
-    needs_container = {
-        "network": spec.container.network,
-        "tmpfs": spec.container.tmpfs,
-        "shm_size": spec.container.shm_size,
-        "platform": spec.container.platform,
-    }
-    for member, value in needs_container.items():
-        if value:
-            yield Problem(member, "the process runtime has no containers")
-    if spec.user not in (None, user):
-        yield Problem("user", f"kernels of {spec.agent_id} run as {user} here")

@@ -13,7 +13,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from agentd.core.container_options import over_ceiling
 from agentd.core.kernel import Kernel, KernelRef, KernelSpec, KernelState
 from agentd.core.observation import Listing, ObservedKernel
 from agentd.core.plan import KernelPlan, kernel_name
@@ -84,11 +83,7 @@ class SystemdRuntime:
         await self._manager.close()
 
     def problems(self, spec: KernelSpec) -> Sequence[Problem]:
-        over = over_ceiling(spec.container.ulimits, self._rules.ulimits)
-        return [
-            *request_problems(spec, self._rules),
-            *(Problem(f"ulimits.{name}", why) for name, why in over),
-        ]
+        return list(request_problems(spec, self._rules))
 
     async def support(self, spec: KernelSpec) -> Support:
         is_user = self._rules.is_user

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -133,10 +134,34 @@ def _text(path: Path) -> str:
         return ""
 
 
+def journal_remarks(failed: Collection[str], root: Path = Path("/")) -> list[str]:
+    """Return what is wrong with the journals of agents; `failed` are units of systemd's.
+
+    A namespace is in use while journald has a folder for it.
+    """
+    found = []
+    for folder in sorted(root.glob(f"run/systemd/journal.{namespace_name('*')}")):
+        namespace = folder.name.removeprefix("journal.")
+        unit = f"systemd-journald@{namespace}.service"
+        if unit in failed:
+            found.append(
+                f"{unit} has failed: what kernels print is lost until it runs again"
+                f" (systemctl status {unit})"
+            )
+        limits = _limits_file(namespace, root)
+        if not limits.exists():
+            found.append(f"the journal {namespace} has no limits: {limits} is missing")
+    return found
+
+
+def _limits_file(namespace: str, root: Path = Path("/")) -> Path:
+    return root / f"run/systemd/journald@{namespace}.conf.d/10-agentd.conf"
+
+
 def _limit_journal(agent_id: str) -> None:
     """Bound the journal of an agent, before its first kernel has one started."""
     namespace = namespace_name(agent_id)
-    file = _RUNTIME / f"journald@{namespace}.conf.d" / "10-agentd.conf"
+    file = _limits_file(namespace)
     with suppress(OSError):
         text = JOURNAL_LIMITS.format(namespace=namespace)
         if _text(file) != text:

@@ -17,6 +17,7 @@ from agentd.errors import Problem, RuntimeFailure
 from agentd.host.units import Property
 from agentd.runtimes.environment import own_variables
 from agentd.runtimes.systemd.bundle import RESERVED
+from agentd.runtimes.uncontained import uncontained_problems
 
 INFINITY = 2**64 - 1
 _RECURSIVE = 16384
@@ -78,6 +79,8 @@ def mask(numbers: Iterable[int]) -> bytes:
 
 def request_problems(spec: KernelSpec, rules: SystemdRules) -> Iterator[Problem]:
     """Yield what of a request no unit can be."""
+    user = rules.user_of(spec.agent_id)
+    yield from uncontained_problems(spec, "systemd", user, rules.pids_limit, rules.ulimits)
     yield from _command_problems(spec.command)
     for name, value in spec.env.items():
         if not _ENV_NAME.fullmatch(name):
@@ -86,30 +89,10 @@ def request_problems(spec: KernelSpec, rules: SystemdRules) -> Iterator[Problem]
             yield Problem(f"env.{name}", "is set by systemd when a unit ends")
         if _CONTROL.search(value):
             yield Problem(f"env.{name}", "holds a control character, which systemd does not take")
-    if (spec.container.pids_limit or 0) > rules.pids_limit:
-        why = f"{spec.container.pids_limit} are too many; allowed: up to {rules.pids_limit}"
-        yield Problem("pids_limit", why)
-    needs_container = {
-        "mounts": spec.mounts,
-        "ports": spec.ports,
-        "network": spec.container.network,
-        "tmpfs": spec.container.tmpfs,
-        "shm_size": spec.container.shm_size,
-        "platform": spec.container.platform,
-    }
-    for member, given in needs_container.items():
-        if given:
-            yield Problem(member, "the systemd runtime has no containers")
-    user = rules.user_of(spec.agent_id)
-    if spec.user not in (None, user):
-        who = "a user of their own each" if user is None else user
-        yield Problem("user", f"kernels of {spec.agent_id} run as {who} here")
 
 
 def _command_problems(command: Sequence[str]) -> Iterator[Problem]:
-    if not command:
-        yield Problem("command", "is empty; the systemd runtime runs a command")
-    elif "/" in command[0] and not command[0].startswith("/"):
+    if command and "/" in command[0] and not command[0].startswith("/"):
         why = f"invalid command {command[0]!r}: expected a name, or a path that begins with /"
         yield Problem("command.0", why)
     for at, word in enumerate(command):

@@ -1,0 +1,99 @@
+"""What kernels use on cgroup v2: loads of known size, and what systemd and the engine say."""
+
+import json
+import re
+import time
+from typing import Any
+
+import pytest
+
+from node.conftest import ASK, CONFIG, Node, until_ready
+
+MIB = 1 << 20
+WRITTEN, HELD, SENT = 32 * MIB, 24 * MIB, 10 * MIB
+BRIDGE, PORT = "172.17.0.1", 5999
+LOAD = (
+    f"dd if=/dev/zero of=/tmp/$AGENTD_KERNEL bs=1M count={WRITTEN // MIB} conv=fsync 2>/dev/null;"
+    f"dd if=/dev/zero of=/dev/shm/$AGENTD_KERNEL bs=1M count={HELD // MIB} 2>/dev/null;"
+    "timeout 3 sh -c 'while :; do :; done'; {also}; times; echo loaded; exec sleep 9999"
+)
+"""Blocks to a disk, memory that no cache gives back, processor time."""
+
+
+def test_a_unit_s_figures_are_systemd_s(node: Node) -> None:
+    node.must("systemctl enable --now agentd.socket agentd.service", 300)
+    used = loaded(node, "systemd")
+    unit = node.unit("load")
+    wanted = ("CPUUsageNSec", "MemoryCurrent", "IOReadBytes", "IOWriteBytes")
+    shown = node.must(f"systemctl show {unit} " + " ".join(f"-p {name}" for name in wanted))
+    said = {name: int(value) for name, _, value in (line.partition("=") for line in shown.split())}
+    assert used["cpu_seconds"] == pytest.approx(said["CPUUsageNSec"] / 1e9, abs=0.05)
+    assert used["memory_bytes"] == pytest.approx(said["MemoryCurrent"], abs=MIB)
+    assert used["io_read_bytes"] == said["IOReadBytes"]
+    assert used["io_write_bytes"] == said["IOWriteBytes"]
+    assert used["network_tx_bytes"] is None
+    node.must(f"systemctl stop {unit}")
+    node.until("load", "terminated")
+    ended = node.ask("GET", "/v1/kernels/load/stats")[1]
+    assert ended["cpu_seconds"] >= used["cpu_seconds"]
+    assert ended["io_write_bytes"] >= used["io_write_bytes"]
+    node.remove("load")
+
+
+def test_a_process_kernel_s_figures_are_its_load_s(node: Node) -> None:
+    loaded(node, "process")
+    node.remove("load")
+    node.must("rm /tmp/load /dev/shm/load")
+
+
+def test_a_container_s_figures_are_its_engine_s(node: Node) -> None:
+    """Its network's too: it sends to the node over the engine's bridge, and has it all back."""
+    names = "busybox sh dd timeout sleep nc wc"
+    node.must(f"mkdir -p /tmp/i/bin /tmp/i/tmp && cd /tmp/i/bin && cp /bin/busybox . && for n in "
+              f"{names}; do ln -s busybox $n || :; done")  # fmt: skip
+    node.must("systemctl start docker && tar -C /tmp/i -c . | docker import - loads:1", 300)
+    node.must(f"systemd-run --unit echoes busybox nc -l -p {PORT} -e busybox cat")
+    sent = f"dd if=/dev/zero bs=1M count={SENT // MIB} 2>/dev/null | nc {BRIDGE} {PORT} | wc -c"
+    used = loaded(node, "docker", also=sent, image="loads:1")
+    container = node.must("docker ps -q --no-trunc").strip()
+    path = f"/containers/{container}/stats?stream=false&one-shot=true"
+    said = json.loads(
+        node.must(f"AGENTD_SOCKET=/run/docker.sock {ASK} GET '{path}'").partition("\n")[2]
+    )
+    written = sum(
+        row["value"]
+        for row in said["blkio_stats"]["io_service_bytes_recursive"]
+        if row["op"] == "write"
+    )
+    (network,) = said["networks"].values()
+    assert used["cpu_seconds"] == pytest.approx(
+        said["cpu_stats"]["cpu_usage"]["total_usage"] / 1e9, abs=0.05
+    )
+    assert used["io_write_bytes"] == written
+    for direction in ("rx", "tx"):
+        passed = used[f"network_{direction}_bytes"]
+        assert passed == pytest.approx(network[f"{direction}_bytes"], abs=4096)
+        assert passed == pytest.approx(SENT, rel=0.2)
+    node.remove("load")
+    node.configure(CONFIG.format(runtime="systemd"))
+    until_ready(node)
+
+
+def loaded(node: Node, runtime: str, also: str = ":", **options: Any) -> Any:
+    """Put the load on a kernel of a runtime; return figures from after it, seen to be its."""
+    node.configure(CONFIG.format(runtime=runtime))
+    until_ready(node)
+    node.create("load", "sh", "-c", LOAD.format(also=also), slots={"cpu": 1, "mem": "128m"},
+                **options)  # fmt: skip
+    end = time.monotonic() + 120
+    while not (printed := node.logs("load")).endswith("loaded"):
+        assert time.monotonic() < end, printed
+    time.sleep(1.1)  # figures are read once a second at most
+    used = node.ask("GET", "/v1/kernels/load/stats")[1]
+    own = sum(60 * int(m) + float(s) for m, s in re.findall(r"(\d+)m([\d.]+)s", printed))
+    assert own > 1
+    assert used["cpu_seconds"] == pytest.approx(own, abs=1), printed
+    assert WRITTEN <= used["io_write_bytes"] <= WRITTEN * 1.25, used
+    assert HELD <= used["memory_bytes"] <= used["memory_peak_bytes"] <= 128 * MIB
+    assert (used["memory_limit_bytes"], used["processes"]) == (128 * MIB, 1)
+    return used
