@@ -220,6 +220,27 @@ async def test_a_team_hears_of_its_own_kernels_alone(node: Daemon) -> None:
     assert "cuda3" not in json.dumps(heard)
 
 
+async def test_a_team_is_told_that_what_it_shares_changed_and_no_more(plain: Daemon) -> None:
+    await plain.start(TEAMS + gpus(2) + SOCKETS.format(folder=plain.folder))
+    async with listening(plain, sock="a.sock") as frames:
+        await plain.running("secret-team", kernel_id="secret-2", slots={"cuda.device": 1})
+        heard = await until(frames, event="free")
+        devices = (await call(plain, "a", "GET", "/v1/devices")).json
+        held = [d["holders"] for d in devices if d["id"] == "cuda0"]
+        assert held == [[{"kernel_id": "other", "amount": "1"}]]
+        await plain.call("POST", "/v1/kernels/secret-2/stop", {"timeout": 0})
+        heard += await until(frames, event="free")
+        await plain.call("DELETE", "/v1/kernels/secret-2")
+        await plain.running("team-a", kernel_id="mine", slots={"cuda.device": 1})
+        heard += await until(frames, kernel_id="mine", state="running")
+    assert "secret" not in json.dumps(heard)
+    assert [f["data"] for f in heard if f["event"] == "free"] == [{}, {}]
+    async with listening(plain) as frames:
+        await plain.running("secret-team", kernel_id="secret-3", slots={"cuda.device": 1})
+        heard = await until(frames, kernel_id="secret-3", state="running")
+    assert "free" not in [frame["event"] for frame in heard], "who sees the kernel needs no more"
+
+
 async def test_who_made_a_kernel_stands_on_it_and_in_the_log(node: Daemon) -> None:
     body = {
         "command": ["sleep", "1000"],

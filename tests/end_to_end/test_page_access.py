@@ -65,6 +65,20 @@ async def test_a_team_sees_what_is_its_own_and_may_stop_that(node: Tokens) -> No
         await page.until("#rows", "of-a")
 
 
+async def test_a_team_sees_at_once_what_another_gives_back(node: Tokens) -> None:
+    async with logged_in(node, "team") as page:
+        await page.until("#rows", "of-a")
+        cuda = page.page.locator('[aria-label="devices cuda"] .cell[aria-label*="other"]')
+        assert await cuda.count() == 1
+        before = len(page.asked)
+        await node.daemon.call("POST", "/v1/kernels/of-b/stop", {"timeout": 0})
+        await cuda.wait_for(state="detached")
+        while sum(url.endswith("/v1/stats") for url in page.asked[before:]) < 3:
+            await page.page.wait_for_event("request")
+        looks = [url for url in page.asked[before:] if url.endswith("/v1/devices")]
+        assert len(looks) <= 2, "nothing but statistics is read by the clock"
+
+
 async def test_nobody_is_told_of_what_strangers_were_refused(node: Tokens) -> None:
     headers = {"Authorization": f"Bearer {node.secrets['team']}"}
     url = f"http://127.0.0.1:{node.port}/v1/agents/secret-team/kernels"

@@ -110,11 +110,11 @@ async def _given_up(reading: asyncio.Future[bytes]) -> None:
 
 
 async def stream_events(
-    request: web.Request, events: EventLog, shown: Callable[[Event], object]
+    request: web.Request, events: EventLog, shown: Callable[[Event], tuple[str, object] | None]
 ) -> web.StreamResponse:
     """Answer with events until the client hangs up, is too slow, or the daemon stops.
 
-    `shown` returns what an event carries, None if it is nothing for this client.
+    `shown` returns what an event is and carries, None if it is nothing for this client.
     """
     last_id = request.headers.get("Last-Event-ID") or request.query.get("last_event_id")
     headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
@@ -126,8 +126,9 @@ async def stream_events(
             async for event in listener.follow(KEEP_ALIVE_S):
                 if event is None:
                     await _write(request, response, b": still here\n\n")
-                elif (content := shown(event)) is not None:
-                    head = f"id: {events.id_of(event)}\nevent: {event.kind}\ndata: "
+                elif (told := shown(event)) is not None:
+                    kind, content = told
+                    head = f"id: {events.id_of(event)}\nevent: {kind}\ndata: "
                     frame = head.encode() + msgspec.json.encode(content) + b"\n\n"
                     await _write(request, response, frame)
         except TooSlow as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from agentd.core.access import Caller
 from agentd.core.devices import Device
-from agentd.core.kernel import Kernel
+from agentd.core.kernel import Kernel, KernelState
 from agentd.rpc import rendering
 from agentd.services.access import OTHER, Access
 from agentd.services.devices import NodeDevices
@@ -42,16 +42,27 @@ class Visible:
             view["warnings"] = self._access.about_nobody_else(caller, view["warnings"])
         return view
 
-    def event(self, event: Event, caller: Caller) -> object:
-        """Return what an event carries; None if the caller cannot see what it is about."""
+    def event(self, event: Event, caller: Caller) -> tuple[EventKind, object] | None:
+        """Return an event and what it carries; None if it is nothing for this caller.
+
+        Of a kernel that it cannot see there is only that it took, or gave back, what is its too.
+        """
         match event.value:
-            case Kernel(agent_id=agent) | Audit(agent_id=agent) | Refusal(agent_id=agent) if (
-                not caller.sees(agent)
-            ):
+            case Kernel(agent_id=agent) as kernel if not caller.sees(agent):
+                return (EventKind.FREE, {}) if self._frees(event.kind, kernel, caller) else None
+            case Audit(agent_id=agent) | Refusal(agent_id=agent) if not caller.sees(agent):
                 return None
             case Device() as device:
                 if not self._access.sees_device(caller, device.device_id):
                     return None
                 if event.kind is EventKind.DEVICE:
-                    return self.device(device, caller)
-        return rendering.event_view(event, self._devices.split, self._state.ledger)
+                    return event.kind, self.device(device, caller)
+        return event.kind, rendering.event_view(event, self._devices.split, self._state.ledger)
+
+    def _frees(self, kind: EventKind, kernel: Kernel, caller: Caller) -> bool:
+        """Tell whether a kernel began or ceased just now to hold a device that the caller sees."""
+        is_removed = kind is EventKind.KERNEL_REMOVED
+        has_ceased = kernel.holds if is_removed else not kernel.holds
+        return (has_ceased or kernel.state is KernelState.PREPARING) and any(
+            self._access.sees_device(caller, share.device_id) for share in kernel.allocation.shares
+        )

@@ -31,6 +31,7 @@ class EventKind(StrEnum):
     RUNTIME = "runtime"
     AUDIT = "audit"
     REFUSAL = "refusal"
+    FREE = "free"
     RESET = "reset"
 
 

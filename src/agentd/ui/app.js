@@ -73,10 +73,7 @@ function shows(isLive) {
 
 token.arrive();
 setInterval(() => {
-  if (document.hidden || document.body.dataset.live !== "yes") return;
-  stats();
-  // What other teams take of shared devices is told to nobody else.
-  if (store.caller?.agents) again.free();
+  if (!document.hidden && document.body.dataset.live === "yes") stats();
 }, STATS_MS);
 setInterval(() => store.node && draw(), 30_000); // ages
 document.addEventListener("visibilitychange", () => document.hidden || stats());

@@ -94,6 +94,8 @@ export class Store {
         this.version += 1;
         this.devices.delete(keyOf(content.device_name, content.id));
         return "free";
+      case "free":
+        return "free";
       case "refusal":
         if (!this.refusals.some((known) => JSON.stringify(known) === JSON.stringify(content))) {
           this.refusals = [...this.refusals, content].slice(-MOST_REFUSALS);
