@@ -1,0 +1,59 @@
+"""How the status page draws what it knows: where devices stand, hatching, curves."""
+
+from daemon import Daemon
+from end_to_end.browser import chromium, shown, visit
+
+CONFIG = """
+[[agents]]
+id = "research"
+[plugins.cuda]
+plugin = "sim"
+devices = [{devices}]
+health-file = "{health}"
+"""
+BACKGROUND = "cell => getComputedStyle(cell, '::after').backgroundImage"
+DRAWN = """([selector]) => {
+  const { width, height } = document.querySelector(selector) ?? {};
+  if (!width) return false;
+  const context = document.querySelector(selector).getContext("2d");
+  return context.getImageData(0, 0, width, height).data.some((value) => value > 0);
+}"""
+
+
+async def test_devices_stand_by_numa_node_and_those_that_are_not_given_out_are_hatched(
+    plain: Daemon,
+) -> None:
+    health = plain.folder / "health"
+    health.write_text("cuda10 unhealthy it coughs\n")
+    devices = ", ".join(f'{{id = "cuda{n}", numa-node = {n % 2}}}' for n in (0, 1, 2, 3, 10))
+    await plain.start(CONFIG.replace("{devices}", devices).replace("{health}", str(health)))
+    async with chromium() as browser, shown(plain) as address, visit(browser, address) as page:
+        row = page.page.locator('[aria-label="devices cuda"]')
+        assert await row.locator(".numa").all_inner_texts() == ["NUMA 0", "NUMA 1"]
+        cells = row.locator(".cell")
+        names = await cells.locator(".name").all_inner_texts()
+        assert names == ["cuda0", "cuda2", "cuda10", "cuda1", "cuda3"]
+        await plain.call("POST", "/v1/devices/cuda/cuda3/drain")
+        await row.locator('[data-state="drained"]').wait_for()
+        hatched = [
+            "repeating-linear-gradient" in await cell.evaluate(BACKGROUND)
+            for cell in await cells.all()
+        ]
+        assert hatched == [False, False, True, False, True]
+        legend = await page.text("#legend")
+        assert "unhealthy" in legend
+        assert "drained" in legend
+
+
+async def test_figures_are_drawn_as_curves_beside_a_kernel_and_in_its_details(
+    plain: Daemon,
+) -> None:
+    await plain.start()
+    busy = ["sh", "-c", "while :; do :; done"]
+    await plain.running(kernel_id="busy", command=busy, slots={"cpu": 1})
+    async with chromium() as browser, shown(plain) as address, visit(browser, address) as page:
+        for figure in ("cpu", "memory"):
+            await page.page.wait_for_function(DRAWN, arg=[f".kernel .c-{figure} canvas"])
+        assert await page.text(".kernel .c-cpu span") not in ("", "-")
+        await page.page.click("text=busy")
+        await page.page.wait_for_function(DRAWN, arg=["#details .curves canvas"])
