@@ -36,9 +36,10 @@ mode = "shares"
 numa-nodes = 2
 health-file = "{folder}/health"
 """
-WORK = "n=0; while :; do i=0; while [ $i -lt {busy} ]; do i=$((i+1)); done; echo step $((n=n+1)); sleep 0.5; done"
+WORK = """n=0; while :; do i=0; t=$((n % 80)); [ $t -gt 40 ] && t=$((80 - t))
+while [ $i -lt $(({busy} * t / 20)) ]; do i=$((i+1)); done; echo step $((n=n+1)); sleep 0.5; done"""
 AGENTS = ("research", "inference", "teaching")
-CURVES_S = 70
+CURVES_S = 180
 
 
 def agentctl(folder: Path, *words: str) -> list[str]:

@@ -60,7 +60,7 @@ export class DeviceMap {
   #groups() {
     const groups = grouped(this.store.devices.values(), (device) => device.device_name);
     for (const devices of groups.values()) {
-      devices.sort((one, other) => (one.numa_node ?? -1) - (other.numa_node ?? -1) || natural(one.id, other.id));
+      devices.sort((one, other) => (one.numa_node ?? Infinity) - (other.numa_node ?? Infinity) || natural(one.id, other.id));
     }
     return [...groups].sort(([one], [other]) => order(one, other));
   }
