@@ -31,6 +31,8 @@ PATIENCE_S = 30.0
 """How long a node may take for what does not wait for a kernel."""
 CREATE_PATIENCE_S = 3600.0
 UNHEARD_MS = 20_000
+MOST_ANSWER = 64 << 20
+"""Bytes of an answer that is read as a whole: ten thousand kernels take a third of it."""
 UNIX = "unix:"
 GATEWAY = Caller("fleet", Role.ADMIN)
 """As whom a gateway calls for itself."""
@@ -100,7 +102,7 @@ class Nodes:
         opened = self.opened(node, caller, method, path, body=body, headers=headers)
         try:
             async with asyncio.timeout(patience_s), opened as response:
-                answer = Answer(response.status, response.headers, await response.read())
+                answer = Answer(response.status, response.headers, await _whole(node, response))
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise AnswerLost(_text(node, error)) from None
         if answer.status == HTTPStatus.FORBIDDEN and b"gateway = true" in answer.body:
@@ -225,6 +227,15 @@ def _impatient(info: aiohttp.AddrInfoType) -> socket.socket:
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     keep_asking(made)
     return made
+
+
+async def _whole(node: FleetNode, response: aiohttp.ClientResponse) -> bytes:
+    content = bytearray()
+    async for chunk in response.content.iter_any():
+        content += chunk
+        if len(content) > MOST_ANSWER:
+            raise AnswerLost(f"node {node.node_id}: its answer is over {MOST_ANSWER >> 20} MiB")
+    return bytes(content)
 
 
 def _text(node: FleetNode, error: Exception) -> str:

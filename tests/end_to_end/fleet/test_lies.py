@@ -216,6 +216,34 @@ async def test_a_command_is_typed_to_the_node_and_to_nobody_else(folder: Path) -
     assert asked == ["/right", "/moved", "/exec"]
 
 
+async def test_an_answer_without_end_is_given_up(folder: Path) -> None:
+    has_ended = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Agentd-Node": "node-1"})
+        await response.prepare(request)
+        try:
+            while True:
+                await response.write(bytes(1 << 20))
+        finally:
+            has_ended.set()
+
+    app = web.Application()
+    app.router.add_get("/{rest:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.UnixSite(runner, str(folder / "liar.sock")).start()
+    node = FleetNode("node-1", {}, {}, url=f"unix:{folder}/liar.sock")
+    try:
+        async with Nodes() as nodes:
+            with pytest.raises(AnswerLost, match="over 64 MiB"):
+                await nodes.ask(node, GATEWAY, "GET", "/v1/kernels")
+            async with asyncio.timeout(20):
+                await has_ended.wait()
+    finally:
+        await runner.cleanup()
+
+
 @pytest.mark.parametrize(
     ("url", "is_called"),
     [("https://node-1:6001", True), ("https://[::1]:6001", True), ("http://127.0.0.1:1", True),
