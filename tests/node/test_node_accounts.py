@@ -10,11 +10,11 @@ import pytest
 from node.conftest import ASK, CONFIG, Node, until_ready
 
 MIB = 1 << 20
-WRITTEN, HELD, SENT = 32 * MIB, 24 * MIB, 10 * MIB
+WRITTEN, HELD, SENT = 32 * MIB, 24 * MIB, 2 * MIB
 BRIDGE, PORT = "172.17.0.1", 5999
 LOAD = (
-    f"dd if=/dev/zero of=/tmp/$AGENTD_KERNEL bs=1M count={WRITTEN // MIB} conv=fsync 2>/dev/null;"
-    f"dd if=/dev/zero of=/dev/shm/$AGENTD_KERNEL bs=1M count={HELD // MIB} 2>/dev/null;"
+    f"dd if=/dev/zero of=/tmp/{{name}} bs=1M count={WRITTEN // MIB} conv=fsync 2>/dev/null;"
+    f"dd if=/dev/zero of=/dev/shm/{{name}} bs=1M count={HELD // MIB} 2>/dev/null;"
     "timeout 3 sh -c 'while :; do :; done'; {also}; times; echo loaded; exec sleep 9999"
 )
 """Blocks to a disk, memory that no cache gives back, processor time."""
@@ -23,7 +23,7 @@ LOAD = (
 def test_a_unit_s_figures_are_systemd_s(node: Node) -> None:
     node.must("systemctl enable --now agentd.socket agentd.service", 300)
     used = loaded(node, "systemd")
-    unit = node.unit("load")
+    unit = node.unit("of-systemd")
     wanted = ("CPUUsageNSec", "MemoryCurrent", "IOReadBytes", "IOWriteBytes")
     shown = node.must(f"systemctl show {unit} " + " ".join(f"-p {name}" for name in wanted))
     said = {name: int(value) for name, _, value in (line.partition("=") for line in shown.split())}
@@ -33,17 +33,18 @@ def test_a_unit_s_figures_are_systemd_s(node: Node) -> None:
     assert used["io_write_bytes"] == said["IOWriteBytes"]
     assert used["network_tx_bytes"] is None
     node.must(f"systemctl stop {unit}")
-    node.until("load", "terminated")
-    ended = node.ask("GET", "/v1/kernels/load/stats")[1]
+    node.until("of-systemd", "terminated")
+    ended = node.ask("GET", "/v1/kernels/of-systemd/stats")[1]
     assert ended["cpu_seconds"] >= used["cpu_seconds"]
     assert ended["io_write_bytes"] >= used["io_write_bytes"]
-    node.remove("load")
+    assert ended["memory_peak_bytes"] >= HELD
+    node.remove("of-systemd")
 
 
 def test_a_process_kernel_s_figures_are_its_load_s(node: Node) -> None:
     loaded(node, "process")
-    node.remove("load")
-    node.must("rm /tmp/load /dev/shm/load")
+    node.remove("of-process")
+    node.must("rm /tmp/of-process /dev/shm/of-process")
 
 
 def test_a_container_s_figures_are_its_engine_s(node: Node) -> None:
@@ -74,7 +75,7 @@ def test_a_container_s_figures_are_its_engine_s(node: Node) -> None:
         passed = used[f"network_{direction}_bytes"]
         assert passed == pytest.approx(network[f"{direction}_bytes"], abs=4096)
         assert passed == pytest.approx(SENT, rel=0.2)
-    node.remove("load")
+    node.remove("of-docker")
     node.configure(CONFIG.format(runtime="systemd"))
     until_ready(node)
 
@@ -83,13 +84,14 @@ def loaded(node: Node, runtime: str, also: str = ":", **options: Any) -> Any:
     """Put the load on a kernel of a runtime; return figures from after it, seen to be its."""
     node.configure(CONFIG.format(runtime=runtime))
     until_ready(node)
-    node.create("load", "sh", "-c", LOAD.format(also=also), slots={"cpu": 1, "mem": "128m"},
-                **options)  # fmt: skip
+    kernel_id = f"of-{runtime}"
+    load = LOAD.format(name=kernel_id, also=also)
+    node.create(kernel_id, "sh", "-c", load, slots={"cpu": 1, "mem": "128m"}, **options)
     end = time.monotonic() + 120
-    while not (printed := node.logs("load")).endswith("loaded"):
+    while not (printed := node.logs(kernel_id)).endswith("loaded"):
         assert time.monotonic() < end, printed
     time.sleep(1.1)  # figures are read once a second at most
-    used = node.ask("GET", "/v1/kernels/load/stats")[1]
+    used = node.ask("GET", f"/v1/kernels/{kernel_id}/stats")[1]
     own = sum(60 * int(m) + float(s) for m, s in re.findall(r"(\d+)m([\d.]+)s", printed))
     assert own > 1
     assert used["cpu_seconds"] == pytest.approx(own, abs=1), printed

@@ -19,6 +19,7 @@ from agentd.core.kernel import Kernel, KernelSpec, KernelState
 from agentd.core.observation import ObservedState
 from agentd.core.plan import KernelPlan, NodeFacts, build_plan, fence_of
 from agentd.errors import RuntimeFailure
+from agentd.host.accounts import is_v2
 from agentd.host.systemd import version_of, why_no_systemd
 from agentd.host.unit_paths import UNIT_PATH, is_there, unit_of
 from agentd.runtimes.systemd.bundle import (
@@ -154,8 +155,15 @@ def test_systemd_itself_writes_how_a_kernel_ended(
     assert end is not None
     assert (end.ending.exit_code, end.ending.reason) == (exit_code, reason)
     assert end.finished_at > 1_700_000_000
+    counted = tmp_path / "k1" / "counted"
+    if is_v2():
+        assert {"cpu.stat", "memory.peak"} <= {file.name for file in counted.iterdir()}
+    (counted / "cpu.stat").write_text("usage_usec 2500000\nthrottled_usec 0\n")
+    (counted / "memory.peak").write_text("4096\n")
     run_drop_in(tmp_path, state, **{**given_, "EXIT_STATUS": "1"})
     assert bundle.end() == end, "what is written stays"
+    assert (bundle.usage().cpu_seconds, bundle.usage().memory_peak_bytes) == (2.5, 4096)
+    assert bundle.usage().memory_bytes is None
 
 
 def test_a_unit_that_is_no_kernel_s_is_left_alone(tmp_path: Path) -> None:

@@ -59,12 +59,21 @@ def _counted(account: Account, is_counting: bool) -> Accounted:  # noqa: FBT001 
         return Accounted()
     unified = account.folders.get(UNIFIED)
     usage = _of_v1(account.folders) if unified is None else _of_v2(unified)
-    if not is_counting:
-        usage = replace(usage, io_read_bytes=None, io_write_bytes=None)
+    usage = usage if is_counting else _without_blocks(usage)
     if account.has_network and (pid := _somebody(account)) is not None:
         received, sent = _network(pid)
         usage = replace(usage, network_rx_bytes=received, network_tx_bytes=sent)
     return Accounted(usage, account.groups)
+
+
+def counted_in(folder: str) -> Usage:
+    """Return what a copy of a group's files (v2) says."""
+    usage = _of_v2(folder)
+    return usage if counts_blocks() else _without_blocks(usage)
+
+
+def _without_blocks(usage: Usage) -> Usage:
+    return replace(usage, io_read_bytes=None, io_write_bytes=None)
 
 
 def _somebody(account: Account) -> int | None:

@@ -6,7 +6,8 @@ environment     its variables, in the form of EnvironmentFile= (systemd.exec(5))
 identity.json   the unit's invocation id, the boot, and when it started
 exit            how it ended: `$SERVICE_RESULT $EXIT_CODE $EXIT_STATUS`, when, and what the
                 manager was doing; written by systemd's own ExecStopPost=, or by the daemon
-usage.json      what it had used when it ended, if the daemon saw that
+counted/        its cgroup's own files as they were then, if systemd ended it
+usage.json      what it had used when it ended by itself, as the manager had that
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from pathlib import Path
 from agentd.core.kernel import Ending
 from agentd.core.record import MALFORMED, parse_time
 from agentd.core.usage import UNKNOWN, Usage
+from agentd.host.accounts import counted_in
 from agentd.runtimes.folder import PrivateFolder
 
 RECORD, ENVIRONMENT, IDENTITY, EXIT = "record.json", "environment", "identity.json", "exit"
-USAGE = "usage.json"
+USAGE, COUNTED = "usage.json", "counted"
 NODE_RESTARTED = "the node restarted"
 
 DROP_IN = """\
@@ -34,6 +36,9 @@ DROP_IN = """\
 [Service]
 ExecStopPost=+{busybox} sh -c 'export PATH=/usr/sbin:/usr/bin:/sbin:/bin; b={busybox}; \
 k=$${{0#{prefix}}}; cd "$$1/$${{k%%.service}}" || exit 0; \
+IFS= read -r g </proc/self/cgroup; g="/sys/fs/cgroup$${{g#0::}}"; \
+[ -e exit ] || {{ $$b mkdir -p counted; for f in cpu.stat io.stat memory.peak memory.max; do \
+$$b cp "$$g/$$f" counted; done; }} 2>/dev/null; \
 m=$$($$b env -i PATH=/usr/bin:/bin $$b timeout 5 systemctl {manager} is-system-running); \
 [ -e exit ] || {{ printf "%%s %%s %%s %%s %%s\\n" "$$SERVICE_RESULT" \
 "$$EXIT_CODE" "$$EXIT_STATUS" "$$($$b date +%%s)" "$$m" >.exit && $$b mv .exit exit; }}; true' \
@@ -157,10 +162,12 @@ class UnitBundle(PrivateFolder):
 
     def has_usage(self) -> bool:
         """Tell whether that is written down."""
-        return (self.path / USAGE).exists()
+        return (self.path / USAGE).exists() or (self.path / COUNTED).exists()
 
     def usage(self) -> Usage:
         """Return what it had used when it ended, as far as that is known."""
+        if (self.path / COUNTED).exists():
+            return counted_in(f"{self.path / COUNTED}")
         try:
             raw = json.loads(self.read(USAGE) or "")
             return Usage(**{field.name: raw[field.name] for field in fields(Usage)})
