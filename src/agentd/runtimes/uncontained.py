@@ -16,6 +16,9 @@ def uncontained_problems(
     options = spec.container
     if not spec.command:
         yield Problem("command", f"is empty; the {runtime} runtime runs a command")
+    if (options.pids_limit or 0) > pids_limit:
+        why = f"{options.pids_limit} are too many; allowed: up to {pids_limit}"
+        yield Problem("pids_limit", why)
     needs_container = {
         "mounts": spec.mounts,
         "ports": spec.ports,
@@ -30,8 +33,5 @@ def uncontained_problems(
     if spec.user not in (None, user):
         who = "a user of their own each" if user is None else user
         yield Problem("user", f"kernels of {spec.agent_id} run as {who} here")
-    if (options.pids_limit or 0) > pids_limit:
-        why = f"{options.pids_limit} are too many; allowed: up to {pids_limit}"
-        yield Problem("pids_limit", why)
     for name, why in over_ceiling(options.ulimits, ceilings):
         yield Problem(f"ulimits.{name}", why)
