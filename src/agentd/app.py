@@ -269,7 +269,7 @@ class Daemon:
         access = Access(state, devices)
         statistics = Statistics(state, devices, runtimes, plugins, clock, groups_of)
         settings = self._settings
-        checkup = partial(assembly.checkup, settings, plugins, names)
+        checkup = partial(assembly.checkup, settings, plugins)
         figures = (self._node_id, state, devices, plugins, access, statistics, counts)
         metrics = Metrics(*figures, is_per_kernel=settings.metrics.per_kernel)
         parts = NodeParts(

@@ -172,8 +172,9 @@ def _accounts(
     return default, accounts
 
 
-def checkup(settings: Settings, plugins: Plugins, runtimes: Collection[str]) -> list[str]:
-    """Return what an operator should know of this machine, where kernels are of `runtimes`."""
+def checkup(settings: Settings, plugins: Plugins, used: Collection[str]) -> list[str]:
+    """Return what an operator should know of this machine, where kernels of `used` runtimes are."""
+    runtimes = {*used, settings.node.runtime}
     loaded = {status.plugin for status in plugins.statuses()}
     engine = settings.runtime.docker.socket if "docker" in runtimes else None
     found = [*node_remarks(engine, loaded), *exposed_tokens(settings.rpc)]

@@ -41,6 +41,22 @@ def test_a_unit_s_figures_are_systemd_s(node: Node) -> None:
     node.remove("of-systemd")
 
 
+def test_what_nobody_counted_is_not_known(node: Node) -> None:
+    """A unit that ended by itself loses its cgroup, and is stopped in another of that name."""
+    busy = "i=0; while [ $i -lt 300000 ]; do i=$((i+1)); done"
+    node.create("busy", "sh", "-c", busy)
+    unit = node.unit("busy")
+    node.must("systemctl stop agentd.socket agentd.service", 300)
+    end = time.monotonic() + 120
+    while node.must(f"systemctl show {unit} -p SubState --value").strip() != "exited":
+        assert time.monotonic() < end
+    node.must(f"systemctl stop {unit}; systemctl start agentd.socket agentd.service", 300)
+    until_ready(node)
+    assert node.until("busy", "terminated")["exit_code"] == 0
+    assert node.ask("GET", "/v1/kernels/busy/stats")[1]["cpu_seconds"] is None
+    node.remove("busy")
+
+
 def test_a_process_kernel_s_figures_are_its_load_s(node: Node) -> None:
     loaded(node, "process")
     node.remove("of-process")

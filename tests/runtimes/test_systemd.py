@@ -18,8 +18,8 @@ from agentd.core.container_options import ContainerOptions, Ulimit
 from agentd.core.kernel import Kernel, KernelSpec, KernelState
 from agentd.core.observation import ObservedState
 from agentd.core.plan import KernelPlan, NodeFacts, build_plan, fence_of
+from agentd.core.usage import Usage
 from agentd.errors import RuntimeFailure
-from agentd.host.accounts import is_v2
 from agentd.host.systemd import version_of, why_no_systemd
 from agentd.host.unit_paths import UNIT_PATH, is_there, unit_of
 from agentd.runtimes.systemd.bundle import (
@@ -120,7 +120,7 @@ def run_drop_in(folder: Path, state: str, **environ: str) -> None:
     assert busybox is not None, "install busybox-static"
     evil = folder / "evil"
     evil.mkdir(exist_ok=True)
-    for name in ("date", "mv", "systemctl", "timeout", "env", "printf"):
+    for name in ("date", "mv", "systemctl", "timeout", "env", "printf", "cat", "stat"):
         (evil / name).write_text(f"#!/bin/sh\ntouch {folder}/taken\n")
         (evil / name).chmod(0o755)
     text = DROP_IN.format(
@@ -129,11 +129,18 @@ def run_drop_in(folder: Path, state: str, **environ: str) -> None:
     line = text.partition("ExecStopPost=+")[2].replace("\\\n", " ")
     line = line.replace("%n", "agentd-x-k1.service")
     line = line.replace("systemctl --system is-system-running", f"echo {state}")
+    (evil / "own").write_text("0::/k1.service\n")
+    line = line.replace("/proc/self/cgroup", f"{evil}/own")
+    line = line.replace("/sys/fs/cgroup", f"{folder}/groups")
     words = [word.replace("%%", "%").replace("$$", "$") for word in shlex.split(line)]
     words[2] = words[2].replace("\\\\n", "\\n")
     hostile = {"PATH": str(evil), "LD_PRELOAD": str(evil / "x.so"), "ENV": str(evil / "date"),
-               "BASH_ENV": str(evil / "date"), "IFS": "e"}  # fmt: skip
-    done = subprocess.run(words, env={**hostile, **environ}, capture_output=True, check=True)
+               "BASH_ENV": str(evil / "date"), "IFS": "e", "TZ": str(evil / "fifo"),
+               "n": "1", "g": str(evil)}  # fmt: skip
+    if not (evil / "fifo").exists():
+        os.mkfifo(evil / "fifo")  # whoever opens it waits for ever
+    done = subprocess.run(words, env={**hostile, **environ}, capture_output=True, check=True,
+                          timeout=20)  # fmt: skip
     assert done.stderr == b"", "a loader complains of a library that is not there"
     assert not (folder / "taken").exists()
 
@@ -155,15 +162,30 @@ def test_systemd_itself_writes_how_a_kernel_ended(
     assert end is not None
     assert (end.ending.exit_code, end.ending.reason) == (exit_code, reason)
     assert end.finished_at > 1_700_000_000
-    counted = tmp_path / "k1" / "counted"
-    if is_v2():
-        assert {"cpu.stat", "memory.peak"} <= {file.name for file in counted.iterdir()}
-    (counted / "cpu.stat").write_text("usage_usec 2500000\nthrottled_usec 0\n")
-    (counted / "memory.peak").write_text("4096\n")
     run_drop_in(tmp_path, state, **{**given_, "EXIT_STATUS": "1"})
     assert bundle.end() == end, "what is written stays"
-    assert (bundle.usage().cpu_seconds, bundle.usage().memory_peak_bytes) == (2.5, 4096)
-    assert bundle.usage().memory_bytes is None
+
+
+def test_systemd_keeps_what_a_kernel_used_unless_that_was_counted_elsewhere(tmp_path: Path) -> None:
+    group = tmp_path / "groups" / "k1.service"
+    group.mkdir(parents=True)
+    (group / "cpu.stat").write_text("usage_usec 2500000\nthrottled_usec 0\n")
+    (group / "memory.peak").write_text("4096\n")
+    bundle = UnitBundle(tmp_path / "k1")
+    for own, cpu_seconds, peak in ((tmp_path, None, None), (group, 2.5, 4096)):
+        bundle.make("{}", {})
+        bundle.enter(own)
+        bundle.enter(tmp_path / "another of that name, later")
+        run_drop_in(tmp_path, "running", SERVICE_RESULT="success", EXIT_CODE="killed",
+                    EXIT_STATUS="TERM")  # fmt: skip
+        assert bundle.has_usage() is (cpu_seconds is not None)
+        used = bundle.usage()
+        assert (used.cpu_seconds, used.memory_peak_bytes) == (cpu_seconds, peak)
+        assert used.memory_bytes is None
+        bundle.used(Usage(cpu_seconds=9.0, io_read_bytes=7))
+        used = bundle.usage()
+        assert (used.cpu_seconds, used.io_read_bytes) == (cpu_seconds or 9.0, 7)
+        bundle.remove()
 
 
 def test_a_unit_that_is_no_kernel_s_is_left_alone(tmp_path: Path) -> None:

@@ -55,6 +55,26 @@ def test_whoever_listens_hears_of_every_change_after_it_was_made(state: NodeStat
         state.get("k1")
 
 
+async def test_events_say_whether_what_is_held_has_changed() -> None:
+    events = EventLog()
+    state = NodeState(["fake"], events)
+    lost, again = KernelState.LOST, KernelState.RUNNING
+    with events.listener(None) as listener:
+        for now in (
+            KernelState.PREPARING,
+            KernelState.RUNNING,
+            KernelState.TERMINATED,
+            lost,
+            again,
+        ):
+            state.put(kernel(state=now))
+        state.put(replace(kernel(), allocation=Allocation(())))
+        state.drop("k1")
+        events.close()
+        told = [event.is_of_shares async for event in listener.follow(1) if event is not None]
+    assert told == [True, False, True, False, True, True, True]
+
+
 async def test_what_was_seen_counts_only_if_nothing_happened_meanwhile(state: NodeState) -> None:
     for name in ("same", "changed", "gone", "busy"):
         state.put(kernel(name))

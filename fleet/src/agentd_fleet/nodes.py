@@ -19,6 +19,7 @@ from agentd.core.access import Caller, Role
 from agentd.errors import AgentdError, NodeUnavailable
 from agentd.rpc.callers import NODE, ON_BEHALF
 from agentd.rpc.connections import keep_asking
+from agentd.rpc.inside import MOST_FRAME
 from agentd_fleet.view import FleetNode
 
 REFUSED: Mapping[int, str] = {
@@ -167,7 +168,7 @@ class Nodes:
         url = URL(f"{address}{path}", encoded=True)
         try:
             async with asyncio.timeout(PATIENCE_S):
-                return await session.ws_connect(url, headers=sent, max_msg_size=0)
+                return await session.ws_connect(url, headers=sent, max_msg_size=MOST_FRAME)
         except aiohttp.WSServerHandshakeError:
             return None
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, ValueError) as error:

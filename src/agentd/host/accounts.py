@@ -66,9 +66,18 @@ def _counted(account: Account, is_counting: bool) -> Accounted:  # noqa: FBT001 
     return Accounted(usage, account.groups)
 
 
-def counted_in(folder: str) -> Usage:
-    """Return what a copy of a group's files (v2) says."""
-    usage = _of_v2(folder)
+def counted_in(text: str) -> Usage:
+    """Return what `cpu.stat`, `io.stat` and `memory.peak` (v2) say, one after the other."""
+    lines = text.splitlines()
+    cpu = _pairs(lines)
+    read, written = _sums(lines) if "rbytes=" in text else (None, None)
+    usage = Usage(
+        cpu_seconds=_seconds(cpu.get("usage_usec"), _MICRO),
+        cpu_throttled_seconds=_seconds(cpu.get("throttled_usec"), _MICRO),
+        memory_peak_bytes=next((int(line) for line in lines if line.isdecimal()), None),
+        io_read_bytes=read,
+        io_write_bytes=written,
+    )
     return usage if counts_blocks() else _without_blocks(usage)
 
 
@@ -157,6 +166,11 @@ def _blocks_v2(folder: str) -> tuple[int | None, int | None]:
     lines = _lines(f"{folder}/io.stat")
     if lines is None:
         return None, None
+    return _sums(lines)
+
+
+def _sums(lines: Iterable[str]) -> tuple[int, int]:
+    """Add up what `io.stat` says of each disk: bytes that were read, and written."""
     pairs = [pair.partition("=") for line in lines for pair in line.split()[1:]]
     return (
         sum(int(value) for name, _, value in pairs if name == "rbytes"),
@@ -274,7 +288,9 @@ def _limit(file: str) -> int | None:
 
 
 def _table(file: str) -> dict[str, int]:
-    words: Iterable[list[str]] = (line.split() for line in _lines(file) or ())
-    with suppress(ValueError):
-        return {word[0]: int(word[1]) for word in words if len(word) > 1}
-    return {}
+    return _pairs(_lines(file) or ())
+
+
+def _pairs(lines: Iterable[str]) -> dict[str, int]:
+    words = (line.split() for line in lines)
+    return {word[0]: int(word[1]) for word in words if len(word) > 1 and word[1].isdecimal()}

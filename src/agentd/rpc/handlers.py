@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -57,8 +57,8 @@ class NodeParts(NamedTuple):
     metrics: Metrics
     insides: Insides
     remarks: Sequence[str] = ()
-    checkup: Callable[[], Sequence[str]] = tuple
-    """What the operator should know of the configuration."""
+    checkup: Callable[[Collection[str]], Sequence[str]] = tuple
+    """What the operator should know: of the configuration; of the machine, by the runtimes used."""
 
 
 class Handlers(DeviceHandlers):
@@ -79,7 +79,7 @@ class Handlers(DeviceHandlers):
         self._metrics = parts.metrics
         self._remarks, self._checkup = parts.remarks, parts.checkup
         self._describe: Callable[[], Mapping[str, Any]] = dict
-        self._opened = asyncio.Event()
+        self._opened, self._checking = asyncio.Event(), asyncio.Lock()
         self._streams = Streams()
         self._order = Order()
         parts.state.listen(self._order.note)
@@ -145,7 +145,9 @@ class Handlers(DeviceHandlers):
         if read_flag(request.query, "check"):
             self._access.require_all(caller)
             node["checks"] = rendering.check_views(await self._check.run())
-            node["warnings"] += await asyncio.to_thread(self._checkup)
+            used = {kernel.runtime for kernel in self._state if kernel.holds}
+            async with self._checking:
+                node["warnings"] += await asyncio.to_thread(self._checkup, used)
         return answer(node)
 
     def _node(self, caller: Caller) -> NodeView:

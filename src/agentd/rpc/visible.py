@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from agentd.core.access import Caller
 from agentd.core.devices import Device
-from agentd.core.kernel import Kernel, KernelState
+from agentd.core.kernel import Kernel
 from agentd.rpc import rendering
 from agentd.services.access import OTHER, Access
 from agentd.services.devices import NodeDevices
@@ -49,7 +49,7 @@ class Visible:
         """
         match event.value:
             case Kernel(agent_id=agent) as kernel if not caller.sees(agent):
-                return (EventKind.FREE, {}) if self._frees(event.kind, kernel, caller) else None
+                return (EventKind.FREE, {}) if self._frees(event, kernel, caller) else None
             case Audit(agent_id=agent) | Refusal(agent_id=agent) if not caller.sees(agent):
                 return None
             case Device() as device:
@@ -59,10 +59,8 @@ class Visible:
                     return event.kind, self.device(device, caller)
         return event.kind, rendering.event_view(event, self._devices.split, self._state.ledger)
 
-    def _frees(self, kind: EventKind, kernel: Kernel, caller: Caller) -> bool:
-        """Tell whether a kernel began or ceased just now to hold a device that the caller sees."""
-        is_removed = kind is EventKind.KERNEL_REMOVED
-        has_ceased = kernel.holds if is_removed else not kernel.holds
-        return (has_ceased or kernel.state is KernelState.PREPARING) and any(
+    def _frees(self, event: Event, kernel: Kernel, caller: Caller) -> bool:
+        """Tell whether a kernel took, or gave back, part of a device that the caller sees."""
+        return event.is_of_shares and any(
             self._access.sees_device(caller, share.device_id) for share in kernel.allocation.shares
         )

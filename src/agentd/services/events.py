@@ -58,6 +58,8 @@ class Event:
     number: int
     kind: EventKind
     value: object
+    is_of_shares: bool = False
+    """Whether a kernel holds other devices than before."""
 
 
 class TooSlow(Exception):
@@ -114,10 +116,10 @@ class EventLog:
         self._listeners: set[Listener] = set()
         self._is_closed = False
 
-    def publish(self, kind: EventKind, value: object) -> None:
+    def publish(self, kind: EventKind, value: object, *, is_of_shares: bool = False) -> None:
         """Tell everybody; waits for nobody."""
         self._number += 1
-        event = Event(self._number, kind, value)
+        event = Event(self._number, kind, value, is_of_shares)
         self._past.append(event)
         for listener in self._listeners:
             listener.put(event)

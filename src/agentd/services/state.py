@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
 from agentd.core.kernel import Kernel
-from agentd.core.ledger import Ledger
+from agentd.core.ledger import Holding, Ledger
 from agentd.core.ports import HostPort, host_ports
 from agentd.errors import NotReady, RuntimeUnavailable, UnknownKernel, UnknownRuntime
 from agentd.services.events import EventKind, EventLog
@@ -131,7 +131,7 @@ class NodeState:
         self._release_ports(before)
         for port in host_ports(kernel) if kernel.holds else ():
             self._port_claims[port] = (*self._port_claims.get(port, ()), kernel_id)
-        self._publish(before, kernel)
+        self._publish(before, kernel, holding)
 
     def drop(self, kernel_id: str) -> None:
         """Forget a kernel; what it held is free. Dropping twice changes nothing."""
@@ -141,17 +141,20 @@ class NodeState:
         self._revisions.pop(kernel_id)
         self._unsettled.pop(kernel_id, None)
         self._drops += 1
+        holding = self._ledger.holdings.get(kernel_id)
         self._ledger = self._ledger.without(kernel_id)
         self._release_ports(before)
-        self._publish(before, None)
+        self._publish(before, None, holding)
 
-    def _publish(self, before: Kernel | None, now: Kernel | None) -> None:
+    def _publish(self, before: Kernel | None, now: Kernel | None, held: Holding | None) -> None:
         for changed in self._listeners:
             changed(before, now)
-        if now is None:
-            self._events.publish(EventKind.KERNEL_REMOVED, before)
-        elif now != before:
-            self._events.publish(EventKind.KERNEL, now)
+        if now == before:
+            return
+        kernel = now or before
+        holds = self._ledger.holdings.get(kernel.kernel_id) if kernel else None
+        kind = EventKind.KERNEL_REMOVED if now is None else EventKind.KERNEL
+        self._events.publish(kind, kernel, is_of_shares=holds != held)
 
     def _release_ports(self, kernel: Kernel | None) -> None:
         if kernel is None:

@@ -1,15 +1,18 @@
 """Nodes that lie, addresses that change hands, and what somebody wrote into the store by hand."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
 
+from agentd.rpc.inside import MOST_FRAME
 from agentd_fleet.asking import Pace
 from agentd_fleet.etcd import Access, Etcd
 from agentd_fleet.nodes import GATEWAY, AnswerLost, Nodes
@@ -240,6 +243,32 @@ async def test_an_answer_without_end_is_given_up(folder: Path) -> None:
                 await nodes.ask(node, GATEWAY, "GET", "/v1/kernels")
             async with asyncio.timeout(20):
                 await has_ended.wait()
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_frame_without_end_is_given_up(folder: Path) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        socket = web.WebSocketResponse()
+        socket.headers["Agentd-Node"] = "node-1"
+        await socket.prepare(request)
+        with contextlib.suppress(ConnectionError):
+            await socket.send_bytes(bytes(MOST_FRAME + 1))
+            await socket.receive()
+        return socket
+
+    app = web.Application()
+    app.router.add_get("/{rest:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.UnixSite(runner, str(folder / "liar.sock")).start()
+    node = FleetNode("node-1", {}, {}, url=f"unix:{folder}/liar.sock")
+    try:
+        async with Nodes() as nodes:
+            socket = await nodes.connected(node, GATEWAY, "/exec")
+            assert socket is not None
+            assert (await socket.receive()).type is aiohttp.WSMsgType.ERROR
+            assert socket.close_code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG
     finally:
         await runner.cleanup()
 

@@ -6,7 +6,8 @@ environment     its variables, in the form of EnvironmentFile= (systemd.exec(5))
 identity.json   the unit's invocation id, the boot, and when it started
 exit            how it ended: `$SERVICE_RESULT $EXIT_CODE $EXIT_STATUS`, when, and what the
                 manager was doing; written by systemd's own ExecStopPost=, or by the daemon
-counted/        its cgroup's own files as they were then, if systemd ended it
+cgroup          the id of its cgroup, which is the inode of that folder
+counted         what that cgroup's own files said at the end, if systemd ended it
 usage.json      what it had used when it ended by itself, as the manager had that
 """
 
@@ -17,7 +18,7 @@ import signal
 import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from agentd.core.kernel import Ending
@@ -27,7 +28,7 @@ from agentd.host.accounts import counted_in
 from agentd.runtimes.folder import PrivateFolder
 
 RECORD, ENVIRONMENT, IDENTITY, EXIT = "record.json", "environment", "identity.json", "exit"
-USAGE, COUNTED = "usage.json", "counted"
+USAGE, COUNTED, GROUP = "usage.json", "counted", "cgroup"
 NODE_RESTARTED = "the node restarted"
 
 DROP_IN = """\
@@ -36,12 +37,15 @@ DROP_IN = """\
 [Service]
 ExecStopPost=+{busybox} sh -c 'export PATH=/usr/sbin:/usr/bin:/sbin:/bin; b={busybox}; \
 k=$${{0#{prefix}}}; cd "$$1/$${{k%%.service}}" || exit 0; \
-IFS= read -r g </proc/self/cgroup; g="/sys/fs/cgroup$${{g#0::}}"; \
-[ -e exit ] || {{ $$b mkdir -p counted; for f in cpu.stat io.stat memory.peak memory.max; do \
-$$b cp "$$g/$$f" counted; done; }} 2>/dev/null; \
+n=; [ -e exit ] || [ ! -e cgroup ] || n=1; \
 m=$$($$b env -i PATH=/usr/bin:/bin $$b timeout 5 systemctl {manager} is-system-running); \
 [ -e exit ] || {{ printf "%%s %%s %%s %%s %%s\\n" "$$SERVICE_RESULT" \
-"$$EXIT_CODE" "$$EXIT_STATUS" "$$($$b date +%%s)" "$$m" >.exit && $$b mv .exit exit; }}; true' \
+"$$EXIT_CODE" "$$EXIT_STATUS" "$$($$b env -i $$b date +%%s)" "$$m" >.exit \
+&& $$b mv .exit exit; }}; \
+IFS= read -r g </proc/self/cgroup; g="/sys/fs/cgroup$${{g#0::}}"; \
+[ -n "$$n" ] && [ "$$($$b stat -c %%i "$$g" 2>/dev/null)" = "$$($$b cat cgroup)" ] \
+&& (cd "$$g" && for f in cpu.stat io.stat memory.peak; do [ ! -e $$f ] || $$b cat $$f || exit 1; \
+done) >.counted && $$b mv .counted counted; true' \
 %n {folder}
 """
 """For all units of a node: `$$` and `%%` are systemd's for `$` and `%`, `%n` is the unit's name."""
@@ -140,6 +144,16 @@ class UnitBundle(PrivateFolder):
         except MALFORMED:
             return None
 
+    def enter(self, group: Path) -> None:
+        """Write down which cgroup is its own, unless that is written.
+
+        That of a unit which has ended by itself is removed, and systemd makes another of its name
+        for `ExecStopPost=`, in which nothing was counted.
+        """
+        with suppress(OSError):  # it has ended meanwhile
+            if self.read(GROUP) is None:
+                self.replace(GROUP, f"{group.stat().st_ino}\n")
+
     def finish(self, end: End) -> None:
         """Write down how it ended, unless that is written."""
         if self.read(EXIT) is None:
@@ -162,17 +176,17 @@ class UnitBundle(PrivateFolder):
 
     def has_usage(self) -> bool:
         """Tell whether that is written down."""
-        return (self.path / USAGE).exists() or (self.path / COUNTED).exists()
+        return any((self.path / name).exists() for name in (USAGE, COUNTED))
 
     def usage(self) -> Usage:
         """Return what it had used when it ended, as far as that is known."""
-        if (self.path / COUNTED).exists():
-            return counted_in(f"{self.path / COUNTED}")
         try:
             raw = json.loads(self.read(USAGE) or "")
-            return Usage(**{field.name: raw[field.name] for field in fields(Usage)})
+            told = Usage(**{field.name: raw[field.name] for field in fields(Usage)})
         except MALFORMED:
-            return UNKNOWN
+            told = UNKNOWN
+        own = asdict(counted_in(self.read(COUNTED) or ""))
+        return replace(told, **{name: figure for name, figure in own.items() if figure is not None})
 
 
 def quoted(value: str) -> str:

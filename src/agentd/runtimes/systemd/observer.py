@@ -90,6 +90,8 @@ class Observer:
             if record and identity.started_at and bundle.identity() != identity:
                 with suppress(OSError):  # a full disk; the next look tries again
                     bundle.identify(identity)
+            if record and seen["Unit.SubState"] == "running":
+                bundle.enter(MOUNT / str(seen["ControlGroup"]).lstrip("/"))
             if state is ObservedState.EXITED:
                 bundle.finish(end_of(seen))
                 bundle.used(usage_of(seen))
