@@ -149,12 +149,11 @@ class NodeState:
     def _publish(self, before: Kernel | None, now: Kernel | None, held: Holding | None) -> None:
         for changed in self._listeners:
             changed(before, now)
-        if now == before:
-            return
-        kernel = now or before
-        holds = self._ledger.holdings.get(kernel.kernel_id) if kernel else None
-        kind = EventKind.KERNEL_REMOVED if now is None else EventKind.KERNEL
-        self._events.publish(kind, kernel, is_of_shares=holds != held)
+        if now is None:
+            self._events.publish(EventKind.KERNEL_REMOVED, before, is_of_shares=held is not None)
+        elif now != before:
+            holds = self._ledger.holdings.get(now.kernel_id)
+            self._events.publish(EventKind.KERNEL, now, is_of_shares=holds != held)
 
     def _release_ports(self, kernel: Kernel | None) -> None:
         if kernel is None:
