@@ -18,7 +18,10 @@ import aiohttp
 
 from agentd.host.processes import all_processes, read_env
 from agentd.host.systemd import why_no_systemd
+import fork_server
 from engine import Engine
+
+Process = subprocess.Popen[bytes] | fork_server.Forked
 
 READY_TIMEOUT_S = 30.0
 
@@ -86,12 +89,21 @@ class Daemon:
         self.node = f"test-{folder.name}"
         self.engine = engine.socket if engine else folder / "no-engine.sock"
         self.test_engine = engine
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Process | None = None
         self.boot_id = ""
-        self.program: tuple[str, ...] = ("-m", "agentd")
+        self._program: tuple[str, ...] | None = None
         self.notes = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.notes.bind(str(folder / "notify"))
         self.notes.setblocking(False)
+
+    @property
+    def program(self) -> tuple[str, ...]:
+        """What Python runs; setting it forces a cold start, where others are forked."""
+        return self._program or ("-m", "agentd")
+
+    @program.setter
+    def program(self, arguments: tuple[str, ...]) -> None:
+        self._program = arguments
 
     @property
     def config_file(self) -> Path:
@@ -107,14 +119,21 @@ class Daemon:
         )
         self.config_file.write_text(filled + text)
 
-    def spawn(self, *arguments: str, **environ: str) -> subprocess.Popen[bytes]:
+    def spawn(self, *arguments: str, **environ: str) -> Process:
         env = {k: v for k, v in os.environ.items() if not k.startswith("AGENTD")}
         env |= self._only_sim() | {"NOTIFY_SOCKET": str(self.folder / "notify"), **environ}
-        command = [sys.executable, *self.program, "run", "--config", str(self.config_file)]
-        if self.boot_id:
-            command = [*self._in_another_boot(), *command]
+        words = ["run", "--config", str(self.config_file), *arguments]
         with (self.folder / "log").open("ab") as log:
-            return subprocess.Popen([*command, *arguments], stdout=log, stderr=log, env=env)
+            if self._is_forked(environ):
+                number = log.fileno()
+                return fork_server.spawn("agentd", words, env, stdout=number, stderr=number)
+            command = [*self._in_another_boot(), sys.executable, *self.program, *words]
+            return subprocess.Popen(command, stdout=log, stderr=log, env=env)
+
+    def _is_forked(self, environ: Mapping[str, str]) -> bool:
+        """Return whether a fork behaves as a cold start would."""
+        read_at_exec = any(name.startswith(("LD_", "PYTHON")) for name in environ)
+        return self._program is None and not self.boot_id and not read_at_exec
 
     def _only_sim(self) -> dict[str, str]:
         """Leave the plugins out that would only look for hardware, unless a test names some."""
@@ -125,7 +144,9 @@ class Daemon:
         return {"AGENTD__PLUGINS__ALLOW": '["sim"]'}
 
     def _in_another_boot(self) -> list[str]:
-        """A command that lets a program read another boot id than the machine's."""
+        """Return a prefix that lets a program read another boot id than the host's, if one is set."""
+        if not self.boot_id:
+            return []
         (self.folder / "boot_id").write_text(f"{self.boot_id}\n")
         target = "/proc/sys/kernel/random/boot_id"
         mount = f'mount --bind {self.folder}/boot_id {target} && exec "$0" "$@"'

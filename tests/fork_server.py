@@ -1,0 +1,247 @@
+"""A process that has imported agentd once, and forks its programs for the tests of one worker.
+
+A cold start of a daemon spends most of its processor time on imports. A fork skips them and is
+otherwise a program of its own: it has its own pid, environment, arguments and descriptors, it is
+killed and waited for like any other, and failpoints are armed after the fork.
+
+    worker   --- program, arguments, environment, descriptors --->   server
+             <--- pid ---                                            fork() --> program
+             <--- exit status, on a pipe of its own, once it is reaped ---
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import importlib
+import json
+import os
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+PROGRAMS = {
+    "agentd": "agentd.cli.agentd:agentd",
+    "agentctl": "agentd.cli.agentctl:agentctl",
+    "agentd-fleet": "agentd_fleet.cli:agentd_fleet",
+}
+PRELOADED = (
+    "agentd.app",
+    "agentd.log",
+    "agentd.config.loading",
+    "agentd_fleet.gateway",
+)
+MAX_REQUEST_BYTES = 1 << 20
+STANDARD = 3
+"""The descriptors of each request: standard input, output and error, then the status pipe."""
+
+
+class Forked:
+    """A forked program; the part of `subprocess.Popen` that tests use."""
+
+    def __init__(self, args: Sequence[str], pid: int, status: int) -> None:
+        self.args = args
+        self.pid = pid
+        self.returncode: int | None = None
+        self._status = status
+        self._lock = threading.Lock()
+
+    def poll(self) -> int | None:
+        """Return the exit status, or None while the program runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end, and return the exit status; a signal's is negative.
+
+        Raises:
+            subprocess.TimeoutExpired: the program still runs after `timeout` seconds.
+        """
+        if self.returncode is None and not select.select([self._status], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        with self._lock:
+            if self.returncode is None:
+                self.returncode = int(os.read(self._status, 16) or b"-9")
+                os.close(self._status)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the program has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+class ForkServer:
+    """The worker's end of the server."""
+
+    def __init__(self) -> None:
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, __file__, str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """End the server; it kills what it forked and still runs."""
+        self._channel.close()
+        self._process.wait(10)
+
+    def fork(
+        self,
+        program: str,
+        arguments: Sequence[str],
+        env: Mapping[str, str],
+        stdin: int,
+        stdout: int,
+        stderr: int,
+    ) -> Forked:
+        """Start a program of `PROGRAMS` with these descriptors."""
+        request = {"program": program, "arguments": arguments, "env": dict(env)}
+        request["cwd"] = str(Path.cwd())
+        status, theirs = os.pipe()
+        passed = array.array("i", [stdin, stdout, stderr, theirs])
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)]
+        with self._lock:
+            try:
+                self._channel.sendmsg([json.dumps(request).encode()], rights)
+            finally:
+                os.close(theirs)
+            pid = int(self._channel.recv(16))
+        return Forked([program, *arguments], pid, status)
+
+
+_server: ForkServer | None = None
+
+
+def spawn(
+    program: str,
+    arguments: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    stdout: int,
+    stderr: int,
+    stdin: int | None = None,
+) -> Forked:
+    """Fork a program from this worker's server, which is started for the first one."""
+    global _server  # noqa: PLW0603 - one for each worker, as long as it lives
+    if _server is None:
+        _server = ForkServer()
+        atexit.register(_server.close)
+    with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - a descriptor is wanted
+        source = nothing.fileno() if stdin is None else stdin
+        return _server.fork(program, arguments, env, source, stdout, stderr)
+
+
+def run(
+    program: str, *arguments: str, env: Mapping[str, str] | None = None, text: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, as `subprocess.run` with captured output does."""
+    with (
+        tempfile.TemporaryFile() as source,
+        tempfile.TemporaryFile() as out,
+        tempfile.TemporaryFile() as err,
+    ):
+        source.write(text.encode())
+        source.seek(0)
+        descriptors = {"stdin": source.fileno(), "stdout": out.fileno(), "stderr": err.fileno()}
+        environ = os.environ if env is None else env
+        process = spawn(program, arguments, environ, **descriptors)
+        status = process.wait(60)
+        out.seek(0)
+        err.seek(0)
+        printed, said = out.read().decode(), err.read().decode()
+    return subprocess.CompletedProcess([program, *arguments], status, printed, said)
+
+
+def serve(channel: socket.socket) -> dict[str, Any]:
+    """Fork for each request; return the request in the child, and never in the server."""
+    children: dict[int, tuple[int, int]] = {}
+    with selectors.DefaultSelector() as selector:
+        selector.register(channel, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fd in children:
+                    selector.unregister(key.fd)
+                    _report(key.fd, *children.pop(key.fd))
+                    continue
+                content, descriptors, _, _ = socket.recv_fds(channel, MAX_REQUEST_BYTES, 4)
+                if not content:
+                    _kill(pid for pid, _ in children.values())
+                    os._exit(0)
+                request: dict[str, Any] = json.loads(content)
+                if (pid := os.fork()) == 0:
+                    selector.close()
+                    _take(descriptors)
+                    return request
+                for descriptor in descriptors[:STANDARD]:
+                    os.close(descriptor)
+                watched = os.pidfd_open(pid)
+                children[watched] = pid, descriptors[STANDARD]
+                selector.register(watched, selectors.EVENT_READ)
+                channel.send(str(pid).encode())
+
+
+def _report(watched: int, pid: int, pipe: int) -> None:
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os.close(watched)
+    with contextlib.suppress(BrokenPipeError):
+        os.write(pipe, str(status).encode())
+    os.close(pipe)
+
+
+def _kill(pids: Any) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _take(descriptors: Sequence[int]) -> None:
+    """Make the request's descriptors the standard ones, and close all others."""
+    for number, descriptor in enumerate(descriptors[:STANDARD]):
+        os.dup2(descriptor, number)
+    os.closerange(STANDARD, os.sysconf("SC_OPEN_MAX"))
+
+
+def main() -> None:
+    """Import what the programs need, serve, and become the program in each child."""
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.path.remove(str(Path(__file__).parent))
+    for module in [*PRELOADED, *(name.partition(":")[0] for name in PROGRAMS.values())]:
+        importlib.import_module(module)
+    request = serve(channel)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    sys.argv = [request["program"], *request["arguments"]]
+    module, _, function = PROGRAMS[request["program"]].partition(":")
+    getattr(sys.modules[module], function)()
+
+
+if __name__ == "__main__":
+    main()
