@@ -16,9 +16,9 @@ from typing import Any
 
 import aiohttp
 
+import fork_server
 from agentd.host.processes import all_processes, read_env
 from agentd.host.systemd import why_no_systemd
-import fork_server
 from engine import Engine
 
 Process = subprocess.Popen[bytes] | fork_server.Forked
@@ -144,7 +144,7 @@ class Daemon:
         return {"AGENTD__PLUGINS__ALLOW": '["sim"]'}
 
     def _in_another_boot(self) -> list[str]:
-        """Return a prefix that lets a program read another boot id than the host's, if one is set."""
+        """Return a prefix that gives a program the boot id that is set, if one is."""
         if not self.boot_id:
             return []
         (self.folder / "boot_id").write_text(f"{self.boot_id}\n")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -25,9 +26,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 PROGRAMS = {
     "agentd": "agentd.cli.agentd:agentd",
@@ -38,9 +39,12 @@ PRELOADED = (
     "agentd.app",
     "agentd.log",
     "agentd.config.loading",
-    "agentd_fleet.gateway",
+    "agentd.cli.tables",
+    "agentd.client",
+    "agentd_fleet.app",
 )
 MAX_REQUEST_BYTES = 1 << 20
+RUN_TIMEOUT_S = 80.0
 STANDARD = 3
 """The descriptors of each request: standard input, output and error, then the status pipe."""
 
@@ -170,7 +174,7 @@ def run(
         descriptors = {"stdin": source.fileno(), "stdout": out.fileno(), "stderr": err.fileno()}
         environ = os.environ if env is None else env
         process = spawn(program, arguments, environ, **descriptors)
-        status = process.wait(60)
+        status = process.wait(RUN_TIMEOUT_S)
         out.seek(0)
         err.seek(0)
         printed, said = out.read().decode(), err.read().decode()
@@ -213,7 +217,7 @@ def _report(watched: int, pid: int, pipe: int) -> None:
     os.close(pipe)
 
 
-def _kill(pids: Any) -> None:
+def _kill(pids: Iterable[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -233,6 +237,7 @@ def main() -> None:
     sys.path.remove(str(Path(__file__).parent))
     for module in [*PRELOADED, *(name.partition(":")[0] for name in PROGRAMS.values())]:
         importlib.import_module(module)
+    gc.freeze()  # a collection in a child would copy every page
     request = serve(channel)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
@@ -240,7 +245,30 @@ def main() -> None:
     os.chdir(request["cwd"])
     sys.argv = [request["program"], *request["arguments"]]
     module, _, function = PROGRAMS[request["program"]].partition(":")
-    getattr(sys.modules[module], function)()
+    _end(_status_of(getattr(sys.modules[module], function)))
+
+
+def _status_of(program: Callable[[], object]) -> int:
+    """Run a program; return the exit status that Python would give it."""
+    try:
+        program()
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            sys.stderr.write(f"{end.code}\n")
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001 - Python would print it, and end
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
+def _end(status: int) -> NoReturn:
+    """Exit as Python does, without freeing what the server imported: 0.2 s of processor time."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import fork_server
 from daemon import AGENTS, Daemon, gpus
 
 BIN = Path(sys.executable).parent
@@ -28,9 +29,7 @@ async def up(folder: Path) -> AsyncIterator[Daemon]:
 
 def ctl(up: Daemon, *words: str, code: int = 0, **environ: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "AGENTD_SOCKET": str(up.folder / "agentd.sock"), **environ}
-    done = subprocess.run(
-        [BIN / "agentctl", *words], capture_output=True, text=True, check=False, env=env
-    )
+    done = fork_server.run("agentctl", *words, env=env)
     assert done.returncode == code, done.stdout + done.stderr
     return done
 

@@ -8,16 +8,15 @@ from pathlib import Path
 
 import pytest
 
+import fork_server
 from daemon import AGENTS, Daemon, gpus
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).parents[2]
 
 
-def run(*words: str, code: int = 0, **options) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [BIN / words[0], *words[1:]], capture_output=True, text=True, check=False, **options
-    )
+def run(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = fork_server.run(*words)
     assert done.returncode == code, done.stdout + done.stderr
     return done
 

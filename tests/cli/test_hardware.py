@@ -4,11 +4,11 @@ import asyncio
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import fork_server
 from daemon import AGENTS, Daemon
 from engine import Engine
 
@@ -33,8 +33,7 @@ class Node:
 
     def check(self, *options: str) -> subprocess.CompletedProcess[str]:
         config = ["--config", str(self.folder / "agent.toml")]
-        command = [sys.executable, "-m", "agentd", "plugin", "check", "acc", *config, *options]
-        return subprocess.run(command, capture_output=True, text=True, timeout=80, check=False)
+        return fork_server.run("agentd", "plugin", "check", "acc", *config, *options)
 
     def rows(self, *options: str) -> dict[str, dict]:
         found = json.loads(self.check("--hardware", "--json", *options).stdout)

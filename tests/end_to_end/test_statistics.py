@@ -4,8 +4,6 @@ import asyncio
 import json
 import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import fork_server
 from agentd.host.cgroups import find_cgroups
 from daemon import AGENTS, Daemon, gpus
 
@@ -128,10 +127,9 @@ async def test_people_see_it_on_the_command_line(daemon) -> None:
     await daemon.running(kernel_id="k1", command=["sh", "-c", BUSY], slots={"cuda.device": 1})
 
     def agentctl(*words: str) -> str:
-        command = [str(Path(sys.executable).with_name("agentctl"))]
-        socket = ["--socket", str(daemon.folder / "agentd.sock")]
-        done = subprocess.run([*command, *socket, *words], capture_output=True, text=True,
-                              check=True, timeout=60)  # fmt: skip
+        socket = str(daemon.folder / "agentd.sock")
+        done = fork_server.run("agentctl", "--socket", socket, *words)
+        assert done.returncode == 0, done.stderr
         return done.stdout
 
     table = await asyncio.to_thread(agentctl, "stats")

@@ -14,8 +14,9 @@ from typing import Any
 import aiohttp
 
 from agentd_fleet.etcd import Access, Etcd
-from daemon import AGENTS, Answer, Daemon, gpus
+from daemon import AGENTS, Answer, Daemon, Process, gpus
 from end_to_end.fleet.etcd_server import EtcdServers
+from fork_server import spawn
 
 READY_S = 20.0
 SLEEP = {"command": ["sleep", "1000"]}
@@ -36,7 +37,7 @@ class Program:
         self.file.write_text(config)
         self.log_file = folder / f"{name}.log"
         self.command = command
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Process | None = None
         self.prefix: tuple[str, ...] = ()
         self.environ: dict[str, str] = {}
 
@@ -52,9 +53,13 @@ class Program:
     def start(self) -> None:
         env = {k: v for k, v in os.environ.items() if not k.startswith("AGENTD")}
         env |= self.environ
-        command = [sys.executable, "-m", "agentd_fleet", self.command, "--config", str(self.file)]
-        command = [*self.prefix, *command]
+        words = [self.command, "--config", str(self.file)]
         with self.log_file.open("ab") as log:
+            if not self.prefix:
+                number = log.fileno()
+                self.process = spawn("agentd-fleet", words, env, stdout=number, stderr=number)
+                return
+            command = [*self.prefix, sys.executable, "-m", "agentd_fleet", *words]
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
 
     async def stop(self, number: int = signal.SIGTERM) -> None:

@@ -5,11 +5,10 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+import fork_server
 from agentd.client import AsyncClient
 from agentd.core.access import Caller, Role
 from agentd.errors import Forbidden, KernelConflict
@@ -98,12 +97,9 @@ async def test_people_look_into_kernels_of_all_nodes_from_the_command_line(fleet
     world, gateway, (cuda, _) = fleet
     assert (await gateway.create(kernel_id="far", slots={"cuda.device": 1})).status == 201
     await world.nodes[cuda].running(kernel_id="direct", command=["sleep", "1000"])
-    program = [str(Path(sys.executable).with_name("agentctl")), "--fleet", f"unix:{gateway.socket}"]
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*program, *words], capture_output=True, text=True, check=False, timeout=60
-        )
+        return fork_server.run("agentctl", "--fleet", f"unix:{gateway.socket}", *words)
 
     done = await asyncio.to_thread(run, "fleet", "exec", "far", "--", "sh", "-c", "echo in; exit 4")
     assert (done.returncode, done.stdout) == (4, "in\n")
