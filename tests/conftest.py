@@ -1,8 +1,10 @@
+import asyncio
+import contextlib
 import os
 import random
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ import structlog
 from hypothesis import HealthCheck, settings
 
 import engine as engines
+from daemon import AGENTS, UNITS, Daemon, gpus
+from daemon_pool import DaemonPool
 from registry import Registry
 
 settings.register_profile(
@@ -60,6 +64,26 @@ def running_engine(programs: Path | None = None, *, cdi: bool = False) -> Iterat
     finally:
         running.stop()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def daemon_pool() -> Iterator[DaemonPool]:
+    """Running daemons that tests of this worker take turns at."""
+    pool = DaemonPool()
+    yield pool
+    asyncio.run(pool.close())
+
+
+@pytest.fixture(params=["process", *UNITS, pytest.param("docker", marks=pytest.mark.docker)])
+async def serving(
+    request: pytest.FixtureRequest, daemon_pool: DaemonPool
+) -> AsyncIterator[Callable[[str], Awaitable[Daemon]]]:
+    """Give a running daemon on each runtime, by its configuration; see `DaemonPool`."""
+    engine = request.getfixturevalue("engine") if request.param == "docker" else None
+    async with contextlib.AsyncExitStack() as stack:
+        yield lambda text=AGENTS + gpus(): stack.enter_async_context(
+            daemon_pool.running(request.param, text, engine)
+        )
 
 
 @pytest.fixture

@@ -260,8 +260,12 @@ class Daemon:
             self.configure(AGENTS)
             await self.start()
         try:
-            for kernel in await self.get("/v1/kernels"):
-                await self.call("DELETE", f"/v1/kernels/{kernel['kernel_id']}?timeout=0")
+            await self.remove_kernels()
         finally:
             await self.stop()
             self.notes.close()
+
+    async def remove_kernels(self) -> None:
+        """Delete every kernel."""
+        for kernel in await self.get("/v1/kernels"):
+            await self.call("DELETE", f"/v1/kernels/{kernel['kernel_id']}?timeout=0")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -26,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -57,6 +59,7 @@ class Forked:
         self.pid = pid
         self.returncode: int | None = None
         self._status = status
+        weakref.finalize(self, os.close, status)
         self._lock = threading.Lock()
 
     def poll(self) -> int | None:
@@ -76,7 +79,6 @@ class Forked:
         with self._lock:
             if self.returncode is None:
                 self.returncode = int(os.read(self._status, 16) or b"-9")
-                os.close(self._status)
         return self.returncode
 
     def send_signal(self, number: int) -> None:
@@ -138,7 +140,12 @@ class ForkServer:
         return Forked([program, *arguments], pid, status)
 
 
-_server: ForkServer | None = None
+@functools.cache
+def of_worker() -> ForkServer:
+    """Return the server of this process, started for the first caller."""
+    server = ForkServer()
+    atexit.register(server.close)
+    return server
 
 
 def spawn(
@@ -150,14 +157,10 @@ def spawn(
     stderr: int,
     stdin: int | None = None,
 ) -> Forked:
-    """Fork a program from this worker's server, which is started for the first one."""
-    global _server  # noqa: PLW0603 - one for each worker, as long as it lives
-    if _server is None:
-        _server = ForkServer()
-        atexit.register(_server.close)
+    """Fork a program from this worker's server."""
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - a descriptor is wanted
         source = nothing.fileno() if stdin is None else stdin
-        return _server.fork(program, arguments, env, source, stdout, stderr)
+        return of_worker().fork(program, arguments, env, source, stdout, stderr)
 
 
 def run(

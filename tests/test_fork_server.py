@@ -1,0 +1,108 @@
+"""A forked program behaves as one that was started from scratch."""
+
+import asyncio
+import os
+import re
+import select
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import fork_server
+from daemon import Daemon
+from fork_server import Forked, ForkServer
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Callable[[ForkServer], Forked]]:
+    """Start a daemon from a server, and kill it at the end."""
+    started = []
+    (folder / "agent.toml").write_text(
+        f'[node]\nstate-dir = "{folder}/state"\nruntime = "process"\n[rpc]\nsocket = "{folder}/s"\n'
+    )
+    words = ["run", "--config", str(folder / "agent.toml")]
+
+    def forked(server: ForkServer) -> Forked:
+        with (folder / "log").open("wb") as log:
+            number = log.fileno()
+            started.append(server.fork("agentd", words, os.environ, number, number, number))
+        return started[-1]
+
+    yield forked
+    for program in started:
+        program.kill()
+        program.wait(10)
+
+
+@pytest.fixture
+def running(start: Callable[[ForkServer], Forked]) -> Forked:
+    return start(fork_server.of_worker())
+
+
+def test_exit_status_and_output_are_those_of_the_program() -> None:
+    done = fork_server.run("agentctl", "--version")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("agentctl, version ")
+    refused = fork_server.run("agentctl", "no-such-command")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "No such command" in refused.stderr
+
+
+def test_environment_is_the_given_one_alone(folder: Path) -> None:
+    done = fork_server.run("agentctl", "status", env={"AGENTD_SOCKET": f"{folder}/none"})
+    assert f"{folder}/none" in done.stderr
+    done = fork_server.run("agentctl", "status", env={"AGENTD_SOCKET": f"{folder}/other"})
+    assert f"{folder}/other" in done.stderr
+
+
+def test_program_has_a_pid_of_its_own_and_dies_of_signals(running: Forked) -> None:
+    assert running.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        running.wait(0)
+    assert Path(f"/proc/{running.pid}/cwd").readlink() == Path.cwd()
+    running.send_signal(signal.SIGKILL)
+    assert running.wait(10) == running.returncode == running.poll() == -signal.SIGKILL
+    running.kill()
+
+
+def test_server_kills_what_runs_when_its_worker_ends(
+    start: Callable[[ForkServer], Forked],
+) -> None:
+    server = ForkServer()
+    program = start(server)
+    watch = os.pidfd_open(program.pid)
+    server.close()
+    assert select.select([watch], [], [], 10)[0]
+    os.close(watch)
+
+
+def descriptors(pid: int) -> list[str]:
+    """Return what a process holds open, without numbers that differ from start to start."""
+    held = (str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir())
+    return sorted(re.sub(r"\d+", "N", name) for name in held)
+
+
+async def test_forked_daemon_looks_like_a_cold_one(folder: Path) -> None:
+    views = []
+    for name in ("forked", "cold"):
+        (folder / name).mkdir()
+        daemon = Daemon(folder / name, "process")
+        if name == "cold":
+            daemon.program = daemon.program
+        await daemon.start()
+        assert daemon.process is not None
+        lines = [re.findall(r'"event": "([\w.]+)"', line) for line in daemon.log.splitlines()]
+        views.append((descriptors(daemon.process.pid), lines, await daemon.get("/v1/agents")))
+        assert await daemon.stop() == 0
+        daemon.notes.close()
+    forked, cold = ([v.replace(str(folder), "") for v in map(str, view)] for view in views)
+    assert forked == [text.replace("cold", "forked") for text in cold]
+
+
+async def test_daemons_are_waited_for_from_several_threads(running: Forked) -> None:
+    ends = [asyncio.to_thread(running.wait, 20) for _ in range(3)]
+    running.terminate()
+    assert len(set(await asyncio.gather(*ends))) == 1
