@@ -66,6 +66,9 @@ def running_engine(programs: Path | None = None, *, cdi: bool = False) -> Iterat
         shutil.rmtree(folder, ignore_errors=True)
 
 
+TWO_AGENTS = AGENTS + gpus()
+
+
 @pytest.fixture(scope="session")
 def daemon_pool() -> Iterator[DaemonPool]:
     """Running daemons that tests of this worker take turns at."""
@@ -81,7 +84,7 @@ async def serving(
     """Give a running daemon on each runtime, by its configuration; see `DaemonPool`."""
     engine = request.getfixturevalue("engine") if request.param == "docker" else None
     async with contextlib.AsyncExitStack() as stack:
-        yield lambda text=AGENTS + gpus(): stack.enter_async_context(
+        yield lambda text=TWO_AGENTS: stack.enter_async_context(
             daemon_pool.running(request.param, text, engine)
         )
 

@@ -21,7 +21,7 @@ _Key = tuple[str, str, Path | None]
 
 
 class DaemonPool:
-    """The idle daemons of one worker by runtime, configuration and engine; the oldest goes first."""
+    """The idle daemons of one worker, by runtime, configuration and engine."""
 
     def __init__(self) -> None:
         self._idle: dict[_Key, Daemon] = {}
