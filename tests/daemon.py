@@ -91,6 +91,8 @@ class Daemon:
         self.test_engine = engine
         self.process: Process | None = None
         self.boot_id = ""
+        self.deadlines: dict[str, float] = {}
+        """Shorter deadlines than the product's, for tests that wait for one; unused in a soak."""
         self._program: tuple[str, ...] | None = None
         self.notes = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.notes.bind(str(folder / "notify"))
@@ -126,7 +128,11 @@ class Daemon:
         with (self.folder / "log").open("ab") as log:
             if self._is_forked(environ):
                 number = log.fileno()
-                return fork_server.spawn("agentd", words, env, stdout=number, stderr=number)
+                shorter = {} if "AGENTD_SOAK" in os.environ else self.deadlines
+                return fork_server.spawn(
+                    "agentd", words, env, stdout=number, stderr=number, deadlines=shorter
+                )
+            assert not self.deadlines, "a cold start has the product's own"
             command = [*self._in_another_boot(), sys.executable, *self.program, *words]
             return subprocess.Popen(command, stdout=log, stderr=log, env=env)
 

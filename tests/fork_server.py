@@ -2,7 +2,8 @@
 
 A cold start of a daemon spends most of its processor time on imports. A fork skips them and is
 otherwise a program of its own: it has its own pid, environment, arguments and descriptors, it is
-killed and waited for like any other, and failpoints are armed after the fork.
+killed and waited for like any other, and failpoints are armed after the fork. A test may give it
+shorter deadlines than the product's: they are set after the fork as well.
 
     worker   --- program, arguments, environment, descriptors --->   server
              <--- pid ---                                            fork() --> program
@@ -14,6 +15,7 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import dataclasses
 import functools
 import gc
 import importlib
@@ -30,6 +32,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 PROGRAMS = {
@@ -124,10 +127,11 @@ class ForkServer:
         stdin: int,
         stdout: int,
         stderr: int,
+        deadlines: Mapping[str, float] = MappingProxyType({}),
     ) -> Forked:
         """Start a program of `PROGRAMS` with these descriptors."""
         request = {"program": program, "arguments": arguments, "env": dict(env)}
-        request["cwd"] = str(Path.cwd())
+        request |= {"cwd": str(Path.cwd()), "deadlines": dict(deadlines)}
         status, theirs = os.pipe()
         passed = array.array("i", [stdin, stdout, stderr, theirs])
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)]
@@ -156,11 +160,16 @@ def spawn(
     stdout: int,
     stderr: int,
     stdin: int | None = None,
+    deadlines: Mapping[str, float] = MappingProxyType({}),
 ) -> Forked:
-    """Fork a program from this worker's server."""
+    """Fork a program from this worker's server.
+
+    `deadlines` replace constants of the product in the fork: `{"agentd.rpc.streams.KEEP_ALIVE_S":
+    1.0}`.
+    """
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - a descriptor is wanted
         source = nothing.fileno() if stdin is None else stdin
-        return of_worker().fork(program, arguments, env, source, stdout, stderr)
+        return of_worker().fork(program, arguments, env, source, stdout, stderr, deadlines)
 
 
 def run(
@@ -226,6 +235,27 @@ def _kill(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def _set(deadlines: Mapping[str, float]) -> None:
+    """Replace constants wherever they were imported, and defaults of dataclasses."""
+    for path, seconds in deadlines.items():
+        owner, _, name = path.rpartition(".")
+        module, _, kind = owner.rpartition(".")
+        if kind[0].isupper():
+            _set_default(getattr(importlib.import_module(module), kind), name, seconds)
+            continue
+        value = getattr(importlib.import_module(owner), name)
+        for loaded in [found for at, found in sys.modules.items() if at.startswith("agentd")]:
+            if vars(loaded).get(name) is value:
+                setattr(loaded, name, seconds)
+
+
+def _set_default(kind: Any, name: str, value: float) -> None:
+    """Replace the default of a field; each field of the dataclass has one."""
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+    assert name in defaults, name
+    kind.__init__.__defaults__ = tuple({**defaults, name: value}.values())
+
+
 def _take(descriptors: Sequence[int]) -> None:
     """Make the request's descriptors the standard ones, and close all others."""
     for number, descriptor in enumerate(descriptors[:STANDARD]):
@@ -246,6 +276,7 @@ def main() -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
+    _set(request["deadlines"])
     sys.argv = [request["program"], *request["arguments"]]
     module, _, function = PROGRAMS[request["program"]].partition(":")
     _end(_status_of(getattr(sys.modules[module], function)))

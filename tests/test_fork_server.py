@@ -102,6 +102,25 @@ async def test_forked_daemon_looks_like_a_cold_one(folder: Path) -> None:
     assert forked == [text.replace("cold", "forked") for text in cold]
 
 
+async def test_forked_daemon_takes_shorter_deadlines(folder: Path) -> None:
+    daemon = Daemon(folder, "process")
+    daemon.deadlines = {"agentd.rpc.connections.HEADER_TIMEOUT_S": 0.2}
+    await daemon.start()
+    reader, writer = await asyncio.open_unix_connection(str(folder / "agentd.sock"))
+    writer.write(b"GET /livez HTTP/1.1\r\n")
+    assert await asyncio.wait_for(reader.read(), 5) == b""
+    writer.close()
+    await daemon.close()
+
+
+@pytest.mark.parametrize("name", ["rpc.connections.NO_SUCH_S", "pluginhost.instance.Pace.no_such"])
+def test_unknown_deadlines_end_the_program(name: str) -> None:
+    status = fork_server.spawn(
+        "agentctl", ["--version"], os.environ, stdout=1, stderr=1, deadlines={f"agentd.{name}": 1}
+    ).wait(10)
+    assert status == 1
+
+
 async def test_daemons_are_waited_for_from_several_threads(running: Forked) -> None:
     ends = [asyncio.to_thread(running.wait, 20) for _ in range(3)]
     running.terminate()

@@ -226,8 +226,9 @@ async def test_the_client_without_asyncio_has_the_same_calls(plain: Daemon) -> N
 
 
 async def test_a_loop_of_503_ends_at_the_deadline(plain: Daemon) -> None:
-    await plain.restart(AGENTS + gpus() + 'fault = "hang"\nfault-at = "open"\n')
-    async with AsyncClient(plain.folder / "agentd.sock", timeout_s=3) as node:
+    pace = "[plugins]\nopen-timeout = 0.5\n"
+    await plain.restart(AGENTS + pace + gpus() + 'fault = "hang"\nfault-at = "open"\n')
+    async with AsyncClient(plain.folder / "agentd.sock", timeout_s=1.5) as node:
         with pytest.raises(AgentdError) as refused:
             await node.create_kernel("agent-1", SLEEP)
     assert refused.value.code == "PluginUnavailable"

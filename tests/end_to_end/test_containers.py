@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import socket
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -286,10 +287,12 @@ async def test_followers_of_a_quiet_log_leave_nothing_behind(dockered: Daemon) -
     descriptors = Path(f"/proc/{dockered.process.pid}/fd")
     await dockered.call("GET", "/livez")
     before = len([*descriptors.iterdir()])
-    for _ in range(5):
-        with socket.socket(socket.AF_UNIX) as caller:
+    with ExitStack() as stack:
+        followers = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(5)]
+        for caller in followers:
             caller.connect(str(dockered.folder / "agentd.sock"))
             caller.sendall(b"GET /v1/kernels/k1/logs?follow=true HTTP/1.1\r\nHost: x\r\n\r\n")
+        for caller in followers:
             assert caller.recv(64).startswith(b"HTTP/1.1 200")
     async with asyncio.timeout(20):
         while len([*descriptors.iterdir()]) > before:
@@ -356,13 +359,13 @@ async def test_folders_in_which_setuid_programs_could_be_left_are_told(
 
 async def test_a_container_s_figures_are_the_engine_s(dockered: Daemon, engine: Engine) -> None:
     """`docker stats` of a load that has ended: the same processor time, memory and processes."""
+    dockered.deadlines = {"agentd.services.statistics.FRESH_S": 0.0}
     await dockered.start()
     script = "x=$(head -c 30000000 /dev/zero | tr '\\0' a); echo held; while :; do sleep 1000; done"
     kernel = await dockered.running(kernel_id="k1", command=["sh", "-c", script])
     async with asyncio.timeout(30):
         while (await dockered.call("GET", "/v1/kernels/k1/logs")).content != b"held\n":
-            await asyncio.sleep(0.2)
-    await asyncio.sleep(1.1)  # figures are kept for a second
+            await asyncio.sleep(0.05)
     mine = await dockered.get("/v1/kernels/k1/stats")
     said = engine.call("GET", f"/containers/{kernel['container_id']}/stats?stream=false")
     assert mine["memory_bytes"] > 30_000_000

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from daemon import AGENTS, BASE, Daemon, gpus
 
-EXAMPLES = 200 if os.environ.get("AGENTD_SOAK") else 12
+EXAMPLES = 200 if os.environ.get("AGENTD_SOAK") else 8
 SEED = int(os.environ.get("AGENTD_SEED", "13"))
 STREAMS = {"get_events", "exec_kernel"}
 """Calls whose answers have no end; their own tests read them."""

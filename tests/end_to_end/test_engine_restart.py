@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 
 from daemon import AGENTS, Daemon, gpus
-from engine import Engine, missing
+from engine import IMAGE, Engine, missing
 
 pytestmark = pytest.mark.docker
+KILLED = "agentd-test:killed"
+"""An image whose containers are stopped by SIGKILL: an engine that starts waits 10 s for others."""
+GPU = {"cuda.device": 1}
 SCRIPT = "trap 'exit 7' USR1; while :; do sleep 0.05; done"
 
 
@@ -26,6 +29,10 @@ async def mortal(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[
     engine = Engine(home, live_restore=request.param, own_containerd=True)
     engine.start()
     engine.import_image()
+    made = engine.call("POST", "/containers/create", {"Image": IMAGE, "Cmd": ["true"]})["Id"]
+    path = f"/commit?container={made}&repo=agentd-test&tag=killed"
+    engine.call("POST", path, {"StopSignal": "SIGKILL"})
+    engine.clean()
     daemon = Daemon(folder, "docker", engine)
     await daemon.start(AGENTS + gpus(2))
     yield daemon
@@ -38,7 +45,7 @@ async def mortal(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[
 async def test_kernels_are_as_they_are_when_the_engine_is_back(mortal: Daemon) -> None:
     engine = mortal.test_engine
     one, two = [
-        await mortal.running(kernel_id=name, command=["sh", "-c", SCRIPT], slots={"cuda.device": 1})
+        await mortal.running(kernel_id=name, image=KILLED, command=["sh", "-c", SCRIPT], slots=GPU)
         for name in ("k1", "k2")
     ]
     pids = [mortal.main_pid(kernel, engine) for kernel in (one, two)]
@@ -91,7 +98,7 @@ async def test_kernels_that_an_engine_ends_as_it_stops_say_so_and_others_do_not(
 async def test_an_engine_and_agentd_that_die_together_lose_nothing(mortal: Daemon) -> None:
     engine = mortal.test_engine
     kernel = await mortal.running(
-        kernel_id="k1", command=["sh", "-c", SCRIPT], slots={"cuda.device": 1}
+        kernel_id="k1", image=KILLED, command=["sh", "-c", SCRIPT], slots=GPU
     )
     pid = mortal.main_pid(kernel, engine)
     await asyncio.to_thread(engine.stop, signal.SIGKILL)

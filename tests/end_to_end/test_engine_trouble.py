@@ -13,6 +13,8 @@ from engine_proxy import EngineProxy
 pytestmark = pytest.mark.docker
 ONE_GPU = AGENTS + gpus(1)
 ASK = {"kernel_id": "k1", "slots": {"cuda.device": 1}}
+GRACE = {"agentd.services.kernels.GRACE_S": 1.5}
+SILENCE = {"agentd.runtimes.docker.streams.SILENCE_S": 1.0}
 
 
 @pytest.fixture
@@ -20,6 +22,7 @@ async def node(proxied: tuple[Daemon, EngineProxy], engine: Engine) -> tuple[Dae
     """agentd with one GPU behind the proxy; what the engine has is cleaned up first."""
     engine.clean()
     daemon, proxy = proxied
+    daemon.deadlines = {**GRACE}
     await daemon.start(ONE_GPU)
     return daemon, proxy
 
@@ -87,6 +90,7 @@ async def test_an_engine_that_finishes_a_create_after_agentd_died(
             await asyncio.sleep(0.02)
     await daemon.stop(signal.SIGKILL)
     creating.cancel()
+    daemon.deadlines = {}  # the grace is to last for what follows
     await daemon.start(ONE_GPU)
     if before:
         assert await daemon.free("cuda.device") == "0"
@@ -278,6 +282,8 @@ async def test_one_inspect_that_hangs_holds_up_no_other_kernel(node, engine: Eng
 async def test_an_engine_that_is_frozen_is_not_available(node) -> None:
     """It accepts connections and answers nothing, as one that is stopped (SIGSTOP) does."""
     daemon, proxy = node
+    daemon.deadlines |= SILENCE
+    await daemon.restart(ONE_GPU)
     gate = asyncio.Event()
     proxy.rule("GET .*/version", proxy.stall(gate, before=True), always=True)
     await daemon.runtime_is("unavailable", within_s=40)

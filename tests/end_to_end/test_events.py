@@ -17,6 +17,10 @@ from daemon import AGENTS, Daemon, gpus
 
 DROPPED = re.compile(r"stream\.dropped|rpc\.nobody_reads")
 """Whichever looks first lets go of a reader that takes nothing."""
+IMPATIENT = {
+    "agentd.rpc.connections.READ_TIMEOUT_S": 1.0,
+    "agentd.rpc.streams.WRITE_PATIENCE_S": 1.0,
+}
 
 
 @asynccontextmanager
@@ -106,6 +110,7 @@ async def test_a_listener_goes_on_where_it_was_or_is_told_to_look_anew(plain: Da
 
 
 async def test_a_reader_that_takes_nothing_is_dropped_and_holds_up_nobody(plain: Daemon) -> None:
+    plain.deadlines = IMPATIENT
     await plain.start()
     with socket.socket(socket.AF_UNIX) as reader:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -9,7 +9,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from agentd.client import AsyncClient
+from agentd.client import AsyncClient, inside
 from agentd.errors import Unreachable
 from agentd.host.accounts import groups_of
 from agentd.host.processes import read_uids
@@ -69,9 +69,10 @@ async def test_a_command_that_is_stopped_ends_with_its_caller(daemon, client) ->
 
 @pytest.mark.parametrize("does", ["exec sleep 1000", "while :; do echo y; done"])
 async def test_a_caller_that_goes_away_leaves_no_command_with_its_input(
-    daemon, client, does: str
+    daemon, client, monkeypatch, does: str
 ) -> None:
     """Whoever reads no more does not see that the other side says farewell."""
+    monkeypatch.setattr(inside, "FAREWELL_S", 0.5)
     await daemon.running(kernel_id="k1", command=SLEEPER)
     marker = os.urandom(8).hex()
     async with asyncio.timeout(20):

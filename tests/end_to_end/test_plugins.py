@@ -125,7 +125,7 @@ async def test_a_driver_that_appears_after_a_second_is_found_without_being_asked
 async def test_a_plugin_that_fails_while_the_daemon_runs_can_be_waited_for(
     plain: Daemon, fault: str, at: str, why: str
 ) -> None:
-    extra = f'fault = "{fault}"\nfault-at = "{at}"\nfault-after = 20\n'
+    extra = f'fault = "{fault}"\nfault-at = "{at}"\nfault-after = 10\n'
     before = await two_kernels(plain)
     await plain.restart(config(extra))
     node = await eventually(plain, lambda node: plugin(node)["state"] == "failed")

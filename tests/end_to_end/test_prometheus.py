@@ -19,7 +19,7 @@ from daemon import AGENTS, Daemon, gpus
 MONITORING = Path(__file__).parents[2] / "packaging" / "monitoring"
 QUERIES = Path(__file__).parents[2] / "docs" / "how-to" / "monitor.md"
 CONFIG = """
-global: {{scrape_interval: 500ms, evaluation_interval: 500ms}}
+global: {{scrape_interval: 200ms, evaluation_interval: 200ms}}
 rule_files: ["{rules}"]
 scrape_configs:
   - job_name: agentd

@@ -13,7 +13,7 @@ import pytest
 
 from daemon import AGENTS, Daemon, gpus
 
-RESTARTS = 10
+RESTARTS = 10 if "AGENTD_SOAK" in os.environ else 3
 
 
 class Held(Daemon):
@@ -75,4 +75,4 @@ async def test_no_request_is_refused_across_restarts(held: Held) -> None:
     is_over = True
     await asyncio.gather(*asking)
     assert outcomes.keys() == {"HTTP/1.1 200 OK"}, outcomes
-    assert outcomes.total() >= 1000
+    assert outcomes.total() >= 100 * RESTARTS

@@ -29,6 +29,11 @@ HALF, READERS, FOLLOWERS = (2000, 1000, 500) if SOAK else (700, 150, 100)
 MOST = 400
 PATIENCE_S = 0.05 if SOAK else 1.0
 """Within what `/livez` answers on the unix socket, whatever others do."""
+DEADLINES = {
+    "agentd.rpc.connections.HEADER_TIMEOUT_S": 3.0,
+    "agentd.rpc.connections.READ_TIMEOUT_S": 1.5,
+    "agentd.rpc.streams.WRITE_PATIENCE_S": 1.5,
+}
 
 
 def certificate(folder: Path) -> None:
@@ -50,6 +55,7 @@ class Node:
 
     def __init__(self, daemon: Daemon, tls: str = "", max_connections: int = MOST) -> None:
         self.daemon = daemon
+        daemon.deadlines = DEADLINES
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
