@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from end_to_end.fleet.etcd_server import EtcdServers
 from end_to_end.fleet.fleet_world import Pool, World
 
 
@@ -26,3 +27,26 @@ async def world(folder: Path, pool: Pool) -> AsyncIterator[World]:
     made = World(folder, pool)
     yield made
     await made.close()
+
+
+@pytest.fixture
+async def running(tmp_path: Path) -> AsyncIterator[list[EtcdServers]]:
+    """What a test started, to be stopped after it."""
+    started: list[EtcdServers] = []
+    yield started
+    for servers in started:
+        await servers.stop()
+
+
+@pytest.fixture
+async def servers(pool: Pool) -> EtcdServers:
+    """The member of all tests that leave it as it is."""
+    return await pool.etcd()
+
+
+@pytest.fixture
+async def mortal(tmp_path: Path, running: list[EtcdServers]) -> EtcdServers:
+    """A member for a test that kills, stops, compacts or locks it."""
+    running.append(EtcdServers(tmp_path))
+    await running[0].start()
+    return running[0]

@@ -64,6 +64,7 @@ class EtcdServers:
 
     async def start(self) -> None:
         """Start all members, and wait until each has a leader."""
+        required()
         for _ in range(ATTEMPTS):
             self.ports = free_ports(2 * self.count)
             for number in range(self.count):
@@ -131,6 +132,11 @@ class EtcdServers:
             await self.ask("/v3/auth/user/grant", {"user": user, "role": user})
         await self.ask("/v3/auth/enable", {})
         self._password = password
+
+    async def wipe(self) -> None:
+        """Delete all keys."""
+        everything = b64encode(b"\0").decode()
+        await self.ask("/v3/kv/deleterange", {"key": everything, "range_end": everything})
 
     async def compact(self, revision: int) -> None:
         """Give up what the store was before this revision."""

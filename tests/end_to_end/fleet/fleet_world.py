@@ -40,6 +40,8 @@ class Program:
         self.process: Process | None = None
         self.prefix: tuple[str, ...] = ()
         self.environ: dict[str, str] = {}
+        self.deadlines: dict[str, float] = {}
+        """Shorter deadlines than the product's; unused in a soak."""
 
     @property
     def log(self) -> str:
@@ -57,7 +59,10 @@ class Program:
         with self.log_file.open("ab") as log:
             if not self.prefix:
                 number = log.fileno()
-                self.process = spawn("agentd-fleet", words, env, stdout=number, stderr=number)
+                shorter = {} if "AGENTD_SOAK" in os.environ else self.deadlines
+                self.process = spawn(
+                    "agentd-fleet", words, env, stdout=number, stderr=number, deadlines=shorter
+                )
                 return
             command = [*self.prefix, sys.executable, "-m", "agentd_fleet", *words]
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
@@ -125,12 +130,22 @@ class GatewayProgram(Program):
 
 
 class Pool:
-    """Daemons that go on from one test to the next: their start takes longer than most tests."""
+    """Daemons and an etcd that go on from one test to the next: their start takes longer."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.idle: dict[str, list[Daemon]] = {}
         self.made = 0
+        self._etcd: EtcdServers | None = None
+
+    async def etcd(self) -> EtcdServers:
+        """Return a member without keys, for tests that leave it as it is."""
+        if self._etcd is None:
+            (folder := self.folder / "etcd").mkdir()
+            self._etcd = EtcdServers(folder)
+            await self._etcd.start()
+        await self._etcd.wipe()
+        return self._etcd
 
     async def take(self, kind: str) -> Daemon:
         """Return a daemon with these plugins and no kernels."""
@@ -165,6 +180,8 @@ class Pool:
     async def close(self) -> None:
         daemons = [daemon for idle in self.idle.values() for daemon in idle]
         await asyncio.gather(*(daemon.close() for daemon in daemons))
+        if self._etcd is not None:
+            await self._etcd.stop()
 
 
 class World:
@@ -177,8 +194,16 @@ class World:
         self.kinds: dict[str, str] = {}
         self.programs: list[Program] = []
         self.etcd: EtcdServers | None = None
+        self.has_own_etcd = False
 
-    async def start_etcd(self, count: int = 1, **options: Any) -> EtcdServers:
+    async def start_etcd(
+        self, count: int = 1, *, is_own: bool = False, **options: Any
+    ) -> EtcdServers:
+        """Return the pool's etcd, or one of its own for a test that harms or changes it."""
+        self.has_own_etcd = is_own or count > 1 or bool(options)
+        if not self.has_own_etcd:
+            self.etcd = await self.pool.etcd()
+            return self.etcd
         folder = self.folder / "etcd"
         folder.mkdir()
         self.etcd = EtcdServers(folder, count, **options)
@@ -207,6 +232,7 @@ class World:
         kept_in: str = "",
         prefix: tuple[str, ...] = (),
         environ: Mapping[str, str] | None = None,
+        deadlines: Mapping[str, float] | None = None,
     ) -> Program:
         """Start the publisher of a node."""
         socket = self.nodes[node].folder / "agentd.sock"
@@ -215,17 +241,24 @@ class World:
         name = f"join-{len(self.programs)}"
         program = Program(self.folder, name, "join", config)
         program.prefix, program.environ = prefix, dict(environ or {})
+        program.deadlines = dict(deadlines or {})
         self.programs.append(program)
         program.start()
         return program
 
     def gateway(
-        self, kept_in: str = "", *, environ: Mapping[str, str] | None = None, **tables: str
+        self,
+        kept_in: str = "",
+        *,
+        environ: Mapping[str, str] | None = None,
+        deadlines: Mapping[str, float] | None = None,
+        **tables: str,
     ) -> GatewayProgram:
         """Start a gateway, over etcd or over nodes that it follows itself."""
         name = f"gate-{len(self.programs)}"
         program = GatewayProgram(self.folder, name, kept_in or self.kept_in, **tables)
         program.environ = dict(environ or {})
+        program.deadlines = dict(deadlines or {})
         self.programs.append(program)
         program.start()
         return program
@@ -250,7 +283,7 @@ class World:
     async def close(self) -> None:
         for program in self.programs:
             await program.stop(signal.SIGKILL)
-        if self.etcd is not None:
+        if self.etcd is not None and self.has_own_etcd:
             await self.etcd.stop()
         for node, daemon in self.nodes.items():
             await self.pool.give_back(self.kinds[node], daemon)

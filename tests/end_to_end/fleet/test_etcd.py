@@ -19,27 +19,10 @@ from agentd_fleet.etcd import (
     LeaseGone,
 )
 from agentd_fleet.etcd_gateway import Stream
-from end_to_end.fleet.etcd_server import EtcdServers, Proxy, required
+from end_to_end.fleet.etcd_server import EtcdServers, Proxy
 
 PASSWORD = "a b:ü"  # noqa: S105
 PROGRESS = "--experimental-watch-progress-notify-interval=100ms"
-
-
-@pytest.fixture
-async def running(tmp_path: Path) -> AsyncIterator[list[EtcdServers]]:
-    """What a test started, to be stopped after it."""
-    required()
-    started: list[EtcdServers] = []
-    yield started
-    for servers in started:
-        await servers.stop()
-
-
-@pytest.fixture
-async def servers(tmp_path: Path, running: list[EtcdServers]) -> EtcdServers:
-    running.append(EtcdServers(tmp_path))
-    await running[0].start()
-    return running[0]
 
 
 @pytest.fixture
@@ -52,6 +35,12 @@ async def three(tmp_path: Path, running: list[EtcdServers]) -> EtcdServers:
 @pytest.fixture
 async def etcd(servers: EtcdServers) -> AsyncIterator[Etcd]:
     async with Etcd(Access(servers.endpoints)) as made:
+        yield made
+
+
+@pytest.fixture
+async def in_mortal(mortal: EtcdServers) -> AsyncIterator[Etcd]:
+    async with Etcd(Access(mortal.endpoints)) as made:
         yield made
 
 
@@ -165,25 +154,27 @@ async def test_messages_are_the_same_wherever_their_stream_is_cut(size: int) -> 
 
 
 async def test_revisions_that_the_store_gave_up_are_told_as_compacted(
-    servers: EtcdServers, etcd: Etcd
+    mortal: EtcdServers, in_mortal: Etcd
 ) -> None:
-    first = await etcd.put("nodes/a", b"1")
-    await etcd.put("nodes/a", b"2")
-    pages = etcd.pages("nodes/", page=1)
-    await etcd.put("nodes/b", b"3")
+    first = await in_mortal.put("nodes/a", b"1")
+    await in_mortal.put("nodes/a", b"2")
+    pages = in_mortal.pages("nodes/", page=1)
+    await in_mortal.put("nodes/b", b"3")
     assert len(await anext(pages)) == 1
-    last = await etcd.put("nodes/c", b"4")
-    await servers.compact(last)
+    last = await in_mortal.put("nodes/c", b"4")
+    await mortal.compact(last)
     with pytest.raises(Compacted, match=f"nothing before {last}"):
-        await told(etcd, "nodes/", first, 1)
+        await told(in_mortal, "nodes/", first, 1)
     with pytest.raises(Compacted):
         await anext(pages)
-    assert await told(etcd, "nodes/", last - 1, 1) == ([Change("nodes/c", b"4", last)], last)
+    assert await told(in_mortal, "nodes/", last - 1, 1) == ([Change("nodes/c", b"4", last)], last)
 
 
-async def test_a_store_that_is_not_as_far_as_its_follower_is_told_as_compacted(etcd: Etcd) -> None:
+async def test_a_store_that_is_not_as_far_as_its_follower_is_told_as_compacted(
+    in_mortal: Etcd,
+) -> None:
     with pytest.raises(Compacted, match="the store is at revision 1"):
-        await told(etcd, "nodes/", 1000, 1, silence_s=0.05)
+        await told(in_mortal, "nodes/", 1000, 1, silence_s=0.05)
 
 
 async def test_a_lease_that_ends_deletes_its_keys_and_the_watch_tells(etcd: Etcd) -> None:
@@ -250,15 +241,15 @@ async def test_a_watch_ends_where_its_member_lost_the_others(three: EtcdServers)
 
 
 @pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "hanging"])
-async def test_a_watch_ends_with_its_member(servers: EtcdServers, is_killed: bool) -> None:
-    async with Etcd(Access(servers.endpoints), timeout_s=0.3) as etcd, asyncio.timeout(20):
+async def test_a_watch_ends_with_its_member(mortal: EtcdServers, is_killed: bool) -> None:
+    async with Etcd(Access(mortal.endpoints), timeout_s=0.3) as etcd, asyncio.timeout(20):
         watch = etcd.watch("nodes/", after=0, silence_s=0.3)
         await etcd.put("nodes/a", b"1")
         assert (await anext(watch))[0]
         if is_killed:
-            await servers.kill(0)
+            await mortal.kill(0)
         else:
-            servers.pause(0)
+            mortal.pause(0)
         with pytest.raises(EtcdUnavailable):
             await anext(watch)
 
@@ -297,23 +288,23 @@ async def test_a_lost_answer_of_the_only_endpoint_leaves_it_open(etcd: Etcd, pro
 
 
 async def test_a_key_that_another_wrote_is_not_taken_for_a_lost_write(
-    servers: EtcdServers, etcd: Etcd
+    mortal: EtcdServers, in_mortal: Etcd
 ) -> None:
     """Where nothing can have been sent, the same value is another's."""
-    await servers.kill(0)
-    unreached = servers.endpoints[0]
+    await mortal.kill(0)
+    unreached = mortal.endpoints[0]
     with pytest.raises(EtcdUnavailable, match="Cannot connect"):
-        await etcd.put_if("routes/k", b"same", expected=0)
-    await servers.restart(0)
-    await etcd.put("routes/k", b"same")
+        await in_mortal.put_if("routes/k", b"same", expected=0)
+    await mortal.restart(0)
+    await in_mortal.put("routes/k", b"same")
     async with Etcd(Access(("http://127.0.0.1:1", unreached))) as other:
         assert await other.put_if("routes/k", b"same", expected=0) is None
 
 
-async def test_a_user_has_its_own_keys_alone(servers: EtcdServers, etcd: Etcd) -> None:
-    await etcd.put("nodes/b", b"another's")
-    await servers.require_logins(PASSWORD, a=("nodes/a",))
-    async with Etcd(Access(servers.endpoints, "a", PASSWORD)) as own:
+async def test_a_user_has_its_own_keys_alone(mortal: EtcdServers, in_mortal: Etcd) -> None:
+    await in_mortal.put("nodes/b", b"another's")
+    await mortal.require_logins(PASSWORD, a=("nodes/a",))
+    async with Etcd(Access(mortal.endpoints, "a", PASSWORD)) as own:
         lease = await own.grant(60)
         written = await own.put_if("nodes/a", b"1", expected=0, lease=lease)
         assert await own.revision("nodes/a") == written
@@ -325,10 +316,10 @@ async def test_a_user_has_its_own_keys_alone(servers: EtcdServers, etcd: Etcd) -
         for refused in refusals:
             with pytest.raises(EtcdRefused, match="permission denied"):
                 await refused
-        await servers.restart(0)  # which forgets the tokens that it gave
+        await mortal.restart(0)  # which forgets the tokens that it gave
         calls = [own.get("nodes/a") for _ in range(8)]
         assert all(await asyncio.gather(*calls))
-        await servers.restart(0)
+        await mortal.restart(0)
         assert (await told(own, "nodes/a", 0, 1))[1] == written
 
 
@@ -337,10 +328,10 @@ async def test_a_user_has_its_own_keys_alone(servers: EtcdServers, etcd: Etcd) -
     [("a", "wrong", "invalid user ID or password"), ("", "", "user name is empty")],
 )
 async def test_a_login_that_is_wrong_or_missing_is_refused(
-    servers: EtcdServers, user: str, password: str, why: str
+    mortal: EtcdServers, user: str, password: str, why: str
 ) -> None:
-    await servers.require_logins(PASSWORD, a=("nodes/a",))
-    async with Etcd(Access(servers.endpoints, user, password)) as etcd:
+    await mortal.require_logins(PASSWORD, a=("nodes/a",))
+    async with Etcd(Access(mortal.endpoints, user, password)) as etcd:
         with pytest.raises(EtcdRefused, match=why):
             await etcd.get("nodes/a")
 

@@ -4,6 +4,8 @@ import asyncio
 import json
 import os
 import signal
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,13 +16,15 @@ from end_to_end.fleet.fleet_world import GatewayProgram, World
 SOON_S = 1.0 if not os.environ.get("AGENTD_SOAK") else 0.3
 
 
-async def joined(world: World, *kinds: str, **options) -> tuple[GatewayProgram, list[str]]:
+async def joined(
+    world: World, *kinds: str, deadlines: Mapping[str, float] | None = None, **options: Any
+) -> tuple[GatewayProgram, list[str]]:
     """A fleet in etcd whose nodes have all joined, as one gateway sees it."""
     await world.start_etcd(**options)
     nodes = await world.start_nodes(*kinds)
     for node in nodes:
-        world.join(node)
-    gateway = world.gateway()
+        world.join(node, deadlines=deadlines)
+    gateway = world.gateway(deadlines=deadlines)
     await gateway.until(dict.fromkeys(nodes, "ready"))
     return gateway, nodes
 
@@ -44,7 +48,8 @@ async def test_nodes_join_by_themselves_and_every_gateway_sees_the_same(world: W
 
 
 async def test_without_etcd_the_last_view_is_shown_and_nothing_is_placed(world: World) -> None:
-    gateway, (cuda,) = await joined(world, "cuda")
+    silence = {"agentd_fleet.store_etcd.SILENCE_S": 1.0}
+    gateway, (cuda,) = await joined(world, "cuda", is_own=True, deadlines=silence)
     assert world.etcd is not None
     await gateway.create(kernel_id="k1")
     world.etcd.pause(0)
@@ -100,7 +105,8 @@ async def test_a_node_that_is_lost_keeps_its_kernels(world: World) -> None:
 
 
 async def test_a_daemon_that_is_down_is_told_at_once(world: World) -> None:
-    gateway, (cuda,) = await joined(world, "cuda")
+    patience = {"agentd_fleet.reading.PROBE_PATIENCE_S": 1.0}
+    gateway, (cuda,) = await joined(world, "cuda", deadlines=patience)
     await world.nodes[cuda].stop(signal.SIGKILL)
     await gateway.until({cuda: "daemon-down"}, within_s=SOON_S)
     await world.nodes[cuda].start()
@@ -228,7 +234,7 @@ async def test_a_full_disk_at_etcd_refuses_creates_and_nothing_else(world: World
 async def test_fleets_in_one_etcd_are_apart_and_a_node_writes_its_own_keys_alone(
     world: World,
 ) -> None:
-    servers = await world.start_etcd()
+    servers = await world.start_etcd(is_own=True)
     (cuda,) = await world.start_nodes("cuda")
     mine = (f"/agentd/main/nodes/{cuda}", f"/agentd/main/free/{cuda}")
     await servers.require_logins(

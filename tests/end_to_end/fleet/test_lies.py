@@ -73,7 +73,7 @@ async def with_liar(world: World, liar: Liar) -> tuple[GatewayProgram, str]:
     await world.start_etcd()
     (honest,) = await world.start_nodes("none")
     world.join(honest)
-    gateway = world.gateway()
+    gateway = world.gateway(deadlines={"agentd_fleet.asking.Pace.insist_s": 1.0})
     async with world.client() as etcd:
         await tell(etcd, "liar", f"unix:{liar.path}")
     await gateway.until({honest: "ready", "liar": "ready"})

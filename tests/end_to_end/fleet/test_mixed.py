@@ -63,20 +63,19 @@ class Mixed:
         }
         amd_table = f'[plugins.rocm]\nsysfs = "{folder}/rocm/sys"\n'
         tpu = f'[plugins.tpu]\nplugin = "generic"\ndevices = ["{folder}/tpu/accel*"]\n'
-        return {
-            "cuda": await self.start(
+        starts = {
+            "cuda": self.start(
                 "cuda", "[plugins.cuda]\n", FAKE_NVML_FILE=f"{folder}/cuda/gpus", **nvml
             ),
-            "mig": await self.start(
+            "mig": self.start(
                 "mig", "[plugins.cuda]\n", FAKE_NVML_FILE=f"{folder}/mig/gpus", **nvml
             ),
-            "rocm": await self.start(
-                "rocm", amd_table, FAKE_AMDSMI_FILE=f"{folder}/rocm/gpus", **amd
-            ),
-            "tpu": await self.start("tpu", tpu),
-            "shares": await self.start("shares", gpus(2, mode="shares", table="npu")),
-            "none": await self.start("none", ""),
+            "rocm": self.start("rocm", amd_table, FAKE_AMDSMI_FILE=f"{folder}/rocm/gpus", **amd),
+            "tpu": self.start("tpu", tpu),
+            "shares": self.start("shares", gpus(2, mode="shares", table="npu")),
+            "none": self.start("none", ""),
         }
+        return dict(zip(starts, await asyncio.gather(*starts.values()), strict=True))
 
 
 @pytest.fixture
@@ -211,23 +210,33 @@ async def test_a_node_that_is_cut_off_is_lost_and_comes_back_as_it_was(world: Wo
 
 
 async def test_a_clock_that_is_set_changes_nothing(world: World, tmp_path: Path) -> None:
-    offset = tmp_path / "offset"
-    offset.write_text("0")
-    clock = {
-        "LD_PRELOAD": str(built("clock.c", tmp_path / "clock.so")), "CLOCK_OFFSET": str(offset),
-    }  # fmt: skip
+    """One clock goes a day back, the other ahead; each has a node and a gateway."""
+    preload = str(built("clock.c", tmp_path / "clock.so"))
     await world.start_etcd()
-    (cuda,) = await world.start_nodes("cuda")
-    world.join(cuda, environ=clock)
-    gateway = world.gateway(environ=clock)
-    await gateway.until({cuda: "ready"})
-    before = (await gateway.get(f"/v1/nodes/{cuda}"))["generation"]
-    for number, seconds in enumerate(("-86400", "86400")):
+    nodes = await world.start_nodes("cuda", "none")
+    offsets, gateways = {}, []
+    for node, seconds in zip(nodes, ("-86400", "86400"), strict=True):
+        offset = tmp_path / f"offset{seconds}"
+        offset.write_text("0")
+        offsets[offset] = seconds
+        clock = {"LD_PRELOAD": preload, "CLOCK_OFFSET": str(offset)}
+        world.join(node, environ=clock)
+        gateways.append(world.gateway(environ=clock))
+    are_ready = dict.fromkeys(nodes, "ready")
+    for gateway in gateways:
+        await gateway.until(are_ready)
+    before = {node: (await gateways[0].get(f"/v1/nodes/{node}"))["generation"] for node in nodes}
+    for offset, seconds in offsets.items():
         offset.write_text(seconds)
-        loop = asyncio.get_running_loop()
-        end = loop.time() + 3
-        while loop.time() < end:
-            assert await gateway.states() == {cuda: "ready"}
-            await asyncio.sleep(0.2)
-        assert (await gateway.create(kernel_id=f"k{number}")).status == 201
-    assert (await gateway.get(f"/v1/nodes/{cuda}"))["generation"] == before
+    loop = asyncio.get_running_loop()
+    end = loop.time() + 3
+    while loop.time() < end:
+        for gateway in gateways:
+            assert await gateway.states() == are_ready
+        await asyncio.sleep(0.2)
+    for number, node in enumerate(nodes):
+        for gateway in gateways:
+            only = {"placement": {"nodes": [node]}}
+            made = await gateway.create(kernel_id=f"k{number}-{gateways.index(gateway)}", **only)
+            assert (made.status, made.json["node_id"]) == (201, node)
+        assert (await gateways[0].get(f"/v1/nodes/{node}"))["generation"] == before[node]
