@@ -4,9 +4,7 @@ import asyncio
 import contextlib
 import os
 import shutil
-import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,14 +12,19 @@ from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Browser, Page, async_playwright
 
 from daemon import Daemon
+from fork_server import spawn
 
 PROGRAM = shutil.which("chromium")
 PATIENCE_MS = 20_000
+STATS_MS = 5000
+"""How often the page of a node reads figures."""
+NODES_MS = 3000
+"""How often the page of a fleet reads its nodes."""
 
 
 @contextlib.asynccontextmanager
 async def chromium() -> AsyncIterator[Browser]:
-    """Start one; skipped where there is none, if that is allowed."""
+    """Start Chromium; the tests are skipped where there is none, if that is allowed."""
     if PROGRAM is None:
         (pytest.fail if os.environ.get("AGENTD_REQUIRE_ALL") else pytest.skip)("no chromium")
     # Root has no other way, and these pages are ours.
@@ -42,17 +45,16 @@ async def shown(daemon: Daemon) -> AsyncIterator[str]:
 @contextlib.asynccontextmanager
 async def shown_by(*options: str) -> AsyncIterator[str]:
     """Run `agentctl ui`, and give its address."""
-    program = Path(sys.executable).with_name("agentctl")
-    process = await asyncio.create_subprocess_exec(
-        program, *options, "ui", "--print",
-        stdout=asyncio.subprocess.PIPE,
-    )  # fmt: skip
+    ours, theirs = os.pipe()
+    words = [*options, "ui", "--print"]
+    process = spawn("agentctl", words, os.environ, stdout=theirs, stderr=2)
+    os.close(theirs)
     try:
-        assert process.stdout is not None
-        yield (await asyncio.wait_for(process.stdout.readline(), 20)).decode().strip()
+        with open(ours, "rb") as printed:  # noqa: PTH123 - a descriptor is opened
+            yield (await asyncio.to_thread(printed.readline)).decode().strip()
     finally:
         process.terminate()
-        await process.wait()
+        await asyncio.to_thread(process.wait, 20)
 
 
 class Visit:
@@ -81,6 +83,11 @@ class Visit:
         has = "([selector, text]) => document.querySelector(selector)?.innerText.includes(text)"
         await self.page.wait_for_function(has, arg=[selector, text], timeout=timeout_ms)
 
+    async def next_reading(self, path: str, pause_ms: int) -> None:
+        """Let a pause of the page's installed clock pass, and wait for the answer it leads to."""
+        async with self.page.expect_response(lambda answer: answer.url.endswith(path)):
+            await self.page.clock.fast_forward(pause_ms)
+
     def cell(self, name: str) -> Any:
         """Return the cell of a device."""
         return self.page.locator(f'.cell[aria-label^="{name}"]')
@@ -97,11 +104,26 @@ class Visit:
 
 
 @contextlib.asynccontextmanager
-async def visit(browser: Browser, address: str, **options: Any) -> AsyncIterator[Visit]:
-    """Look at a page in a context of its own, and see that nothing went wrong on it."""
-    context = await browser.new_context(**{"viewport": {"width": 1440, "height": 1000}, **options})
-    visited = Visit(await context.new_page())
-    await visited.open(address)
-    yield visited
-    assert not visited.errors
-    await context.close()
+async def visit(
+    browser: Browser, address: str, *, has_clock: bool = False, **options: Any
+) -> AsyncIterator[Visit]:
+    """Open a page in a context of its own, and check that nothing went wrong on it.
+
+    With `has_clock` the test can fast-forward the time of the page.
+    """
+    async with context(browser, **options) as visited:
+        if has_clock:
+            await visited.page.clock.install()
+        await visited.open(address)
+        yield visited
+        assert not visited.errors
+
+
+@contextlib.asynccontextmanager
+async def context(browser: Browser, **options: Any) -> AsyncIterator[Visit]:
+    """Create a context with one page, and close it."""
+    made = await browser.new_context(**{"viewport": {"width": 1440, "height": 1000}, **options})
+    try:
+        yield Visit(await made.new_page())
+    finally:
+        await made.close()

@@ -2,8 +2,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
+from playwright.async_api import Browser
 
 from daemon import UNITS, Daemon
+from end_to_end.browser import chromium
 from engine import Engine
 from engine_proxy import EngineProxy
 
@@ -31,6 +34,13 @@ async def plain(folder: Path) -> AsyncIterator[Daemon]:
     made = Daemon(folder, "process")
     yield made
     await made.close()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def browser() -> AsyncIterator[Browser]:
+    """One Chromium for all tests of a worker; they run in its event loop."""
+    async with chromium() as started:
+        yield started
 
 
 @pytest.fixture

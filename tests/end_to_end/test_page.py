@@ -4,10 +4,13 @@ from collections.abc import AsyncIterator
 from urllib.parse import urlsplit
 
 import pytest
+import pytest_asyncio
+from playwright.async_api import Browser
 
 from daemon import Daemon
-from end_to_end.browser import Visit, chromium, shown, visit
+from end_to_end.browser import Visit, shown, visit
 
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 CONFIG = """
 [[agents]]
 id = "research"
@@ -36,9 +39,9 @@ async def node(plain: Daemon) -> Daemon:
     return plain
 
 
-@pytest.fixture
-async def page(node: Daemon) -> AsyncIterator[Visit]:
-    async with chromium() as browser, shown(node) as address, visit(browser, address) as visited:
+@pytest_asyncio.fixture(loop_scope="session")
+async def page(node: Daemon, browser: Browser) -> AsyncIterator[Visit]:
+    async with shown(node) as address, visit(browser, address) as visited:
         yield visited
 
 
@@ -74,6 +77,7 @@ async def test_it_answers_what_operators_ask(node: Daemon, page: Visit) -> None:
     colour = await parts.first.get_attribute("data-colour")
     assert colour == await page.page.get_attribute("#legend .swatch", "data-colour")
     assert await page.cell("cuda cuda3").get_attribute("data-state") == "unhealthy"
+    await page.page.reload()  # reads the figures at once
     await page.page.wait_for_function(
         "() => document.querySelector('.kernel .c-memory span').innerText.includes('B')"
     )
@@ -193,12 +197,13 @@ async def test_nothing_is_asked_of_anybody_else(node: Daemon, page: Visit) -> No
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1440, 390])
-async def test_axe_finds_no_serious_fault(node: Daemon, scheme: str, width: int) -> None:
+async def test_axe_finds_no_serious_fault(
+    node: Daemon, browser: Browser, scheme: str, width: int
+) -> None:
     await node.running("research", kernel_id="train", command=SLEEPER, slots={"cuda.shares": 1})
     await node.create("research", kernel_id="big", slots={"cuda.shares": 9})
     look = {"color_scheme": scheme, "viewport": {"width": width, "height": 900}}
     async with (
-        chromium() as browser,
         shown(node) as address,
         visit(browser, address, **look) as page,
     ):

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from playwright.async_api import Browser
 from yarl import URL
 
-from end_to_end.browser import Visit, chromium, shown
+from end_to_end.browser import STATS_MS, Visit, context, shown
 from end_to_end.test_tokens import Tokens, tokens
 
 __all__ = ["tokens"]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 SLEEPER = ["sleep", "100000"]
 
 
@@ -33,9 +35,9 @@ async def node(tokens: Tokens) -> Tokens:
 
 
 @contextlib.asynccontextmanager
-async def logged_in(node: Tokens, name: str) -> AsyncIterator[Visit]:
-    async with chromium() as browser:
-        page = Visit(await browser.new_page())
+async def logged_in(browser: Browser, node: Tokens, name: str) -> AsyncIterator[Visit]:
+    async with context(browser) as page:
+        await page.page.clock.install()
         await page.page.goto(f"http://127.0.0.1:{node.port}/")
         await page.page.fill("#token", "wrong")
         await page.page.click("#login button")
@@ -46,8 +48,10 @@ async def logged_in(node: Tokens, name: str) -> AsyncIterator[Visit]:
         yield page
 
 
-async def test_a_team_sees_what_is_its_own_and_may_stop_that(node: Tokens) -> None:
-    async with logged_in(node, "team") as page:
+async def test_a_team_sees_what_is_its_own_and_may_stop_that(
+    node: Tokens, browser: Browser
+) -> None:
+    async with logged_in(browser, node, "team") as page:
         await page.until("#rows", "of-a")
         assert "of-b" not in await page.text("body")
         assert "big-b" not in await page.text("body")
@@ -65,16 +69,16 @@ async def test_a_team_sees_what_is_its_own_and_may_stop_that(node: Tokens) -> No
         await page.until("#rows", "of-a")
 
 
-async def test_a_team_sees_at_once_what_another_gives_back(node: Tokens) -> None:
-    async with logged_in(node, "team") as page:
+async def test_a_team_sees_at_once_what_another_gives_back(node: Tokens, browser: Browser) -> None:
+    async with logged_in(browser, node, "team") as page:
         await page.until("#rows", "of-a")
         cuda = page.page.locator('[aria-label="devices cuda"] .cell[aria-label*="other"]')
         assert await cuda.count() == 1
         before = len(page.asked)
         await node.daemon.call("POST", "/v1/kernels/of-b/stop", {"timeout": 0})
         await cuda.wait_for(state="detached")
-        while sum(url.endswith("/v1/stats") for url in page.asked[before:]) < 3:
-            await page.page.wait_for_event("request")
+        for _ in range(3):
+            await page.next_reading("/v1/stats", STATS_MS)
         looks = [url for url in page.asked[before:] if url.endswith("/v1/devices")]
         assert len(looks) <= 2, "nothing but statistics is read by the clock"
 
@@ -93,8 +97,8 @@ async def test_nobody_is_told_of_what_strangers_were_refused(node: Tokens) -> No
     assert [refusal["kernel_id"] for refusal in mine] == ["big-a"]
 
 
-async def test_who_may_only_read_is_offered_nothing_else(node: Tokens) -> None:
-    async with logged_in(node, "watcher") as page:
+async def test_who_may_only_read_is_offered_nothing_else(node: Tokens, browser: Browser) -> None:
+    async with logged_in(browser, node, "watcher") as page:
         await page.until("#rows", "of-b")
         await page.page.click("text=of-b")
         await page.until("#details", "does not see what kernels print")

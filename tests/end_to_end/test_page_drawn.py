@@ -1,7 +1,12 @@
 """How the status page draws what it knows: where devices stand, hatching, curves."""
 
+import pytest
+from playwright.async_api import Browser
+
 from daemon import Daemon
-from end_to_end.browser import chromium, shown, visit
+from end_to_end.browser import STATS_MS, shown, visit
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 CONFIG = """
 [[agents]]
@@ -21,13 +26,13 @@ DRAWN = """([selector]) => {
 
 
 async def test_devices_stand_by_numa_node_and_those_that_are_not_given_out_are_hatched(
-    plain: Daemon,
+    plain: Daemon, browser: Browser
 ) -> None:
     health = plain.folder / "health"
     health.write_text("cuda10 unhealthy it coughs\n")
     devices = ", ".join(f'{{id = "cuda{n}", numa-node = {n % 2}}}' for n in (0, 1, 2, 3, 10))
     await plain.start(CONFIG.replace("{devices}", devices).replace("{health}", str(health)))
-    async with chromium() as browser, shown(plain) as address, visit(browser, address) as page:
+    async with shown(plain) as address, visit(browser, address) as page:
         row = page.page.locator('[aria-label="devices cuda"]')
         assert await row.locator(".numa").all_inner_texts() == ["NUMA 0", "NUMA 1"]
         cells = row.locator(".cell")
@@ -46,12 +51,15 @@ async def test_devices_stand_by_numa_node_and_those_that_are_not_given_out_are_h
 
 
 async def test_figures_are_drawn_as_curves_beside_a_kernel_and_in_its_details(
-    plain: Daemon,
+    plain: Daemon, browser: Browser
 ) -> None:
+    plain.deadlines = {"agentd.services.statistics.FRESH_S": 0.0}
     await plain.start()
     busy = ["sh", "-c", "while :; do :; done"]
     await plain.running(kernel_id="busy", command=busy, slots={"cpu": 1})
-    async with chromium() as browser, shown(plain) as address, visit(browser, address) as page:
+    async with shown(plain) as address, visit(browser, address, has_clock=True) as page:
+        for _ in range(2):
+            await page.next_reading("/v1/stats", STATS_MS)
         for figure in ("cpu", "memory"):
             await page.page.wait_for_function(DRAWN, arg=[f".kernel .c-{figure} canvas"])
         assert await page.text(".kernel .c-cpu span") not in ("", "-")

@@ -7,15 +7,17 @@ import signal
 import subprocess
 
 import pytest
+from playwright.async_api import Browser
 
 import fork_server
 from agentd.client import AsyncClient
 from agentd.core.access import Caller, Role
 from agentd.errors import Forbidden, KernelConflict
 from daemon import gone
-from end_to_end.browser import chromium, shown_by, visit
+from end_to_end.browser import NODES_MS, shown_by, visit
 from end_to_end.fleet.fleet_world import GatewayProgram, World
 
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 READ = Caller("eye", Role.READ).to_text()
 
 
@@ -27,16 +29,15 @@ async def fleet(world: World) -> tuple[World, GatewayProgram, list[str]]:
     return world, gateway, nodes
 
 
-async def test_all_nodes_are_seen_and_each_is_one_click_away(fleet) -> None:
+async def test_all_nodes_are_seen_and_each_is_one_click_away(fleet, browser: Browser) -> None:
     world, gateway, (cuda, bare) = fleet
     command = ["sh", "-c", "echo hello from inside; exec sleep 1000"]
     made = await gateway.create(kernel_id="far", slots={"cuda.device": 1}, command=command)
     assert made.status == 201, made.content
     await gateway.until_free(cuda, "cuda.device", "3")
     async with (
-        chromium() as browser,
         shown_by("--fleet", f"unix:{gateway.socket}") as address,
-        visit(browser, address) as page,
+        visit(browser, address, has_clock=True) as page,
     ):
         await page.until("#tiles", "2 of 2 nodes ready")
         await page.until("#tiles", "3 of 4 cuda.device free")
@@ -51,9 +52,12 @@ async def test_all_nodes_are_seen_and_each_is_one_click_away(fleet) -> None:
         await page.page.click("#details button:has-text('Stop')")
         await page.page.click("#details button:has-text('Really stop?')")
         await page.until("#details .facts", "terminated")
+        await gateway.until_free(cuda, "cuda.device", "4")
         await page.page.go_back()
         await page.until("#tiles", "4 of 4 cuda.device free")
         await world.nodes[bare].stop(signal.SIGKILL)
+        await gateway.until({bare: "daemon-down"})
+        await page.next_reading("/v1/nodes", NODES_MS)
         await page.until("#nodes", "daemon-down")
         await page.until("#tiles", "1 of 2 nodes ready")
         await page.until("#tiles", "4 of 4 cuda.device free")
