@@ -35,6 +35,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.write_line(f"AGENTD_SEED={os.environ['AGENTD_SEED']}")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let long tests start first: workers take tests in this order, and end with short ones."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 @pytest.fixture(scope="session")
 def engine() -> Iterator[engines.Engine]:
     """The installed Docker Engine; skipped where there is none, if that is allowed."""

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,29 @@ async def gone(marker: str) -> None:
     async with asyncio.timeout(15):
         while marked(marker):
             await asyncio.sleep(0.05)
+
+
+@contextlib.contextmanager
+def _end_noted(process: Process, notes: asyncio.Queue[str]) -> Iterator[None]:
+    """Add an empty note when a process ends: one that dies sends none itself."""
+    loop = asyncio.get_running_loop()
+    try:
+        watch = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        notes.put_nowait("")
+        yield
+        return
+
+    def ended() -> None:
+        loop.remove_reader(watch)
+        notes.put_nowait("")
+
+    loop.add_reader(watch, ended)
+    try:
+        yield
+    finally:
+        loop.remove_reader(watch)
+        os.close(watch)
 
 
 class Daemon:
@@ -168,19 +191,16 @@ class Daemon:
         try:
             self.process = self.spawn(**environ)
             async with asyncio.timeout(READY_TIMEOUT_S):
-                while "READY=1" not in await self._note(notes):
-                    assert self.process.poll() is None, self.log
+                with _end_noted(self.process, notes):
+                    while "READY=1" not in (note := await notes.get()):
+                        if not note:
+                            await asyncio.to_thread(self.process.wait, READY_TIMEOUT_S)
+                            raise AssertionError(self.log)
         except TimeoutError:
             await self.stop(signal.SIGKILL)
             raise AssertionError(f"not ready in {READY_TIMEOUT_S} s:\n{self.log}") from None
         finally:
             loop.remove_reader(self.notes)
-
-    async def _note(self, notes: asyncio.Queue[str]) -> str:
-        """Wait for a note, and look up now and then: a process that dies sends none."""
-        with contextlib.suppress(TimeoutError):
-            return await asyncio.wait_for(notes.get(), 0.5)
-        return ""
 
     async def stop(self, number: int = signal.SIGTERM) -> int:
         process, self.process = self.process, None

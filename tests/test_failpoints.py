@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentd import failpoints
-from agentd.failpoints import POINTS, hit, reach
+from agentd.failpoints import POINTS, RUNTIMES, hit, reach
 
 SOURCE = Path(failpoints.__file__).parent
 KINDS = ("intent", "record", "devices", "node")
@@ -21,14 +21,36 @@ def disarmed() -> Iterator[None]:
 
 
 def test_every_point_stands_somewhere_and_nowhere_stands_another() -> None:
-    text = "".join(
-        path.read_text() for path in SOURCE.rglob("*.py") if path.name != "failpoints.py"
-    )
-    named = set(re.findall(r'(?:hit|reach|reach,)[( ]f?"([a-z_{}.]+)"', text))
+    named = named_in(SOURCE)
     assert {"{what}.before_replace", "{what}.after_replace"} <= named
     named = {name for name in named if "{" not in name}
     named |= {f"{kind}.{when}_replace" for kind in KINDS for when in ("before", "after")}
     assert named == set(POINTS)
+
+
+def named_in(folder: Path) -> set[str]:
+    paths = [path for path in folder.rglob("*.py") if path.name != "failpoints.py"]
+    text = "".join(path.read_text() for path in paths)
+    return set(re.findall(r'(?:hit|reach|reach,)[( ]f?"([a-z_{}.]+)"', text))
+
+
+@pytest.mark.parametrize("runtime", sorted(RUNTIMES))
+def test_a_point_of_a_runtime_stands_in_its_package(runtime: str) -> None:
+    elsewhere = {name for name, point in POINTS.items() if point.on == RUNTIMES}
+    expected = {name for name, point in POINTS.items() if runtime in point.on} - elsewhere
+    assert named_in(SOURCE / "runtimes" / runtime) == expected
+
+
+@pytest.mark.parametrize("runtime", sorted(RUNTIMES))
+def test_a_point_is_the_same_as_one_other_of_each_runtime(runtime: str) -> None:
+    for name, point in POINTS.items():
+        others = [other for other in point.same_as if runtime in POINTS[other].on]
+        assert len(others) <= 1, name
+        seen = {name}
+        while others:
+            assert others[0] not in seen, f"{name} is the same as itself"
+            seen.add(others[0])
+            others = [other for other in POINTS[others[0]].same_as if runtime in POINTS[other].on]
 
 
 def test_every_point_is_documented() -> None:

@@ -32,11 +32,13 @@ NODE = '[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(32)
 ONE = {"cuda.device": 1, "cpu": 0, "mem": "16m"}
 """What a kernel asks for that is one of many."""
 _T = TypeVar("_T")
+Environment = tuple[int, dict[str, str]]
+"""A process, and its environment."""
 
 
-def tried(items: Iterable[_T]) -> Iterator[_T]:
+def tried(items: Iterable[_T], soak_s: float = SOAK_S) -> Iterator[_T]:
     """Yield what is to be tried, for as long as a soak lasts."""
-    end = time.monotonic() + (SOAK_S or math.inf)
+    end = time.monotonic() + (soak_s or math.inf)
     for item in items:
         if time.monotonic() > end:
             return
@@ -126,7 +128,8 @@ class World:
         agents = await self.daemon.get("/v1/agents")
         by_stable_id = {d["stable_id"]: f"{d['device_name']}/{d['id']}" for d in devices}
         accounted = {k["kernel_id"]: _booked(k) for k in kernels}
-        found = list(self._present(by_stable_id))
+        processes = list(environments())
+        found = list(self._present(by_stable_id, processes))
         present = dict(found)
         assert len(present) == len(found), "two kernels of one name"
         owners = [set(d["agents"]) for d in devices if d["device_name"] != "mem"]
@@ -144,7 +147,7 @@ class World:
             },
             accounted=accounted,
             present=present,
-            strays=tuple(self._strays(accounted)),
+            strays=tuple(self._strays(accounted, processes)),
             divisible=frozenset({"mem/root"}),
         )
 
@@ -198,7 +201,7 @@ class World:
                 kernel_id = container["Labels"]["io.agentd.kernel"]
                 shown = self.engine.call("GET", f"/containers/{container['Id']}/json")
                 pids[kernel_id] = shown.get("State", {}).get("Pid", 0)
-        pids |= {kernel_id: pid for kernel_id, pid, is_leader in self._marked() if is_leader}
+        pids |= self._leaders(environments())
         return {k: (pid, started(pid)) for k, pid in pids.items() if started(pid)}
 
     def session_of(self, pid: int) -> list[int]:
@@ -218,14 +221,16 @@ class World:
     def _name(self, labels: dict[str, str]) -> str:
         return kernel_name(self.node, labels.get("io.agentd.kernel", ""))
 
-    def _present(self, by_stable_id: dict[str, str]) -> Iterator[tuple[str, Present]]:
+    def _present(
+        self, by_stable_id: dict[str, str], processes: Iterable[Environment]
+    ) -> Iterator[tuple[str, Present]]:
         if self.engine is not None:
             for container in self._containers():
                 labels = container["Labels"]
                 given = _given(labels.get("io.agentd.record", ""), by_stable_id)
                 is_alive = container["State"] in ("running", "paused")
                 yield labels["io.agentd.kernel"], Present(container["Id"], is_alive, given)
-        alive = {kernel_id: str(pid) for kernel_id, pid, is_leader in self._marked() if is_leader}
+        alive = {kernel_id: str(pid) for kernel_id, pid in self._leaders(processes).items()}
         folders = self.daemon.folder / "state" / "kernels"
         named = {path.name for path in folders.glob("[!.]*")} if folders.exists() else set()
         for kernel_id in named | alive.keys():
@@ -234,15 +239,17 @@ class World:
             given = _given(text, by_stable_id)
             yield kernel_id, Present(alive.get(kernel_id, ""), kernel_id in alive, given)
 
-    def _marked(self) -> list[tuple[str, int, bool]]:
-        """Return the processes that carry this node's name: kernel, pid, leads its session."""
-        found = []
-        for pid, env in environments():
-            if env.get("AGENTD_NODE") == self.node:
-                found.append((env["AGENTD_KERNEL"], pid, session(pid) == pid))
-        return found
+    def _leaders(self, processes: Iterable[Environment]) -> dict[str, int]:
+        """Return the process of each kernel's command: it leads its session."""
+        return {
+            env["AGENTD_KERNEL"]: pid
+            for pid, env in processes
+            if env.get("AGENTD_NODE") == self.node and session(pid) == pid
+        }
 
-    def _strays(self, accounted: dict[str, Accounted]) -> Iterator[str]:
+    def _strays(
+        self, accounted: dict[str, Accounted], processes: Iterable[Environment]
+    ) -> Iterator[str]:
         state = self.daemon.folder / "state"
         phases = {"intents": STARTING, "records": LIVE, "ended": ENDED}
         saved = {(p.parent.name, p.stem) for name in phases for p in state.glob(f"{name}/*.json")}
@@ -255,7 +262,7 @@ class World:
         for path in [*state.glob(".*.new"), *state.glob("*/.*")]:
             if path.name.removeprefix(".removed-") not in accounted:
                 yield f"left over {path.relative_to(state)}"
-        for pid, env in environments():
+        for pid, env in processes:
             if env.get("AGENTD_NODE") == self.node and env["AGENTD_KERNEL"] not in accounted:
                 yield f"process {pid} of {env['AGENTD_KERNEL']}"
             daemon = int(env.get("AGENTD_PLUGIN", "0").partition(".")[0])
@@ -291,15 +298,18 @@ def units(device_name: str, amount: str) -> int:
     return int(amount) if device_name == "mem" else int(Decimal(amount) * 10**6)
 
 
-def environments() -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield every process that lives and its environment, where that may be read."""
-    for path in Path("/proc").glob("[0-9]*/environ"):
+def environments() -> Iterator[Environment]:
+    """Yield the processes that agentd started, wherever their environment may be read."""
+    for name in os.listdir("/proc"):  # noqa: PTH208 - names alone, of all processes
+        if not name.isdecimal():
+            continue
         try:
-            text = path.read_bytes().decode(errors="replace")
+            text = Path(f"/proc/{name}/environ").read_bytes()
         except OSError:
             continue
-        items = (item.partition("=") for item in text.split("\0") if item)
-        yield int(path.parent.name), {name: value for name, _, value in items}
+        if b"AGENTD_" in text:
+            items = (i.partition("=") for i in text.decode(errors="replace").split("\0") if i)
+            yield int(name), {key: value for key, _, value in items}
 
 
 def _stat(pid: int) -> list[str]:

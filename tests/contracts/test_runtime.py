@@ -48,8 +48,7 @@ SHARES = Allocation(
 
 K1 = KernelRef("k1")
 NODE, OTHER = f"node-a-{os.getpid()}", f"node-b-{os.getpid()}"
-"""Nodes of this test run's own: keepers and cgroups are found by it."""
-pytestmark = pytest.mark.xdist_group("runtimes")  # one node id, so one at a time
+"""Nodes of this worker's own: shims, units and cgroups are found by it, and so are leftovers."""
 
 
 def plan(*command: str, kernel_id: str = "k1", node: str = NODE, **spec: Any) -> KernelPlan:

@@ -34,7 +34,7 @@ async def _node(request: pytest.FixtureRequest, daemon: Daemon) -> AsyncIterator
     await made.daemon.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def own_engine() -> Iterator[Engine]:
     """An engine that may be restarted; its containers outlive it."""
     if lacks := missing():

@@ -27,6 +27,8 @@ from daemon import BASE, Daemon, end
 from engine import Engine
 from world import SEED, SOAK_S, World, tried
 
+PARTS = 4
+"""How many tests share the pairs."""
 SAMPLE = 10
 EX_CONFIG = 78
 SCRIPT = """
@@ -346,24 +348,43 @@ async def one_pair(scene: Scene, pair: tuple[Event, Event]) -> None:
         await scene.daemon.close()
 
 
+def pairs_of(runtime: str, part: int) -> list[tuple[Event, Event]]:
+    """Return the pairs of one part."""
+    return pairs(random.Random(f"{SEED}{runtime}"))[part::PARTS]
+
+
+@pytest.mark.parametrize("runtime", ["process", "docker"])
+def test_the_parts_together_try_every_event(runtime: str) -> None:
+    shared = [pair for part in range(PARTS) for pair in pairs_of(runtime, part)]
+    assert sorted(map(names, shared)) == sorted(
+        map(names, pairs(random.Random(f"{SEED}{runtime}")))
+    )
+    assert {event for pair in shared for event in pair} == set(EVENTS)
+
+
+def names(pair: tuple[Event, Event]) -> str:
+    return " and ".join(event.__name__ for event in pair)
+
+
+@pytest.mark.long
 @pytest.mark.docker
-@pytest.mark.timeout(400 + 2 * SOAK_S)
+@pytest.mark.timeout(200 + 2 * SOAK_S)
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("runtime", ["process", "docker"])
 async def test_two_things_that_happen_leave_the_three_views_agreed(
-    runtime: str, own_engine: Engine
+    runtime: str, part: int, own_engine: Engine
 ) -> None:
     count, failed = 0, {}
-    for pair in tried(pairs(random.Random(f"{SEED}{runtime}"))):
+    for pair in tried(pairs_of(runtime, part), SOAK_S / PARTS):
         count += 1
-        names = " and ".join(event.__name__ for event in pair)
         folder = Path(tempfile.mkdtemp(prefix="agentd-", dir="/tmp"))
         folder.chmod(0o755)
-        chance = random.Random(f"{SEED}{runtime}{names}")
+        chance = random.Random(f"{SEED}{runtime}{names(pair)}")
         try:
             await one_pair(Scene(World(Daemon(folder, runtime, own_engine)), chance), pair)
         except Exception:  # noqa: BLE001 - the next pair is tried as well
-            failed[names] = traceback.format_exc()
-            print(f"\n{runtime}, seed {SEED}: {names}\n{failed[names]}")
+            failed[names(pair)] = traceback.format_exc()
+            print(f"\n{runtime}, seed {SEED}: {names(pair)}\n{failed[names(pair)]}")
         shutil.rmtree(folder)
-    print(f"\n{runtime}, seed {SEED}: {count} pairs, three views, {len(failed)} failed")
+    print(f"\n{runtime}, part {part}, seed {SEED}: {count} pairs, {len(failed)} failed")
     assert not failed, "\n".join(failed)

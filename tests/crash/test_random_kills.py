@@ -98,6 +98,7 @@ async def one_life(world: World, clients: list[Client], chance: random.Random) -
             await client.again(kernel_id)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300 + 2 * SOAK_S)
 async def test_random_deaths_under_load_lose_nothing(world: World) -> None:
     runtime = world.daemon.runtime

@@ -4,22 +4,29 @@ One node lives through all of it: each life has a point set, at which it dies ov
 asked of it, and the next one dies at a point of its start. Two kernels live through it all.
 """
 
+import asyncio
 import os
 import random
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
+from difflib import unified_diff
 from itertools import product
+from pathlib import Path
 
 import pytest
 
 from agentd.core.plan import kernel_name
 from agentd.failpoints import POINTS
-from daemon import AGENTS, gpus
+from crash.states import left_behind, states_of
+from daemon import AGENTS, Daemon, gpus
 from engine import Engine, rootfs
 from registry import Registry
-from world import ONE, SEED, SOAK_S, World, started, tried
+from world import ONE, SEED, SETTLES_WITHIN_S, SOAK_S, World, started, tried
 
+PARTS = 3
+"""How many tests share the lives; each has a node of its own."""
 NODE = (
     '[resource]\nallocation-mode = "auto-split"\n[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(32)
 )
@@ -45,28 +52,56 @@ OF_NO_RUNTIME = ("start", "devices", "node", "drain", "shutdown", "plugin")
 
 
 def points_of(runtime: str) -> list[str]:
-    other = {"docker": "process:", "process": "docker:"}[runtime]
-    points = [name for name, what in POINTS.items() if not what.startswith(other)]
+    points = [name for name, point in POINTS.items() if runtime in point.on]
     if runtime == "docker" and not SOAK_S:
         points = [point for point in points if point.partition(".")[0] not in OF_NO_RUNTIME]
     return points
 
 
-def lives(runtime: str, chance: random.Random) -> Iterator[tuple[str, str]]:
-    """Yield what to die at, and what the next life does, if anything: each once, or all pairs."""
-    at_start = [point for point in AT_START if point in points_of(runtime)]
-    asked = [point for point in points_of(runtime) if point not in at_start]
-    asked += [p for p in points_of(runtime) if p.startswith("plugin.") and p in at_start]
+def asked_of(runtime: str) -> list[str]:
+    """Return the points that a node which is ready passes over a request or a death."""
+    points = [point for point in points_of(runtime) if point not in AT_START]
+    return points + [p for p in points_of(runtime) if p.startswith("plugin.") and p in AT_START]
+
+
+def at_start_of(runtime: str) -> list[str]:
+    return [point for point in AT_START if point in points_of(runtime)]
+
+
+def lives(runtime: str, chance: random.Random) -> list[tuple[str, str]]:
+    """Return what to die at, and at what in the next life, if anything.
+
+    In a soak all pairs of points; else once in every state, at one of its points.
+    """
     if SOAK_S:
-        everything = list(product(asked, at_start))
-        yield from chance.sample(everything, len(everything))
-        return
-    seconds = [point for point in at_start if point not in UNBORN]
-    seconds += [""] * (len(asked) - len(seconds))
-    yield from zip(asked, chance.sample(seconds, len(asked)), strict=True)
-    for second in UNBORN:
-        unborn = "create.after_engine_create" if runtime == "docker" else "create.after_group"
-        yield unborn, second
+        everything = list(product(asked_of(runtime), at_start_of(runtime)))
+        return chance.sample(everything, len(everything))
+    firsts, seconds = (
+        [chance.choice(points) for points in states_of(points, runtime).values()]
+        for points in (asked_of(runtime), at_start_of(runtime))
+    )
+    seconds = [point for point in seconds if point not in UNBORN]
+    seconds += [""] * (len(firsts) - len(seconds))
+    unborn = "create.after_engine_create" if runtime == "docker" else "create.after_group"
+    pairs = zip(firsts, chance.sample(seconds, len(firsts)), strict=True)
+    return [*pairs, *((unborn, second) for second in UNBORN)]
+
+
+def lives_of(runtime: str, part: int) -> list[tuple[str, str]]:
+    """Return the lives of one part; neighbours stay together, as do those that end alike."""
+    everything = lives(runtime, random.Random(SEED))
+    return everything[len(everything) * part // PARTS : len(everything) * (part + 1) // PARTS]
+
+
+@pytest.mark.parametrize("runtime", ["process", "docker"])
+def test_the_parts_together_die_in_every_state(runtime: str) -> None:
+    shared = [life for part in range(PARTS) for life in lives_of(runtime, part)]
+    assert shared == lives(runtime, random.Random(SEED))
+    asked, at_start = (
+        states_of(points, runtime).keys() for points in (asked_of(runtime), at_start_of(runtime))
+    )
+    assert states_of((point for point, _ in shared), runtime).keys() == asked
+    assert states_of((second for _, second in shared if second), runtime).keys() == at_start
 
 
 class Sweep:
@@ -137,7 +172,9 @@ class Sweep:
                 await self.daemon.running(kernel_id=kernel_id, **self._body)
                 os.kill(self.world.lives()[kernel_id][0], signal.SIGKILL)
             case "drain":
-                await self.world.ask("POST", "/v1/devices/cuda/cuda15/drain")
+                is_drained = (await self.daemon.device("cuda15"))["state"] == "drained"
+                verb = "undrain" if is_drained else "drain"
+                await self.world.ask("POST", f"/v1/devices/cuda/cuda15/{verb}")
             case "shutdown":
                 self.daemon.process.send_signal(signal.SIGTERM)
             case "plugin":
@@ -146,14 +183,7 @@ class Sweep:
         assert status == -signal.SIGKILL, (point, status, self.daemon.log[-3000:])
         intent = self.daemon.folder / "state" / "intents" / f"{kernel_id}.json"
         assert point.endswith("_exit") or intent.exists() == (point in INTENDED), point
-        if point.startswith("drain"):
-            await self.undrain()
         return {kernel_id}
-
-    async def undrain(self) -> None:
-        await self.world.start()
-        await self.world.ask("POST", "/v1/devices/cuda/cuda15/undrain")
-        await self.world.kill()
 
     def body(self, point: str) -> dict:
         if point in ("create.before_undo", "create.after_undo"):
@@ -163,7 +193,7 @@ class Sweep:
             return {"slots": ONE, "image": image, "pull_policy": "always"}
         if point.startswith("shim.") and point.endswith("_exit"):
             return {"slots": ONE, "command": ["true"]}
-        if point.startswith("stop."):
+        if point.startswith("stop.after_"):
             return {"slots": ONE, "command": ["sh", "-c", "trap '' TERM; sleep 1000"]}
         return {"slots": ONE}
 
@@ -201,9 +231,11 @@ def other_container(request: pytest.FixtureRequest, engine: Engine) -> Callable[
     return lambda: engine.call("GET", f"/containers/{made['Id']}/json")
 
 
-@pytest.mark.timeout(500 + 2 * SOAK_S)
+@pytest.mark.long
+@pytest.mark.timeout(200 + 2 * SOAK_S)
+@pytest.mark.parametrize("part", range(PARTS))
 async def test_dying_at_every_point_loses_nothing(
-    world: World, registry: Registry, request: pytest.FixtureRequest
+    part: int, world: World, registry: Registry, request: pytest.FixtureRequest
 ) -> None:
     runtime, engine = world.daemon.runtime, world.engine
     sweep = Sweep(world, registry)
@@ -212,14 +244,15 @@ async def test_dying_at_every_point_loses_nothing(
     await world.kill()
     others = [other_process(request), *([other_container(request, engine)] if engine else [])]
     seen = [other() for other in others]
-    for point, second in tried(lives(runtime, random.Random(SEED))):
+    pairs = lives_of(runtime, part)
+    for point, second in tried(pairs, SOAK_S / PARTS):
         await sweep.life(point, second)
         if SOAK_S and sweep.runs % 10 == 0:
             # what nobody knows the end of is held anew at each start
             await world.start()
             await world.emptied(*sweep.lives)
             await world.kill()
-    assert SOAK_S or set(points_of(runtime)) <= sweep.reached
+    assert SOAK_S or {point for pair in pairs for point in pair if point} == sweep.reached
     await world.start()
     await world.emptied(*sweep.lives)
     await world.check()
@@ -227,5 +260,66 @@ async def test_dying_at_every_point_loses_nothing(
     await world.emptied()
     await world.check()
     assert [other() for other in others] == seen
-    print(f"\n{runtime}, seed {SEED}: {len(sweep.reached)} points,"
+    print(f"\n{runtime}, part {part}, seed {SEED}: {len(sweep.reached)} points,"
           f" {sweep.runs} runs, {world.deaths} deaths, no violation")  # fmt: skip
+
+
+def shared_states(runtime: str) -> list[list[str]]:
+    """Return the points of each state that has several; or two points of one, by chance."""
+    found = [
+        points
+        for is_at_start in (False, True)
+        for points in states_of(
+            [point for point in points_of(runtime) if (point in AT_START) is is_at_start], runtime
+        ).values()
+        if len(points) > 1
+    ]
+    chance = random.Random(SEED)
+    return found if SOAK_S else [chance.sample(chance.choice(found), 2)]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("runtime", ["process", pytest.param("docker", marks=pytest.mark.docker)])
+async def test_deaths_in_one_state_leave_the_same(
+    runtime: str, folder: Path, registry: Registry, request: pytest.FixtureRequest
+) -> None:
+    engine = request.getfixturevalue("engine") if runtime == "docker" else None
+    for points in shared_states(runtime):
+        dead = {}
+        for point in points:
+            own = folder / point
+            own.mkdir(mode=0o755)
+            dead[point] = world = World(Daemon(own, runtime, engine))
+            world.daemon.node = f"{folder.name}-{point}"
+            await die(Sweep(world, registry), point)
+        await until_same(dead)
+        for world in dead.values():
+            await world.daemon.close()
+
+
+async def die(sweep: Sweep, point: str) -> None:
+    """Have a daemon die at a point, over a request or at the start of a node with a kernel."""
+    world = sweep.world
+    if point in AT_START:
+        assert await world.start(text=NODE)
+        await sweep.daemon.running(kernel_id="k1", slots=ONE)
+        await world.kill()
+        assert not await world.start(f"{point}=kill")
+    else:
+        assert await world.start(f"{point}={action(point)}", NODE)
+        await sweep.provoke(point, "k1")
+
+
+async def until_same(dead: dict[str, World]) -> None:
+    """Wait until the nodes look the same: plugins and shims end after the daemon does."""
+    end = time.monotonic() + SETTLES_WITHIN_S
+    while True:
+        (first, looks), *others = [(point, left_behind(w).split("\n")) for point, w in dead.items()]
+        differing = [(point, lines) for point, lines in others if lines != looks]
+        if not differing:
+            return
+        if time.monotonic() > end:
+            point, lines = differing[0]
+            raise AssertionError("\n".join(unified_diff(looks, lines, first, point, n=0)))
+        await asyncio.sleep(0.05)

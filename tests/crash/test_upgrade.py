@@ -17,7 +17,8 @@ from daemon import AGENTS, Daemon, gpus
 from engine import Engine
 from world import World, started
 
-pytestmark = pytest.mark.xdist_group("recorded")  # the node ids are what was recorded
+ONE_AT_A_TIME = pytest.mark.xdist_group("recorded")
+"""The node ids are those that were recorded."""
 RECORDED = Path(__file__).parents[1] / "recorded"
 VERSIONS = sorted(path.stem for path in RECORDED.glob("*.json"))
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -66,6 +67,7 @@ async def are_adopted(daemon: Daemon, content: dict[str, Any], bodies: dict[str,
     assert await daemon.free("cuda.device") == "1"
 
 
+@ONE_AT_A_TIME
 async def test_processes_of_an_older_agentd_are_adopted(
     folder: Path, recorded: dict[str, Any], left_behind: dict[str, Any]
 ) -> None:
@@ -79,6 +81,7 @@ async def test_processes_of_an_older_agentd_are_adopted(
         await daemon.stop()
 
 
+@ONE_AT_A_TIME
 @pytest.mark.docker
 async def test_containers_of_an_older_agentd_are_adopted(
     folder: Path, recorded: dict[str, Any], engine: Engine

@@ -11,12 +11,14 @@ from agentd.failpoints import POINTS
 from node.conftest import CONFIG, Node, until_ready
 
 DROP_IN = "/run/systemd/system/agentd.service.d"
-OF_SYSTEMD = sorted(name for name, what in POINTS.items() if "systemd" in what)
+OF_SYSTEMD = sorted(
+    name for name, point in POINTS.items() if "systemd" in point.on and "docker" not in point.on
+)
 MORE = sorted(
     name
-    for name, what in POINTS.items()
+    for name, point in POINTS.items()
     if name.split(".")[0] in ("create", "intent", "record", "stop", "delete")
-    and "docker" not in what
+    and "systemd" in point.on
     and not name.endswith("_replace")
     and name not in OF_SYSTEMD
 )

@@ -22,8 +22,6 @@ from contracts.test_runtime import NODE, SHARES, plan, process_runtime
 from native.libraries import built
 from runtimes.process.rig import K1, bundle, command, create, found, identity, is_running, shim
 
-pytestmark = pytest.mark.xdist_group("runtimes")  # one node id, so one at a time
-
 
 async def without_shim(folder: Path) -> None:
     shim(folder).signal(signal.SIGKILL)
@@ -289,7 +287,7 @@ def who_runs(argument: str, node: str) -> list[int]:
         for pid, path in lines.items()
         if path.exists()
         and path.read_bytes().endswith(argument.encode() + b"\0")
-        and f"AGENTD_NODE={node}".encode() in environs[pid].read_bytes()
+        and f"AGENTD_NODE={node}\0".encode() in environs[pid].read_bytes()
     ]
 
 

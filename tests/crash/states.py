@@ -1,0 +1,100 @@
+"""The crash states of a runtime, and everything that a death leaves behind."""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from agentd.core.plan import kernel_name
+from agentd.failpoints import POINTS
+from world import GROUPS, World, environments, started
+
+SERVED = Path("/run/agentd/served")
+TIMES = ("_at", "start_time", "since", "until")
+"""How the names of members end whose values differ from one life to the next."""
+PIDS = ("pid", "shim_pid")
+
+
+def state_of(point: str, runtime: str) -> str:
+    """Return the first point at which a death leaves the same state as at this one."""
+    for earlier in POINTS[point].same_as:
+        if runtime in POINTS[earlier].on:
+            return state_of(earlier, runtime)
+    return point
+
+
+def states_of(points: Iterable[str], runtime: str) -> dict[str, list[str]]:
+    """Group points by the state that a death leaves."""
+    states: dict[str, list[str]] = {}
+    for point in points:
+        states.setdefault(state_of(point, runtime), []).append(point)
+    return states
+
+
+def left_behind(world: World) -> str:
+    """Return what a dead daemon's node consists of, one line for each thing.
+
+    Times, pids and the node's name are left out; of a pid it stands there whether it lives.
+    """
+    folder = world.daemon.folder
+    lines = [f"file {line}" for line in _files(folder)]
+    served = SERVED / f"{world.node}.json"
+    lines += [f"served {_content(served)}"] if served.exists() else []
+    for pid, env in environments():
+        if env.get("AGENTD_NODE") == world.node:
+            lines.append(f"process {env['AGENTD_KERNEL']} {_command(pid)}")
+        if int(env.get("AGENTD_PLUGIN", "0").partition(".")[0]) in world.dead:
+            lines.append("plugin")
+    for parent in GROUPS:
+        for group in parent.glob(f"{kernel_name(world.node, '')}*"):
+            members = (group / "cgroup.procs").read_text().split()
+            lines.append(f"cgroup {parent.parent.name} {group.name} {len(members)}")
+    lines += [f"container {line}" for line in _containers(world)]
+    text = "\n".join(sorted(lines)).replace(kernel_name(world.node, ""), "KERNEL-")
+    return text.replace(world.node, "NODE").replace(str(folder), "FOLDER")
+
+
+def _files(folder: Path) -> Iterator[str]:
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder)
+        is_content = name.parts[0] == "state" and path.is_file() and path.name != "lock"
+        yield f"{name} {_content(path) if is_content else ''}"
+
+
+def _content(path: Path) -> str:
+    text = path.read_text(errors="replace")
+    try:
+        return json.dumps(_lasting(json.loads(text)), sort_keys=True)
+    except ValueError:
+        return text
+
+
+def _lasting(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_lasting(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: bool(started(member)) if name in PIDS else _lasting(member)
+        for name, member in value.items()
+        if not name.endswith(TIMES)
+    }
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def _containers(world: World) -> Iterator[str]:
+    if world.engine is None:
+        return
+    for container in world.engine.containers():
+        if container["Labels"].get("io.agentd.node") == world.node:
+            shown = world.engine.call("GET", f"/containers/{container['Id']}/json")
+            state = {m: shown["State"][m] for m in ("Status", "ExitCode", "Error", "OOMKilled")}
+            labels = dict(container["Labels"])
+            record = json.dumps(_lasting(json.loads(labels.pop("io.agentd.record"))))
+            yield f"{container['Names']} {state} {sorted(labels.items())} {record}"
