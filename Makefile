@@ -19,7 +19,7 @@ PLATFORMS ?= manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 m
 WAITING := $(addprefix tests/end_to_end/,test_engine_trouble.py test_events.py test_neighbours.py test_socket_activation.py test_statistics.py fleet/test_failures.py fleet/test_gateway.py fleet/test_lies.py)
 NAMES := $(PLUGINS:plugins/%=agentd-plugin-%)
 
-.PHONY: demo demo-fleet test test-engines test-fleet test-node test-hardware wheels deb check lint unit soak bench clean
+.PHONY: demo demo-fleet test test-docker test-fleet test-node test-hardware wheels deb check lint unit soak bench clean
 
 demo: $(VENV)/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash docs/tutorial/demo.sh
@@ -31,7 +31,7 @@ test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 # Parts of `make test`: what needs a Docker Engine; the fleet, which needs etcd.
-test-engines: $(VENV)/.installed-dev
+test-docker: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m docker $(ARGS)
 
 test-fleet: $(VENV)/.installed-dev
