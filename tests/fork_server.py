@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import importlib
+import importlib.util
 import json
 import os
 import select
@@ -269,7 +269,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.path.remove(str(Path(__file__).parent))
     for module in [*PRELOADED, *(name.partition(":")[0] for name in PROGRAMS.values())]:
-        importlib.import_module(module)
+        if importlib.util.find_spec(module.partition(".")[0]) is not None:  # the fleet is optional
+            importlib.import_module(module)
     gc.freeze()  # a collection in a child would copy every page
     request = serve(channel)
     signal.signal(signal.SIGINT, signal.default_int_handler)

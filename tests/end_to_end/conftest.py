@@ -1,12 +1,11 @@
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser
 
 from daemon import UNITS, Daemon
-from end_to_end.browser import chromium
 from engine import Engine
 from engine_proxy import EngineProxy
 
@@ -37,8 +36,10 @@ async def plain(folder: Path) -> AsyncIterator[Daemon]:
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def browser() -> AsyncIterator[Browser]:
+async def browser() -> AsyncIterator[Any]:
     """One Chromium for all tests of a worker; they run in its event loop."""
+    from end_to_end.browser import chromium  # the virtual machine has no Playwright
+
     async with chromium() as started:
         yield started
 
