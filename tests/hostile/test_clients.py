@@ -260,7 +260,7 @@ async def test_a_team_on_its_own_socket_locks_nobody_out(plain: Daemon) -> None:
                 stack.callback(writer.close)
                 writer.write(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
         assert (await plain.call("GET", "/v1/node")).status == 200
-        assert made.descriptors <= before + 60
+        await made.back_to(before + 50)  # those that are too many are accepted, and dropped
     await made.back_to(before)
 
 
