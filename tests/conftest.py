@@ -14,14 +14,15 @@ from hypothesis import HealthCheck, settings
 import engine as engines
 from daemon import AGENTS, UNITS, Daemon, gpus
 from daemon_pool import DaemonPool
+from needs import ENGINE_26, require, summary
 from registry import Registry
 
 settings.register_profile(
     "agentd",
     deadline=None,
-    max_examples=150,
+    max_examples=1000 if "AGENTD_SOAK" in os.environ else 50,
     suppress_health_check=[HealthCheck.too_slow],
-    derandomize="CI" in os.environ,
+    derandomize="AGENTD_SOAK" not in os.environ,
 )
 settings.load_profile("agentd")
 structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
@@ -31,8 +32,17 @@ os.environ.setdefault("AGENTD_SEED", str(random.SystemRandom().randrange(10**6))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say what the tests that choose by chance started from: it repeats them."""
+    """Say what was skipped and how to run it, and what the choices by chance started from."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    for line in summary(report.longrepr[2].removeprefix("Skipped: ") for report in skipped):
+        terminalreporter.write_line(line)
     terminalreporter.write_line(f"AGENTD_SEED={os.environ['AGENTD_SEED']}")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Look for what a test needs before its fixtures are made."""
+    for mark in item.iter_markers("needs"):
+        require(*mark.args)
 
 
 @pytest.hookimpl(trylast=True)
@@ -50,16 +60,12 @@ def engine() -> Iterator[engines.Engine]:
 @pytest.fixture(scope="session")
 def engine26() -> Iterator[engines.Engine]:
     """An Engine 26 that takes names of the Container Device Interface."""
-    yield from running_engine(engines.NEWER, cdi=True)
+    yield from running_engine(ENGINE_26, cdi=True)
 
 
 def running_engine(programs: Path | None = None, *, cdi: bool = False) -> Iterator[engines.Engine]:
-    """Start an engine, and stop it; AGENTD_REQUIRE_ALL forbids to skip what needs it."""
-    if lacks := engines.missing(programs):
-        why = f"no Docker Engine can be started here; missing: {', '.join(lacks)}"
-        if os.environ.get("AGENTD_REQUIRE_ALL"):
-            pytest.fail(why)
-        pytest.skip(why)
+    """Start an engine, and stop it."""
+    require(*engines.NEEDS, *(["engine-26"] if programs else []))
     folder = Path(tempfile.mkdtemp(prefix="agentd-engine-", dir="/tmp"))
     running = engines.Engine(folder, programs, cdi=cdi)
     try:

@@ -15,19 +15,7 @@ from typing import Any
 import pytest
 
 IMAGE = "agentd-test:1"
-NEEDED = ("dockerd", "containerd", "runc", "busybox")
-
-
-NEWER = Path(os.environ.get("AGENTD_ENGINE_26", "/opt/agentd-engine-26"))
-"""Where Debian 13's docker.io and containerd are unpacked; `.ci/run` does it."""
-
-
-def missing(programs: Path | None = None) -> list[str]:
-    """What this machine lacks for an engine; empty if it has all."""
-    lacks = [name for name in NEEDED if shutil.which(name) is None]
-    if programs is not None and not (programs / "usr/sbin/dockerd").exists():
-        lacks.append(f"Engine 26 in {programs}")
-    return lacks if os.geteuid() == 0 else [*lacks, "root"]
+NEEDS = ("root", "docker")
 
 
 class Engine:

@@ -1,7 +1,6 @@
 """The house: directions, sizes, and what is shipped with it."""
 
 import ast
-import shutil
 import socket
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from agentd.host.sd_notify import Notifier
 from agentd.pluginhost.conformance import _parsed as parsed
 from agentd.rpc.problems import STATUSES
 from agentd.rpc.routes import ROUTES
+from needs import require
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(
@@ -104,8 +104,7 @@ INSTALLED = "agentd is not executable: No such file or directory"
 
 
 def analyzed(*arguments: str, unit: str) -> subprocess.CompletedProcess[str]:
-    if shutil.which("systemd-analyze") is None:
-        pytest.skip("systemd-analyze is not installed")
+    require("systemd-analyze")
     command = ["systemd-analyze", *arguments, ROOT / "systemd" / f"{unit}.service"]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 

@@ -12,7 +12,7 @@ import fork_server
 from daemon import AGENTS, Daemon
 from engine import Engine
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="device files are made by root")
+pytestmark = pytest.mark.needs("root")
 
 
 class Node:

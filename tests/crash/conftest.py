@@ -1,4 +1,3 @@
-import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -7,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from daemon import Daemon
-from engine import Engine, missing
+from engine import NEEDS, Engine
+from needs import require
 from world import NODE, World
 
 
@@ -37,8 +37,7 @@ async def _node(request: pytest.FixtureRequest, daemon: Daemon) -> AsyncIterator
 @pytest.fixture(scope="session")
 def own_engine() -> Iterator[Engine]:
     """An engine that may be restarted; its containers outlive it."""
-    if lacks := missing():
-        (pytest.fail if os.environ.get("AGENTD_REQUIRE_ALL") else pytest.skip)(", ".join(lacks))
+    require(*NEEDS)
     home = Path(tempfile.mkdtemp(prefix="agentd-engine-", dir="/tmp"))
     engine = Engine(home, own_containerd=True)
     engine.start()

@@ -19,9 +19,7 @@ from daemon import Daemon
 from native.libraries import built
 from world import NODE, ONE, World, session, started
 
-ROOT_ONLY = pytest.mark.skipif(
-    os.geteuid() != 0 and not os.environ.get("AGENTD_REQUIRE_ALL"), reason="mounts need root"
-)
+ROOT_ONLY = pytest.mark.needs("root")
 
 
 pytestmark = pytest.mark.started

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from daemon import AGENTS, Daemon, gpus
-from engine import IMAGE, Engine, missing
+from engine import IMAGE, NEEDS, Engine
+from needs import require
 
 pytestmark = pytest.mark.docker
 KILLED = "agentd-test:killed"
@@ -23,8 +24,7 @@ SCRIPT = "trap 'exit 7' USR1; while :; do sleep 0.05; done"
 @pytest.fixture(params=[True, False], ids=["live-restore", "plain"])
 async def mortal(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Daemon]:
     """agentd with two GPUs, on an engine of its own that may be killed."""
-    if lacks := missing():
-        (pytest.fail if os.environ.get("AGENTD_REQUIRE_ALL") else pytest.skip)(", ".join(lacks))
+    require(*NEEDS)
     home = Path(tempfile.mkdtemp(prefix="agentd-engine-", dir="/tmp"))
     engine = Engine(home, live_restore=request.param, own_containerd=True)
     engine.start()

@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-import os
 import re
-import shutil
 import socket
 import subprocess
 from collections.abc import AsyncIterator
@@ -28,16 +26,12 @@ scrape_configs:
 """
 
 
+pytestmark = pytest.mark.needs("prometheus")
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return probe.getsockname()[1]
-
-
-@pytest.fixture(autouse=True)
-def prometheus_there() -> None:
-    if shutil.which("prometheus") is None or shutil.which("promtool") is None:
-        assert not os.environ.get("AGENTD_REQUIRE_ALL")
-        pytest.skip("prometheus is not installed")
 
 
 class Prometheus:

@@ -228,6 +228,7 @@ async def test_tcp_needs_the_token_and_probes_do_not(plain: Daemon) -> None:
         assert raw.recv(64).startswith(b"HTTP/1.1 401")
 
 
+@pytest.mark.needs("openssl")
 async def test_tls_is_spoken_where_it_is_configured(plain: Daemon) -> None:
     port, folder = free_port(), plain.folder
     subprocess.run(

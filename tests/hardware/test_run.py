@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from zlib import crc32
 
@@ -14,9 +13,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests/hardware/run.sh"
 GPU = "driver 570.1\ninit 0\ngpu uuid=GPU-{uuid} pci={domain:08X}:3B:00.0 name=NVIDIA H100\n"
 
-pytestmark = pytest.mark.skipif(
-    Path(sys.prefix).resolve() != (ROOT / ".venv").resolve(), reason="it runs what is in .venv"
-)
+pytestmark = pytest.mark.needs("venv")
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ import pytest
 
 from daemon import AGENTS, BASE, Daemon, gpus
 from end_to_end.test_events import DROPPED
+from needs import require
 
 SOAK = bool(os.environ.get("AGENTD_SOAK"))
 HALF, READERS, FOLLOWERS = (2000, 1000, 500) if SOAK else (700, 150, 100)
@@ -38,6 +39,7 @@ DEADLINES = {
 
 def certificate(folder: Path) -> None:
     """Make a key and a certificate of its own."""
+    require("openssl")
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
     command += [
         "-subj",

@@ -21,10 +21,7 @@ from daemon import AGENTS, Daemon, gpus
 from native.libraries import built
 from world import World
 
-pytestmark = pytest.mark.skipif(
-    os.geteuid() != 0 and not os.environ.get("AGENTD_REQUIRE_ALL"),
-    reason="becoming another user needs root",
-)
+pytestmark = pytest.mark.needs("root")
 NODE = '[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(4)
 ONE = {"cuda.device": 1, "cpu": 0, "mem": "64m"}
 NOBODY = 65534

@@ -121,10 +121,9 @@ async def test_a_kernel_that_forks_without_end_meets_its_limit(node: Daemon) -> 
     assert answer.status == 204, answer.content
 
 
+@pytest.mark.needs("root")
 async def test_a_kernel_cannot_end_or_trace_its_shim(node: Daemon, folder: Path) -> None:
     """Where agentd is root, and kernels are somebody else."""
-    if os.geteuid() != 0:
-        return
     script = (
         "import os, signal, ctypes\n"
         "shim = os.getppid()\n"
@@ -166,9 +165,8 @@ async def test_the_room_for_an_exit_status_is_there_before_the_command_runs(node
     assert reserved.stat().st_blocks * 512 >= 4096
 
 
+@pytest.mark.needs("root")
 async def test_kernels_of_agents_with_users_of_their_own_do_not_meet(node: Daemon) -> None:
-    if os.geteuid() != 0:
-        return
     agents = '[[agents]]\nid = "agent-1"\nuser = "daemon"\n[[agents]]\nid = "agent-2"\n'
     await node.restart('[plugins]\nallow = ["sim"]\n' + agents + gpus(2))
     victim = await node.running("agent-1", kernel_id="victim")

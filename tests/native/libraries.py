@@ -1,19 +1,18 @@
 """Building the libraries that tests put in place of the vendors', and programs for kernels."""
 
-import os
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from needs import require
 
 SOURCES = Path(__file__).parent
 
 
 def built(source: str, target: Path) -> Path:
     """Compile a C file beside this one into a program or a library (`*.so*`) at `target`."""
-    if shutil.which("gcc") is None:
-        (pytest.fail if os.environ.get("AGENTD_REQUIRE_ALL") else pytest.skip)("gcc is missing")
+    require("gcc")
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         shared = ["-shared", "-fPIC"] if ".so" in target.name else []

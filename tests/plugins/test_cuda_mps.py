@@ -134,7 +134,7 @@ def test_a_set_up_that_cannot_work_does_not_open(control: Control, tmp_path: Pat
     assert plugin.container_edits([], Features("docker")).env
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+@pytest.mark.needs("root")
 def test_a_stranger_s_server_is_nobody_s(control: Control) -> None:
     os.chown(control.folder, 61001, 61001)
     server = Server(str(control.folder), "/dev/shm")

@@ -16,7 +16,7 @@ GPU = ServedDevice("cuda/cuda0", ("0000:3b:00.0", "GPU-a"), held=False)
 HELD = ServedDevice("cuda/cuda1", ("GPU-b",), held=True)
 ALICE, BOB = 61001, 61002
 
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="root's daemons are root's")
+as_root = pytest.mark.needs("root")
 
 
 class Machine:

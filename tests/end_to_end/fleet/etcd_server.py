@@ -13,16 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import pytest
+
+from needs import require
 
 READY_TIMEOUT_S = 30.0
 ATTEMPTS = 5
-
-
-def required() -> None:
-    """Skip the test where there is no etcd, if that is allowed."""
-    if shutil.which("etcd") is None:
-        (pytest.fail if os.environ.get("AGENTD_REQUIRE_ALL") else pytest.skip)("etcd is missing")
 
 
 def free_ports(count: int) -> list[int]:
@@ -64,7 +59,7 @@ class EtcdServers:
 
     async def start(self) -> None:
         """Start all members, and wait until each has a leader."""
-        required()
+        require("etcd")
         for _ in range(ATTEMPTS):
             self.ports = free_ports(2 * self.count)
             for number in range(self.count):

@@ -13,6 +13,7 @@ import pytest
 from daemon import AGENTS, Daemon, gpus
 from end_to_end.fleet.fleet_world import SLEEP, World
 from native.libraries import built, nvml_library
+from needs import require
 
 GPU = """gpu uuid=GPU-{name}-{n} pci=0000000{n}:3B:00.0 mem=85899345920 used=0 util=0 temp=40 \
 power=70000 lost=0 mig={mig} recovery=0 events=8 name=NVIDIA H100 80GB HBM3
@@ -185,8 +186,7 @@ class Cable:
 
 
 async def test_a_node_that_is_cut_off_is_lost_and_comes_back_as_it_was(world: World) -> None:
-    if os.geteuid() != 0:
-        (pytest.fail if os.environ.get("AGENTD_REQUIRE_ALL") else pytest.skip)("needs root")
+    require("root")
     servers = await world.start_etcd()
     near, far = await world.start_nodes("none", "cuda")
     world.join(near)

@@ -291,9 +291,8 @@ def who_runs(argument: str, node: str) -> list[int]:
     ]
 
 
+@pytest.mark.needs("root")
 async def test_an_agent_can_have_a_user_of_its_own(folder) -> None:
-    if os.geteuid() != 0:
-        return
     (folder / "kernels").mkdir()
     daemon = find_account("daemon", "agents.0.user")
     runtime = process_runtime(folder / "kernels", accounts={"agent-1": daemon})

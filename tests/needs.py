@@ -1,0 +1,78 @@
+"""What some tests need besides a clone of the repository, and the one command that provides it.
+
+A test that lacks something is skipped, and the closing lines of a run say so; where
+AGENTD_REQUIRE_ALL is set it fails.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from agentd.host.cgroups import find_cgroups
+
+ROOT = Path(__file__).parents[1]
+ENGINE_26 = Path(os.environ.get("AGENTD_ENGINE_26", "/opt/agentd-engine-26"))
+"""Where Debian 13's docker.io and containerd are unpacked; `.ci/run` does it."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Something that not every machine has: what is missing here, and what provides it."""
+
+    missing: Callable[[], str]
+    command: str
+
+
+def _programs(*names: str) -> Callable[[], str]:
+    return lambda: ", ".join(name for name in names if shutil.which(name) is None)
+
+
+def _unless(is_there: Callable[[], object], missing: str) -> Callable[[], str]:
+    return lambda: "" if is_there() else missing
+
+
+NEEDS = {
+    "root": Need(_unless(lambda: os.geteuid() == 0, "another user runs this"), "sudo make test"),
+    "docker": Need(
+        _programs("dockerd", "containerd", "runc", "busybox"),
+        "sudo apt-get install docker.io containerd runc busybox-static",
+    ),
+    "engine-26": Need(
+        _unless((ENGINE_26 / "usr/sbin/dockerd").exists, f"nothing in {ENGINE_26}"), "sudo .ci/run"
+    ),
+    "cgroups": Need(_unless(find_cgroups, "no cgroup can be written"), "sudo make test"),
+    "etcd": Need(_programs("etcd"), "sudo apt-get install etcd-server"),
+    "chromium": Need(_programs("chromium"), "sudo apt-get install chromium"),
+    "prometheus": Need(_programs("prometheus", "promtool"), "sudo apt-get install prometheus"),
+    "gcc": Need(_programs("gcc"), "sudo apt-get install gcc libc6-dev"),
+    "openssl": Need(_programs("openssl"), "sudo apt-get install openssl"),
+    "systemd-analyze": Need(_programs("systemd-analyze"), "sudo apt-get install systemd"),
+    "venv": Need(
+        _unless(lambda: Path(sys.prefix).resolve() == ROOT / ".venv", "another Python runs this"),
+        "make test",
+    ),
+}
+
+
+def require(*names: str) -> None:
+    """Skip the test that runs, or fail it, unless all of these are there."""
+    for name in names:
+        if missing := NEEDS[name].missing():
+            why = f"needs {name} (missing: {missing})"
+            (pytest.fail if "AGENTD_REQUIRE_ALL" in os.environ else pytest.skip)(why)
+
+
+def summary(reasons: Iterable[str]) -> Iterator[str]:
+    """Yield a line for each reason for which tests were skipped, the most frequent first."""
+    for reason, count in Counter(reasons).most_common():
+        name = reason.removeprefix("needs ").partition(" ")[0]
+        enabled = f"; enable with: {NEEDS[name].command}" if name in NEEDS else ""
+        yield f"{count} skipped: {reason}{enabled}"
