@@ -282,11 +282,12 @@ class Daemon:
 
     async def close(self) -> None:
         """Remove every kernel, and stop."""
-        if self.process is None and self.config_file.exists():
-            self.configure(AGENTS)
-            await self.start()
         try:
-            await self.remove_kernels()
+            if self.process is None and self.config_file.exists():
+                self.configure(AGENTS)
+                await self.start()
+            if self.process is not None:
+                await self.remove_kernels()
         finally:
             await self.stop()
             self.notes.close()

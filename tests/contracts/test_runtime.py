@@ -127,6 +127,7 @@ async def rig(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Rig
         await runtime.close()
 
 
+@pytest.mark.needs("cgroups")
 async def test_a_created_kernel_runs_and_says_who_it_is(rig: Rig) -> None:
     created = await rig.create("sleep", "1000")
     assert created.state is ObservedState.RUNNING
@@ -207,6 +208,7 @@ WORK = (
 """Twenty MiB at once, some time on a core, which the shell tells, and then two processes."""
 
 
+@pytest.mark.needs("cgroups")
 async def test_what_a_kernel_uses_is_what_it_says_itself(rig: Rig) -> None:
     if isinstance(rig.runtime, FakeRuntime):
         rig.runtime.used["k1"] = Accounted(Usage(processes=7))

@@ -71,6 +71,7 @@ AS_BEFORE = (
 )
 
 
+@pytest.mark.needs("cgroups")
 async def test_a_damaged_kernel_harms_only_itself_and_is_charged(plain_world: World) -> None:
     world, daemon = plain_world, plain_world.daemon
     before = {name: await daemon.running(kernel_id=name, slots=ONE) for name in MALFORMED}

@@ -106,6 +106,7 @@ def fill(path: Path) -> None:
             filler.write(b"x" * 4096)
 
 
+@pytest.mark.needs("cgroups")
 async def test_a_state_folder_that_is_gone_costs_no_kernel(world: World) -> None:
     daemon, state = world.daemon, world.daemon.folder / "state"
     for agent in ("agent-1", "agent-2"):

@@ -116,6 +116,7 @@ agentd(sys.argv[1:])
 """
 
 
+@pytest.mark.needs("cgroups")
 async def test_going_back_a_version_leaves_newer_kernels_alone(world: World) -> None:
     """A kernel made by an agentd of the next schema, found by the one of today."""
     daemon = world.daemon

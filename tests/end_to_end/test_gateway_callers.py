@@ -1,6 +1,7 @@
 """A gateway acts for its callers: at the node, all is as if they had called themselves."""
 
 import json
+import os
 import signal
 
 import aiohttp
@@ -49,7 +50,7 @@ async def test_whom_a_gateway_names_sees_and_does_what_its_role_says(node: Token
         line for line in node.daemon.log.splitlines() if "rpc.call" in line and "mine" in line
     )
     said = json.loads(line)
-    assert (said["caller"], said["via"], said["uid"]) == ("team-x", "agentd", 0)
+    assert (said["caller"], said["via"], said["uid"]) == ("team-x", "agentd", os.geteuid())
 
 
 async def test_who_is_no_gateway_cannot_name_another(node: Tokens) -> None:

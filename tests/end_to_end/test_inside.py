@@ -62,6 +62,7 @@ async def test_a_command_has_what_its_kernel_has(daemon: Daemon, client: AsyncCl
     assert (code, told) == (0, b"y\n/\n")
 
 
+@pytest.mark.needs("cgroups")
 async def test_it_is_counted_with_its_kernel(daemon: Daemon, client: AsyncClient) -> None:
     await daemon.running(kernel_id="k1", command=SLEEPER)
     async with client.exec("k1", ["sh", "-c", "echo; sleep 1000 & wait"]) as running:

@@ -30,6 +30,7 @@ async def begun(running) -> None:
     await anext(aiter(running))
 
 
+@pytest.mark.needs("cgroups")
 async def test_nothing_of_roots_is_ever_in_a_kernels_cgroup(plain: Daemon) -> None:
     """What is in there can be taken for one of the kernel's, and signalled by it."""
     await plain.start(AGENTS + gpus(1))

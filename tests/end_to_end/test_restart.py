@@ -173,6 +173,7 @@ async def test_a_drain_survives_a_restart(plain: Daemon) -> None:
     assert await plain.free("cuda.device") == "1"
 
 
+@pytest.mark.needs("cgroups")
 async def test_a_damaged_record_is_recovered_from_the_kernel_itself(plain: Daemon) -> None:
     await plain.start()
     kernel = await plain.running(kernel_id="k1", slots={"cuda.device": 1})
@@ -310,6 +311,7 @@ async def test_a_runtime_switch_leaves_the_other_s_kernels_running(dockered: Dae
     assert dockered.test_engine.containers() == []
 
 
+@pytest.mark.needs("root")
 async def test_a_reload_does_not_change_half_of_an_agent(plain: Daemon) -> None:
     """Agents wait for a restart, and so does the user that they run as."""
     await plain.start(AGENTS)

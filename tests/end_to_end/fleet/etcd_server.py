@@ -41,6 +41,7 @@ class EtcdServers:
     def __init__(
         self, folder: Path, count: int = 1, *, quota_bytes: int = 0, options: Iterable[str] = ()
     ) -> None:
+        require("etcd")
         self.folder = folder
         self.count = count
         self.processes: list[subprocess.Popen[bytes] | None] = [None] * count
@@ -59,7 +60,6 @@ class EtcdServers:
 
     async def start(self) -> None:
         """Start all members, and wait until each has a leader."""
-        require("etcd")
         for _ in range(ATTEMPTS):
             self.ports = free_ports(2 * self.count)
             for number in range(self.count):
