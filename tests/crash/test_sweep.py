@@ -232,6 +232,7 @@ def other_container(request: pytest.FixtureRequest, engine: Engine) -> Callable[
 
 
 @pytest.mark.long
+@pytest.mark.needs("cgroups")
 @pytest.mark.timeout(200 + 2 * SOAK_S)
 @pytest.mark.parametrize("part", range(PARTS))
 async def test_dying_at_every_point_loses_nothing(

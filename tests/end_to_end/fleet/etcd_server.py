@@ -42,6 +42,7 @@ class EtcdServers:
         self, folder: Path, count: int = 1, *, quota_bytes: int = 0, options: Iterable[str] = ()
     ) -> None:
         require("etcd")
+        folder.mkdir(exist_ok=True)
         self.folder = folder
         self.count = count
         self.processes: list[subprocess.Popen[bytes] | None] = [None] * count

@@ -141,9 +141,9 @@ class Pool:
     async def etcd(self) -> EtcdServers:
         """Return a member without keys, for tests that leave it as it is."""
         if self._etcd is None:
-            (folder := self.folder / "etcd").mkdir()
-            self._etcd = EtcdServers(folder)
-            await self._etcd.start()
+            servers = EtcdServers(self.folder / "etcd")
+            await servers.start()
+            self._etcd = servers
         await self._etcd.wipe()
         return self._etcd
 
