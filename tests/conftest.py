@@ -1,10 +1,9 @@
 import asyncio
-import contextlib
 import os
 import random
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,8 @@ import structlog
 from hypothesis import HealthCheck, settings
 
 import engine as engines
-from daemon import AGENTS, UNITS, Daemon, gpus
-from daemon_pool import DaemonPool
+from daemon import UNITS
+from daemon_pool import DaemonPool, Serving
 from needs import ENGINE_26, require, summary
 from registry import Registry
 
@@ -78,9 +77,6 @@ def running_engine(programs: Path | None = None, *, cdi: bool = False) -> Iterat
         shutil.rmtree(folder, ignore_errors=True)
 
 
-TWO_AGENTS = AGENTS + gpus()
-
-
 @pytest.fixture(scope="session")
 def daemon_pool() -> Iterator[DaemonPool]:
     """Running daemons that tests of this worker take turns at."""
@@ -92,13 +88,25 @@ def daemon_pool() -> Iterator[DaemonPool]:
 @pytest.fixture(params=["process", *UNITS, pytest.param("docker", marks=pytest.mark.docker)])
 async def serving(
     request: pytest.FixtureRequest, daemon_pool: DaemonPool
-) -> AsyncIterator[Callable[[str], Awaitable[Daemon]]]:
+) -> AsyncIterator[Serving]:
     """Give a running daemon on each runtime, by its configuration; see `DaemonPool`."""
     engine = request.getfixturevalue("engine") if request.param == "docker" else None
-    async with contextlib.AsyncExitStack() as stack:
-        yield lambda text=TWO_AGENTS: stack.enter_async_context(
-            daemon_pool.running(request.param, text, engine)
-        )
+    async with daemon_pool.serving(request.param, engine) as give:
+        yield give
+
+
+@pytest.fixture
+async def serving_docker(daemon_pool: DaemonPool, engine: engines.Engine) -> AsyncIterator[Serving]:
+    """Give a running daemon on the docker runtime, by its configuration."""
+    async with daemon_pool.serving("docker", engine) as give:
+        yield give
+
+
+@pytest.fixture
+async def serving_process(daemon_pool: DaemonPool) -> AsyncIterator[Serving]:
+    """Give a running daemon on the process runtime, by its configuration."""
+    async with daemon_pool.serving("process") as give:
+        yield give
 
 
 @pytest.fixture

@@ -114,6 +114,7 @@ class Daemon:
         self.test_engine = engine
         self.process: Process | None = None
         self.boot_id = ""
+        self.log_from = 0
         self.deadlines: dict[str, float] = {}
         """Shorter deadlines than the product's, for tests that wait for one; unused in a soak."""
         self._program: tuple[str, ...] | None = None
@@ -136,7 +137,8 @@ class Daemon:
 
     @property
     def log(self) -> str:
-        return (self.folder / "log").read_text()
+        """What it has printed; since it was given to the test, if others used it before."""
+        return (self.folder / "log").read_text()[self.log_from :]
 
     def configure(self, text: str = AGENTS + gpus(), base: str = BASE) -> None:
         filled = base.format(

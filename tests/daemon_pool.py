@@ -1,7 +1,7 @@
 """Running daemons that tests use one after the other, instead of a start for each test.
 
-For tests that neither kill, restart nor reconfigure the daemon and read no totals of its life. A
-daemon is given to the next test only if it looks as it did when it was new.
+For tests that read no totals of the daemon's life and do not damage what it keeps. A daemon is
+given to the next test only if it runs and looks as it did when it was new.
 """
 
 from __future__ import annotations
@@ -9,14 +9,17 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from daemon import Daemon
+from daemon import AGENTS, Daemon, gpus
 from engine import Engine
 
 MAX_IDLE = 6
+TWO_AGENTS = AGENTS + gpus()
+Serving = Callable[..., Awaitable[Daemon]]
+"""Gives a running daemon with a configuration, by default two agents and two devices."""
 _Key = tuple[str, str, Path | None]
 
 
@@ -34,16 +37,27 @@ class DaemonPool:
         """Give a daemon that runs with this configuration and has no kernels."""
         key = (runtime, text, engine.socket if engine else None)
         daemon = self._idle.pop(key, None) or await self._new(runtime, text, engine)
+        daemon.log_from = len(daemon.log)
+        ended: Daemon | None = daemon
         try:
             yield daemon
-            await daemon.remove_kernels()
-            if await _view(daemon) == self._views[daemon]:
-                self._idle[key] = daemon
-                daemon = None if len(self._idle) <= MAX_IDLE else self._oldest()
+            if daemon.process is not None:
+                await daemon.remove_kernels()
+                if await _view(daemon) == self._views[daemon]:
+                    self._idle[key] = daemon
+                    ended = None if len(self._idle) <= MAX_IDLE else self._oldest()
         finally:
-            if daemon is not None:
-                self._views.pop(daemon)
-                await _end(daemon)
+            if ended is not None:
+                self._views.pop(ended)
+                await _end(ended)
+
+    @contextlib.asynccontextmanager
+    async def serving(self, runtime: str, engine: Engine | None = None) -> AsyncIterator[Serving]:
+        """Give a test its daemons, and take them back when it is over."""
+        async with contextlib.AsyncExitStack() as stack:
+            yield lambda text=TWO_AGENTS: stack.enter_async_context(
+                self.running(runtime, text, engine)
+            )
 
     async def close(self) -> None:
         """End all of them."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from daemon import AGENTS, BASE, Daemon, gpus
+from daemon_pool import Serving
 from end_to_end.containers import inspected, printed
 from engine import Engine
 from engine_proxy import EngineProxy
@@ -35,8 +36,10 @@ async def test_defaults_are_safe_and_seen_from_inside(dockered: Daemon, engine: 
     }  # fmt: skip
 
 
-async def test_the_operator_widens_and_a_request_cannot(dockered: Daemon) -> None:
-    await dockered.start('capabilities = ["CHOWN", "NET_RAW"]\npids-limit = 99\n' + AGENTS)
+async def test_the_operator_widens_and_a_request_cannot(serving_docker: Serving) -> None:
+    dockered = await serving_docker(
+        'capabilities = ["CHOWN", "NET_RAW"]\npids-limit = 99\n' + AGENTS
+    )
     assert "CapBnd:\t0000000000002001" in await printed(dockered, "cat /proc/self/status")
     for member in ("privileged", "cap_add", "capabilities", "security_opt", "pid_mode"):
         answer = await dockered.create(**{member: True})
@@ -48,8 +51,10 @@ async def test_the_operator_widens_and_a_request_cannot(dockered: Daemon) -> Non
     ]
 
 
-async def test_memory_folders_and_limits_are_as_asked(dockered: Daemon, engine: Engine) -> None:
-    await dockered.start()
+async def test_memory_folders_and_limits_are_as_asked(
+    serving_docker: Serving, engine: Engine
+) -> None:
+    dockered = await serving_docker()
     script = "df -k /scratch /dev/shm | grep -v Filesystem; ulimit -n; ulimit -Hn; ulimit -c"
     lines = (
         await printed(
@@ -89,9 +94,9 @@ async def test_memory_folders_and_limits_are_as_asked(dockered: Daemon, engine: 
     ],
 )
 async def test_what_is_refused_is_named_and_leaves_nothing(
-    dockered: Daemon, engine: Engine, body, where
+    serving_docker: Serving, engine: Engine, body, where
 ) -> None:
-    await dockered.start(AGENTS)
+    dockered = await serving_docker(AGENTS)
     answer = await dockered.create(**body)
     assert (answer.status, answer.json["code"]) == (422, "InvalidRequest")
     assert where in [error["where"] for error in answer.json["errors"]]
@@ -99,12 +104,12 @@ async def test_what_is_refused_is_named_and_leaves_nothing(
 
 
 async def test_an_image_gets_no_devices_past_what_was_allocated(
-    dockered: Daemon, engine: Engine
+    serving_docker: Serving, engine: Engine
 ) -> None:
     """Also where no plugin knows the variable: the engine's hooks would obey the image."""
     greedy = "ENV%20NVIDIA_VISIBLE_DEVICES=all%20HABANA_VISIBLE_DEVICES=all"
     engine.import_image("greedy:1", f"&changes={greedy}")
-    await dockered.start(AGENTS)
+    dockered = await serving_docker(AGENTS)
     env = await printed(dockered, "env", image="greedy:1")
     assert "NVIDIA_VISIBLE_DEVICES=void" in env
     assert "HABANA_VISIBLE_DEVICES=void" in env
@@ -193,8 +198,8 @@ def is_free(port: int) -> bool:
     return True
 
 
-async def test_logs_by_stream_time_and_tail(dockered: Daemon) -> None:
-    await dockered.start()
+async def test_logs_by_stream_time_and_tail(serving_docker: Serving) -> None:
+    dockered = await serving_docker()
     script = "echo one; echo two >&2; sleep 0.05; echo three"
     await dockered.running(kernel_id="k1", command=["sh", "-c", script])
     ended = await dockered.until("k1", "terminated")
@@ -315,9 +320,9 @@ async def test_no_request_is_large_enough_to_hold_up_the_node(dockered, body, wh
 
 
 async def test_a_user_whom_the_image_does_not_know_is_the_caller_s_to_mend(
-    dockered: Daemon, engine: Engine
+    serving_docker: Serving, engine: Engine
 ) -> None:
-    await dockered.start()
+    dockered = await serving_docker()
     answer = await dockered.create(user="nobody-of-this-name")
     assert (answer.status, answer.json["code"]) == (422, "InvalidRequest")
     assert answer.json["errors"][0]["where"] == "user"
@@ -334,9 +339,9 @@ async def test_a_user_whom_the_image_does_not_know_is_the_caller_s_to_mend(
     ],
 )
 async def test_a_caller_s_mistake_is_never_the_engine_s_failure(
-    dockered: Daemon, engine: Engine, body: dict, where: str
+    serving_docker: Serving, engine: Engine, body: dict, where: str
 ) -> None:
-    await dockered.start(AGENTS)
+    dockered = await serving_docker(AGENTS)
     answer = await dockered.create(slots={"cpu": 0}, **body)
     assert (answer.status, answer.json["code"]) == (422, "InvalidRequest")
     assert [problem["where"] for problem in answer.json["errors"]] == [where]

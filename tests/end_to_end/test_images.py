@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 
 from daemon import AGENTS, Daemon
+from daemon_pool import Serving
 from engine import Engine, rootfs
 from engine_proxy import EngineProxy
 from registry import Registry
@@ -26,8 +27,8 @@ async def pulling(daemon: Daemon, kernel_id: str) -> dict[str, Any]:
     return await daemon.until(kernel_id, "pulling")
 
 
-async def test_pull_policies(dockered: Daemon, registry: Registry, engine: Engine) -> None:
-    await dockered.start(AGENTS)
+async def test_pull_policies(serving_docker: Serving, registry: Registry, engine: Engine) -> None:
+    dockered = await serving_docker(AGENTS)
     image = registry.image("policy", rootfs())
     never = await dockered.create(image=image, pull_policy="never")
     assert (never.status, never.json["code"]) == (422, "ImageNotFound")
@@ -45,9 +46,9 @@ async def test_pull_policies(dockered: Daemon, registry: Registry, engine: Engin
 
 
 async def test_a_pull_is_shared_told_of_and_harms_nothing_if_it_fails(
-    dockered: Daemon, registry: Registry
+    serving_docker: Serving, registry: Registry
 ) -> None:
-    await dockered.start()
+    dockered = await serving_docker()
     registry.gate.clear()
     image = registry.image("large", rootfs(), padding=LARGE)
     bodies = [{"kernel_id": f"k{n}", "image": image, "slots": {"cuda.device": 1}} for n in (1, 2)]
@@ -125,9 +126,9 @@ async def test_credentials_come_from_the_operator_s_file(dockered: Daemon, folde
 
 
 async def test_an_image_for_another_platform_is_refused(
-    dockered: Daemon, registry: Registry, engine: Engine
+    serving_docker: Serving, registry: Registry, engine: Engine
 ) -> None:
-    await dockered.start()
+    dockered = await serving_docker()
     image = registry.image("foreign", rootfs(), architecture="s390x")
     answer = await dockered.create(image=image, slots={"cuda.device": 1})
     assert (answer.status, answer.json["code"]) == (422, "ImageNotFound"), answer.content
@@ -136,9 +137,11 @@ async def test_an_image_for_another_platform_is_refused(
     assert await dockered.free("cuda.device") == "2"
 
 
-async def test_a_stop_sends_the_image_s_own_signal(dockered: Daemon, registry: Registry) -> None:
+async def test_a_stop_sends_the_image_s_own_signal(
+    serving_docker: Serving, registry: Registry
+) -> None:
     image = registry.image("interrupted", rootfs(), settings={"StopSignal": "SIGINT"})
-    await dockered.start()
+    dockered = await serving_docker()
     script = "trap 'exit 5' INT; trap 'exit 6' TERM; while :; do sleep 0.05; done"
     await dockered.running(kernel_id="k1", image=image, command=["sh", "-c", script])
     await dockered.running(kernel_id="k2", command=["sh", "-c", script])

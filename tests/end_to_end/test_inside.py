@@ -15,13 +15,18 @@ from agentd.client import AsyncClient
 from agentd.errors import CommandNotFound, InvalidRequest, KernelConflict, UnknownKernel
 from agentd.host.processes import all_processes
 from daemon import AGENTS, Daemon, gpus
+from daemon_pool import Serving
 
 SLEEPER = ["sleep", "100000"]
 
 
 @pytest.fixture
+async def daemon(serving: Serving) -> Daemon:
+    return await serving(AGENTS + gpus(1))
+
+
+@pytest.fixture
 async def client(daemon: Daemon):
-    await daemon.start(AGENTS + gpus(1))
     async with AsyncClient(daemon.folder / "agentd.sock") as made:
         yield made
 

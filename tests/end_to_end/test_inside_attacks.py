@@ -14,13 +14,18 @@ from agentd.errors import Unreachable
 from agentd.host.accounts import groups_of
 from agentd.host.processes import read_uids
 from daemon import AGENTS, Daemon, gone, gpus
+from daemon_pool import Serving
 
 SLEEPER = ["sleep", "100000"]
 
 
 @pytest.fixture
+async def daemon(serving: Serving) -> Daemon:
+    return await serving(AGENTS + gpus(1))
+
+
+@pytest.fixture
 async def client(daemon: Daemon):
-    await daemon.start(AGENTS + gpus(1))
     async with AsyncClient(daemon.folder / "agentd.sock") as made:
         yield made
 

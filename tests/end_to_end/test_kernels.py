@@ -8,10 +8,11 @@ import pytest
 
 from agentd.host.cgroups import find_cgroups
 from daemon import AGENTS, Daemon, gpus
+from daemon_pool import Serving
 
 
-async def test_a_kernel_gets_its_devices_its_cores_and_its_memory(daemon: Daemon) -> None:
-    await daemon.start()
+async def test_a_kernel_gets_its_devices_its_cores_and_its_memory(serving: Serving) -> None:
+    daemon = await serving()
     kernel = await daemon.running(slots={"cuda.device": 1, "cpu": 1, "mem": "64m"}, kernel_id="k1")
     assert kernel["slots"] == {"cpu": "1", "cuda.device": "1", "mem": "67108864"}
     assert kernel["allocation"] == {
@@ -37,8 +38,8 @@ async def test_a_kernel_gets_its_devices_its_cores_and_its_memory(daemon: Daemon
     assert await daemon.get("/v1/agents/agent-2/kernels") == []
 
 
-async def test_the_memory_limit_is_the_allocation_or_said_not_to_be(daemon: Daemon) -> None:
-    await daemon.start()
+async def test_the_memory_limit_is_the_allocation_or_said_not_to_be(serving: Serving) -> None:
+    daemon = await serving()
     script = "sleep 0.2; x=$(head -c 200m /dev/zero | tr '\\0' x); echo survived"
     made = await daemon.create(kernel_id="k1", command=["sh", "-c", script], slots={"mem": "32m"})
     kernel = await daemon.until("k1", "terminated")
@@ -49,16 +50,16 @@ async def test_the_memory_limit_is_the_allocation_or_said_not_to_be(daemon: Daem
     assert (await daemon.call("GET", "/v1/kernels/k1/logs")).content == b""
 
 
-async def test_a_kernel_without_gpus_sees_none(daemon: Daemon) -> None:
-    await daemon.start()
+async def test_a_kernel_without_gpus_sees_none(serving: Serving) -> None:
+    daemon = await serving()
     kernel = await daemon.running(slots={})
     env = Path(f"/proc/{daemon.main_pid(kernel, daemon.test_engine)}/environ").read_bytes()
     assert b"CUDA_VISIBLE_DEVICES=\0" in env
     assert kernel["slots"] == {"cpu": "1", "mem": "268435456"}
 
 
-async def test_cpu_zero_runs_on_the_agent_s_cores_uncharged(daemon: Daemon) -> None:
-    await daemon.start()
+async def test_cpu_zero_runs_on_the_agent_s_cores_uncharged(serving: Serving) -> None:
+    daemon = await serving()
     kernel = await daemon.running(slots={"cpu": 0})
     assert "cpu" not in kernel["allocation"]
     assert await daemon.free("cpu") == "8"
@@ -66,8 +67,10 @@ async def test_cpu_zero_runs_on_the_agent_s_cores_uncharged(daemon: Daemon) -> N
     assert (refused.status, refused.json["code"]) == (422, "InvalidSlotAmount")
 
 
-async def test_an_unknown_slot_is_refused_before_anything_and_zero_is_fine(daemon: Daemon) -> None:
-    await daemon.start()
+async def test_an_unknown_slot_is_refused_before_anything_and_zero_is_fine(
+    serving: Serving,
+) -> None:
+    daemon = await serving()
     refused = await daemon.create(image="no/such:image", slots={"tpu.chip": 1, "npu": "0.5"})
     assert refused.status == 422
     assert refused.headers["Content-Type"] == "application/problem+json"
@@ -79,8 +82,8 @@ async def test_an_unknown_slot_is_refused_before_anything_and_zero_is_fine(daemo
     await daemon.running(slots={"tpu.chip": 0, "npu": "0"})
 
 
-async def test_the_same_request_again_is_the_same_kernel(daemon: Daemon) -> None:
-    await daemon.start()
+async def test_the_same_request_again_is_the_same_kernel(serving: Serving) -> None:
+    daemon = await serving()
     first = await daemon.running(kernel_id="k1", slots={"mem": "1g", "cuda.device": "1.0"})
     again = await daemon.create(kernel_id="k1", slots={"mem": 2**30, "cuda.device": 1, "x": 0})
     assert (again.status, again.json) == (200, first)
@@ -90,8 +93,8 @@ async def test_the_same_request_again_is_the_same_kernel(daemon: Daemon) -> None
     assert elsewhere.status == 409
 
 
-async def test_stop_keeps_it_listed_and_delete_removes_it(daemon: Daemon) -> None:
-    await daemon.start()
+async def test_stop_keeps_it_listed_and_delete_removes_it(serving: Serving) -> None:
+    daemon = await serving()
     await daemon.running(kernel_id="k1", slots={"cuda.device": 2})
     stopped = await daemon.call("POST", "/v1/kernels/k1/stop", {"timeout": 0})
     assert (stopped.status, stopped.json["state"]) == (200, "terminated")
@@ -106,8 +109,8 @@ async def test_stop_keeps_it_listed_and_delete_removes_it(daemon: Daemon) -> Non
     assert (gone.status, gone.json["code"]) == (404, "UnknownKernel")
 
 
-async def test_delete_stops_what_runs(daemon: Daemon) -> None:
-    await daemon.start()
+async def test_delete_stops_what_runs(serving: Serving) -> None:
+    daemon = await serving()
     kernel = await daemon.running(kernel_id="k1", slots={"cuda.device": 2})
     pid = daemon.main_pid(kernel, daemon.test_engine)
     assert (await daemon.call("DELETE", "/v1/kernels/k1?timeout=0")).status == 204
@@ -116,8 +119,8 @@ async def test_delete_stops_what_runs(daemon: Daemon) -> None:
     assert await daemon.get("/v1/kernels") == []
 
 
-async def test_an_end_by_itself_is_seen_with_exit_code_and_time(daemon: Daemon) -> None:
-    await daemon.start()
+async def test_an_end_by_itself_is_seen_with_exit_code_and_time(serving: Serving) -> None:
+    daemon = await serving()
     answer = await daemon.create(kernel_id="k1", command=["sh", "-c", "exit 7"])
     assert answer.status == 201
     kernel = await daemon.until("k1", "terminated")
@@ -126,8 +129,8 @@ async def test_an_end_by_itself_is_seen_with_exit_code_and_time(daemon: Daemon) 
     assert kernel["started_at"] <= kernel["finished_at"]
 
 
-async def test_logs_are_raw_bytes(daemon: Daemon) -> None:
-    await daemon.start()
+async def test_logs_are_raw_bytes(serving: Serving) -> None:
+    daemon = await serving()
     await daemon.create(kernel_id="k1", command=["sh", "-c", r"printf 'a\n\377b\n'; echo e >&2"])
     await daemon.until("k1", "terminated")
     logs = await daemon.call("GET", "/v1/kernels/k1/logs")
@@ -156,8 +159,8 @@ async def test_respond_async_answers_at_once_and_keeps_a_failure(daemon: Daemon)
     assert (await daemon.call("DELETE", "/v1/kernels/k2")).status == 204
 
 
-async def test_dry_run_decides_and_changes_nothing(daemon: Daemon) -> None:
-    await daemon.start()
+async def test_dry_run_decides_and_changes_nothing(serving: Serving) -> None:
+    daemon = await serving()
     dry = await daemon.create(query="?dry_run=true", slots={"cuda.device": 2})
     assert dry.status == 200
     assert dry.json["allocation"]["cuda"] == {"cuda.device": {"cuda0": "1", "cuda1": "1"}}
@@ -167,8 +170,10 @@ async def test_dry_run_decides_and_changes_nothing(daemon: Daemon) -> None:
     assert refused.status == 409
 
 
-async def test_a_refusal_says_what_was_free_and_why_each_device_did_not_do(daemon: Daemon) -> None:
-    await daemon.start()
+async def test_a_refusal_says_what_was_free_and_why_each_device_did_not_do(
+    serving: Serving,
+) -> None:
+    daemon = await serving()
     await daemon.running(kernel_id="k1", slots={"cuda.device": 1})
     refused = await daemon.create(slots={"cuda.device": 2})
     problem = refused.json
@@ -195,9 +200,9 @@ async def test_a_failed_create_leaves_nothing(daemon: Daemon) -> None:
 
 
 async def test_64_creates_at_once_for_8_devices_give_8_kernels_and_56_refusals(
-    daemon: Daemon,
+    serving: Serving,
 ) -> None:
-    await daemon.start(AGENTS + gpus(8))
+    daemon = await serving(AGENTS + gpus(8))
 
     async def create(n: int):
         slots = {"cuda.device": 1, "cpu": 0, "mem": "16m"}
@@ -220,7 +225,9 @@ async def test_64_creates_at_once_for_8_devices_give_8_kernels_and_56_refusals(
 
 
 @pytest.mark.parametrize("mode", ["auto-split", "manual"])
-async def test_outside_shared_mode_agents_keep_to_their_devices(plain: Daemon, mode: str) -> None:
+async def test_outside_shared_mode_agents_keep_to_their_devices(
+    serving_process: Serving, mode: str
+) -> None:
     agents = "".join(
         f'[[agents]]\nid = "agent-{n}"\n'
         + (
@@ -230,7 +237,7 @@ async def test_outside_shared_mode_agents_keep_to_their_devices(plain: Daemon, m
         )
         for n in (1, 2)
     )
-    await plain.start(f'[resource]\nallocation-mode = "{mode}"\n' + agents + gpus(2))
+    plain = await serving_process(f'[resource]\nallocation-mode = "{mode}"\n' + agents + gpus(2))
     first = await plain.running("agent-1", slots={"cuda.device": 1})
     second = await plain.running("agent-2", slots={"cuda.device": 1})
     assert list(first["allocation"]["cuda"]["cuda.device"]) == ["cuda0"]
@@ -241,8 +248,8 @@ async def test_outside_shared_mode_agents_keep_to_their_devices(plain: Daemon, m
     assert (refused.status, refused.json["free"]) == (409, str(4 * 2**30 - 256 * 2**20))
 
 
-async def test_two_requests_with_one_name_at_once_make_one_kernel(daemon: Daemon) -> None:
-    await daemon.start()
+async def test_two_requests_with_one_name_at_once_make_one_kernel(serving: Serving) -> None:
+    daemon = await serving()
     answers = await asyncio.gather(*(daemon.create(kernel_id="k1") for _ in range(6)))
     assert sorted(answer.status for answer in answers) == [200] * 5 + [201]
     assert len({answer.json["container_id"] or answer.json["pid"] for answer in answers}) == 1
@@ -269,8 +276,8 @@ async def test_deleting_again_and_again_during_a_create_leaves_nothing(daemon: D
 
 
 @pytest.mark.docker
-async def test_a_container_renamed_by_hand_stays_charged(dockered: Daemon) -> None:
-    await dockered.start()
+async def test_a_container_renamed_by_hand_stays_charged(serving_docker: Serving) -> None:
+    dockered = await serving_docker()
     kernel = await dockered.running(kernel_id="k1", slots={"cuda.device": 1})
     path = f"/containers/{kernel['container_id']}/rename?name=renamed"
     dockered.test_engine.call("POST", path)
@@ -307,8 +314,8 @@ async def test_paused_and_started_again_by_hand_is_described_truthfully(dockered
     assert await dockered.free("cuda.device") == "1"
 
 
-async def test_limits_of_setrlimit_are_held_on_either_runtime(daemon: Daemon) -> None:
-    await daemon.start()
+async def test_limits_of_setrlimit_are_held_on_either_runtime(serving: Serving) -> None:
+    daemon = await serving()
     script = "ulimit -n; ulimit -Hn; ulimit -c"
     ulimits = {"nofile": {"soft": 100, "hard": 200}, "core": 0}
     answer = await daemon.create(kernel_id="k1", command=["sh", "-c", script], ulimits=ulimits)

@@ -4,20 +4,21 @@ import subprocess
 from pathlib import Path
 
 from daemon import AGENTS, Daemon
+from daemon_pool import Serving
 from end_to_end.containers import MOUNTABLE, printed
 from engine import Engine
 from engine_proxy import EngineProxy
 
 
 async def test_mounts_are_read_only_unless_asked_and_only_below_what_is_allowed(
-    dockered: Daemon, folder: Path
+    serving_docker: Serving, folder: Path
 ) -> None:
     data = folder / "data"
     data.mkdir()
     (data / "file").write_text("hello\n")
     (folder / "data2").mkdir()
     (data / "out").symlink_to(folder / "data2")
-    await dockered.start(MOUNTABLE.format(folder=folder) + AGENTS)
+    dockered = await serving_docker(MOUNTABLE.format(folder=folder) + AGENTS)
     mount = {"source": str(data), "target": "/data"}
     assert "hello" in await printed(dockered, "cat /data/file", mounts=[mount])
     script = "touch /data/new 2>&1; echo more >> /data/file 2>&1; true"

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from agentd.cli.agentctl import agentctl
 from daemon import AGENTS, Daemon, gpus
+from daemon_pool import Serving
 
 PACE = "[plugins]\nopen-timeout = 1.5\ncall-timeout = 1\nhealth-interval = 0.1\n"
 GOOD = gpus(2, table="npu")
@@ -104,10 +105,10 @@ async def test_a_driver_that_appears_is_found_and_can_be_asked_for_at_once(
 
 
 async def test_a_driver_that_appears_after_a_second_is_found_without_being_asked(
-    plain: Daemon, tmp_path: Path
+    serving_process: Serving, tmp_path: Path
 ) -> None:
     driver = tmp_path / "driver"
-    await plain.start(config(raising_until(driver)))
+    plain = await serving_process(config(raising_until(driver)))
     driver.touch()
     await eventually(plain, lambda node: plugin(node)["state"] == "ready")
     await plain.running(slots={"cuda.device": 1})
@@ -142,9 +143,9 @@ async def test_a_plugin_that_fails_while_the_daemon_runs_can_be_waited_for(
 
 @pytest.mark.parametrize(("fault", "why"), [("raise", "fails at edits"), ("hang", "no answer")])
 async def test_edits_that_fail_refuse_the_one_create_that_needs_them(
-    plain: Daemon, fault: str, why: str
+    serving_process: Serving, fault: str, why: str
 ) -> None:
-    await plain.start(config(f'fault = "{fault}"\nfault-at = "edits"\n'))
+    plain = await serving_process(config(f'fault = "{fault}"\nfault-at = "edits"\n'))
     slow = asyncio.create_task(plain.create(slots={"cuda.device": 1}))
     assert (await plain.create(slots={"npu.device": 1})).status == 201
     refused = await slow
@@ -164,10 +165,10 @@ async def test_a_flood_of_output_is_bounded_and_named(plain: Daemon) -> None:
 
 
 async def test_a_device_leaves_and_comes_back_with_its_health(
-    plain: Daemon, tmp_path: Path
+    serving_process: Serving, tmp_path: Path
 ) -> None:
     script = tmp_path / "health"
-    await plain.start(config(f'health-file = "{script}"\n'))
+    plain = await serving_process(config(f'health-file = "{script}"\n'))
     kernel = await plain.running(kernel_id="k1", slots={"cuda.device": 1})
     generation = (await plain.get("/v1/node"))["generation"]
 

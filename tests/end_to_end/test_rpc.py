@@ -18,12 +18,12 @@ from agentd.rpc.problems import STATUSES
 from agentd.rpc.routes import ROUTES, Media
 from agentd.rpc.server import MAX_BODY
 from daemon import AGENTS, Daemon, gpus
+from daemon_pool import Serving
 
 
 @pytest.fixture
-async def up(plain: Daemon) -> Daemon:
-    await plain.start()
-    return plain
+async def up(serving_process: Serving) -> Daemon:
+    return await serving_process()
 
 
 @pytest.mark.parametrize(
@@ -145,8 +145,8 @@ async def test_the_node_its_slots_and_its_agents_are_shown(up: Daemon) -> None:
     assert [a["agent_id"] for a in await up.get("/v1/agents")] == ["agent-1", "agent-2"]
 
 
-async def test_a_failed_plugin_is_in_the_node_and_in_the_refusal(plain: Daemon) -> None:
-    await plain.start(AGENTS + gpus() + '[plugins.tpu]\nplugin = "tpu-driver"\n')
+async def test_a_failed_plugin_is_in_the_node_and_in_the_refusal(serving_process: Serving) -> None:
+    plain = await serving_process(AGENTS + gpus() + '[plugins.tpu]\nplugin = "tpu-driver"\n')
     plugin = next(p for p in (await plain.get("/v1/node"))["plugins"] if p["name"] == "tpu")
     assert plugin["state"] == "failed"
     assert "no entry point 'tpu-driver' is installed" in plugin["reason"]

@@ -22,6 +22,7 @@ import aiohttp
 import pytest
 
 from daemon import AGENTS, BASE, Daemon, gpus
+from daemon_pool import Serving
 from end_to_end.test_events import DROPPED
 from needs import require
 
@@ -305,17 +306,17 @@ async def test_what_is_no_request_is_a_problem_like_every_other(node: Node, sent
     ("query", "where"), [("?dry_run=true&dry_run=false", "dry_run"), ("?tail=1&tail=2", "tail")]
 )
 async def test_a_parameter_that_is_given_twice_is_refused(
-    plain: Daemon, query: str, where: str
+    serving_process: Serving, query: str, where: str
 ) -> None:
-    await plain.start()
+    plain = await serving_process()
     path = "/v1/kernels/k1/logs" if where == "tail" else "/v1/agents/agent-1/kernels"
     answer = await plain.call("GET" if where == "tail" else "POST", path + query, None)
     assert answer.status == 422
     assert answer.json["errors"] == [{"where": where, "why": "given more than once"}]
 
 
-async def test_a_member_that_is_given_twice_is_refused(plain: Daemon) -> None:
-    await plain.start()
+async def test_a_member_that_is_given_twice_is_refused(serving_process: Serving) -> None:
+    plain = await serving_process()
     body = b'{"command": ["true"], "slots": {"cpu": 1, "cpu": 2}}'
     answer = await plain.call("POST", "/v1/agents/agent-1/kernels", data=body)
     assert answer.status == 422
