@@ -305,16 +305,17 @@ async def test_a_changed_node_id_is_refused_while_kernels_of_the_old_one_live(pl
     assert await plain.get("/v1/kernels") == [kernel]
 
 
-async def test_stopping_says_so_drains_and_leaves_kernels_running(up: Daemon) -> None:
-    kernel = await up.running()
-    assert await up.stop(signal.SIGTERM) == 0
+async def test_stopping_says_so_drains_and_leaves_kernels_running(plain: Daemon) -> None:
+    await plain.start()
+    kernel = await plain.running()
+    assert await plain.stop(signal.SIGTERM) == 0
     said = ""
     while (
         "STOPPING=1" not in said
     ):  # after how it did until then; BlockingIOError if it never comes
-        said = up.notes.recv(4096).decode()
+        said = plain.notes.recv(4096).decode()
     assert Path(f"/proc/{kernel['pid']}").exists()
-    assert not (up.folder / "agentd.sock").exists()
+    assert not (plain.folder / "agentd.sock").exists()
 
 
 async def test_a_log_follower_does_not_hold_up_the_stop(up: Daemon) -> None:
