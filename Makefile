@@ -17,6 +17,7 @@ FOR ?= 3.11
 PLATFORMS ?= manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 # Elsewhere these shorten the product's deadlines, or repeat less.
 WAITING := $(addprefix tests/end_to_end/,test_engine_trouble.py test_events.py test_neighbours.py test_socket_activation.py test_statistics.py fleet/test_failures.py fleet/test_gateway.py fleet/test_lies.py)
+PROPERTIES := tests/core tests/fleet tests/services tests/runtimes/test_systemd.py
 NAMES := $(PLUGINS:plugins/%=agentd-plugin-%)
 
 .PHONY: demo demo-fleet test test-docker test-fleet test-node test-hardware wheels deb check lint unit soak bench clean
@@ -70,7 +71,7 @@ unit: $(VENV)/.installed-dev
 
 soak: $(VENV)/.installed-dev
 	AGENTD_TEST_NODE=1 AGENTD_SOAK=$(SECONDS) $(BIN)/python -m pytest -s tests/node/test_node_crash.py tests/node/test_node_reboots.py --timeout 14400
-	AGENTD_SEED=$${AGENTD_SEED:-$$(shuf -i 0-999999 -n 1)} AGENTD_SOAK=$(SECONDS) AGENTD_REQUIRE_ALL=1 $(BIN)/python -m pytest -s tests/crash tests/end_to_end/fleet/test_exactly_one.py tests/hostile/test_clients.py tests/end_to_end/test_document.py tests/end_to_end/test_inside.py $(WAITING) $(ARGS)
+	AGENTD_SEED=$${AGENTD_SEED:-$$(shuf -i 0-999999 -n 1)} AGENTD_SOAK=$(SECONDS) AGENTD_REQUIRE_ALL=1 $(BIN)/python -m pytest -s tests/crash tests/end_to_end/fleet/test_exactly_one.py tests/hostile/test_clients.py tests/end_to_end/test_document.py tests/end_to_end/test_inside.py $(PROPERTIES) $(WAITING) $(ARGS)
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/create.py --json

@@ -35,6 +35,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = terminalreporter.stats.get("skipped", [])
     for line in summary(report.longrepr[2].removeprefix("Skipped: ") for report in skipped):
         terminalreporter.write_line(line)
+    if terminalreporter.config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        terminalreporter.write_line("not run: tests/node; enable with: make test-node")
     terminalreporter.write_line(f"AGENTD_SEED={os.environ['AGENTD_SEED']}")
 
 

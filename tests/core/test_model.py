@@ -215,4 +215,4 @@ class Node(RuleBasedStateMachine):
 
 
 TestNode = Node.TestCase
-TestNode.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestNode.settings = settings(stateful_step_count=30)

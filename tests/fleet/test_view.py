@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentd.core.slots import BUILT_IN, ONE, ResourceSlots, SlotKind, SlotType
@@ -188,7 +188,6 @@ def after(view: FleetView, kind: str, first, second, revision: int) -> FleetView
 
 
 @pytest.mark.parametrize(("chunk", "few"), [(2, 0), (64, 0), (2, 4)])
-@settings(max_examples=50)
 @given(st.lists(REPORTS, max_size=6), CHANGES)
 def test_the_tables_after_any_changes_are_those_made_from_scratch(chunk, few, at_first, changes):
     with pytest.MonkeyPatch.context() as patch:
