@@ -109,6 +109,8 @@ def strike(look: Callable[[], set[int]], struck: set[int]) -> bool:
         OSError: it is not known whether they are there.
     """
     meant = sorted(look() - struck)[:_AT_ONCE]
+    if not meant:
+        return False
     with ExitStack() as stack:
         held: dict[int, int] = {}
         for pid in meant:
@@ -118,7 +120,7 @@ def strike(look: Callable[[], set[int]], struck: set[int]) -> bool:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(held[pid], signal.SIGKILL)
             struck.add(pid)
-    return bool(meant)
+    return True
 
 
 def children(pid: int) -> set[int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -39,6 +40,7 @@ LOOK_S, SLOWEST_LOOK_S = 0.02, 1.0
 CLOSE_TRIES = 50
 DETACH_KEYS = "ctrl-^,ctrl-],ctrl-_,ctrl-^,ctrl-],ctrl-_,ctrl-^,ctrl-]"
 """What nobody types, for the engine's default is what shells and editors use (ctrl-p, ctrl-q)."""
+CONTAINER_ID = re.compile(r"[0-9a-f]{64}")
 MARK = "AGENTD_EXEC"
 """In the environment of each command, with the node's id."""
 
@@ -195,13 +197,17 @@ def _kill_session(leader: int, container: str) -> None:
 
 
 def end_left_behind(node_id: str, containers: Collection[str]) -> None:
-    """Kill the commands that an earlier daemon of this node left inside containers."""
+    """Kill the commands that an earlier daemon of this node left inside containers.
+
+    A look reads the environment of each process once, and the cgroups of those with a mark.
+    """
+    ours = frozenset(containers)
     _strike(
         lambda: {
             process.pid
             for process in all_processes()
-            if any(_is_in(process.pid, container) for container in containers)
-            and read_env(process.pid).get(MARK) == node_id
+            if read_env(process.pid).get(MARK) == node_id
+            and not ours.isdisjoint(CONTAINER_ID.findall("\n".join(groups_of(process.pid))))
         }
     )
 
