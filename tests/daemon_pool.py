@@ -80,7 +80,8 @@ async def _view(daemon: Daemon) -> list[Any]:
     """Return what one test could leave behind for the next."""
     assert daemon.process is not None
     pages = [await daemon.get(f"/v1/{page}") for page in ("devices", "agents", "plugins")]
-    return [daemon.process.poll(), *pages, (await daemon.get("/v1/node"))["warnings"]]
+    node = await daemon.get("/v1/node")
+    return [daemon.process.poll(), daemon.config_file.read_text(), *pages, node["warnings"]]
 
 
 async def _end(daemon: Daemon) -> None:

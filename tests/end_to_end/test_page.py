@@ -150,7 +150,7 @@ async def test_a_kernel_that_prints_without_end_does_not_hold_the_page_up(
     command = ["sh", "-c", "yes | head -c 50000000; echo over; sleep 1000"]
     await node.running("research", kernel_id="loud", command=command)
     await page.page.click("text=loud")
-    await page.until("#details .output", "over", 20_000)
+    await page.until("#details .output", "over", 60_000)
     assert len(await page.text("#details .output")) < 1 << 19
 
 
