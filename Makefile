@@ -38,9 +38,9 @@ test-docker: $(VENV)/.installed-dev
 test-fleet: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/fleet tests/end_to_end/fleet $(ARGS)
 
-# On a virtual machine that is a compute node: takes qemu-system-x86, qemu-utils, mmdebstrap and root.
+# On two virtual machines that are compute nodes: takes qemu-system-x86, qemu-utils, mmdebstrap and root.
 test-node: $(VENV)/.installed-dev
-	AGENTD_TEST_NODE=1 $(BIN)/python -m pytest tests/node --timeout 1200 $(ARGS)
+	AGENTD_TEST_NODE=1 $(BIN)/python -m pytest -n 2 --dist loadgroup tests/node --timeout 1200 $(ARGS)
 
 deb: $(VENV)/.installed
 	packaging/build-deb build/deb

@@ -79,7 +79,7 @@ async def test_it_answers_what_operators_ask(node: Daemon, page: Visit) -> None:
     assert await page.cell("cuda cuda3").get_attribute("data-state") == "unhealthy"
     await page.page.reload()  # reads the figures at once
     await page.page.wait_for_function(
-        "() => document.querySelector('.kernel .c-memory span').innerText.includes('B')"
+        "() => document.querySelector('.kernel .c-memory span')?.innerText.includes('B')"
     )
 
 

@@ -1,4 +1,7 @@
-"""The one virtual machine that all tests here run on, in the order in which they stand."""
+"""The virtual machines that the tests here run on, one for each worker of pytest-xdist.
+
+The modules of a group run on one machine, in the order in which they stand.
+"""
 
 import json
 import os
@@ -12,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from node.machine import Machine, ready_machine, running_machine
+from node import images
+from node.machine import Machine
 
 collect_ignore_glob = [] if os.environ.get("AGENTD_TEST_NODE") else ["test_*.py"]
 """`make test-node` sets it: the machine takes minutes, and QEMU."""
@@ -21,6 +25,17 @@ if not os.environ.get("AGENTD_SOAK"):
 
 LIBRARIES = "PYTHONPATH=/payload/libraries:/payload/tests"
 ASK = "python3 /payload/tests/node/ask.py"
+"""Makes a request as another user, or on another socket; `Node.ask` is quicker."""
+TOGETHER = ("test_node.py", "test_node_down.py", "test_node_reboots.py")
+"""The modules of one group; the second machine has all others."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give the two machines their modules."""
+    for item in items:
+        group = "first" if item.path.name in TOGETHER else "second"
+        item.add_marker(pytest.mark.xdist_group(f"{group} machine"))
 
 
 class Node:
@@ -32,14 +47,13 @@ class Node:
 
     def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         """Make a request on the main socket; return the status and the JSON of the answer."""
-        given = "" if body is None else shlex.quote(json.dumps(body))
-        status, _, content = self.must(
-            f"{ASK} {method} {shlex.quote(path)} {given}", 180
-        ).partition("\n")
+        given = "" if body is None else json.dumps(body)
+        status, content = self.machine.request(method, path, given, 120)
+        assert status, content
         try:
-            return int(status), json.loads(content)
+            return status, json.loads(content)
         except ValueError:
-            return int(status), content
+            return status, content
 
     def create(self, kernel_id: str, *command: str, agent: str = "team-a", **body: Any) -> Any:
         """Create a kernel, which has to succeed."""
@@ -97,9 +111,9 @@ class Node:
 
 def until_ready(node: Node, within_s: float = 120) -> None:
     end = time.monotonic() + within_s
-    while not node.run(f"{ASK} GET /readyz").output.startswith("200"):
+    while node.machine.request("GET", "/readyz", "", 30)[0] != 200:
         assert time.monotonic() < end
-        time.sleep(0.5)
+        time.sleep(0.1)
 
 
 CONFIG = """
@@ -119,18 +133,16 @@ devices = ["/dev/tpu*"]
 def machine() -> Iterator[Machine]:
     """A machine that has booted, with the package installed and nothing configured.
 
-    For who works on these tests: $AGENTD_NODE_FOLDER is one that `machine.py boot` made.
+    For who works on these tests: $AGENTD_NODE_FOLDER is one that `python -m node boot` made.
     """
     if (running := os.environ.get("AGENTD_NODE_FOLDER")) is not None:
-        yield running_machine(Path(running))
+        yield images.machine(Path(running))
         return
     folder = Path(tempfile.mkdtemp(prefix="agentd-node-", dir="/var/tmp"))
-    made = None
     try:
-        yield (made := ready_machine(folder))
+        yield images.installed_machine(folder)
     finally:
-        if made is not None:
-            made.pull_plug()
+        images.machine(folder).pull_plug()
         shutil.rmtree(folder, ignore_errors=True)
 
 

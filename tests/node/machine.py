@@ -1,49 +1,32 @@
 """A virtual machine that is a compute node: Debian 12 under QEMU, without a network.
 
-    python tests/node/machine.py boot          make the image if need be, boot, install the package
-    python tests/node/machine.py run COMMAND   run a command in it, as root
-    python tests/node/machine.py off           end it
-
-The image is made once for what goes in (`PACKAGES`), and kept in a cache; each machine writes to a
-copy of its own. What is tested comes on a second disk, read-only, as /payload: the packages, the
-tests, and what the tests import. Commands go over a virtio-serial port, so they go on working
-across reboots.
+It starts from a disk of `images.py`, or from a snapshot of a machine that has run; each machine
+writes to a copy of its own. What is tested is on a second disk, read-only, at /payload. Commands
+and requests go over a virtio-serial port, so they go on working across reboots.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import select
-import shutil
+import shlex
 import signal
 import socket
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-HERE = Path(__file__).parent
-REPOSITORY = HERE.parents[1]
-SIMULATED = REPOSITORY / "plugins" / "sim"
-PACKAGES = (
-    "systemd", "systemd-sysv", "systemd-oomd", "dbus", "dbus-user-session", "libpam-systemd",
-    "apparmor", "python3", "docker.io", "runc", "containerd", "busybox-static", "iproute2",
-    "procps", "kmod", "util-linux", "ca-certificates", "linux-image-cloud-amd64",
-    "initramfs-tools", "sudo", "man-db", "bash-completion", "gcc", "libc6-dev",
-)  # fmt: skip
-TESTED_WITH = (
-    "hypothesis>=6.100",
-    "pytest>=8.3",
-    "pytest-asyncio>=1.0",
-    "pytest-timeout>=2.3",
-    "pytest-xdist>=3.6",
-)
 BOOT_S = 400
-CACHE = Path(os.environ.get("AGENTD_NODE_CACHE", Path.home() / ".cache" / "agentd-node"))
+ARGUMENTS = (
+    "-accel", os.environ.get("AGENTD_NODE_ACCEL", "tcg,thread=multi"), "-cpu", "max", "-smp", "2",
+    "-m", "3072", "-display", "none", "-net", "none", "-device", "virtio-serial",
+    "-device", "virtserialport,chardev=control,name=control", "-device", "virtio-rng-pci",
+)  # fmt: skip
+KERNEL = "root=/dev/vda rw console=ttyS0 quiet systemd.show_status=0 mitigations=off"
 
 
 class MachineError(Exception):
@@ -65,30 +48,30 @@ class Machine:
         self.folder, self.image, self.payload = folder, image, payload
         folder.mkdir(parents=True, exist_ok=True)
 
-    def start(self, *, memory_mib: int = 3072, append: str = "") -> None:
-        """Switch it on, with the disk as it is, and wait until it takes commands."""
+    def start(self, snapshot: Path | None = None) -> None:
+        """Switch it on, with the disk as it is, and wait until it takes commands.
+
+        With a snapshot a new machine goes on where the one that was saved stopped.
+        """
         disk = self.folder / "disk.qcow2"
         if not disk.exists():
-            backing = ["-b", str(self.image / "disk.img"), "-F", "raw"]
-            _run("qemu-img", "create", "-q", "-f", "qcow2", *backing, str(disk))
+            frozen = snapshot / "disk.qcow2" if snapshot else self.image / "disk.img"
+            backing = ["-b", str(frozen), "-F", frozen.suffix[1:].replace("img", "raw")]
+            run("qemu-img", "create", "-q", "-f", "qcow2", *backing, str(disk))
         (self.folder / "control.sock").unlink(missing_ok=True)
-        kernel = (
-            f"root=/dev/vda rw console=ttyS0 quiet systemd.show_status=0 mitigations=off {append}"
-        )
         command = [
-            "qemu-system-x86_64", "-accel", os.environ.get("AGENTD_NODE_ACCEL", "tcg,thread=multi"),
-            "-cpu", "max", "-smp", "2", "-m", str(memory_mib), "-display", "none", "-net", "none",
+            "qemu-system-x86_64", *ARGUMENTS,
             "-kernel", str(self.image / "vmlinuz"), "-initrd", str(self.image / "initrd.img"),
-            "-append", kernel,
+            "-append", KERNEL,
             # Not cache=unsafe: what the guest has synced outlives a power cut, as the image does.
             "-drive", f"file={disk},if=virtio,format=qcow2,cache=writeback",
             "-drive", f"file={self.payload},if=virtio,format=raw,readonly=on",
-            "-device", "virtio-serial",
             "-chardev", f"socket,id=control,path={self.folder}/control.sock,server=on,wait=off",
-            "-device", "virtserialport,chardev=control,name=control",
-            "-device", "virtio-rng-pci",
+            "-qmp", f"unix:{self.folder}/monitor.sock,server=on,wait=off",
             "-serial", f"file:{self.folder}/console.log", "-pidfile", f"{self.folder}/qemu.pid",
         ]  # fmt: skip
+        if snapshot:
+            command += ["-incoming", f"exec:cat {shlex.quote(str(snapshot / 'memory'))}"]
         with (self.folder / "qemu.log").open("wb") as log:
             started = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         while not (self.folder / "control.sock").exists():
@@ -96,6 +79,27 @@ class Machine:
                 raise MachineError(f"QEMU: {(self.folder / 'qemu.log').read_text()}")
             time.sleep(0.1)
         self.until_up()
+        if snapshot:
+            self.must(f"date --set=@{time.time():.0f}")
+
+    def save(self, to: Path) -> None:
+        """Stop it; write its memory and its disk to a folder, and end it."""
+        self.must("umount /payload && sync && sleep 1")
+        with contextlib.closing(_Monitor(self.folder / "monitor.sock")) as monitor:
+            monitor.do("migrate-set-parameters", **{"max-bandwidth": 1 << 40})
+            monitor.do("migrate", uri=f"exec:cat >{shlex.quote(str(to / 'memory'))}")
+            while (state := monitor.do("query-migrate")["status"]) != "completed":
+                if state in ("failed", "cancelled"):
+                    raise MachineError(f"the memory was not written: {state}")
+                time.sleep(0.1)
+        self.pull_plug()
+        (self.folder / "disk.qcow2").rename(to / "disk.qcow2")
+
+    def mount_payload(self) -> None:
+        """Mount the second disk at /payload, now and after reboots."""
+        line = "/dev/vdb /payload ext4 ro 0 0"
+        self.must(f"grep -q /payload /etc/fstab || echo '{line}' >>/etc/fstab")
+        self.must("mkdir -p /payload && systemctl daemon-reload && mount /payload")
 
     def until_up(self) -> None:
         """Wait until it takes commands, and all that its boot begins has begun."""
@@ -111,7 +115,21 @@ class Machine:
 
     def run(self, command: str, timeout_s: float = 120) -> Done:
         """Run a command as root, and return its status and output."""
-        order = {"id": str(uuid.uuid4()), "command": command, "timeout": timeout_s}
+        answer = self._call({"command": command, "timeout": timeout_s}, timeout_s)
+        return Done(answer["status"], answer["output"])
+
+    def request(self, method: str, path: str, body: str, timeout_s: float) -> tuple[int, str]:
+        """Make a request on the daemon's main socket; return the status and the content.
+
+        The status is 0 where no daemon answers, and the content says why.
+        """
+        request = {"method": method, "path": path, "body": body}
+        answer = self._call({**request, "timeout": timeout_s}, timeout_s)
+        return answer["status"], answer["output"]
+
+    def _call(self, order: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Send the guest something to do, and return its answer."""
+        order["id"] = str(uuid.uuid4())
         with socket.socket(socket.AF_UNIX) as port:
             port.settimeout(timeout_s + 30)
             port.connect(str(self.folder / "control.sock"))
@@ -121,9 +139,9 @@ class Machine:
                 *lines, unread = (unread + chunk).split(b"\n")
                 for line in lines:
                     with contextlib.suppress(ValueError):
-                        answer = json.loads(line)
+                        answer: dict[str, Any] = json.loads(line)
                         if answer.get("id") == order["id"]:
-                            return Done(answer["status"], answer["output"])
+                            return answer
         raise MachineError("it was switched off meanwhile")
 
     def must(self, command: str, timeout_s: float = 120) -> str:
@@ -170,83 +188,40 @@ class Machine:
             os.close(process)
 
 
+class _Monitor:
+    """QEMU's own commands (QMP) for one machine."""
+
+    def __init__(self, path: Path) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(str(path))
+        self._lines = self._socket.makefile("r")
+        self.do("qmp_capabilities")
+
+    def do(self, command: str, **arguments: Any) -> Any:
+        """Run a command; return what it returns."""
+        self._socket.sendall(json.dumps({"execute": command, "arguments": arguments}).encode())
+        for line in self._lines:
+            answer = json.loads(line)
+            if "error" in answer:
+                raise MachineError(f"{command}: {answer['error']}")
+            if "return" in answer:
+                return answer["return"]
+        raise MachineError(f"{command}: QEMU has ended")
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._lines.close()
+        self._socket.close()
+
+
 def _until_ended(process: int) -> None:
     """Wait until all of a process's threads are gone, and with the last one what it has locked."""
     if not select.select([process], [], [], BOOT_S)[0]:
         raise MachineError("it does not end")
 
 
-def image() -> Path:
-    """Return the folder with a bootable disk of Debian 12, made if it is not there."""
-    parts = [*PACKAGES, *((HERE / name).read_text() for name in ("build-image", "guest.py"))]
-    folder = CACHE / f"image-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}"
-    if not (folder / "ready").exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        _run(str(HERE / "build-image"), str(folder), ",".join(PACKAGES))
-        (folder / "ready").touch()
-    return folder
-
-
-def payload() -> Path:
-    """Return a disk image with the packages, the tests, and what they import, made anew."""
-    folder = CACHE / "payload"
-    content = folder / "content"
-    shutil.rmtree(content, ignore_errors=True)
-    content.mkdir(parents=True)
-    _run(str(REPOSITORY / "packaging" / "build-deb"), str(content))
-    pip = [sys.executable, "-m", "pip"]
-    _run(*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(content), f"{SIMULATED}")
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(REPOSITORY / "tests", content / "tests", ignore=ignored)
-    shutil.copy(REPOSITORY / "pyproject.toml", content)
-    libraries = folder / "libraries"
-    if not libraries.exists():
-        _run(*pip, "install", "--quiet", "--target", str(libraries), *TESTED_WITH)
-    shutil.copytree(libraries, content / "libraries", ignore=ignored)
-    disk = folder / "payload.img"
-    disk.unlink(missing_ok=True)
-    _run("truncate", "-s", "256M", str(disk))
-    _run("mkfs.ext4", "-q", "-F", "-d", str(content), str(disk))
-    return disk
-
-
-def _run(*command: str) -> None:
+def run(*command: str) -> None:
+    """Run a command of the host that has to succeed."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise MachineError(f"{' '.join(command[:3])} …: {(done.stdout + done.stderr)[-4000:]}")
-
-
-def ready_machine(folder: Path) -> Machine:
-    """Return a machine that has booted, with the package installed and not configured."""
-    machine = Machine(folder, image(), payload())
-    machine.start()
-    machine.must("mkdir -p /payload && mount -o ro /dev/vdb /payload")
-    machine.must("echo '/dev/vdb /payload ext4 ro 0 0' >>/etc/fstab")
-    machine.must("dpkg -i /payload/agentd_*.deb", timeout_s=300)
-    return machine
-
-
-def running_machine(folder: Path) -> Machine:
-    """Return a machine that was booted before, in this folder."""
-    return Machine(folder, image(), CACHE / "payload" / "payload.img")
-
-
-def main() -> None:
-    """Do what the command line says, to the machine in $AGENTD_NODE_FOLDER."""
-    folder = Path(os.environ.get("AGENTD_NODE_FOLDER", CACHE / "machine"))
-    word, *rest = sys.argv[1:] or ["boot"]
-    if word == "boot":
-        ready_machine(folder)
-        return
-    machine = running_machine(folder)
-    if word == "off":
-        machine.pull_plug()
-        return
-    done = machine.run(" ".join(rest), timeout_s=600)
-    sys.stdout.write(done.output)
-    sys.exit(done.status)
-
-
-if __name__ == "__main__":
-    main()

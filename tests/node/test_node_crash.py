@@ -73,8 +73,7 @@ def test_a_daemon_that_dies_loses_nothing(node: Node, resident: str, point: str)
     asked = [CREATE, *{"stop": [STOP], "delete": [DELETE], "record": [DELETE]}.get(kind, [])]
     for method, path in asked:
         body = BODY if path == CREATE[1] else {"timeout": 0.2} if path == STOP[1] else None
-        given = shlex.quote(json.dumps(body)) if body else ""
-        node.run(f"python3 /payload/tests/node/ask.py {method} {shlex.quote(path)} {given}")
+        node.machine.request(method, path, json.dumps(body) if body else "", 120)
     end = time.monotonic() + 60
     while node.must("systemctl show agentd -p NRestarts --value").strip() == "0":
         assert time.monotonic() < end, f"{point} was not reached"
