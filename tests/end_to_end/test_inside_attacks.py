@@ -104,6 +104,39 @@ async def test_a_signal_overtakes_input_that_is_not_taken(daemon, client) -> Non
     assert running.exit_code == 9
 
 
+async def test_a_signal_comes_through_after_input_was_closed_many_times(daemon, client) -> None:
+    await daemon.running(kernel_id="k1", command=SLEEPER)
+    async with client.exec("k1", SLEEPER) as running:
+        for _ in range(20):
+            await running.close_input()
+            await running.write(b"too late")
+        await running.send_signal("KILL")
+        async with asyncio.timeout(10):
+            async for _ in running:
+                pass
+    assert running.exit_code == 137
+
+
+async def test_pings_do_not_replace_the_first_frame(plain: Daemon) -> None:
+    plain.deadlines = {"agentd.rpc.inside.FIRST_FRAME_S": 1.0}
+    await plain.start(AGENTS)
+    await plain.running(kernel_id="k1", command=SLEEPER)
+    connector = aiohttp.UnixConnector(str(plain.folder / "agentd.sock"))
+    async with (
+        aiohttp.ClientSession(connector=connector) as session,
+        session.ws_connect("http://x/v1/kernels/k1/exec", autoping=False) as wire,
+        asyncio.timeout(30),
+    ):
+        told = None
+        while told is None:
+            await wire.ping()
+            with contextlib.suppress(TimeoutError):
+                while told is None:
+                    frame = await wire.receive(timeout=0.1)
+                    told = frame if frame.type is aiohttp.WSMsgType.TEXT else None
+    assert told.json()["problem"]["errors"][0]["why"] == "no first frame in 1 s"
+
+
 async def test_the_end_of_the_kernel_is_the_commands(daemon, client) -> None:
     await daemon.running(kernel_id="k1", command=SLEEPER)
     marker = os.urandom(8).hex()

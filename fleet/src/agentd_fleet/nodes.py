@@ -17,9 +17,9 @@ from yarl import URL
 from agentd.client.problems import error_in
 from agentd.core.access import Caller, Role
 from agentd.errors import AgentdError, NodeUnavailable
+from agentd.http.websocket import MAX_FRAME
 from agentd.rpc.callers import NODE, ON_BEHALF
 from agentd.rpc.connections import keep_asking
-from agentd.rpc.inside import MOST_FRAME
 from agentd_fleet.view import FleetNode
 
 REFUSED: Mapping[int, str] = {
@@ -168,7 +168,9 @@ class Nodes:
         url = URL(f"{address}{path}", encoded=True)
         try:
             async with asyncio.timeout(PATIENCE_S):
-                return await session.ws_connect(url, headers=sent, max_msg_size=MOST_FRAME)
+                return await session.ws_connect(
+                    url, headers=sent, max_msg_size=MAX_FRAME, autoping=False
+                )
         except aiohttp.WSServerHandshakeError:
             return None
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, ValueError) as error:

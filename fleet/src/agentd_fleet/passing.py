@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack, suppress
-from typing import TypeAlias
+from contextlib import AsyncExitStack
 
 import aiohttp
+import structlog
 from aiohttp import web
 
 from agentd.client.inside import hang_up
 from agentd.errors import NodeUnavailable
+from agentd.http.connections import turn_to_write
+from agentd.http.websocket import FairSocket, TooManyControlFrames
 from agentd.rpc.callers import caller_of
-from agentd.rpc.inside import FAREWELL_S, MOST_FRAME
 from agentd.rpc.queries import body_of
 from agentd.tasks import to_the_end
 from agentd_fleet.nodes import CREATE_PATIENCE_S, PATIENCE_S, Nodes
 from agentd_fleet.view import FleetNode
+
+log = structlog.get_logger()
 
 SENT = ("Content-Type", "Last-Event-ID", "Prefer", "Accept")
 KEPT = ("Content-Type", "Cache-Control", "Location", "Link", "Retry-After", "Preference-Applied")
@@ -46,6 +49,7 @@ async def pass_on(
         await response.prepare(request)
         try:
             async for chunk in given.content.iter_any():
+                await turn_to_write(request, len(chunk))
                 await response.write(chunk)
         except aiohttp.ClientError as error:
             raise ConnectionResetError(str(error)) from None  # the stream is cut here, too
@@ -63,37 +67,51 @@ async def pass_socket(
     Raises:
         NodeUnavailable: the node does not answer.
     """
-    near = web.WebSocketResponse(max_msg_size=MOST_FRAME, timeout=FAREWELL_S, compress=False)
+    near = FairSocket(request)
     far = None
     if near.can_prepare(request).ok:
         far = await nodes.connected(node, caller_of(request), path)
     if far is None:
         return await pass_on(nodes, node, request, path)
+    flood: TooManyControlFrames | None = None
     try:
         await near.prepare(request)
-        given = asyncio.create_task(_pass_frames(near, far))
-        told = asyncio.create_task(_pass_frames(far, near))
+        given = asyncio.create_task(_pass_to_node(near, far))
+        told = asyncio.create_task(_pass_to_caller(far, near))
         try:
             await asyncio.wait([given, told], return_when=asyncio.FIRST_COMPLETED)
-            if given.done() and given.exception() is not None:
-                await asyncio.wait([told])  # the node takes no more, and may have said why
+            if given.done():
+                error = given.exception()
+                flood = error if isinstance(error, TooManyControlFrames) else None
+                if error is not None and flood is None:
+                    await asyncio.wait([told])  # the node takes no more, and may have said why
         finally:
             for way in (given, told):
                 way.cancel()
             await asyncio.gather(given, told, return_exceptions=True)
-        with suppress(ConnectionError):
-            await near.close()
+        if far.close_code == aiohttp.WSCloseCode.POLICY_VIOLATION:
+            flood = TooManyControlFrames()
+        if flood is not None:
+            log.warning("exec.cut_off", path=request.path, reason=str(flood))
+        await near.end(flood)
     finally:
         await to_the_end(hang_up(far))
     return near
 
 
-_Socket: TypeAlias = web.WebSocketResponse | aiohttp.ClientWebSocketResponse
-
-
-async def _pass_frames(source: _Socket, sink: _Socket) -> None:
-    async for frame in source:
+async def _pass_to_node(near: FairSocket, far: aiohttp.ClientWebSocketResponse) -> None:
+    async for frame in near.frames():
         if frame.type is aiohttp.WSMsgType.BINARY:
-            await sink.send_bytes(frame.data)
-        elif frame.type is aiohttp.WSMsgType.TEXT:
-            await sink.send_str(frame.data)
+            await far.send_bytes(frame.data)
+        else:
+            await far.send_str(frame.data)
+
+
+async def _pass_to_caller(far: aiohttp.ClientWebSocketResponse, near: FairSocket) -> None:
+    async for frame in far:
+        if frame.type in (aiohttp.WSMsgType.BINARY, aiohttp.WSMsgType.TEXT):
+            await near.send_fairly(frame.data)
+            continue
+        await near.turn_to_write(0)
+        if frame.type is aiohttp.WSMsgType.PING:
+            await far.pong(frame.data)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from aiohttp import web
 
 from agentd.core.access import Caller
-from agentd.errors import Forbidden, InvalidRequest, Problem
+from agentd.errors import AgentdError, Forbidden, InvalidRequest, Problem
 
 ON_BEHALF = "Agentd-Caller"
 """The header by which a gateway names the caller that it acts for: `Caller.to_text`."""
@@ -46,7 +47,20 @@ class Callers:
         self._tokens = tuple(tokens)
         return gone
 
-    def identify(self, request: web.Request) -> Caller | None:
+    def payer(self, transport: asyncio.BaseTransport) -> Hashable:
+        """Return the caller whose turns a connection takes; None if only a request tells it."""
+        name = transport.get_extra_info("sockname")
+        return (name, _peer_uid(transport)) if isinstance(name, str) else None
+
+    def payer_of(self, request: web.BaseRequest) -> Hashable:
+        """Return the caller whose turns a request over TCP takes; None if it cannot be told."""
+        try:
+            caller = self.identify(request)
+        except AgentdError:
+            return None
+        return None if caller is None else (caller.name, caller.via)
+
+    def identify(self, request: web.BaseRequest) -> Caller | None:
         """Return who calls; None for one over TCP without a token that is known.
 
         Raises:

@@ -12,12 +12,15 @@ import select
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import Any
 
 import structlog
 from aiohttp import web
+
+from agentd.http.connections import FairConnection
+from agentd.http.turns import Kind, Turns
 
 log = structlog.get_logger()
 
@@ -52,22 +55,6 @@ class Limits:
     def release(self) -> None:
         """Count one less."""
         self._open -= 1
-
-
-class Turns:
-    """Requests of many callers, of which one begins in each round of the event loop.
-
-    Whoever does not have to queue here, an operator on the main socket, waits for one of them at
-    most, however many come at once.
-    """
-
-    def __init__(self) -> None:
-        self._first = asyncio.Lock()
-
-    async def wait(self) -> None:
-        """Return when it is the caller's turn; first come, first served."""
-        async with self._first:
-            await asyncio.sleep(0)
 
 
 class Newcomers:
@@ -123,12 +110,21 @@ complain = Complaints()
 
 
 class Gate(asyncio.Protocol):
-    """A TCP connection before its TLS handshake: counted, and with a deadline for that."""
+    """A TCP connection before its TLS handshake: counted, in turns, and with a deadline for that.
+
+    Callers that have not said yet who they are share the turns of one caller.
+    """
 
     def __init__(
-        self, connection: Connection, limits: Limits, tls: ssl.SSLContext, tasks: set[Any]
+        self,
+        connection: Connection,
+        limits: Limits,
+        tls: ssl.SSLContext,
+        turns: Turns,
+        tasks: set[Any],
     ) -> None:
         self._connection = connection
+        self._turns = turns
         self._limits = limits
         self._tls = tls
         self._tasks = tasks
@@ -139,6 +135,7 @@ class Gate(asyncio.Protocol):
         if not self._limits.admit():
             transport.abort()
             return
+        transport.pause_reading()  # whatever comes before `start_tls` would be lost
         task = asyncio.get_running_loop().create_task(self._handshake(transport))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -146,6 +143,7 @@ class Gate(asyncio.Protocol):
 
     async def _handshake(self, transport: asyncio.Transport) -> None:
         loop = asyncio.get_running_loop()
+        await self._turns.wait(None, Kind.REQUESTS)
         try:
             secured = await loop.start_tls(
                 transport,
@@ -165,10 +163,10 @@ class Gate(asyncio.Protocol):
             self._connection.take_over(secured)
 
 
-class Connection(web.RequestHandler):
+class Connection(FairConnection):
     """A connection that is closed if a request's header does not come in time, or nobody reads.
 
-    It counts among `limits`, if there are some, and its requests then wait for their turn.
+    It counts among `limits`, if there are some.
     """
 
     def __init__(
@@ -176,13 +174,12 @@ class Connection(web.RequestHandler):
         server: web.Server,
         limits: Limits | None,
         turns: Turns,
+        payer: Callable[[asyncio.BaseTransport], Hashable],
         newcomers: Newcomers,
         broken: Callable[[str], web.Response],
     ) -> None:
-        loop = asyncio.get_running_loop()
-        super().__init__(server, loop=loop, keepalive_timeout=KEEP_ALIVE_S)
+        super().__init__(server, turns, payer, keepalive_timeout=KEEP_ALIVE_S)
         self._limits = limits
-        self._turns = turns
         self._newcomers = newcomers
         self._broken = broken
         self._is_counted = False
@@ -237,15 +234,14 @@ class Connection(web.RequestHandler):
             self._expect_header()
         super().data_received(data)
 
-    async def began(self) -> None:
-        """Note that all of a request's header is there, and wait for its turn."""
+    async def began(self, kind: Kind) -> None:
+        """Note that all of a request's header is there, and wait for the caller's turn."""
         self.stays_away()
         self._in_request, self._is_next_begun = True, False
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-        if self._limits is not None:
-            await self._turns.wait()
+        await self.turn_to_ask(kind)
 
     def ended(self) -> None:
         """Note that a request was answered; the next one may take its time to begin."""

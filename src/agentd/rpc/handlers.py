@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 from aiohttp import web
@@ -14,6 +15,7 @@ from agentd.core.devices import DeviceId
 from agentd.core.kernel import Kernel
 from agentd.core.session import ExecSpec
 from agentd.errors import NotReady
+from agentd.http.streams import EncodedEvents, encode_event
 from agentd.rpc import rendering
 from agentd.rpc.answers import answer
 from agentd.rpc.audit import Auditor
@@ -29,7 +31,7 @@ from agentd.rpc.streams import Streams, stream_events, stream_log
 from agentd.rpc.visible import Visible
 from agentd.services.access import Access
 from agentd.services.devices import NodeDevices
-from agentd.services.events import EventLog
+from agentd.services.events import Event, EventLog
 from agentd.services.inside import Insides
 from agentd.services.interfaces import Plugins, Session
 from agentd.services.kernels import KernelService
@@ -83,7 +85,7 @@ class Handlers(DeviceHandlers):
         self._streams = Streams()
         self._order = Order()
         parts.state.listen(self._order.note)
-        self._encodings = Encodings()
+        self._encodings, self._encoded = Encodings(), EncodedEvents()
 
     def describe(self, openapi: Callable[[], Mapping[str, Any]]) -> None:
         """Take what makes the document that describes this API; it is made when it is asked for."""
@@ -289,10 +291,17 @@ class Handlers(DeviceHandlers):
     async def get_events(self, request: web.Request) -> web.StreamResponse:
         """Stream what happens to kernels, devices, plugins and runtimes, as server-sent events."""
         caller = caller_of(request)
+
+        def encode(event: Event) -> bytes:
+            told = self._visible.event(event, caller)
+            return encode_event(self._events.id_of(event), *told) if told else b""
+
+        def encoded(event: Event) -> bytes:
+            which = event.number, event.kind  # a reset has the number of the event before it
+            return self._encoded.of(which, caller.agents, partial(encode, event))
+
         with self._streams.opened(request):
-            return await stream_events(
-                request, self._events, lambda event: self._visible.event(event, caller)
-            )
+            return await stream_events(request, self._events, encoded)
 
     async def get_metrics(self, request: web.Request) -> web.Response:
         """Show the node in the Prometheus exposition format."""

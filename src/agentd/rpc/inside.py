@@ -12,17 +12,19 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from typing import Annotated, Any
 
 import msgspec
 import structlog
-from aiohttp import WSMsgType, web
+from aiohttp import WSMessage, WSMsgType, web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agentd.core.session import ExecSpec
 from agentd.errors import AgentdError, InvalidRequest, Problem
+from agentd.http.websocket import FairSocket, TooManyControlFrames
+from agentd.rpc.connections import complain
 from agentd.rpc.problems import problem_content
 from agentd.services.interfaces import Session
 from agentd.tasks import to_the_end
@@ -30,9 +32,6 @@ from agentd.tasks import to_the_end
 log = structlog.get_logger()
 
 FIRST_FRAME_S = 10.0
-FAREWELL_S = 2.0
-"""How long a caller may take to close its side, once all is said."""
-MOST_FRAME = 1 << 20
 QUEUED = 4
 """Frames of input that wait while the command takes none: signals overtake them."""
 MOST_SIZE = 10_000
@@ -55,14 +54,19 @@ async def run_over(
     request: web.Request, begin: Callable[[ExecSpec], Awaitable[Session]]
 ) -> web.WebSocketResponse:
     """Have a caller's command run, and pass on what goes in and comes out."""
-    wire = web.WebSocketResponse(max_msg_size=MOST_FRAME, timeout=FAREWELL_S, compress=False)
+    wire = FairSocket(request)
     if not wire.can_prepare(request).ok:
         raise InvalidRequest([Problem("Upgrade", NO_SOCKET)])
     await wire.prepare(request)
     session: Session | None = None
+    flood: TooManyControlFrames | None = None
+    frames = wire.frames()
     try:
-        session = await begin(await _asked(wire))
-        await _converse(wire, session)
+        session = await begin(await _asked(frames))
+        await _converse(wire, frames, session)
+    except TooManyControlFrames as error:
+        flood = error
+        complain("exec.cut_off", path=request.path, reason=str(error))
     except AgentdError as error:
         told = problem_content(error.code, str(error), error.facts())
         with suppress(ConnectionError):
@@ -77,22 +81,22 @@ async def run_over(
     finally:
         if session is not None:
             await to_the_end(session.close())
-        with suppress(ConnectionError):
-            await wire.close()
+        await wire.end(flood)
     return wire
 
 
-async def _asked(wire: web.WebSocketResponse) -> ExecSpec:
+async def _asked(frames: AsyncGenerator[WSMessage]) -> ExecSpec:
     """Read the first frame.
 
     Raises:
         InvalidRequest: it is not what it should be, or does not come.
     """
     try:
-        frame = await wire.receive(timeout=FIRST_FRAME_S)
+        async with asyncio.timeout(FIRST_FRAME_S):
+            frame = await anext(frames, None)
     except TimeoutError:
         raise InvalidRequest([Problem("", f"no first frame in {FIRST_FRAME_S:g} s")]) from None
-    if frame.type is not WSMsgType.TEXT:
+    if frame is None or frame.type is not WSMsgType.TEXT:
         why = 'expected a text frame: {"command": [...], "tty": false, "env": {}}'
         raise InvalidRequest([Problem("", why)])
     try:
@@ -104,11 +108,11 @@ async def _asked(wire: web.WebSocketResponse) -> ExecSpec:
     return ExecSpec(tuple(asked.command), asked.tty, asked.env, asked.working_dir)
 
 
-async def _converse(wire: web.WebSocketResponse, session: Session) -> None:
+async def _converse(wire: FairSocket, frames: AsyncGenerator[WSMessage], session: Session) -> None:
     """Pass on both ways, until the command has ended or the caller has gone."""
     given: asyncio.Queue[bytes | None] = asyncio.Queue(QUEUED)
     feeding = asyncio.create_task(_feed(session, given))
-    listening = asyncio.create_task(_listen(wire, session, given))
+    listening = asyncio.create_task(_listen(frames, session, given))
     telling = asyncio.create_task(_tell(wire, session))
     try:
         done, _ = await asyncio.wait([telling, listening], return_when=asyncio.FIRST_COMPLETED)
@@ -120,11 +124,11 @@ async def _converse(wire: web.WebSocketResponse, session: Session) -> None:
         await asyncio.gather(feeding, listening, telling, return_exceptions=True)
 
 
-async def _tell(wire: web.WebSocketResponse, session: Session) -> None:
+async def _tell(wire: FairSocket, session: Session) -> None:
     """Pass on what it prints, and how it ends."""
     async with aclosing(session.output()) as output:
         async for stream, data in output:
-            await wire.send_bytes(bytes([stream]) + data)
+            await wire.send_fairly(bytes([stream]) + data)
     await wire.send_str(json.dumps({"exit_code": await session.ended()}))
 
 
@@ -135,17 +139,18 @@ async def _feed(session: Session, given: asyncio.Queue[bytes | None]) -> None:
 
 
 async def _listen(
-    wire: web.WebSocketResponse, session: Session, given: asyncio.Queue[bytes | None]
+    frames: AsyncGenerator[WSMessage], session: Session, given: asyncio.Queue[bytes | None]
 ) -> None:
-    async for frame in wire:
+    is_closed = False
+    async for frame in frames:
         if frame.type is WSMsgType.BINARY:
-            await given.put(frame.data)
-        elif frame.type is WSMsgType.TEXT:
-            order = _order(frame.data)
-            if order == {"stdin": "closed"}:
-                await given.put(None)
-            else:
-                await _obey(session, order)
+            if frame.data and not is_closed:
+                await given.put(frame.data)
+        elif (order := _order(frame.data)) != {"stdin": "closed"}:
+            await _obey(session, order)
+        elif not is_closed:
+            is_closed = True  # nothing takes what comes after it
+            await given.put(None)
 
 
 def _order(text: str) -> Mapping[str, Any]:

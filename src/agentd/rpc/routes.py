@@ -33,7 +33,8 @@ from agentd.views import (
 
 Handler: TypeAlias = Callable[[Any, web.Request], Awaitable[web.StreamResponse]]
 """A method of what is served."""
-OPEN_PATHS = frozenset({"/livez", "/readyz", "/v1/openapi.json", "/v1/whoami"})
+PROBE_PATHS = frozenset({"/livez", "/readyz"})
+OPEN_PATHS = PROBE_PATHS | {"/v1/openapi.json", "/v1/whoami"}
 """Answered while the daemon starts."""
 
 

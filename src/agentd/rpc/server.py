@@ -20,6 +20,7 @@ from aiohttp import web
 
 from agentd.core.access import Caller, Right
 from agentd.errors import AgentdError, InvalidRequest, Problem, StartRefused, Unavailable
+from agentd.http.turns import Kind, Turns
 from agentd.rpc.audit import Auditor
 from agentd.rpc.callers import NODE, Callers, Token, note_caller
 from agentd.rpc.connections import (
@@ -28,12 +29,11 @@ from agentd.rpc.connections import (
     Gate,
     Limits,
     Newcomers,
-    Turns,
 )
 from agentd.rpc.pages import Pages, is_foreign
 from agentd.rpc.problems import HTTP_CODES, MEMBERS, problem
 from agentd.rpc.queries import body_of, is_true
-from agentd.rpc.routes import OPEN_PATHS, Route, document
+from agentd.rpc.routes import OPEN_PATHS, PROBE_PATHS, Route, document
 from agentd.rpc.sockets import unix_socket
 from agentd.rpc.streams import Streams
 
@@ -174,7 +174,7 @@ class Server:
         made: Callable[[], asyncio.BaseProtocol] = self._connection(self._tcp)
         if (tls := end.tls) is not None:
             plain = self._connection(self._tcp)
-            made = lambda: Gate(plain(), self._tcp, tls, self._handshakes)  # noqa: E731 - a factory
+            made = lambda: Gate(plain(), self._tcp, tls, self._turns, self._handshakes)  # noqa: E731 - a factory
         try:
             if (passed := end.passed.get(end.tcp_address or "")) is not None:
                 listener = await loop.create_server(made, sock=passed, backlog=ACCEPTED_AT_ONCE)
@@ -193,7 +193,9 @@ class Server:
         server = self._runner.server if self._runner is not None else None
         if server is None:
             raise RuntimeError("the server has not been set up")
-        return lambda: Connection(server, limits, self._turns, self._newcomers, _broken)
+        return lambda: Connection(
+            server, limits, self._turns, self._callers.payer, self._newcomers, _broken
+        )
 
     @property
     def tls(self) -> ssl.SSLContext | None:
@@ -238,7 +240,9 @@ class Server:
         """Refuse who may not call, or what cannot be asked; turn every error into a problem."""
         connection = request.protocol
         if isinstance(connection, Connection):
-            await connection.began()
+            if not connection.is_local:
+                connection.belongs_to(self._callers.payer_of(request))
+            await connection.began(Kind.PROBES if request.path in PROBE_PATHS else Kind.REQUESTS)
         try:
             response = await self._answered(request, handler)
         except ConnectionError:

@@ -11,23 +11,26 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 
-import msgspec
 import structlog
 from aiohttp import web
 
 from agentd.core.access import Caller
 from agentd.errors import AgentdError, TooManyStreams
+from agentd.http.connections import turn_to_write
 from agentd.rpc.callers import caller_of
-from agentd.rpc.connections import Connection
+from agentd.rpc.connections import Complaints, Connection
 from agentd.services.events import Event, EventLog, TooSlow
 
 log = structlog.get_logger()
+complain = Complaints()
 
 LOG_PATIENCE_S = 1.0
 """How long a follower waits for the first bytes before its answer begins."""
 KEEP_ALIVE_S = 15.0
 WRITE_PATIENCE_S = 10.0
 """A reader that takes nothing for so long is dropped."""
+MAX_AT_ONCE = 32
+"""Events that are written at once to a reader that is behind."""
 MOST_STREAMS = 64
 """How many streams one caller may have open."""
 
@@ -110,11 +113,11 @@ async def _given_up(reading: asyncio.Future[bytes]) -> None:
 
 
 async def stream_events(
-    request: web.Request, events: EventLog, shown: Callable[[Event], tuple[str, object] | None]
+    request: web.Request, events: EventLog, encoded: Callable[[Event], bytes]
 ) -> web.StreamResponse:
     """Answer with events until the client hangs up, is too slow, or the daemon stops.
 
-    `shown` returns what an event is and carries, None if it is nothing for this client.
+    `encoded` returns an event as it is sent; empty if this client does not see it.
     """
     last_id = request.headers.get("Last-Event-ID") or request.query.get("last_event_id")
     headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
@@ -126,11 +129,8 @@ async def stream_events(
             async for event in listener.follow(KEEP_ALIVE_S):
                 if event is None:
                     await _write(request, response, b": still here\n\n")
-                elif (told := shown(event)) is not None:
-                    kind, content = told
-                    head = f"id: {events.id_of(event)}\nevent: {kind}\ndata: "
-                    frame = head.encode() + msgspec.json.encode(content) + b"\n\n"
-                    await _write(request, response, frame)
+                elif data := b"".join(map(encoded, (event, *listener.more(MAX_AT_ONCE)))):
+                    await _write(request, response, data)
         except TooSlow as error:
             _dropped(request, str(error))
     await response.write_eof()
@@ -138,11 +138,12 @@ async def stream_events(
 
 
 async def _write(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
-    """Write to a reader.
+    """Write to a reader in its turn.
 
     Raises:
         ConnectionResetError: it has gone, or takes nothing.
     """
+    await turn_to_write(request, len(data))
     try:
         async with asyncio.timeout(WRITE_PATIENCE_S):
             await response.write(data)
@@ -151,7 +152,7 @@ async def _write(request: web.Request, response: web.StreamResponse, data: bytes
 
 
 def _dropped(request: web.Request, why: str) -> None:
-    log.warning("stream.dropped", path=request.path, reason=why)
+    complain("stream.dropped", path=request.path, reason=why)
     if request.transport is not None:
         request.transport.abort()
     raise ConnectionResetError(why)

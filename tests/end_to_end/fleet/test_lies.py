@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from agentd.rpc.inside import MOST_FRAME
+from agentd.http.websocket import MAX_FRAME
 from agentd_fleet.asking import Pace
 from agentd_fleet.etcd import Access, Etcd
 from agentd_fleet.nodes import GATEWAY, AnswerLost, Nodes
@@ -253,7 +253,7 @@ async def test_a_frame_without_end_is_given_up(folder: Path) -> None:
         socket.headers["Agentd-Node"] = "node-1"
         await socket.prepare(request)
         with contextlib.suppress(ConnectionError):
-            await socket.send_bytes(bytes(MOST_FRAME + 1))
+            await socket.send_bytes(bytes(MAX_FRAME + 1))
             await socket.receive()
         return socket
 

@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import subprocess
+from itertools import islice
 
 import pytest
 from playwright.async_api import Browser
@@ -16,6 +17,7 @@ from agentd.errors import Forbidden, KernelConflict
 from daemon import gone
 from end_to_end.browser import NODES_MS, shown_by, visit
 from end_to_end.fleet.fleet_world import GatewayProgram, World
+from hostile.attacks import FRAMES, Client
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 READ = Caller("eye", Role.READ).to_text()
@@ -95,6 +97,19 @@ async def test_a_command_runs_inside_a_kernel_through_the_gateway(fleet) -> None
         with pytest.raises(Forbidden):
             async with client.exec("far", ["true"]):
                 pass
+
+
+async def test_a_flood_of_control_frames_is_cut_off_at_the_gateway(fleet) -> None:
+    _, gateway, _ = fleet
+    made = await gateway.create(kernel_id="far", slots={"cuda.device": 1})
+    assert made.status == 201, made.content
+    for name in ("resize", "ping"):
+        reader, writer = await asyncio.open_unix_connection(str(gateway.socket))
+        writer.writelines(islice(Client("", "far").socket({"command": ["cat"]}, FRAMES[name]), 3))
+        async with asyncio.timeout(30):
+            await reader.readuntil(b"more than 256 control frames in 1 s")
+        writer.transport.abort()
+    assert "exec.cut_off" in gateway.log
 
 
 async def test_people_look_into_kernels_of_all_nodes_from_the_command_line(fleet) -> None:

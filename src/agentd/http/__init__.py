@@ -1,0 +1,1 @@
+"""The HTTP parts that the node and the fleet's gateway share."""
