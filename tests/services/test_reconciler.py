@@ -12,7 +12,7 @@ from agentd.errors import (
     RuntimeFailure,
     RuntimeUnavailable,
 )
-from agentd.services.kernels import GRACE_S
+from agentd.services.creates import GRACE_S
 from agentd.services.state import RuntimeState
 from fakes import FakeRuntime
 from services.node import Rig, settled

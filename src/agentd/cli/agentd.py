@@ -6,6 +6,7 @@ used (EX_CONFIG of sysexits.h).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from agentd import __version__, failpoints
-from agentd.errors import AgentdError, ConfigRefused, Problem, StartRefused
+from agentd.errors import AgentdError, ConfigRefused, DaemonFailed, Problem, StartRefused
 
 EX_CONFIG = 78
 _T = TypeVar("_T")
@@ -38,7 +39,7 @@ def agentd() -> None:
     """The node agent that divides a machine's devices among logical agents."""
 
 
-def _refused(error: ConfigRefused | StartRefused) -> NoReturn:
+def _refused(error: ConfigRefused | DaemonFailed | StartRefused) -> NoReturn:
     lines = error.lines() if isinstance(error, ConfigRefused) else [str(error)]
     for line in lines:
         click.echo(f"agentd: {line}", err=True)
@@ -65,7 +66,7 @@ def _run(work: Coroutine[Any, Any, _T]) -> _T:
 
     try:
         return asyncio.run(work)
-    except (ConfigRefused, StartRefused) as error:
+    except (ConfigRefused, DaemonFailed, StartRefused) as error:
         _refused(error)
 
 
@@ -127,18 +128,35 @@ def _with_node(
     async def look() -> _T:
         if is_strict:
             assembly.refuse_unfit(loaded.settings)
-        plugins = await app.open_plugins(loaded)
+        plugins = app.plugin_host(loaded.settings)
         try:
+            await plugins.open(loaded.settings.plugins.open_timeout)
             memory = ReadOnlyState(loaded.settings.node.state_dir)
             devices = app.discover(
                 loaded, probe(), plugins, memory, EventLog(), is_strict=is_strict
             )
-            app.withhold_what_others_serve(loaded.settings, devices)
+            _withhold_what_others_serve(loaded.settings, devices)
             return show(devices, plugins)
         finally:
             await plugins.close()
 
     return _run(look())
+
+
+def _withhold_what_others_serve(settings: Any, devices: Any) -> None:  # noqa: ANN401 - imported late
+    """Withhold the devices that other daemons of this host serve.
+
+    Without a node id, a daemon of this node could not be told from the others.
+    """
+    from agentd.app import node_id_of  # noqa: PLC0415
+    from agentd.host.probe import boot_id  # noqa: PLC0415
+    from agentd.services.serving import claimable, taken_by_others  # noqa: PLC0415
+    from agentd.state.neighbours import MachineNeighbours, Places  # noqa: PLC0415
+
+    with contextlib.suppress(ConfigRefused):
+        places = Places.of(os.geteuid())
+        others = MachineNeighbours(node_id_of(settings), boot_id(), places).others()
+        devices.withhold(taken_by_others(claimable(devices), others))
 
 
 @agentd.command("check-config")

@@ -10,6 +10,7 @@ import asyncio
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -36,6 +37,7 @@ from agentd.rpc.queries import body_of, is_true
 from agentd.rpc.routes import OPEN_PATHS, Route, document
 from agentd.rpc.sockets import unix_socket
 from agentd.rpc.streams import Streams
+from agentd.tasks import Deadline
 
 log = structlog.get_logger()
 
@@ -45,7 +47,8 @@ ACCEPTED_AT_ONCE = 8
 """How many connections are accepted in one round of the event loop; the others stay queued."""
 TCP_PART, FURTHER_PART = 0.5, 0.125
 """How much of all descriptors TCP connections, and those of further sockets, may have."""
-SHUTDOWN_TIMEOUT_S = 3.0
+SHUTDOWN_TIMEOUT_S, CANCEL_TIMEOUT_S = 3.0, 0.5
+"""How long a stop waits for open requests to end, and then to be cancelled."""
 FIRST_REQUEST_S = 1.0
 """How long a stop waits for the first request of whom it let in: it would be reset."""
 OPEN_PATIENCE_S = 30.0
@@ -136,6 +139,10 @@ class Server:
         self._bound: list[Path] = []
         self._runner: web.AppRunner | None = None
         self._listeners: list[asyncio.Server] = []
+        self._open: dict[int, web.Request] = {}
+        self.cancelled: list[str] = []
+        """The requests that a stop cancelled, as `METHOD /path`."""
+        self._stopping: asyncio.Event | None = None
 
     async def start(self) -> None:
         """Listen.
@@ -150,7 +157,7 @@ class Server:
             bound = route.handler.__get__(self._site)
             path = route.path.replace("{rest}", "{rest:.+}") if route.passes else route.path
             app.router.add_route(route.method, path, bound, expect_handler=_expected)
-        self._runner = web.AppRunner(app, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
+        self._runner = web.AppRunner(app, shutdown_timeout=CANCEL_TIMEOUT_S)
         await self._runner.setup()
         loop = asyncio.get_running_loop()
         passed = dict(self._endpoint.passed)
@@ -205,15 +212,27 @@ class Server:
         for name in self._callers.renew(tokens):
             self._site.streams.cut(name)
 
-    async def stop(self) -> None:
-        """Stop accepting, let open requests end, and remove the sockets."""
+    async def stop(self, deadline: Deadline) -> None:
+        """Stop accepting, remove the sockets, let open requests end, and cancel the others."""
         await self._stop_accepting()
-        await self._newcomers.heard(FIRST_REQUEST_S)
-        self._site.streams.end()
-        if self._runner is not None:
-            await self._runner.cleanup()
         for path in self._bound:
             path.unlink(missing_ok=True)
+        await self._newcomers.heard(deadline.left_s(FIRST_REQUEST_S))
+        self._site.streams.end()
+        for handshake in self._handshakes:
+            handshake.cancel()
+        patience = deadline.earlier(2 * CANCEL_TIMEOUT_S)  # aiohttp waits before and after it
+        await self._until_answered(patience.left_s(SHUTDOWN_TIMEOUT_S))
+        self.cancelled += sorted(f"{open_.method} {open_.path}" for open_ in self._open.values())
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _until_answered(self, timeout_s: float) -> None:
+        if self._open:
+            self._stopping = asyncio.Event()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._stopping.wait()
 
     async def _stop_accepting(self) -> None:
         """Let nobody in any more; whoever was accepted becomes a connection first.
@@ -237,15 +256,19 @@ class Server:
     async def _answer(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """Refuse who may not call, or what cannot be asked; turn every error into a problem."""
         connection = request.protocol
-        if isinstance(connection, Connection):
-            await connection.began()
+        self._open[id(request)] = request
         try:
+            if isinstance(connection, Connection):
+                await connection.began()
             response = await self._answered(request, handler)
         except ConnectionError:
             raise  # the caller has gone; there is nobody to answer
         except Exception as error:  # noqa: BLE001 - what has no code of its own is logged
             response = self._refusal(request, error)
         finally:
+            del self._open[id(request)]
+            if self._stopping is not None and not self._open:
+                self._stopping.set()
             if isinstance(connection, Connection):
                 connection.ended()
         return response

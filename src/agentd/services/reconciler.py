@@ -22,10 +22,10 @@ from agentd.core.observation import ObservedKernel
 from agentd.core.reconcile import Action, MarkAbsent, RemoveNeverRan, reconcile
 from agentd.errors import KernelConflict, RuntimeFailure, RuntimeUnavailable
 from agentd.failpoints import hit, reach
+from agentd.services.creates import GRACE_S
 from agentd.services.devices import NodeDevices
 from agentd.services.interfaces import Clock, Memory, Plugins, Runtime
 from agentd.services.kernel_log import log_found
-from agentd.services.kernels import GRACE_S
 from agentd.services.state import NodeState, RuntimeState
 
 log = structlog.get_logger()

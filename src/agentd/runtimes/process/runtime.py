@@ -42,7 +42,7 @@ from agentd.runtimes.process.bundles import AGENT, DEVICES, Bundles
 from agentd.runtimes.process.logs import read_log, unkept
 from agentd.runtimes.process.spawn import ProcessRules, failure, order_of, spawn, spawn_unit
 from agentd.runtimes.uncontained import uncontained_problems
-from agentd.services.interfaces import LogQuery, Progress, Session, Support
+from agentd.services.interfaces import LogQuery, Progress, Session, Support, Undone
 
 LOG_THREADS = 4
 REMOVE_TRIES = 10
@@ -122,6 +122,8 @@ class ProcessRuntime:
             if isinstance(error, OSError):
                 what = f"{error.filename or bundle.path}: {error.strerror}"
                 raise RuntimeFailure(what) from error
+            if isinstance(error, asyncio.CancelledError):
+                raise Undone from error
             raise
 
     async def _started(self, plan: KernelPlan, bundle: Bundle) -> ObservedKernel:
