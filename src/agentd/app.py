@@ -24,7 +24,7 @@ from agentd.background import Background
 from agentd.config.loading import Loaded
 from agentd.config.settings import Settings
 from agentd.core.slots import BUILT_IN
-from agentd.endpoint import endpoint
+from agentd.endpoint import Weaknesses, endpoint, weaknesses
 from agentd.errors import (
     ConfigRefused,
     DaemonFailed,
@@ -162,6 +162,7 @@ class Daemon:
         self._shutdown, self._reload = Shutdown(), asyncio.Event()
         self._passed = passed_sockets()
         self._status = ""
+        self._weaknesses = Weaknesses()
 
     async def run(self) -> None:
         """Run until SIGTERM or SIGINT.
@@ -230,6 +231,7 @@ class Daemon:
         background = Background(self._shutdown.fail)
         node = await self._assembled(stack, plugins, background)
         where = replace(endpoint(self._settings.rpc), passed=self._passed)
+        self._weaknesses.replace(weaknesses(self._settings.rpc))
         server = Server(
             "agentd", ROUTES, node.handlers, where, self._node_id, Pages({HOME: "agentd"})
         )
@@ -246,7 +248,7 @@ class Daemon:
         keeper = Keeper(node.state, node.service, self._settings.node.keep_ended)
         background.run("retention", keeper.run())
         background.run("status", self._telling(node))
-        reload = Reload(self._loaded, server, node.runtimes)
+        reload = Reload(self._loaded, server, node.runtimes, self._weaknesses)
         background.run("reload", self._reloading(reload))
         return node
 
@@ -296,7 +298,7 @@ class Daemon:
         parts = NodeParts(
             state, devices, plugins, service, reconciler, check, events, access, statistics,
             Refusals(counts, events, clock.wall), metrics, Insides(state, runtimes),
-            lambda: [*remarks, *background.warnings], checkup,
+            lambda: [*remarks, *self._weaknesses.warnings(), *background.warnings], checkup,
         )  # fmt: skip
         handlers = Handlers(self._node_id, default, parts)
         loops = Loops(reconciler, state, devices, runtimes, plugins, serving)
@@ -338,7 +340,7 @@ class Daemon:
             await self._reload.wait()
             self._reload.clear()
             self._notifier.reloading()
-            reload.once(self._settings.node.state_dir)
+            await reload.once(self._settings.node.state_dir)
             self._notifier.ready(self._status)
 
     async def _telling(self, node: _Node) -> None:

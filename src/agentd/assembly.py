@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from agentd.config.loading import Loaded
 from agentd.config.runtimes import DockerSettings
 from agentd.config.settings import Settings
-from agentd.endpoint import exposed_tokens
+from agentd.endpoint import weaknesses
 from agentd.errors import ConfigRefused, InvalidRequest, Problem, RuntimeUnavailable
 from agentd.host.cgroups import find_cgroups
 from agentd.host.checkup import node_remarks
@@ -179,7 +180,9 @@ def checkup(settings: Settings, plugins: Plugins, used: Collection[str]) -> list
     runtimes = {*used, settings.node.runtime}
     loaded = {status.plugin for status in plugins.statuses()}
     engine = settings.runtime.docker.socket if "docker" in runtimes else None
-    found = [*node_remarks(engine, loaded), *exposed_tokens(settings.rpc)]
+    now = time.time()
+    found = [weak.text for weak in weaknesses(settings.rpc) if weak.since <= now]
+    found += node_remarks(engine, loaded)
     if "systemd" in runtimes and is_booted():
         found += journal_remarks(failed_units("systemd-journald@*"))
     return found

@@ -200,9 +200,13 @@ class GatewayDaemon:
             await self._reload.wait()
             self._reload.clear()
             try:
-                server.renew_tokens(tokens(rpc_settings(self._reread())))
+                found = await asyncio.to_thread(lambda: tokens(rpc_settings(self._reread())))
+                server.renew_tokens(found)
             except ConfigRefused as error:
                 log.warning("gateway.not_reloaded", reasons=error.lines())
+            except Exception as error:  # noqa: BLE001 - a fault here must not end all reloads
+                reasons = [f"{type(error).__name__}: {error}"]
+                log.warning("gateway.not_reloaded", reasons=reasons)
             else:
                 log.info("gateway.reloaded")
 

@@ -165,6 +165,11 @@ def _withhold_what_others_serve(settings: Any, devices: Any) -> None:  # noqa: A
 def check_config(config_file: str | None, as_json: bool) -> None:  # noqa: FBT001 - click passes it
     """Check the configuration, the plugins' tables and the partition."""
     warnings = _with_node(config_file, lambda devices, _: list(devices.warnings), is_strict=True)
+    from agentd.endpoint import Weaknesses, weaknesses  # noqa: PLC0415 - see above
+
+    weak = Weaknesses()
+    weak.replace(weaknesses(_settings(config_file).settings.rpc))
+    warnings += weak.warnings()
     if as_json:
         click.echo(json.dumps({"ok": True, "warnings": warnings}))
         return

@@ -147,7 +147,8 @@ class Handlers(DeviceHandlers):
             node["checks"] = rendering.check_views(await self._check.run())
             used = {kernel.runtime for kernel in self._state if kernel.holds}
             async with self._checking:
-                node["warnings"] += await asyncio.to_thread(self._checkup, used)
+                found = await asyncio.to_thread(self._checkup, used)
+                node["warnings"] = [*dict.fromkeys([*node["warnings"], *found])]
         return answer(node)
 
     def _node(self, caller: Caller) -> NodeView:

@@ -35,14 +35,13 @@ from agentd.rpc.pages import Pages, is_foreign
 from agentd.rpc.problems import HTTP_CODES, MEMBERS, problem
 from agentd.rpc.queries import body_of, is_true
 from agentd.rpc.routes import OPEN_PATHS, Route, document
-from agentd.rpc.sockets import unix_socket
+from agentd.rpc.sockets import unix_socket, with_a_queue
 from agentd.rpc.streams import Streams
 from agentd.tasks import Deadline
 
 log = structlog.get_logger()
 
 MAX_BODY = 1024 * 1024
-BACKLOG = 1024
 ACCEPTED_AT_ONCE = 8
 """How many connections are accepted in one round of the event loop; the others stay queued."""
 TCP_PART, FURTHER_PART = 0.5, 0.125
@@ -128,6 +127,7 @@ class Server:
         self._routes = {(route.method, route.path): route for route in routes}
         self._site = site
         self._endpoint = endpoint
+        self._tls = endpoint.tls
         self._callers = Callers(
             endpoint.tokens, {str(door.path): door.caller for door in endpoint.doors}
         )
@@ -140,8 +140,7 @@ class Server:
         self._runner: web.AppRunner | None = None
         self._listeners: list[asyncio.Server] = []
         self._open: dict[int, web.Request] = {}
-        self.cancelled: list[str] = []
-        """The requests that a stop cancelled, as `METHOD /path`."""
+        self._cancelled: list[str] = []
         self._stopping: asyncio.Event | None = None
 
     async def start(self) -> None:
@@ -172,16 +171,16 @@ class Server:
             listener = await loop.create_unix_server(
                 self._connection(limits), sock=listening, backlog=ACCEPTED_AT_ONCE
             )
-            self._listeners.append(_with_a_queue(listener))
+            self._listeners.append(with_a_queue(listener))
         if self._endpoint.host is not None:
             self._listeners.append(await self._listen_on_tcp(loop))
 
     async def _listen_on_tcp(self, loop: asyncio.AbstractEventLoop) -> asyncio.Server:
         end = self._endpoint
         made: Callable[[], asyncio.BaseProtocol] = self._connection(self._tcp)
-        if (tls := end.tls) is not None:
+        if end.tls is not None:
             plain = self._connection(self._tcp)
-            made = lambda: Gate(plain(), self._tcp, tls, self._handshakes)  # noqa: E731 - a factory
+            made = lambda: Gate(plain(), self._tcp, self._context(), self._handshakes)  # noqa: E731 - a factory
         try:
             if (passed := end.passed.get(end.tcp_address or "")) is not None:
                 listener = await loop.create_server(made, sock=passed, backlog=ACCEPTED_AT_ONCE)
@@ -193,7 +192,7 @@ class Server:
             raise StartRefused(
                 f"cannot listen on {end.host}:{end.port}: {error.strerror}"
             ) from None
-        return _with_a_queue(listener)
+        return with_a_queue(listener)
 
     def _connection(self, limits: Limits | None) -> Callable[[], Connection]:
         """Return what makes the protocol of a new connection."""
@@ -203,9 +202,23 @@ class Server:
         return lambda: Connection(server, limits, self._turns, self._newcomers, _broken)
 
     @property
-    def tls(self) -> ssl.SSLContext | None:
-        """The certificate that new connections over TCP are shown."""
-        return self._endpoint.tls
+    def cancelled(self) -> list[str]:
+        """The requests that a stop cancels, as `METHOD /path`; filled by `stop`."""
+        return self._cancelled
+
+    @property
+    def has_tls(self) -> bool:
+        """Whether TLS is spoken over TCP."""
+        return self._tls is not None
+
+    def _context(self) -> ssl.SSLContext:
+        if self._tls is None:
+            raise RuntimeError("this server does not speak TLS")
+        return self._tls
+
+    def renew_tls(self, context: ssl.SSLContext) -> None:
+        """Show another certificate to new connections."""
+        self._tls = context
 
     def renew_tokens(self, tokens: Sequence[Token]) -> None:
         """Take other tokens from now on; who has one that is gone is cut off at once."""
@@ -223,7 +236,7 @@ class Server:
             handshake.cancel()
         patience = deadline.earlier(2 * CANCEL_TIMEOUT_S)  # aiohttp waits before and after it
         await self._until_answered(patience.left_s(SHUTDOWN_TIMEOUT_S))
-        self.cancelled += sorted(f"{open_.method} {open_.path}" for open_ in self._open.values())
+        self._cancelled += sorted(f"{open_.method} {open_.path}" for open_ in self._open.values())
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -377,11 +390,3 @@ def _refuse_unknown_query(request: web.Request, route: Route) -> None:
     ]
     if problems:
         raise InvalidRequest(problems)
-
-
-def _with_a_queue(listener: asyncio.Server) -> asyncio.Server:
-    """Have the kernel queue more callers than are accepted at once, which is asyncio's backlog."""
-    for listening in listener.sockets:
-        with listening.dup() as same:
-            same.listen(BACKLOG)
-    return listener

@@ -107,7 +107,9 @@ class DockerRuntime:
         self._observer = Observer(self._engine, node_id, self._absences)
 
     def renew(self, rules: DockerRules) -> None:
+        """Have other rules from now on; kernels that are there keep theirs."""
         self._rules = rules
+        self._images.renew(rules.registry_auth)
 
     async def close(self) -> None:
         self._absences.close()
