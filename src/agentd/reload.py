@@ -42,6 +42,10 @@ _PAUSE_S, _PATIENCE_S = 0.05, 30.0
 _M = TypeVar("_M", bound=BaseModel)
 
 
+class NoDaemon(StartRefused):
+    """No daemon runs that could reload."""
+
+
 class Reading:
     """Settings that note which of their keys are read."""
 
@@ -219,7 +223,7 @@ def ask(settings: Settings, environ: Mapping[str, str]) -> list[str]:
             raise ValueError
         os.kill(number, signal.SIGHUP)
     except (ValueError, OSError):
-        raise StartRefused(f"no daemon of the state folder {folder} runs") from None
+        raise NoDaemon(f"no daemon of the state folder {folder} runs") from None
     end = time.monotonic() + _PATIENCE_S
     while (now := outcome(folder)) == before:
         if time.monotonic() > end:
@@ -240,6 +244,8 @@ def _holder(folder: Path) -> str:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:  # held: the number in it is its holder's
                 return file.read(32).decode(errors="replace").strip()
+    except FileNotFoundError:
+        pass
     except OSError as error:
         raise StartRefused(f"{folder / 'lock'}: {error.strerror}") from None
-    raise StartRefused(f"no daemon of the state folder {folder} runs")
+    raise NoDaemon(f"no daemon of the state folder {folder} runs")
