@@ -1,12 +1,14 @@
 """A stop has one deadline: a step that is late is left behind, and so is a stuck event loop."""
 
 import asyncio
+import re
 import threading
+from pathlib import Path
 
 import pytest
 
 from agentd import shutdown as module
-from agentd.shutdown import STOP_TIMEOUT_S, Shutdown
+from agentd.shutdown import EXIT_PATIENCE_S, LIMIT_S, STOP_TIMEOUT_S, Shutdown
 from agentd.tasks import Deadline
 
 
@@ -80,3 +82,10 @@ def test_the_limit_ends_a_process_whose_loop_is_stuck(
     stopper.join()
     assert ended == [status]
     assert shutdown.failure == ("" if is_over else "start did not end within 0 s")
+
+
+@pytest.mark.parametrize("unit", ["agentd.service", "agentd-fleet-gateway.service"])
+def test_a_unit_leaves_a_stop_the_time_that_it_takes(unit: str) -> None:
+    text = (Path(__file__).parents[1] / "systemd" / unit).read_text()
+    (limit_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)
+    assert STOP_TIMEOUT_S < LIMIT_S < LIMIT_S + EXIT_PATIENCE_S <= 30 < int(limit_s)

@@ -20,6 +20,7 @@ import click
 
 from agentd import __version__, failpoints
 from agentd.errors import AgentdError, ConfigRefused, DaemonFailed, Problem, StartRefused
+from agentd.host.regular_files import UnusableFile, read_regular
 
 EX_CONFIG = 78
 _T = TypeVar("_T")
@@ -349,7 +350,7 @@ def migrate(old: Path, output: Path | None, force: bool) -> None:  # noqa: FBT00
     from agentd.config.migration import migrated  # noqa: PLC0415
 
     try:
-        text = migrated(old.read_text(encoding="utf-8"), old)
+        text = migrated(read_regular(old).text, old)
         load_text(text, None, {})
         if output is None:
             click.echo(text, nl=False)
@@ -357,8 +358,8 @@ def migrate(old: Path, output: Path | None, force: bool) -> None:  # noqa: FBT00
             raise click.ClickException(f"{output} exists; --force replaces it")
         else:
             write_file(output, text)
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "is not UTF-8"
+    except (OSError, UnusableFile) as error:
+        why = error.strerror if isinstance(error, OSError) else error
         raise click.ClickException(f"{old} to {output or 'standard output'}: {why}") from None
     except ConfigRefused as error:
         _refused(error)
@@ -382,9 +383,10 @@ def set_(config_file: str | None, key: str, value: str) -> None:
             "there is no file to change; write one with `agentd config init`"
         )
     try:
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        text = read_regular(path).text if path.exists() else ""
         write_file(path, with_setting(text, key, value, path))
-    except OSError as error:
-        raise click.ClickException(f"{path}: {error.strerror}") from None
+    except (OSError, UnusableFile) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise click.ClickException(f"{path}: {why}") from None
     except ConfigRefused as error:
         _refused(error)
