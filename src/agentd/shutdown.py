@@ -15,6 +15,7 @@ import signal
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 
 import structlog
 
@@ -66,7 +67,8 @@ class Shutdown:
             while (number := reader.recv(1)[0]) not in SIGNALS:
                 if number in others:
                     loop.call_soon_threadsafe(others[number])
-            loop.call_soon_threadsafe(self.asked.set)
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self.asked.set)
             self.limit()
 
         threading.Thread(target=hear, name="shutdown", daemon=True).start()

@@ -3,11 +3,17 @@
 import asyncio
 import os
 import signal
+import ssl
 
 import pytest
 
 from agentd.background import VITAL
 from daemon import Daemon
+from end_to_end.test_tokens import Tokens, tokens
+from fork_server import run
+from test_reload import certificate
+
+__all__ = ["tokens"]
 
 WORK = {
     "reconciler": "agentd.services.reconciler:Loops.run",
@@ -98,3 +104,37 @@ async def test_a_background_task_that_ends_is_seen(plain: Daemon, name: str) -> 
         assert await asyncio.to_thread(process.wait, 40) == 1
     await said(plain, f"agentd: {reason}")
     plain._program = None
+
+
+@pytest.mark.needs("openssl")
+async def test_new_connections_are_shown_the_renewed_certificate(tokens: Tokens) -> None:
+    folder = tokens.daemon.folder
+    cert, key = certificate(folder)
+    files = f'tls-cert = "{cert}"\ntls-key = "{key}"\n'
+    tokens.configure(files, tokens.entry("team", "agent", "team-a"))
+    await tokens.daemon.start()
+
+    def shown() -> str:
+        return ssl.get_server_certificate(("127.0.0.1", tokens.port))
+
+    assert await asyncio.to_thread(shown) == cert.read_text()
+    before = cert.read_text()
+    certificate(folder)
+    reload(tokens.daemon)
+    await said(tokens.daemon, "daemon.reloaded")
+    assert await asyncio.to_thread(shown) == cert.read_text() != before
+
+
+async def test_a_weak_token_is_a_warning_everywhere_and_once(tokens: Tokens) -> None:
+    tokens.secrets["team"] = "x"
+    file = tokens.daemon.folder / "token-team"
+    file.write_text("x")
+    tokens.configure(tokens.entry("team", "agent", "team-a"))
+    await tokens.daemon.start()
+    expected = f"{file} holds a token of 1 characters, expected 16 or more"
+    for path in ("/v1/node", "/v1/node?check=true"):
+        warnings = (await tokens.daemon.get(path))["warnings"]
+        assert sum(warning.startswith(expected) for warning in warnings) == 1, warnings
+    checked = run("agentd", "check-config", "--config", str(tokens.daemon.config_file))
+    assert (checked.returncode, f"warning: {expected}" in checked.stderr) == (0, True)
+    assert expected in tokens.daemon.log

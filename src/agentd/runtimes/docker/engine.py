@@ -96,14 +96,20 @@ class EngineClient:
         body: object = None,
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> Any:  # noqa: ANN401 - JSON
-        async with _answering(timeout_s), self._response(method, path, params, body) as response:
-            content = await response.read()
-            if response.status >= _REFUSED:
-                raise EngineError(response.status, _message(content))
-            try:
-                return msgspec.json.decode(content) if content else None
-            except (ValueError, RecursionError) as error:
-                raise AnswerLost(f"the engine's answer is not JSON: {error}") from error
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._response(method, path, params, body) as response,
+            ):
+                content = await response.read()
+        except TimeoutError as error:
+            raise AnswerLost(f"the engine gave no answer within {timeout_s:g} s") from error
+        if response.status >= _REFUSED:
+            raise EngineError(response.status, _message(content))
+        try:
+            return msgspec.json.decode(content) if content else None
+        except (ValueError, RecursionError) as error:
+            raise AnswerLost(f"the engine's answer is not JSON: {error}") from error
 
     @asynccontextmanager
     async def stream(
@@ -158,22 +164,6 @@ class EngineClient:
             connector = aiohttp.UnixConnector(str(self._socket), limit=0)
             self._session = aiohttp.ClientSession(connector=connector, timeout=_NO_LIMIT)
         return self._session
-
-
-@asynccontextmanager
-async def _answering(timeout_s: float) -> AsyncIterator[None]:
-    """Give the engine so long to answer.
-
-    Raises:
-        AnswerLost: it did not.
-    """
-    try:
-        async with asyncio.timeout(timeout_s) as limit:
-            yield
-    except TimeoutError as error:
-        if not limit.expired():
-            raise
-        raise AnswerLost(f"the engine gave no answer within {timeout_s:g} s") from error
 
 
 def _message(content: bytes) -> str:
