@@ -1,4 +1,4 @@
-"""The certificate and key of the TCP listener: read once, and loaded from what was read."""
+"""Certificates and keys for TLS: read once, and loaded from what was read."""
 
 from __future__ import annotations
 
@@ -40,18 +40,33 @@ def read_certificate(cert: Path, key: Path) -> Certificate:
     Raises:
         UnusableFile: one of them cannot be read, or they do not go together.
     """
-    chain, secret = _read(cert), _read(key)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    chain, secret = load_chain(context, cert, key)
+    return Certificate(context, validity_of(chain.content), secret.mode)
+
+
+def load_chain(context: ssl.SSLContext, cert: Path, key: Path) -> tuple[RegularFile, RegularFile]:
+    """Give a context a certificate chain and its key; return both as they were read.
+
+    Raises:
+        UnusableFile: one of them cannot be read, or they do not go together.
+    """
+    chain, secret = read_named(cert), read_named(key)
     try:
         with _in_memory(chain.content) as first, _in_memory(secret.content) as second:
             # An empty password: OpenSSL would ask for one at the terminal.
             context.load_cert_chain(first, second, password=lambda: "")
     except (OSError, ssl.SSLError) as error:
         raise UnusableFile(f"{cert} and {key} cannot be used: {error}") from None
-    return Certificate(context, validity_of(chain.content), secret.mode)
+    return chain, secret
 
 
-def _read(path: Path) -> RegularFile:
+def read_named(path: Path) -> RegularFile:
+    """Read a file; the error names it.
+
+    Raises:
+        UnusableFile: it cannot be read.
+    """
     try:
         return read_regular(path)
     except UnusableFile as error:

@@ -13,6 +13,7 @@ from pathlib import Path
 import structlog
 from pydantic import ValidationError
 
+from agentd.certificate import load_chain, read_named
 from agentd.client.aio import AsyncClient
 from agentd.config.loading import problem_of
 from agentd.config.settings import RpcSettings
@@ -63,10 +64,11 @@ def tls_of(fleet: FleetSettings) -> ssl.SSLContext | None:
     if fleet.ca is None and fleet.cert is None:
         return None
     try:
-        context = ssl.create_default_context(cafile=fleet.ca)
-        if fleet.cert is not None:
-            context.load_cert_chain(fleet.cert, fleet.key)
-    except (OSError, ssl.SSLError) as error:
+        ca = read_named(fleet.ca).text if fleet.ca is not None else None
+        context = ssl.create_default_context(cadata=ca)
+        if fleet.cert is not None and fleet.key is not None:
+            load_chain(context, fleet.cert, fleet.key)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         files = ", ".join(str(f) for f in (fleet.ca, fleet.cert, fleet.key) if f is not None)
         raise ConfigRefused([Problem("fleet.ca", f"{files}: {error}")]) from None
     return context
