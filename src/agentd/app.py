@@ -71,7 +71,7 @@ log = structlog.get_logger()
 
 FIRST_LIST_TIMEOUT_S = 20.0
 AFTER_DRAIN_S, AFTER_SERVER_S, AFTER_RUNTIMES_S = 10.0, 7.0, 6.0
-"""How much of a stop's time is kept for what follows the drain, the server, the runtimes."""
+"""Seconds of a stop reserved for the steps after the drain, the server and the runtimes."""
 START_PATIENCE_S = 2.0
 STATUS_PAUSE_S = 1.0
 
@@ -191,6 +191,8 @@ class Daemon:
             shutdown.finish()
         facts = {**cancelled, "late": shutdown.late}
         log.info("daemon.stopped", **{name: found for name, found in facts.items() if found})
+        if facts.get("unresolved") or shutdown.late:
+            shutdown.end_process()  # the locks are gone: nothing may be undone or written any more
         if shutdown.failure:
             raise DaemonFailed(shutdown.failure)
 

@@ -37,7 +37,7 @@ log = structlog.get_logger()
 
 OUTCOME = "reload.json"
 READ_TIMEOUT_S = 20.0
-"""How long all files together may take to be read."""
+"""Seconds that reading all files together may take."""
 _PAUSE_S, _PATIENCE_S = 0.05, 30.0
 _M = TypeVar("_M", bound=BaseModel)
 

@@ -24,22 +24,22 @@ from agentd.tasks import Deadline
 log = structlog.get_logger()
 
 STOP_TIMEOUT_S = 25.0
-"""How long all steps together may take."""
+"""Seconds that all steps together may take."""
 LIMIT_S = 28.0
-"""When a process ends whose event loop does not get that far, as on a dead disk."""
+"""Seconds after which a stuck process is ended, as on a dead disk."""
 EXIT_PATIENCE_S = 1.0
-"""How long the interpreter may take to end, and the last line of the log to be written."""
+"""Seconds for the interpreter to end, and for the last line of the log."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Shutdown:
     """Hears of the stop, bounds its steps, and knows which of them were late."""
 
-    def __init__(self, end_process: Callable[[int], None] = os._exit) -> None:
+    def __init__(self, exit_process: Callable[[int], None] = os._exit) -> None:
         self.asked = asyncio.Event()
         self.failure = ""
         self.late: list[str] = []
-        self._end_process = end_process
+        self._exit = exit_process
         self._deadline: Deadline | None = None
         self._step = "start"
         self._is_over = threading.Event()
@@ -87,7 +87,11 @@ class Shutdown:
             last.daemon = True
             last.start()
         threading.Event().wait(EXIT_PATIENCE_S)
-        self._end_process(1 if self.failure else 0)
+        self.end_process()
+
+    def end_process(self) -> None:
+        """End the process now, with its tasks and threads, as a SIGKILL would."""
+        self._exit(1 if self.failure else 0)
 
     async def step(
         self, name: str, work: Callable[[Deadline], Awaitable[object]], reserve_s: float = 0.0

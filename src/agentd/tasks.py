@@ -31,7 +31,7 @@ class Deadline(NamedTuple):
 
 
 def is_being_cancelled() -> bool:
-    """Tell a cancellation of this task from one that a library raised by itself."""
+    """Return whether this task was cancelled; a library may raise CancelledError by itself."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

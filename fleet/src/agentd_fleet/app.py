@@ -40,7 +40,7 @@ log = structlog.get_logger()
 
 FIRST_VIEW_S, LOOK_S = 5.0, 0.05
 AFTER_SERVER_S, AFTER_PLACING_S = 15.0, 3.0
-"""How much of a stop's time is kept for what follows the server, and the placements."""
+"""Seconds of a stop reserved for the steps after the server and the placements."""
 COLLECT = 100_000, 50, 100
 """When garbage is looked for: views come and go without cycles."""
 

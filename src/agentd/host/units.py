@@ -33,7 +33,7 @@ AT_ONCE = 64
 CALL_S = 30.0
 """For how long one call may take; a start is waited for apart."""
 JOB_S = 120.0
-"""How long the start or the stop of a unit may take."""
+"""Seconds that the start or the stop of a unit may take."""
 
 Property = tuple[str, str, Any]
 """A property of a unit: its name, its D-Bus type, its value."""

@@ -47,7 +47,7 @@ ACCEPTED_AT_ONCE = 8
 TCP_PART, FURTHER_PART = 0.5, 0.125
 """How much of all descriptors TCP connections, and those of further sockets, may have."""
 SHUTDOWN_TIMEOUT_S, CANCEL_TIMEOUT_S = 3.0, 0.5
-"""How long a stop waits for open requests to end, and then to be cancelled."""
+"""Seconds that a stop waits for open requests to end, and then for their cancellation."""
 FIRST_REQUEST_S = 1.0
 """How long a stop waits for the first request of whom it let in: it would be reset."""
 OPEN_PATIENCE_S = 30.0

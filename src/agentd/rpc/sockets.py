@@ -50,7 +50,7 @@ def _refuse_in_use(path: Path) -> None:
 
 
 def with_a_queue(listener: asyncio.Server) -> asyncio.Server:
-    """Have the kernel queue more callers than are accepted at once, which is asyncio's backlog."""
+    """Make Linux queue more callers than are accepted at once, which is asyncio's backlog."""
     for listening in listener.sockets:
         with listening.dup() as same:
             same.listen(BACKLOG)

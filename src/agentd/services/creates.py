@@ -22,7 +22,7 @@ from agentd.tasks import Deadline
 log = structlog.get_logger()
 
 GRACE_S = 10.0
-"""How long an engine may take to finish a create that agentd lost sight of."""
+"""Seconds after which absence from a list proves that an unresolved create left nothing."""
 BEFORE_CREATE = frozenset({KernelState.PREPARING, KernelState.PULLING})
 """States of a create in which the runtime has nothing to undo."""
 
@@ -151,7 +151,7 @@ class Creates:
 
 
 def is_unresolved(error: BaseException, kernel: Kernel) -> bool:
-    """Tell whether a create that failed may have left something: see `Runtime.create`."""
+    """Return whether a create that failed may have left something: see `Runtime.create`."""
     if isinstance(error, OutcomeUnknown):
         return True
     return kernel.state not in BEFORE_CREATE and not isinstance(error, (AgentdError, Undone))

@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 
 CALL_TIMEOUT_S = 120.0
-"""How long the engine may take to answer a call; streams have no limit."""
+"""Seconds that the engine may take to answer a call; streams have no limit."""
 _NO_LIMIT = aiohttp.ClientTimeout(sock_connect=10.0)
 _BASE = "http://docker"
 _REFUSED = 400

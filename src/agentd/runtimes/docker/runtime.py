@@ -107,7 +107,7 @@ class DockerRuntime:
         self._observer = Observer(self._engine, node_id, self._absences)
 
     def renew(self, rules: DockerRules) -> None:
-        """Have other rules from now on; kernels that are there keep theirs."""
+        """Replace the rules; existing kernels keep theirs."""
         self._rules = rules
         self._images.renew(rules.registry_auth)
 
