@@ -178,7 +178,8 @@ class Reload:
             reasons = error.lines()
         except TimeoutError:
             reasons = [f"the files could not be read within {READ_TIMEOUT_S:g} s"]
-        except Exception as error:  # noqa: BLE001 - a fault here must not end all reloads
+        except Exception as error:  # a fault here must not end all reloads
+            log.exception("daemon.reload_failed")
             reasons = [f"{type(error).__name__}: {error}"]
         if reasons:
             log.warning("daemon.not_reloaded", reasons=reasons)
