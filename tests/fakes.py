@@ -24,6 +24,7 @@ from agentd.services.interfaces import (
     SavedRecord,
     Session,
     Support,
+    Undone,
 )
 
 KNOWN_COMMANDS = ("sh", "sleep", "printf")
@@ -42,6 +43,7 @@ class FakeRuntime:
         self.fail_create: BaseException | None = None
         self.is_down = False
         self.gate: asyncio.Event | None = None
+        self.pull_gate: asyncio.Event | None = None
         self.used: dict[str, Accounted] = {}
         self._followers: list[asyncio.Queue[str]] = []
         self._count = 0
@@ -68,10 +70,16 @@ class FakeRuntime:
 
     async def create(self, plan: KernelPlan, progress: Progress) -> ObservedKernel:
         self._answer()
+        if self.pull_gate is not None:
+            progress(KernelState.PULLING)
+            await self.pull_gate.wait()
         progress(KernelState.CREATING)
-        if self.gate is not None:
-            await self.gate.wait()
-        await asyncio.sleep(0)
+        try:
+            if self.gate is not None:
+                await self.gate.wait()
+            await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            raise Undone from None
         if self.fail_create is not None:
             raise self.fail_create
         command = plan.spec.command

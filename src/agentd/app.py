@@ -12,22 +12,23 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import structlog
 
 from agentd import assembly, failpoints
+from agentd.background import Background
 from agentd.config.loading import Loaded
 from agentd.config.settings import Settings
 from agentd.core.slots import BUILT_IN
-from agentd.endpoint import endpoint
+from agentd.endpoint import Weaknesses, endpoint, weaknesses
 from agentd.errors import (
     ConfigRefused,
+    DaemonFailed,
     Problem,
-    RuntimeUnavailable,
     StartRefused,
 )
 from agentd.failpoints import reach
@@ -58,17 +59,19 @@ from agentd.services.reconciler import Loops, Reconciler
 from agentd.services.records import recall, recorded_runtimes, remember
 from agentd.services.refusals import Refusals
 from agentd.services.selfcheck import SelfCheck
-from agentd.services.serving import Serving, claimable, taken_by_others
+from agentd.services.serving import Serving
 from agentd.services.state import NodeState
 from agentd.services.statistics import Statistics
+from agentd.shutdown import Shutdown
 from agentd.state.files import StateFolder
 from agentd.state.neighbours import MachineNeighbours, Places
-from agentd.tasks import running
+from agentd.tasks import Deadline
 
 log = structlog.get_logger()
 
 FIRST_LIST_TIMEOUT_S = 20.0
-DRAIN_TIMEOUT_S = 20.0
+AFTER_DRAIN_S, AFTER_SERVER_S, AFTER_RUNTIMES_S = 10.0, 7.0, 6.0
+"""Seconds of a stop reserved for the steps after the drain, the server and the runtimes."""
 START_PATIENCE_S = 2.0
 STATUS_PAUSE_S = 1.0
 
@@ -89,13 +92,6 @@ def plugin_host(settings: Settings) -> PluginHost:
     return PluginHost(
         plugins.tables, plugins.allow, plugins.block, features=features, pace=pace_of(settings)
     )
-
-
-async def open_plugins(loaded: Loaded) -> PluginHost:
-    """Load and open the plugins as the configuration says; `discover` reports what is wrong."""
-    host = plugin_host(loaded.settings)
-    await host.open(loaded.settings.plugins.open_timeout)
-    return host
 
 
 def discover(
@@ -151,17 +147,6 @@ def node_id_of(settings: Settings) -> str:
         raise ConfigRefused([Problem("node.id", why)]) from None
 
 
-def withhold_what_others_serve(settings: Settings, devices: NodeDevices) -> None:
-    """Have withheld what other daemons of this machine serve, beside one of this node that may run.
-
-    Without a node id nobody can be told apart, and nothing is withheld.
-    """
-    with contextlib.suppress(ConfigRefused):
-        places = Places.of(os.geteuid())
-        others = MachineNeighbours(node_id_of(settings), boot_id(), places).others()
-        devices.withhold(taken_by_others(claimable(devices), others))
-
-
 class Daemon:
     """One running agentd."""
 
@@ -174,58 +159,100 @@ class Daemon:
         self._neighbours = MachineNeighbours(self._node_id, boot_id(), Places.of(os.geteuid()))
         self._clock = Clock(time.time, time.monotonic)
         self._notifier = Notifier()
-        self._stop, self._reload = asyncio.Event(), asyncio.Event()
+        self._shutdown, self._reload = Shutdown(), asyncio.Event()
         self._passed = passed_sockets()
         self._status = ""
+        self._weaknesses = Weaknesses()
 
     async def run(self) -> None:
         """Run until SIGTERM or SIGINT.
 
         Raises:
             ConfigRefused, StartRefused: it cannot run like this, or here.
+            DaemonFailed: a part that it cannot do without has failed.
         """
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
-        loop.add_signal_handler(signal.SIGHUP, self._reload.set)
-        async with contextlib.AsyncExitStack() as stack:
-            assembly.refuse_unfit(self._settings)
-            self._memory.open(assembly.lock_folder())
-            stack.callback(self._memory.close)
-            self._neighbours.open()
-            stack.callback(self._neighbours.close)
-            if points := failpoints.armed():
-                log.warning("failpoints.armed", points=points)
-            await reach("start.after_locks")
-            await self._refuse_changed_id()
-            plugins = await open_plugins(self._loaded)
-            stack.push_async_callback(reach, "shutdown.after_plugins")
-            stack.push_async_callback(plugins.close)
-            node = await self._assembled(stack, plugins)
-            where = replace(endpoint(self._settings.rpc), passed=self._passed)
-            server = Server(
-                "agentd", ROUTES, node.handlers, where, self._node_id, Pages({HOME: "agentd"})
-            )
-            stack.push_async_callback(reach, "shutdown.after_server")
-            stack.push_async_callback(server.stop)
-            await server.start()
-            await reach("start.after_server")
-            await stack.enter_async_context(running(node.loops.run()))
-            await self._until_listed(node)
-            await reach("start.before_ready")
-            self._open(node)
-            keeper = Keeper(node.state, node.service, self._settings.node.keep_ended)
-            reload = Reload(self._loaded, server, node.runtimes)
-            for work in (self._telling(node), keeper.run(), self._reloading(reload)):
-                await stack.enter_async_context(running(work))
-            await self._notifier.keep_alive_until(self._stop)
-            self._notifier.stopping()
-            log.info("daemon.stopping")
-            await reach("shutdown.before_drain")
-            node.events.close()
-            await node.service.drain(DRAIN_TIMEOUT_S)
-            await reach("shutdown.after_drain")
-        log.info("daemon.stopped")
+        shutdown = self._shutdown
+        shutdown.listen({signal.SIGHUP: self._reload.set})
+        cancelled: dict[str, list[str]] = {}
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                node = await self._unless_stopped(self._start(stack, cancelled))
+                if node is not None:
+                    await self._notifier.keep_alive_until(shutdown.asked)
+                self._notifier.stopping()
+                log.info("daemon.stopping")
+                await reach("shutdown.before_drain")
+                if node is not None:
+                    node.events.close()
+                    drained = await node.service.drain(shutdown.deadline.earlier(AFTER_DRAIN_S))
+                    cancelled["creates"], cancelled["unresolved"] = drained
+                await reach("shutdown.after_drain")
+        finally:
+            shutdown.finish()
+        facts = {**cancelled, "late": shutdown.late}
+        log.info("daemon.stopped", **{name: found for name, found in facts.items() if found})
+        if facts.get("unresolved") or shutdown.late:
+            shutdown.end_process()  # the locks are gone: nothing may be undone or written any more
+        if shutdown.failure:
+            raise DaemonFailed(shutdown.failure)
+
+    async def _unless_stopped(self, start: Coroutine[Any, Any, _Node]) -> _Node | None:
+        """Return the parts of a daemon that has started; None if it is to stop before."""
+        starting = asyncio.create_task(start)
+        asked = asyncio.create_task(self._shutdown.asked.wait())
+        await asyncio.wait([starting, asked], return_when=asyncio.FIRST_COMPLETED)
+        asked.cancel()
+        if starting.done():
+            return starting.result()
+
+        async def given_up(_: Deadline) -> None:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+
+        await self._shutdown.step("start", given_up, AFTER_DRAIN_S)
+        return None
+
+    async def _start(
+        self, stack: contextlib.AsyncExitStack, cancelled: dict[str, list[str]]
+    ) -> _Node:
+        """Start part after part; each adds to the stack how it stops."""
+        step = self._shutdown.step
+        assembly.refuse_unfit(self._settings)
+        self._memory.open(assembly.lock_folder())
+        stack.callback(self._memory.close)
+        self._neighbours.open()
+        stack.callback(self._neighbours.close)
+        if points := failpoints.armed():
+            log.warning("failpoints.armed", points=points)
+        await reach("start.after_locks")
+        await assembly.refuse_changed_id(self._loaded, self._node_id, self._memory)
+        plugins = plugin_host(self._settings)
+        stack.push_async_callback(reach, "shutdown.after_plugins")
+        stack.push_async_callback(step, "plugins", lambda _: plugins.close())
+        await plugins.open(self._settings.plugins.open_timeout)
+        background = Background(self._shutdown.fail)
+        node = await self._assembled(stack, plugins, background)
+        where = replace(endpoint(self._settings.rpc), passed=self._passed)
+        self._weaknesses.replace(weaknesses(self._settings.rpc))
+        server = Server(
+            "agentd", ROUTES, node.handlers, where, self._node_id, Pages({HOME: "agentd"})
+        )
+        cancelled["requests"] = server.cancelled
+        stack.push_async_callback(reach, "shutdown.after_server")
+        stack.push_async_callback(step, "server", server.stop, AFTER_SERVER_S)
+        await server.start()
+        await reach("start.after_server")
+        stack.push_async_callback(step, "background tasks", background.close, AFTER_SERVER_S)
+        background.run("reconciler", node.loops.run())
+        await self._until_listed(node)
+        await reach("start.before_ready")
+        self._open(node)
+        keeper = Keeper(node.state, node.service, self._settings.node.keep_ended)
+        background.run("retention", keeper.run())
+        background.run("status", self._telling(node))
+        reload = Reload(self._loaded, server, node.runtimes, self._weaknesses)
+        background.run("reload", self._reloading(reload))
+        return node
 
     def _open(self, node: _Node) -> None:
         """Answer all requests from now on, and say so."""
@@ -235,19 +262,16 @@ class Daemon:
         self._status = node.status()
         self._notifier.ready(self._status)
 
-    async def _assembled(self, stack: contextlib.AsyncExitStack, plugins: PluginHost) -> _Node:
+    async def _assembled(
+        self, stack: contextlib.AsyncExitStack, plugins: PluginHost, background: Background
+    ) -> _Node:
         """Build the parts and bring in what is remembered; nothing is asked of a runtime yet."""
         host, events, memory = probe(), EventLog(), self._memory
         devices = discover(self._loaded, host, plugins, memory, events)
-        for status in plugins.statuses():
-            if status.reason:
-                tell = log.warning if status.has_table else log.info
-                tell("plugin.not_ready", plugin=status.name, reason=status.reason)
+        _log_what_is_not_ready(plugins)
         records = memory.load_records()
         names = self._used_runtimes(records)
-        runtimes = {n: self._runtime(n, self._node_id) for n in names if n in assembly.RUNTIMES}
-        for runtime in runtimes.values():
-            stack.push_async_callback(runtime.close)
+        runtimes = {n: self._runtime(n, stack) for n in names if n in assembly.RUNTIMES}
         await reach("start.after_discover")
         default, clock = self._settings.node.runtime, self._clock
         state = NodeState(names, events)
@@ -268,18 +292,18 @@ class Daemon:
         check = SelfCheck(state, devices, runtimes, memory)
         access = Access(state, devices)
         statistics = Statistics(state, devices, runtimes, plugins, clock, groups_of)
-        settings = self._settings
+        settings, node_id = self._settings, self._node_id
         checkup = partial(assembly.checkup, settings, plugins)
+        remarks = assembly.remarks(settings)
         figures = (self._node_id, state, devices, plugins, access, statistics, counts)
         metrics = Metrics(*figures, is_per_kernel=settings.metrics.per_kernel)
         parts = NodeParts(
             state, devices, plugins, service, reconciler, check, events, access, statistics,
             Refusals(counts, events, clock.wall), metrics, Insides(state, runtimes),
-            assembly.remarks(settings), checkup,
+            lambda: [*remarks, *self._weaknesses.warnings(), *background.warnings], checkup,
         )  # fmt: skip
         handlers = Handlers(self._node_id, default, parts)
         loops = Loops(reconciler, state, devices, runtimes, plugins, serving)
-        node_id = self._node_id
 
         def say() -> str:
             return status_line(node_id, state, devices)
@@ -304,13 +328,9 @@ class Daemon:
 
     async def _until_listed(self, node: _Node) -> None:
         """Wait until every runtime gave its first list, or could not."""
-        ends = [
-            asyncio.create_task(node.reconciler.first_try()),
-            asyncio.create_task(_until(self._stop)),
-        ]
-        await asyncio.wait(ends, timeout=FIRST_LIST_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
-        for task in ends:
-            task.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_LIST_TIMEOUT_S):
+                await node.reconciler.first_try()
         node.reconciler.give_up_waiting(f"gave no list within {FIRST_LIST_TIMEOUT_S:g} s")
         used = {kernel.runtime for kernel in node.state}
         used |= {name for name, status in node.state.runtimes.items() if not status.is_listed}
@@ -322,7 +342,7 @@ class Daemon:
             await self._reload.wait()
             self._reload.clear()
             self._notifier.reloading()
-            reload.once(self._settings.node.state_dir)
+            await reload.once(self._settings.node.state_dir)
             self._notifier.ready(self._status)
 
     async def _telling(self, node: _Node) -> None:
@@ -346,34 +366,13 @@ class Daemon:
         self._memory.save_runtimes(sorted(used))
         return sorted(used)
 
-    def _runtime(self, name: str, node_id: str) -> Runtime:
-        return assembly.runtime(name, self._settings, node_id, self._memory.bundles)
-
-    async def _refuse_changed_id(self) -> None:
-        """Refuse another node id while kernels of the old one live.
-
-        Raises:
-            ConfigRefused: some do, or it cannot be told.
-        """
-        node = self._memory.load_node()
-        if node is None or node.node_id == self._node_id:
-            return
-        old = node.node_id
-        for name in assembly.RUNTIMES & {*node.runtimes, *self._memory.bundled()}:
-            runtime = self._runtime(name, old)
-            try:
-                listing = await runtime.list()
-            except RuntimeUnavailable as error:
-                why = f"the {name} runtime does not say whether kernels of {old} live: {error}"
-                raise ConfigRefused([Problem("node.id", why)]) from None
-            finally:
-                await runtime.close()
-            if live := sorted(k.kernel_id for k in listing.kernels if k.is_alive):
-                why = (
-                    f"was {old}, whose kernels {', '.join(live)} live;"
-                    f" go back to it, or remove them first"
-                )
-                raise ConfigRefused([Problem("node.id", why)], str(self._loaded.path or ""))
+    def _runtime(self, name: str, stack: contextlib.AsyncExitStack) -> Runtime:
+        made = assembly.runtime(name, self._settings, self._node_id, self._memory.bundles)
+        step = f"runtime {name}"
+        stack.push_async_callback(
+            self._shutdown.step, step, lambda _: made.close(), AFTER_RUNTIMES_S
+        )
+        return made
 
 
 class _Node(NamedTuple):
@@ -389,5 +388,8 @@ class _Node(NamedTuple):
     status: Callable[[], str]
 
 
-async def _until(event: asyncio.Event) -> None:
-    await event.wait()
+def _log_what_is_not_ready(plugins: PluginHost) -> None:
+    for status in plugins.statuses():
+        if status.reason:
+            tell = log.warning if status.has_table else log.info
+            tell("plugin.not_ready", plugin=status.name, reason=status.reason)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from agentd.config.loading import Loaded
 from agentd.config.runtimes import DockerSettings
 from agentd.config.settings import Settings
-from agentd.endpoint import exposed_tokens
-from agentd.errors import ConfigRefused, InvalidRequest, Problem
+from agentd.endpoint import weaknesses
+from agentd.errors import ConfigRefused, InvalidRequest, Problem, RuntimeUnavailable
 from agentd.host.cgroups import find_cgroups
 from agentd.host.checkup import node_remarks
 from agentd.host.probe import boot_id
@@ -26,6 +28,7 @@ from agentd.runtimes.systemd.runtime import SystemdRuntime
 from agentd.runtimes.systemd.slices import journal_remarks
 from agentd.runtimes.systemd.unit import SystemdRules
 from agentd.services.interfaces import Plugins, Runtime
+from agentd.state.files import StateFolder
 
 RUNTIMES = frozenset({"docker", "systemd", "process"})
 
@@ -177,10 +180,39 @@ def checkup(settings: Settings, plugins: Plugins, used: Collection[str]) -> list
     runtimes = {*used, settings.node.runtime}
     loaded = {status.plugin for status in plugins.statuses()}
     engine = settings.runtime.docker.socket if "docker" in runtimes else None
-    found = [*node_remarks(engine, loaded), *exposed_tokens(settings.rpc)]
+    now = time.time()
+    found = [weak.text for weak in weaknesses(settings.rpc) if weak.since <= now]
+    found += node_remarks(engine, loaded)
     if "systemd" in runtimes and is_booted():
         found += journal_remarks(failed_units("systemd-journald@*"))
     return found
+
+
+async def refuse_changed_id(loaded: Loaded, node_id: str, memory: StateFolder) -> None:
+    """Refuse another node id while kernels of the old one live.
+
+    Raises:
+        ConfigRefused: some do, or it cannot be told.
+    """
+    node = memory.load_node()
+    if node is None or node.node_id == node_id:
+        return
+    old = node.node_id
+    for name in RUNTIMES & {*node.runtimes, *memory.bundled()}:
+        old_runtime = runtime(name, loaded.settings, old, memory.bundles)
+        try:
+            listing = await old_runtime.list()
+        except RuntimeUnavailable as error:
+            why = f"the {name} runtime does not say whether kernels of {old} live: {error}"
+            raise ConfigRefused([Problem("node.id", why)]) from None
+        finally:
+            await old_runtime.close()
+        if live := sorted(k.kernel_id for k in listing.kernels if k.is_alive):
+            why = (
+                f"was {old}, whose kernels {', '.join(live)} live;"
+                f" go back to it, or remove them first"
+            )
+            raise ConfigRefused([Problem("node.id", why)], str(loaded.path or ""))
 
 
 def remarks(settings: Settings) -> list[str]:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import ssl
-import stat
-from collections.abc import Callable
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 
+from agentd.certificate import Certificate, read_certificate
 from agentd.config.settings import RpcSettings
 from agentd.core.access import Caller, Role
 from agentd.errors import ConfigRefused, Problem
+from agentd.host.regular_files import RegularFile, read_regular
 from agentd.rpc.callers import Token
-from agentd.rpc.server import Door, Endpoint, Server
+from agentd.rpc.server import Door, Endpoint
 
 log = structlog.get_logger()
 
-TOKEN_MODE = 0o640
+SECRET_MODE = 0o640
 MAX_TOKEN = 4096
+GOOD_TOKEN = 16
+"""Characters of a token that cannot be guessed over the network."""
 
 
 def endpoint(rpc: RpcSettings) -> Endpoint:
@@ -36,7 +42,9 @@ def endpoint(rpc: RpcSettings) -> Endpoint:
     if rpc.listen is None:
         return Endpoint(tuple(doors))
     host, port = rpc.host_port
-    return Endpoint(tuple(doors), str(host), port, tokens(rpc), _tls(rpc), rpc.max_connections)
+    certificate = certificate_of(rpc)
+    tls = certificate.context if certificate is not None else None
+    return Endpoint(tuple(doors), str(host), port, tokens(rpc), tls, rpc.max_connections)
 
 
 def tokens(rpc: RpcSettings) -> tuple[Token, ...]:
@@ -52,16 +60,13 @@ def tokens(rpc: RpcSettings) -> tuple[Token, ...]:
     if rpc.token_file is not None:
         admin = Caller(rpc.token_file.stem, Role.ADMIN)
         named.insert(0, ("rpc.token-file", rpc.token_file, admin, False))
-    if rpc.token_file is not None and (why := _seen_by_others(rpc.token_file)):
-        log.warning("rpc.token_file", file=str(rpc.token_file), reason=why)
     found: list[Token] = []
     problems: list[Problem] = []
     for where, path, caller, is_gateway in named:
         try:
-            if path != rpc.token_file and (why := _seen_by_others(path)):
-                problems.append(Problem(where, f"{path} {why}"))
-                continue
-            found.append(Token(secret_in(path), caller, is_gateway))
+            is_main = path == rpc.token_file
+            secret = _secret(read_regular(path, MAX_TOKEN)) if is_main else guarded_secret_in(path)
+            found.append(Token(secret, caller, is_gateway))
         except ValueError as error:
             problems.append(Problem(where, f"{path} {error}"))
     secrets = [token.secret for token in found]
@@ -72,66 +77,104 @@ def tokens(rpc: RpcSettings) -> tuple[Token, ...]:
     return tuple(found)
 
 
-def exposed_tokens(rpc: RpcSettings) -> list[str]:
-    """Return which files of tokens others can read by now, and how."""
+class Weakness(NamedTuple):
+    """A warning about a token or the certificate, and from when on it holds (epoch seconds)."""
+
+    text: str
+    since: float = 0.0
+
+
+class Weaknesses:
+    """The weaknesses of the credentials in use."""
+
+    def __init__(self) -> None:
+        self._found: tuple[Weakness, ...] = ()
+
+    def replace(self, found: Sequence[Weakness]) -> None:
+        """Take those of other credentials."""
+        self._found = tuple(found)
+        for text in self.warnings():
+            log.warning("rpc.weak_credential", reason=text)
+
+    def warnings(self) -> list[str]:
+        """Return those that hold by now."""
+        now = time.time()
+        return [weakness.text for weakness in self._found if weakness.since <= now]
+
+
+def weaknesses(rpc: RpcSettings) -> list[Weakness]:
+    """Return what is weak about the tokens and the certificate; unreadable ones are left out."""
     files = [token.file for token in rpc.tokens]
     files += [rpc.token_file] if rpc.token_file is not None else []
-    return [f"{file} {why}" for file in files if (why := _seen_by_others(file))]
+    found: list[Weakness] = []
+    for file in files:
+        with suppress(ValueError):
+            read = read_regular(file, MAX_TOKEN)
+            found += [Weakness(f"{file} {why}")] if (why := _exposed(read.mode)) else []
+            if (size := len(_secret(read))) < GOOD_TOKEN:
+                why = f"holds a token of {size} characters, expected {GOOD_TOKEN} or more"
+                found.append(Weakness(f"{file} {why}; agentctl token create writes one"))
+    if rpc.tls_cert is not None and rpc.tls_key is not None:
+        with suppress(ValueError):
+            certificate = read_certificate(rpc.tls_cert, rpc.tls_key)
+            found += _certificate_weaknesses(rpc.tls_cert, rpc.tls_key, certificate)
+    return found
+
+
+def _certificate_weaknesses(cert: Path, key: Path, read: Certificate) -> Iterator[Weakness]:
+    if why := _exposed(read.key_mode):
+        yield Weakness(f"{key} {why}")
+    if read.validity is not None:
+        begins, ends = map(_date, read.validity)
+        yield Weakness(f"{cert} expired at {ends}", read.validity.not_after)
+        if read.validity.not_before > time.time():
+            yield Weakness(f"{cert} is not valid before {begins}")
+
+
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
 def guarded_secret_in(path: Path) -> str:
-    """Read a token that only its owner and group can read; a ValueError says why it is none."""
-    if why := _seen_by_others(path):
+    """Read a token that only its owner and group can read.
+
+    Raises:
+        ValueError: it cannot be used; the message says why, without the path.
+    """
+    read = read_regular(path, MAX_TOKEN)
+    if why := _exposed(read.mode):
         raise ValueError(why)
-    return secret_in(path)
+    return _secret(read)
 
 
-def _seen_by_others(path: Path) -> str:
-    """Return what is wrong with the mode of a token's file; empty if nothing is."""
-    try:
-        mode = stat.S_IMODE(path.stat().st_mode)
-    except OSError:
-        return ""
-    if not mode & ~TOKEN_MODE:
+def _exposed(mode: int) -> str:
+    """Return what is wrong with the mode of a secret's file; empty if nothing is."""
+    if not mode & ~SECRET_MODE:
         return ""
     return f"has mode {mode:04o}: others can read or write it; allowed: 0600 or 0640"
 
 
-def secret_in(path: Path) -> str:
-    """Read a token; the message of a ValueError says why it cannot be used."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            lines = file.read(MAX_TOKEN + 1).split()
-    except UnicodeDecodeError:
-        raise ValueError("is not UTF-8") from None
-    except OSError as error:
-        raise ValueError(f"cannot be read: {error.strerror}") from None
-    if len(lines) != 1 or len(lines[0]) > MAX_TOKEN:
-        raise ValueError("is empty; it needs one line" if not lines else "is not one word")
-    return lines[0]
+def _secret(read: RegularFile) -> str:
+    """Return the token in a file.
+
+    Raises:
+        ValueError: it is not one word.
+    """
+    words = read.text.split()
+    if len(words) != 1:
+        raise ValueError("is empty; it needs one line" if not words else "is not one word")
+    return words[0]
 
 
-def renewed_tls(rpc: RpcSettings, server: Server) -> list[Callable[[], object]]:
-    """Return what takes the certificate anew, where one is used; connections that are open stay.
+def certificate_of(rpc: RpcSettings) -> Certificate | None:
+    """Read the certificate; None where none is configured.
 
     Raises:
         ConfigRefused: it cannot be used.
     """
-    used = server.tls
-    if used is None or rpc.tls_cert is None:
-        return []
-    cert, key = rpc.tls_cert, rpc.tls_key
-    _tls(rpc)  # what cannot be used is to leave the old one as it is
-    return [lambda: used.load_cert_chain(cert, key)]
-
-
-def _tls(rpc: RpcSettings) -> ssl.SSLContext | None:
-    if rpc.tls_cert is None:
+    if rpc.tls_cert is None or rpc.tls_key is None:
         return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        context.load_cert_chain(rpc.tls_cert, rpc.tls_key)
-    except (OSError, ssl.SSLError) as error:
-        why = f"{rpc.tls_cert} and {rpc.tls_key} cannot be used: {error}"
-        raise ConfigRefused([Problem("rpc.tls-cert", why)]) from None
-    return context
+        return read_certificate(rpc.tls_cert, rpc.tls_key)
+    except ValueError as error:
+        raise ConfigRefused([Problem("rpc.tls-cert", str(error))]) from None

@@ -62,6 +62,12 @@ class StartRefused(AgentdError):
     code = "StartRefused"
 
 
+class DaemonFailed(AgentdError):
+    """The daemon stopped because of an error of its own."""
+
+    code = "DaemonFailed"
+
+
 class RequestError(AgentdError):
     """The caller asked for something that will not work however often it is tried."""
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from agentd.config.document import default_text, with_setting, write_file
+from agentd.config.document import default_text, with_setting, without_token, write_file
 from agentd.config.loading import find_config, load, load_text
 from agentd.config.settings import Settings
 from agentd.core.policy import Affinity, Strategy
@@ -267,3 +267,26 @@ def test_dev_toml_keeps_everything_below_its_own_folder() -> None:
     assert settings.node.state_dir.is_relative_to("/tmp/agentd-dev")
     assert settings.rpc.socket.is_relative_to("/tmp/agentd-dev")
     assert {table.plugin for table in settings.plugins.tables} == {"sim"}
+
+
+ENTRY = '[[rpc.tokens]]\nname = "{0}"\nfile = "/t/{0}"\nrole = "read"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            ENTRY.format("a") + "\n# of b\n" + ENTRY.format("b") + "# end\n",
+            "\n# of b\n" + ENTRY.format("b") + "# end\n",
+        ),
+        (ENTRY.format("b") + ENTRY.format("a") + "[node]\n", ENTRY.format("b") + "[node]\n"),
+        (ENTRY.format("a") + "# end\n", "# end\n"),
+        (
+            '[rpc]  # inline\ntokens = [{name = "a", file = "/t/a", role = "read"}]\n',
+            "[rpc]  # inline\n",
+        ),
+    ],
+)
+def test_a_token_s_entry_is_removed_and_nothing_else(text: str, expected: str) -> None:
+    changed, file = without_token(text, "a", Path("agent.toml"))
+    assert (changed, file) == (expected, Path("/t/a"))

@@ -33,7 +33,7 @@ from agentd.runtimes.process.runtime import ProcessRuntime
 from agentd.runtimes.process.spawn import ProcessRules, find_account
 from agentd.runtimes.systemd.runtime import SystemdRuntime
 from agentd.runtimes.systemd.unit import SystemdRules
-from agentd.services.interfaces import LogQuery, Runtime
+from agentd.services.interfaces import LogQuery, Runtime, Undone
 from daemon import UNITS
 from engine import IMAGE
 from fakes import FakeRuntime
@@ -311,3 +311,27 @@ def test_the_suite_knows_whether_limits_can_be_tried() -> None:
         assert cgroups is not None
         assert cgroups.controllers >= {MEMORY_CONTROLLER, PIDS}
         assert cgroups.keeps_attributes
+
+
+async def test_a_cancelled_create_proves_what_is_left(rig: Rig) -> None:
+    """`Undone` proves that nothing is; at any moment of a create."""
+    for moment in range(0, 40, 8):
+        rig.progress = []
+        create = asyncio.create_task(
+            rig.runtime.create(
+                plan("sleep", "1000"), lambda state, _=None: rig.progress.append(state)
+            )
+        )
+        turns = moment
+        while turns and not create.done():
+            await asyncio.sleep(0)
+            turns -= bool(rig.progress)
+        create.cancel()
+        try:
+            await create
+        except Undone:
+            assert await rig.runtime.find(K1) is None
+        except asyncio.CancelledError:
+            assert KernelState.CREATING not in rig.progress
+        else:
+            await rig.runtime.remove(K1)

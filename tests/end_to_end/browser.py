@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import os
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from axe_playwright_python.async_playwright import Axe
@@ -42,11 +43,14 @@ async def shown(daemon: Daemon) -> AsyncIterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def shown_by(*options: str) -> AsyncIterator[str]:
+async def shown_by(
+    *options: str, deadlines: Mapping[str, float] = MappingProxyType({})
+) -> AsyncIterator[str]:
     """Run `agentctl ui`, and give its address."""
     ours, theirs = os.pipe()
     words = [*options, "ui", "--print"]
-    process = spawn("agentctl", words, os.environ, stdout=theirs, stderr=2)
+    ends = {"stdout": theirs, "stderr": 2}
+    process = spawn("agentctl", words, os.environ, **ends, deadlines=deadlines)
     os.close(theirs)
     try:
         with open(ours, "rb") as printed:  # noqa: PTH123 - a descriptor is opened

@@ -13,7 +13,7 @@ from engine_proxy import EngineProxy
 pytestmark = pytest.mark.docker
 ONE_GPU = AGENTS + gpus(1)
 ASK = {"kernel_id": "k1", "slots": {"cuda.device": 1}}
-GRACE = {"agentd.services.kernels.GRACE_S": 1.5}
+GRACE = {"agentd.services.creates.GRACE_S": 1.5}
 SILENCE = {"agentd.runtimes.docker.streams.SILENCE_S": 1.0}
 
 

@@ -13,7 +13,7 @@ import pytest
 from playwright.async_api import Browser
 from yarl import URL
 
-from end_to_end.browser import STATS_MS, Visit, context, shown
+from end_to_end.browser import STATS_MS, Visit, context, shown, shown_by
 from end_to_end.test_tokens import Tokens, tokens
 
 __all__ = ["tokens"]
@@ -159,6 +159,26 @@ def read(file: Path) -> bytes:
     with contextlib.suppress(OSError):
         return file.read_bytes()
     return b""
+
+
+async def test_half_a_header_or_body_does_not_hold_the_relay(node: Tokens) -> None:
+    short = {
+        "agentd.rpc.connections.HEADER_TIMEOUT_S": 0.2,
+        "agentd.cli.ui.BODY_TIMEOUT_S": 0.2,
+    }
+    options = ("--socket", str(node.daemon.folder / "agentd.sock"))
+    async with shown_by(*options, deadlines=short) as address:
+        url = URL(address)
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(b"GET /ui/ HTTP/1.1\r\nHost: ")
+        assert await asyncio.wait_for(reader.read(), 20) == b""
+        writer.close()
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        head = f"POST /v1/agents/team-a/kernels HTTP/1.1\r\nHost: {url.authority}\r\n"
+        bearer = f"Authorization: Bearer {url.fragment.removeprefix('token=')}\r\n"
+        writer.write(f"{head}{bearer}Content-Length: 10\r\n\r\nhalf".encode())
+        assert b" 408 " in await asyncio.wait_for(reader.readline(), 20)
+        writer.close()
 
 
 async def test_a_daemon_that_goes_is_said_to_the_page(node: Tokens) -> None:

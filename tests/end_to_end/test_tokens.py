@@ -189,3 +189,54 @@ def test_a_token_for_a_gateway_is_an_admin_s_that_may_name_others(tmp_path: Path
     )
     refused = CliRunner().invoke(agentctl, [*options, "--role", "read"])
     assert (refused.exit_code, "leave --role out" in refused.output) == (2, True)
+
+
+async def agentctl_says(*arguments: str) -> tuple[int, str]:
+    done = await asyncio.to_thread(CliRunner().invoke, agentctl, arguments)
+    return done.exit_code, done.output
+
+
+async def test_a_revoked_token_is_dead_and_its_file_gone(tokens: Tokens) -> None:
+    team, watcher = tokens.entry("team", "agent", "team-a"), tokens.entry("watcher", "read")
+    tokens.configure(team, f"# who watches\n{watcher}")
+    config = tokens.daemon.config_file
+    await tokens.daemon.start()
+    assert (await tokens.get("team")).status == 200
+    revoke = ("token", "revoke", "team", "--config", str(config))
+    code, said = await agentctl_says(*revoke)
+    file = tokens.daemon.folder / "token-team"
+    assert (code, said) == (
+        0,
+        f"removed team from {config}\nreloaded agentd\ndeleted {file}\n",
+    )
+    assert not file.exists()
+    assert "# who watches" in config.read_text()
+    assert (await tokens.get("team")).status == 401
+    assert (await tokens.get("watcher")).status == 200
+    code, said = await agentctl_says(*revoke)
+    assert (code, "no token team (the file has: watcher)" in said) == (1, True)
+
+
+async def test_a_token_that_cannot_be_revoked_keeps_its_file(tokens: Tokens) -> None:
+    tokens.configure(tokens.entry("team", "agent", "team-a"))
+    config, file = tokens.daemon.config_file, tokens.daemon.folder / "token-team"
+    before = config.read_text()
+    code, said = await agentctl_says("token", "revoke", "team", "--config", str(config))
+    assert (code, "listen needs token-file or [[rpc.tokens]]" in said) == (1, True)
+    assert (config.read_text(), file.exists()) == (before, True)
+    tokens.configure(tokens.entry("team", "agent", "team-a"), tokens.entry("boss", "admin"))
+    await tokens.daemon.start()
+    (tokens.daemon.folder / "token-boss").chmod(0o604)
+    code, said = await agentctl_says("token", "revoke", "team", "--config", str(config))
+    assert (code, "team is still valid: not reloaded" in said) == (1, True)
+    assert file.exists()
+    assert (await tokens.get("team")).status == 200
+    (tokens.daemon.folder / "token-boss").chmod(0o600)
+
+
+async def test_a_token_is_revoked_without_a_daemon(tokens: Tokens) -> None:
+    tokens.configure(tokens.entry("team", "agent", "team-a"), tokens.entry("boss", "admin"))
+    config = str(tokens.daemon.config_file)
+    code, said = await agentctl_says("token", "revoke", "team", "--config", config)
+    assert (code, "not reloaded: no daemon of the state folder" in said) == (0, True)
+    assert not (tokens.daemon.folder / "token-team").exists()

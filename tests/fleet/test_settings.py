@@ -1,5 +1,6 @@
 """fleet.toml: the example, the environment, and what is refused in which words."""
 
+import os
 import re
 import tomllib
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from pydantic import BaseModel
 from agentd.config.access import TokenSettings
 from agentd.endpoint import tokens
 from agentd.errors import ConfigRefused
-from agentd_fleet.app import etcd_access, rpc_settings
+from agentd_fleet.app import etcd_access, rpc_settings, tls_of
 from agentd_fleet.candidates import Policy
 from agentd_fleet.settings import Settings, load
 
@@ -281,3 +282,14 @@ def test_what_etcd_is_asked_with_has_to_be_there(tmp_path: Path) -> None:
         etcd_access(read(tmp_path, login).fleet)
     with pytest.raises(ConfigRefused, match=r"fleet\.ca: .*No such file"):
         etcd_access(read(tmp_path, f'[fleet]\nca = "{tmp_path}/none"').fleet)
+
+
+def test_a_fifo_is_refused_wherever_a_file_is_named(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    why = f"{fifo} is a FIFO, expected a regular file"
+    for text in (f'ca = "{fifo}"\n', f'cert = "{fifo}"\nkey = "{fifo}"\n'):
+        with pytest.raises(ConfigRefused, match=re.escape(why)):
+            tls_of(read(tmp_path, f"[fleet]\n{text}").fleet)
+    with pytest.raises(ConfigRefused, match="is a FIFO, expected a regular file"):
+        load(str(fifo), {})

@@ -159,3 +159,14 @@ async def test_edits_that_fail_are_the_plugin_s_fault_and_say_so(host, tmp_path)
 
 def test_sim_is_installed_as_its_own_distribution() -> None:
     assert EntryPoints(installed()).target("sim") == "agentd_sim:SimPlugin"
+
+
+async def test_a_plugin_whose_supervision_ends_is_failed_and_says_so(host, monkeypatch) -> None:
+    made = host(good=("Good"))
+
+    async def dies() -> None:
+        raise RuntimeError("killed")
+
+    monkeypatch.setattr(made._instances["good"], "run", dies)
+    why = "its supervision ended (RuntimeError: killed); restart agentd"
+    assert await opened(made) == {"good": (PluginState.FAILED, why)}

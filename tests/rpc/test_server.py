@@ -17,6 +17,7 @@ from agentd.rpc.connections import Connection
 from agentd.rpc.routes import Route
 from agentd.rpc.server import Door, Endpoint, Server
 from agentd.rpc.streams import Streams
+from agentd.tasks import Deadline
 
 
 class Site:
@@ -54,7 +55,7 @@ async def test_a_stop_at_any_moment_resets_nobody(tmp_path: Path, rounds: int) -
             caller.setblocking(False)
         for _ in range(rounds):
             await asyncio.sleep(0)
-        await server.stop()
+        await server.stop(Deadline.after(10))
         outcomes = Counter(_outcome(caller) for caller in callers)
         assert outcomes.keys() <= {"200", "waits"}
         assert outcomes["waits"] == _queued(held)

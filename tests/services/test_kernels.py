@@ -21,7 +21,9 @@ from agentd.errors import (
     UnknownKernel,
     UnsupportedResource,
 )
-from agentd.services.kernels import GRACE_S
+from agentd.services.creates import GRACE_S
+from agentd.services.interfaces import Phase, Undone
+from agentd.tasks import Deadline
 from services.node import Rig, running, settled
 
 
@@ -38,7 +40,7 @@ async def test_a_kernel_holds_its_devices_until_it_is_removed(rig: Rig) -> None:
 
 @pytest.mark.parametrize(
     "failure",
-    [RuntimeFailure("no space left"), CommandNotFound("x"), RuntimeUnavailable("down"), OSError()],
+    [RuntimeFailure("no space left"), CommandNotFound("x"), RuntimeUnavailable("down")],
 )
 async def test_a_failed_create_gives_the_devices_back(rig: Rig, failure) -> None:
     rig.runtime.fail_create = failure
@@ -87,10 +89,11 @@ async def test_deleting_twice_does_not_interrupt_the_clean_up(rig: Rig) -> None:
         progress(KernelState.CREATING)
         try:
             await asyncio.Event().wait()
-        finally:
+        except asyncio.CancelledError:
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             cleaned.set()
+            raise Undone from None
 
     rig.runtime.create = create
     caller = asyncio.create_task(rig.service.create(rig.spec(cuda_device=2)))
@@ -209,13 +212,59 @@ async def test_draining_refuses_creates_and_waits_for_those_under_way(rig: Rig) 
     rig.runtime.gate = asyncio.Event()
     caller = asyncio.create_task(rig.service.create(rig.spec()))
     await settled(rig, "k1", "creating")
-    draining = asyncio.create_task(rig.service.drain(5))
+    draining = asyncio.create_task(rig.service.drain(Deadline.after(5)))
     await asyncio.sleep(0)
     with pytest.raises(Draining):
         await rig.create("k2")
     rig.runtime.gate.set()
     await draining
     assert (await caller)[0].state is KernelState.RUNNING
+
+
+@pytest.mark.parametrize(
+    "failure", [RuntimeError("Session is closed"), OSError(), asyncio.CancelledError()]
+)
+async def test_a_failure_without_proof_leaves_a_create_unresolved(rig: Rig, failure) -> None:
+    rig.runtime.fail_create = failure
+    with pytest.raises((OutcomeUnknown, KernelConflict)):
+        await rig.create(cuda_device=1)
+    assert (rig.free_gpus, rig.states) == (1, {"k1": "creating"})
+    assert rig.memory.records["k1"].phase is Phase.INTENT
+    rig.now += GRACE_S
+    await rig.relist()
+    assert (rig.free_gpus, rig.states, rig.memory.records) == (2, {}, {})
+
+
+async def test_a_failure_before_the_runtime_is_asked_leaves_nothing(rig: Rig) -> None:
+    rig.runtime.pull_gate = asyncio.Event()
+    caller = asyncio.create_task(rig.create(cuda_device=1))
+    await settled(rig, "k1", "pulling")
+    rig.service._creates._tasks["k1"].cancel()
+    with pytest.raises(KernelConflict):
+        await caller
+    assert (rig.free_gpus, rig.states, rig.memory.records) == (2, {}, {})
+
+
+async def test_a_drain_cancels_what_has_not_reached_the_runtime_at_once(rig: Rig) -> None:
+    rig.runtime.pull_gate = asyncio.Event()
+    caller = asyncio.create_task(rig.create())
+    await settled(rig, "k1", "pulling")
+    assert await rig.service.drain(Deadline(float("inf"))) == (["k1"], [])
+    with pytest.raises(Draining):
+        await caller
+    assert rig.memory.records == {}
+
+
+async def test_a_drain_leaves_a_late_create_with_its_intent(rig: Rig) -> None:
+    rig.runtime.gate = asyncio.Event()
+    caller = asyncio.create_task(rig.create(cuda_device=1))
+    await settled(rig, "k1", "creating")
+    assert await rig.service.drain(Deadline(0.0, lambda: 1.0)) == ([], ["k1"])
+    with pytest.raises(OutcomeUnknown, match="k1 may exist"):
+        await caller
+    assert rig.memory.records["k1"].phase is Phase.INTENT
+    assert rig.states == {"k1": "creating"}
+    rig.runtime.gate.set()
 
 
 async def test_64_creates_at_once_share_out_every_device_once(rig: Rig) -> None:

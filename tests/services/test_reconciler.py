@@ -12,10 +12,10 @@ from agentd.errors import (
     RuntimeFailure,
     RuntimeUnavailable,
 )
-from agentd.services.kernels import GRACE_S
+from agentd.services.creates import GRACE_S
 from agentd.services.state import RuntimeState
 from fakes import FakeRuntime
-from services.node import Rig, settled
+from services.node import Rig, running, settled
 
 
 async def test_what_cannot_be_removed_yet_is_held_and_tried_again(rig: Rig) -> None:
@@ -312,3 +312,21 @@ async def test_one_runtime_that_hangs_keeps_no_other_from_being_listed(rig: Rig)
         while both.state.runtime("fake").state is not RuntimeState.AVAILABLE:
             await asyncio.sleep(0)
     retrying.cancel()
+
+
+async def test_events_that_a_library_cancels_are_followed_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cancellation that nobody asked for would end the loop without a word."""
+    monkeypatch.setattr("agentd.services.reconciler.FIRST_PAUSE_S", 0.0)
+    follow, breaks = rig.runtime.follow, [asyncio.CancelledError()]
+
+    async def following():
+        if breaks:
+            raise breaks.pop()
+        async for kernel_id in follow():
+            yield kernel_id
+
+    rig.runtime.follow = following
+    async with running(rig):
+        assert breaks == []

@@ -13,6 +13,7 @@ from pathlib import Path
 import structlog
 from pydantic import ValidationError
 
+from agentd.certificate import load_chain, read_named
 from agentd.client.aio import AsyncClient
 from agentd.config.loading import problem_of
 from agentd.config.settings import RpcSettings
@@ -21,6 +22,7 @@ from agentd.errors import ConfigRefused, Problem
 from agentd.host.sd_notify import Notifier
 from agentd.rpc.pages import HOME, NODE_HOME, Pages
 from agentd.rpc.server import Server
+from agentd.shutdown import Shutdown
 from agentd_fleet.asking import Pace
 from agentd_fleet.etcd import Access, Etcd
 from agentd_fleet.gateway import Gateway
@@ -37,6 +39,8 @@ from agentd_fleet.sweep import Sweep
 log = structlog.get_logger()
 
 FIRST_VIEW_S, LOOK_S = 5.0, 0.05
+AFTER_SERVER_S, AFTER_PLACING_S = 15.0, 3.0
+"""Seconds of a stop reserved for the steps after the server and the placements."""
 COLLECT = 100_000, 50, 100
 """When garbage is looked for: views come and go without cycles."""
 
@@ -60,10 +64,11 @@ def tls_of(fleet: FleetSettings) -> ssl.SSLContext | None:
     if fleet.ca is None and fleet.cert is None:
         return None
     try:
-        context = ssl.create_default_context(cafile=fleet.ca)
-        if fleet.cert is not None:
-            context.load_cert_chain(fleet.cert, fleet.key)
-    except (OSError, ssl.SSLError) as error:
+        ca = read_named(fleet.ca).text if fleet.ca is not None else None
+        context = ssl.create_default_context(cadata=ca)
+        if fleet.cert is not None and fleet.key is not None:
+            load_chain(context, fleet.cert, fleet.key)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         files = ", ".join(str(f) for f in (fleet.ca, fleet.cert, fleet.key) if f is not None)
         raise ConfigRefused([Problem("fleet.ca", f"{files}: {error}")]) from None
     return context
@@ -111,7 +116,7 @@ class GatewayDaemon:
         self._settings = settings
         self._reread = reread
         self._pace = pace or Pace()
-        self._stop, self._reload = asyncio.Event(), asyncio.Event()
+        self._shutdown, self._reload = Shutdown(), asyncio.Event()
         self._notifier = Notifier()
 
     async def run(self) -> None:
@@ -120,41 +125,46 @@ class GatewayDaemon:
         Raises:
             ConfigRefused, StartRefused, AgentdError: it cannot run like this, or here.
         """
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
-        loop.add_signal_handler(signal.SIGHUP, self._reload.set)
+        self._shutdown.listen({signal.SIGHUP: self._reload.set})
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                await self._serve(stack)
+        finally:
+            self._shutdown.finish()
+        log.info("gateway.stopped", late=self._shutdown.late)
+
+    async def _serve(self, stack: contextlib.AsyncExitStack) -> None:
+        """Start part after part, and serve until the stop."""
+        step = self._shutdown.step
         settings = self._settings
         where = endpoint(rpc_settings(settings))
         token = _secret("gateway.node-token-file", settings.gateway.node_token_file)
         state, tls = FleetState(), tls_of(settings.fleet)
-        async with contextlib.AsyncExitStack() as stack:
-            nodes = await stack.enter_async_context(Nodes(token, tls))
-            store = await self._store(stack, state, token, tls)
-            placer = Placer(store, state, nodes, settings.gateway.policy, self._pace)
-            stack.push_async_callback(placer.close)
-            gateway = Gateway(store, state, nodes, placer)
-            await stack.enter_async_context(self._running(store.run()))
-            server = Server(
-                "agentd-fleet",
-                ROUTES,
-                gateway,
-                where,
-                pages=Pages({HOME: "agentd_fleet", NODE_HOME: "agentd"}),
-            )
-            stack.push_async_callback(server.stop)
-            await server.start()
-            sweep = Sweep(store, state, nodes, placer, self._pace)
-            await stack.enter_async_context(self._running(sweep.run()))
-            await stack.enter_async_context(self._running(self._reloading(server)))
-            await self._until_seen(store)
-            gc.freeze()  # a full collection would look at every node each time
-            gc.set_threshold(*COLLECT)
-            log.info("gateway.ready", fleet=settings.fleet.name, nodes=len(state.view.nodes))
-            self._notifier.ready(f"fleet {settings.fleet.name}")
-            await self._notifier.keep_alive_until(self._stop)
-            self._notifier.stopping()
-        log.info("gateway.stopped")
+        nodes = await stack.enter_async_context(Nodes(token, tls))
+        store = await self._store(stack, state, token, tls)
+        placer = Placer(store, state, nodes, settings.gateway.policy, self._pace)
+        stack.push_async_callback(step, "placements", lambda _: placer.close(), AFTER_PLACING_S)
+        gateway = Gateway(store, state, nodes, placer)
+        await stack.enter_async_context(self._running(store.run()))
+        server = Server(
+            "agentd-fleet",
+            ROUTES,
+            gateway,
+            where,
+            pages=Pages({HOME: "agentd_fleet", NODE_HOME: "agentd"}),
+        )
+        stack.push_async_callback(step, "server", server.stop, AFTER_SERVER_S)
+        await server.start()
+        sweep = Sweep(store, state, nodes, placer, self._pace)
+        await stack.enter_async_context(self._running(sweep.run()))
+        await stack.enter_async_context(self._running(self._reloading(server)))
+        await self._until_seen(store)
+        gc.freeze()  # a full collection would look at every node each time
+        gc.set_threshold(*COLLECT)
+        log.info("gateway.ready", fleet=settings.fleet.name, nodes=len(state.view.nodes))
+        self._notifier.ready(f"fleet {settings.fleet.name}")
+        await self._notifier.keep_alive_until(self._shutdown.asked)
+        self._notifier.stopping()
 
     async def _store(
         self,
@@ -183,7 +193,7 @@ class GatewayDaemon:
         while store.why_not_live() and (left_s := end - loop.time()) > 0:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(left_s, LOOK_S)):
-                    await self._stop.wait()
+                    await self._shutdown.asked.wait()
                     return
 
     async def _reloading(self, server: Server) -> None:
@@ -192,9 +202,13 @@ class GatewayDaemon:
             await self._reload.wait()
             self._reload.clear()
             try:
-                server.renew_tokens(tokens(rpc_settings(self._reread())))
+                found = await asyncio.to_thread(lambda: tokens(rpc_settings(self._reread())))
+                server.renew_tokens(found)
             except ConfigRefused as error:
                 log.warning("gateway.not_reloaded", reasons=error.lines())
+            except Exception as error:  # noqa: BLE001 - a fault here must not end all reloads
+                reasons = [f"{type(error).__name__}: {error}"]
+                log.warning("gateway.not_reloaded", reasons=reasons)
             else:
                 log.info("gateway.reloaded")
 
@@ -202,7 +216,7 @@ class GatewayDaemon:
     async def _running(self, work: Coroutine[object, object, None]) -> AsyncIterator[None]:
         """Have something go on meanwhile; a gateway of which a part has failed stops."""
         task = asyncio.create_task(work)
-        task.add_done_callback(lambda _: self._stop.set())
+        task.add_done_callback(lambda _: self._shutdown.asked.set())
         try:
             yield
         finally:

@@ -26,6 +26,7 @@ from agentd.config.access import TokenSettings, short_enough
 from agentd.config.loading import problem_of, snake, unknown_variables
 from agentd.config.section import Name, Section, refuse_bool
 from agentd.errors import ConfigRefused, Problem
+from agentd.host.regular_files import UnusableFile, read_regular
 from agentd_fleet.candidates import Policy
 
 ENV_PREFIX = "AGENTD_FLEET__"
@@ -182,10 +183,9 @@ def load(option: str | None, environ: Mapping[str, str] = os.environ) -> Setting
     path = Path(named) if named else (SEARCHED if SEARCHED.exists() else None)
     source = str(path or "defaults")
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8")) if path is not None else {}
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "is not UTF-8"
-        raise ConfigRefused([Problem("", f"cannot be read: {why}")], source) from None
+        raw = tomllib.loads(read_regular(path).text) if path is not None else {}
+    except UnusableFile as error:
+        raise ConfigRefused([Problem("", str(error))], source) from None
     except (tomllib.TOMLDecodeError, ValueError, RecursionError) as error:
         raise ConfigRefused([Problem("", f"invalid TOML: {error}")], source) from None
     if unknown := list(unknown_variables(environ, Settings, ENV_PREFIX)):

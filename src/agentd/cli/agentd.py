@@ -6,6 +6,7 @@ used (EX_CONFIG of sysexits.h).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -18,7 +19,8 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from agentd import __version__, failpoints
-from agentd.errors import AgentdError, ConfigRefused, Problem, StartRefused
+from agentd.errors import AgentdError, ConfigRefused, DaemonFailed, Problem, StartRefused
+from agentd.host.regular_files import UnusableFile, read_regular
 
 EX_CONFIG = 78
 _T = TypeVar("_T")
@@ -38,7 +40,7 @@ def agentd() -> None:
     """The node agent that divides a machine's devices among logical agents."""
 
 
-def _refused(error: ConfigRefused | StartRefused) -> NoReturn:
+def _refused(error: ConfigRefused | DaemonFailed | StartRefused) -> NoReturn:
     lines = error.lines() if isinstance(error, ConfigRefused) else [str(error)]
     for line in lines:
         click.echo(f"agentd: {line}", err=True)
@@ -65,7 +67,7 @@ def _run(work: Coroutine[Any, Any, _T]) -> _T:
 
     try:
         return asyncio.run(work)
-    except (ConfigRefused, StartRefused) as error:
+    except (ConfigRefused, DaemonFailed, StartRefused) as error:
         _refused(error)
 
 
@@ -127,18 +129,35 @@ def _with_node(
     async def look() -> _T:
         if is_strict:
             assembly.refuse_unfit(loaded.settings)
-        plugins = await app.open_plugins(loaded)
+        plugins = app.plugin_host(loaded.settings)
         try:
+            await plugins.open(loaded.settings.plugins.open_timeout)
             memory = ReadOnlyState(loaded.settings.node.state_dir)
             devices = app.discover(
                 loaded, probe(), plugins, memory, EventLog(), is_strict=is_strict
             )
-            app.withhold_what_others_serve(loaded.settings, devices)
+            _withhold_what_others_serve(loaded.settings, devices)
             return show(devices, plugins)
         finally:
             await plugins.close()
 
     return _run(look())
+
+
+def _withhold_what_others_serve(settings: Any, devices: Any) -> None:  # noqa: ANN401 - imported late
+    """Withhold the devices that other daemons of this host serve.
+
+    Without a node id, a daemon of this node could not be told from the others.
+    """
+    from agentd.app import node_id_of  # noqa: PLC0415
+    from agentd.host.probe import boot_id  # noqa: PLC0415
+    from agentd.services.serving import claimable, taken_by_others  # noqa: PLC0415
+    from agentd.state.neighbours import MachineNeighbours, Places  # noqa: PLC0415
+
+    with contextlib.suppress(ConfigRefused):
+        places = Places.of(os.geteuid())
+        others = MachineNeighbours(node_id_of(settings), boot_id(), places).others()
+        devices.withhold(taken_by_others(claimable(devices), others))
 
 
 @agentd.command("check-config")
@@ -147,6 +166,11 @@ def _with_node(
 def check_config(config_file: str | None, as_json: bool) -> None:  # noqa: FBT001 - click passes it
     """Check the configuration, the plugins' tables and the partition."""
     warnings = _with_node(config_file, lambda devices, _: list(devices.warnings), is_strict=True)
+    from agentd.endpoint import Weaknesses, weaknesses  # noqa: PLC0415 - see above
+
+    weak = Weaknesses()
+    weak.replace(weaknesses(_settings(config_file).settings.rpc))
+    warnings += weak.warnings()
     if as_json:
         click.echo(json.dumps({"ok": True, "warnings": warnings}))
         return
@@ -326,7 +350,7 @@ def migrate(old: Path, output: Path | None, force: bool) -> None:  # noqa: FBT00
     from agentd.config.migration import migrated  # noqa: PLC0415
 
     try:
-        text = migrated(old.read_text(encoding="utf-8"), old)
+        text = migrated(read_regular(old).text, old)
         load_text(text, None, {})
         if output is None:
             click.echo(text, nl=False)
@@ -334,8 +358,8 @@ def migrate(old: Path, output: Path | None, force: bool) -> None:  # noqa: FBT00
             raise click.ClickException(f"{output} exists; --force replaces it")
         else:
             write_file(output, text)
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "is not UTF-8"
+    except (OSError, UnusableFile) as error:
+        why = error.strerror if isinstance(error, OSError) else error
         raise click.ClickException(f"{old} to {output or 'standard output'}: {why}") from None
     except ConfigRefused as error:
         _refused(error)
@@ -359,9 +383,10 @@ def set_(config_file: str | None, key: str, value: str) -> None:
             "there is no file to change; write one with `agentd config init`"
         )
     try:
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        text = read_regular(path).text if path.exists() else ""
         write_file(path, with_setting(text, key, value, path))
-    except OSError as error:
-        raise click.ClickException(f"{path}: {error.strerror}") from None
+    except (OSError, UnusableFile) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise click.ClickException(f"{path}: {why}") from None
     except ConfigRefused as error:
         _refused(error)

@@ -16,6 +16,7 @@ import click
 
 from agentd.client.defaults import DEFAULT_SOCKET
 from agentd.errors import AgentdError, Unreachable
+from agentd.host.regular_files import UnusableFile, read_regular
 from agentd.host.systemd import is_booted
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -249,9 +250,9 @@ def event_line(content: Mapping[str, Any]) -> str:
 def token_of(file: str | None) -> str | None:
     """Return the token that a file holds; None without a file."""
     try:
-        return Path(file).read_text(encoding="utf-8").strip() if file else None
-    except (OSError, ValueError) as error:
-        raise click.ClickException(f"{file}: {error}") from None
+        return read_regular(Path(file)).text.strip() if file else None
+    except UnusableFile as error:
+        raise click.ClickException(f"{file} {error}") from None
 
 
 def socket_of(config: str | None) -> str:
@@ -261,10 +262,10 @@ def socket_of(config: str | None) -> str:
         return from_env
     path = Path(named or DEFAULT_CONFIG)
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = tomllib.loads(read_regular(path).text)
+    except ValueError as error:  # UnusableFile is one
         if named:
-            why = getattr(error, "strerror", None) or f"invalid TOML: {error}"
+            why = str(error) if isinstance(error, UnusableFile) else f"invalid TOML: {error}"
             raise RpcProblem({"code": "Config", "detail": f"{path}: {why}"}) from None
         return DEFAULT_SOCKET
     return str(content.get("rpc", {}).get("socket", DEFAULT_SOCKET))

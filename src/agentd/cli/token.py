@@ -1,4 +1,4 @@
-"""`agentctl token`: tokens for those who call over TCP. Nothing here asks a daemon."""
+"""`agentctl token`: tokens for callers over TCP, in the files that a daemon reads."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from pathlib import Path
 import click
 import tomlkit
 
+from agentd.errors import ConfigRefused, StartRefused
+
 FOLDER = Path("/etc/agentd/tokens")
 _BYTES = 32
 
 
 @click.group()
 def token() -> None:
-    """Make tokens for callers over TCP."""
+    """Make and revoke tokens for callers over TCP."""
 
 
 @token.command("create")
@@ -54,3 +56,47 @@ def create_token(
     lines |= {"gateway": True} if gateway else {}
     entry = tomlkit.dumps(lines)
     click.echo(f"[[rpc.tokens]]\n{entry}", nl=False)
+
+
+@token.command("revoke")
+@click.argument("name")
+@click.option("--config", "config_file", metavar="FILE", help="Default: as for agentd.")
+def revoke_token(name: str, config_file: str | None) -> None:
+    """Take away the token NAME, and end its connections.
+
+    Removes its entry from the configuration, has the running daemon reload, and deletes the
+    token's file. Where the daemon does not take that, the file stays.
+
+    Exit status: 0 the token is dead, 1 it is not.
+    """
+    from agentd.config.document import without_token, write_file  # noqa: PLC0415 - slow to load
+    from agentd.config.loading import find_config, load_text  # noqa: PLC0415
+    from agentd.host.regular_files import read_regular  # noqa: PLC0415
+    from agentd.reload import NoDaemon, ask  # noqa: PLC0415
+
+    path = find_config(config_file, os.environ)
+    if path is None:
+        raise click.ClickException("no configuration file found; name it with --config")
+    try:
+        text, file = without_token(read_regular(path).text, name, path)
+        settings = load_text(text, path, os.environ).settings
+        write_file(path, text)
+        click.echo(f"removed {name} from {path}")
+        try:
+            waiting = ask(settings, os.environ)
+        except NoDaemon as error:
+            click.echo(f"not reloaded: {error}")
+        else:
+            if late := [key for key in waiting if key.startswith("rpc.")]:
+                why = f"{name} is valid until agentd restarts: {', '.join(late)} differ"
+                raise click.ClickException(why)
+            click.echo("reloaded agentd")
+        file.unlink(missing_ok=True)
+        click.echo(f"deleted {file}")
+    except ConfigRefused as error:
+        raise click.ClickException("; ".join(error.lines())) from None
+    except StartRefused as error:
+        raise click.ClickException(f"{name} is still valid: {error}") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise click.ClickException(f"{path}: {reason}") from None

@@ -32,6 +32,9 @@ _TAKEN = ("If-None-Match", "Last-Event-ID", "Content-Type", "Accept", "Prefer", 
 """Headers of the page's requests that go on to the daemon."""
 _OWN = ("connection", "content-length", "date", "keep-alive", "server", "transfer-encoding")
 """Headers of its answers that are about the connection, and do not go back."""
+MOST_CONNECTIONS = 256
+"""Connections that the relay serves at once; a browser opens six."""
+BODY_TIMEOUT_S = 30.0
 _FILE = re.compile(r"/|/ui|/ui/(node/)?[a-z0-9.]*")
 """The files of the page, which need no token."""
 
@@ -60,9 +63,7 @@ async def _serve(client: AsyncClient, port: int, *, is_printed: bool) -> None:
     async with client:
         await client.whoami()
         relay = Relay(client)
-        runner = web.ServerRunner(
-            web.Server(relay.answer, handler_cancellation=True), shutdown_timeout=0.1
-        )
+        runner = web.ServerRunner(_server_of(relay), shutdown_timeout=0.1)
         await runner.setup()
         try:
             site = web.TCPSite(runner, "127.0.0.1", port)
@@ -83,6 +84,36 @@ async def _serve(client: AsyncClient, port: int, *, is_printed: bool) -> None:
                 await done.wait()
         finally:
             await runner.cleanup()
+
+
+def _server_of(relay: Relay) -> web.Server:
+    """Return a server whose connections have the deadlines of the daemon's own."""
+    from aiohttp import web  # noqa: PLC0415 - see `_serve`
+
+    from agentd.http.turns import Kind, Turns  # noqa: PLC0415
+    from agentd.rpc.connections import Connection, Limits, Newcomers  # noqa: PLC0415
+    from agentd.rpc.problems import problem  # noqa: PLC0415
+
+    limits, turns, newcomers = Limits(MOST_CONNECTIONS, 0.5), Turns(), Newcomers()
+
+    class RelayServer(web.Server):
+        def __call__(self) -> Connection:
+            def broken(why: str) -> web.Response:
+                return problem("BadRequest", f"malformed HTTP/1.1 request: {why}")
+
+            return Connection(self, limits, turns, lambda _: relay, newcomers, broken)
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        connection = request.protocol
+        if not isinstance(connection, Connection):
+            raise TypeError("a relay is for its own connections")
+        await connection.began(Kind.REQUESTS)
+        try:
+            return await relay.answer(request)
+        finally:
+            connection.ended()
+
+    return RelayServer(answer, handler_cancellation=True)
 
 
 @contextlib.contextmanager
@@ -130,7 +161,11 @@ class Relay:
         from agentd.rpc.problems import problem  # noqa: PLC0415 - see `_serve`
 
         headers = {name: request.headers[name] for name in _TAKEN if name in request.headers}
-        body = await request.read() or None
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                body = await request.read() or None
+        except TimeoutError:
+            return problem("RequestTimeout", f"the body did not come within {BODY_TIMEOUT_S:g} s")
         response: web.StreamResponse | None = None
         try:
             async with self._client.passing(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -27,6 +28,7 @@ _HEAD = """\
 """
 NEW_MODE = 0o640
 """Of a file that is made: it names tokens and sockets, which is nobody else's business."""
+_TOKENS = re.compile(r"\s*\[\[\s*rpc\s*\.\s*tokens\s*\]\]")
 _EXAMPLES = {
     "node.id": '"node-1"',
     "rpc.socket-group": '"agentd"',
@@ -162,6 +164,59 @@ def with_setting(text: str, key: str, value: str, path: Path | None) -> str:
         raise ConfigRefused([Problem(key, f"cannot be set in the file: {error}")], source) from None
     load_text(changed, path, {})
     return changed
+
+
+def without_token(text: str, name: str, path: Path) -> tuple[str, Path]:
+    """Return a file's text without an entry of `[[rpc.tokens]]`, and the token's own file.
+
+    Raises:
+        ConfigRefused: there is no such entry, or the file would no longer be usable.
+    """
+    try:
+        document = tomlkit.parse(text)
+    except TOMLKitError as error:
+        raise ConfigRefused([Problem("", f"invalid TOML: {error}")], str(path)) from None
+    entries: Any = document.get("rpc", {}).get("tokens", [])
+    names = [str(entry.get("name", "")) for entry in entries]
+    if name not in names:
+        why = f"no token {name} (the file has: {', '.join(names) or 'none'})"
+        raise ConfigRefused([Problem("rpc.tokens", why)], str(path))
+    index = names.index(name)
+    file = Path(str(entries[index].get("file", "")))
+    changed = _without_block(text, index)
+    del entries[index]
+    if not entries:
+        document["rpc"].remove("tokens")
+    if changed is None or _content(changed) != _content(tomlkit.dumps(document)):
+        changed = tomlkit.dumps(document)
+    load_text(changed, path, {})
+    return changed, file
+
+
+def _without_block(text: str, index: int) -> str | None:
+    """Return a text without the lines of one `[[rpc.tokens]]`; the comments behind it stay.
+
+    tomlkit counts those to the entry, though they are about what follows. None where the entries
+    are not written as blocks.
+    """
+    lines = text.splitlines(keepends=True)
+    starts = [at for at, line in enumerate(lines) if _TOKENS.match(line)]
+    if index >= len(starts):
+        return None
+    start = starts[index]
+    following = (at for at in range(start + 1, len(lines)) if lines[at].lstrip().startswith("["))
+    end = next(following, len(lines))
+    while lines[end - 1].strip() == "" or lines[end - 1].lstrip().startswith("#"):
+        end -= 1
+    return "".join(lines[:start] + lines[end:])
+
+
+def _content(text: str) -> dict[str, Any] | None:
+    """Return what a text says, without tables that are empty; None if it is not TOML."""
+    try:
+        return {key: value for key, value in tomllib.loads(text).items() if value != {}}
+    except tomllib.TOMLDecodeError:
+        return None
 
 
 def _assign(container: Any, keys: list[str], value: object) -> None:  # noqa: ANN401 - tomlkit's containers

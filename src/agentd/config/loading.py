@@ -23,6 +23,7 @@ from agentd.config.plugins import PluginSettings, table_problems
 from agentd.config.settings import Settings
 from agentd.core.slots import WrittenFloat
 from agentd.errors import ConfigRefused, Problem
+from agentd.host.regular_files import UnusableFile, read_regular
 
 ENV_PREFIX = "AGENTD__"
 SEARCHED = Path("/etc/agentd/agent.toml")
@@ -71,10 +72,9 @@ def load(path: Path | None, environ: Mapping[str, str] = os.environ) -> Loaded:
     text = ""
     if path is not None:
         try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "is not UTF-8"
-            raise ConfigRefused([Problem("", f"cannot be read: {why}")], str(path)) from None
+            text = read_regular(path).text
+        except UnusableFile as error:
+            raise ConfigRefused([Problem("", str(error))], str(path)) from None
     return load_text(text, path, environ)
 
 

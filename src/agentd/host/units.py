@@ -32,6 +32,8 @@ AT_ONCE = 64
 """Calls that wait for an answer; a system's bus allows 128 for each connection."""
 CALL_S = 30.0
 """For how long one call may take; a start is waited for apart."""
+JOB_S = 120.0
+"""Seconds that the start or the stop of a unit may take."""
 
 Property = tuple[str, str, Any]
 """A property of a unit: its name, its D-Bus type, its value."""
@@ -77,14 +79,16 @@ class _Connection:
         """Wait for the end of the job that a call answers with; it may be told before the answer.
 
         Raises:
-            CallLost: the connection broke.
+            CallLost: the connection broke, or the job takes too long.
         """
         self._waiting += 1
         try:
             (path,) = await job
             result = self._job(path)
             ends: set[asyncio.Future[Any]] = {result, self.lost}
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, timeout=JOB_S, return_when=asyncio.FIRST_COMPLETED)
+            if not self.lost.done() and not result.done():
+                raise CallLost(f"a job of systemd did not end within {JOB_S:g} s")
             if not result.done():
                 raise CallLost("the connection to systemd broke while a job was under way")
             return result.result()

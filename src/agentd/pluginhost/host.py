@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
+import structlog
 from importlib_metadata import EntryPoint
 
 from agentd.core.allocation import Allocation
@@ -29,6 +31,8 @@ from agentd.pluginhost.descendants import end_left_over
 from agentd.pluginhost.entry_points import EntryPoints, installed
 from agentd.pluginhost.instance import Pace, PluginInstance, Wanted
 from agentd.services.interfaces import PluginListing, PluginState, PluginStatus, PluginVitals
+
+log = structlog.get_logger()
 
 RETRY_WAIT_S = 10.0
 """How long an operator waits for the outcome of another try, which goes on beyond that."""
@@ -99,6 +103,8 @@ class PluginHost:
             asyncio.create_task(instance.run(), name=f"plugin-{instance.wanted.name}")
             for instance in waiting
         ]
+        for instance, running in zip(waiting, self._tasks, strict=True):
+            running.add_done_callback(partial(self._note_end, instance))
         settling = [asyncio.create_task(instance.settled.wait()) for instance in waiting]
         if settling:
             _, late = await asyncio.wait(settling, timeout=timeout_s)
@@ -108,6 +114,15 @@ class PluginHost:
             if not instance.settled.is_set():
                 instance.reason = f"has not opened within {timeout_s:g} s"
         self._is_open = True
+
+    def _note_end(self, instance: PluginInstance, task: asyncio.Task[None]) -> None:
+        """Mark a plugin as failed whose supervision ended with an error."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        name, why = instance.wanted.name, f"{type(error).__name__}: {error}"
+        log.error("plugin.supervision_ended", plugin=name, reason=why, exc_info=error)
+        instance.settle(PluginState.FAILED, f"its supervision ended ({why}); restart agentd")
+        self._note(name)
 
     def problems(self) -> list[Problem]:
         """Return what is wrong with the plugins' tables."""

@@ -58,9 +58,9 @@ class NodeParts(NamedTuple):
     refusals: Refusals
     metrics: Metrics
     insides: Insides
-    remarks: Sequence[str] = ()
+    remarks: Callable[[], Sequence[str]] = tuple
     checkup: Callable[[Collection[str]], Sequence[str]] = tuple
-    """What the operator should know: of the configuration; of the machine, by the runtimes used."""
+    """Warnings: of the configuration and the daemon; of the machine, by the runtimes used."""
 
 
 class Handlers(DeviceHandlers):
@@ -149,14 +149,15 @@ class Handlers(DeviceHandlers):
             node["checks"] = rendering.check_views(await self._check.run())
             used = {kernel.runtime for kernel in self._state if kernel.holds}
             async with self._checking:
-                node["warnings"] += await asyncio.to_thread(self._checkup, used)
+                found = await asyncio.to_thread(self._checkup, used)
+                node["warnings"] = [*dict.fromkeys([*node["warnings"], *found])]
         return answer(node)
 
     def _node(self, caller: Caller) -> NodeView:
         node = rendering.node_view(
             self._node_id, self._default_runtime, self._state, self._devices, self._plugins
         )
-        node["warnings"] += self._remarks
+        node["warnings"] += self._remarks()
         return self._visible.node(node, caller)
 
     async def list_runtimes(self, _: web.Request) -> web.Response:

@@ -10,6 +10,7 @@ import asyncio
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -34,18 +35,19 @@ from agentd.rpc.pages import Pages, is_foreign
 from agentd.rpc.problems import HTTP_CODES, MEMBERS, problem
 from agentd.rpc.queries import body_of, is_true
 from agentd.rpc.routes import OPEN_PATHS, PROBE_PATHS, Route, document
-from agentd.rpc.sockets import unix_socket
+from agentd.rpc.sockets import unix_socket, with_a_queue
 from agentd.rpc.streams import Streams
+from agentd.tasks import Deadline
 
 log = structlog.get_logger()
 
 MAX_BODY = 1024 * 1024
-BACKLOG = 1024
 ACCEPTED_AT_ONCE = 8
 """How many connections are accepted in one round of the event loop; the others stay queued."""
 TCP_PART, FURTHER_PART = 0.5, 0.125
 """How much of all descriptors TCP connections, and those of further sockets, may have."""
-SHUTDOWN_TIMEOUT_S = 3.0
+SHUTDOWN_TIMEOUT_S, CANCEL_TIMEOUT_S = 3.0, 0.5
+"""Seconds that a stop waits for open requests to end, and then for their cancellation."""
 FIRST_REQUEST_S = 1.0
 """How long a stop waits for the first request of whom it let in: it would be reset."""
 OPEN_PATIENCE_S = 30.0
@@ -125,6 +127,7 @@ class Server:
         self._routes = {(route.method, route.path): route for route in routes}
         self._site = site
         self._endpoint = endpoint
+        self._tls = endpoint.tls
         self._callers = Callers(
             endpoint.tokens, {str(door.path): door.caller for door in endpoint.doors}
         )
@@ -136,6 +139,9 @@ class Server:
         self._bound: list[Path] = []
         self._runner: web.AppRunner | None = None
         self._listeners: list[asyncio.Server] = []
+        self._open: dict[int, web.Request] = {}
+        self._cancelled: list[str] = []
+        self._stopping: asyncio.Event | None = None
 
     async def start(self) -> None:
         """Listen.
@@ -150,7 +156,7 @@ class Server:
             bound = route.handler.__get__(self._site)
             path = route.path.replace("{rest}", "{rest:.+}") if route.passes else route.path
             app.router.add_route(route.method, path, bound, expect_handler=_expected)
-        self._runner = web.AppRunner(app, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
+        self._runner = web.AppRunner(app, shutdown_timeout=CANCEL_TIMEOUT_S)
         await self._runner.setup()
         loop = asyncio.get_running_loop()
         passed = dict(self._endpoint.passed)
@@ -165,16 +171,18 @@ class Server:
             listener = await loop.create_unix_server(
                 self._connection(limits), sock=listening, backlog=ACCEPTED_AT_ONCE
             )
-            self._listeners.append(_with_a_queue(listener))
+            self._listeners.append(with_a_queue(listener))
         if self._endpoint.host is not None:
             self._listeners.append(await self._listen_on_tcp(loop))
 
     async def _listen_on_tcp(self, loop: asyncio.AbstractEventLoop) -> asyncio.Server:
         end = self._endpoint
         made: Callable[[], asyncio.BaseProtocol] = self._connection(self._tcp)
-        if (tls := end.tls) is not None:
+        if end.tls is not None:
             plain = self._connection(self._tcp)
-            made = lambda: Gate(plain(), self._tcp, tls, self._turns, self._handshakes)  # noqa: E731 - a factory
+            made = lambda: Gate(  # noqa: E731 - a factory
+                plain(), self._tcp, self._context(), self._turns, self._handshakes
+            )
         try:
             if (passed := end.passed.get(end.tcp_address or "")) is not None:
                 listener = await loop.create_server(made, sock=passed, backlog=ACCEPTED_AT_ONCE)
@@ -186,7 +194,7 @@ class Server:
             raise StartRefused(
                 f"cannot listen on {end.host}:{end.port}: {error.strerror}"
             ) from None
-        return _with_a_queue(listener)
+        return with_a_queue(listener)
 
     def _connection(self, limits: Limits | None) -> Callable[[], Connection]:
         """Return what makes the protocol of a new connection."""
@@ -198,24 +206,50 @@ class Server:
         )
 
     @property
-    def tls(self) -> ssl.SSLContext | None:
-        """The certificate that new connections over TCP are shown."""
-        return self._endpoint.tls
+    def cancelled(self) -> list[str]:
+        """The requests that a stop cancels, as `METHOD /path`; filled by `stop`."""
+        return self._cancelled
+
+    @property
+    def has_tls(self) -> bool:
+        """Whether TLS is spoken over TCP."""
+        return self._tls is not None
+
+    def _context(self) -> ssl.SSLContext:
+        if self._tls is None:
+            raise RuntimeError("this server does not speak TLS")
+        return self._tls
+
+    def renew_tls(self, context: ssl.SSLContext) -> None:
+        """Show another certificate to new connections."""
+        self._tls = context
 
     def renew_tokens(self, tokens: Sequence[Token]) -> None:
         """Take other tokens from now on; who has one that is gone is cut off at once."""
         for name in self._callers.renew(tokens):
             self._site.streams.cut(name)
 
-    async def stop(self) -> None:
-        """Stop accepting, let open requests end, and remove the sockets."""
+    async def stop(self, deadline: Deadline) -> None:
+        """Stop accepting, remove the sockets, let open requests end, and cancel the others."""
         await self._stop_accepting()
-        await self._newcomers.heard(FIRST_REQUEST_S)
-        self._site.streams.end()
-        if self._runner is not None:
-            await self._runner.cleanup()
         for path in self._bound:
             path.unlink(missing_ok=True)
+        await self._newcomers.heard(deadline.left_s(FIRST_REQUEST_S))
+        self._site.streams.end()
+        for handshake in self._handshakes:
+            handshake.cancel()
+        patience = deadline.earlier(2 * CANCEL_TIMEOUT_S)  # aiohttp waits before and after it
+        await self._until_answered(patience.left_s(SHUTDOWN_TIMEOUT_S))
+        self._cancelled += sorted(f"{open_.method} {open_.path}" for open_ in self._open.values())
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _until_answered(self, timeout_s: float) -> None:
+        if self._open:
+            self._stopping = asyncio.Event()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._stopping.wait()
 
     async def _stop_accepting(self) -> None:
         """Let nobody in any more; whoever was accepted becomes a connection first.
@@ -239,17 +273,22 @@ class Server:
     async def _answer(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """Refuse who may not call, or what cannot be asked; turn every error into a problem."""
         connection = request.protocol
-        if isinstance(connection, Connection):
-            if not connection.is_local:
-                connection.belongs_to(self._callers.payer_of(request))
-            await connection.began(Kind.PROBES if request.path in PROBE_PATHS else Kind.REQUESTS)
+        self._open[id(request)] = request
         try:
+            if isinstance(connection, Connection):
+                if not connection.is_local:
+                    connection.belongs_to(self._callers.payer_of(request))
+                kind = Kind.PROBES if request.path in PROBE_PATHS else Kind.REQUESTS
+                await connection.began(kind)
             response = await self._answered(request, handler)
         except ConnectionError:
             raise  # the caller has gone; there is nobody to answer
         except Exception as error:  # noqa: BLE001 - what has no code of its own is logged
             response = self._refusal(request, error)
         finally:
+            del self._open[id(request)]
+            if self._stopping is not None and not self._open:
+                self._stopping.set()
             if isinstance(connection, Connection):
                 connection.ended()
         return response
@@ -358,11 +397,3 @@ def _refuse_unknown_query(request: web.Request, route: Route) -> None:
     ]
     if problems:
         raise InvalidRequest(problems)
-
-
-def _with_a_queue(listener: asyncio.Server) -> asyncio.Server:
-    """Have the kernel queue more callers than are accepted at once, which is asyncio's backlog."""
-    for listening in listener.sockets:
-        with listening.dup() as same:
-            same.listen(BACKLOG)
-    return listener

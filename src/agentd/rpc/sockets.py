@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import grp
 import os
 import socket
@@ -10,6 +11,7 @@ from pathlib import Path
 from agentd.errors import StartRefused
 
 SOCKET_MODE = 0o660
+BACKLOG = 1024
 
 
 def unix_socket(path: Path, group: str | None) -> socket.socket:
@@ -45,3 +47,11 @@ def _refuse_in_use(path: Path) -> None:
         except ConnectionRefusedError:
             return
     raise StartRefused(f"socket {path} is in use by another process")
+
+
+def with_a_queue(listener: asyncio.Server) -> asyncio.Server:
+    """Make Linux queue more callers than are accepted at once, which is asyncio's backlog."""
+    for listening in listener.sockets:
+        with listening.dup() as same:
+            same.listen(BACKLOG)
+    return listener

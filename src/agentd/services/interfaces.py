@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncio import CancelledError
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -110,6 +111,10 @@ class Plugins(Protocol):
         ...
 
 
+class Undone(CancelledError):
+    """A create was cancelled, and the runtime proved that nothing of it is left."""
+
+
 class Progress(Protocol):
     """Is told the steps of a create, and the progress of its pull."""
 
@@ -195,13 +200,18 @@ class Runtime(Protocol):
         ...
 
     async def create(self, plan: KernelPlan, progress: Progress) -> ObservedKernel:
-        """Create and start a kernel; if this raises anything but OutcomeUnknown, nothing is left.
+        """Create and start a kernel.
+
+        An AgentdError other than OutcomeUnknown, and Undone, prove that nothing is left. Any
+        other exception, a bare cancellation included, proves nothing once `creating` was
+        reported. That comes before the runtime is asked; `pulling`, while it has nothing to undo.
 
         Raises:
             ImageNotFound, CommandNotFound: the request named what does not exist.
             RuntimeFailure: the runtime refused.
             RuntimeUnavailable: it could not be asked.
             OutcomeUnknown: it was asked, and the answer was lost.
+            Undone: the create was cancelled.
         """
         ...
 

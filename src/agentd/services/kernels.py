@@ -7,7 +7,6 @@ the outcome is unknown the share stays held until the reconciler settles it.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Mapping
 
 import structlog
@@ -17,25 +16,23 @@ from agentd.core.kernel import LIVE, STARTING, Kernel, KernelSpec, KernelState, 
 from agentd.core.plan import reserved_problems
 from agentd.core.reconcile import stopped
 from agentd.errors import (
-    Draining,
     InvalidRequest,
     KernelConflict,
-    OutcomeUnknown,
     RuntimeUnavailable,
     UnknownKernel,
 )
 from agentd.failpoints import reach
+from agentd.services.creates import Creates, Drained, is_unresolved
 from agentd.services.devices import NodeDevices
 from agentd.services.interfaces import Clock, LogQuery, Memory, Progress, Runtime
 from agentd.services.planner import Decision, Planner
 from agentd.services.state import NodeState
+from agentd.tasks import Deadline
 
 log = structlog.get_logger()
 
-GRACE_S = 10.0
 MAX_KEPT = 32 * 1024
 """Characters of a command that are remembered, and shown; a longer one is not."""
-"""How long an engine may take to finish a create that agentd lost sight of."""
 
 
 class KernelService:
@@ -58,8 +55,7 @@ class KernelService:
         self._default = runtimes[default]
         self._memory = memory
         self._clock = clock
-        self._starting: dict[str, asyncio.Task[Kernel]] = {}
-        self._is_draining = False
+        self._creates = Creates(state, clock)
 
     async def decide(self, spec: KernelSpec) -> tuple[Decision, dict[str, list[dict[str, object]]]]:
         """Return what a create would be given now, and why; changes nothing.
@@ -89,29 +85,19 @@ class KernelService:
         decision = self._planner.decide(spec, self._state, self._default)
         kernel = self._preparing(spec, decision)
         self._state.put(kernel)
-        task = asyncio.create_task(self._start(kernel, spec, keep_failure=not wait))
-        self._starting[spec.kernel_id] = task
-        task.add_done_callback(lambda done: self._started(spec.kernel_id, done))
-        return (await self._outcome(task) if wait else kernel), True
+        start = self._start(kernel, spec, keep_failure=not wait)
+        self._creates.begin(spec.kernel_id, start)
+        return (await self._creates.outcome(spec.kernel_id) if wait else kernel), True
 
     async def _joined(self, known: Kernel, *, wait: bool) -> Kernel:
         """Return a kernel that is there, or wait for the create that is under way."""
-        if (task := self._starting.get(known.kernel_id)) is not None:
-            return await self._outcome(task) if wait else known
+        if known.kernel_id in self._creates:
+            return await self._creates.outcome(known.kernel_id) if wait else known
         if known.state in STARTING:
             raise RuntimeUnavailable(
                 f"what became of an earlier create of {known.kernel_id} is not known yet"
             )
         return known
-
-    async def _outcome(self, task: asyncio.Task[Kernel]) -> Kernel:
-        """Wait for a create, which goes on if the waiting is given up."""
-        await asyncio.wait([task])
-        if not task.cancelled():
-            return task.result()
-        if self._is_draining:
-            raise Draining("the daemon stopped before the kernel ran")
-        raise KernelConflict("the kernel was deleted while it was being created")
 
     def existing(self, spec: KernelSpec) -> Kernel | None:
         """Return the kernel that the same request made before.
@@ -130,8 +116,7 @@ class KernelService:
 
     def _refuse_early(self, spec: KernelSpec) -> None:
         """Refuse what can be refused before anything is decided."""
-        if self._is_draining:
-            raise Draining("the daemon is stopping")
+        self._creates.require_open()
         self._state.require_runtime(self._default.name)
         if problems := [*reserved_problems(spec), *self._default.problems(spec)]:
             raise InvalidRequest(problems)
@@ -148,16 +133,10 @@ class KernelService:
                 await reach("create.after_plan")
                 self._memory.save_intent(kernel_id, plan.record)
                 found = await self._default.create(plan, self._progress(kernel_id))
-            except OutcomeUnknown:
-                self._leave_unsettled(kernel_id, keep=keep_failure)
-                raise
             except BaseException as error:
-                if keep_failure and not isinstance(error, asyncio.CancelledError):
-                    now = self._state.get(kernel_id)
-                    self._state.put(now.moved_to(KernelState.FAILED, reason=str(error)))
-                else:
-                    self._state.drop(kernel_id)
-                log.warning("kernel.create_failed", kernel_id=kernel_id, reason=str(error))
+                if is_unresolved(error, self._state.get(kernel_id)):
+                    raise self._creates.left(kernel_id, error, keep=keep_failure) from error
+                self._creates.note_failure(kernel_id, error, keep=keep_failure)
                 raise
             await reach("create.after_runtime")
             now = self._state.get(kernel_id)
@@ -171,21 +150,6 @@ class KernelService:
             self._state.put(self._state.get(kernel_id).moved_to(state, pull=pull))
 
         return moved
-
-    def _started(self, kernel_id: str, task: asyncio.Task[Kernel]) -> None:
-        self._starting.pop(kernel_id, None)
-        if not task.cancelled():
-            task.exception()  # a caller that went away does not make it an unseen one
-        state = kernel.state if (kernel := self._state.kernels.get(kernel_id)) else None
-        if state is KernelState.PREPARING:
-            self._state.drop(kernel_id)  # cancelled before a runtime was asked for anything
-        elif state in STARTING:
-            self._leave_unsettled(kernel_id)
-
-    def _leave_unsettled(self, kernel_id: str, *, keep: bool = False) -> None:
-        if kernel_id not in self._state.unsettled:
-            until = self._clock.steady() + GRACE_S
-            self._state.leave_unsettled(kernel_id, until, keep=keep)
 
     async def stop(self, kernel_id: str, timeout_s: float | None = None) -> Kernel:
         """End a kernel and keep it listed; stopping an ended one changes nothing.
@@ -244,9 +208,8 @@ class KernelService:
         """
         if only is not None and self._state.kernels.get(kernel_id) is not only:
             return
-        if task := self._starting.get(kernel_id):
-            _cancel_once(task)
-            await asyncio.wait([task])
+        if kernel_id in self._creates:
+            await self._creates.cancel(kernel_id)
             if kernel_id not in self._state.kernels:
                 return
         if kernel_id in self._state.unsettled:
@@ -284,25 +247,9 @@ class KernelService:
             raise RuntimeUnavailable(f"this agentd has no runtime {kernel.runtime}")
         return runtime
 
-    async def drain(self, timeout_s: float) -> None:
-        """Take no more creates, and wait for those under way; cancel what is late."""
-        self._is_draining = True
-        await _end_all(list(self._starting.values()), timeout_s)
-
-
-def _cancel_once(task: asyncio.Task[Kernel]) -> None:
-    """Cancel a create; a second cancellation would interrupt what cleans up after the first."""
-    if not task.cancelling():
-        task.cancel()
-
-
-async def _end_all(tasks: list[asyncio.Task[Kernel]], timeout_s: float) -> None:
-    """Wait for creates, and cancel those that are late."""
-    if tasks:
-        _, late = await asyncio.wait(tasks, timeout=timeout_s)
-        for task in late:
-            _cancel_once(task)
-        await asyncio.wait(tasks, timeout=timeout_s)
+    async def drain(self, deadline: Deadline) -> Drained:
+        """Refuse further creates, and end those under way: see `Creates.drain`."""
+        return await self._creates.drain(deadline)
 
 
 def prepared(spec: KernelSpec, decision: Decision, runtime: str, now: float) -> Kernel:

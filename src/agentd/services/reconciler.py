@@ -22,11 +22,12 @@ from agentd.core.observation import ObservedKernel
 from agentd.core.reconcile import Action, MarkAbsent, RemoveNeverRan, reconcile
 from agentd.errors import KernelConflict, RuntimeFailure, RuntimeUnavailable
 from agentd.failpoints import hit, reach
+from agentd.services.creates import GRACE_S
 from agentd.services.devices import NodeDevices
 from agentd.services.interfaces import Clock, Memory, Plugins, Runtime
 from agentd.services.kernel_log import log_found
-from agentd.services.kernels import GRACE_S
 from agentd.services.state import NodeState, RuntimeState
+from agentd.tasks import is_being_cancelled
 
 log = structlog.get_logger()
 
@@ -345,7 +346,9 @@ class Loops:
         while True:
             try:
                 await loop()
-            except Exception:
+            except (Exception, asyncio.CancelledError):
+                if is_being_cancelled():
+                    raise
                 log.exception("reconciler.failed")
                 await asyncio.sleep(LONGEST_PAUSE_S)
 
@@ -363,7 +366,9 @@ class Loops:
                 reason = "its events ended"
             except RuntimeUnavailable as error:
                 reason = str(error)
-            except Exception as error:
+            except (Exception, asyncio.CancelledError) as error:
+                if is_being_cancelled():
+                    raise
                 log.exception("reconciler.failed", runtime=runtime.name)
                 reason = f"{type(error).__name__}: {error}"
             self._reconciler.note_following(runtime.name, is_following=False)

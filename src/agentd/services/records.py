@@ -13,9 +13,9 @@ from dataclasses import replace
 from agentd.core.adoption import recalled
 from agentd.core.kernel import LIVE, Kernel, KernelState, Sight
 from agentd.core.record import RecordError, decode, encode
+from agentd.services.creates import GRACE_S
 from agentd.services.devices import NodeDevices
 from agentd.services.interfaces import Clock, Memory, Phase, SavedRecord
-from agentd.services.kernels import GRACE_S
 from agentd.services.state import NodeState
 
 

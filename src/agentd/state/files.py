@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -34,12 +33,13 @@ from agentd.core.devices import Device, Health
 from agentd.core.kernel import is_kernel_id
 from agentd.errors import StartRefused, StateUnavailable
 from agentd.failpoints import hit
+from agentd.host.regular_files import MissingFile, UnusableFile, read_regular
 from agentd.services.interfaces import Phase, SavedRecord
 from agentd.state.locks import UNWRITABLE, Locks
 from agentd.state.schemas import SCHEMA, UNREADABLE, SavedDevices, SavedNode
 
 log = structlog.get_logger()
-_MOST_BYTES = 1 << 20
+_MOST_STATE_BYTES = 64 << 20
 _FOLDERS = {Phase.INTENT: "intents", Phase.HELD: "records", Phase.ENDED: "ended"}
 _S = TypeVar("_S", SavedNode, SavedDevices)
 
@@ -216,11 +216,11 @@ class StateFolder:
     def _load(self, name: str, shape: type[_S]) -> _S | None:
         path = self.folder / name
         try:
-            saved = msgspec.json.decode(path.read_bytes(), type=shape)
-        except FileNotFoundError:
+            saved = msgspec.json.decode(read_regular(path, _MOST_STATE_BYTES).content, type=shape)
+        except MissingFile:
             return None
-        except OSError as error:
-            self._complain(path, f"cannot be read: {error.strerror}")
+        except UnusableFile as error:
+            self._complain(path, str(error))
         except UNREADABLE as error:
             why = f"cannot be read ({type(error).__name__}: {error}); it is set aside as"
             self._complain(path, f"{why} {path.name}.unreadable")
@@ -312,16 +312,8 @@ def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[],
 def _text(path: Path) -> str:
     """Return a record's text; empty if it cannot be read."""
     try:
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        descriptor = os.open(path, flags)
-        try:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
-                return ""
-            return os.read(descriptor, min(found.st_size, _MOST_BYTES)).decode(errors="replace")
-        finally:
-            os.close(descriptor)
-    except OSError:
+        return read_regular(path, follows_links=False).content.decode(errors="replace")
+    except UnusableFile:
         return ""
 
 

@@ -147,3 +147,27 @@ async def test_a_stream_that_is_refused_says_why(engine: FakeEngine, client: Eng
     with pytest.raises(EngineError, match="it went wrong"):
         async with client.stream("GET", "/events", {}):
             pass
+
+
+async def test_a_call_that_is_never_answered_is_a_lost_answer(
+    engine: FakeEngine, client: EngineClient
+) -> None:
+    gate = asyncio.Event()
+
+    async def never(_: web.Request) -> web.StreamResponse:
+        await gate.wait()
+        return web.Response()
+
+    engine.answer = never
+    with pytest.raises(AnswerLost, match="no answer within 0 s"):
+        await client.call("POST", "/containers/x/start", timeout_s=0)
+    calling = asyncio.create_task(client.call("POST", "/containers/x/start"))
+    async with asyncio.timeout(20):
+        while "POST /v1.41/containers/x/start" not in engine.asked:
+            await asyncio.sleep(0.01)
+    await client.close()
+    with pytest.raises(AnswerLost):
+        await calling
+    with pytest.raises(EngineUnreachable, match="agentd has hung up"):
+        await client.call("DELETE", "/containers/x")
+    gate.set()

@@ -98,3 +98,21 @@ async def test_a_container_that_runs_is_not_discarded(runtime: DockerRuntime) ->
     await runtime.stop(created.ref, 0)
     assert await runtime.remove(created.ref, unless_alive=True)
     assert await runtime.remove(created.ref, unless_alive=True)
+
+
+async def test_an_undo_that_fails_in_any_way_leaves_the_outcome_unknown(
+    runtime: DockerRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A closed session raises RuntimeError, which says nothing of the container."""
+    call = runtime._engine.call
+
+    async def closed(method: str, path: str, *rest: object):
+        if path.endswith("/start") or method == "DELETE":
+            raise RuntimeError("Session is closed")
+        return await call(method, path, *rest)
+
+    monkeypatch.setattr(runtime._engine, "call", closed)
+    with pytest.raises(OutcomeUnknown):
+        await runtime.create(plan("sleep", "1000"), lambda _: None)
+    monkeypatch.undo()
+    assert (await runtime.find(KernelRef("k1"))) is not None

@@ -10,6 +10,7 @@ for each connection to its events.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +19,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
+CALL_TIMEOUT_S = 120.0
+"""Seconds that the engine may take to answer a call; streams have no limit."""
 _NO_LIMIT = aiohttp.ClientTimeout(sock_connect=10.0)
 _BASE = "http://docker"
 _REFUSED = 400
@@ -47,9 +50,11 @@ class EngineClient:
         self._socket = socket
         self._session: aiohttp.ClientSession | None = None
         self._prefix = ""
+        self._is_closed = False
 
     async def close(self) -> None:
-        """Hang up."""
+        """Hang up; whatever is called from now on is unreachable."""
+        self._is_closed = True
         if self._session is not None:
             await self._session.close()
 
@@ -71,6 +76,8 @@ class EngineClient:
         path: str,
         params: Mapping[str, str] | None = None,
         body: object = None,
+        *,
+        timeout_s: float = CALL_TIMEOUT_S,
     ) -> Any:  # noqa: ANN401 - JSON
         """Call, and return the JSON of the answer; None if it has none.
 
@@ -79,7 +86,7 @@ class EngineClient:
         """
         if not self._prefix:
             await self.version()
-        return await self._asked(method, self._prefix + path, params, body)
+        return await self._asked(method, self._prefix + path, params, body, timeout_s)
 
     async def _asked(
         self,
@@ -87,15 +94,22 @@ class EngineClient:
         path: str,
         params: Mapping[str, str] | None = None,
         body: object = None,
+        timeout_s: float = CALL_TIMEOUT_S,
     ) -> Any:  # noqa: ANN401 - JSON
-        async with self._response(method, path, params, body) as response:
-            content = await response.read()
-            if response.status >= _REFUSED:
-                raise EngineError(response.status, _message(content))
-            try:
-                return msgspec.json.decode(content) if content else None
-            except (ValueError, RecursionError) as error:
-                raise AnswerLost(f"the engine's answer is not JSON: {error}") from error
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._response(method, path, params, body) as response,
+            ):
+                content = await response.read()
+        except TimeoutError as error:
+            raise AnswerLost(f"the engine gave no answer within {timeout_s:g} s") from error
+        if response.status >= _REFUSED:
+            raise EngineError(response.status, _message(content))
+        try:
+            return msgspec.json.decode(content) if content else None
+        except (ValueError, RecursionError) as error:
+            raise AnswerLost(f"the engine's answer is not JSON: {error}") from error
 
     @asynccontextmanager
     async def stream(
@@ -144,6 +158,8 @@ class EngineClient:
             raise AnswerLost(f"{self._socket}: {type(error).__name__}: {error}") from error
 
     def _opened(self) -> aiohttp.ClientSession:
+        if self._is_closed:
+            raise EngineUnreachable(f"{self._socket}: agentd has hung up")
         if self._session is None:
             connector = aiohttp.UnixConnector(str(self._socket), limit=0)
             self._session = aiohttp.ClientSession(connector=connector, timeout=_NO_LIMIT)

@@ -22,6 +22,7 @@ import structlog
 
 from agentd.core.kernel import Pull
 from agentd.errors import ImageNotFound, RuntimeFailure, RuntimeUnavailable
+from agentd.host.regular_files import read_regular
 from agentd.runtimes.docker.engine import (
     AnswerLost,
     EngineClient,
@@ -60,6 +61,10 @@ class Images:
         self._engine = engine
         self._registry_auth = registry_auth
         self._pulls: dict[_Key, _Shared] = {}
+
+    def renew(self, registry_auth: Path | None) -> None:
+        """Take credentials from another file from now on."""
+        self._registry_auth = registry_auth
 
     async def pull(self, image: str, platform: str | None, listener: Listener) -> None:
         """Fetch an image, or wait for the pull that is under way; `listener` hears how far.
@@ -114,7 +119,7 @@ class Images:
         params = {"fromImage": image}
         if platform:
             params["platform"] = platform
-        credentials = self._credentials(image)
+        credentials = await asyncio.to_thread(self._credentials, image)
         headers = {"X-Registry-Auth": _header(credentials)} if credentials else {}
         async with self._engine.stream("POST", "/images/create", params, headers) as stream:
             async for line in stream:
@@ -139,10 +144,10 @@ class Images:
             return None
         registry = registry_of(image)
         try:
-            auths = json.loads(self._registry_auth.read_text(encoding="utf-8")).get("auths", {})
+            auths = json.loads(read_regular(self._registry_auth).content).get("auths", {})
             names = (registry, f"https://{registry}", f"https://{registry}/v1/")
             entry = next((_login(auths[name]) for name in names if name in auths), None)
-        except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
+        except (ValueError, AttributeError, TypeError, KeyError) as error:
             why = f"runtime.docker.registry-auth {self._registry_auth} cannot be read: {error}"
             raise RuntimeFailure(f"image {image}: {why}") from None
         if entry is None:

@@ -29,6 +29,7 @@ from agentd.host.accounts import counted
 from agentd.runtimes.docker.absences import Absences
 from agentd.runtimes.docker.config import UNPUBLISHED, DockerRules, container_config
 from agentd.runtimes.docker.engine import (
+    CALL_TIMEOUT_S,
     AnswerLost,
     EngineClient,
     EngineError,
@@ -50,18 +51,23 @@ from agentd.runtimes.docker.translation import (
     translating,
     unknown,
 )
-from agentd.services.interfaces import LogQuery, Progress, Session, Support
+from agentd.services.interfaces import LogQuery, Progress, Session, Support, Undone
 from agentd.tasks import to_the_end
 
 
 class _Attempt:
-    """One create on its way: its mounts are looked up right before each time it is asked for."""
+    """One create on its way: its mounts are looked up right before each time it is asked for.
+
+    A container of it `may_exist` from the first request until the engine refuses or removes it.
+    """
 
     def __init__(self, plan: KernelPlan, engine: EngineFacts, rules: DockerRules) -> None:
         self.plan = plan
         self.platform = plan.spec.container.platform or engine.platform
         self.sources: list[Source] = []
         self.config: dict[str, Any] = {}
+        self.may_exist = False
+        self.container = ""
         self._engine = engine
         self._rules = rules
 
@@ -101,7 +107,9 @@ class DockerRuntime:
         self._observer = Observer(self._engine, node_id, self._absences)
 
     def renew(self, rules: DockerRules) -> None:
+        """Replace the rules; existing kernels keep theirs."""
         self._rules = rules
+        self._images.renew(rules.registry_auth)
 
     async def close(self) -> None:
         self._absences.close()
@@ -140,70 +148,67 @@ class DockerRuntime:
         attempt = _Attempt(plan, facts, self._rules)
         self._own.expect(plan.name)
         try:
-            container = await self._create(attempt, progress)
-        except BaseException as error:
-            self._own.forget(plan.name)
-            if isinstance(error, AnswerLost):
-                raise unknown(plan, error) from error
-            raise translated(error, plan) from error
-        try:
+            await self._create(attempt, progress)
             await reach("create.after_engine_create")
-            await to_the_end(self._engine.call("POST", f"/containers/{container}/start"))
+            container = f"/containers/{attempt.container}"
+            await to_the_end(self._engine.call("POST", f"{container}/start"))
             await reach("create.after_engine_start")
-            shown = await self._observer.inspection(container)
+            shown = await self._observer.inspection(attempt.container)
             verify(shown, attempt.config["HostConfig"], plan, attempt.sources)
         except BaseException as error:
             self._own.forget(plan.name)
-            await self._undo(container, plan, error)
+            if attempt.container:
+                await self._undo(attempt, error)
+            if attempt.may_exist:
+                raise unknown(plan, error) from error
+            if isinstance(error, asyncio.CancelledError):
+                raise Undone from error
             raise translated(error, plan) from error
         return self._observer.observed(shown)
 
-    async def _create(self, attempt: _Attempt, progress: Progress) -> str:
-        """Return the id of a container that was created, its image fetched if need be."""
+    async def _create(self, attempt: _Attempt, progress: Progress) -> None:
+        """Create a container, its image fetched if need be."""
         options, image = attempt.plan.spec.container, attempt.plan.spec.image or ""
         if options.pull_policy is not PullPolicy.ALWAYS:
             progress(KernelState.CREATING)
             try:
-                return await self._made(attempt)
+                await self._make(attempt)
             except ImageNotFound as error:
                 if options.pull_policy is PullPolicy.NEVER:
                     raise ImageNotFound(f"{error}, and pull_policy is never") from error
+            else:
+                return
         progress(KernelState.PULLING)
         await self._images.pull(
             image, attempt.platform, lambda pull: progress(KernelState.PULLING, pull)
         )
         await reach("create.after_pull")
         progress(KernelState.CREATING)
-        return await self._made(attempt)
+        await self._make(attempt)
 
-    async def _made(self, attempt: _Attempt) -> str:
+    async def _make(self, attempt: _Attempt) -> None:
         attempt.look()
         await reach("create.before_engine_create")
-        making = asyncio.ensure_future(self._asked_for(attempt))
-        try:
-            return await asyncio.shield(making)
-        except asyncio.CancelledError as error:
-            await asyncio.wait([making])
-            if making.exception() is None:
-                await self._undo(making.result(), attempt.plan, error)
-            elif isinstance(making.exception(), AnswerLost):
-                raise unknown(attempt.plan, error) from error
-            raise
+        await to_the_end(self._ask_for(attempt))
 
-    async def _asked_for(self, attempt: _Attempt) -> str:
+    async def _ask_for(self, attempt: _Attempt) -> None:
         params = {"name": attempt.plan.name, "platform": attempt.platform}
+        attempt.may_exist = True
         try:
             made = await self._engine.call("POST", "/containers/create", params, attempt.config)
+        except EngineUnreachable:
+            attempt.may_exist = False
+            raise
         except EngineError as error:
+            attempt.may_exist = False
             if is_no_image(error):
                 raise ImageNotFound(f"image {attempt.config['Image']}: {error.message}") from error
             raise
         if not isinstance(made, dict) or not isinstance(made.get("Id"), str):
             raise AnswerLost("the engine's answer to a create has no container id")
-        container: str = made["Id"]
-        return container
+        attempt.container = made["Id"]
 
-    async def _undo(self, container: str, plan: KernelPlan, error: BaseException) -> None:
+    async def _undo(self, attempt: _Attempt, error: BaseException) -> None:
         """Remove a container that was created and is not wanted; by id, never by name.
 
         Raises:
@@ -212,10 +217,11 @@ class DockerRuntime:
         try:
             await reach("create.before_undo")
             with absent_is_fine():
-                await to_the_end(self._delete(container, force=True))
+                await to_the_end(self._delete(attempt.container, force=True))
+            attempt.may_exist = False
             await reach("create.after_undo")
-        except (EngineError, EngineUnreachable, AnswerLost, OSError):
-            raise unknown(plan, error) from error
+        except BaseException as left:
+            raise unknown(attempt.plan, error) from left
 
     async def _delete(self, container: str, *, force: bool) -> None:
         path, given = f"/containers/{container}", {"v": "1", "force": str(int(force))}
@@ -229,7 +235,8 @@ class DockerRuntime:
         grace_s = self._rules.stop_timeout_s if timeout_s is None else timeout_s
         path, given = f"/containers/{self._container(ref)}/stop", {"t": str(math.ceil(grace_s))}
         with translating(), absent_is_fine(), self._absences.asked(ref.kernel_id):
-            await self._engine.call("POST", path, given)
+            timeout_s = CALL_TIMEOUT_S + grace_s
+            await self._engine.call("POST", path, given, timeout_s=timeout_s)
 
     async def remove(self, ref: KernelRef, *, unless_alive: bool = False) -> bool:
         container = self._container(ref)

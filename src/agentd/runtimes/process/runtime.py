@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from agentd.core.container_edits import ContainerEdits
 from agentd.core.kernel import Kernel, KernelRef, KernelSpec, KernelState
 from agentd.core.observation import Listing, ObservedKernel
@@ -42,7 +44,9 @@ from agentd.runtimes.process.bundles import AGENT, DEVICES, Bundles
 from agentd.runtimes.process.logs import read_log, unkept
 from agentd.runtimes.process.spawn import ProcessRules, failure, order_of, spawn, spawn_unit
 from agentd.runtimes.uncontained import uncontained_problems
-from agentd.services.interfaces import LogQuery, Progress, Session, Support
+from agentd.services.interfaces import LogQuery, Progress, Session, Support, Undone
+
+log = structlog.get_logger()
 
 LOG_THREADS = 4
 REMOVE_TRIES = 10
@@ -122,6 +126,8 @@ class ProcessRuntime:
             if isinstance(error, OSError):
                 what = f"{error.filename or bundle.path}: {error.strerror}"
                 raise RuntimeFailure(what) from error
+            if isinstance(error, asyncio.CancelledError):
+                raise Undone from error
             raise
 
     async def _started(self, plan: KernelPlan, bundle: Bundle) -> ObservedKernel:
@@ -275,7 +281,10 @@ class ProcessRuntime:
                     await proof.identity.shim.ended()
                 await proof.all_ended()
                 break
-            except OSError:  # no descriptor, no memory: that is no end
+            except OSError:  # no descriptor, no memory: the kernel may still run
+                await asyncio.sleep(WATCH_PAUSE_S)
+            except Exception:
+                log.exception("runtime.watch_failed", kernel_id=kernel_id)
                 await asyncio.sleep(WATCH_PAUSE_S)
         self._events.put_nowait(kernel_id)
 

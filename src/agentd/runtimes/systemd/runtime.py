@@ -49,7 +49,7 @@ from agentd.runtimes.systemd.unit import (
     request_problems,
     unit_name,
 )
-from agentd.services.interfaces import LogQuery, LogStream, Progress, Session, Support
+from agentd.services.interfaces import LogQuery, LogStream, Progress, Session, Support, Undone
 
 ENDING = frozenset({"stop-post", "final-sigterm", "final-sigkill"})
 """Sub-states of a unit whose command is over, and whose `ExecStopPost=` may be running."""
@@ -125,8 +125,10 @@ class SystemdRuntime:
             raise KernelConflict(str(error)) from error
         except BaseException as error:
             await self._undo(KernelRef(kernel_id), error)
-            if isinstance(error, UnitRefused):
+            if isinstance(error, (UnitRefused, OSError)):
                 raise RuntimeFailure(f"systemd: {error}") from error
+            if isinstance(error, asyncio.CancelledError):
+                raise Undone from error
             raise
         if found is None:
             raise RuntimeFailure(f"{unit} was removed while its kernel was started")

@@ -1,0 +1,88 @@
+"""Reading regular files by a path that somebody else may have put anything at.
+
+An open of a FIFO or a device can wait for ever, and a read can take all memory. Here the open does
+not block, anything but a regular file is refused, and so is a file that is too large.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import NamedTuple
+
+MOST_BYTES = 1 << 20
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+class UnusableFile(ValueError):
+    """A file cannot be read; the message says why, without the path."""
+
+
+class MissingFile(UnusableFile):
+    """There is no such file."""
+
+
+class RegularFile(NamedTuple):
+    """The content of a regular file, and its mode when that was read."""
+
+    content: bytes
+    mode: int
+
+    @property
+    def text(self) -> str:
+        """The content as text.
+
+        Raises:
+            UnusableFile: it is not UTF-8.
+        """
+        try:
+            return self.content.decode()
+        except UnicodeDecodeError:
+            raise UnusableFile("is not UTF-8") from None
+
+
+def read_regular(
+    path: Path, most_bytes: int = MOST_BYTES, *, follows_links: bool = True
+) -> RegularFile:
+    """Read a file.
+
+    Raises:
+        MissingFile: there is none.
+        UnusableFile: it cannot be read.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+    try:
+        descriptor = os.open(path, flags if follows_links else flags | os.O_NOFOLLOW)
+        try:
+            return _read(descriptor, most_bytes)
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError as error:
+        raise MissingFile(f"cannot be read: {error.strerror}") from None
+    except OSError as error:
+        raise UnusableFile(f"cannot be read: {error.strerror}") from None
+    except UnusableFile:
+        raise
+    except ValueError as error:  # a NUL in the path
+        raise UnusableFile(f"cannot be read: {error}") from None
+
+
+def _read(descriptor: int, most_bytes: int) -> RegularFile:
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
+        raise UnusableFile(f"is {kind}, expected a regular file")
+    parts, left = [], most_bytes + 1
+    while left and (part := os.read(descriptor, left)):
+        parts.append(part)
+        left -= len(part)
+    if not left:
+        raise UnusableFile(f"is larger than {most_bytes} bytes")
+    return RegularFile(b"".join(parts), stat.S_IMODE(found.st_mode))

@@ -1,0 +1,140 @@
+"""Reloads and background tasks of a running daemon: a failure is seen, and ends nothing else."""
+
+import asyncio
+import os
+import signal
+import ssl
+
+import pytest
+
+from agentd.background import VITAL
+from daemon import Daemon
+from end_to_end.test_tokens import Tokens, tokens
+from fork_server import run
+from test_reload import certificate
+
+__all__ = ["tokens"]
+
+WORK = {
+    "reconciler": "agentd.services.reconciler:Loops.run",
+    "reload": "agentd.app:Daemon._reloading",
+    "retention": "agentd.services.keeping:Keeper.run",
+    "status": "agentd.app:Daemon._telling",
+}
+"""The work of each background task."""
+KILLED = """
+import asyncio, importlib, pathlib, sys
+name, trigger, *arguments = {name!r}, {trigger!r}, *sys.argv[1:]
+module, _, path = name.partition(":")
+owner, method = path.split(".")
+async def dies(*_):
+    while not pathlib.Path(trigger).exists():
+        await asyncio.sleep(0.01)
+    raise RuntimeError("killed")
+setattr(getattr(importlib.import_module(module), owner), method, dies)
+sys.argv = ["agentd", *arguments]
+from agentd.cli.agentd import agentd
+agentd()
+"""
+
+
+async def said(daemon: Daemon, event: str, times: int = 1) -> None:
+    async with asyncio.timeout(20):
+        while daemon.log.count(event) < times:
+            await asyncio.sleep(0.02)
+
+
+def reload(daemon: Daemon) -> None:
+    assert daemon.process is not None
+    daemon.process.send_signal(signal.SIGHUP)
+
+
+async def test_a_reload_that_cannot_work_is_not_the_last(plain: Daemon) -> None:
+    await plain.start()
+    good = plain.config_file.read_text()
+    fifo = plain.folder / "fifo"
+    os.mkfifo(fifo)
+    plain.config_file.write_text(f'{good}\n[rpc]\ntls-cert = "/tmp/\\u0000x"\n')
+    reload(plain)
+    await said(plain, "daemon.not_reloaded")
+    plain.config_file.unlink()
+    plain.config_file.symlink_to(fifo)
+    reload(plain)
+    await said(plain, "is a FIFO, expected a regular file")
+    plain.config_file.unlink()
+    plain.config_file.write_text(good)
+    reload(plain)
+    await said(plain, "daemon.reloaded")
+    assert (await plain.get("/v1/node"))["warnings"] == []
+
+
+async def test_a_fifo_as_configuration_or_state_holds_up_no_start(plain: Daemon) -> None:
+    plain.configure()
+    os.mkfifo(plain.folder / "fifo")
+    refused = plain.spawn("--config", str(plain.folder / "fifo"))
+    assert await asyncio.to_thread(refused.wait, 30) == 78
+    assert "is a FIFO, expected a regular file" in plain.log
+    state = plain.folder / "state"
+    state.mkdir(mode=0o711)
+    os.mkfifo(state / "devices.json")
+    await plain.start()
+    (warning,) = (await plain.get("/v1/node"))["warnings"]
+    assert warning == f"{state}/devices.json is a FIFO, expected a regular file"
+
+
+@pytest.mark.parametrize("name", VITAL)
+async def test_a_background_task_that_ends_is_seen(plain: Daemon, name: str) -> None:
+    trigger = plain.folder / "trigger"
+    plain.program = ("-c", KILLED.format(name=WORK[name], trigger=str(trigger)))
+    if name == "reconciler":  # the start waits for its first list
+        trigger.touch()
+        plain.configure()
+        process = plain.spawn()
+        assert await asyncio.to_thread(process.wait, 40) == 1
+    else:
+        await plain.start()
+        trigger.touch()
+    await said(plain, "task.ended")
+    reason = f"background task {name} ended: RuntimeError: killed"
+    if not VITAL[name]:
+        assert (await plain.get("/v1/node"))["warnings"] == [f"{reason}; restart agentd"]
+        return
+    if plain.process is not None:
+        process, plain.process = plain.process, None
+        assert await asyncio.to_thread(process.wait, 40) == 1
+    await said(plain, f"agentd: {reason}")
+    plain._program = None
+
+
+@pytest.mark.needs("openssl")
+async def test_new_connections_are_shown_the_renewed_certificate(tokens: Tokens) -> None:
+    folder = tokens.daemon.folder
+    cert, key = certificate(folder)
+    files = f'tls-cert = "{cert}"\ntls-key = "{key}"\n'
+    tokens.configure(files, tokens.entry("team", "agent", "team-a"))
+    await tokens.daemon.start()
+
+    def shown() -> str:
+        return ssl.get_server_certificate(("127.0.0.1", tokens.port))
+
+    assert await asyncio.to_thread(shown) == cert.read_text()
+    before = cert.read_text()
+    certificate(folder)
+    reload(tokens.daemon)
+    await said(tokens.daemon, "daemon.reloaded")
+    assert await asyncio.to_thread(shown) == cert.read_text() != before
+
+
+async def test_a_weak_token_is_a_warning_everywhere_and_once(tokens: Tokens) -> None:
+    tokens.secrets["team"] = "x"
+    file = tokens.daemon.folder / "token-team"
+    file.write_text("x")
+    tokens.configure(tokens.entry("team", "agent", "team-a"))
+    await tokens.daemon.start()
+    expected = f"{file} holds a token of 1 characters, expected 16 or more"
+    for path in ("/v1/node", "/v1/node?check=true"):
+        warnings = (await tokens.daemon.get(path))["warnings"]
+        assert sum(warning.startswith(expected) for warning in warnings) == 1, warnings
+    checked = run("agentd", "check-config", "--config", str(tokens.daemon.config_file))
+    assert (checked.returncode, f"warning: {expected}" in checked.stderr) == (0, True)
+    assert expected in tokens.daemon.log
