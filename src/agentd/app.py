@@ -274,8 +274,8 @@ class Daemon:
         metrics = Metrics(*figures, is_per_kernel=settings.metrics.per_kernel)
         parts = NodeParts(
             state, devices, plugins, service, reconciler, check, events, access, statistics,
-            Refusals(counts, events, clock.wall), metrics, Insides(state, runtimes),
-            assembly.remarks(settings), checkup,
+            Refusals(counts, events, clock.wall), metrics, Insides(state, runtimes, plugins),
+            assembly.remarks(settings), checkup, memory.removed,
         )  # fmt: skip
         handlers = Handlers(self._node_id, default, parts)
         loops = Loops(reconciler, state, devices, runtimes, plugins, serving)

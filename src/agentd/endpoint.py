@@ -7,15 +7,11 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-import structlog
-
 from agentd.config.settings import RpcSettings
 from agentd.core.access import Caller, Role
 from agentd.errors import ConfigRefused, Problem
 from agentd.rpc.callers import Token
 from agentd.rpc.server import Door, Endpoint, Server
-
-log = structlog.get_logger()
 
 TOKEN_MODE = 0o640
 MAX_TOKEN = 4096
@@ -52,16 +48,11 @@ def tokens(rpc: RpcSettings) -> tuple[Token, ...]:
     if rpc.token_file is not None:
         admin = Caller(rpc.token_file.stem, Role.ADMIN)
         named.insert(0, ("rpc.token-file", rpc.token_file, admin, False))
-    if rpc.token_file is not None and (why := _seen_by_others(rpc.token_file)):
-        log.warning("rpc.token_file", file=str(rpc.token_file), reason=why)
     found: list[Token] = []
     problems: list[Problem] = []
     for where, path, caller, is_gateway in named:
         try:
-            if path != rpc.token_file and (why := _seen_by_others(path)):
-                problems.append(Problem(where, f"{path} {why}"))
-                continue
-            found.append(Token(secret_in(path), caller, is_gateway))
+            found.append(Token(guarded_secret_in(path), caller, is_gateway))
         except ValueError as error:
             problems.append(Problem(where, f"{path} {error}"))
     secrets = [token.secret for token in found]

@@ -12,7 +12,7 @@ from aiohttp import web
 from agentd.client.inside import hang_up
 from agentd.errors import NodeUnavailable
 from agentd.rpc.callers import caller_of
-from agentd.rpc.inside import FAREWELL_S, MOST_FRAME
+from agentd.rpc.inside import FAREWELL_S, MOST_FRAME, probe
 from agentd.rpc.queries import body_of
 from agentd.tasks import to_the_end
 from agentd_fleet.nodes import CREATE_PATIENCE_S, PATIENCE_S, Nodes
@@ -73,14 +73,15 @@ async def pass_socket(
         await near.prepare(request)
         given = asyncio.create_task(_pass_frames(near, far))
         told = asyncio.create_task(_pass_frames(far, near))
+        probing = asyncio.create_task(probe(near))
         try:
-            await asyncio.wait([given, told], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([given, told, probing], return_when=asyncio.FIRST_COMPLETED)
             if given.done() and given.exception() is not None:
                 await asyncio.wait([told])  # the node takes no more, and may have said why
         finally:
-            for way in (given, told):
-                way.cancel()
-            await asyncio.gather(given, told, return_exceptions=True)
+            for task in (given, told, probing):
+                task.cancel()
+            await asyncio.gather(given, told, probing, return_exceptions=True)
         with suppress(ConnectionError):
             await near.close()
     finally:

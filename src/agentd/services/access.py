@@ -35,13 +35,14 @@ class Access:
         """Refuse what a caller cannot see, or may not do.
 
         Raises:
-            UnknownAgent, UnknownKernel, UnknownDevice: exactly as if it did not exist.
+            UnknownAgent, UnknownKernel, UnknownDevice: it does not exist, or is not the caller's
+                to see; the answer does not tell which.
             Forbidden: it is seen, and not this caller's to change.
         """
         if agent is not None and not caller.sees(agent):
             mine = ", ".join(self.agents(caller))
             raise UnknownAgent(f"no agent {agent} on this node; it has {mine}")
-        if kernel is not None and not self._sees_kernel(caller, kernel):
+        if kernel is not None and not caller.sees(self._state.get(kernel).agent_id):
             raise UnknownKernel(f"no kernel {kernel} on this node")
         if device is not None:
             self._require_device(caller, device)
@@ -88,10 +89,6 @@ class Access:
             return list(texts)
         words = re.compile(rf"(?<![\w.-])(?:{'|'.join(map(re.escape, names))})(?![\w-])")
         return [text for text in texts if not words.search(text)]
-
-    def _sees_kernel(self, caller: Caller, kernel_id: str) -> bool:
-        known = self._state.kernels.get(kernel_id)
-        return known is None or caller.sees(known.agent_id)
 
     def _require_device(self, caller: Caller, wanted: DeviceId) -> None:
         if caller.agents is None:

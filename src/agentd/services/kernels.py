@@ -17,6 +17,7 @@ from agentd.core.kernel import LIVE, STARTING, Kernel, KernelSpec, KernelState, 
 from agentd.core.plan import reserved_problems
 from agentd.core.reconcile import stopped
 from agentd.errors import (
+    AgentdError,
     Draining,
     InvalidRequest,
     KernelConflict,
@@ -157,13 +158,13 @@ class KernelService:
                     self._state.put(now.moved_to(KernelState.FAILED, reason=str(error)))
                 else:
                     self._state.drop(kernel_id)
-                log.warning("kernel.create_failed", kernel_id=kernel_id, reason=str(error))
+                _log_failure(kernel_id, error, is_draining=self._is_draining)
                 raise
             await reach("create.after_runtime")
             now = self._state.get(kernel_id)
             running = adopt(found, self._devices.inventory, now, plan).kernel
+            log.info("kernel.created", kernel_id=kernel_id, agent_id=kernel.agent_id)
             self._state.put(running)
-        log.info("kernel.created", kernel_id=kernel_id, agent_id=kernel.agent_id)
         return running
 
     def _progress(self, kernel_id: str) -> Progress:
@@ -288,6 +289,14 @@ class KernelService:
         """Take no more creates, and wait for those under way; cancel what is late."""
         self._is_draining = True
         await _end_all(list(self._starting.values()), timeout_s)
+
+
+def _log_failure(kernel_id: str, error: BaseException, *, is_draining: bool) -> None:
+    """Log that a create left nothing, and why."""
+    reason = error.published() if isinstance(error, AgentdError) else str(error)
+    if isinstance(error, asyncio.CancelledError):
+        reason = "agentd is stopping" if is_draining else "the kernel was deleted"
+    log.warning("kernel.create_failed", kernel_id=kernel_id, reason=reason)
 
 
 def _cancel_once(task: asyncio.Task[Kernel]) -> None:
