@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
+import socket
 from pathlib import Path
 
 import aiohttp
@@ -13,7 +15,7 @@ from agentd.client import AsyncClient, inside
 from agentd.errors import Unreachable
 from agentd.host.accounts import groups_of
 from agentd.host.processes import read_uids
-from daemon import AGENTS, Daemon, gone, gpus
+from daemon import AGENTS, BASE, Daemon, gone, gpus
 from daemon_pool import Serving
 
 SLEEPER = ["sleep", "100000"]
@@ -235,3 +237,38 @@ async def test_a_caller_that_reads_nothing_and_half_closes_is_let_go(daemon, cli
         while sockets() >= before:
             await asyncio.sleep(0.1)
     writer.close()
+
+
+async def test_caller_that_hangs_up_behind_unread_input_ends_its_command(plain: Daemon) -> None:
+    """Its end arrives behind what is not read, so only an answer to it shows that it has gone."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    token = plain.folder / "token"
+    token.touch(0o600)
+    token.write_text("secret\n")
+    listen = f'listen = "127.0.0.1:{port}"\ntoken-file = "{token}"\n[host]'
+    plain.configure(AGENTS, BASE.replace("[host]", listen))
+    await plain.start()
+    await plain.running(kernel_id="k1", command=SLEEPER)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(
+        b"GET /v1/kernels/k1/exec HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\n"
+        b"Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\nAuthorization: Bearer secret\r\n"
+        b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+    )
+    await reader.readuntil(b"\r\n\r\n")
+    marker = os.urandom(8).hex()
+    asked = {"command": ["sh", "-c", "echo; exec sleep 100000"], "env": {"MARKER": marker}}
+    order = json.dumps(asked).encode()
+    writer.write(bytes([0x81, 0x80 | len(order), 0, 0, 0, 0]) + order)  # RFC 6455, mask of zeros
+    await reader.readuntil(b"\n")
+    sock = writer.get_extra_info("socket").dup()
+    frame = bytes([0x82, 0x80 | 126, 0xFF, 0xFF, 0, 0, 0, 0]) + bytes(0xFFFF)
+    sent = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            sent += sock.send(frame[sent % len(frame) :])
+    writer.transport.abort()
+    sock.close()
+    await gone(marker)

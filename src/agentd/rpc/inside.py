@@ -34,6 +34,7 @@ FIRST_FRAME_S = 10.0
 FAREWELL_S = 2.0
 """How long a caller may take to close its side, once all is said."""
 PROBE_S = 1.0
+"""Seconds between heartbeats."""
 MOST_FRAME = 1 << 20
 QUEUED = 4
 """Frames of input that wait while the command takes none: signals overtake them."""
@@ -117,14 +118,16 @@ async def _converse(wire: web.WebSocketResponse, session: Session) -> None:
 
 
 async def probe(wire: web.WebSocketResponse) -> None:
-    """Ping a client until its connection fails.
+    """Send a client heartbeats until its connection fails.
 
     Nothing arrives from a client that closed a TCP connection behind input that is not read, since
-    the receive window is full. Its system resets the connection when it receives something.
+    the receive window is full. Its system resets the connection when it receives something. A pong
+    that nobody asked for is a heartbeat without an answer (RFC 6455, section 5.5.3): a client
+    whose input is not read could not send one.
     """
     while True:
         await asyncio.sleep(PROBE_S)
-        await wire.ping()
+        await wire.pong()
 
 
 async def _tell(wire: web.WebSocketResponse, session: Session) -> None:

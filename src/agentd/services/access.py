@@ -42,7 +42,7 @@ class Access:
         if agent is not None and not caller.sees(agent):
             mine = ", ".join(self.agents(caller))
             raise UnknownAgent(f"no agent {agent} on this node; it has {mine}")
-        if kernel is not None and not caller.sees(self._state.get(kernel).agent_id):
+        if kernel is not None and not self._sees_kernel(caller, kernel):
             raise UnknownKernel(f"no kernel {kernel} on this node")
         if device is not None:
             self._require_device(caller, device)
@@ -89,6 +89,11 @@ class Access:
             return list(texts)
         words = re.compile(rf"(?<![\w.-])(?:{'|'.join(map(re.escape, names))})(?![\w-])")
         return [text for text in texts if not words.search(text)]
+
+    def _sees_kernel(self, caller: Caller, kernel_id: str) -> bool:
+        """Tell whether a kernel may be spoken of: an unknown one, to who sees the whole node."""
+        known = self._state.kernels.get(kernel_id)
+        return caller.agents is None if known is None else caller.sees(known.agent_id)
 
     def _require_device(self, caller: Caller, wanted: DeviceId) -> None:
         if caller.agents is None:
