@@ -10,6 +10,7 @@ from agentd.errors import (
     InvalidRequest,
     Problem,
     RuntimeFailure,
+    UnsupportedResource,
 )
 
 
@@ -52,3 +53,11 @@ def test_published_text_names_nothing_of_private_members() -> None:
     ]
     for error, expected in cases:
         assert error.published() == expected
+
+
+def test_unknown_slots_are_all_listed_and_the_first_named() -> None:
+    names = [f"{number:03}" + "x" * 250 for number in range(256)]
+    refusal = UnsupportedResource(names, ["cpu"], {})
+    assert refusal.facts()["slots"] == names
+    assert len(str(refusal)) < (MOST_PROBLEMS + 2) * (MOST_WHERE + 2)
+    assert ", and more; it knows cpu" in str(refusal)

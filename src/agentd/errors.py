@@ -159,8 +159,11 @@ class UnsupportedResource(RequestError):
         self.known = sorted(known)
         self.plugins = dict(plugins)
         why = "".join(f"; plugin {name} failed: {why}" for name, why in self.plugins.items())
+        shown = [_shortened(name, MOST_WHERE) for name in self.slots[:MOST_PROBLEMS]]
+        if len(self.slots) > MOST_PROBLEMS:
+            shown.append("and more")
         super().__init__(
-            f"{who} does not know {', '.join(self.slots)}; it knows {', '.join(self.known)}{why}"
+            f"{who} does not know {', '.join(shown)}; it knows {', '.join(self.known)}{why}"
         )
 
     def facts(self) -> Mapping[str, object]:

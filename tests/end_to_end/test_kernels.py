@@ -1,6 +1,7 @@
 """Kernels, through the HTTP socket, on both runtimes."""
 
 import asyncio
+import json
 import signal
 from collections import Counter
 from pathlib import Path
@@ -204,6 +205,22 @@ async def test_first_word_that_cannot_be_executed_is_the_callers_fault(
     daemon = await serving()
     refused = await daemon.create(command=[word])
     assert (refused.status, refused.json["code"]) == (422, code), refused.content
+
+
+async def test_each_end_of_a_short_command_is_logged_once(serving: Serving) -> None:
+    daemon = await serving()
+    names = [f"short-{number}" for number in range(12)]
+    await asyncio.gather(
+        *(
+            daemon.create(kernel_id=name, command=["true"], slots={"cpu": 0, "mem": "16m"})
+            for name in names
+        )
+    )
+    for name in names:
+        await daemon.until(name, "terminated")
+    lines = [line for line in daemon.log.splitlines() if '"kernel.ended"' in line]
+    ended = Counter(json.loads(line)["kernel_id"] for line in lines)
+    assert ended == Counter(names)
 
 
 async def test_page_begins_after_a_kernel_removed_before_a_restart(plain: Daemon) -> None:

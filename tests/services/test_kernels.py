@@ -10,6 +10,7 @@ from agentd.core.observation import ObservedKernel, ObservedState
 from agentd.core.rules import AgentRule, AllocationMode, SplitRules
 from agentd.core.slots import ONE
 from agentd.errors import (
+    MOST_PROBLEMS,
     CommandNotFound,
     Draining,
     InsufficientResource,
@@ -366,3 +367,11 @@ async def test_failed_create_is_logged_without_its_command(rig: Rig) -> None:
         await rig.create("k1", "a", "hunter2")
     reason = "the command does not exist, or cannot be executed"
     assert about(logged) == [("kernel.create_failed", reason)]
+
+
+async def test_unknown_devices_are_listed_up_to_a_bound(rig: Rig) -> None:
+    spec = replace(rig.spec(), devices={"cuda": ("nothing",) * 4096, "tpu": ("nothing",) * 4096})
+    with pytest.raises(InvalidRequest) as refused:
+        await rig.service.create(spec)
+    assert len(refused.value.problems) == MOST_PROBLEMS
+    assert str(refused.value).count("the node has") <= MOST_PROBLEMS

@@ -244,7 +244,7 @@ def _canonical(slots: Mapping[str, object]) -> dict[str, str]:
         try:
             quantity = parse_quantity(raw)
         except AmountError:
-            result[name] = f"? {raw!r}"
+            result[name] = "?"  # no kernel has it: the request is going to be refused
             continue
         if quantity.value or name in ("cpu", "mem"):
             result[name] = quantity.canonical()

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
-from agentd.core.kernel import Kernel
+from agentd.core.kernel import Kernel, KernelState
 from agentd.core.ledger import Holding, Ledger
 from agentd.core.ports import HostPort, host_ports
 from agentd.errors import NotReady, RuntimeUnavailable, UnknownKernel, UnknownRuntime
@@ -153,7 +153,7 @@ class NodeState:
         if now is None:
             self._events.publish(EventKind.KERNEL_REMOVED, before, is_of_shares=held is not None)
         elif now != before:
-            if has_ended(before, now):
+            if now.state is KernelState.TERMINATED and has_ended(before, now):
                 log_end(now)
             holds = self._ledger.holdings.get(now.kernel_id)
             self._events.publish(EventKind.KERNEL, now, is_of_shares=holds != held)

@@ -56,18 +56,18 @@ class RemovedFile:
         self._lines = len(kept)
 
     def _read(self) -> bytes:
-        try:
-            descriptor = os.open(self._path, os.O_RDONLY | _FLAGS)
-        except OSError:
-            return b""
-        with open(descriptor, "rb") as file:  # noqa: PTH123 - a descriptor
-            about = os.fstat(descriptor)
-            if not stat.S_ISREG(about.st_mode):
-                return b""
-            file.seek(max(0, about.st_size - _MOST_BYTES))
-            return file.read(_MOST_BYTES)
+        with suppress(OSError), open(self._path, "rb", opener=_opened) as file:
+            about = os.fstat(file.fileno())
+            if stat.S_ISREG(about.st_mode):
+                file.seek(max(0, about.st_size - _MOST_BYTES))
+                return file.read(_MOST_BYTES)
+        return b""
 
     def _write(self, path: Path, content: bytes, how: int) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | how | _FLAGS, 0o600)
         with open(descriptor, "wb", buffering=0) as file:  # noqa: PTH123 - a descriptor
             file.write(content)
+
+
+def _opened(path: str, flags: int) -> int:
+    return os.open(path, flags | _FLAGS)
