@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from agentd.core.container_options import ContainerOptions, PullPolicy, Tmpfs, Ulimit
+from agentd.core.container_options import ULIMITS, ContainerOptions, PullPolicy, Tmpfs, Ulimit
 from agentd.errors import MOST_PROBLEMS, InvalidRequest
 from agentd.rpc.problems import problem_content
 from agentd.rpc.queries import read_log_query
@@ -85,7 +85,7 @@ def test_names_that_are_no_text_are_refused(member: bytes) -> None:
 
 
 MANY = 70_000
-MOST_CALLS = 30_000
+MOST_CALLS = 60_000
 MOST_ANSWER = 128 * 1024
 
 
@@ -127,6 +127,8 @@ def refusal(body: bytes) -> tuple[InvalidRequest, int]:
         text({"ulimits": {f"{n}": 1 for n in range(MANY)}}),
         text({"mounts": [1] * 3 * MANY, "ports": [{}] * 256, "tmpfs": [[]] * 256}),
         text({"mounts": [{str(n): 1 for n in range(15)}] * 256}),
+        text({"mounts": [{}] * 4 * MANY}),
+        text({"command": [1.5] * 3 * MANY}),
         b"{%s}" % b",".join(b'"a%d":1,"a%d":1' % (n, n) for n in range(MANY // 2)),
         b"{%s}" % b",".join(b'"a%d":1,"a%d":1' % (n, n) for n in range(2000)),
     ],
@@ -201,6 +203,21 @@ def test_problem_quotes_nothing_of_private_members(body: dict[str, Any]) -> None
         read_body(CreateKernelRequest, text(body))
     assert HIDDEN not in refused.value.published()
     assert HIDDEN not in " ".join(problem.why for problem in refused.value.problems)
+
+
+def test_body_takes_the_bounds_of_all_its_members_at_once() -> None:
+    names = [f"n{number}" for number in range(1024)]
+    body = {
+        "env": dict.fromkeys(names, ""),
+        "labels": dict.fromkeys(names, ""),
+        "slots": dict.fromkeys(names[:256], 0.5),
+        "devices": {name: ["a"] for name in names[:256]},
+        "mounts": [{"source": "/a", "target": "/b", "read_only": True}] * 256,
+        "ports": [{"container": 1, "host": 1, "protocol": "tcp"}] * 256,
+        "tmpfs": [{"target": "/a", "size": "1g"}] * 256,
+        "ulimits": {name: {"soft": 1, "hard": 1} for name in ULIMITS},
+    }
+    read_body(CreateKernelRequest, text(body))
 
 
 def test_member_given_twice_is_named_to_its_caller_alone() -> None:

@@ -50,8 +50,8 @@ MAX_ITEMS = 256
 """Entries of a list of objects, and of an object with names of the node: slots, device names."""
 MAX_WORDS = 4096
 """Entries of a list of texts."""
-MAX_MEMBERS = 4096
-"""Members of all objects of one body together."""
+MAX_PARTS = 8192
+"""Objects, members of objects and fractions of one body together."""
 MAX_VARIABLES = 1024
 """Entries of an object with names of the caller's: variables, labels."""
 MAX_NAME, MAX_PATH = 256, 4095
@@ -266,9 +266,10 @@ def read_body(model: type[_B], raw: str | bytes) -> _B:
     Raises:
         InvalidRequest: it is not JSON or does not fit the model; of many problems the first.
     """
+    counted = _Counted()
     try:
         content = json.loads(
-            raw or "{}", parse_float=WrittenFloat, object_pairs_hook=_Members().taken
+            raw or "{}", parse_float=counted.fraction, object_pairs_hook=counted.members
         )
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest([Problem("", f"the body is not JSON: {error}")]) from None
@@ -283,17 +284,26 @@ def read_body(model: type[_B], raw: str | bytes) -> _B:
         raise InvalidRequest(_problems(model, error)) from None
 
 
-class _Members:
-    """Counts the members of a body's objects as these are read."""
+class _Counted:
+    """Counts the parts of a body that are read by Python code: objects, members and fractions."""
 
     def __init__(self) -> None:
         self._count = 0
 
-    def taken(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def _add(self, number: int) -> None:
+        self._count += number
+        if self._count > MAX_PARTS:
+            why = f"over {MAX_PARTS} objects, members of objects and fractions in all"
+            raise InvalidRequest([Problem("", why)])
+
+    def fraction(self, text: str) -> WrittenFloat:
+        """Return a number that is not whole."""
+        self._add(1)
+        return WrittenFloat(text)
+
+    def members(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         """Return an object; RFC 8259 does not say which of two members of one name counts."""
-        self._count += len(pairs)
-        if self._count > MAX_MEMBERS:
-            raise InvalidRequest([Problem("", f"over {MAX_MEMBERS} members in all objects")])
+        self._add(1 + len(pairs))
         members = dict(pairs)
         if len(members) < len(pairs):
             counts = Counter(name for name, _ in pairs)
