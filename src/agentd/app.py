@@ -299,8 +299,9 @@ class Daemon:
         metrics = Metrics(*figures, is_per_kernel=settings.metrics.per_kernel)
         parts = NodeParts(
             state, devices, plugins, service, reconciler, check, events, access, statistics,
-            Refusals(counts, events, clock.wall), metrics, Insides(state, runtimes),
+            Refusals(counts, events, clock.wall), metrics, Insides(state, runtimes, plugins),
             lambda: [*remarks, *self._weaknesses.warnings(), *background.warnings], checkup,
+            memory.removed,
         )  # fmt: skip
         handlers = Handlers(self._node_id, default, parts)
         loops = Loops(reconciler, state, devices, runtimes, plugins, serving)

@@ -64,9 +64,7 @@ def tokens(rpc: RpcSettings) -> tuple[Token, ...]:
     problems: list[Problem] = []
     for where, path, caller, is_gateway in named:
         try:
-            is_main = path == rpc.token_file
-            secret = _secret(read_regular(path, MAX_TOKEN)) if is_main else guarded_secret_in(path)
-            found.append(Token(secret, caller, is_gateway))
+            found.append(Token(guarded_secret_in(path), caller, is_gateway))
         except ValueError as error:
             problems.append(Problem(where, f"{path} {error}"))
     secrets = [token.secret for token in found]

@@ -11,19 +11,49 @@ engine's answer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import ClassVar
+
+MOST_PROBLEMS = 64
+"""Entries of `errors` in one refusal."""
+MOST_WHERE, MOST_WHY, MOST_DETAIL = 100, 1000, 4096
+"""Characters of a problem's place, of its reason, and of all problems as one text."""
+PRIVATE_MEMBERS = frozenset({"env", "command", "labels"})
+"""Members of a request with content that only its caller may see; a `why` never quotes them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong: where (a key path or a request member), and why."""
+    """One thing that is wrong: where (a key path or a request member), and why.
+
+    The place of an `is_private` one may hold content of `PRIVATE_MEMBERS` whatever it begins with.
+    """
 
     where: str
     why: str
+    is_private: bool = False
 
     def __str__(self) -> str:
         return f"{self.where}: {self.why}" if self.where else self.why
+
+    def shortened(self) -> Problem:
+        """Return the problem with bounded texts: a caller may have sent parts of them."""
+        if len(self.where) <= MOST_WHERE and len(self.why) <= MOST_WHY:
+            return self
+        where, why = _shortened(self.where, MOST_WHERE), _shortened(self.why, MOST_WHY)
+        return replace(self, where=where, why=why)
+
+    def published(self) -> str:
+        """Return the problem as everybody may read it."""
+        head = self.where.partition(".")[0]
+        if self.is_private:
+            return self.why
+        return f"{head}: {self.why}" if head in PRIVATE_MEMBERS else str(self)
+
+
+def _shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 class AgentdError(Exception):
@@ -38,6 +68,13 @@ class AgentdError(Exception):
     def facts(self) -> Mapping[str, object]:
         """Return the machine-readable members of this error, JSON-ready."""
         return {}
+
+    def published(self) -> str:
+        """Return the message without content of `PRIVATE_MEMBERS`: for lists, events and the log.
+
+        The message itself is for the caller alone.
+        """
+        return str(self)
 
 
 class ConfigRefused(AgentdError):
@@ -73,14 +110,25 @@ class RequestError(AgentdError):
 
 
 class _ListedRequestError(RequestError):
-    """A request error with one entry for each wrong member."""
+    """A request error with one entry for each invalid member, up to `MOST_PROBLEMS`."""
 
-    def __init__(self, problems: Sequence[Problem]) -> None:
-        self.problems = tuple(problems)
-        super().__init__("; ".join(str(problem) for problem in self.problems))
+    _more: Sequence[str] = ()
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        found = [problem.shortened() for problem in islice(problems, MOST_PROBLEMS + 1)]
+        self.problems = tuple(found[:MOST_PROBLEMS])
+        if len(found) > MOST_PROBLEMS:
+            self._more = ("and more",)
+        super().__init__(self._text(str(problem) for problem in self.problems))
+
+    def _text(self, problems: Iterable[str]) -> str:
+        return _shortened("; ".join([*problems, *self._more]), MOST_DETAIL)
 
     def facts(self) -> Mapping[str, object]:
         return {"errors": [{"where": p.where, "why": p.why} for p in self.problems]}
+
+    def published(self) -> str:
+        return self._text(problem.published() for problem in self.problems)
 
 
 class InvalidRequest(_ListedRequestError):
@@ -117,8 +165,11 @@ class UnsupportedResource(RequestError):
         self.known = sorted(known)
         self.plugins = dict(plugins)
         why = "".join(f"; plugin {name} failed: {why}" for name, why in self.plugins.items())
+        shown = [_shortened(name, MOST_WHERE) for name in self.slots[:MOST_PROBLEMS]]
+        if len(self.slots) > MOST_PROBLEMS:
+            shown.append("and more")
         super().__init__(
-            f"{who} does not know {', '.join(self.slots)}; it knows {', '.join(self.known)}{why}"
+            f"{who} does not know {', '.join(shown)}; it knows {', '.join(self.known)}{why}"
         )
 
     def facts(self) -> Mapping[str, object]:
@@ -162,6 +213,12 @@ class KernelConflict(RequestError):
     code = "KernelConflict"
 
 
+class Conflict(RequestError):
+    """A device, plugin or runtime is in a state that forbids the call."""
+
+    code = "Conflict"
+
+
 class ImageNotFound(RequestError):
     """The image is neither on the node nor to be had from its registry."""
 
@@ -172,6 +229,9 @@ class CommandNotFound(RequestError):
     """The command does not exist, or cannot be executed, where the kernel runs."""
 
     code = "CommandNotFound"
+
+    def published(self) -> str:
+        return "the command does not exist, or cannot be executed"
 
 
 class UnknownAgent(RequestError):
@@ -254,6 +314,9 @@ class RuntimeFailure(AgentdError):
     """The runtime refused or failed, and said so."""
 
     code = "RuntimeFailure"
+
+    def published(self) -> str:
+        return str(self).partition(' exec: "')[0]  # runc quotes the command there
 
 
 class Unavailable(AgentdError):

@@ -140,6 +140,77 @@ async def test_what_is_foreign_looks_exactly_like_what_does_not_exist(node: Daem
         )
 
 
+UPGRADE = {
+    "Connection": "Upgrade",
+    "Upgrade": "websocket",
+    "Sec-WebSocket-Version": "13",
+    "Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA==",
+}
+
+
+@pytest.mark.parametrize("role", SCOPED)
+async def test_foreign_kernel_reads_as_an_unknown_one_on_every_route(
+    node: Daemon, role: str
+) -> None:
+    """Answer, log and refusals: a foreign id leaves nothing that an unknown one does not."""
+    document = await node.get("/v1/openapi.json")
+    calls = [
+        (method.upper(), path)
+        for path, methods in document["paths"].items()
+        for method in methods
+        if "{kernel}" in path
+    ]
+    assert len(calls) >= 6
+    for method, path in calls:
+        seen = []
+        for kernel_id in (FOREIGN, "nothing-kernel"):
+            begun = len(node.log)
+            headers = UPGRADE if path.endswith("/exec") else {}
+            url = path.replace("{kernel}", kernel_id)
+            answer = await call(node, role, method, url, None, **headers)
+            lines = [json.loads(line) for line in node.log[begun:].splitlines()]
+            logged = [
+                (line["event"], line["action"], line["outcome"])
+                for line in lines
+                if line["event"] == "rpc.call"
+            ]
+            shown = {k: v.replace(kernel_id, "X") for k, v in answer.json.items() if k == "detail"}
+            seen.append((answer.status, answer.json["code"], answer.json.keys(), shown, logged))
+        assert seen[0] == seen[1], (method, path)
+        assert seen[0][:2] == (404, "UnknownKernel"), (method, path)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"env": {"A": ["hunter2"]}},
+        {"env": {"hunter2": 1}},
+        {"env": {"AGENTD_hunter2": "x"}},
+        {"command": ["hunter2", 1]},
+        {"command": ["hunter2"]},
+        {"labels": {"io.agentd.hunter2": "x"}},
+        {"labels": {"hunter2": 1}},
+    ],
+    ids=str,
+)
+async def test_refused_create_shows_nothing_private_to_others(
+    node: Daemon, body: dict[str, Any]
+) -> None:
+    async with listening(node, sock="reader.sock") as frames:
+        refused = await call(
+            node, "a", "POST", "/v1/agents/team-a/kernels", {"command": ["true"], **body}
+        )
+        assert refused.status == 422
+        heard = await until(frames, event="refusal")
+    others = [frame for frame in heard if frame["event"] != "kernel"]  # it shows what was sent
+    assert "hunter2" not in json.dumps(others)
+    for role in ROLES:
+        refusals = (await call(node, role, "GET", "/v1/refusals")).json
+        assert [row["code"] for row in refusals] == [refused.json["code"]]
+        assert "hunter2" not in json.dumps(refusals)
+    assert "hunter2" not in node.log
+
+
 async def test_an_id_that_another_team_has_is_only_taken(node: Daemon) -> None:
     body = {"command": ["true"], "kernel_id": FOREIGN}
     answer = await call(node, "a", "POST", "/v1/agents/team-a/kernels", body)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from agentd.client import AsyncClient
@@ -178,6 +179,13 @@ async def test_what_cannot_be_run_is_said_and_leaves_nothing(daemon, client) -> 
         (InvalidRequest, [], {}),
         (InvalidRequest, ["true"], {"env": {"A=B": "c"}}),
         (InvalidRequest, ["a\0b"], {}),
+        (InvalidRequest, [""], {}),
+        (InvalidRequest, ["a" * 5000], {}),
+        (CommandNotFound, ["a" * 300], {}),
+        (CommandNotFound, ["/bin/" + "a" * 300], {}),
+        (InvalidRequest, ["true"], {"working_dir": "tmp"}),
+        (InvalidRequest, ["true"], {"env": {"AGENTD_KERNEL": "k2"}}),
+        (InvalidRequest, ["true"], {"env": {"CUDA_VISIBLE_DEVICES": "cuda0"}}),
     ):
         with pytest.raises(error):
             await ran(client, *command, **options)
@@ -190,6 +198,30 @@ async def test_what_cannot_be_run_is_said_and_leaves_nothing(daemon, client) -> 
             pass
     plain = await daemon.call("GET", "/v1/kernels/k1/exec")
     assert plain.status in (409, 422)
+
+
+async def test_variable_of_a_plugin_is_refused_for_what_it_gave(daemon, client) -> None:
+    await daemon.running(kernel_id="k1", command=SLEEPER, slots={"cuda.device": 1})
+    with pytest.raises(InvalidRequest) as refused:
+        await ran(client, "env", env={"CUDA_VISIBLE_DEVICES": "cuda1", "OTHER": "x"})
+    assert [problem.where for problem in refused.value.problems] == ["env.CUDA_VISIBLE_DEVICES"]
+    assert b"OTHER=x" in (await ran(client, "env", env={"OTHER": "x"}))[1]
+
+
+async def test_first_frame_has_each_member_once(daemon) -> None:
+    await daemon.running(kernel_id="k1", command=SLEEPER)
+    connector = aiohttp.UnixConnector(str(daemon.folder / "agentd.sock"))
+    async with (
+        aiohttp.ClientSession(connector=connector) as session,
+        session.ws_connect("http://agentd/v1/kernels/k1/exec") as wire,
+    ):
+        await wire.send_str('{"command": ["true"], "command": ["false"]}')
+        answer = await wire.receive_json(timeout=20)
+    problem = answer["problem"]
+    assert (problem["code"], problem["detail"]) == (
+        "InvalidRequest",
+        "command: given more than once",
+    )
 
 
 async def test_a_kernel_that_was_adopted_is_entered_as_well(daemon, client) -> None:

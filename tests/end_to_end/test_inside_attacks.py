@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
+import socket
 from pathlib import Path
 
 import aiohttp
@@ -13,7 +15,7 @@ from agentd.client import AsyncClient, inside
 from agentd.errors import Unreachable
 from agentd.host.accounts import groups_of
 from agentd.host.processes import read_uids
-from daemon import AGENTS, Daemon, gone, gpus
+from daemon import AGENTS, BASE, Daemon, gone, gpus
 from daemon_pool import Serving
 
 SLEEPER = ["sleep", "100000"]
@@ -268,3 +270,46 @@ async def test_a_caller_that_reads_nothing_and_half_closes_is_let_go(daemon, cli
         while sockets() >= before:
             await asyncio.sleep(0.1)
     writer.close()
+
+
+def tcp_listener(folder: Path) -> tuple[int, str, str]:
+    """Return a free port, and `listen` and `token-file` for it; the token is `secret`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    token = folder / "token"
+    token.touch(0o600)
+    token.write_text("secret\n")
+    return port, f'listen = "127.0.0.1:{port}"', f'token-file = "{token}"'
+
+
+async def hang_up_behind_input(port: int, marker: str) -> None:
+    """Run a command in k1 that reads nothing, send all that the connection takes, and close it."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(
+        b"GET /v1/kernels/k1/exec HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\n"
+        b"Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\nAuthorization: Bearer secret\r\n"
+        b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+    )
+    await reader.readuntil(b"\r\n\r\n")
+    asked = {"command": ["sh", "-c", "echo; exec sleep 100000"], "env": {"MARKER": marker}}
+    order = json.dumps(asked).encode()
+    writer.write(bytes([0x81, 0x80 | len(order), 0, 0, 0, 0]) + order)  # RFC 6455, mask of zeros
+    await reader.readuntil(b"\n")
+    frame = bytes([0x82, 0x80 | 126, 0xFF, 0xFF, 0, 0, 0, 0]) + bytes(0xFFFF)
+    sent = 0
+    with writer.get_extra_info("socket").dup() as sock, contextlib.suppress(BlockingIOError):
+        while True:
+            sent += sock.send(frame[sent % len(frame) :])
+    writer.transport.abort()
+
+
+async def test_caller_that_hangs_up_behind_unread_input_ends_its_command(plain: Daemon) -> None:
+    """Its end arrives behind what is not read, so only an answer to it shows that it has gone."""
+    port, listen, token = tcp_listener(plain.folder)
+    plain.configure(AGENTS, BASE.replace("[host]", f"{listen}\n{token}\n[host]"))
+    await plain.start()
+    await plain.running(kernel_id="k1", command=SLEEPER)
+    marker = os.urandom(8).hex()
+    await hang_up_behind_input(port, marker)
+    await gone(marker)

@@ -128,6 +128,21 @@ async def test_a_page_of_another_origin_is_refused(node: Tokens) -> None:
     assert (await node.get("boss", "/v1/kernels", ours)).status == 200
 
 
+async def test_the_files_are_refused_to_a_foreign_page_and_name(node: Tokens) -> None:
+    port = node.port
+    for headers in (
+        {"Origin": "http://evil.example"},
+        {"Host": "evil.example"},
+        {"Host": f"evil.example:{port}"},
+        {"Host": f"evil.example:{port}", "Origin": f"http://evil.example:{port}"},
+    ):
+        for path in ("/ui/", "/ui/app.js", "/", "/v1/kernels"):
+            answer = await node.get("boss", path, headers)
+            assert (answer.status, answer.json["code"]) == (403, "Forbidden"), (path, headers)
+    for host in (f"127.0.0.1:{port}", "localhost", f"[::1]:{port}", "node", "a.localhost:1"):
+        assert (await node.get(None, "/ui/", {"Host": host})).status == 200, host
+
+
 async def test_the_loopback_port_takes_its_token_and_no_other_name(node: Tokens) -> None:
     async with shown(node.daemon) as address, aiohttp.ClientSession() as session:
         url = URL(address)

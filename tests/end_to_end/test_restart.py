@@ -154,7 +154,7 @@ async def test_a_missing_device_keeps_its_seat_until_it_is_forgotten(plain: Daem
     assert await plain.free("cuda.device") == "1"
     assert any("cuda0 is gone" in w for w in (await plain.get("/v1/node"))["warnings"])
     conflict = await plain.call("DELETE", "/v1/devices/cuda/cuda1")
-    assert (conflict.status, conflict.json["code"]) == (409, "KernelConflict")
+    assert (conflict.status, conflict.json["code"]) == (409, "Conflict")
     assert (await plain.call("DELETE", "/v1/devices/cuda/cuda0")).status == 204
     await plain.restart(split + devices("b", "c", "d"))
     parts = {a["agent_id"]: a["devices"]["cuda"] for a in await plain.get("/v1/agents")}
@@ -284,7 +284,7 @@ async def test_a_runtime_that_is_down_holds_up_nobody_else(dockered: Daemon) -> 
     refused = await daemon.call("DELETE", "/v1/kernels/k1")
     assert (refused.status, refused.json["code"]) == (503, "RuntimeUnavailable")
     answers = await daemon.call("DELETE", "/v1/runtimes/process")
-    assert (answers.status, answers.json["code"]) == (409, "KernelConflict")
+    assert (answers.status, answers.json["code"]) == (409, "Conflict")
     assert (await daemon.call("DELETE", "/v1/runtimes/docker")).status == 204
     assert await daemon.get("/v1/kernels") == []
     assert [item["name"] for item in await daemon.get("/v1/runtimes")] == ["process"]

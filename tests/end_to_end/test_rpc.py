@@ -212,6 +212,7 @@ async def over_tcp(url: str, token: str | None = None, **options: Any) -> tuple[
 async def test_tcp_needs_the_token_and_probes_do_not(plain: Daemon) -> None:
     port = free_port()
     (plain.folder / "token").write_text("s3cret\n")
+    (plain.folder / "token").chmod(0o600)
     listen = f'listen = "127.0.0.1:{port}"\ntoken-file = "{plain.folder}/token"\n[host]\n'
     plain.configure()
     plain.config_file.write_text(plain.config_file.read_text().replace("[host]\n", listen))
@@ -238,6 +239,7 @@ async def test_tls_is_spoken_where_it_is_configured(plain: Daemon) -> None:
         check=True, capture_output=True,
     )  # fmt: skip
     (folder / "token").write_text("s3cret\n")
+    (folder / "token").chmod(0o600)
     plain.configure()
     rpc = (
         f'listen = "127.0.0.1:{port}"\ntoken-file = "{folder}/token"\n'

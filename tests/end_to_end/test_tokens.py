@@ -166,6 +166,15 @@ def test_tokens_that_cannot_be_used_are_refused(
     made.daemon.notes.close()
 
 
+def test_main_token_that_others_can_read_is_refused(folder: Path) -> None:
+    made = Tokens(Daemon(folder, "process"))
+    made.add("main", 0o604)
+    made.configure(f'token-file = "{folder}/token-main"\n')
+    with pytest.raises(ConfigRefused, match=r"rpc.token-file: .* has mode 0604: others can read"):
+        tokens_of(load(made.daemon.config_file, {}).settings.rpc)
+    made.daemon.notes.close()
+
+
 def test_a_new_token_is_written_for_its_owner_alone(tmp_path: Path) -> None:
     file = tmp_path / "tokens/team"
     options = ["token", "create", "team", "--agent", "a", "--file", str(file)]

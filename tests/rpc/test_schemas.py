@@ -1,7 +1,13 @@
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
-from agentd.core.container_options import ContainerOptions, PullPolicy, Tmpfs, Ulimit
-from agentd.errors import InvalidRequest
+from agentd.core.container_options import ULIMITS, ContainerOptions, PullPolicy, Tmpfs, Ulimit
+from agentd.errors import MOST_PROBLEMS, InvalidRequest
+from agentd.rpc.problems import problem_content
 from agentd.rpc.queries import read_log_query
 from agentd.rpc.schemas import CreateKernelRequest, read_body
 from agentd.services.interfaces import LogStream
@@ -76,3 +82,151 @@ def test_streams() -> None:
 def test_names_that_are_no_text_are_refused(member: bytes) -> None:
     with pytest.raises(InvalidRequest):
         spec(b'{"command": ["a"], %s}' % member)
+
+
+MANY = 70_000
+MOST_CALLS = 60_000
+MOST_ANSWER = 128 * 1024
+
+
+def text(content: object) -> bytes:
+    return json.dumps(content).encode()
+
+
+def refusal(body: bytes) -> tuple[InvalidRequest, int]:
+    """Return how a body is refused, and the number of Python calls that took."""
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        read_body(CreateKernelRequest, body)
+    except InvalidRequest as error:
+        return error, calls
+    finally:
+        sys.setprofile(None)
+    raise AssertionError("it was not refused")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        text({f"unknown{n}": 1 for n in range(MANY)}),
+        text({f"{n}" + "comand" * 600: 1 for n in range(200)}),
+        text({"\U0001f600" * 3000 + str(n): 1 for n in range(MOST_PROBLEMS)}),
+        text({"command": [1] * 5 * MANY}),
+        text({"command": ["a"] * 5 * MANY}),
+        text({"env": {f"={n}": "" for n in range(MANY)}}),
+        text({"env": {f"={n}": 1 for n in range(1024)}, "labels": {str(n): 1 for n in range(999)}}),
+        text({"slots": {f"s{n}": 0 for n in range(MANY)}}),
+        text({"devices": {f"d{n}": [1] * 4096 for n in range(60)}}),
+        text({"labels": {f"{n}": "" for n in range(MANY)}}),
+        text({"ulimits": {f"{n}": 1 for n in range(MANY)}}),
+        text({"mounts": [1] * 3 * MANY, "ports": [{}] * 256, "tmpfs": [[]] * 256}),
+        text({"mounts": [{str(n): 1 for n in range(15)}] * 256}),
+        text({"mounts": [{}] * 4 * MANY}),
+        text({"command": [1.5] * 3 * MANY}),
+        b"{%s}" % b",".join(b'"a%d":1,"a%d":1' % (n, n) for n in range(MANY // 2)),
+        b"{%s}" % b",".join(b'"a%d":1,"a%d":1' % (n, n) for n in range(2000)),
+    ],
+    ids=lambda body: body[:12].decode(errors="replace"),
+)
+def test_refusal_of_a_hostile_body_is_short_and_cheap(body: bytes) -> None:
+    """Counted in Python calls and bytes of the answer; one call of each problem is not too many."""
+    refused, calls = refusal(body)
+    assert 0 < len(refused.problems) <= MOST_PROBLEMS
+    answer = problem_content(refused.code, str(refused), refused.facts())
+    assert len(json.dumps(answer)) < MOST_ANSWER
+    assert calls < MOST_CALLS
+
+
+@pytest.mark.parametrize(
+    ("member", "value", "most"),
+    [
+        ("command", lambda n: ["a"] * n, 4096),
+        ("env", lambda n: {f"a{i}": "" for i in range(n)}, 1024),
+        ("labels", lambda n: {f"a{i}": "" for i in range(n)}, 1024),
+        ("slots", lambda n: {f"a{i}": 0 for i in range(n)}, 256),
+        ("devices", lambda n: {f"a{i}": ["x"] for i in range(n)}, 256),
+        ("devices", lambda n: {"a": ["x"] * n}, 4096),
+        ("mounts", lambda n: [{"source": "/a", "target": "/b"}] * n, 256),
+        ("ports", lambda n: [{"container": 1}] * n, 256),
+        ("env", lambda n: {"a": "x" * n}, 32768),
+        ("env", lambda n: {"a" * n: ""}, 256),
+        ("labels", lambda n: {"a" * n: ""}, 256),
+        ("slots", lambda n: {"a" * n: 0}, 256),
+        ("command", lambda n: ["a" * n], 4095),
+        ("command", lambda n: ["a", "a" * n], 32768),
+        ("image", lambda n: "a" * n, 4095),
+        ("working_dir", lambda n: "/" + "a" * (n - 1), 4095),
+        ("user", lambda n: "a" * n, 256),
+        ("network", lambda n: "a" * n, 256),
+    ],
+)
+def test_member_takes_its_bound_and_no_more(
+    member: str, value: Callable[[int], Any], most: int
+) -> None:
+    read_body(CreateKernelRequest, text({member: value(most)}))
+    with pytest.raises(InvalidRequest) as refused:
+        read_body(CreateKernelRequest, text({member: value(most + 1)}))
+    assert refused.value.problems[0].where.split(".")[0] == member
+
+
+HIDDEN = "hunter2"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"env": {"A": [HIDDEN]}},
+        {"env": {"A": {HIDDEN: HIDDEN}}},
+        {"env": [HIDDEN]},
+        {"env": HIDDEN},
+        {"env": {HIDDEN + "=": "x"}},
+        {"env": {"A": HIDDEN + "\0"}},
+        {"command": HIDDEN},
+        {"command": [[HIDDEN]]},
+        {"command": ["a", HIDDEN + "\0"]},
+        {"command": {HIDDEN: 1}},
+        {"labels": {HIDDEN: 1}},
+        {"labels": {"a": [HIDDEN]}},
+        {"labels": HIDDEN},
+        {"labels": {"a": HIDDEN * 10_000}},
+    ],
+    ids=str,
+)
+def test_problem_quotes_nothing_of_private_members(body: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        read_body(CreateKernelRequest, text(body))
+    assert HIDDEN not in refused.value.published()
+    assert HIDDEN not in " ".join(problem.why for problem in refused.value.problems)
+
+
+def test_body_takes_the_bounds_of_all_its_members_at_once() -> None:
+    names = [f"n{number}" for number in range(1024)]
+    body = {
+        "env": dict.fromkeys(names, ""),
+        "labels": dict.fromkeys(names, ""),
+        "slots": dict.fromkeys(names[:256], 0.5),
+        "devices": {name: ["a"] for name in names[:256]},
+        "mounts": [{"source": "/a", "target": "/b", "read_only": True}] * 256,
+        "ports": [{"container": 1, "host": 1, "protocol": "tcp"}] * 256,
+        "tmpfs": [{"target": "/a", "size": "1g"}] * 256,
+        "ulimits": {name: {"soft": 1, "hard": 1} for name in ULIMITS},
+    }
+    read_body(CreateKernelRequest, text(body))
+
+
+def test_member_given_twice_is_named_to_its_caller_alone() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        read_body(CreateKernelRequest, b'{"env": {"hunter2": "a", "hunter2": "b"}}')
+    assert str(refused.value) == "hunter2: given more than once"
+    assert refused.value.published() == "given more than once"
+
+
+def test_problem_quotes_a_plain_value_of_other_members() -> None:
+    with pytest.raises(InvalidRequest, match=r"pull_policy: .*, not 'sometimes'"):
+        read_body(CreateKernelRequest, b'{"pull_policy": "sometimes"}')

@@ -5,7 +5,7 @@ import pytest
 from agentd.core.devices import DeviceId, Health
 from agentd.core.rules import AgentRule, AllocationMode, Amount, SplitRules
 from agentd.core.slots import ONE, SlotKind, SlotType
-from agentd.errors import InsufficientResource, KernelConflict, UnknownDevice
+from agentd.errors import Conflict, InsufficientResource, UnknownDevice
 from agentd.services.interfaces import PluginListing
 from core.machines import gpus
 from services.node import CUDA, Rig
@@ -188,5 +188,5 @@ async def test_a_device_that_a_plugin_says_is_absent_can_be_forgotten(rig: Rig) 
         again.devices.find("cuda", "cuda0")
     again.plugins.absent, again.plugins.failed = {}, {"cuda": "it lies"}
     again.devices.discover()
-    with pytest.raises(KernelConflict, match="cannot be told"):
+    with pytest.raises(Conflict, match="cannot be told"):
         again.devices.forget("cuda", "cuda1", holders=())

@@ -7,6 +7,7 @@ from agentd.core.kernel import Kernel, KernelRef, KernelState
 from agentd.core.rules import AgentRule, AllocationMode, SplitRules
 from agentd.core.slots import ONE
 from agentd.errors import (
+    MOST_PROBLEMS,
     CommandNotFound,
     Draining,
     InsufficientResource,
@@ -335,3 +336,11 @@ async def test_an_agent_without_cores_says_that_nothing_holds_its_kernels() -> N
             kernel = await rig.create(agent, agent, cpu=0)
             assert kernel.not_enforced == missing
             assert rig.runtime.plans[-1].cpus == cores
+
+
+async def test_unknown_devices_are_listed_up_to_a_bound(rig: Rig) -> None:
+    spec = replace(rig.spec(), devices={"cuda": ("nothing",) * 4096, "tpu": ("nothing",) * 4096})
+    with pytest.raises(InvalidRequest) as refused:
+        await rig.service.create(spec)
+    assert len(refused.value.problems) == MOST_PROBLEMS
+    assert str(refused.value).count("the node has") <= MOST_PROBLEMS

@@ -3,7 +3,13 @@
 import pytest
 
 from agentd.core.kernel import KernelState
-from agentd.errors import KernelConflict, OutcomeUnknown, RuntimeUnavailable, UnknownRuntime
+from agentd.errors import (
+    Conflict,
+    KernelConflict,
+    OutcomeUnknown,
+    RuntimeUnavailable,
+    UnknownRuntime,
+)
 from agentd.services.interfaces import Phase, SavedRecord
 from agentd.services.records import recorded_runtimes
 from agentd.services.state import RuntimeState
@@ -83,13 +89,13 @@ async def test_a_create_that_failed_is_not_remembered(rig: Rig) -> None:
 
 async def test_a_runtime_is_forgotten_only_while_it_does_not_answer(rig: Rig) -> None:
     await rig.create(cuda_device=2)
-    with pytest.raises(KernelConflict, match="answers"):
+    with pytest.raises(Conflict, match="answers"):
         await rig.reconciler.forget_runtime("fake")
     with pytest.raises(UnknownRuntime):
         await rig.reconciler.forget_runtime("none")
     rig.runtime.is_down = True
     async with rig.state.lock("k1"):
-        with pytest.raises(KernelConflict, match="under way with k1"):
+        with pytest.raises(Conflict, match="under way with k1"):
             await rig.reconciler.forget_runtime("fake")
     await rig.reconciler.forget_runtime("fake")
     assert (rig.states, rig.free_gpus, rig.memory.records) == ({}, 2, {})

@@ -1,6 +1,6 @@
 """Refusals are kept for an hour, counted, and told."""
 
-from agentd.errors import InsufficientResource
+from agentd.errors import CommandNotFound, InsufficientResource, InvalidRequest, Problem
 from agentd.services.counts import Counts
 from agentd.services.events import EventKind, EventLog
 from agentd.services.refusals import KEPT_S, MOST_DETAIL, MOST_KEPT, Refusals
@@ -33,3 +33,16 @@ def test_a_flood_keeps_the_latest() -> None:
         refusals.note("a", "agent-1", f"k{number}", NO_ROOM)
     kept = refusals.recent()
     assert (len(kept), kept[0].kernel_id) == (MOST_KEPT, "k5")
+
+
+def test_refusal_keeps_nothing_that_only_its_caller_may_read() -> None:
+    events = EventLog()
+    refusals = Refusals(Counts(lambda: 0.0), events, lambda: 0.0)
+    with events.listener(None) as listener:
+        refusals.note("a", "agent-1", "k1", InvalidRequest([Problem("env.SECRET", "is invalid")]))
+        refusals.note("a", "agent-1", "k2", CommandNotFound("command 'SECRET': not found"))
+    assert [kept.detail for kept in refusals.recent()] == [
+        "env: is invalid",
+        "the command does not exist, or cannot be executed",
+    ]
+    assert "SECRET" not in str([event.value for event in listener._waiting])

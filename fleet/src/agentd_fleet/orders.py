@@ -14,10 +14,8 @@ from pydantic import Field
 from agentd.core.access import Caller
 from agentd.core.slots import WrittenFloat
 from agentd.errors import InvalidRequest, Problem
-from agentd.rpc.schemas import Body, CreateKernelRequest, Text
+from agentd.rpc.schemas import Body, CreateKernelRequest, Labels, Names
 from agentd_fleet.candidates import Constraints, Policy
-
-Names = Annotated[list[Text], Field(min_length=1, max_length=4096)]
 
 
 class Placement(Body):
@@ -25,7 +23,7 @@ class Placement(Body):
 
     nodes: Names | None = None
     agents: Names | None = None
-    labels: dict[Text, Text] = Field(default_factory=dict)
+    labels: Labels = Field(default_factory=dict)
     models: Names | None = None
     policy: Annotated[Policy, Field(strict=False)] | None = None
 

@@ -14,6 +14,7 @@ from agentd.errors import NodeUnavailable
 from agentd.http.connections import turn_to_write
 from agentd.http.websocket import FairSocket, TooManyControlFrames
 from agentd.rpc.callers import caller_of
+from agentd.rpc.inside import probe
 from agentd.rpc.queries import body_of
 from agentd.tasks import to_the_end
 from agentd_fleet.nodes import CREATE_PATIENCE_S, PATIENCE_S, Nodes
@@ -78,17 +79,18 @@ async def pass_socket(
         await near.prepare(request)
         given = asyncio.create_task(_pass_to_node(near, far))
         told = asyncio.create_task(_pass_to_caller(far, near))
+        probing = asyncio.create_task(probe(near))
         try:
-            await asyncio.wait([given, told], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([given, told, probing], return_when=asyncio.FIRST_COMPLETED)
             if given.done():
                 error = given.exception()
                 flood = error if isinstance(error, TooManyControlFrames) else None
                 if error is not None and flood is None:
                     await asyncio.wait([told])  # the node takes no more, and may have said why
         finally:
-            for way in (given, told):
-                way.cancel()
-            await asyncio.gather(given, told, return_exceptions=True)
+            for task in (given, told, probing):
+                task.cancel()
+            await asyncio.gather(given, told, probing, return_exceptions=True)
         if far.close_code == aiohttp.WSCloseCode.POLICY_VIOLATION:
             flood = TooManyControlFrames()
         if flood is not None:

@@ -160,6 +160,14 @@ class Ending:
     reason: str = ""
 
 
+class RemovedKernel(NamedTuple):
+    """A kernel that was removed: its place in the order of creation, and its agent."""
+
+    created_at: float
+    kernel_id: str
+    agent_id: str
+
+
 class KernelRef(NamedTuple):
     """Names a kernel to its runtime: its id, and the handle that the runtime gave it, if it did."""
 

@@ -106,22 +106,30 @@ def kernel_name(node_id: str, kernel_id: str) -> str:
 def reserved_problems(spec: KernelSpec) -> list[Problem]:
     """Return every variable and label of a request that only agentd may set."""
     return [
-        *(
-            Problem(f"env.{name}", f"names that start with {ENV_PREFIX} are agentd's own")
-            for name in spec.env
-            if name.startswith(ENV_PREFIX)
-        ),
-        *(
-            Problem(f"env.{name}", "gives devices past what is allocated; ask for slots instead")
-            for name in spec.env
-            if name in DEVICE_HOOKS
-        ),
+        *reserved_variables(spec.env),
         *(
             Problem(f"labels.{name}", f"labels that start with {LABEL_PREFIX} are agentd's own")
             for name in spec.labels
             if name.startswith(LABEL_PREFIX)
         ),
     ]
+
+
+def reserved_variables(names: Iterable[str]) -> list[Problem]:
+    """Return the variables that only agentd may set."""
+    ours = f"names that start with {ENV_PREFIX} are agentd's own"
+    hook = "gives devices past what is allocated; ask for slots instead"
+    return [
+        Problem(f"env.{name}", hook if name in DEVICE_HOOKS else ours)
+        for name in names
+        if name in DEVICE_HOOKS or name.startswith(ENV_PREFIX)
+    ]
+
+
+def overridden_variables(names: Iterable[str], edits: ContainerEdits) -> list[Problem]:
+    """Return the variables that a plugin sets."""
+    why = "is set by a plugin for the devices it gives"
+    return [Problem(f"env.{name}", why) for name in names if name in edits.env]
 
 
 def build_plan(
@@ -134,11 +142,7 @@ def build_plan(
     Raises:
         InvalidRequest: the request sets what only a plugin may set.
     """
-    if problems := [
-        Problem(f"env.{name}", "is set by a plugin for the devices it gives")
-        for name in spec.env
-        if name in edits.env
-    ]:
+    if problems := overridden_variables(spec.env, edits):
         raise InvalidRequest(problems)
     allocation = kernel.allocation
     cores = tuple(share.device_id.id for share in allocation.devices_of(CPU)) or node.agent_cores

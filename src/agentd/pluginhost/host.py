@@ -20,7 +20,7 @@ from importlib_metadata import EntryPoint
 from agentd.core.allocation import Allocation
 from agentd.core.container_edits import ContainerEdits, merged
 from agentd.core.slots import CPU, MEM, format_amount
-from agentd.errors import KernelConflict, PluginUnavailable, Problem, UnknownPlugin
+from agentd.errors import Conflict, PluginUnavailable, Problem, UnknownPlugin
 from agentd.plugin_api import (
     AllocatedDevice,
     Features,
@@ -177,7 +177,7 @@ class PluginHost:
             have = ", ".join(self._instances) or "none"
             raise UnknownPlugin(f"no plugin {name!r} on this node; it has {have}")
         if not instance.wanted.target or instance.state is PluginState.BLOCKED:
-            raise KernelConflict(f"plugin {name} is not to run: {instance.reason}")
+            raise Conflict(f"plugin {name} is not to run: {instance.reason}")
         await instance.retry(RETRY_WAIT_S)
         return instance.status
 

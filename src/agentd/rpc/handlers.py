@@ -23,7 +23,7 @@ from agentd.rpc.callers import caller_of, note_kernel
 from agentd.rpc.devices import DeviceHandlers
 from agentd.rpc.figures import usage_view
 from agentd.rpc.inside import run_over
-from agentd.rpc.listing import Encodings, Order
+from agentd.rpc.listing import Encodings, Order, Removed
 from agentd.rpc.metrics import CONTENT_TYPE, Metrics
 from agentd.rpc.queries import body_of, prefers_async, read_flag, read_log_query, read_timeout
 from agentd.rpc.schemas import CreateKernelRequest, StopRequest, read_body
@@ -61,6 +61,7 @@ class NodeParts(NamedTuple):
     remarks: Callable[[], Sequence[str]] = tuple
     checkup: Callable[[Collection[str]], Sequence[str]] = tuple
     """Warnings: of the configuration and the daemon; of the machine, by the runtimes used."""
+    removed: Removed | None = None
 
 
 class Handlers(DeviceHandlers):
@@ -83,7 +84,7 @@ class Handlers(DeviceHandlers):
         self._describe: Callable[[], Mapping[str, Any]] = dict
         self._opened, self._checking = asyncio.Event(), asyncio.Lock()
         self._streams = Streams()
-        self._order = Order()
+        self._order = Order(parts.removed)
         parts.state.listen(self._order.note)
         self._encodings, self._encoded = Encodings(), EncodedEvents()
 

@@ -19,35 +19,35 @@ from typing import Annotated, Any
 import msgspec
 import structlog
 from aiohttp import WSMessage, WSMsgType, web
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from agentd.core.session import ExecSpec
 from agentd.errors import AgentdError, InvalidRequest, Problem
 from agentd.http.websocket import FairSocket, TooManyControlFrames
 from agentd.rpc.connections import complain
 from agentd.rpc.problems import problem_content
+from agentd.rpc.schemas import Body, Command, Path, Variables, read_body
 from agentd.services.interfaces import Session
 from agentd.tasks import to_the_end
 
 log = structlog.get_logger()
 
 FIRST_FRAME_S = 10.0
+PROBE_S = 1.0
+"""Seconds between heartbeats."""
 QUEUED = 4
 """Frames of input that wait while the command takes none: signals overtake them."""
 MOST_SIZE = 10_000
 NO_SOCKET = "expected a WebSocket (RFC 6455): Upgrade: websocket"
-_Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]
 
 
-class _Asked(BaseModel):
+class _Asked(Body):
     """The first frame."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    command: list[_Text] = Field(min_length=1)
+    command: Annotated[Command, Field(min_length=1)]
     tty: bool = False
-    env: dict[Annotated[str, Field(pattern=r"^[^=\x00]+$")], _Text] = {}
-    working_dir: _Text | None = None
+    env: Variables = Field(default_factory=dict)
+    working_dir: Path | None = None
 
 
 async def run_over(
@@ -99,12 +99,7 @@ async def _asked(frames: AsyncGenerator[WSMessage]) -> ExecSpec:
     if frame is None or frame.type is not WSMsgType.TEXT:
         why = 'expected a text frame: {"command": [...], "tty": false, "env": {}}'
         raise InvalidRequest([Problem("", why)])
-    try:
-        asked = _Asked.model_validate_json(frame.data)
-    except ValidationError as error:
-        raise InvalidRequest(
-            [Problem(".".join(map(str, e["loc"])), e["msg"]) for e in error.errors()]
-        ) from None
+    asked = read_body(_Asked, frame.data)
     return ExecSpec(tuple(asked.command), asked.tty, asked.env, asked.working_dir)
 
 
@@ -114,14 +109,29 @@ async def _converse(wire: FairSocket, frames: AsyncGenerator[WSMessage], session
     feeding = asyncio.create_task(_feed(session, given))
     listening = asyncio.create_task(_listen(frames, session, given))
     telling = asyncio.create_task(_tell(wire, session))
+    probing = asyncio.create_task(probe(wire))
     try:
-        done, _ = await asyncio.wait([telling, listening], return_when=asyncio.FIRST_COMPLETED)
+        ends = [telling, listening, probing]
+        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
     finally:
-        for task in (feeding, listening, telling):
+        for task in (feeding, listening, telling, probing):
             task.cancel()
-        await asyncio.gather(feeding, listening, telling, return_exceptions=True)
+        await asyncio.gather(feeding, listening, telling, probing, return_exceptions=True)
+
+
+async def probe(wire: web.WebSocketResponse) -> None:
+    """Send a client heartbeats until its connection fails.
+
+    Nothing arrives from a client that closed a TCP connection behind input that is not read, since
+    the receive window is full. Its system resets the connection when it receives something. A pong
+    that nobody asked for is a heartbeat without an answer (RFC 6455, section 5.5.3): a client
+    whose input is not read could not send one.
+    """
+    while True:
+        await asyncio.sleep(PROBE_S)
+        await wire.pong()
 
 
 async def _tell(wire: FairSocket, session: Session) -> None:
@@ -163,7 +173,7 @@ def _order(text: str) -> Mapping[str, Any]:
         order = msgspec.json.decode(text)
         if isinstance(order, Mapping):
             return order
-    raise InvalidRequest([Problem("", "a text frame that is no JSON object")])
+    raise InvalidRequest([Problem("", "expected a JSON object")])
 
 
 def _number_of(name: str) -> int | None:

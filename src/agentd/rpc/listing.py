@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 from multidict import MultiMapping
 
 from agentd.core.access import Caller
 from agentd.core.devices import Inventory
-from agentd.core.kernel import Kernel, KernelState
+from agentd.core.kernel import STARTING, Kernel, KernelState, RemovedKernel
 from agentd.errors import InvalidRequest, Problem
 from agentd.rpc.rendering import kernel_view
 
 MAX_PAGE = 1000
 MOST_REMOVED = 16_384
-"""How many kernels that are gone a page can still begin after."""
+"""Removed kernels that a page can still begin after."""
 
 
 class Page(NamedTuple):
@@ -27,27 +27,39 @@ class Page(NamedTuple):
     next_after: str | None
 
 
-class Order:
-    """The order of creation; it knows the places of kernels that are gone, too."""
+class Removed(Protocol):
+    """The places of removed kernels, kept over restarts."""
 
-    def __init__(self) -> None:
-        self._removed: OrderedDict[str, Kernel] = OrderedDict()
+    def load(self) -> Sequence[RemovedKernel]: ...
+
+    def add(self, kernel: RemovedKernel) -> None: ...
+
+
+class Order:
+    """The order of creation; it knows the places of removed kernels, too."""
+
+    def __init__(self, lasting: Removed | None = None) -> None:
+        self._lasting = lasting
+        places = lasting.load() if lasting is not None else ()
+        self._removed = OrderedDict((place.kernel_id, place) for place in places)
 
     def note(self, before: Kernel | None, now: Kernel | None) -> None:
-        """Keep the place of a kernel that is removed."""
-        if now is None and before is not None:
-            self._removed[before.kernel_id] = Kernel(
-                before.kernel_id, before.agent_id, before.state, "", before.created_at, ""
-            )
-            self._removed.move_to_end(before.kernel_id)
-            if len(self._removed) > MOST_REMOVED:
-                self._removed.popitem(last=False)
+        """Keep the place of a kernel that is removed; a create that failed has none."""
+        if now is not None or before is None or before.state in STARTING:
+            return
+        place = RemovedKernel(before.created_at, before.kernel_id, before.agent_id)
+        self._removed[place.kernel_id] = place
+        self._removed.move_to_end(place.kernel_id)
+        if len(self._removed) > MOST_REMOVED:
+            self._removed.popitem(last=False)
+        if self._lasting is not None:
+            self._lasting.add(place)
 
     def page(self, kernels: Iterable[Kernel], query: MultiMapping[str], caller: Caller) -> Page:
         """Return the kernels that a query asks for: `state`, `label`, `limit`, `after`.
 
         Raises:
-            InvalidRequest: a parameter cannot be read, or `after` names no kernel there was.
+            InvalidRequest: a parameter cannot be read, or `after` names an unknown kernel.
         """
         states, labels = _states(query), read_labels(query)
         limit = read_limit(query)
@@ -74,8 +86,8 @@ class Order:
                 return _place(kernel)
         removed = self._removed.get(kernel_id)
         if removed is not None and caller.sees(removed.agent_id):
-            return _place(removed)
-        why = f"no kernel {kernel_id!r} that is there, or was since the daemon's start"
+            return removed.created_at, removed.kernel_id
+        why = f"unknown kernel {kernel_id!r} (also among the last {MOST_REMOVED} removed ones)"
         raise InvalidRequest([Problem("after", why)])
 
 

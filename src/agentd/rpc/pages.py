@@ -6,14 +6,17 @@ No request of theirs goes anywhere else (Content-Security-Policy, https://www.w3
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from importlib.resources import files
+from ipaddress import ip_address
 
 from aiohttp import web
 
 HOME, NODE_HOME = "/ui/", "/ui/node/"
 """Where a site's own page is, and at a gateway the page of one of its nodes."""
 _INDEX = "index.html"
+_PORT = re.compile(r":[0-9]*$")
 _TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -63,6 +66,31 @@ class Pages:
 
 
 def is_foreign(request: web.BaseRequest) -> bool:
-    """Tell whether a page of another origin asks (https://fetch.spec.whatwg.org/#origin-header)."""
+    """Tell whether a page of another origin asks, or one under a name that is not this machine's.
+
+    A browser sends the origin (https://fetch.spec.whatwg.org/#origin-header). An attacker's name
+    that resolves to the loopback address makes the two equal, so a connection without TLS, which
+    is one from this machine, takes no name of the public DNS; with TLS the certificate decides.
+    """
+    host = request.headers.get("Host", "")
     origin = request.headers.get("Origin")
-    return origin is not None and origin.partition("://")[2] != request.headers.get("Host", "")
+    if origin is not None and origin.partition("://")[2] != host:
+        return True
+    return "." in host and _is_plain_tcp(request) and _is_public_name(host)
+
+
+def _is_plain_tcp(request: web.BaseRequest) -> bool:
+    transport = request.transport
+    if transport is None or transport.get_extra_info("sslcontext") is not None:
+        return False
+    return not isinstance(transport.get_extra_info("sockname"), str)
+
+
+def _is_public_name(host: str) -> bool:
+    """Tell whether a Host with a dot is a name, and not one of this machine's."""
+    name = _PORT.sub("", host).strip("[]")
+    try:
+        ip_address(name)
+    except ValueError:
+        return not name.lower().rstrip(".").endswith(".localhost")
+    return False

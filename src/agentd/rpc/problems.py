@@ -18,6 +18,7 @@ STATUSES = {
     "CommandNotFound": 422,
     "InsufficientResource": 409,
     "KernelConflict": 409,
+    "Conflict": 409,
     "UnknownAgent": 404,
     "UnknownKernel": 404,
     "UnknownDevice": 404,

@@ -90,7 +90,7 @@ class Route:
 
 SWITCHED = 101
 """The status of an answer that is a WebSocket (RFC 6455)."""
-_FLAG = {"type": "string", "enum": ["true", "false", "1", "0", ""], "default": "false"}
+_FLAG = {"type": "boolean", "default": False}
 _SECONDS = {"type": "number", "minimum": 0, "maximum": MAX_TIMEOUT_S}
 _KERNEL_ID = {"type": "string", "pattern": f"^{KERNEL_ID}$"}
 CHECK = (Parameter("check", _FLAG, "Judge the node too."),)

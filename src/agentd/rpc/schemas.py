@@ -6,15 +6,24 @@ The OpenAPI document is made from these, so what it says is what is checked.
 from __future__ import annotations
 
 import json
-import re
 import uuid
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from hashlib import sha256
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    field_validator,
+)
 
 from agentd.core.access import Caller
 from agentd.core.container_edits import Mount
@@ -26,16 +35,58 @@ from agentd.core.container_options import (
     Ulimit,
 )
 from agentd.core.kernel import KERNEL_ID, KernelSpec, Port
-from agentd.core.slots import AmountError, SlotKind, WrittenFloat, parse_base_units, parse_quantity
-from agentd.errors import InvalidRequest, Problem
+from agentd.core.slots import (
+    MAX_TEXT,
+    AmountError,
+    SlotKind,
+    WrittenFloat,
+    parse_base_units,
+    parse_quantity,
+)
+from agentd.errors import PRIVATE_MEMBERS, InvalidRequest, Problem
 
-_NO_NUL = re.compile(r"^[^\x00]*$")
-
-Text = Annotated[str, Field(max_length=32768, pattern=_NO_NUL.pattern)]
 MAX_LIMIT = 2**63 - 1
 MAX_ITEMS = 256
+"""Entries of a list of objects, and of an object with names of the node: slots, device names."""
+MAX_WORDS = 4096
+"""Entries of a list of texts."""
+MAX_PARTS = 8192
+"""Objects, members of objects and fractions of one body together."""
+MAX_VARIABLES = 1024
+"""Entries of an object with names of the caller's: variables, labels."""
+MAX_NAME, MAX_PATH = 256, 4095
+"""Characters of a name, and of a path: PATH_MAX of Linux without its NUL."""
 MAX_LABELS = 64 * 1024
 """Characters of all labels: an engine repeats them in every event."""
+_SHOWN = 80
+"""Characters of an invalid value that a problem quotes."""
+
+Text = Annotated[str, Field(max_length=32768, pattern=r"^[^\x00]*$")]
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME, pattern=r"^[^\x00]*$")]
+Path = Annotated[str, Field(max_length=MAX_PATH, pattern=r"^/[^\x00]*$")]
+Words = Annotated[list[Text], Field(max_length=MAX_WORDS, fail_fast=True)]
+Names = Annotated[list[Name], Field(min_length=1, max_length=MAX_WORDS, fail_fast=True)]
+Labels = Annotated[dict[Name, Text], Field(max_length=MAX_VARIABLES)]
+_Variable = Annotated[str, Field(max_length=MAX_NAME, pattern=r"^[^=\x00]+$")]
+Variables = Annotated[dict[_Variable, Text], Field(max_length=MAX_VARIABLES)]
+_Amount = Annotated[
+    Any,
+    WithJsonSchema(
+        {"anyOf": [{"type": "number"}, {"type": "string", "maxLength": MAX_TEXT}]},
+    ),
+]
+"""Any JSON: what cannot be read of it is an `InvalidSlotAmount`."""
+
+
+def _executable(words: list[str]) -> list[str]:
+    if words and not words[0]:
+        raise ValueError("expected a non-empty first word in the command")
+    if words and len(words[0].encode(errors="replace")) > MAX_PATH:
+        raise ValueError(f"the first word is longer than {MAX_PATH} bytes, the limit for a path")
+    return words
+
+
+Command = Annotated[Words, AfterValidator(_executable)]
 
 
 def _size(raw: object) -> int:
@@ -48,8 +99,14 @@ def _size(raw: object) -> int:
     return size
 
 
-Size = Annotated[int, BeforeValidator(_size, json_schema_input_type=int | str)]
+_WrittenSize = (
+    Annotated[int, Field(ge=1, le=MAX_LIMIT)] | Annotated[str, Field(max_length=MAX_TEXT)]
+)
+Size = Annotated[int, BeforeValidator(_size, json_schema_input_type=_WrittenSize)]
 """Bytes, as a number or as text such as "64m"."""
+
+
+_Limit = Annotated[int, Field(ge=-1, le=MAX_LIMIT)]
 
 
 class Body(BaseModel):
@@ -61,8 +118,8 @@ class Body(BaseModel):
 class MountRequest(Body):
     """A host folder or file inside the kernel, below one of the node's allowed folders."""
 
-    source: Annotated[Text, Field(pattern=r"^/[^\x00]*$")]
-    target: Annotated[Text, Field(pattern=r"^/[^\x00]*$")]
+    source: Path
+    target: Path
     read_only: bool = True
 
 
@@ -77,42 +134,55 @@ class PortRequest(Body):
 class TmpfsRequest(Body):
     """A folder in memory, which counts as the kernel's memory."""
 
-    target: Annotated[Text, Field(pattern=r"^/[^\x00,]*$")]
+    target: Annotated[str, Field(max_length=MAX_PATH, pattern=r"^/[^\x00,]*$")]
     size: Size | None = None
 
 
 class UlimitRequest(Body):
     """A limit of setrlimit(2); -1 means unlimited."""
 
-    soft: Annotated[int, Field(ge=-1, le=MAX_LIMIT)]
-    hard: Annotated[int, Field(ge=-1, le=MAX_LIMIT)]
+    soft: _Limit
+    hard: _Limit
 
 
 def _limits(raw: object) -> object:
     return {"soft": raw, "hard": raw} if isinstance(raw, int) else raw
 
 
+_Limits = Annotated[
+    UlimitRequest, BeforeValidator(_limits, json_schema_input_type=_Limit | UlimitRequest)
+]
+
+
 class CreateKernelRequest(Body):
     """A kernel to create. Slots that are absent are zero; absent cpu and mem take defaults."""
 
-    kernel_id: Annotated[str, Field(pattern=f"^{KERNEL_ID}$")] | None = None
-    image: Annotated[Text, Field(min_length=1)] | None = None
-    command: list[Text] = []
-    env: dict[Annotated[str, Field(pattern=r"^[^=\x00]+$")], Text] = {}
-    slots: dict[Text, Any] = {}
-    devices: dict[Text, Annotated[list[Text], Field(min_length=1, max_length=4096)]] = {}
+    kernel_id: Annotated[str, Field(max_length=63, pattern=f"^{KERNEL_ID}$")] | None = None
+    image: Annotated[Text, Field(min_length=1, max_length=MAX_PATH)] | None = None
+    command: Command = []
+    env: Variables = {}
+    slots: Annotated[
+        dict[Annotated[str, Field(max_length=MAX_NAME)], _Amount], Field(max_length=MAX_ITEMS)
+    ] = {}
+    devices: Annotated[dict[Name, Names], Field(max_length=MAX_ITEMS)] = {}
     mounts: Annotated[list[MountRequest], Field(max_length=MAX_ITEMS)] = []
     ports: Annotated[list[PortRequest], Field(max_length=MAX_ITEMS)] = []
-    labels: dict[Annotated[str, Field(min_length=1)], Text] = {}
-    working_dir: Annotated[str, Field(pattern=r"^/[^\x00]*$")] | None = None
-    user: Annotated[Text, Field(min_length=1)] | None = None
+    labels: Labels = {}
+    working_dir: Path | None = None
+    user: Name | None = None
     pull_policy: Literal["missing", "always", "never"] = "missing"
-    platform: Annotated[str, Field(pattern=r"^[a-z0-9_]+/[a-z0-9_]+(/[a-z0-9_]+)?$")] | None = None
-    network: Annotated[Text, Field(min_length=1)] | None = None
+    platform: (
+        Annotated[
+            str,
+            Field(max_length=MAX_NAME, pattern=r"^[a-z0-9_]+/[a-z0-9_]+(/[a-z0-9_]+)?$"),
+        ]
+        | None
+    ) = None
+    network: Name | None = None
     tmpfs: Annotated[list[TmpfsRequest], Field(max_length=MAX_ITEMS)] = []
     shm_size: Size | None = None
     pids_limit: Annotated[int, Field(ge=1, le=2**22)] | None = None
-    ulimits: dict[str, Annotated[UlimitRequest, BeforeValidator(_limits)]] = {}
+    ulimits: Annotated[dict[Name, _Limits], Field(max_length=len(ULIMITS))] = {}
 
     @field_validator("ulimits")
     @classmethod
@@ -129,13 +199,6 @@ class CreateKernelRequest(Body):
     def _not_too_long(cls, value: dict[str, str]) -> dict[str, str]:
         if (size := sum(len(name) + len(text) for name, text in value.items())) > MAX_LABELS:
             raise ValueError(f"{size} characters are too many; allowed: {MAX_LABELS} in all")
-        return value
-
-    @field_validator("command")
-    @classmethod
-    def _first_word(cls, value: list[str]) -> list[str]:
-        if value and not value[0]:
-            raise ValueError("expected a non-empty first word in the command")
         return value
 
     def to_spec(self, agent_id: str, caller: Caller | None = None) -> KernelSpec:
@@ -181,7 +244,7 @@ def _canonical(slots: Mapping[str, object]) -> dict[str, str]:
         try:
             quantity = parse_quantity(raw)
         except AmountError:
-            result[name] = f"? {raw!r}"
+            result[name] = "?"  # no kernel has it: the request is going to be refused
             continue
         if quantity.value or name in ("cpu", "mem"):
             result[name] = quantity.canonical()
@@ -197,15 +260,16 @@ class StopRequest(Body):
 _B = TypeVar("_B", bound=Body)
 
 
-def read_body(model: type[_B], raw: bytes) -> _B:
+def read_body(model: type[_B], raw: str | bytes) -> _B:
     """Read a JSON body.
 
     Raises:
-        InvalidRequest: it is not JSON or does not fit the model; every problem is listed.
+        InvalidRequest: it is not JSON or does not fit the model; of many problems the first.
     """
+    counted = _Counted()
     try:
         content = json.loads(
-            raw or b"{}", parse_float=WrittenFloat, object_pairs_hook=_each_member_once
+            raw or "{}", parse_float=counted.fraction, object_pairs_hook=counted.members
         )
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest([Problem("", f"the body is not JSON: {error}")]) from None
@@ -217,29 +281,53 @@ def read_body(model: type[_B], raw: bytes) -> _B:
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        problems = [_problem(model, dict(item)) for item in error.errors()]
-        raise InvalidRequest(problems) from None
+        raise InvalidRequest(_problems(model, error)) from None
 
 
-def _each_member_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Read an object; of members of one name another reader might take another one (RFC 8259)."""
-    members = dict(pairs)
-    if len(members) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = ", ".join(sorted({name for name in names if names.count(name) > 1}))
-        raise InvalidRequest([Problem(twice[:200], "given more than once")])
-    return members
+class _Counted:
+    """Counts the parts of a body that are read by Python code: objects, members and fractions."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def _add(self, number: int) -> None:
+        self._count += number
+        if self._count > MAX_PARTS:
+            why = f"over {MAX_PARTS} objects, members of objects and fractions in all"
+            raise InvalidRequest([Problem("", why)])
+
+    def fraction(self, text: str) -> WrittenFloat:
+        """Return a number that is not whole."""
+        self._add(1)
+        return WrittenFloat(text)
+
+    def members(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """Return an object; RFC 8259 does not say which of two members of one name counts."""
+        self._add(1 + len(pairs))
+        members = dict(pairs)
+        if len(members) < len(pairs):
+            counts = Counter(name for name, _ in pairs)
+            twice = ", ".join(sorted(name for name, count in counts.items() if count > 1))
+            raise InvalidRequest([Problem(twice, "given more than once", is_private=True)])
+        return members
 
 
-def _problem(model: type[Body], item: Mapping[str, Any]) -> Problem:
-    where = ".".join(str(part) for part in item["loc"] if part != "[key]")
-    if item["type"] == "extra_forbidden":
+def _problems(model: type[Body], error: ValidationError) -> Iterator[Problem]:
+    for item in error.errors(include_url=False, include_context=False):
+        yield _problem(model, item["loc"], item["type"], item["msg"], item["input"])
+
+
+def _problem(
+    model: type[Body], place: tuple[int | str, ...], kind: str, message: str, given: object
+) -> Problem:
+    where = ".".join(str(part) for part in place if part != "[key]")
+    if kind == "extra_forbidden":
         known = list(model.model_fields)
-        near = get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.6)
+        near = get_close_matches(str(place[-1])[:_SHOWN], known, n=1, cutoff=0.6)
         hint = f"did you mean {near[0]}? " if near else ""
-        allowed = f"allowed: {', '.join(known)}" if len(item["loc"]) == 1 else ""
+        allowed = f"allowed: {', '.join(known)}" if len(place) == 1 else ""
         return Problem(where, f"unknown member; {hint}{allowed}".rstrip("; "))
-    message = str(item["msg"]).removeprefix("Value error, ")
-    if item["type"] == "value_error":
-        return Problem(where, message)
-    return Problem(where, f"{message}, not {item['input']!r:.80}")
+    if kind == "value_error":
+        return Problem(where, message.removeprefix("Value error, "))
+    is_quoted = place[0] not in PRIVATE_MEMBERS and not isinstance(given, (dict, list))
+    return Problem(where, f"{message}, not {given!r:.{_SHOWN}}" if is_quoted else message)

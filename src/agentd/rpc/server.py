@@ -332,10 +332,10 @@ class Server:
 
     def _told_anybody(self, request: web.Request) -> web.Response | None:
         """Return what is answered whoever asks: a page, or that this is the wrong place to ask."""
+        if is_foreign(request):
+            return problem("Forbidden", "a page of another origin, or under a foreign name, asks")
         if self._pages is not None and (page := self._pages.answer(request)) is not None:
             return page
-        if is_foreign(request):
-            return problem("Forbidden", "a page of another origin asks")
         if self._node_id is not None and request.headers.get(NODE, self._node_id) != self._node_id:
             return problem("WrongNode", f"this is node {self._node_id}")
         return None

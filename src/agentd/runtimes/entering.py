@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import fcntl
 import json
 import os
@@ -22,7 +21,6 @@ from typing import Any, NamedTuple
 from agentd.core.session import STDERR, STDOUT, ExecSpec
 from agentd.errors import (
     AgentdError,
-    CommandNotFound,
     InvalidRequest,
     KernelConflict,
     Problem,
@@ -31,6 +29,7 @@ from agentd.errors import (
 from agentd.host.processes import Proc
 from agentd.host.units import Manager, Property, UnitExists, UnitRefused
 from agentd.runtimes import inside
+from agentd.runtimes.exec_errors import refusal_of
 from agentd.tasks import to_the_end
 
 CHUNK = 64 * 1024
@@ -336,15 +335,14 @@ async def _started(control: socket.socket, manager: Manager | None, unit: str) -
 def _failure(spec: ExecSpec, answer: dict[str, Any]) -> AgentdError:
     number = int(answer.get("errno", 0))
     why = os.strerror(number) if number else str(answer.get("why", "it was killed"))
-    match answer.get("step"):
-        case "command" if number in (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR):
-            return CommandNotFound(f"command {spec.command[0]!r}: {why}")
-        case "command" if number == errno.E2BIG:
-            return InvalidRequest([Problem("command", f"with its environment: {why}")])
+    step = answer.get("step")
+    if step == "command" and (refusal := refusal_of(spec.command[0], number, why)) is not None:
+        return refusal
+    match step:
         case "working_dir":
             return InvalidRequest([Problem("working_dir", f"{spec.working_dir!r}: {why}")])
         case "kernel":
             why = str(answer.get("why", why))
             return KernelConflict(f"the kernel has nothing that a command could join: {why}")
-        case step:
+        case _:
             return RuntimeFailure(f"the command did not start; {step}: {why}")

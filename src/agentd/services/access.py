@@ -35,7 +35,8 @@ class Access:
         """Refuse what a caller cannot see, or may not do.
 
         Raises:
-            UnknownAgent, UnknownKernel, UnknownDevice: exactly as if it did not exist.
+            UnknownAgent, UnknownKernel, UnknownDevice: it does not exist, or is not the caller's
+                to see; the answer does not tell which.
             Forbidden: it is seen, and not this caller's to change.
         """
         if agent is not None and not caller.sees(agent):
@@ -90,8 +91,9 @@ class Access:
         return [text for text in texts if not words.search(text)]
 
     def _sees_kernel(self, caller: Caller, kernel_id: str) -> bool:
+        """Tell whether a kernel may be spoken of: an unknown one, to who sees the whole node."""
         known = self._state.kernels.get(kernel_id)
-        return known is None or caller.sees(known.agent_id)
+        return caller.agents is None if known is None else caller.sees(known.agent_id)
 
     def _require_device(self, caller: Caller, wanted: DeviceId) -> None:
         if caller.agents is None:

@@ -99,14 +99,18 @@ class Creates:
             self._state.put(now.moved_to(KernelState.FAILED, reason=str(error)))
         else:
             self._state.drop(kernel_id)
-        log.warning("kernel.create_failed", kernel_id=kernel_id, reason=str(error))
+        reason = _published(error)
+        if isinstance(error, asyncio.CancelledError):
+            reason = "agentd is stopping" if self._is_draining else "the kernel was deleted"
+        log.warning("kernel.create_failed", kernel_id=kernel_id, reason=reason)
 
     def left(self, kernel_id: str, error: BaseException, *, keep: bool) -> BaseException:
         """Mark a create as unresolved; return the error that its caller gets."""
         self._leave_unsettled(kernel_id, keep=keep)
         is_known = isinstance(error, (OutcomeUnknown, asyncio.CancelledError))
         cause = None if is_known else error
-        log.warning("kernel.unresolved", kernel_id=kernel_id, reason=repr(error), exc_info=cause)
+        reason = _published(error) or type(error).__name__
+        log.warning("kernel.unresolved", kernel_id=kernel_id, reason=reason, exc_info=cause)
         if is_known:
             return error
         return OutcomeUnknown(f"kernel {kernel_id} may exist: {type(error).__name__}: {error}")
@@ -148,6 +152,10 @@ class Creates:
             self._given_up.set_result(None)
         unresolved = [k for k in tasks if k in self._tasks or k in self._state.unsettled]
         return Drained([k for k in early if k not in unresolved], unresolved)
+
+
+def _published(error: BaseException) -> str:
+    return error.published() if isinstance(error, AgentdError) else str(error)
 
 
 def is_unresolved(error: BaseException, kernel: Kernel) -> bool:

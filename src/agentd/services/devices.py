@@ -27,7 +27,7 @@ from agentd.core.rules import SplitRules
 from agentd.core.slots import SlotType
 from agentd.errors import (
     ConfigRefused,
-    KernelConflict,
+    Conflict,
     StateUnavailable,
     UnknownAgent,
     UnknownDevice,
@@ -235,7 +235,7 @@ class NodeDevices:
 
         Raises:
             UnknownDevice: there is no such device.
-            KernelConflict: it is there, or a kernel holds it.
+            Conflict: it is there, or a kernel holds it.
             StateUnavailable: it cannot be remembered; nothing changed.
         """
         device = self.find(name, device_id)
@@ -301,12 +301,12 @@ def _publish_changes(events: EventLog, before: Inventory, now: Inventory) -> Non
 
 def _refuse_forgetting(device: Device, holders: Iterable[str]) -> None:
     if not device.gone:
-        raise KernelConflict(f"{device.device_id} is not gone; only what is gone is forgotten")
+        raise Conflict(f"{device.device_id} is not gone; only what is gone is forgotten")
     if device.health is Health.UNKNOWN:
         why = f"whether {device.device_id} is gone cannot be told: {device.reason}"
-        raise KernelConflict(why)
+        raise Conflict(why)
     if held := ", ".join(holders):
-        raise KernelConflict(f"{device.device_id} is held by {held}")
+        raise Conflict(f"{device.device_id} is held by {held}")
 
 
 def _withheld_warnings(inventory: Inventory) -> Iterator[str]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from agentd.core.kernel import Kernel, KernelState
+from agentd.core.kernel import Kernel, KernelSpec, KernelState
+from agentd.core.plan import overridden_variables, reserved_variables
 from agentd.core.session import ExecSpec
-from agentd.errors import AgentdError, KernelConflict, UnknownKernel
-from agentd.services.interfaces import Runtime, Session
+from agentd.errors import AgentdError, InvalidRequest, KernelConflict, UnknownKernel
+from agentd.services.interfaces import Plugins, Runtime, Session
 from agentd.services.state import NodeState
 from agentd.tasks import to_the_end
 
@@ -15,9 +16,10 @@ from agentd.tasks import to_the_end
 class Insides:
     """Runs commands inside the kernels of a node."""
 
-    def __init__(self, state: NodeState, runtimes: Mapping[str, Runtime]) -> None:
+    def __init__(self, state: NodeState, runtimes: Mapping[str, Runtime], plugins: Plugins) -> None:
         self._state = state
         self._runtimes = runtimes
+        self._plugins = plugins
 
     async def begin(self, kernel: Kernel, spec: ExecSpec) -> Session:
         """Run a command inside a kernel that was found; another one of its id is not it.
@@ -28,6 +30,8 @@ class Insides:
             RequestError, Unavailable, RuntimeFailure: the command did not start.
         """
         self._require(kernel)
+        if spec.env:
+            await self._refuse_reserved(kernel, spec)
         session = await self._runtimes[kernel.runtime].run_inside(kernel, spec)
         try:
             self._require(kernel)
@@ -35,6 +39,20 @@ class Insides:
             await to_the_end(session.close())
             raise
         return session
+
+    async def _refuse_reserved(self, kernel: Kernel, spec: ExecSpec) -> None:
+        """Refuse variables that a create could not set either.
+
+        Raises:
+            InvalidRequest: agentd or a plugin sets them.
+            PluginUnavailable: the plugin of the kernel's devices cannot be asked.
+        """
+        asked = KernelSpec(kernel.kernel_id, kernel.agent_id, spec.command, "")
+        support = await self._runtimes[kernel.runtime].support(asked)
+        edits = await self._plugins.container_edits(kernel.allocation, support.features)
+        problems = reserved_variables(spec.env) + overridden_variables(spec.env, edits)
+        if problems:
+            raise InvalidRequest(problems)
 
     def find(self, kernel_id: str) -> Kernel:
         """Return a kernel that runs.

@@ -90,7 +90,7 @@ class Plugins(Protocol):
 
         Raises:
             UnknownPlugin: there is none of that name.
-            KernelConflict: it is not to run.
+            Conflict: it is not to run.
         """
         ...
 

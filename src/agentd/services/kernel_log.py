@@ -1,4 +1,4 @@
-"""What the log says of a kernel that was found, or has ended."""
+"""Log lines about kernels: what an observation changed, and how each one ended."""
 
 from __future__ import annotations
 
@@ -11,20 +11,46 @@ SIGNALLED = 128
 """What a shell adds to the number of the signal that ended a process."""
 
 
-def log_found(kernel: Kernel, *, is_known: bool) -> None:
-    """Log what was found of a kernel; how it ended, where it has."""
-    event = "kernel.changed" if is_known else "kernel.adopted"
-    facts: dict[str, object] = {"kernel_id": kernel.kernel_id, "agent_id": kernel.agent_id}
-    ending = kernel.ending
-    if kernel.state is not KernelState.TERMINATED:
-        log.info(event, **facts, state=kernel.state)
-        return
-    facts |= {"state": kernel.state, "exit_code": ending.exit_code}
-    if (number := (ending.exit_code or 0) - SIGNALLED) > 0:
-        facts["signal"] = number
-    if ending.reason:
-        facts["reason"] = ending.reason
-    if ending.oom_killed:
+def log_found(before: Kernel | None, kernel: Kernel) -> None:
+    """Log an observation of a kernel that changed it; `log_end` logs an end."""
+    event = "kernel.adopted"
+    if before is not None and before.handle is not None:
+        if has_ended(before, kernel):
+            return
+        event = "kernel.changed"
+    log.info(event, **_facts(kernel))
+
+
+def has_ended(before: Kernel | None, now: Kernel | None) -> bool:
+    """Tell whether a change is the end of a kernel; one that is recalled as ended had its own."""
+    return (
+        now is not None
+        and now.state is KernelState.TERMINATED
+        and before is not None
+        and before.state is not KernelState.TERMINATED
+    )
+
+
+def log_end(kernel: Kernel) -> None:
+    """Log how a kernel ended."""
+    facts = _facts(kernel)
+    if kernel.ending.oom_killed:
         log.warning("kernel.out_of_memory", **facts)
     else:
-        log.info("kernel.ended" if is_known else event, **facts)
+        log.info("kernel.ended", **facts)
+
+
+def _facts(kernel: Kernel) -> dict[str, object]:
+    facts: dict[str, object] = {
+        "kernel_id": kernel.kernel_id,
+        "agent_id": kernel.agent_id,
+        "state": kernel.state,
+    }
+    if kernel.state is not KernelState.TERMINATED:
+        return facts
+    facts["exit_code"] = kernel.ending.exit_code
+    if (number := (kernel.ending.exit_code or 0) - SIGNALLED) > 0:
+        facts["signal"] = number
+    if kernel.ending.reason:
+        facts["reason"] = kernel.ending.reason
+    return facts

@@ -141,8 +141,8 @@ class KernelService:
             await reach("create.after_runtime")
             now = self._state.get(kernel_id)
             running = adopt(found, self._devices.inventory, now, plan).kernel
+            log.info("kernel.created", kernel_id=kernel_id, agent_id=kernel.agent_id)
             self._state.put(running)
-        log.info("kernel.created", kernel_id=kernel_id, agent_id=kernel.agent_id)
         return running
 
     def _progress(self, kernel_id: str) -> Progress:

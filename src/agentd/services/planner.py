@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from agentd.core.allocation import Allocation, Ledger, Policy, allocate
 from agentd.core.devices import DeviceId, Inventory
@@ -13,7 +14,7 @@ from agentd.core.partition import Partition
 from agentd.core.plan import KernelPlan, NodeFacts, build_plan, fence_of
 from agentd.core.ports import HostPort, PortRange, hand_out
 from agentd.core.slots import CPU, MEM, ResourceSlots, device_name_of, parse_slots
-from agentd.errors import InvalidRequest, InvalidSlotAmount, Problem
+from agentd.errors import MOST_PROBLEMS, InvalidRequest, InvalidSlotAmount, Problem
 from agentd.services.devices import NodeDevices
 from agentd.services.interfaces import Plugins, PluginState, Runtime
 from agentd.services.state import NodeState
@@ -172,9 +173,10 @@ def _named(
     """Return the devices that a request names, by device name; a discreet one, of its agent's.
 
     Raises:
-        InvalidRequest: there are no such devices; every one of them is listed.
+        InvalidRequest: there are no such devices; the first of them are listed.
     """
-    problems, found = [], {}
+    problems: list[Problem] = []
+    found = {}
     for name, wanted in spec.devices.items():
         devices = [
             device
@@ -184,11 +186,12 @@ def _named(
         by_key = {key: d.device_id for d in devices for key in (*d.names, d.device_id.id)}
         found[name] = frozenset(by_key[key] for key in wanted if key in by_key)
         have = ", ".join(device.device_id.id for device in devices) or "none of that name"
-        problems += [
+        unknown = (
             Problem(f"devices.{name}.{place}", f"no device {key!r}; the node has {have}")
             for place, key in enumerate(wanted)
             if key not in by_key
-        ]
+        )
+        problems += islice(unknown, MOST_PROBLEMS + 1 - len(problems))
     if problems:
         raise InvalidRequest(problems)
     return found

@@ -20,7 +20,7 @@ from agentd.core.adoption import Adoption, adopt, located
 from agentd.core.kernel import PRESENT, Kernel, KernelRef, Sight
 from agentd.core.observation import ObservedKernel
 from agentd.core.reconcile import Action, MarkAbsent, RemoveNeverRan, reconcile
-from agentd.errors import KernelConflict, RuntimeFailure, RuntimeUnavailable
+from agentd.errors import Conflict, RuntimeFailure, RuntimeUnavailable
 from agentd.failpoints import hit, reach
 from agentd.services.creates import GRACE_S
 from agentd.services.devices import NodeDevices
@@ -216,18 +216,18 @@ class Reconciler:
 
         Raises:
             UnknownRuntime: there is none of that name.
-            KernelConflict: it answers, or something is under way with one of its kernels.
+            Conflict: it answers, or something is under way with one of its kernels.
         """
         self._state.runtime(name)
         try:
             if name in self._runtimes:
                 await self._runtimes[name].list()
-                raise KernelConflict(f"runtime {name} answers; remove its kernels one by one")
+                raise Conflict(f"runtime {name} answers; remove its kernels one by one")
         except RuntimeUnavailable as error:
             self.note_unavailable(name, str(error))
         kernels = [kernel.kernel_id for kernel in self._state if kernel.runtime == name]
         if busy := [kernel_id for kernel_id in kernels if self._state.is_busy(kernel_id)]:
-            raise KernelConflict(f"something is under way with {', '.join(busy)}; try later")
+            raise Conflict(f"something is under way with {', '.join(busy)}; try later")
         for kernel_id in kernels:
             log.warning("kernel.forgotten", kernel_id=kernel_id, runtime=name)
             self._state.drop(kernel_id)
@@ -241,11 +241,10 @@ class Reconciler:
             match action:
                 case Adoption(kernel, missing):
                     before = self._state.kernels.get(kernel.kernel_id)
-                    is_known = before is not None and before.handle is not None
                     self._devices.add_missing(missing)
                     self._state.put(kernel)
                     self._state.settle(kernel.kernel_id)
-                    log_found(kernel, is_known=is_known)
+                    log_found(before, kernel)
                 case MarkAbsent(kernel_id):
                     self._mark_absent(self._state.get(kernel_id))
                 case RemoveNeverRan(found):

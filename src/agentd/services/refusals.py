@@ -37,9 +37,9 @@ class Refusals:
         self._kept: deque[Refusal] = deque(maxlen=MOST_KEPT)
 
     def note(self, caller: str, agent_id: str, kernel_id: str, error: AgentdError) -> None:
-        """Take in an error that a create was answered with."""
+        """Take in an error that a create was answered with; others may read what is kept."""
         self._counts.refused(agent_id, kernel_id, error)
-        detail = str(error)[:MOST_DETAIL]
+        detail = error.published()[:MOST_DETAIL]
         refusal = Refusal(self._now(), caller, agent_id, kernel_id, error.code, detail)
         self._kept.append(refusal)
         self._events.publish(EventKind.REFUSAL, refusal)

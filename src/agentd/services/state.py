@@ -18,11 +18,12 @@ from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
-from agentd.core.kernel import Kernel
+from agentd.core.kernel import Kernel, KernelState
 from agentd.core.ledger import Holding, Ledger
 from agentd.core.ports import HostPort, host_ports
 from agentd.errors import NotReady, RuntimeUnavailable, UnknownKernel, UnknownRuntime
 from agentd.services.events import EventKind, EventLog
+from agentd.services.kernel_log import has_ended, log_end
 
 Changed: TypeAlias = Callable[[Kernel | None, Kernel | None], None]
 """Is told of every change: the kernel before and after; None if it did not or does not exist."""
@@ -152,6 +153,8 @@ class NodeState:
         if now is None:
             self._events.publish(EventKind.KERNEL_REMOVED, before, is_of_shares=held is not None)
         elif now != before:
+            if now.state is KernelState.TERMINATED and has_ended(before, now):
+                log_end(now)
             holds = self._ledger.holdings.get(now.kernel_id)
             self._events.publish(EventKind.KERNEL, now, is_of_shares=holds != held)
 

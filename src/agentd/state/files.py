@@ -3,6 +3,7 @@
     lock                    held while a daemon runs; a second one refuses
     node.json               the node id that the kernels here carry, and the runtimes with some
     devices.json            the last inventory: stable ids, ids, drains
+    removed.jsonl           the places of removed kernels in lists (see `agentd.state.removed`)
     intents/ID.json         the record of a kernel whose create is under way
     records/ID.json         the record of a kernel that lives
     ended/ID.json           the record of a kernel that has ended, and is not removed yet
@@ -36,6 +37,7 @@ from agentd.failpoints import hit
 from agentd.host.regular_files import MissingFile, UnusableFile, read_regular
 from agentd.services.interfaces import Phase, SavedRecord
 from agentd.state.locks import UNWRITABLE, Locks
+from agentd.state.removed import RemovedFile
 from agentd.state.schemas import SCHEMA, UNREADABLE, SavedDevices, SavedNode
 
 log = structlog.get_logger()
@@ -51,6 +53,7 @@ class StateFolder:
         self.folder = folder
         self._node_id = node_id
         self._folders = {phase: folder / name for phase, name in _FOLDERS.items()}
+        self.removed = RemovedFile(folder / "removed.jsonl")
         self._locks = Locks()
         self._complaints: dict[str, str] = {}
         self._phases: dict[str, Phase] = {}

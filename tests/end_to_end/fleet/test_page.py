@@ -17,6 +17,7 @@ from agentd.errors import Forbidden, KernelConflict
 from daemon import gone
 from end_to_end.browser import NODES_MS, shown_by, visit
 from end_to_end.fleet.fleet_world import GatewayProgram, World
+from end_to_end.test_inside_attacks import hang_up_behind_input, tcp_listener
 from hostile.attacks import FRAMES, Client
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -110,6 +111,17 @@ async def test_a_flood_of_control_frames_is_cut_off_at_the_gateway(fleet) -> Non
             await reader.readuntil(b"more than 256 control frames in 1 s")
         writer.transport.abort()
     assert "exec.cut_off" in gateway.log
+
+
+async def test_caller_of_a_gateway_that_hangs_up_ends_its_command(world: World) -> None:
+    nodes = await world.start_nodes("none")
+    port, listen, token = tcp_listener(world.folder)
+    gateway = world.gateway(world.followed(), gateway=f"{listen}\n", rpc=f"[rpc]\n{token}\n")
+    await gateway.until(dict.fromkeys(nodes, "ready"))
+    assert (await gateway.create(kernel_id="k1")).status == 201
+    marker = os.urandom(8).hex()
+    await hang_up_behind_input(port, marker)
+    await gone(marker)
 
 
 async def test_people_look_into_kernels_of_all_nodes_from_the_command_line(fleet) -> None:

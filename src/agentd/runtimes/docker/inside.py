@@ -99,7 +99,7 @@ class Inside:
         if "chdir to cwd" in why:
             return InvalidRequest([Problem("working_dir", why)])
         if exit_code in _NO_COMMAND:
-            return CommandNotFound(f"command {self._spec.command[0]!r}: {why}")
+            return CommandNotFound(f"command {self._spec.command[0]!r:.300}: {why:.1000}")
         return RuntimeFailure(f"the Docker Engine: {why}")
 
     async def output(self) -> AsyncGenerator[tuple[int, bytes]]:

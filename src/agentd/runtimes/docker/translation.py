@@ -22,7 +22,9 @@ _PASSES = ("port is already allocated", "address already in use")
 
 _NO_COMMAND = re.compile(
     r"container process[^\"]*: exec: (?P<why>.*"
-    r"(?:executable file not found|no such file or directory|permission denied).*)",
+    r"(?:executable file not found|no such file or directory|permission denied|"
+    r"file name too long|not a directory|is a directory|too many levels of symbolic links|"
+    r"exec format error).*)",
     re.DOTALL,
 )
 """What runc says where a container's own command is wrong (since 1.0). What the engine itself could
@@ -56,7 +58,7 @@ def _refusal(error: EngineError, plan: KernelPlan | None) -> BaseException:
     message = error.message
     if plan is not None and (found := _NO_COMMAND.search(message)):
         command = plan.spec.command[0] if plan.spec.command else "the image's command"
-        return CommandNotFound(f"command {command!r}: {found['why']}")
+        return CommandNotFound(f"command {command!r:.300}: {found['why']:.1000}")
     if any(why in message for why in _PASSES):
         return RuntimeUnavailable(message)
     is_nobody = "unable to find user" in message or "unable to find group" in message

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import grp
 import json
 import os
@@ -18,11 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from agentd.core.plan import KernelPlan
-from agentd.errors import AgentdError, CommandNotFound, InvalidRequest, Problem, RuntimeFailure
+from agentd.errors import AgentdError, InvalidRequest, Problem, RuntimeFailure
 from agentd.failpoints import inherited
 from agentd.host.cgroups import Cgroup
 from agentd.host.units import Manager, Property, UnitExists, UnitRefused
 from agentd.runtimes.environment import environment
+from agentd.runtimes.exec_errors import refusal_of
 from agentd.runtimes.process import shim
 from agentd.runtimes.process.bundle import LOG
 
@@ -214,8 +214,10 @@ def failure(plan: KernelPlan, answer: Mapping[str, Any]) -> AgentdError:
     number = int(answer.get("errno", 0))
     why = os.strerror(number) if number else str(answer.get("why", "it gave no reason"))
     step = answer.get("step")
-    if step == "command" and number in (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR):
-        return CommandNotFound(f"command {plan.spec.command[0]!r}: {why}")
+    if step == "command":
+        refusal = refusal_of(plan.spec.command[0], number, why)
+        if refusal is not None:
+            return refusal
     if step == "working_dir":
         return InvalidRequest([Problem("working_dir", f"{plan.spec.working_dir!r}: {why}")])
     return RuntimeFailure(f"the kernel did not start; {step}: {why}")

@@ -139,7 +139,7 @@ class SystemdRuntime:
         seen = await self._manager.properties(unit, ("Result", "ExecMainStatus")) or {}
         status = seen.get("ExecMainStatus", 0)
         if status == _EXIT_EXEC:
-            return CommandNotFound(f"command {plan.spec.command[0]!r}: cannot be executed")
+            return CommandNotFound(f"command {plan.spec.command[0]!r:.300}: cannot be executed")
         if status == _EXIT_CHDIR:
             where = repr(plan.spec.working_dir)
             return InvalidRequest([Problem("working_dir", f"{where}: cannot be entered")])

@@ -84,7 +84,10 @@ def request_problems(spec: KernelSpec, rules: SystemdRules) -> Iterator[Problem]
     yield from _command_problems(spec.command)
     for name, value in spec.env.items():
         if not _ENV_NAME.fullmatch(name):
-            yield Problem(f"env.{name}", "is no name that systemd takes: letters, digits and _")
+            yield Problem(
+                f"env.{name}",
+                "expected a name of letters, digits and _, which is all that systemd takes",
+            )
         if name in RESERVED:
             yield Problem(f"env.{name}", "is set by systemd when a unit ends")
         if _CONTROL.search(value):
@@ -93,8 +96,7 @@ def request_problems(spec: KernelSpec, rules: SystemdRules) -> Iterator[Problem]
 
 def _command_problems(command: Sequence[str]) -> Iterator[Problem]:
     if command and "/" in command[0] and not command[0].startswith("/"):
-        why = f"invalid command {command[0]!r}: expected a name, or a path that begins with /"
-        yield Problem("command.0", why)
+        yield Problem("command.0", "expected a name, or a path that begins with /")
     for at, word in enumerate(command):
         if "\0" in word:
             yield Problem(f"command.{at}", "holds a NUL")

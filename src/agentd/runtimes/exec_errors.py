@@ -1,0 +1,29 @@
+"""Errors of execve(2) that the client of a create or exec can mend."""
+
+from __future__ import annotations
+
+import errno
+
+from agentd.errors import CommandNotFound, InvalidRequest, Problem, RequestError
+
+_NOT_FOUND = frozenset(
+    {
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.ENAMETOOLONG,
+        errno.ELOOP,
+        errno.EACCES,
+        errno.ENOEXEC,
+        errno.EISDIR,
+        errno.ELIBBAD,
+    }
+)
+
+
+def refusal_of(command: str, number: int, why: str) -> RequestError | None:
+    """Return the refusal of a command that could not be executed; None if it is not its fault."""
+    if number in _NOT_FOUND:
+        return CommandNotFound(f"command {command!r:.300}: {why}")
+    if number == errno.E2BIG:
+        return InvalidRequest([Problem("command", f"too long with its environment: {why}")])
+    return None

@@ -1,0 +1,59 @@
+"""Kernels that never run, or not for long: refusals, log lines and places in lists."""
+
+import asyncio
+import json
+import signal
+from collections import Counter
+
+import pytest
+
+from daemon import Daemon
+from daemon_pool import Serving
+
+
+@pytest.mark.parametrize(
+    ("word", "code"),
+    [
+        ("", "InvalidRequest"),
+        ("a" * 5000, "InvalidRequest"),
+        ("a" * 300, "CommandNotFound"),
+        ("/bin/" + "a" * 300, "CommandNotFound"),
+        ("/bin/sh/x", "CommandNotFound"),
+        ("/bin", "CommandNotFound"),
+    ],
+    ids=lambda word: word[:8],
+)
+async def test_first_word_that_cannot_be_executed_is_the_callers_fault(
+    serving: Serving, word: str, code: str
+) -> None:
+    daemon = await serving()
+    refused = await daemon.create(command=[word])
+    assert (refused.status, refused.json["code"]) == (422, code), refused.content
+
+
+async def test_each_end_of_a_short_command_is_logged_once(serving: Serving) -> None:
+    daemon = await serving()
+    names = [f"short-{number}" for number in range(12)]
+    await asyncio.gather(
+        *(
+            daemon.create(kernel_id=name, command=["true"], slots={"cpu": 0, "mem": "16m"})
+            for name in names
+        )
+    )
+    for name in names:
+        await daemon.until(name, "terminated")
+    lines = [line for line in daemon.log.splitlines() if '"kernel.ended"' in line]
+    ended = Counter(json.loads(line)["kernel_id"] for line in lines)
+    assert ended == Counter(names)
+
+
+async def test_page_begins_after_a_kernel_removed_before_a_restart(plain: Daemon) -> None:
+    await plain.start()
+    for kernel_id in ("k1", "k2", "k3"):
+        await plain.running(kernel_id=kernel_id, slots={"cpu": 0, "mem": "16m"})
+    await plain.call("DELETE", "/v1/kernels/k2?timeout=0")
+    await plain.restart(number=signal.SIGKILL)
+    after = await plain.get("/v1/kernels?limit=1&after=k2")
+    assert [kernel["kernel_id"] for kernel in after] == ["k3"]
+    unknown = await plain.call("GET", "/v1/kernels?after=k4")
+    assert (unknown.status, unknown.json["code"]) == (422, "InvalidRequest")

@@ -1,0 +1,82 @@
+"""The OpenAPI document: every member of every body has a bound, and flags are booleans."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from agentd.rpc.routes import ROUTES, Route, document
+from agentd_fleet.routes import ROUTES as FLEET_ROUTES
+
+BOTH = [pytest.param(ROUTES, id="node"), pytest.param(FLEET_ROUTES, id="fleet")]
+NEEDS = {
+    "string": ("maxLength", "enum", "const"),
+    "array": ("maxItems",),
+    "integer": ("maximum",),
+}
+AMOUNT = "/slots/*"
+"""Amounts have the bound of their slot's kind, which the schema does not know."""
+
+
+def unbounded(schema: Mapping[str, Any], defs: Mapping[str, Any], where: str) -> Iterator[str]:
+    """Yield the places in a schema that take a value of any size."""
+    while (ref := schema.get("$ref")) is not None:
+        schema = defs[ref.rpartition("/")[2]]
+    for choice in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        yield from unbounded(choice, defs, where)
+    kind = schema.get("type")
+    if kind is None and "anyOf" not in schema and "oneOf" not in schema:
+        yield f"{where}: anything"
+    if kind in NEEDS and not any(key in schema for key in NEEDS[kind]):
+        yield f"{where}: {kind}"
+    if kind == "number" and "maximum" not in schema and not where.endswith(AMOUNT):
+        yield f"{where}: number"
+    if kind == "array":
+        yield from unbounded(schema["items"], defs, f"{where}/[]")
+    if kind == "object":
+        yield from unbounded_object(schema, defs, where)
+
+
+def unbounded_object(
+    schema: Mapping[str, Any], defs: Mapping[str, Any], where: str
+) -> Iterator[str]:
+    for name, member in schema.get("properties", {}).items():
+        yield from unbounded(member, defs, f"{where}/{name}")
+    others = [*schema.get("patternProperties", {}).values()]
+    if isinstance(more := schema.get("additionalProperties", {}), Mapping):
+        others += [more] if more or "properties" not in schema else []
+    if "properties" in schema and more is not False:
+        yield f"{where}: unknown members"
+    if "properties" not in schema and "maxProperties" not in schema:
+        yield f"{where}: object"
+    if "properties" not in schema and "maxLength" not in schema.get("propertyNames", {}):
+        yield f"{where}: names"
+    for other in others:
+        if other:
+            yield from unbounded(other, defs, f"{where}/*")
+
+
+@pytest.mark.parametrize("routes", BOTH)
+def test_document_bounds_every_member_of_every_body(routes: Sequence[Route]) -> None:
+    whole = document("x", routes)
+    defs = whole["components"]["schemas"]
+    bodies = 0
+    for path, calls in whole["paths"].items():
+        for call in calls.values():
+            if "requestBody" in call:
+                bodies += 1
+                schema = call["requestBody"]["content"]["application/json"]["schema"]
+                assert [*unbounded(schema, defs, path)] == []
+    assert bodies == 2
+
+
+@pytest.mark.parametrize("routes", BOTH)
+def test_document_has_booleans_for_flags(routes: Sequence[Route]) -> None:
+    flags = {
+        parameter.name: parameter.schema["type"]
+        for route in routes
+        for parameter in route.takes
+        if parameter.name in ("dry_run", "follow", "timestamps", "check")
+    }
+    assert {"dry_run", "follow", "timestamps"} <= flags.keys()
+    assert set(flags.values()) == {"boolean"}
