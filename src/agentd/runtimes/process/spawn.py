@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from agentd.core.names import shortened
 from agentd.core.plan import KernelPlan
 from agentd.errors import AgentdError, CommandNotFound, InvalidRequest, Problem, RuntimeFailure
 from agentd.failpoints import inherited
@@ -27,6 +28,10 @@ from agentd.runtimes.process import shim
 from agentd.runtimes.process.bundle import LOG
 
 SPAWN_TIMEOUT_S = 30.0
+_NO_COMMAND = frozenset(
+    {errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
+)
+"""What execve(2) says of a command that is not there, or cannot be executed."""
 STOP_MORE_S = 5.0
 """What a shim has beyond its kernel's time to end, before systemd kills it."""
 SLICE = "agentd.slice"
@@ -213,9 +218,15 @@ def failure(plan: KernelPlan, answer: Mapping[str, Any]) -> AgentdError:
     """Return the error that says why a shim did not start its kernel."""
     number = int(answer.get("errno", 0))
     why = os.strerror(number) if number else str(answer.get("why", "it gave no reason"))
-    step = answer.get("step")
-    if step == "command" and number in (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR):
-        return CommandNotFound(f"command {plan.spec.command[0]!r}: {why}")
+    step = str(answer.get("step"))
+    if step == "command" and number in _NO_COMMAND:
+        return CommandNotFound(f"command {shortened(plan.spec.command[0])}: {why}")
+    if step == "command" and number == errno.E2BIG:
+        return InvalidRequest([Problem("command", "is too long, together with env")])
     if step == "working_dir":
         return InvalidRequest([Problem("working_dir", f"{plan.spec.working_dir!r}: {why}")])
+    if step.startswith("ulimits."):
+        return InvalidRequest([Problem(step, f"cannot be set on this node: {why}")])
+    if number == errno.EAGAIN and "nproc" in plan.spec.container.ulimits:
+        return InvalidRequest([Problem("ulimits.nproc", f"is too low to start a kernel: {why}")])
     return RuntimeFailure(f"the kernel did not start; {step}: {why}")

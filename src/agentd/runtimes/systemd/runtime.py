@@ -55,8 +55,8 @@ ENDING = frozenset({"stop-post", "final-sigterm", "final-sigkill"})
 """Sub-states of a unit whose command is over, and whose `ExecStopPost=` may be running."""
 LOOK_S = 1.0
 """How long to wait at most before a unit is looked at again that is about to end."""
-_EXIT_CHDIR, _EXIT_EXEC = 200, 203
-"""What systemd's own child exits with where it cannot change the folder, or execute
+_EXIT_CHDIR, _EXIT_EXEC, _EXIT_LIMITS = 200, 203, 205
+"""What systemd's own child exits with where it cannot change the folder, execute, or set a limit
 (systemd.exec(5), "Process Exit Codes")."""
 
 
@@ -138,6 +138,8 @@ class SystemdRuntime:
         status = seen.get("ExecMainStatus", 0)
         if status == _EXIT_EXEC:
             return CommandNotFound(f"command {plan.spec.command[0]!r}: cannot be executed")
+        if status == _EXIT_LIMITS:
+            return InvalidRequest([Problem("ulimits", "cannot be set on this node")])
         if status == _EXIT_CHDIR:
             where = repr(plan.spec.working_dir)
             return InvalidRequest([Problem("working_dir", f"{where}: cannot be entered")])
