@@ -1,4 +1,4 @@
-"""A caller's mistake is refused as one, whoever finds it, and no answer shows the engine's storage."""
+"""A caller's mistake is refused as one, and no answer shows the engine's storage."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -49,7 +49,8 @@ IN_CONTAINERS: list[tuple[dict[str, Any], str]] = [
     *(
         ({"working_dir": folder}, "working_dir")
         for folder in (
-            "/bin/busybox", "/bin/busybox/x", LONG, NAME, "/proc/self/nosuch", "/dev/null", "/sys/x",
+            "/bin/busybox", "/bin/busybox/x", LONG, NAME, "/proc/self/nosuch", "/dev/null",
+            "/sys/x",
         )
     ),
 ]  # fmt: skip
