@@ -40,7 +40,7 @@ MOST_ERROR = 1 << 20
 MOST_DETAIL, MOST_MESSAGE = 16 << 10, 1000
 """Characters of an error message that are understood, and that are passed on."""
 _STORAGE = re.compile(
-    r"(?<![^\s\"':=(])(?:/[^/\s\"':]+)+/(?:[0-9a-f]{64}|l/[A-Z0-9]{26})"
+    r"(?<![^\s\"':=(])[^\s\"':=(]*/(?:[0-9a-f]{64}|l/[A-Z0-9]{26})"
     r"(?:-init)?(?:/merged|/rootfs|/diff)?"
 )
 """Where an engine keeps a container or a layer: nothing that a caller may know."""
@@ -233,23 +233,26 @@ async def _objects(stream: aiohttp.StreamReader) -> AsyncGenerator[Mapping[str, 
         AnswerLost: it is not an array of objects, was cut short, or is too large.
     """
     utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-    text, size, count, tried, is_open = "", 0, 0, 0, False
+    parts, size, count, is_open = [""], 0, 0, False
     while True:
         chunk = await stream.readany()
-        text, size = text + utf8.decode(chunk), size + len(chunk)
-        if chunk and len(text) < 2 * tried:
+        parts.append(utf8.decode(chunk))
+        size += len(chunk)
+        rest, new = len(parts[0]), sum(map(len, parts[1:]))
+        if chunk and new < rest:
             continue  # else a long object would be parsed anew with each of its parts
+        text = "".join(parts)
         if text and not is_open:
             is_open, text = text[0] == "[", text[1:]
         found, text = _parsed(text)
         for item in found:
             yield item
-        count, tried = count + len(found), len(text)
+        parts, count = [text], count + len(found)
         if text.startswith("]") and is_open:
             return
         if not chunk or not is_open:
             raise AnswerLost("the engine's answer is not a list of objects, or was cut short")
-        if tried > MOST_ANSWER or size > MOST_LIST or count > MOST_LISTED:
+        if len(text) > MOST_ANSWER or size > MOST_LIST or count > MOST_LISTED:
             raise AnswerLost("the engine's list is too large to be read")
 
 

@@ -57,6 +57,8 @@ def summarized(listed: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises:
         AnswerLost: it does not describe a container.
     """
+    if not isinstance(listed.get("Labels"), Mapping | None):
+        raise AnswerLost("the engine's list has labels that are not an object")
     return identified(
         {
             "Id": container_id(listed.get("Id")),
