@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from agentd.core.kernel import Pull
+from agentd.errors import ImageNotFound, RuntimeUnavailable
 from agentd.runtimes.docker import engine as module
 from agentd.runtimes.docker.engine import AnswerLost, EngineClient, EngineError, presentable
+from agentd.runtimes.docker.images import Images
 from runtimes.docker.test_engine import FakeEngine, says
 
 HASH = "0123456789abcdef" * 4
@@ -186,3 +189,31 @@ def test_where_an_engine_keeps_its_layers_is_not_shown(said: str, shown: str) ->
 @pytest.mark.parametrize("part", ["/a", "/", f"/{HASH[1:]}"])
 def test_a_message_of_many_paths_is_cut_before_it_is_read(part: str) -> None:
     assert len(presentable(part * (1 << 20))) < 1100
+
+
+@pytest.mark.parametrize(
+    ("lines", "error", "told"),
+    [
+        ([b'{"status": "x", "id": ["a"]}', b"[1]"], RuntimeUnavailable, "not an object"),
+        ([b"[" * 100_000], RuntimeUnavailable, "cut"),
+        ([b'{"status": "' + b"x" * (1 << 20)], RuntimeUnavailable, "cut"),
+        ([b'{"error": "no: ' + b"x" * 3000 + b'"}'], ImageNotFound, "no: xxx"),
+        ([b'{"status": {"a": 1}, "id": 7, "progressDetail": 3}'], RuntimeUnavailable, "cut short"),
+        ([b'{"status": "Downloading", "id": 7, "progressDetail": 3}'], RuntimeUnavailable, "short"),
+    ],
+)
+async def test_what_an_engine_tells_of_a_pull_is_bounded(
+    engine, client, lines, error, told
+) -> None:
+    engine.answer = pieces(*(line + b"\n" for line in lines))
+    with pytest.raises(error, match=told) as caught:
+        await Images(client, None).pull("image:1", None, lambda _: None)
+    assert len(str(caught.value)) < 1200
+
+
+async def test_the_layers_of_a_pull_are_counted_up_to_a_bound(engine, client) -> None:
+    line = b'{"status": "Downloading", "id": "%d", "progressDetail": {"current": 1, "total": 2}}\n'
+    engine.answer = pieces(*(line % number for number in range(3000)), b'{"status": "Status: x"}\n')
+    told: list[Pull] = []
+    await Images(client, None).pull("image:1", None, told.append)
+    assert max(pull.total for pull in told) <= 2048

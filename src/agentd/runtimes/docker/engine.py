@@ -22,6 +22,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+from aiohttp.http import HttpProcessingError
 
 _NO_LIMIT = aiohttp.ClientTimeout(sock_connect=10.0)
 _BASE = "http://docker"
@@ -30,11 +31,11 @@ _VERSION = re.compile(r"[0-9]{1,3}\.[0-9]{1,3}")
 MOST_ANSWER = 16 << 20
 """Bytes of one answer, or of one element of a list.
 
-An inspection repeats at most 12 bytes for each of a request (a command of `<`, twice, as
-`\\u003c`), and a request has 1 MiB.
+An inspection repeats a byte of a request, which has 1 MiB, at most five times: a command stands
+in it twice, a label once more in the record, escaped.
 """
 MOST_LIST, MOST_LISTED = 256 << 20, 20_000
-"""Bytes and elements of a list; a thousand containers with the longest labels take half of it."""
+"""Bytes and elements of a list; a thousand containers take 2 MB, with the longest labels 200 MB."""
 MOST_ERROR = 1 << 20
 """Bytes that are read of an answer that is an error."""
 MOST_DETAIL, MOST_MESSAGE = 16 << 10, 1000
@@ -176,8 +177,9 @@ class EngineClient:
                 yield response
         except aiohttp.ClientConnectorError as error:
             raise EngineUnreachable(f"{self._socket}: {error.os_error.strerror}") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise AnswerLost(f"{self._socket}: {type(error).__name__}: {error}") from error
+        except (aiohttp.ClientError, HttpProcessingError, OSError) as error:
+            why = shortly(f"{type(error).__name__}: {error}")
+            raise AnswerLost(f"{self._socket}: {why}") from error
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:

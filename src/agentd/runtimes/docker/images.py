@@ -120,7 +120,7 @@ class Images:
         credentials = self._credentials(image)
         headers = {"X-Registry-Auth": _header(credentials)} if credentials else {}
         async with self._engine.stream("POST", "/images/create", params, headers) as stream:
-            async for line in stream:  # which raises ValueError where one is too long
+            async for line in stream:
                 said = json.loads(line)
                 if not isinstance(said, dict):
                     raise AnswerLost("the engine tells of a pull what is not an object")
