@@ -171,6 +171,24 @@ async def test_a_container_made_by_hand_is_adopted_by_its_events(dockered, engin
     await dockered.until("k1", "lost")
 
 
+async def test_an_event_of_a_container_with_its_image_s_labels_makes_no_kernel(
+    dockered, engine: Engine
+) -> None:
+    engine.clean()
+    await dockered.start(ONE_GPU)
+    kernel = await dockered.running(**ASK)
+    engine.call("POST", f"/commit?container={kernel['container_id']}&repo=child&tag=1")
+    await dockered.call("DELETE", "/v1/kernels/k1?timeout=0")
+    body = {"Image": "child:1", "Cmd": ["sleep", "1000"], "HostConfig": {"NetworkMode": "none"}}
+    container = engine.call("POST", "/containers/create?name=not-ours", body)["Id"]
+    engine.call("POST", f"/containers/{container}/start")
+    marker = await dockered.running(kernel_id="k2", slots={"cuda.device": 1})
+    engine.call("POST", f"/containers/{marker['container_id']}/kill")
+    await dockered.until("k2", "terminated")  # and so the events before were heard
+    assert [k["kernel_id"] for k in await dockered.get("/v1/kernels")] == ["k2"]
+    engine.call("DELETE", f"/containers/{container}?force=1")
+
+
 async def test_a_limit_that_is_changed_by_hand_is_shown(dockered, engine: Engine) -> None:
     engine.clean()
     await dockered.start(ONE_GPU)

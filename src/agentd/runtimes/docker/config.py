@@ -14,6 +14,7 @@ from typing import Any
 from agentd.core.container_edits import Mount
 from agentd.core.container_options import TOO_LONG, is_too_long, over_ceiling
 from agentd.core.kernel import KernelSpec, Port
+from agentd.core.names import shortened
 from agentd.core.plan import LABEL_PREFIX, KernelPlan
 from agentd.core.record import SCHEMA
 from agentd.errors import Problem
@@ -76,7 +77,9 @@ class DockerRules:
         if is_too_long(spec.working_dir or ""):
             yield Problem("working_dir", TOO_LONG)
         if spec.user and not _has_ids(spec.user):
-            yield Problem("user", f"invalid user: expected ids from 0 to {_MOST_ID}")
+            yield Problem(
+                "user", f"invalid user {shortened(spec.user)}: expected ids from 0 to {_MOST_ID}"
+            )
         targets = [mount.target for mount in spec.mounts]
         targets += [tmpfs.target for tmpfs in spec.container.tmpfs]
         for target in sorted({target for target in targets if targets.count(target) > 1}):

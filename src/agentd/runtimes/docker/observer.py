@@ -60,7 +60,8 @@ class Observer:
     async def listing(self) -> Listing:
         """Return every kernel; what cannot be inspected alone is as the list says."""
         with proving():
-            return await asyncio.wait_for(self._listed(), LIST_TIMEOUT_S)
+            async with asyncio.timeout(LIST_TIMEOUT_S):
+                return await self._listed()
 
     async def _listed(self) -> Listing:
         filters = json.dumps({"label": [f"{NODE_LABEL}={self._node_id}"]})
@@ -135,7 +136,7 @@ class Observer:
         return (labels.get(NODE_LABEL), labels.get(KERNEL_LABEL)) == (self._node_id, kernel_id)
 
     async def _was_renamed(self, shown: Mapping[str, Any]) -> bool:
-        """Tell a kernel that somebody renamed from a container that inherits its image's labels."""
+        """Return whether a kernel was renamed; else a container has its labels from its image."""
         with absent_is_fine():
             image = await self._engine.call("GET", f"/images/{image_id(shown['Image'])}/json")
             inherited = (image.get("Config") or {}).get("Labels") or {}
@@ -188,7 +189,7 @@ class Observer:
         return replace(found, ending=ending)
 
     def _fits(self, shown: Mapping[str, Any]) -> bool:
-        """Tell whether a container's name is the one that its labels call for."""
+        """Return whether a container's name is the one that its labels call for."""
         kernel_id = kernel_of(shown)
         if kernel_id is None or labels_of(shown).get(NODE_LABEL) != self._node_id:
             return False

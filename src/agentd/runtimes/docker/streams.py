@@ -72,7 +72,7 @@ class OwnEvents:
             self._until.pop((action, name), None)
 
     def is_own(self, event: ContainerEvent) -> bool:
-        """Tell whether an event was expected; it is not expected again."""
+        """Return whether an event was expected; it is not expected again."""
         if event.action in ("die", DESTROY):
             self.forget(event.name)
         return self._until.pop((event.action, event.name), 0.0) > time.monotonic()
