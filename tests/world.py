@@ -20,7 +20,7 @@ import aiohttp
 
 from agentd.core.invariants import Accounted, NodeSnapshot, Present, Violation, changes, violations
 from agentd.core.kernel import ENDED, LIVE, STARTING, KernelState
-from agentd.core.plan import kernel_name
+from agentd.core.plan import kernel_name, name_prefix
 from daemon import AGENTS, Answer, Daemon, gpus
 
 SEED = int(os.environ["AGENTD_SEED"])
@@ -219,7 +219,7 @@ class World:
         ]
 
     def _name(self, labels: dict[str, str]) -> str:
-        return kernel_name(self.node, labels.get("io.agentd.kernel", ""))
+        return f"{name_prefix(self.node)}{labels.get('io.agentd.kernel', '')}"
 
     def _present(
         self, by_stable_id: dict[str, str], processes: Iterable[Environment]
@@ -271,7 +271,7 @@ class World:
                 yield f"process {pid} of a dead daemon's plugin"
         kept = {kernel_name(self.node, kernel_id) for kernel_id in accounted}
         for parent in GROUPS:
-            for group in parent.glob(f"{kernel_name(self.node, '')}*"):
+            for group in parent.glob(f"{name_prefix(self.node)}*"):
                 if group.name not in kept:
                     yield f"cgroup {group.name}"
 

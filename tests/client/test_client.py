@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from agentd.client import AsyncClient, Client, NodeEvent, calls
+from agentd.client.paths import at
 from agentd.client.problems import error_in, error_of
 from agentd.errors import (
     AgentdError,
@@ -268,6 +269,13 @@ async def test_a_command_waits_for_a_daemon_that_is_not_ready_and_not_for_ever(
     finally:
         deaf.close()
         await runner.cleanup()
+
+
+@pytest.mark.parametrize("name", ["", ".", ".."])
+def test_a_step_in_a_path_is_no_name_of_anything(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="invalid name"):
+        at("kernels", name, "stop")
+    assert at("kernels", "a/..") == "/v1/kernels/a%2F.."
 
 
 def test_every_route_has_a_call() -> None:

@@ -7,7 +7,9 @@ from agentd.core.devices import DeviceId
 from agentd.core.kernel import KernelState
 from agentd.core.ledger import UNREADABLE_SLOT, Allocation, Ledger, Share
 from agentd.core.observation import ObservedState
-from core.kernels import GPU, HELD, KERNEL, NODE, encoded, found
+from agentd.core.reconcile import reconcile
+from agentd.core.slots import ONE, SlotKind
+from core.kernels import GPU, HELD, KERNEL, MEM, NODE, encoded, found
 from core.machines import cores, gpus, machine, memory
 
 
@@ -98,3 +100,29 @@ def test_a_remembered_kernel_whose_record_cannot_be_read_holds_everything(text: 
 def test_a_remembered_kernel_is_what_its_record_says_under_the_name_of_its_file() -> None:
     kernel = recalled("k9", encoded(), "other", NODE, 5.0).kernel
     assert kernel == replace(KERNEL, kernel_id="k9")
+
+
+@pytest.mark.parametrize(
+    ("changes", "degraded"),
+    [
+        ({}, ()),
+        ({"memory_bytes": 4096, "cores": ("2", "1")}, ()),
+        ({"memory_bytes": 8192}, ("mem: limited to 8192 instead of 4096 bytes",)),
+        ({"memory_bytes": 0}, ("mem: not limited instead of 4096 bytes",)),
+        ({"cores": ("0", "1")}, ("cpu: runs on 0, 1 instead of 1, 2",)),
+        ({"memory_bytes": 1, "cores": ("3",), "is_partial": True}, ()),
+    ],
+)
+def test_limits_that_somebody_changed_are_noticed_and_found_mended(changes, degraded) -> None:
+    held = tuple(Share(DeviceId("cpu", n), f"cpu-{n}", "cpu", SlotKind.COUNT, ONE) for n in "12")
+    record = encoded(allocation=Allocation((MEM, *held)), not_enforced=())
+    item = found(record=record, **changes)
+    assert adopt(item, NODE).kernel.degraded == degraded
+    known = {"k1": adopt(found(record=record), NODE).kernel}
+    actions = reconcile(known, [item], NODE)
+    assert [action.kernel.degraded for action in actions] == [degraded] * bool(degraded)
+    if degraded:
+        (mended,) = reconcile({"k1": actions[0].kernel}, [found(record=record)], NODE)
+        assert mended.kernel.degraded == ()
+    unlimited = encoded(allocation=Allocation((MEM, *held)), not_enforced=("cpu", "mem"))
+    assert adopt(found(record=unlimited, **changes), NODE).kernel.degraded == ()

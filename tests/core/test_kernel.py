@@ -17,7 +17,6 @@ from agentd.core.kernel import (
     Kernel,
     KernelState,
     Sight,
-    is_kernel_id,
 )
 from agentd.core.observation import ObservedState
 from agentd.core.reconcile import MarkAbsent, reconcile
@@ -105,13 +104,3 @@ def test_the_page_of_states_is_made_from_the_tables() -> None:
         assert f"## `{name}`" in api
         members = fields(value) if is_dataclass(value) else ()
         assert all(f"| `{member.name}` |" in api for member in members)
-
-
-@pytest.mark.parametrize(
-    ("text", "is_one"),
-    [("k1", True), ("a.b-c_d", True), ("", False), (".", False), ("..", False), ("a/b", False),
-     ("-x", False), ("k\n", False), ("k\0", False), ("x" * 63, True), ("x" * 64, False),
-     (".removed-k1", False), ("é", False)],
-)  # fmt: skip
-def test_a_kernel_id_is_checked_before_it_becomes_part_of_a_path(text: str, is_one: bool) -> None:
-    assert is_kernel_id(text) is is_one

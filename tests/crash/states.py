@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from agentd.core.plan import kernel_name
+from agentd.core.plan import name_prefix
 from agentd.failpoints import POINTS
 from world import GROUPS, World, environments, started
 
@@ -46,11 +46,11 @@ def left_behind(world: World) -> str:
         if int(env.get("AGENTD_PLUGIN", "0").partition(".")[0]) in world.dead:
             lines.append("plugin")
     for parent in GROUPS:
-        for group in parent.glob(f"{kernel_name(world.node, '')}*"):
+        for group in parent.glob(f"{name_prefix(world.node)}*"):
             members = (group / "cgroup.procs").read_text().split()
             lines.append(f"cgroup {parent.parent.name} {group.name} {len(members)}")
     lines += [f"container {line}" for line in _containers(world)]
-    text = "\n".join(sorted(lines)).replace(kernel_name(world.node, ""), "KERNEL-")
+    text = "\n".join(sorted(lines)).replace(name_prefix(world.node), "KERNEL-")
     return text.replace(world.node, "NODE").replace(str(folder), "FOLDER")
 
 

@@ -17,7 +17,7 @@ from agentd.core.container_edits import ContainerEdits, DeviceNode, Mount
 from agentd.core.container_options import ContainerOptions, Ulimit
 from agentd.core.kernel import Kernel, KernelSpec, KernelState
 from agentd.core.observation import ObservedState
-from agentd.core.plan import KernelPlan, NodeFacts, build_plan, fence_of
+from agentd.core.plan import KernelPlan, NodeFacts, build_plan, fence_of, name_prefix
 from agentd.core.usage import Usage
 from agentd.errors import RuntimeFailure
 from agentd.host.systemd import version_of, why_no_systemd
@@ -61,6 +61,10 @@ def test_names_lead_back_to_kernels() -> None:
     assert kernel_of("n", unit_name("n", "k-1.x")) == "k-1.x"
     assert kernel_of("other", unit_name("n", "k1")) is None
     assert kernel_of("n", "agentd-fleet-join.service") is None
+    for name in ("", "..", "a@b", "x" * 64):
+        assert kernel_of("n", f"{name_prefix('n')}{name}.service") is None
+        with pytest.raises(ValueError, match="invalid name"):
+            unit_name("n", name)
     assert slice_name("team-a") == r"agentd-team\x2da.slice"
 
 

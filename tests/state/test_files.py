@@ -61,6 +61,24 @@ def test_a_record_under_a_name_that_no_kernel_has_is_nobody_s(state: StateFolder
     assert state.load_records() == []
 
 
+@pytest.mark.parametrize("kernel_id", ["../../PWNED", "..", "a/b", ""])
+def test_nothing_is_written_or_removed_by_the_id_of_no_kernel(
+    state: StateFolder, tmp_path: Path, kernel_id: str
+) -> None:
+    victim = tmp_path / "PWNED.json"
+    victim.write_text("precious")
+    before = sorted(tmp_path.rglob("*"))
+    for step in (
+        lambda: state.save_intent(kernel_id, "{}"),
+        lambda: state.save_phase(kernel_id, Phase.ENDED, lambda: "{}"),
+        lambda: state.drop_record(kernel_id),
+    ):
+        with pytest.raises(ValueError, match="invalid name"):
+            step()
+    assert sorted(tmp_path.rglob("*")) == before
+    assert victim.read_text() == "precious"
+
+
 def test_no_record_is_read_through_a_link(state: StateFolder, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     (state.folder / "records" / "k1.json").symlink_to(tmp_path / "secret")

@@ -235,6 +235,8 @@ class Gateway:
         if request.method == "POST" and rest.endswith("/kernels"):
             why = "kernels are created with POST /v1/kernels; name the node in placement.nodes"
             raise InvalidRequest([Problem("rest", why)])
+        if not {"", ".", ".."}.isdisjoint(rest.split("/")):
+            raise InvalidRequest([Problem("rest", "expected a path without empty parts, . and ..")])
         node = self._lists.node(caller, request.match_info["node"])
         path = request.rel_url.raw_path_qs.split("/", 4)[4]
         is_socket = "Upgrade" in request.headers

@@ -27,7 +27,7 @@ from agentd.errors import AgentdError
 from agentd.host.probe import boot_id
 from agentd.host.sd_notify import Notifier
 from agentd_fleet.etcd import Access, Etcd, LeaseGone
-from agentd_fleet.keys import prefix_of
+from agentd_fleet.keys import key_of, prefix_of
 from agentd_fleet.reading import NodeReader
 from agentd_fleet.report import NodeReport, Reading
 
@@ -172,7 +172,7 @@ class Publisher:
         return msgspec.json.encode(said)
 
     def _key(self, part: str, reading: Reading) -> str:
-        return f"{prefix_of(self._options.fleet)}{part}/{reading.node_id}"
+        return key_of(prefix_of(self._options.fleet), part, reading.node_id)
 
     def _complain(self, error: AgentdError) -> None:
         now = asyncio.get_running_loop().time()

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from agentd.core.names import is_name, shortened
 from agentd.core.slots import (
     ONE,
     AmountError,
@@ -232,6 +233,8 @@ def _listed(node_id: str, remark: str, *, seen_at: float, url: str = "") -> Publ
 
 
 def _node(node_id: str, said: NodeReport, seen_at: float) -> FleetNode:
+    if odd := [agent for agent in said.agents if not is_name(agent)]:
+        raise ValueError(f"invalid agent id {shortened(odd[0])}")
     types = _slot_types(tuple(said.slot_types))
     return FleetNode(
         node_id,

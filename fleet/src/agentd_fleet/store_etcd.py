@@ -6,16 +6,17 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 
 import msgspec
 import structlog
 
+from agentd.core.names import is_name, shortened
 from agentd.core.slots import SlotName, SlotType
 from agentd.errors import AgentdError
-from agentd_fleet.etcd import Change, Compacted, Etcd, KeyValue
-from agentd_fleet.keys import prefix_of
+from agentd_fleet.etcd import Compacted, Etcd, KeyValue
+from agentd_fleet.keys import key_of, prefix_of
 from agentd_fleet.report import (
     Published,
     SlotTypeReport,
@@ -56,15 +57,16 @@ class EtcdStore:
         return next((why for why in self._away.values() if why), "")
 
     async def route(self, kernel_id: str) -> Kept | None:
-        found = await self._etcd.get(f"{self._prefix}routes/{kernel_id}")
+        found = await self._etcd.get(key_of(self._prefix, "routes", kernel_id))
         return None if found is None else _kept(found)
 
     async def keep(self, route: Route, expected: int) -> int | None:
-        key = f"{self._prefix}routes/{route.kernel_id}"
+        key = key_of(self._prefix, "routes", route.kernel_id)
         return await self._etcd.put_if(key, msgspec.json.encode(route), expected=expected)
 
     async def drop(self, kernel_id: str, expected: int) -> bool:
-        return await self._etcd.delete_if(f"{self._prefix}routes/{kernel_id}", expected=expected)
+        key = key_of(self._prefix, "routes", kernel_id)
+        return await self._etcd.delete_if(key, expected=expected)
 
     async def routes(self) -> AsyncIterator[list[Kept]]:
         async for page in self._etcd.pages(f"{self._prefix}routes/"):
@@ -85,10 +87,10 @@ class EtcdStore:
         await self._etcd.delete(f"{self._prefix}slot-types/{name}")
 
     async def forget(self, node: FleetNode) -> None:
-        key = f"{self._prefix}nodes/{node.node_id}"
+        key = key_of(self._prefix, "nodes", node.node_id)
         await self._etcd.put(key, FORGOTTEN)  # which every gateway sees, though there was no key
         await self._etcd.delete(key)
-        await self._etcd.delete(f"{self._prefix}free/{node.node_id}")
+        await self._etcd.delete(key_of(self._prefix, "free", node.node_id))
         self._state.forget(node.node_id)
 
     async def run(self) -> None:
@@ -100,7 +102,7 @@ class EtcdStore:
     async def _follow(
         self,
         part: str,
-        are: Callable[[list[KeyValue]], Awaitable[None]],
+        are: Callable[[Mapping[str, KeyValue]], Awaitable[None]],
         changed: Callable[[str, bytes | None], Awaitable[None]],
     ) -> None:
         """Read all keys below a part, then every change, for ever."""
@@ -109,14 +111,14 @@ class EtcdStore:
             try:
                 if not after:
                     found, after = await self._etcd.range(prefix)
-                    await are(found)
+                    await are({pair.key.removeprefix(prefix): pair for pair in found})
                 self._away[part] = ""
                 watch = self._etcd.watch(prefix, after=after, silence_s=SILENCE_S)
                 async with contextlib.aclosing(watch) as changes:
                     async for batch, revision in changes:
                         self._away[part] = ""
                         for change in batch:
-                            await changed(_name(change), change.value)
+                            await changed(change.key.removeprefix(prefix), change.value)
                         after = max(after, revision)
             except Compacted:
                 after = 0
@@ -127,9 +129,9 @@ class EtcdStore:
                 self._away[part] = str(error)
             await asyncio.sleep(random.uniform(*AGAIN_S))  # noqa: S311 - no secret
 
-    async def _slot_types_are(self, found: list[KeyValue]) -> None:
-        for pair in sorted(found, key=lambda pair: pair.create_revision):
-            await self._slot_type(pair.key.rpartition("/")[2], pair.value)
+    async def _slot_types_are(self, found: Mapping[str, KeyValue]) -> None:
+        for name, pair in sorted(found.items(), key=lambda item: item[1].create_revision):
+            await self._slot_type(name, pair.value)
 
     async def _slot_type(self, name: str, value: bytes | None) -> None:
         if value is None:
@@ -142,14 +144,16 @@ class EtcdStore:
             return
         self._state.learn(slot)
 
-    async def _nodes_are(self, found: list[KeyValue]) -> None:
-        there = {pair.key.rpartition("/")[2]: pair.value for pair in found}
-        for node_id in self._reports.keys() - there.keys():
+    async def _nodes_are(self, found: Mapping[str, KeyValue]) -> None:
+        for node_id in self._reports.keys() - found.keys():
             await self._node(node_id, None)
-        for node_id, value in there.items():
-            await self._node(node_id, value)
+        for node_id, pair in found.items():
+            await self._node(node_id, pair.value)
 
     async def _node(self, node_id: str, value: bytes | None) -> None:
+        if not is_name(node_id):
+            log.warning("fleet.node_ignored", key=shortened(node_id))
+            return
         if value == FORGOTTEN:
             self._reports.pop(node_id, None)
             self._state.forget(node_id)
@@ -162,9 +166,9 @@ class EtcdStore:
         self._reports[node_id] = published_in(node_id, value, seen_at=time.time())
         self._note(node_id)
 
-    async def _free_are(self, found: list[KeyValue]) -> None:
-        for pair in found:
-            await self._freed(pair.key.rpartition("/")[2], pair.value)
+    async def _free_are(self, found: Mapping[str, KeyValue]) -> None:
+        for node_id, pair in found.items():
+            await self._freed(node_id, pair.value)
 
     async def _freed(self, node_id: str, value: bytes | None) -> None:
         if value is None:
@@ -191,12 +195,12 @@ class EtcdStore:
                 await self.learn(slot)
 
 
-def _name(change: Change) -> str:
-    return change.key.rpartition("/")[2]
-
-
 def _kept(found: KeyValue) -> Kept:
     try:
-        return Kept(msgspec.json.decode(found.value, type=Route), found.mod_revision)
+        route = msgspec.json.decode(found.value, type=Route)
     except msgspec.MsgspecError as error:
         raise BadRoute(f"what etcd has of {found.key} is no route: {error}") from None
+    names = (route.kernel_id, route.node_id, route.agent_id)
+    if not all(map(is_name, names)) or not found.key.endswith(f"/routes/{route.kernel_id}"):
+        raise BadRoute(f"what etcd has of {found.key} is the route of something else")
+    return Kept(route, found.mod_revision)

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 import tomlkit
 
+from agentd.core.names import is_name, shortened
 from agentd.errors import ConfigRefused, StartRefused
 
 FOLDER = Path("/etc/agentd/tokens")
@@ -34,6 +35,8 @@ def create_token(
     gateway: bool,  # noqa: FBT001 - click passes it
 ) -> None:
     """Write a new token for NAME, and print the lines that let it in."""
+    if odd := [word for word in (name, *agents) if not is_name(word)]:
+        raise click.UsageError(f"invalid name {shortened(odd[0])}")
     chosen = role or ("admin" if gateway else "agent")
     if gateway and chosen != "admin":
         raise click.UsageError("a gateway's token is an admin's; leave --role out")

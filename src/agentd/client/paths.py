@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from urllib.parse import quote, urlencode
 
+from agentd.errors import InvalidRequest, Problem
+
 
 def at(*parts: str, **query: object) -> str:
-    """Return the path of a call; parameters that are None are left out, lists are repeated."""
+    """Return the path of a call; parameters that are None are left out, lists are repeated.
+
+    Raises:
+        InvalidRequest: a part is a step in a path, which would lead to another call.
+    """
+    if steps := [part for part in parts if part in ("", ".", "..")]:
+        raise InvalidRequest([Problem("", f"invalid name {steps[0]!r}")])
     path = "/v1/" + "/".join(quote(part, safe="") for part in parts)
     pairs = [
         (name, item if isinstance(item, str) else _text(item))

@@ -8,9 +8,9 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
+from agentd.core.names import is_name
 from agentd.core.slots import CPU, MEM, AmountError, SlotKind, parse_base_units
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 DEVICE_NAME = re.compile(r"[a-z][a-z0-9_-]{0,30}")
 MAX_SOCKET_PATH = 107
 """Bytes in the longest unix socket path that Linux binds (unix(7))."""
@@ -46,7 +46,7 @@ class Section(BaseModel):
 
 def name(value: object) -> object:
     """Refuse anything but a name or None; the message of a ValueError says what is expected."""
-    if value is not None and not (isinstance(value, str) and NAME.fullmatch(value)):
+    if value is not None and not is_name(value):
         raise ValueError(
             f"invalid name {value!r}: expected 1 to 63 letters, digits, '_', '.' and '-',"
             " starting with a letter or digit"

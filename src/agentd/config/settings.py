@@ -28,12 +28,12 @@ from agentd.config.plugins import PluginSettings
 from agentd.config.runtimes import RuntimeSettings
 from agentd.config.section import (
     DEFAULT_SLOTS,
-    NAME,
     Name,
     Section,
     SizeBytes,
     refuse_bool,
 )
+from agentd.core.names import is_name
 from agentd.core.partition import DEFAULT_AGENT
 from agentd.core.policy import Affinity, Policy, Strategy
 from agentd.core.rules import AllocationMode, Ids, SplitOrder, SplitRules, parse_device_rule
@@ -95,7 +95,7 @@ class RpcSettings(Section):
         names = [self.socket.stem, *(token.name for token in self.tokens)]
         names += [socket.caller_name for socket in self.sockets]
         names += [self.token_file.stem] if self.token_file else []
-        if odd := [name for name in names[1:] if not NAME.fullmatch(name)]:
+        if odd := [name for name in names[1:] if not is_name(name)]:
             raise ValueError(f"no caller can be called {odd[0]!r}: give the socket a name")
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"duplicate name {', '.join(twice)} of tokens and sockets")

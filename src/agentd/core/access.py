@@ -7,12 +7,11 @@ refused with the roles that may.
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self
 
-CALLER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
+from agentd.core.names import is_name
 
 
 class Right(StrEnum):
@@ -68,7 +67,7 @@ class Caller:
             name, role, agents = content["name"], Role(content["role"]), content.get("agents")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ValueError('expected {"name": …, "role": …, "agents": […] or null}') from None
-        if not isinstance(name, str) or not CALLER_NAME.fullmatch(name):
+        if not is_name(name):
             raise ValueError("expected a name of letters, digits, _ . and - (at most 63)")
         if agents is not None and not (
             isinstance(agents, list) and agents and all(isinstance(item, str) for item in agents)

@@ -78,7 +78,33 @@ def adopt(
 
 
 def _sighted(kernel: Kernel, item: ObservedKernel) -> Kernel:
-    return kernel.observed(SIGHTS[item.state]) if item.state in SIGHTS else kernel
+    if item.state not in SIGHTS:
+        return kernel
+    return kernel.observed(SIGHTS[item.state], degraded=changed_limits(kernel, item))
+
+
+def changed_limits(kernel: Kernel, item: ObservedKernel) -> tuple[str, ...]:
+    """Return the limits of a kernel that are not what it was given, as far as its runtime tells.
+
+    One that was given no cores, or no memory, has those of its agent, and is not compared.
+    """
+    if item.is_partial:
+        return kernel.degraded
+    cores: list[str] = []
+    memory = 0
+    for share in kernel.allocation.shares:
+        if share.slot == CPU:
+            cores.append(share.device_id.id)
+        elif share.slot == MEM:
+            memory += share.amount
+    found = []
+    pinned = item.cores if cores and CPU not in kernel.not_enforced else None
+    if pinned is not None and set(pinned) != set(cores):
+        found.append(f"cpu: runs on {', '.join(pinned)} instead of {', '.join(cores)}")
+    if memory and item.memory_bytes not in (None, memory) and MEM not in kernel.not_enforced:
+        limit = f"limited to {item.memory_bytes}" if item.memory_bytes else "not limited"
+        found.append(f"mem: {limit} instead of {memory} bytes")
+    return tuple(found)
 
 
 def _recorded(item: ObservedKernel) -> Kernel:

@@ -37,6 +37,15 @@ ULIMITS = (
 )  # fmt: skip
 """The names that an engine takes (setrlimit(2) without its RLIMIT_)."""
 UNLIMITED = -1
+_PATH_MAX, _NAME_MAX = 4095, 255
+"""Bytes of a path and of one name in it (limits.h)."""
+TOO_LONG = f"is too long; allowed: {_PATH_MAX} bytes, and {_NAME_MAX} for each name in it"
+
+
+def is_too_long(path: str) -> bool:
+    """Return whether no file can have this path."""
+    raw = path.encode(errors="replace")
+    return len(raw) > _PATH_MAX or max(map(len, raw.split(b"/"))) > _NAME_MAX
 
 
 def over_ceiling(

@@ -8,7 +8,6 @@ docs/reference/states.md is made from the two tables.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -17,14 +16,10 @@ from typing import Any, NamedTuple
 from agentd.core.container_edits import Mount
 from agentd.core.container_options import ContainerOptions
 from agentd.core.ledger import Allocation
+from agentd.core.names import NAME
 
-KERNEL_ID = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
+KERNEL_ID = NAME
 """What kernel ids look like: they stand in names of containers, folders and cgroups."""
-
-
-def is_kernel_id(text: str) -> bool:
-    """Tell whether a name, wherever it comes from, can be a kernel's."""
-    return re.fullmatch(KERNEL_ID, text) is not None
 
 
 class KernelState(StrEnum):
@@ -180,7 +175,8 @@ class Kernel:
     """One kernel as agentd knows it; times are seconds since the epoch.
 
     `slots` are plain decimals as they were granted, `handle` is what the runtime knows
-    it by (a container id, a process id); `created_by` is the caller's name.
+    it by (a container id, a process id); `created_by` is the caller's name; `degraded` lists the
+    limits that somebody changed since.
     """
 
     kernel_id: str
@@ -196,6 +192,7 @@ class Kernel:
     started_at: float | None = None
     ending: Ending = field(default_factory=Ending)
     not_enforced: tuple[str, ...] = ()
+    degraded: tuple[str, ...] = ()
     reason: str = ""
     pull: Pull | None = None
     created_by: str = ""

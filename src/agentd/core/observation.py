@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from agentd.core.kernel import Ending, KernelRef, Port
+from agentd.core.names import checked
 
 
 class ObservedState(StrEnum):
@@ -19,7 +20,7 @@ class ObservedState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ObservedKernel:
-    """A kernel of this node as a runtime found it.
+    """A kernel of this node as a runtime found it; its ids are names, or it cannot be made.
 
     `cores`, `memory_bytes` and `ports` are what the runtime holds it to, where it can tell;
     they matter only if `record` cannot be read. One that `is_partial` was only listed, and
@@ -39,6 +40,11 @@ class ObservedKernel:
     memory_bytes: int | None = None
     ports: tuple[Port, ...] = ()
     is_partial: bool = False
+
+    def __post_init__(self) -> None:
+        checked(self.kernel_id)
+        if self.agent_id:
+            checked(self.agent_id)
 
     @property
     def ref(self) -> KernelRef:
@@ -61,7 +67,11 @@ class Leftover:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Everything that a runtime has of a node: its kernels, ended ones too, and leftovers."""
+    """Everything that a runtime has of a node: its kernels, ended ones too, and leftovers.
+
+    `ignored` describes, in words, what claims to be a kernel of this node and has no valid id.
+    """
 
     kernels: tuple[ObservedKernel, ...]
     leftovers: tuple[Leftover, ...] = ()
+    ignored: tuple[str, ...] = ()

@@ -12,6 +12,7 @@ from hashlib import sha256
 
 from agentd.core.container_edits import ContainerEdits
 from agentd.core.kernel import Kernel, KernelSpec, Port
+from agentd.core.names import checked
 from agentd.core.record import encode, statement
 from agentd.core.slots import CPU, MEM
 from agentd.errors import InvalidRequest, Problem
@@ -94,13 +95,22 @@ class KernelPlan:
     fence: Fence = field(default_factory=Fence)
 
 
-def kernel_name(node_id: str, kernel_id: str) -> str:
-    """Return the name under which an engine knows a kernel of this node.
+def name_prefix(node_id: str) -> str:
+    """Return the first part of the names of a node's kernels.
 
     The node stands in it as a digest: ids may contain any separator, and two nodes must never
     mean the same container.
     """
-    return f"agentd-{sha256(node_id.encode()).hexdigest()[:10]}-{kernel_id}"
+    return f"agentd-{sha256(node_id.encode()).hexdigest()[:10]}-"
+
+
+def kernel_name(node_id: str, kernel_id: str) -> str:
+    """Return the name of a kernel's container, cgroup or unit.
+
+    Raises:
+        ValueError: the kernel id is not a name.
+    """
+    return f"{name_prefix(node_id)}{checked(kernel_id)}"
 
 
 def reserved_problems(spec: KernelSpec) -> list[Problem]:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from agentd.core.adoption import SIGHTS, Adoption, adopt
+from agentd.core.adoption import SIGHTS, Adoption, adopt, changed_limits
 from agentd.core.devices import Inventory
 from agentd.core.kernel import ENDED, PRESENT, STARTING, Ending, Kernel, Sight
 from agentd.core.observation import ObservedKernel, ObservedState
@@ -88,9 +88,10 @@ def _difference(
 ) -> Adoption | None:
     if before is None or before.state in STARTING or before.handle != item.handle:
         return adopt(item, inventory, before)
-    after = before.observed(_sight(before, item))
+    after = before.observed(_sight(before, item), degraded=changed_limits(before, item))
     ending = item.ending if after.state in ENDED else Ending()
-    if after.state is before.state and (
+    is_same = (after.state, after.degraded) == (before.state, before.degraded)
+    if is_same and (
         item.is_partial or (item.started_at, ending) == (before.started_at, before.ending)
     ):
         return None

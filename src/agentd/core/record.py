@@ -18,6 +18,7 @@ from typing import NamedTuple
 from agentd.core.devices import ID_PATTERN, DeviceId
 from agentd.core.kernel import Kernel, KernelState, Port
 from agentd.core.ledger import Allocation, Share
+from agentd.core.names import is_name, shortened
 from agentd.core.slots import AmountError, SlotKind, format_amount, is_slot_name, parse_base_units
 
 SCHEMA = 1
@@ -92,8 +93,8 @@ def decode(text: str) -> Record:
         if raw["schema"] > SCHEMA:
             raise NewerRecordError(f"its schema {raw['schema']} is newer than {SCHEMA}")
         kernel = Kernel(
-            kernel_id=_text(raw["kernel_id"]),
-            agent_id=_text(raw["agent_id"]),
+            kernel_id=_name(raw["kernel_id"]),
+            agent_id="" if raw["agent_id"] == "" else _name(raw["agent_id"]),
             state=KernelState.CREATING,
             spec_hash=_text(raw["spec_hash"]),
             created_at=parse_time(raw["created_at"]),
@@ -107,7 +108,7 @@ def decode(text: str) -> Record:
             command=tuple(_text(word) for word in raw.get("command", ())),
             labels={_text(k): _text(v) for k, v in raw.get("labels", {}).items()},
         )
-        return Record(_text(raw["node_id"]), kernel)
+        return Record(_name(raw["node_id"]), kernel)
     except RecordError:
         raise
     except KeyError as error:
@@ -157,6 +158,12 @@ def parse_time(raw: object) -> float:
 def _text(raw: object) -> str:
     if not isinstance(raw, str):
         raise RecordError(f"invalid text {raw!r}: expected a string")
+    return raw
+
+
+def _name(raw: object) -> str:
+    if not is_name(raw):
+        raise RecordError(f"invalid name {shortened(raw)}")
     return raw
 
 

@@ -42,7 +42,8 @@ CPU, MEM = "cpu", "mem"
 _PLAIN = re.compile(r"[0-9]+(?:\.[0-9]+)?")
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(?:([kmgtpe])(?:i?b)?|b)", re.IGNORECASE | re.ASCII)
 _EXPONENT = re.compile(r"[+-]?[0-9.]+e[+-]?[0-9]+", re.IGNORECASE)
-_SLOT_NAME = re.compile(r"[a-z][a-z0-9_-]*(?:\.[A-Za-z0-9][A-Za-z0-9._:+-]*)?")
+SLOT_NAME = r"[a-z][a-z0-9_-]*(?:\.[A-Za-z0-9][A-Za-z0-9._:+-]*)?"
+_SLOT_NAME = re.compile(SLOT_NAME)
 
 
 class AmountError(ValueError):

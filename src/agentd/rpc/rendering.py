@@ -77,15 +77,20 @@ def kernel_view(kernel: Kernel, inventory: Inventory) -> KernelView:
     }
 
 
+def _ignored(state: NodeState) -> Iterator[str]:
+    return (what for status in state.runtimes.values() for what in status.ignored)
+
+
 def _degraded(kernel: Kernel, inventory: Inventory) -> list[str]:
     ids = dict.fromkeys(share.device_id for share in kernel.allocation.shares)
     devices = (inventory.by_id[device_id] for device_id in ids if device_id in inventory.by_id)
-    return [
+    broken = [
         f"{device.device_id}: {'gone' if device.gone else 'unhealthy'}: {device.reason}"
         for device in devices
         if (device.gone and device.health is not Health.UNKNOWN)
         or device.health is Health.UNHEALTHY
     ]
+    return [*kernel.degraded, *broken]
 
 
 def wire_time(seconds: float | None) -> str | None:
@@ -304,7 +309,7 @@ def node_view(
         "runtime": runtimes.pop(default_runtime),
         "other_runtimes": list(runtimes.values()),
         "plugins": plugin_views(plugins),
-        "warnings": [*devices.warnings, *_left_agents(state, devices.split)],
+        "warnings": [*devices.warnings, *_left_agents(state, devices.split), *_ignored(state)],
         "generation": devices.generation,
     }
 

@@ -14,6 +14,7 @@ from agentd.core.access import Right
 from agentd.core.kernel import KERNEL_ID, KernelState
 from agentd.rpc.handlers import Handlers
 from agentd.rpc.listing import MAX_PAGE
+from agentd.rpc.path_names import schema_of
 from agentd.rpc.queries import MAX_TIMEOUT_S
 from agentd.rpc.schemas import Body, CreateKernelRequest, StopRequest
 from agentd.views import (
@@ -257,7 +258,7 @@ def _operation(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
         "operationId": name if "agent}/" not in route.path else f"{name}_of_agent",
         "summary": (route.handler.__doc__ or "").strip(),
         "parameters": [
-            *(_shown(Parameter(name, {"type": "string"}, "", place="path")) for name in names),
+            *(_shown(Parameter(name, schema_of(name), "", place="path")) for name in names),
             *(_shown(parameter) for parameter in route.takes),
         ],
         "responses": {

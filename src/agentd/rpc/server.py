@@ -32,6 +32,7 @@ from agentd.rpc.connections import (
     Newcomers,
 )
 from agentd.rpc.pages import Pages, is_foreign
+from agentd.rpc.path_names import require_names
 from agentd.rpc.problems import HTTP_CODES, MEMBERS, problem
 from agentd.rpc.queries import body_of, is_true
 from agentd.rpc.routes import OPEN_PATHS, PROBE_PATHS, Route, document
@@ -320,6 +321,7 @@ class Server:
         if route is None or caller is None or route.right is None:
             return await handler(request)
         note_caller(request, caller)
+        require_names(request.match_info)
         _refuse_unknown_query(request, route)
         if not route.is_audited or is_true(request.query, "dry_run"):
             self._site.require(request, caller, route.right)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 
+from agentd.core.names import shortened
 from agentd.errors import CommandNotFound, InvalidRequest, Problem, RequestError
 
 _NOT_FOUND = frozenset(
@@ -23,7 +24,7 @@ _NOT_FOUND = frozenset(
 def refusal_of(command: str, number: int, why: str) -> RequestError | None:
     """Return the refusal of a command that could not be executed; None if it is not its fault."""
     if number in _NOT_FOUND:
-        return CommandNotFound(f"command {command!r:.300}: {why}")
+        return CommandNotFound(f"command {shortened(command)}: {why}")
     if number == errno.E2BIG:
         return InvalidRequest([Problem("command", f"too long with its environment: {why}")])
     return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from agentd.core.container_options import over_ceiling
+from agentd.core.container_options import TOO_LONG, is_too_long, over_ceiling
 from agentd.core.kernel import KernelSpec
 from agentd.errors import Problem
 
@@ -33,5 +33,7 @@ def uncontained_problems(
     if spec.user not in (None, user):
         who = "a user of their own each" if user is None else user
         yield Problem("user", f"kernels of {spec.agent_id} run as {who} here")
+    if is_too_long(spec.working_dir or ""):
+        yield Problem("working_dir", TOO_LONG)
     for name, why in over_ceiling(options.ulimits, ceilings):
         yield Problem(f"ulimits.{name}", why)

@@ -248,7 +248,9 @@ class Runtime(Protocol):
         ...
 
     def follow(self) -> AsyncIterator[str]:
-        """Yield the id of each kernel that something happened to; "" once connected.
+        """Yield the id of each kernel that something happened to; "" where all is to be listed.
+
+        That is so once connected, and after what is ignored changed.
 
         Raises:
             RuntimeUnavailable: the connection could not be made, or broke.

@@ -127,7 +127,7 @@ class Reconciler:
             self.requeue(kernel_id)
         if state.runtime(runtime.name).state is not RuntimeState.AVAILABLE:
             log.info("runtime.listed", runtime=runtime.name, kernels=len(found))
-        state.note_available(runtime.name)
+        state.note_available(runtime.name, listing.ignored)
         self._tried[runtime.name].set()
 
     def _is_second(self, item: ObservedKernel) -> bool:

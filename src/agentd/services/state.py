@@ -39,12 +39,16 @@ class RuntimeState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RuntimeStatus:
-    """A runtime, whether it answers, and why not; it `is_listed` while its kernels are known."""
+    """A runtime, whether it answers, and why not; it `is_listed` while its kernels are known.
+
+    `ignored` describes what claimed to be a kernel at its last list and cannot be one.
+    """
 
     name: str
     state: RuntimeState = RuntimeState.STARTING
     reason: str = ""
     is_listed: bool = False
+    ignored: tuple[str, ...] = ()
 
 
 class Snapshot(NamedTuple):
@@ -216,9 +220,9 @@ class NodeState:
         """Whether the kernels of every runtime are known."""
         return all(status.is_listed for status in self._runtimes.values())
 
-    def note_available(self, name: str) -> None:
-        """Note that a runtime gave a complete list, which was taken in."""
-        self._note(RuntimeStatus(name, RuntimeState.AVAILABLE, is_listed=True))
+    def note_available(self, name: str, ignored: tuple[str, ...] = ()) -> None:
+        """Note that a runtime gave a complete list, which was taken in but for what is ignored."""
+        self._note(RuntimeStatus(name, RuntimeState.AVAILABLE, is_listed=True, ignored=ignored))
 
     def note_unavailable(self, name: str, reason: str) -> None:
         """Note that a runtime does not answer; says nothing about its kernels.

@@ -31,7 +31,7 @@ import msgspec
 import structlog
 
 from agentd.core.devices import Device, Health
-from agentd.core.kernel import is_kernel_id
+from agentd.core.names import checked, is_name
 from agentd.errors import StartRefused, StateUnavailable
 from agentd.failpoints import hit
 from agentd.host.regular_files import MissingFile, UnusableFile, read_regular
@@ -152,7 +152,7 @@ class StateFolder:
         found: dict[str, tuple[Phase, Path]] = {}
         for phase in Phase:
             for path in sorted(self._folders[phase].glob("[!.]*.json")):
-                if is_kernel_id(path.stem):
+                if is_name(path.stem):
                     found.setdefault(path.stem, (phase, path))
         return found
 
@@ -214,7 +214,7 @@ class StateFolder:
             self._try(kernel_id, step)
 
     def _path(self, kernel_id: str, phase: Phase) -> str:
-        return f"{self._folders[phase]}/{kernel_id}.json"
+        return f"{self._folders[phase]}/{checked(kernel_id)}.json"
 
     def _load(self, name: str, shape: type[_S]) -> _S | None:
         path = self.folder / name

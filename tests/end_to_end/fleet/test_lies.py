@@ -18,6 +18,7 @@ from agentd_fleet.etcd import Access, Etcd
 from agentd_fleet.nodes import GATEWAY, AnswerLost, Nodes
 from agentd_fleet.placing import Placer
 from agentd_fleet.report import unreachable
+from agentd_fleet.route import BadRoute
 from agentd_fleet.state import FleetState
 from agentd_fleet.store_etcd import EtcdStore
 from agentd_fleet.sweep import Sweep
@@ -139,6 +140,54 @@ async def test_what_somebody_wrote_into_the_store_ends_no_sweep(world: World, li
                 await sweep.once()
         await sweep.once()
         following.cancel()
+
+
+async def test_what_is_not_a_name_is_no_node_and_no_route(world: World, liar: Liar) -> None:
+    servers = await world.start_etcd()
+    route = {"node_id": "liar", "agent_id": "agent-1", "request_hash": "x", "owner": "o"}
+    async with Etcd(Access(servers.endpoints)) as etcd:
+        state = FleetState()
+        store = EtcdStore(etcd, "main", state)
+        for node in ("a/liar", "..", ""):
+            await tell(etcd, node, f"unix:{liar.path}")
+        await tell(etcd, "liar", f"unix:{liar.path}", {"../../x": {"cpu": "1"}})
+        for changes in ({"node_id": "../x"}, {"agent_id": "a/b"}, {"kernel_id": "k2"}):
+            value = {**route, "kernel_id": "k1", **changes}
+            await etcd.put("/agentd/main/routes/k1", msgspec.json.encode(value))
+            with pytest.raises(BadRoute):
+                await store.route("k1")
+        for kernel_id in ("../nodes/liar", "", ".."):
+            with pytest.raises(ValueError, match="invalid name"):
+                await store.route(kernel_id)
+        following = asyncio.create_task(store.run())
+        async with asyncio.timeout(10):
+            while state.node("liar") is None:
+                await asyncio.sleep(0.01)
+        await tell(etcd, "b/liar", f"unix:{liar.path}")
+        await tell(etcd, "last", f"unix:{liar.path}")
+        async with asyncio.timeout(10):
+            while state.node("last") is None:
+                await asyncio.sleep(0.01)
+        following.cancel()
+    assert sorted(state.view.nodes) == ["last", "liar"]
+    assert "invalid agent id" in state.view.nodes["liar"].remark
+
+
+async def test_a_path_within_a_name_reaches_no_other_call(world: World, liar: Liar) -> None:
+    gateway, honest = await with_liar(world, liar)
+    for path, code in (
+        ("/v1/kernels/..%2Fnodes%2Fliar", "UnknownKernel"),
+        ("/v1/kernels/x%2Fy/stats", "UnknownKernel"),
+        ("/v1/nodes/..%2Fliar", "UnknownNode"),
+        (f"/v1/nodes/{honest}/kernels%2F..%2F..%2F..%2Fmetrics", "InvalidRequest"),
+        (f"/v1/nodes/{honest}/kernels//k1", "InvalidRequest"),
+        ("/v1/nodes/liar/..%2F..%2Flivez", "InvalidRequest"),
+    ):
+        answer = await gateway.call("GET", path)
+        assert (answer.status, answer.json["code"]) == (
+            422 if code == "InvalidRequest" else 404, code
+        ), path  # fmt: skip
+    assert not any("livez" in asked for asked in liar.asked)
 
 
 async def test_an_address_that_another_node_has_now_is_not_believed(world: World) -> None:

@@ -7,7 +7,10 @@ from collections import Counter
 
 import pytest
 
+from agentd.core.session import ExecSpec
+from agentd.errors import CommandNotFound, RuntimeUnavailable
 from agentd.runtimes.docker import inside
+from agentd.runtimes.docker.engine import AnswerLost
 
 NODE = "test-inside"
 CONTAINERS = [f"{number:064x}" for number in range(100)]
@@ -54,3 +57,46 @@ def test_a_marked_process_of_a_container_is_killed(marked, monkeypatch) -> None:
     assert marked.poll() is None
     inside.end_left_behind(NODE, CONTAINERS)
     assert marked.wait(10) == -9
+
+
+class Engine:
+    """An engine that answers every call with what it was given."""
+
+    def __init__(self, answer: object) -> None:
+        self.answer = answer
+        self.asked: list[str] = []
+
+    async def call(self, method: str, path: str, *_: object) -> object:
+        self.asked.append(f"{method} {path}")
+        return self.answer
+
+
+@pytest.mark.parametrize("answer", [{"Id": "../../containers/x"}, {"Id": ""}, {}, None, []])
+async def test_an_exec_that_is_answered_without_an_id_is_not_started(answer, tmp_path) -> None:
+    engine = Engine(answer)
+    with pytest.raises(AnswerLost, match="invalid exec id"):
+        await inside.run_inside(engine, tmp_path, NODE, CONTAINERS[0], ExecSpec(("sh",)))
+    assert engine.asked == [f"POST /containers/{CONTAINERS[0]}/exec"]
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [{"Pid": 1, "Running": True, "ContainerID": ""}, {"Pid": 1, "Running": True},
+     {"Pid": "../1", "Running": True, "ContainerID": CONTAINERS[0]}, {"ExitCode": "0"}, [], None],
+)  # fmt: skip
+async def test_no_process_is_signalled_that_an_engine_does_not_name_well(shown, marked) -> None:
+    """Every cgroup has an empty name in it: a lie must not be a way to root's processes."""
+    session = inside.Inside(Engine(shown), CONTAINERS[0], ExecSpec(("sh",)))
+    with pytest.raises(RuntimeUnavailable):
+        await session.send_signal(9)
+    await session.close()
+    assert marked.poll() is None
+
+
+async def test_an_engine_s_reason_for_no_process_is_cut(monkeypatch) -> None:
+    session = inside.Inside(Engine({"ExitCode": 126}), CONTAINERS[0], ExecSpec(("sh",)))
+    session._reader.feed_data((b"\2\0\0\0" + (1 << 20).to_bytes(4, "big") + b"x" * (1 << 20)) * 4)
+    session._reader.feed_eof()
+    refused = await session._not_started(126)
+    assert isinstance(refused, CommandNotFound)
+    assert len(str(refused)) < 1200

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from agentd.core.container_edits import Mount
-from agentd.core.container_options import over_ceiling
+from agentd.core.container_options import TOO_LONG, is_too_long, over_ceiling
 from agentd.core.kernel import KernelSpec, Port
+from agentd.core.names import shortened
 from agentd.core.plan import LABEL_PREFIX, KernelPlan
 from agentd.core.record import SCHEMA
 from agentd.errors import Problem
@@ -29,6 +30,11 @@ DEVICES_LABEL = f"{LABEL_PREFIX}devices"
 
 LOG_DRIVER = "local"
 """Keeps bytes as they are and rotates by itself; the engine's default, json-file, does neither."""
+
+_OWN = ("/proc", "/sys", "/dev", "/dev/null")
+"""Places that the engine fills itself, and without which no container starts."""
+_MOST_ID = 2**31 - 1
+"""The largest id of a user or group that an engine takes."""
 
 UNPUBLISHED = ("none", "host")
 """Networks on which the engine publishes no ports."""
@@ -68,6 +74,12 @@ class DockerRules:
         for name, why in over_ceiling(spec.container.ulimits, self.ulimits):
             yield Problem(f"ulimits.{name}", why)
         yield from _problems_of_targets(spec)
+        if is_too_long(spec.working_dir or ""):
+            yield Problem("working_dir", TOO_LONG)
+        if spec.user and not _has_ids(spec.user):
+            yield Problem(
+                "user", f"invalid user {shortened(spec.user)}: expected ids from 0 to {_MOST_ID}"
+            )
         targets = [mount.target for mount in spec.mounts]
         targets += [tmpfs.target for tmpfs in spec.container.tmpfs]
         for target in sorted({target for target in targets if targets.count(target) > 1}):
@@ -80,10 +92,18 @@ def _problems_of_targets(spec: KernelSpec) -> Iterator[Problem]:
     named += [(f"tmpfs.{n}.target", tmpfs.target) for n, tmpfs in enumerate(spec.container.tmpfs)]
     for where, target in named:
         path = os.path.normpath(f"/{target.strip('/')}")
-        if ".." in target.split("/") or path == "/":
+        if is_too_long(target):
+            yield Problem(where, TOO_LONG)
+        elif ".." in target.split("/") or path == "/":
             yield Problem(where, f"invalid path {target!r}: expected a folder below /, without ..")
-        elif any(path == own or path.startswith(f"{own}/") for own in ("/proc", "/sys")):
+        elif path in _OWN or path.startswith(("/proc/", "/sys/")):
             yield Problem(where, f"{path} is the container's own; nothing can be mounted there")
+
+
+def _has_ids(user: str) -> bool:
+    """Return whether the numbers in a user (`1000:100`) are such that an engine takes them."""
+    ids = [part for part in user.split(":") if part.removeprefix("-").isdecimal()]
+    return all(len(part) <= len(str(_MOST_ID)) and 0 <= int(part) <= _MOST_ID for part in ids)
 
 
 def container_config(

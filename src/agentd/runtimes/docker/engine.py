@@ -4,6 +4,8 @@
     EngineUnreachable   it was not asked: there was no connection
     AnswerLost          it was asked, and its answer was lost or is not one of the Engine API
 
+Every answer is bounded: one that is too large is lost, and a long error message is cut.
+
 API: https://docs.docker.com/reference/api/engine/; the version is the engine's own, asked once
 for each connection to its events.
 """
@@ -11,28 +13,51 @@ for each connection to its events.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+import codecs
+import json
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
+from aiohttp.http import HttpProcessingError
 
 CALL_TIMEOUT_S = 120.0
 """Seconds that the engine may take to answer a call; streams have no limit."""
 _NO_LIMIT = aiohttp.ClientTimeout(sock_connect=10.0)
 _BASE = "http://docker"
 _REFUSED = 400
+_VERSION = re.compile(r"[0-9]{1,3}\.[0-9]{1,3}")
+MOST_ANSWER = 16 << 20
+"""Bytes of one answer, or of one element of a list.
+
+An inspection repeats a byte of a request, which has 1 MiB, at most five times: a command stands
+in it twice, a label once more in the record, escaped.
+"""
+MOST_LIST, MOST_LISTED = 256 << 20, 20_000
+"""Bytes and elements of a list; a thousand containers take 2 MB, with the longest labels 200 MB."""
+MOST_ERROR = 1 << 20
+"""Bytes that are read of an answer that is an error."""
+MOST_DETAIL, MOST_MESSAGE = 16 << 10, 1000
+"""Characters of an error message that are understood, and that are passed on."""
+_STORAGE = re.compile(
+    r"(?<![^\s\"':=(])[^\s\"':=(]*/(?:[0-9a-f]{64}|l/[A-Z0-9]{26})"
+    r"(?:-init)?(?:/merged|/rootfs|/diff)?"
+)
+"""Where an engine keeps a container or a layer: nothing that a caller may know."""
 
 
 class EngineError(Exception):
-    """The engine refused or failed, and said so."""
+    """The engine refused or failed, and said so; the `message` is for callers."""
 
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
+    def __init__(self, status: int, text: str) -> None:
         self.status = status
-        self.message = message
+        self.detail = _STORAGE.sub("", text[:MOST_DETAIL])
+        self.message = shortly(self.detail)
+        super().__init__(self.message)
 
 
 class EngineUnreachable(Exception):
@@ -67,7 +92,10 @@ class EngineClient:
         answer = await self._asked("GET", "/version")
         if not isinstance(answer, Mapping):
             raise AnswerLost("the engine's answer to a version is something else")
-        self._prefix = f"/v{answer.get('ApiVersion', '1.41')}"
+        version = answer.get("ApiVersion", "1.41")
+        if not isinstance(version, str) or not _VERSION.fullmatch(version):
+            raise AnswerLost("the engine's answer to a version has no API version")
+        self._prefix = f"/v{version}"
         return answer
 
     async def call(
@@ -101,11 +129,9 @@ class EngineClient:
                 asyncio.timeout(timeout_s),
                 self._response(method, path, params, body) as response,
             ):
-                content = await response.read()
+                content = await _whole(response)
         except TimeoutError as error:
             raise AnswerLost(f"the engine gave no answer within {timeout_s:g} s") from error
-        if response.status >= _REFUSED:
-            raise EngineError(response.status, _message(content))
         try:
             return msgspec.json.decode(content) if content else None
         except (ValueError, RecursionError) as error:
@@ -128,11 +154,22 @@ class EngineClient:
             await self.version()
         async with self._response(method, self._prefix + path, params, None, headers) as response:
             try:
-                if response.status >= _REFUSED:
-                    raise EngineError(response.status, _message(await response.read()))
+                await _refuse_error(response)
                 yield response.content
             finally:
                 response.close()
+
+    async def items(
+        self, path: str, params: Mapping[str, str]
+    ) -> AsyncGenerator[Mapping[str, Any]]:
+        """Yield the objects of a list, each as soon as it was read.
+
+        Raises:
+            EngineError, EngineUnreachable, AnswerLost: see above; the list is not complete.
+        """
+        async with self.stream("GET", path, params) as stream:
+            async for item in _objects(stream):
+                yield item
 
     @asynccontextmanager
     async def _response(
@@ -154,16 +191,103 @@ class EngineClient:
                 yield response
         except aiohttp.ClientConnectorError as error:
             raise EngineUnreachable(f"{self._socket}: {error.os_error.strerror}") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise AnswerLost(f"{self._socket}: {type(error).__name__}: {error}") from error
+        except (aiohttp.ClientError, HttpProcessingError, OSError) as error:
+            why = shortly(f"{type(error).__name__}: {error}")
+            raise AnswerLost(f"{self._socket}: {why}") from error
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._is_closed:
             raise EngineUnreachable(f"{self._socket}: agentd has hung up")
         if self._session is None:
             connector = aiohttp.UnixConnector(str(self._socket), limit=0)
-            self._session = aiohttp.ClientSession(connector=connector, timeout=_NO_LIMIT)
+            self._session = aiohttp.ClientSession(
+                connector=connector,
+                timeout=_NO_LIMIT,
+                auto_decompress=False,  # what is small on the way may be of any size
+                headers={"Accept-Encoding": "identity"},
+            )
         return self._session
+
+
+async def _refuse_error(response: aiohttp.ClientResponse) -> None:
+    """Raise an answer that is an error.
+
+    Raises:
+        EngineError: it is; also one that is too large to be read refuses the call.
+    """
+    if response.status >= _REFUSED:
+        content, _ = await _begun(response, MOST_ERROR)
+        raise EngineError(response.status, _message(content))
+
+
+async def _whole(response: aiohttp.ClientResponse) -> bytes:
+    """Return an answer.
+
+    Raises:
+        EngineError: it is an error.
+        AnswerLost: it is too large.
+    """
+    await _refuse_error(response)
+    content, is_whole = await _begun(response, MOST_ANSWER)
+    if not is_whole:
+        raise AnswerLost(f"the engine's answer is larger than {MOST_ANSWER >> 20} MiB")
+    return content
+
+
+async def _begun(response: aiohttp.ClientResponse, most: int) -> tuple[bytes, bool]:
+    """Return the first bytes of an answer, and whether those are all."""
+    content = bytearray()
+    while chunk := await response.content.readany():
+        content += chunk
+        if len(content) > most:
+            return bytes(content[:most]), False
+    return bytes(content), True
+
+
+async def _objects(stream: aiohttp.StreamReader) -> AsyncGenerator[Mapping[str, Any]]:
+    """Yield the objects of a JSON array; what was yielded is not kept.
+
+    Raises:
+        AnswerLost: it is not an array of objects, was cut short, or is too large.
+    """
+    utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+    parts, size, count, is_open = [""], 0, 0, False
+    while True:
+        chunk = await stream.readany()
+        parts.append(utf8.decode(chunk))
+        size += len(chunk)
+        rest, new = len(parts[0]), sum(map(len, parts[1:]))
+        if chunk and new < rest:
+            continue  # else a long object would be parsed anew with each of its parts
+        text = "".join(parts)
+        if text and not is_open:
+            is_open, text = text[0] == "[", text[1:]
+        found, text = _parsed(text)
+        for item in found:
+            yield item
+        parts, count = [text], count + len(found)
+        if text.startswith("]") and is_open:
+            return
+        if not chunk or not is_open:
+            raise AnswerLost("the engine's answer is not a list of objects, or was cut short")
+        if len(text) > MOST_ANSWER or size > MOST_LIST or count > MOST_LISTED:
+            raise AnswerLost("the engine's list is too large to be read")
+
+
+def _parsed(text: str) -> tuple[list[Mapping[str, Any]], str]:
+    """Return the complete objects that a part of a list begins with, and the rest."""
+    found: list[Mapping[str, Any]] = []
+    rest = text.lstrip(_BETWEEN)
+    with suppress(ValueError, RecursionError):
+        while rest.startswith("{"):
+            item, end = _JSON.raw_decode(rest)
+            found.append(item)
+            rest = rest[end:].lstrip(_BETWEEN)
+    return found, rest
+
+
+_BETWEEN = " \t\r\n,"
+_JSON = json.JSONDecoder()
 
 
 def _message(content: bytes) -> str:
@@ -172,3 +296,13 @@ def _message(content: bytes) -> str:
         return str(msgspec.json.decode(content)["message"])
     except (ValueError, RecursionError, KeyError, TypeError):
         return content.decode(errors="replace").strip() or "it gave no reason"
+
+
+def shortly(text: str) -> str:
+    """Return a message, cut where it is long."""
+    return text if len(text) <= MOST_MESSAGE else f"{text[:MOST_MESSAGE]}..."
+
+
+def presentable(text: str) -> str:
+    """Return what an engine says, without the paths of its storage and cut where it is long."""
+    return shortly(_STORAGE.sub("", text[:MOST_DETAIL]))

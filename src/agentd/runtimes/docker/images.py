@@ -28,6 +28,7 @@ from agentd.runtimes.docker.engine import (
     EngineClient,
     EngineError,
     EngineUnreachable,
+    presentable,
 )
 
 log = structlog.get_logger()
@@ -38,6 +39,8 @@ _DONE = ("Download complete", "Pull complete", "Already exists")
 _COMPLETE = "Status: "
 """How a line begins that a pull has which was not cut short."""
 
+_MOST_LAYERS = 1024
+"""Layers of which it is told how far they are; an image has at most 127."""
 _PAUSE_S = 0.2
 """How often it is told how far a pull is."""
 
@@ -100,8 +103,8 @@ class Images:
             async with aclosing(self._lines(image, platform)) as lines:
                 async for line in lines:
                     if "error" in line:
-                        raise ImageNotFound(f"image {image}: {line['error']}")
-                    is_complete |= line.get("status", "").startswith(_COMPLETE)
+                        raise ImageNotFound(f"image {image}: {presentable(str(line['error']))}")
+                    is_complete |= str(line.get("status")).startswith(_COMPLETE)
                     if _took(layers, line):
                         self._notify((image, platform), layers)
             if not is_complete:
@@ -110,7 +113,7 @@ class Images:
             raise ImageNotFound(f"image {image}: {error.message}") from error
         except EngineUnreachable as error:
             raise RuntimeUnavailable(str(error)) from error
-        except (AnswerLost, OSError, ValueError) as error:
+        except (AnswerLost, OSError, ValueError, RecursionError) as error:
             raise RuntimeUnavailable(f"the pull of {image} was cut: {error}") from error
         log.info("image.pulled", image=image)
 
@@ -123,7 +126,10 @@ class Images:
         headers = {"X-Registry-Auth": _header(credentials)} if credentials else {}
         async with self._engine.stream("POST", "/images/create", params, headers) as stream:
             async for line in stream:
-                yield json.loads(line)
+                said = json.loads(line)
+                if not isinstance(said, dict):
+                    raise AnswerLost("the engine tells of a pull what is not an object")
+                yield said
 
     def _notify(self, key: _Key, layers: Mapping[str, Pull]) -> None:
         shared, now = self._pulls.get(key), time.monotonic()
@@ -186,13 +192,13 @@ def registry_of(image: str) -> str:
 
 def _took(layers: dict[str, Pull], line: Mapping[str, Any]) -> bool:
     """Note what a line of the engine says of a layer; True if that tells how far the pull is."""
-    layer, status = line.get("id", ""), line.get("status", "")
-    if status == "Downloading":
+    layer, status = str(line.get("id")), line.get("status", "")
+    if status == "Downloading" and (layer in layers or len(layers) < _MOST_LAYERS):
         detail = line.get("progressDetail") or {}
-        with suppress(TypeError, ValueError):
+        with suppress(TypeError, ValueError, AttributeError):
             layers[layer] = Pull(int(detail.get("current", 0)), int(detail.get("total", 0)))
             return True
-    if status in _DONE and layer in layers:
+    if layer in layers and status in _DONE:
         layers[layer] = Pull(layers[layer].total, layers[layer].total)
         return True
     return False

@@ -12,7 +12,7 @@ import asyncio
 import os
 import re
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,9 @@ from agentd.runtimes.docker.engine import (
     EngineClient,
     EngineError,
     EngineUnreachable,
+    presentable,
 )
+from agentd.runtimes.docker.ids import container_id, exec_id, process_id
 from agentd.runtimes.docker.translation import translating
 from agentd.runtimes.entering import CHUNK, END_OF_INPUT, START_TIMEOUT_S, feed
 from agentd.tasks import to_the_end
@@ -70,10 +72,13 @@ class Inside:
             b"Upgrade: tcp\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
             % (self._exec_id.encode(), len(body), body)
         )
-        head = await self._reader.readuntil(b"\r\n\r\n")
+        try:
+            head = await self._reader.readuntil(b"\r\n\r\n")
+        except asyncio.LimitOverrunError:
+            raise RuntimeFailure("the Docker Engine: its answer does not end") from None
         if _SWITCHED not in head.split(b"\r\n")[0]:
             said = await self._reader.read(CHUNK)
-            raise RuntimeFailure(f"the Docker Engine: {said.decode(errors='replace').strip()}")
+            raise RuntimeFailure(f"the Docker Engine: {_text(said)}")
         async for shown in self._looks():
             if shown.get("Pid"):
                 return
@@ -81,7 +86,10 @@ class Inside:
                 raise await self._not_started(shown.get("ExitCode"))
 
     async def _shown(self) -> Mapping[str, Any]:
-        shown: Mapping[str, Any] = await self._engine.call("GET", f"/exec/{self._exec_id}/json")
+        shown = await self._engine.call("GET", f"/exec/{self._exec_id}/json")
+        if not isinstance(shown, Mapping) or not isinstance(shown.get("ExitCode"), int | None):
+            raise AnswerLost("the engine's answer to an inspect describes no exec")
+        process_id(shown.get("Pid") or 0)
         return shown
 
     async def _looks(self) -> AsyncGenerator[Mapping[str, Any]]:
@@ -94,8 +102,13 @@ class Inside:
 
     async def _not_started(self, exit_code: object) -> AgentdError:
         """Return why there is no process: the engine prints it where the command would print."""
-        said = b"".join([chunk async for _, chunk in self.output()])
-        why = said.decode(errors="replace").strip() or "it gave no reason"
+        said = b""
+        async with aclosing(self.output()) as chunks:
+            async for _, chunk in chunks:
+                said += chunk
+                if len(said) > CHUNK:
+                    break
+        why = _text(said)
         if "chdir to cwd" in why:
             return InvalidRequest([Problem("working_dir", why)])
         if exit_code in _NO_COMMAND:
@@ -170,8 +183,12 @@ class Inside:
 
 def _running(shown: Mapping[str, Any]) -> tuple[int, str] | None:
     """Return the process of an exec, and its container, while it runs."""
-    pid = int(shown.get("Pid") or 0)
-    return (pid, str(shown["ContainerID"])) if pid and shown.get("Running") else None
+    pid = process_id(shown.get("Pid") or 0)
+    return (pid, container_id(shown.get("ContainerID"))) if pid and shown.get("Running") else None
+
+
+def _text(said: bytes) -> str:
+    return presentable(said.decode(errors="replace").strip()) or "it gave no reason"
 
 
 def _signal_group(leader: int, container: str, number: int) -> None:
@@ -235,7 +252,7 @@ async def run_inside(
         **({"WorkingDir": spec.working_dir} if spec.working_dir else {}),
     }
     made = await engine.call("POST", f"/containers/{container}/exec", None, asked)
-    session = Inside(engine, str(made["Id"]), spec)
+    session = Inside(engine, exec_id(made.get("Id") if isinstance(made, dict) else None), spec)
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
             await session.begin(socket)

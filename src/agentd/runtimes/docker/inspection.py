@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -10,18 +11,24 @@ from typing import Any
 
 from agentd.core.container_edits import DeviceNode
 from agentd.core.kernel import Ending, Port
+from agentd.core.names import is_name, name_or_empty
 from agentd.core.observation import ObservedKernel, ObservedState
 from agentd.core.plan import KernelPlan
 from agentd.errors import RuntimeFailure
+from agentd.host.probe import parse_cpu_list
 from agentd.runtimes.docker.config import (
     AGENT_LABEL,
     DEVICES_LABEL,
     KERNEL_LABEL,
+    NODE_LABEL,
     RECORD_LABEL,
 )
-from agentd.runtimes.docker.engine import AnswerLost
+from agentd.runtimes.docker.engine import AnswerLost, presentable
+from agentd.runtimes.docker.ids import container_id, process_id
 from agentd.runtimes.docker.mounts import Source, refuse_exchanged, verify_mounts
 
+_CPU_LIST = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*")
+_OWN_LABELS = (NODE_LABEL, KERNEL_LABEL, AGENT_LABEL, RECORD_LABEL, DEVICES_LABEL)
 _MEMBERS = {"Id", "Name", "State", "Config", "HostConfig"}
 _STATES = {
     "created": ObservedState.CREATED,
@@ -38,13 +45,49 @@ def inspected(shown: object) -> Mapping[str, Any]:
         AnswerLost: it is something else.
     """
     if isinstance(shown, Mapping) and shown.keys() >= _MEMBERS:
+        container_id(shown["Id"])
+        process_id(shown["State"].get("Pid", 0))
         return shown
     raise AnswerLost("the engine's answer to an inspect describes no container")
+
+
+def summarized(listed: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a list says of a container, in the form of an inspection.
+
+    Raises:
+        AnswerLost: it does not describe a container.
+    """
+    if not isinstance(listed.get("Labels"), Mapping | None):
+        raise AnswerLost("the engine's list has labels that are not an object")
+    return identified(
+        {
+            "Id": container_id(listed.get("Id")),
+            "Name": (listed.get("Names") or [""])[0],
+            "Image": listed.get("ImageID"),
+            "State": {"Status": listed.get("State", "running")},
+            "Config": {"Labels": listed.get("Labels")},
+        }
+    )
+
+
+def identified(shown: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return of an inspection what tells whose a container is: a thousand are kept at a time."""
+    labels = labels_of(shown)
+    return {
+        **{name: shown.get(name) for name in ("Id", "Name", "Image", "State")},
+        "Config": {"Labels": {name: labels[name] for name in _OWN_LABELS if name in labels}},
+    }
 
 
 def labels_of(shown: Mapping[str, Any]) -> Mapping[str, str]:
     """Return a container's labels."""
     return shown["Config"].get("Labels") or {}
+
+
+def kernel_of(shown: Mapping[str, Any]) -> str | None:
+    """Return the kernel id on a container; None if there is no valid one."""
+    kernel_id = labels_of(shown).get(KERNEL_LABEL)
+    return kernel_id if is_name(kernel_id) else None
 
 
 def observed_kernel(shown: Mapping[str, Any]) -> ObservedKernel:
@@ -54,10 +97,9 @@ def observed_kernel(shown: Mapping[str, Any]) -> ObservedKernel:
     if started_at and finished_at and _STATES.get(state["Status"]) is None:
         finished_at = max(started_at, finished_at)  # the engine notes a start after it
     limits = shown.get("HostConfig", {})
-    cores = limits.get("CpusetCpus")
     return ObservedKernel(
         kernel_id=labels[KERNEL_LABEL],
-        agent_id=labels.get(AGENT_LABEL, ""),
+        agent_id=name_or_empty(labels.get(AGENT_LABEL)),
         runtime="docker",
         handle=shown["Id"],
         state=_STATES.get(state["Status"], ObservedState.EXITED),
@@ -68,13 +110,20 @@ def observed_kernel(shown: Mapping[str, Any]) -> ObservedKernel:
             exit_code=state.get("ExitCode"),
             oom_killed=bool(state.get("OOMKilled")),
             finished_at=finished_at,
-            reason=state.get("Error") or "",
+            reason=presentable(state.get("Error") or ""),
         ),
-        cores=tuple(cores.split(",")) if cores else None,
+        cores=_cores(limits.get("CpusetCpus")),
         memory_bytes=limits.get("Memory"),
         ports=tuple(_ports(limits.get("PortBindings") or {})),
         is_partial="HostConfig" not in shown,
     )
+
+
+def _cores(listed: object) -> tuple[str, ...] | None:
+    """Return the cores of a container (`0-3,8`); None where it has all, or that is not told."""
+    if not isinstance(listed, str) or not _CPU_LIST.fullmatch(listed):
+        return None
+    return tuple(map(str, parse_cpu_list(listed)))
 
 
 def _ports(bindings: Mapping[str, Sequence[Mapping[str, str]] | None]) -> Iterator[Port]:
@@ -121,7 +170,7 @@ def verify(
         if (has.get(limit) or 0) != (asked[limit] or 0):
             why = f"{limit} is {has.get(limit)!r}, not {asked[limit]!r}"
             raise RuntimeFailure(f"the engine started it with another limit: {why}")
-    if pid := shown["State"].get("Pid"):
+    if pid := process_id(shown["State"].get("Pid", 0)):
         with suppress(PermissionError, ProcessLookupError, FileNotFoundError):
             verify_mounts(pid, plan.spec.mounts, sources)
         for device_node in plan.edits.device_nodes:

@@ -38,18 +38,23 @@ def resolved(mounts: Sequence[Mount], allowed: Sequence[Path]) -> list[Source]:
     Raises:
         InvalidRequest: with each source that is not below an allowed folder, or not there.
     """
-    folders = [Path(os.path.realpath(folder)) for folder in allowed]
+    folders = [real for folder in allowed if (real := _real(str(folder)))]
     sources: list[Source] = []
     problems: list[Problem] = []
     for index, mount in enumerate(mounts):
+        path: Path | None
         try:
             source = _opened(mount.source)
             path = Path(source.path)
             is_there = True
         except OSError:
-            path, is_there = Path(os.path.realpath(mount.source)), False
+            path, is_there = _real(mount.source), False
         where = f"mounts.{index}.source"
-        if not any(path == folder or folder in path.parents for folder in folders):
+        if path is None:
+            problems.append(
+                Problem(where, f"{mount.source} leads to a link that cannot be followed")
+            )
+        elif not any(path == folder or folder in path.parents for folder in folders):
             have = ", ".join(map(str, allowed)) or "none"
             why = f"{mount.source} is not below an allowed folder; allowed-mounts: {have}"
             problems.append(Problem(where, why))
@@ -60,6 +65,14 @@ def resolved(mounts: Sequence[Mount], allowed: Sequence[Path]) -> list[Source]:
     if problems:
         raise InvalidRequest(problems)
     return sources
+
+
+def _real(path: str) -> Path | None:
+    """Return where a path leads; None where a link on the way cannot be followed."""
+    try:
+        return Path(os.path.realpath(path))
+    except (OSError, RecursionError):
+        return None
 
 
 def refuse_missing(edits: ContainerEdits) -> None:

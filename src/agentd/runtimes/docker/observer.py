@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import replace
-from typing import Any
-from urllib.parse import quote
+from typing import Any, NamedTuple
+
+import structlog
 
 from agentd.core.kernel import LIVE, Kernel, KernelRef
-from agentd.core.observation import Listing, ObservedKernel
+from agentd.core.names import shortened
+from agentd.core.observation import Listing, ObservedKernel, ObservedState
 from agentd.core.plan import kernel_name
 from agentd.host.accounts import COUNTED_V1, MOUNT, UNIFIED, Account, account_of, is_v2
 from agentd.runtimes.docker.absences import Absences
 from agentd.runtimes.docker.config import KERNEL_LABEL, NODE_LABEL, RECORD_LABEL
 from agentd.runtimes.docker.engine import AnswerLost, EngineClient, EngineError
-from agentd.runtimes.docker.inspection import inspected, labels_of, observed_kernel
+from agentd.runtimes.docker.ids import image_id, process_id
+from agentd.runtimes.docker.inspection import (
+    identified,
+    inspected,
+    kernel_of,
+    labels_of,
+    observed_kernel,
+    summarized,
+)
+from agentd.runtimes.docker.streams import DESTROY, ContainerEvent
 from agentd.runtimes.docker.translation import NOT_FOUND, absent_is_fine, proving
+
+log = structlog.get_logger()
 
 INSPECTS_AT_ONCE = 16
 ASK_TIMEOUT_S = 5.0
@@ -41,34 +54,40 @@ class Observer:
         self._absences = absences
         self._accounts: dict[str, Account] = {}
         self._asked_for: set[str] = set()
+        self._elsewhere: dict[str, str] = {}
+        self._ignored: frozenset[str] = frozenset()
 
     async def listing(self) -> Listing:
         """Return every kernel; what cannot be inspected alone is as the list says."""
+        with proving():
+            async with asyncio.timeout(LIST_TIMEOUT_S):
+                return await self._listed()
+
+    async def _listed(self) -> Listing:
         filters = json.dumps({"label": [f"{NODE_LABEL}={self._node_id}"]})
+        items = self._engine.items("/containers/json", {"all": "1", "filters": filters})
+        async with aclosing(items):
+            summaries = [summarized(item) async for item in items]
         places = asyncio.Semaphore(INSPECTS_AT_ONCE)
 
-        async def shown(summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        async def seen(summary: Mapping[str, Any]) -> _Seen | None:
             async with places:
-                return await self._shown(summary)
+                shown = await self._shown(summary)
+            return None if shown is None else _Seen(identified(shown), self.observed(shown))
 
-        with proving():
-            return await asyncio.wait_for(self._listed(shown, filters), LIST_TIMEOUT_S)
-
-    async def _listed(
-        self,
-        shown: Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any] | None]],
-        filters: str,
-    ) -> Listing:
-        params = {"all": "1", "filters": filters}
-        summaries = await self._engine.call("GET", "/containers/json", params)
-        answers = await asyncio.gather(*(shown(summary) for summary in summaries))
-        there = [answer for answer in answers if answer is not None]
-        ours = {labels_of(a)[KERNEL_LABEL]: a for a in there if self._fits(a)}
-        for answer in there:
-            kernel_id = labels_of(answer).get(KERNEL_LABEL)
-            if kernel_id and kernel_id not in ours and await self._was_renamed(answer):
-                ours[kernel_id] = answer
-        return Listing(tuple(self.observed(answer) for answer in ours.values()))
+        mine = [s for s in summaries if labels_of(s).get(NODE_LABEL) == self._node_id]
+        looked = await asyncio.gather(*(seen(s) for s in mine if kernel_of(s)))
+        there = [item for item in looked if item is not None]
+        ours = {kernel.kernel_id: kernel for shown, kernel in there if self._fits(shown)}
+        for shown, kernel in there:
+            if kernel.kernel_id not in ours and await self._was_renamed(shown):
+                ours[kernel.kernel_id] = kernel
+        strange = (s for s in mine if KERNEL_LABEL in labels_of(s) and kernel_of(s) is None)
+        ignored = tuple(map(_ignored, strange))
+        for reason in set(ignored) - self._ignored:
+            log.warning("container.ignored", reason=reason)
+        self._ignored = frozenset(ignored)
+        return Listing(tuple(ours.values()), ignored=ignored)
 
     async def _shown(self, summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Inspect one container of a list; what the list said of it if that fails alone."""
@@ -79,33 +98,54 @@ class Observer:
         except EngineError as error:
             if error.status == NOT_FOUND:
                 return None
-        return {
-            "Id": summary["Id"],
-            "Name": (summary.get("Names") or [""])[0],
-            "State": {"Status": summary.get("State", "running")},
-            "Config": {"Labels": summary.get("Labels", {})},
-        }
+        return summary
 
     async def find(self, ref: KernelRef) -> ObservedKernel | None:
-        """Return one kernel, by its handle, else by its name; None if it is not there."""
-        if ref.handle and (shown := await self._found(ref.handle)):
-            labels = labels_of(shown)
-            if (labels.get(NODE_LABEL), labels.get(KERNEL_LABEL)) == (self._node_id, ref.kernel_id):
-                return self.observed(shown)
+        """Return one kernel, by its handle, else by its name, else as an event told of it.
+
+        None if it is not there. One that goes by another name and never ran is nobody's.
+        """
+        shown = await self._found(ref.handle) if ref.handle else None
+        if shown and self._is_of(shown, ref.kernel_id):
+            return self.observed(shown)
         shown = await self._found(kernel_name(self._node_id, ref.kernel_id))
-        return self.observed(shown) if shown and self._fits(shown) else None
+        if shown and self._fits(shown):
+            return self.observed(shown)
+        elsewhere = self._elsewhere.get(ref.kernel_id)
+        if elsewhere is None or not (shown := await self._found(elsewhere)):
+            return None
+        with proving():
+            if self._is_of(shown, ref.kernel_id) and await self._was_renamed(shown):
+                found = self.observed(shown)
+                return found if found.state is not ObservedState.CREATED else None
+        return None
+
+    def heard(self, event: ContainerEvent) -> None:
+        """Remember where a kernel is whose container has another name than its own."""
+        if event.name != kernel_name(self._node_id, event.kernel_id):
+            self._elsewhere[event.kernel_id] = event.container
+        if event.action == DESTROY and self._elsewhere.get(event.kernel_id) == event.container:
+            del self._elsewhere[event.kernel_id]
+
+    def forget_events(self) -> None:
+        """Forget what events told; a list comes next."""
+        self._elsewhere.clear()
+
+    def _is_of(self, shown: Mapping[str, Any], kernel_id: str) -> bool:
+        labels = labels_of(shown)
+        return (labels.get(NODE_LABEL), labels.get(KERNEL_LABEL)) == (self._node_id, kernel_id)
 
     async def _was_renamed(self, shown: Mapping[str, Any]) -> bool:
-        """Tell a kernel that somebody renamed from a container that inherits its image's labels."""
+        """Return whether a kernel was renamed; else a container has its labels from its image."""
         with absent_is_fine():
-            image = await self._engine.call("GET", f"/images/{shown['Image']}/json")
+            image = await self._engine.call("GET", f"/images/{image_id(shown['Image'])}/json")
             inherited = (image.get("Config") or {}).get("Labels") or {}
             return inherited.get(RECORD_LABEL) != labels_of(shown).get(RECORD_LABEL)
         return True
 
     async def _found(self, container: str) -> Mapping[str, Any] | None:
         with proving(), absent_is_fine():
-            return await self.inspection(quote(container, safe=""))
+            return await self.inspection(container)
         return None
 
     async def inspection(self, container: str) -> Mapping[str, Any]:
@@ -136,7 +176,7 @@ class Observer:
     async def _placed(self, container: str) -> Account | None:
         """Return where a container is counted, as its process tells; None if it is not told."""
         shown = await self._found(container)
-        pid = shown["State"].get("Pid") if shown is not None else 0
+        pid = process_id(shown["State"].get("Pid", 0)) if shown is not None else 0
         found = account_of(pid, container) if pid else Account()
         return replace(found, has_network=True) if found.folders else None
 
@@ -149,10 +189,27 @@ class Observer:
         return replace(found, ending=ending)
 
     def _fits(self, shown: Mapping[str, Any]) -> bool:
-        """Tell whether a container's name is the one that its labels call for."""
-        labels = labels_of(shown)
-        expected = kernel_name(self._node_id, labels.get(KERNEL_LABEL, ""))
-        return labels.get(NODE_LABEL) == self._node_id and shown["Name"] == f"/{expected}"
+        """Return whether a container's name is the one that its labels call for."""
+        kernel_id = kernel_of(shown)
+        if kernel_id is None or labels_of(shown).get(NODE_LABEL) != self._node_id:
+            return False
+        return bool(shown["Name"] == f"/{kernel_name(self._node_id, kernel_id)}")
+
+
+class _Seen(NamedTuple):
+    """A container of a list, and the kernel that it is by its inspection."""
+
+    shown: Mapping[str, Any]
+    kernel: ObservedKernel
+
+
+def _ignored(shown: Mapping[str, Any]) -> str:
+    """Describe a container that claims to be a kernel and cannot be one."""
+    kernel_id = shortened(labels_of(shown).get(KERNEL_LABEL))
+    return (
+        f"container {shown['Id'][:12]} is ignored and holds nothing: its label {KERNEL_LABEL}"
+        f" is {kernel_id}, expected a kernel id"
+    )
 
 
 def _looked_for(containers: Sequence[str]) -> dict[str, Account]:

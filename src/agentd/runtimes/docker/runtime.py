@@ -15,7 +15,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from agentd.core.container_options import PullPolicy
 from agentd.core.kernel import Kernel, KernelRef, KernelSpec, KernelState
@@ -30,18 +29,25 @@ from agentd.runtimes.docker.absences import Absences
 from agentd.runtimes.docker.config import UNPUBLISHED, DockerRules, container_config
 from agentd.runtimes.docker.engine import (
     CALL_TIMEOUT_S,
-    AnswerLost,
     EngineClient,
     EngineError,
     EngineUnreachable,
 )
 from agentd.runtimes.docker.facts import EngineFacts, engine_facts
+from agentd.runtimes.docker.ids import container_id
 from agentd.runtimes.docker.images import Images
 from agentd.runtimes.docker.inside import end_left_behind, run_inside
 from agentd.runtimes.docker.inspection import verify
 from agentd.runtimes.docker.mounts import Source, refuse_missing, resolved
 from agentd.runtimes.docker.observer import ASK_TIMEOUT_S, LIST_TIMEOUT_S, Observer
-from agentd.runtimes.docker.streams import CONNECTED, KILL, OwnEvents, events, printed
+from agentd.runtimes.docker.streams import (
+    CONNECTED,
+    DESTROY,
+    KILL,
+    OwnEvents,
+    events,
+    printed,
+)
 from agentd.runtimes.docker.translation import (
     CONFLICT,
     absent_is_fine,
@@ -204,9 +210,7 @@ class DockerRuntime:
             if is_no_image(error):
                 raise ImageNotFound(f"image {attempt.config['Image']}: {error.message}") from error
             raise
-        if not isinstance(made, dict) or not isinstance(made.get("Id"), str):
-            raise AnswerLost("the engine's answer to a create has no container id")
-        attempt.container = made["Id"]
+        attempt.container = container_id(made.get("Id") if isinstance(made, dict) else None)
 
     async def _undo(self, attempt: _Attempt, error: BaseException) -> None:
         """Remove a container that was created and is not wanted; by id, never by name.
@@ -229,7 +233,7 @@ class DockerRuntime:
 
     def _container(self, ref: KernelRef) -> str:
         """Return how the engine is asked for a kernel's container: by id, else by name."""
-        return quote(ref.handle or kernel_name(self._node_id, ref.kernel_id), safe="")
+        return ref.handle or kernel_name(self._node_id, ref.kernel_id)
 
     async def stop(self, ref: KernelRef, timeout_s: float | None) -> None:
         grace_s = self._rules.stop_timeout_s if timeout_s is None else timeout_s
@@ -272,12 +276,17 @@ class DockerRuntime:
                 async for event in happened:
                     if event is CONNECTED:
                         self._own.listen()
+                        self._observer.forget_events()
                         self._absences.came()
                         with suppress(RuntimeUnavailable):
                             restores_live = (await self._known_facts()).restores_live
-                    if event.action == KILL:
+                    if not event.kernel_id:
+                        if event.action in ("", "create", DESTROY):
+                            yield ""
+                    elif event.action == KILL:
                         self._absences.signalled(event.kernel_id)
                     elif not self._own.is_own(event):
+                        self._observer.heard(event)
                         yield event.kernel_id
             self._absences.went(ends_kernels=not restores_live)
         except RuntimeUnavailable:

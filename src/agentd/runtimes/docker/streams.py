@@ -10,8 +10,10 @@ from typing import NamedTuple
 import aiohttp
 import msgspec
 
+from agentd.core.names import name_or_empty
 from agentd.runtimes.docker.config import KERNEL_LABEL, NODE_LABEL
 from agentd.runtimes.docker.engine import AnswerLost, EngineClient
+from agentd.runtimes.docker.ids import container_id
 from agentd.runtimes.docker.translation import translating
 from agentd.services.interfaces import LogQuery, LogStream
 
@@ -21,18 +23,22 @@ SILENCE_S = 10.0
 _LONGEST_LINE = 8 << 20
 KILL = "kill"
 """A signal was sent to the container, by whomever."""
-_ACTIONS = {KILL, "create", "start", "die", "oom", "pause", "unpause", "destroy", "rename"}
+DESTROY = "destroy"
+_ACTIONS = {
+    KILL, "create", "start", "die", "oom", "pause", "unpause", DESTROY, "rename", "update"
+}  # fmt: skip
 
 
 class ContainerEvent(NamedTuple):
-    """What happened to which container of which kernel."""
+    """What happened to which container; `kernel_id` is empty if its label is not one."""
 
     action: str
     container: str
+    name: str
     kernel_id: str
 
 
-CONNECTED = ContainerEvent("", "", "")
+CONNECTED = ContainerEvent("", "", "", "")
 
 
 class OwnEvents:
@@ -54,22 +60,22 @@ class OwnEvents:
         self.is_listening = False
         self._until.clear()
 
-    def expect(self, container: str) -> None:
+    def expect(self, name: str) -> None:
         """Expect a container's create and start."""
         if self.is_listening:
             until = time.monotonic() + _EXPECTED_S
-            self._until |= {("create", container): until, ("start", container): until}
+            self._until |= {("create", name): until, ("start", name): until}
 
-    def forget(self, container: str) -> None:
+    def forget(self, name: str) -> None:
         """Expect nothing of a container any more."""
         for action in ("create", "start"):
-            self._until.pop((action, container), None)
+            self._until.pop((action, name), None)
 
     def is_own(self, event: ContainerEvent) -> bool:
-        """Tell whether an event was expected; it is not expected again."""
-        if event.action in ("die", "destroy"):
-            self.forget(event.container)
-        return self._until.pop((event.action, event.container), 0.0) > time.monotonic()
+        """Return whether an event was expected; it is not expected again."""
+        if event.action in ("die", DESTROY):
+            self.forget(event.name)
+        return self._until.pop((event.action, event.name), 0.0) > time.monotonic()
 
 
 async def events(engine: EngineClient, node_id: str) -> AsyncGenerator[ContainerEvent]:
@@ -124,14 +130,21 @@ async def _while_it_answers(stream: aiohttp.StreamReader, engine: EngineClient) 
 
 
 def _event(line: bytes) -> ContainerEvent | None:
+    """Return what a line tells; None if that is nothing of a kernel, or not an event.
+
+    Raises:
+        AnswerLost: the container's id is not one.
+    """
     try:
         raw = msgspec.json.decode(line)
-        action, attributes = raw["Action"], raw["Actor"]["Attributes"]
-    except (ValueError, RecursionError, KeyError, TypeError):
+        action, actor = raw["Action"], raw["Actor"]
+        attributes = actor["Attributes"]
+        if action not in _ACTIONS or KERNEL_LABEL not in attributes:
+            return None
+        container, name = container_id(actor["ID"]), str(attributes.get("name", ""))
+        return ContainerEvent(action, container, name, name_or_empty(attributes[KERNEL_LABEL]))
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return None
-    if action not in _ACTIONS or KERNEL_LABEL not in attributes:
-        return None
-    return ContainerEvent(action, str(attributes.get("name", "")), attributes[KERNEL_LABEL])
 
 
 async def printed(engine: EngineClient, container: str, query: LogQuery) -> AsyncGenerator[bytes]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from agentd.core.names import shortened
 from agentd.core.plan import KernelPlan
 from agentd.errors import (
     CommandNotFound,
@@ -15,7 +16,8 @@ from agentd.errors import (
     RuntimeFailure,
     RuntimeUnavailable,
 )
-from agentd.runtimes.docker.engine import AnswerLost, EngineError, EngineUnreachable
+from agentd.runtimes.docker.engine import AnswerLost, EngineError, EngineUnreachable, shortly
+from agentd.runtimes.docker.mistakes import request_problem
 
 _PASSES = ("port is already allocated", "address already in use")
 """What somebody else on the node did first; asked again, another port is chosen."""
@@ -29,8 +31,6 @@ _NO_COMMAND = re.compile(
 )
 """What runc says where a container's own command is wrong (since 1.0). What the engine itself could
 not run, such as a hook or `apparmor_parser`, it says in other words before `exec:`."""
-
-_NO_FOLDER = re.compile(r"chdir to cwd|[Cc]annot mkdir")
 BAD_REQUEST, NOT_FOUND, CONFLICT = 400, 404, 409
 
 
@@ -55,20 +55,16 @@ def translated(error: BaseException, plan: KernelPlan | None = None) -> BaseExce
 
 
 def _refusal(error: EngineError, plan: KernelPlan | None) -> BaseException:
-    message = error.message
-    if plan is not None and (found := _NO_COMMAND.search(message)):
-        command = plan.spec.command[0] if plan.spec.command else "the image's command"
-        return CommandNotFound(f"command {command!r:.300}: {found['why']:.1000}")
-    if any(why in message for why in _PASSES):
-        return RuntimeUnavailable(message)
-    is_nobody = "unable to find user" in message or "unable to find group" in message
-    if plan is not None and plan.spec.user and is_nobody:
-        return InvalidRequest([Problem("user", message)])
-    if plan is not None and _NO_FOLDER.search(message):
-        return InvalidRequest([Problem("working_dir", message)])
-    if plan is not None and error.status == BAD_REQUEST:
-        return InvalidRequest([Problem("", message)])
-    return RuntimeFailure(f"the Docker Engine: {message}")
+    if plan is not None and (found := _NO_COMMAND.search(error.detail)):
+        command = shortened(plan.spec.command[0]) if plan.spec.command else "of the image"
+        return CommandNotFound(f"command {command}: {shortly(found['why'])}")
+    if any(why in error.detail for why in _PASSES):
+        return RuntimeUnavailable(error.message)
+    if plan is not None and (problem := request_problem(error.detail, plan.spec)):
+        return InvalidRequest([problem])
+    if plan is not None and error.status == BAD_REQUEST and "error mounting" not in error.detail:
+        return InvalidRequest([Problem("", error.message)])
+    return RuntimeFailure(f"the Docker Engine: {error.message}")
 
 
 @contextmanager

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentd.core.kernel import is_kernel_id
+from agentd.core.names import checked, is_name, name_or_empty
 from agentd.core.observation import Leftover, Listing, ObservedKernel, ObservedState
-from agentd.core.plan import kernel_name
+from agentd.core.plan import kernel_name, name_prefix
 from agentd.core.record import MALFORMED
 from agentd.errors import RuntimeFailure
 from agentd.failpoints import reach
@@ -34,14 +34,8 @@ class Bundles:
     cgroups: Cgroups | None
 
     def bundle(self, kernel_id: str) -> Bundle:
-        """Return where a kernel's bundle is, or would be.
-
-        Raises:
-            RuntimeFailure: the kernel id is invalid.
-        """
-        if not is_kernel_id(kernel_id):
-            raise RuntimeFailure(f"invalid kernel id {kernel_id!r}")
-        return Bundle(self.folder / kernel_id)
+        """Return where a kernel's bundle is, or would be."""
+        return Bundle(self.folder / checked(kernel_id))
 
     def cgroup(self, kernel_id: str) -> Cgroup | None:
         """Return a kernel's cgroup, which need not be there; None where none can be made."""
@@ -61,7 +55,7 @@ class Bundles:
 
     def listing(self) -> Listing:
         """Return every kernel, and what is left of others."""
-        names = {name for name in names_in(self.folder) if is_kernel_id(name)}
+        names = {name for name in names_in(self.folder) if is_name(name)}
         names |= self._grouped_kernels().keys()
         found = [self.observed(name) for name in sorted(names)]
         kernels = tuple(item for item in found if item is not None)
@@ -71,10 +65,10 @@ class Bundles:
         """Return the cgroups of this node's kernels, by kernel."""
         if self.cgroups is None:
             return {}
-        prefix = kernel_name(self.node_id, "")
+        prefix = name_prefix(self.node_id)
         names = (name for name in self.cgroups.names() if name.startswith(prefix))
         found = {name.removeprefix(prefix): self.cgroups.group(name) for name in names}
-        return {name: group for name, group in found.items() if is_kernel_id(name)}
+        return {name: group for name, group in found.items() if is_name(name)}
 
     def _leftovers(self, listed: set[str]) -> Iterator[Leftover]:
         for name in sorted(names_in(self.folder)):
@@ -100,7 +94,7 @@ class Bundles:
             return None
         return ObservedKernel(
             kernel_id=kernel_id,
-            agent_id=cgroup.attribute(AGENT) if cgroup else "",
+            agent_id=name_or_empty(cgroup.attribute(AGENT)) if cgroup else "",
             runtime=RUNTIME,
             handle=proof.handle(),
             state=state,
@@ -123,7 +117,8 @@ class Bundles:
 
     async def take_away(self, kernel_id: str) -> bool:
         """Remove the bundle of a kernel that does not live; False if it began to."""
-        bundle, trash = self.bundle(kernel_id), Bundle(self.folder / f"{TRASH}{kernel_id}")
+        bundle = self.bundle(kernel_id)
+        trash = Bundle(self.folder / f"{TRASH}{kernel_id}")
         await self.clear(trash)
         try:
             bundle.path.rename(trash.path)
@@ -143,11 +138,11 @@ class Bundles:
         """Remove what a daemon that died had set aside; what lives after all is put back."""
         for name in names_in(self.folder):
             kernel_id = name.removeprefix(TRASH)
-            if name == kernel_id:
+            if name == kernel_id or not is_name(kernel_id):
                 continue
             trash = Bundle(self.folder / name)
             lives = Proof(trash, self.cgroup(kernel_id), self.boot_id).lives
-            if lives and is_kernel_id(kernel_id) and not self.bundle(kernel_id).is_taken():
+            if lives and not self.bundle(kernel_id).is_taken():
                 trash.path.rename(self.folder / kernel_id)
             elif not lives:
                 await self.clear(trash)

@@ -222,8 +222,8 @@ def run(order: dict[str, Any], libc: ctypes.CDLL, output: Output, go: int, failu
         step = "cpus"
         if order["cpus"]:
             os.sched_setaffinity(0, order["cpus"])
-        step = "ulimits"
         for name, limits in order["ulimits"].items():
+            step = "ulimits." + name
             resource.setrlimit(getattr(resource, "RLIMIT_" + name.upper()), tuple(limits))
         os.dup2(output.writer, 1)
         os.dup2(output.writer, 2)

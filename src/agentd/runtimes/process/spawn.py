@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import grp
 import json
 import os
@@ -213,11 +214,15 @@ def failure(plan: KernelPlan, answer: Mapping[str, Any]) -> AgentdError:
     """Return the error that says why a shim did not start its kernel."""
     number = int(answer.get("errno", 0))
     why = os.strerror(number) if number else str(answer.get("why", "it gave no reason"))
-    step = answer.get("step")
+    step = str(answer.get("step"))
     if step == "command":
         refusal = refusal_of(plan.spec.command[0], number, why)
         if refusal is not None:
             return refusal
     if step == "working_dir":
         return InvalidRequest([Problem("working_dir", f"{plan.spec.working_dir!r}: {why}")])
+    if step.startswith("ulimits."):
+        return InvalidRequest([Problem(step, f"cannot be set on this node: {why}")])
+    if number == errno.EAGAIN and "nproc" in plan.spec.container.ulimits:
+        return InvalidRequest([Problem("ulimits.nproc", f"is too low to start a kernel: {why}")])
     return RuntimeFailure(f"the kernel did not start; {step}: {why}")

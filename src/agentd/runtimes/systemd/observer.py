@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from agentd.core.kernel import ENDED, Ending, Kernel, is_kernel_id
+from agentd.core.kernel import ENDED, Ending, Kernel
+from agentd.core.names import checked, is_name, name_or_empty
 from agentd.core.observation import Leftover, Listing, ObservedKernel, ObservedState
+from agentd.core.plan import name_prefix
 from agentd.core.record import MALFORMED, RecordError, decode
 from agentd.core.usage import Accounted
-from agentd.errors import RuntimeFailure, RuntimeUnavailable
+from agentd.errors import RuntimeUnavailable
 from agentd.host.accounts import MOUNT, UNIFIED, Account, counted
 from agentd.host.units import Manager, Unit
 from agentd.runtimes.folder import TRASH, looking, names_in
@@ -37,15 +39,15 @@ class Observer:
 
     async def listing(self) -> Listing:
         """Return every kernel, with one question for all units."""
-        pattern = unit_name(self._node_id, "*")
+        pattern = f"{name_prefix(self._node_id)}*.service"
         units: dict[str, Unit] = {}
         for unit in await self._manager.units(pattern):
             kernel_id = kernel_of(self._node_id, unit.name)
-            if kernel_id is not None and is_kernel_id(kernel_id):
+            if kernel_id is not None:
                 units[kernel_id] = unit
         with looking():
             names = names_in(self._folder)
-            kept = {name for name in names if is_kernel_id(name)}
+            kept = {name for name in names if is_name(name)}
             found = [await self._listed(name, units.get(name)) for name in sorted(kept | {*units})]
         kernels = tuple(item for item in found if item is not None)
         listed = {item.kernel_id for item in kernels}
@@ -173,7 +175,7 @@ class Observer:
         said = said or {}
         return ObservedKernel(
             kernel_id=kernel_id,
-            agent_id=said.get("AGENTD_AGENT", ""),
+            agent_id=name_or_empty(said.get("AGENTD_AGENT")),
             runtime=RUNTIME,
             handle=identity.invocation_id if identity else "",
             state=state,
@@ -185,9 +187,7 @@ class Observer:
 
     def bundle(self, kernel_id: str) -> UnitBundle:
         """Return the folder of a kernel, which need not be there."""
-        if not is_kernel_id(kernel_id):
-            raise RuntimeFailure(f"invalid kernel id {kernel_id!r}")
-        return UnitBundle(self._folder / kernel_id)
+        return UnitBundle(self._folder / checked(kernel_id))
 
     def _agent_of(self, kernel_id: str, text: str) -> str | None:
         """Return the agent of a record; None if it cannot be read, or is another kernel's."""
@@ -213,5 +213,5 @@ class Observer:
 def agent_of(record: str) -> str:
     """Return the agent that a record names, of whatever schema; empty if it cannot be read."""
     with suppress(*MALFORMED):
-        return str(json.loads(record)["agent_id"])
+        return name_or_empty(json.loads(record)["agent_id"])
     return ""

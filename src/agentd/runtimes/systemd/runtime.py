@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from agentd.core.kernel import Kernel, KernelRef, KernelSpec, KernelState
+from agentd.core.names import shortened
 from agentd.core.observation import Listing, ObservedKernel
 from agentd.core.plan import KernelPlan, kernel_name
 from agentd.core.session import ExecSpec
@@ -55,8 +56,8 @@ ENDING = frozenset({"stop-post", "final-sigterm", "final-sigkill"})
 """Sub-states of a unit whose command is over, and whose `ExecStopPost=` may be running."""
 LOOK_S = 1.0
 """How long to wait at most before a unit is looked at again that is about to end."""
-_EXIT_CHDIR, _EXIT_EXEC = 200, 203
-"""What systemd's own child exits with where it cannot change the folder, or execute
+_EXIT_CHDIR, _EXIT_EXEC, _EXIT_LIMITS = 200, 203, 205
+"""What systemd's own child exits with where it cannot change the folder, execute, or set a limit
 (systemd.exec(5), "Process Exit Codes")."""
 
 
@@ -139,7 +140,9 @@ class SystemdRuntime:
         seen = await self._manager.properties(unit, ("Result", "ExecMainStatus")) or {}
         status = seen.get("ExecMainStatus", 0)
         if status == _EXIT_EXEC:
-            return CommandNotFound(f"command {plan.spec.command[0]!r:.300}: cannot be executed")
+            return CommandNotFound(f"command {shortened(plan.spec.command[0])}: cannot be executed")
+        if status == _EXIT_LIMITS:
+            return InvalidRequest([Problem("ulimits", "cannot be set on this node")])
         if status == _EXIT_CHDIR:
             where = repr(plan.spec.working_dir)
             return InvalidRequest([Problem("working_dir", f"{where}: cannot be entered")])

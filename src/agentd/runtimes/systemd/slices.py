@@ -14,7 +14,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from agentd.core.plan import KernelPlan, kernel_name
+from agentd.core.plan import KernelPlan, name_prefix
 from agentd.errors import RuntimeFailure
 from agentd.host.units import Manager, Property, UnitRefused
 from agentd.runtimes.systemd.bundle import DROP_IN, static_busybox
@@ -102,7 +102,7 @@ class Ends:
 
     async def _written(self, busybox: str) -> None:
         """Write the drop-in, and have it read; `loaded` beside it says that it was."""
-        prefix = kernel_name(self._node_id, "")
+        prefix = name_prefix(self._node_id)
         place = _user_units() if self._manager.is_user else _RUNTIME / "system"
         file = place / f"{prefix}.service.d" / "10-agentd.conf"
         loaded = file.with_name("loaded")
@@ -140,7 +140,7 @@ def journal_remarks(failed: Collection[str], root: Path = Path("/")) -> list[str
     A namespace is in use while journald has a folder for it.
     """
     found = []
-    for folder in sorted(root.glob(f"run/systemd/journal.{namespace_name('*')}")):
+    for folder in sorted(root.glob("run/systemd/journal.agentd-*")):
         namespace = folder.name.removeprefix("journal.")
         unit = f"systemd-journald@{namespace}.service"
         if unit in failed:

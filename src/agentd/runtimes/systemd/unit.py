@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from agentd.core.container_edits import ContainerEdits, Mount
 from agentd.core.kernel import KernelSpec
-from agentd.core.plan import KernelPlan, kernel_name
+from agentd.core.names import checked, is_name
+from agentd.core.plan import KernelPlan, kernel_name, name_prefix
 from agentd.errors import Problem, RuntimeFailure
 from agentd.host.units import Property
 from agentd.runtimes.environment import own_variables
@@ -54,10 +55,11 @@ def unit_name(node_id: str, kernel_id: str) -> str:
 
 def kernel_of(node_id: str, unit: str) -> str | None:
     """Return the kernel that a unit is named for; None if it is not one of this node's."""
-    prefix = kernel_name(node_id, "")
+    prefix = name_prefix(node_id)
     if not (unit.startswith(prefix) and unit.endswith(".service")):
         return None
-    return unit.removeprefix(prefix).removesuffix(".service")
+    kernel_id = unit.removeprefix(prefix).removesuffix(".service")
+    return kernel_id if is_name(kernel_id) else None
 
 
 def slice_name(agent_id: str) -> str:
@@ -68,7 +70,7 @@ def slice_name(agent_id: str) -> str:
 
 def namespace_name(agent_id: str) -> str:
     """Return the journal's namespace of an agent's kernels."""
-    return f"agentd-{agent_id}"
+    return f"agentd-{checked(agent_id)}"
 
 
 def mask(numbers: Iterable[int]) -> bytes:

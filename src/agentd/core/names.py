@@ -1,0 +1,41 @@
+"""Names from outside that become paths, URLs, keys or command lines: one pattern for each kind.
+
+A name is checked where it comes in, and once more where a path is made of it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TypeGuard
+
+NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
+"""Ids of kernels, agents and nodes; names of callers, runtimes and fleets."""
+_NAME = re.compile(NAME)
+_SHOWN = 80
+
+
+def is_name(text: object) -> TypeGuard[str]:
+    """Return whether this is a name."""
+    return isinstance(text, str) and _NAME.fullmatch(text) is not None
+
+
+def checked(text: str) -> str:
+    """Return a name, to be made part of a path.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    if not is_name(text):
+        raise ValueError(f"invalid name {shortened(text)}")
+    return text
+
+
+def name_or_empty(text: object) -> str:
+    """Return a name; anything else counts as none."""
+    return text if is_name(text) else ""
+
+
+def shortened(text: object) -> str:
+    """Return text from outside as a message may quote it: escaped, and at most one line long."""
+    shown = repr(text)
+    return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."

@@ -1,0 +1,60 @@
+"""Names in the paths of calls: each kind has its pattern, and one that does not fit is unknown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from agentd.core.devices import ID_PATTERN
+from agentd.core.names import NAME, shortened
+from agentd.core.slots import SLOT_NAME
+from agentd.errors import (
+    RequestError,
+    UnknownAgent,
+    UnknownDevice,
+    UnknownKernel,
+    UnknownNode,
+    UnknownPlugin,
+    UnknownRuntime,
+    UnknownSlotType,
+)
+
+
+class _Kind(NamedTuple):
+    pattern: re.Pattern[str]
+    what: str
+    unknown: type[RequestError]
+
+
+_NAME = re.compile(NAME)
+_KINDS: Mapping[str, _Kind] = {
+    "agent": _Kind(_NAME, "agent", UnknownAgent),
+    "device_name": _Kind(_NAME, "device", UnknownDevice),
+    "id": _Kind(ID_PATTERN, "device", UnknownDevice),
+    "kernel": _Kind(_NAME, "kernel", UnknownKernel),
+    "node": _Kind(_NAME, "node", UnknownNode),
+    "plugin": _Kind(_NAME, "plugin", UnknownPlugin),
+    "runtime": _Kind(_NAME, "runtime", UnknownRuntime),
+    "slot": _Kind(re.compile(SLOT_NAME), "slot", UnknownSlotType),
+}
+REST = "rest"
+"""The part of a path that is passed on, and is not a name."""
+
+
+def schema_of(parameter: str) -> Mapping[str, Any]:
+    """Return the JSON schema of a parameter of a path."""
+    if parameter == REST:
+        return {"type": "string"}
+    return {"type": "string", "pattern": f"^{_KINDS[parameter].pattern.pattern}$"}
+
+
+def require_names(parameters: Mapping[str, str]) -> None:
+    """Refuse a path with a name that nothing can have.
+
+    Raises:
+        RequestError: it is unknown, of the kind that its place in the path calls for.
+    """
+    for parameter, value in parameters.items():
+        if parameter != REST and not (kind := _KINDS[parameter]).pattern.fullmatch(value):
+            raise kind.unknown(f"no {kind.what} {shortened(value)}: it is not a valid name")

@@ -1,0 +1,60 @@
+"""Ids in an engine's answers: they become paths of its API and of /proc, so each is checked.
+
+Containers and execs have ids of 64 hexadecimal digits, images have digests (Engine API).
+"""
+
+from __future__ import annotations
+
+import re
+
+from agentd.core.names import shortened
+from agentd.runtimes.docker.engine import AnswerLost
+
+_CONTAINER = re.compile(r"[0-9a-f]{64}")
+_IMAGE = re.compile(r"sha256:[0-9a-f]{64}")
+_MOST_PID = 2**22
+"""PID_MAX_LIMIT of proc_sys_kernel(5)."""
+
+
+def container_id(raw: object) -> str:
+    """Return the id of a container.
+
+    Raises:
+        AnswerLost: it is something else.
+    """
+    return _checked(_CONTAINER, raw, "container")
+
+
+def exec_id(raw: object) -> str:
+    """Return the id of an exec.
+
+    Raises:
+        AnswerLost: it is something else.
+    """
+    return _checked(_CONTAINER, raw, "exec")
+
+
+def image_id(raw: object) -> str:
+    """Return the id of an image.
+
+    Raises:
+        AnswerLost: it is something else.
+    """
+    return _checked(_IMAGE, raw, "image")
+
+
+def process_id(raw: object) -> int:
+    """Return the id of a process; 0 where there is none.
+
+    Raises:
+        AnswerLost: it is something else.
+    """
+    if isinstance(raw, int) and not isinstance(raw, bool) and 0 <= raw <= _MOST_PID:
+        return raw
+    raise AnswerLost(f"the engine's answer has an invalid process id: {shortened(raw)}")
+
+
+def _checked(pattern: re.Pattern[str], raw: object, what: str) -> str:
+    if isinstance(raw, str) and pattern.fullmatch(raw):
+        return raw
+    raise AnswerLost(f"the engine's answer has an invalid {what} id: {shortened(raw)}")

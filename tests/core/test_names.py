@@ -1,0 +1,74 @@
+"""Names from outside: what is one, and where anything else is refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from agentd.core.names import checked, is_name, name_or_empty, shortened
+from agentd.core.observation import ObservedState
+from agentd.core.plan import kernel_name
+from agentd.core.record import RecordError, decode
+from core.kernels import found
+
+NO_NAMES = [
+    "",
+    ".",
+    "..",
+    "a/b",
+    "../../PWNED",
+    "-x",
+    "k\n",
+    "k\0",
+    "x" * 64,
+    ".removed-k1",
+    "\u00e9",
+]
+
+
+@pytest.mark.parametrize("text", ["k1", "a.b-c_d", "0", "x" * 63])
+def test_a_name_passes_every_check(text: str) -> None:
+    assert is_name(text)
+    assert checked(text) == name_or_empty(text) == text
+    assert (
+        replace(found(ObservedState.RUNNING), kernel_id=text, agent_id=text).ref.kernel_id == text
+    )
+
+
+@pytest.mark.parametrize("text", NO_NAMES)
+def test_anything_else_becomes_no_path_and_no_observation(text: str) -> None:
+    assert not is_name(text)
+    assert name_or_empty(text) == ""
+    for made in (
+        lambda: checked(text),
+        lambda: kernel_name("n", text),
+        lambda: replace(found(ObservedState.RUNNING), kernel_id=text),
+    ):
+        with pytest.raises(ValueError, match="invalid name"):
+            made()
+
+
+@pytest.mark.parametrize("text", NO_NAMES[1:])
+def test_an_agent_id_of_an_observation_is_a_name_or_unknown(text: str) -> None:
+    assert replace(found(ObservedState.RUNNING), agent_id="").agent_id == ""
+    with pytest.raises(ValueError, match="invalid name"):
+        replace(found(ObservedState.RUNNING), agent_id=text)
+
+
+@pytest.mark.parametrize("member", ["kernel_id", "agent_id", "node_id"])
+def test_a_record_whose_ids_are_no_names_cannot_be_read(member: str) -> None:
+    content = json.loads(found(ObservedState.RUNNING).record)
+    for value in (*NO_NAMES[1:], None, 0, False, ["a"]):
+        with pytest.raises(RecordError, match="invalid name"):
+            decode(json.dumps({**content, member: value}))
+
+
+@pytest.mark.parametrize("value", [None, 7, ["k1"], {"k": 1}])
+def test_what_is_no_text_is_no_name(value: object) -> None:
+    assert not is_name(value)
+    assert name_or_empty(value) == ""
+
+
+def test_text_from_outside_is_quoted_on_one_short_line() -> None:
+    assert shortened("a\nb\x1b[31m") == r"'a\nb\x1b[31m'"
+    assert len(shortened("x" * 10_000)) < 100

@@ -1,0 +1,220 @@
+"""An engine that answers too much, or with what is no id; and what is done to it by hand."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from daemon import Daemon
+from end_to_end.test_engine_trouble import ASK, GRACE, ONE_GPU, settled
+from engine import IMAGE, Engine
+from engine_proxy import Answer, EngineProxy
+
+pytestmark = pytest.mark.docker
+MIB = 1 << 20
+
+
+@pytest.fixture
+async def node(proxied: tuple[Daemon, EngineProxy], engine: Engine) -> tuple[Daemon, EngineProxy]:
+    """agentd with one GPU behind the proxy; what the engine has is cleaned up first."""
+    engine.clean()
+    daemon, proxy = proxied
+    daemon.deadlines = {**GRACE}
+    await daemon.start(ONE_GPU)
+    return daemon, proxy
+
+
+def too_much(proxy: EngineProxy, size: int, status: int | None = None) -> Answer:
+    """Let the engine act, and answer with far more than it said."""
+
+    async def answer(request: web.Request, body: bytes) -> web.StreamResponse:
+        async with proxy.engine(request, body) as response:
+            said = await response.read()
+        given = web.StreamResponse(status=status or response.status)
+        await given.prepare(request)
+        lead = b'[{"a": "' if said.startswith(b"[") else b'{"message": "'
+        await given.write(lead)
+        for _ in range(size // MIB):
+            await given.write(b"x" * MIB)
+        await given.write_eof(b'"' + said.lstrip(b"[{"))
+        return given
+
+    return answer
+
+
+def with_id(proxy: EngineProxy, container: Any) -> Answer:
+    """Let the engine act, and answer with another id."""
+
+    async def answer(request: web.Request, body: bytes) -> web.StreamResponse:
+        async with proxy.engine(request, body) as response:
+            content = {**await response.json(), "Id": container}
+        return web.json_response(content, status=response.status)
+
+    return answer
+
+
+def most_resident(daemon: Daemon) -> int:
+    """The most memory that the daemon has had so far, in MiB."""
+    assert daemon.process is not None
+    lines = Path(f"/proc/{daemon.process.pid}/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) >> 10
+
+
+@pytest.mark.parametrize("container", [f"../../images/{IMAGE}", "", None, ["x"]])
+async def test_an_id_that_is_a_path_removes_nothing(node, engine: Engine, container) -> None:
+    daemon, proxy = node
+    proxy.rule("POST .*/containers/create", with_id(proxy, container))
+    answer = await daemon.create(**ASK)
+    assert (answer.status, answer.json["code"]) == (503, "RuntimeUnavailable")
+    images = engine.call("GET", "/images/json")
+    assert IMAGE in [tag for image in images for tag in image["RepoTags"]]
+    assert not any("/images/" in asked for asked in proxy.asked)
+    await settled(daemon, engine, containers=0, free="1")
+    assert (await daemon.running(**ASK))["state"] == "running"
+
+
+async def test_a_create_that_is_answered_with_too_much_is_settled(node, engine: Engine) -> None:
+    daemon, proxy = node
+    before = most_resident(daemon)
+    proxy.rule("POST .*/containers/create", too_much(proxy, 100 * MIB))
+    answer = await daemon.create(**ASK)
+    assert (answer.status, answer.json["code"]) == (503, "RuntimeUnavailable")
+    assert "larger than 16 MiB" in answer.json["detail"]
+    assert most_resident(daemon) - before < 100
+    await settled(daemon, engine, containers=0, free="1")
+
+
+@pytest.mark.parametrize("size", [3 * MIB, 100 * MIB])
+async def test_an_error_of_any_length_is_cut(node, engine: Engine, size: int) -> None:
+    daemon, proxy = node
+    before = most_resident(daemon)
+    proxy.rule("POST .*/start", too_much(proxy, size, 500))
+    answer = await daemon.create(**ASK)
+    assert (answer.status, answer.json["code"]) == (502, "RuntimeFailure")
+    assert len(answer.content) < 3000
+    assert most_resident(daemon) - before < 50
+    await settled(daemon, engine, containers=0, free="1")
+
+
+async def test_too_large_a_list_loses_and_frees_no_kernel(node, engine: Engine) -> None:
+    daemon, proxy = node
+    kernel = await daemon.running(**ASK)
+    before = most_resident(daemon)
+    proxy.rule("GET .*/containers/json", too_much(proxy, 100 * MIB), always=True)
+    await proxy.cut()
+    async with asyncio.timeout(20):
+        while "too large" not in (await daemon.get("/v1/node"))["runtime"]["reason"]:
+            await asyncio.sleep(0.05)
+    await is_as_it_was(daemon, kernel)
+    assert most_resident(daemon) - before < 200
+    proxy.clear()
+    await daemon.runtime_is("available")
+    await is_as_it_was(daemon, kernel)
+
+
+async def test_too_large_an_inspection_loses_and_frees_no_kernel(node, engine: Engine) -> None:
+    daemon, proxy = node
+    kernel = await daemon.running(**ASK)
+    path = f"/containers/{kernel['container_id']}"
+    proxy.rule(f"GET .*{path}/json", too_much(proxy, 20 * MIB), always=True)
+    engine.call("POST", f"{path}/pause")
+    await daemon.until("k1", "paused")  # as the list says, which comes after an event
+    assert await daemon.free("cuda.device") == "0"
+    assert (await daemon.call("POST", "/v1/kernels/k1/stop")).status == 503
+    assert await daemon.free("cuda.device") == "0"
+    proxy.clear()
+    assert (await daemon.until("k1", "terminated"))["exit_code"] is not None
+
+
+async def is_as_it_was(daemon: Daemon, kernel: dict[str, Any]) -> None:
+    """Look at a kernel that runs, and holds the only GPU."""
+    shown = await daemon.get("/v1/kernels/k1")
+    assert (shown["state"], shown["container_id"]) == ("running", kernel["container_id"])
+    assert await daemon.free("cuda.device") == "0"
+
+
+def by_hand(engine: Engine, daemon: Daemon, kernel: dict[str, Any], name: str) -> str:
+    """Make a container with the labels of a kernel that has been removed."""
+    shown = engine.call("GET", f"/containers/{kernel['container_id']}/json")
+    body = {
+        "Image": IMAGE,
+        "Cmd": ["sleep", "1000"],
+        "Labels": shown["Config"]["Labels"],
+        "HostConfig": {"NetworkMode": "none"},
+    }
+    engine.call("DELETE", f"/containers/{kernel['container_id']}?force=1")
+    return str(engine.call("POST", f"/containers/create?name={name}", body)["Id"])
+
+
+async def test_a_container_made_by_hand_is_adopted_by_its_events(dockered, engine: Engine) -> None:
+    engine.clean()
+    await dockered.start(ONE_GPU)
+    kernel = await dockered.running(**ASK)
+    container = by_hand(engine, dockered, kernel, "made-by-hand")
+    await dockered.until("k1", "lost")
+    await dockered.call("DELETE", "/v1/kernels/k1")
+    assert await dockered.free("cuda.device") == "1"
+    assert [c["State"] for c in engine.containers()] == ["created"], "it never ran, and is let be"
+    engine.call("POST", f"/containers/{container}/start")
+    async with asyncio.timeout(20):
+        while (await dockered.call("GET", "/v1/kernels/k1")).status != 200:
+            await asyncio.sleep(0.05)
+    adopted = await dockered.until("k1", "running")
+    assert adopted["container_id"] == container
+    assert await dockered.free("cuda.device") == "0"
+    engine.call("POST", f"/containers/{container}/kill")
+    await dockered.until("k1", "terminated")
+    engine.call("DELETE", f"/containers/{container}")
+    await dockered.until("k1", "lost")
+
+
+async def test_an_event_of_a_container_with_its_image_s_labels_makes_no_kernel(
+    dockered, engine: Engine
+) -> None:
+    engine.clean()
+    await dockered.start(ONE_GPU)
+    kernel = await dockered.running(**ASK)
+    engine.call("POST", f"/commit?container={kernel['container_id']}&repo=child&tag=1")
+    await dockered.call("DELETE", "/v1/kernels/k1?timeout=0")
+    body = {"Image": "child:1", "Cmd": ["sleep", "1000"], "HostConfig": {"NetworkMode": "none"}}
+    container = engine.call("POST", "/containers/create?name=not-ours", body)["Id"]
+    engine.call("POST", f"/containers/{container}/start")
+    marker = await dockered.running(kernel_id="k2", slots={"cuda.device": 1})
+    engine.call("POST", f"/containers/{marker['container_id']}/kill")
+    await dockered.until("k2", "terminated")  # and so the events before were heard
+    assert [k["kernel_id"] for k in await dockered.get("/v1/kernels")] == ["k2"]
+    engine.call("DELETE", f"/containers/{container}?force=1")
+
+
+async def test_a_limit_that_is_changed_by_hand_is_shown(dockered, engine: Engine) -> None:
+    engine.clean()
+    await dockered.start(ONE_GPU)
+    kernel = await dockered.running(kernel_id="k1", slots={"cpu": 1, "mem": "64m"})
+    assert kernel["degraded"] == []
+    core = next(iter(kernel["allocation"]["cpu"]["cpu"]))
+
+    async def degraded(*expected: str) -> None:
+        async with asyncio.timeout(20):
+            while (await dockered.get("/v1/kernels/k1"))["degraded"] != [*expected]:
+                await asyncio.sleep(0.05)
+
+    async def update(**limits: Any) -> None:
+        path = f"/containers/{kernel['container_id']}/update"
+        assert "message" not in engine.call("POST", path, limits)
+
+    more = {"Memory": 128 * MIB, "MemorySwap": 128 * MIB}
+    await update(**more)
+    memory = f"mem: limited to {128 * MIB} instead of {64 * MIB} bytes"
+    await degraded(memory)
+    if "cpu" not in kernel["not_enforced"] and len(os.sched_getaffinity(0)) > 1:
+        await update(CpusetCpus="0-1")
+        await degraded(f"cpu: runs on 0, 1 instead of {core}", memory)
+        await update(CpusetCpus=core)
+        await degraded(memory)
+    await dockered.restart()
+    await degraded(memory)
+    await update(Memory=64 * MIB, MemorySwap=64 * MIB)
+    await degraded()

@@ -1,0 +1,219 @@
+"""Every answer of an engine is bounded, and says nothing of where the engine keeps things."""
+
+import asyncio
+import gzip
+import json
+import tracemalloc
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from agentd.core.kernel import Pull
+from agentd.errors import ImageNotFound, RuntimeUnavailable
+from agentd.runtimes.docker import engine as module
+from agentd.runtimes.docker.engine import AnswerLost, EngineClient, EngineError, presentable
+from agentd.runtimes.docker.images import Images
+from runtimes.docker.test_engine import FakeEngine, says
+
+HASH = "0123456789abcdef" * 4
+LABELS = {f"label-{n}": "x" * 60 for n in range(20)}
+LISTED = {"Id": HASH, "Names": ["/agentd-0123456789-k1"], "Labels": LABELS, "State": "running"}
+
+
+@pytest.fixture
+async def engine(folder: Path) -> AsyncIterator[FakeEngine]:
+    made = FakeEngine(folder / "engine.sock")
+    await made.start()
+    yield made
+    await made.stop()
+
+
+@pytest.fixture
+async def client(engine: FakeEngine) -> AsyncIterator[EngineClient]:
+    made = EngineClient(engine.path)
+    yield made
+    await made.close()
+
+
+def pieces(*parts: bytes):
+    """Answer piece by piece."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for part in parts:
+            await response.write(part)
+            await asyncio.sleep(0)
+        await response.write_eof()
+        return response
+
+    return answer
+
+
+async def listed(client: EngineClient) -> list[Any]:
+    return [item async for item in client.items("/containers/json", {})]
+
+
+async def test_an_answer_that_is_too_large_is_lost(engine, client, monkeypatch) -> None:
+    monkeypatch.setattr(module, "MOST_ANSWER", 1 << 20)
+    engine.answer = says(200, json.dumps({"Id": HASH, "x": "y" * (1 << 20)}).encode())
+    with pytest.raises(AnswerLost, match="larger than 1 MiB"):
+        await client.call("POST", "/containers/create")
+    engine.answer = says(200, b'{"Id": "is read again"}')
+    assert await client.call("GET", "/x") == {"Id": "is read again"}
+
+
+async def test_an_endless_answer_takes_no_more_than_its_bound(engine, client, monkeypatch) -> None:
+    monkeypatch.setattr(module, "MOST_ANSWER", 1 << 20)
+    engine.answer = pieces(*[b"[" * (1 << 16)] * 800)  # 50 MiB
+    tracemalloc.start()
+    try:
+        for asked in (client.call("GET", "/x"), listed(client)):
+            with pytest.raises(AnswerLost):
+                await asked
+        assert tracemalloc.get_traced_memory()[1] < 12 << 20
+    finally:
+        tracemalloc.stop()
+
+
+async def test_a_small_answer_that_unpacks_to_a_large_one_stays_small(engine, client) -> None:
+    async def packed(request: web.Request) -> web.Response:
+        assert request.headers["Accept-Encoding"] == "identity"
+        body = gzip.compress(b"[" + b" " * (1 << 20) + b"]")
+        return web.Response(body=body, headers={"Content-Encoding": "gzip"})
+
+    engine.answer = packed
+    with pytest.raises(AnswerLost, match="JSON"):
+        await client.call("GET", "/x")
+
+
+async def test_a_long_error_is_cut_and_is_still_an_error(engine, client, monkeypatch) -> None:
+    monkeypatch.setattr(module, "MOST_ERROR", 1 << 20)
+    for size in (3000, 3 << 20):
+        engine.answer = says(500, json.dumps({"message": "no space: " + "x" * size}).encode())
+        with pytest.raises(EngineError) as caught:
+            await client.call("POST", "/containers/create")
+        assert caught.value.status == 500
+        assert "no space: x" in caught.value.message
+        assert len(caught.value.message) < 1100
+        assert len(caught.value.detail) < 20_000
+        with pytest.raises(EngineError, match="no space"):
+            await listed(client)
+
+
+async def test_a_list_is_read_an_object_at_a_time(engine, client) -> None:
+    raw = json.dumps([LISTED] * 5, indent=1).encode()
+    engine.answer = pieces(*(raw[at : at + 7] for at in range(0, len(raw), 7)))
+    assert await listed(client) == [LISTED] * 5
+    for empty in (b"[]", b" [ ] \n"):
+        engine.answer = says(200, empty.strip())
+        assert await listed(client) == []
+
+
+async def test_a_list_of_a_thousand_containers_is_read(engine, client) -> None:
+    """Each with all the labels that a request may have, in the record a second time."""
+    longest = {**LISTED, "Labels": {"user": "x" * 65536, "io.agentd.record": "y" * 65536}}
+    raw = json.dumps(longest).encode()
+    engine.answer = pieces(b"[", raw, *[b",", raw] * 999, b"]")
+    count = 0
+    tracemalloc.start()
+    try:
+        async for item in client.items("/containers/json", {}):
+            assert len(item["Labels"]["user"]) == 65536
+            count += 1
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+    assert count == 1000
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"[",
+        b'{"Id": "x"}',
+        b"null",
+        b"[1, 2]",
+        b'[{"Id": 1}, {"Id": ',
+        b'[{"Id": 1}',
+        b"<html>",
+        b'["' + b"x" * 1000 + b'"]',
+        b'[{"a": ' + b"[" * 100_000,
+    ],
+)
+async def test_a_list_that_is_none_or_not_whole_is_lost(engine, client, raw: bytes) -> None:
+    engine.answer = says(200, raw)
+    with pytest.raises(AnswerLost):
+        await listed(client)
+
+
+@pytest.mark.parametrize(
+    ("bound", "value"), [("MOST_ANSWER", 100), ("MOST_LIST", 10_000), ("MOST_LISTED", 50)]
+)
+async def test_a_list_beyond_a_bound_is_lost(engine, client, monkeypatch, bound, value) -> None:
+    monkeypatch.setattr(module, bound, value)
+    raw = json.dumps([LISTED] * 100).encode()
+    engine.answer = pieces(*(raw[at : at + 1000] for at in range(0, len(raw), 1000)))
+    with pytest.raises(AnswerLost, match="too large"):
+        await listed(client)
+
+
+@pytest.mark.parametrize("version", ["1.41/../../images", "", 7, None, "1.41\n"])
+async def test_a_version_that_is_none_becomes_no_path(engine, client, version) -> None:
+    engine.version = version
+    with pytest.raises(AnswerLost, match="version"):
+        await client.call("GET", "/info")
+    assert engine.asked == ["GET /version"]
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        (f"lstat /var/lib/docker/overlay2/{HASH}/merged/a/b: no", "lstat /a/b: no"),
+        (f"mkdir /mnt/x y/overlay2/{HASH}-init: no", "mkdir /mnt/x : no"),
+        (f'open "/run/containerd/task/moby/{HASH}/log.json": no', 'open "/log.json": no'),
+        (f"lowerdir=/var/lib/docker/overlay2/l/{'A' * 26}:/d/overlay2/l/{'B' * 26}", "lowerdir=:"),
+        ("stat /usr/bin/nosuch: no such file", "stat /usr/bin/nosuch: no such file"),
+        (f"no such container: {HASH}", f"no such container: {HASH}"),
+    ],
+)
+def test_where_an_engine_keeps_its_layers_is_not_shown(said: str, shown: str) -> None:
+    assert presentable(said) == shown
+    assert EngineError(500, said).message == EngineError(500, said).detail == str(shown)
+
+
+@pytest.mark.parametrize("part", ["/a", "/", f"/{HASH[1:]}"])
+def test_a_message_of_many_paths_is_cut_before_it_is_read(part: str) -> None:
+    assert len(presentable(part * (1 << 20))) < 1100
+
+
+@pytest.mark.parametrize(
+    ("lines", "error", "told"),
+    [
+        ([b'{"status": "x", "id": ["a"]}', b"[1]"], RuntimeUnavailable, "not an object"),
+        ([b"[" * 100_000], RuntimeUnavailable, "cut"),
+        ([b'{"status": "' + b"x" * (1 << 20)], RuntimeUnavailable, "cut"),
+        ([b'{"error": "no: ' + b"x" * 3000 + b'"}'], ImageNotFound, "no: xxx"),
+        ([b'{"status": {"a": 1}, "id": 7, "progressDetail": 3}'], RuntimeUnavailable, "cut short"),
+        ([b'{"status": "Downloading", "id": 7, "progressDetail": 3}'], RuntimeUnavailable, "short"),
+    ],
+)
+async def test_what_an_engine_tells_of_a_pull_is_bounded(
+    engine, client, lines, error, told
+) -> None:
+    engine.answer = pieces(*(line + b"\n" for line in lines))
+    with pytest.raises(error, match=told) as caught:
+        await Images(client, None).pull("image:1", None, lambda _: None)
+    assert len(str(caught.value)) < 1200
+
+
+async def test_the_layers_of_a_pull_are_counted_up_to_a_bound(engine, client) -> None:
+    line = b'{"status": "Downloading", "id": "%d", "progressDetail": {"current": 1, "total": 2}}\n'
+    engine.answer = pieces(*(line % number for number in range(3000)), b'{"status": "Status: x"}\n')
+    told: list[Pull] = []
+    await Images(client, None).pull("image:1", None, told.append)
+    assert max(pull.total for pull in told) <= 2048

@@ -1,0 +1,171 @@
+"""What an engine calls its containers, images, execs and processes, before it becomes a path."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from agentd.core.kernel import KernelRef
+from agentd.errors import OutcomeUnknown, RuntimeUnavailable
+from agentd.runtimes.docker.absences import Absences
+from agentd.runtimes.docker.config import DockerRules
+from agentd.runtimes.docker.engine import AnswerLost
+from agentd.runtimes.docker.ids import container_id, exec_id, image_id, process_id
+from agentd.runtimes.docker.inspection import inspected, observed_kernel, summarized
+from agentd.runtimes.docker.observer import Observer
+from agentd.runtimes.docker.runtime import DockerRuntime
+from agentd.runtimes.docker.streams import _event
+from contracts.test_runtime import plan
+
+HASH = "0123456789abcdef" * 4
+NO_IDS = ["../../images/agentd-test:1", "", "..", HASH[:-1], HASH + "0", HASH.upper(), f"{HASH}\n",
+          None, 7, [HASH], {"Id": HASH}]  # fmt: skip
+
+
+@pytest.mark.parametrize("raw", NO_IDS)
+def test_what_is_no_id_is_a_lost_answer(raw: object) -> None:
+    for check in (container_id, exec_id, image_id):
+        with pytest.raises(AnswerLost, match="invalid"):
+            check(raw)
+    for check in (container_id, exec_id):
+        assert check(HASH) == HASH
+    assert image_id(f"sha256:{HASH}") == f"sha256:{HASH}"
+
+
+@pytest.mark.parametrize("raw", ["1", "../1", -1, 2**30, 1.0, True, None])
+def test_what_is_no_process_id_is_a_lost_answer(raw: object) -> None:
+    with pytest.raises(AnswerLost, match="invalid process id"):
+        process_id(raw)
+    assert [process_id(number) for number in (0, 1, 2**22)] == [0, 1, 2**22]
+
+
+def shown(**changes: Any) -> dict[str, Any]:
+    """What an engine says of a container."""
+    labels = {"io.agentd.node": "n", "io.agentd.kernel": "k1", "io.agentd.agent": "a"}
+    base = {
+        "Id": HASH,
+        "Name": "/other",
+        "Image": f"sha256:{HASH}",
+        "State": {"Status": "running", "Pid": 1},
+        "Config": {"Labels": labels},
+        "HostConfig": {},
+    }
+    return {**base, **changes}
+
+
+class Lying:
+    """An engine that answers every path with what it was given."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers = answers
+        self.asked: list[str] = []
+
+    async def version(self) -> Any:
+        return {"ApiVersion": "1.41"}
+
+    async def close(self) -> None: ...
+
+    async def call(self, method: str, path: str, *_: object) -> Any:
+        self.asked.append(f"{method} {path}")
+        return self.answers[path.split("/")[1].split("?", maxsplit=1)[0]]
+
+    async def items(self, path: str, _: object) -> Any:
+        self.asked.append(f"GET {path}")
+        for item in self.answers["list"]:
+            yield item
+
+
+def observer(engine: Any) -> Observer:
+    return Observer(engine, "n", Absences(None, ""))
+
+
+@pytest.mark.parametrize(
+    "item",
+    [{**shown(), "Id": raw, "Labels": shown()["Config"]["Labels"]} for raw in NO_IDS]
+    + [{}, {"Id": HASH, "Labels": "x"}, {"Id": HASH, "Names": 7}],
+)
+async def test_a_list_with_what_is_no_container_is_not_one(item: Any) -> None:
+    engine = Lying(list=[item], containers=shown())
+    with pytest.raises(RuntimeUnavailable):
+        await observer(engine).listing()
+    assert engine.asked == ["GET /containers/json"]
+
+
+async def test_no_other_container_s_inspection_is_taken() -> None:
+    for lie in ({"Id": "../x"}, {"State": {"Status": "running", "Pid": "../1"}}):
+        with pytest.raises(AnswerLost):
+            inspected(shown(**lie))
+        with pytest.raises(RuntimeUnavailable):
+            await observer(Lying(containers=shown(**lie))).find(KernelRef("k1", HASH))
+    assert inspected(shown()) == shown()
+
+
+async def test_an_image_that_is_a_path_is_not_asked_for() -> None:
+    engine = Lying(
+        list=[{"Id": HASH, "Names": ["/other"], "Labels": shown()["Config"]["Labels"]}],
+        containers=shown(Image="../containers/x"),
+        images={"Config": {"Labels": {}}},
+    )
+    with pytest.raises(RuntimeUnavailable, match="invalid image id"):
+        await observer(engine).listing()
+    assert not any("/images/" in asked for asked in engine.asked)
+
+
+@pytest.mark.parametrize("raw", NO_IDS)
+async def test_a_create_answered_without_an_id_has_an_unknown_outcome(
+    folder, monkeypatch, raw: Any
+) -> None:
+    runtime = DockerRuntime(folder / "none.sock", "n", DockerRules("none"))
+    engine = Lying(info={}, containers={"Id": raw})
+    monkeypatch.setattr(runtime, "_engine", engine)
+    with pytest.raises(OutcomeUnknown, match="invalid container id"):
+        await runtime.create(plan("sleep", "1", node="n"), lambda _: None)
+    assert [asked for asked in engine.asked if "create" not in asked] == ["GET /info"]
+    await runtime.close()
+
+
+EVENT = '{"Action": "%s", "Actor": {"ID": %s, "Attributes": {"name": "x", "io.agentd.kernel": %s}}}'
+
+
+def test_an_event_has_a_container_and_a_kernel_or_says_nothing() -> None:
+    def event(action: str, container: str, kernel: str) -> Any:
+        return _event((EVENT % (action, container, kernel)).encode())
+
+    assert event("start", f'"{HASH}"', '"k1"') == ("start", HASH, "x", "k1")
+    for kernel in ('"../../PWNED"', '""', "7", "null", '["k1"]'):
+        assert event("start", f'"{HASH}"', kernel) == ("start", HASH, "x", "")
+    with pytest.raises(AnswerLost):
+        event("start", '"../x"', '"k1"')
+    nonsense: list[Callable[[], Any]] = [
+        lambda: event("exec_create: sh", f'"{HASH}"', '"k1"'),
+        lambda: _event(b'{"Action": ["start"], "Actor": {"ID": "", "Attributes": {}}}'),
+        lambda: _event(b'{"Action": "start", "Actor": {"Attributes": 7}}'),
+        lambda: _event(b'{"Action": "start", "Actor": null}'),
+        lambda: _event(b"["),
+    ]
+    assert [say() for say in nonsense] == [None] * len(nonsense)
+
+
+@pytest.mark.parametrize(
+    ("listed", "cores"),
+    [("0", ("0",)), ("0-2,5", ("0", "1", "2", "5")), ("", None), ("0-99999999999", None),
+     ("../x", None), (7, None), (None, None)],
+)  # fmt: skip
+def test_the_cores_of_a_container_are_read_one_by_one(listed: Any, cores: Any) -> None:
+    found = observed_kernel(shown(HostConfig={"CpusetCpus": listed}))
+    assert found.cores == cores
+
+
+def test_how_a_container_ended_shows_nothing_of_the_engine_s_storage() -> None:
+    said = f"mount /var/lib/docker/overlay2/{HASH}/merged/x: {'y' * 5000}"
+    found = observed_kernel(shown(State={"Status": "exited", "Error": said}))
+    assert found.ending.reason.startswith("mount /x: yyy")
+    assert len(found.ending.reason) < 1100
+
+
+def test_what_a_list_says_is_enough_where_an_inspection_fails() -> None:
+    labels = {**shown()["Config"]["Labels"], "of.the.user": "x" * 10_000}
+    item = {"Id": HASH, "Names": ["/x"], "ImageID": f"sha256:{HASH}", "Labels": labels}
+    found = observed_kernel(summarized(item))
+    assert (found.kernel_id, found.handle, found.is_partial) == ("k1", HASH, True)
+    assert "of.the.user" not in str(summarized(item))
