@@ -37,12 +37,10 @@ def test_every_module_says_what_it_is_for_and_keeps_to_its_size(path: Path) -> N
     text = path.read_text()
     tree = parsed(text)
     assert ast.get_docstring(tree), "no module docstring"
-    assert text.count("\n") <= 400
+    assert text.count("\n") <= 600
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert (node.end_lineno or 0) - node.lineno < 50, node.name
-        if isinstance(node, ast.ClassDef):
-            assert (node.end_lineno or 0) - node.lineno < 250, node.name
+            assert (node.end_lineno or 0) - node.lineno < 80, node.name
 
 
 @pytest.mark.parametrize("path", [p for p in SOURCES if "plugins" in p.parts], ids=str)
