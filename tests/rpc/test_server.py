@@ -80,7 +80,7 @@ async def serving(tmp_path: Path) -> AsyncIterator[tuple[Server, Counter[Hashabl
     try:
         yield server, granted
     finally:
-        await server.stop()
+        await server.stop(Deadline.after(10))
 
 
 async def word(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str = "") -> None:

@@ -9,6 +9,7 @@ from structlog.testing import capture_logs
 from agentd.core.kernel import Ending
 from agentd.core.observation import ObservedKernel, ObservedState
 from agentd.errors import CommandNotFound, Draining, KernelConflict, OutcomeUnknown
+from agentd.tasks import Deadline
 from services.node import Rig, settled
 
 
@@ -75,7 +76,7 @@ async def test_create_that_is_cut_off_is_logged_with_its_reason(rig: Rig, is_sto
     creating = asyncio.create_task(rig.create())
     await settled(rig, "k1", "creating")
     with capture_logs() as logged:
-        await (rig.service.drain(0) if is_stop else rig.service.remove("k1"))
+        await (rig.service.drain(Deadline.after(10)) if is_stop else rig.service.remove("k1"))
     reason = "agentd is stopping" if is_stop else "the kernel was deleted"
     assert about(logged) == [("kernel.create_failed", reason)]
     with pytest.raises((Draining, KernelConflict)):
