@@ -72,9 +72,9 @@ async def test_kernel_that_ended_while_agentd_was_down_is_logged_once(rig: Rig) 
 
 @pytest.mark.parametrize("is_stop", [False, True])
 async def test_create_that_is_cut_off_is_logged_with_its_reason(rig: Rig, is_stop: bool) -> None:
-    rig.runtime.gate = asyncio.Event()
+    rig.runtime.pull_gate = asyncio.Event()
     creating = asyncio.create_task(rig.create())
-    await settled(rig, "k1", "creating")
+    await settled(rig, "k1", "pulling")
     with capture_logs() as logged:
         await (rig.service.drain(Deadline.after(10)) if is_stop else rig.service.remove("k1"))
     reason = "agentd is stopping" if is_stop else "the kernel was deleted"
