@@ -148,5 +148,8 @@ def machine() -> Iterator[Machine]:
 
 @pytest.fixture(scope="session")
 def node(machine: Machine) -> Node:
-    """The machine as agentd's."""
-    return Node(machine)
+    """The machine as agentd's, with the device files of two accelerators."""
+    made = Node(machine)
+    for number, minor in enumerate((229, 200)):
+        made.must(f"test -e /dev/tpu{number} || mknod -m 666 /dev/tpu{number} c 10 {minor}")
+    return made
