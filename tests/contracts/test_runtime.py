@@ -228,7 +228,9 @@ async def test_what_a_kernel_uses_is_what_it_says_itself(rig: Rig) -> None:
             await asyncio.sleep(0.01)
     usage = found.usage
     if rig.counts:
-        assert own_s + children_s <= (usage.cpu_seconds or 0) + 0.02 < own_s + children_s + 1
+        assert (
+            own_s + children_s <= (usage.cpu_seconds or 0) + 0.02 < 1.25 * (own_s + children_s) + 1
+        )
         assert 20 << 20 <= (usage.memory_peak_bytes or 0) < 45 << 20
         assert 0 < (usage.memory_bytes or 0) < 45 << 20
         assert usage.memory_limit_bytes == 64 << 20

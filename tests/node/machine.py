@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 BOOT_S = 400
+PROBE_S, GRACE_S = 5, 10
+"""Seconds that the guest has for a probe, and beyond a command's own time for any answer."""
 ARGUMENTS = (
-    "-accel", os.environ.get("AGENTD_NODE_ACCEL", "tcg,thread=multi"), "-cpu", "max", "-smp", "2",
+    "-accel", os.environ.get("AGENTD_NODE_ACCEL", "tcg,thread=multi"), "-cpu", "max", "-smp", "1",
     "-m", "3072", "-display", "none", "-net", "none", "-device", "virtio-serial",
     "-device", "virtserialport,chardev=control,name=control", "-device", "virtio-rng-pci",
 )  # fmt: skip
@@ -106,8 +108,8 @@ class Machine:
         end = time.monotonic() + BOOT_S
         while time.monotonic() < end:
             with contextlib.suppress(OSError, MachineError):
-                self.must("true", 20)  # what is said before anybody listens may be lost
-                done = self.run("systemctl is-system-running --wait || true", timeout_s=BOOT_S)
+                # One that is sent before anybody listens may be lost, so none waits for the boot.
+                done = self.run("systemctl is-system-running", PROBE_S)
                 if done.output.strip() in ("running", "degraded"):
                     return
             time.sleep(0.5)
@@ -131,7 +133,7 @@ class Machine:
         """Send the guest something to do, and return its answer."""
         order["id"] = str(uuid.uuid4())
         with socket.socket(socket.AF_UNIX) as port:
-            port.settimeout(timeout_s + 30)
+            port.settimeout(timeout_s + GRACE_S)
             port.connect(str(self.folder / "control.sock"))
             port.sendall((json.dumps(order) + "\n").encode())
             unread = b""
@@ -158,7 +160,7 @@ class Machine:
         end = time.monotonic() + BOOT_S
         while time.monotonic() < end:
             with contextlib.suppress(OSError, MachineError):
-                if self.run("cat /proc/sys/kernel/random/boot_id", 20).output != before:
+                if self.run("cat /proc/sys/kernel/random/boot_id", PROBE_S).output != before:
                     return self.until_up()
             time.sleep(0.5)
         raise MachineError("it did not come back")

@@ -69,7 +69,6 @@ def test_pages_have_commands() -> None:
 @pytest.fixture(scope="module")
 def prepared(machine: Machine, node: Node) -> Node:
     """The node with what the pages speak of: a user, a kernel, a plugin of one's own."""
-    machine.must("test -e /dev/tpu0 || mknod -m 666 /dev/tpu0 c 10 229")
     node.configure(CONFIG.format(runtime="systemd"))
     machine.must("id mallory || useradd --create-home mallory")
     wheel = (
