@@ -37,7 +37,7 @@ class DaemonPool:
         """Give a daemon that runs with this configuration and has no kernels."""
         key = (runtime, text, engine.socket if engine else None)
         daemon = self._idle.pop(key, None) or await self._new(runtime, text, engine)
-        daemon.log_from = len(daemon.log)
+        daemon.log_from += len(daemon.log)
         ended: Daemon | None = daemon
         try:
             yield daemon

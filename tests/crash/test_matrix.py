@@ -79,7 +79,7 @@ class Setup:
         }
         return (
             f'[resource]\nallocation-mode = "{self.mode}"\nreserved-cpu = {self.reserved}\n'
-            f'[plugins]\nallow = ["sim"]\nopen-timeout = 1\ncall-timeout = 1\n{agents}'
+            f'[plugins]\nallow = ["sim"]\nopen-timeout = 3\ncall-timeout = 1\n{agents}'
             + "".join(tables[name] for name in self.plugins)
         )
 

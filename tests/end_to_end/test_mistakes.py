@@ -54,7 +54,7 @@ IN_CONTAINERS: list[tuple[dict[str, Any], str]] = [
         )
     ),
 ]  # fmt: skip
-NO_COMMANDS = [[word] for word in ("x" * 5000, LONG, NAME, "/bin/busybox/x", "/etc", "nosuch")]
+NO_COMMANDS = [[word] for word in ("x" * 4000, NAME, "/bin/busybox/x", "/etc", "nosuch")]
 
 
 @pytest.fixture(params=[pytest.param(n, marks=pytest.mark.docker) for n in ("engine", "engine26")])
