@@ -192,15 +192,16 @@ class Reconciler:
         await reach("reconcile.after_settle")
 
     async def retry(self) -> None:
-        """Ask again where a runtime did not answer, or a create has an unknown outcome."""
+        """Ask again where a runtime did not answer, or the outcome of a call is unknown."""
         self._devices.retry()
         names = self._following & self._state.runtimes.keys()
         await asyncio.gather(*(self._retry_runtime(name) for name in names))
+        again = self._state.take_doubted()
         if self._partial and self._clock.steady() >= self._partial_again:
             self._partial_again = self._clock.steady() + PARTIAL_PAUSE_S
-            partial, self._partial = self._partial, set()
-            for kernel_id in partial:
-                self.requeue(kernel_id)
+            again, self._partial = again | self._partial, set()
+        for kernel_id in again:
+            self.requeue(kernel_id)
 
     async def _retry_runtime(self, name: str) -> None:
         is_down = self._state.runtime(name).state is RuntimeState.UNAVAILABLE

@@ -51,6 +51,7 @@ class StateFolder:
         self.folder = folder
         self._node_id = node_id
         self._folders = {phase: folder / name for phase, name in _FOLDERS.items()}
+        self._paths = {phase: str(path) for phase, path in self._folders.items()}
         self._locks = Locks()
         self._complaints: dict[str, str] = {}
         self._phases: dict[str, Phase] = {}
@@ -211,7 +212,7 @@ class StateFolder:
             self._try(kernel_id, step)
 
     def _path(self, kernel_id: str, phase: Phase) -> str:
-        return f"{self._folders[phase]}/{kernel_id}.json"
+        return f"{self._paths[phase]}/{kernel_id}.json"
 
     def _load(self, name: str, shape: type[_S]) -> _S | None:
         path = self.folder / name

@@ -146,7 +146,10 @@ class EngineClient:
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
             connector = aiohttp.UnixConnector(str(self._socket), limit=0)
-            self._session = aiohttp.ClientSession(connector=connector, timeout=_NO_LIMIT)
+            no_cookies = aiohttp.DummyCookieJar()
+            self._session = aiohttp.ClientSession(
+                connector=connector, timeout=_NO_LIMIT, cookie_jar=no_cookies
+            )
         return self._session
 
 

@@ -146,7 +146,7 @@ class Observer:
         if found.is_alive:
             return found
         ending = self._absences.explained(found.kernel_id, found.ending, found.started_at)
-        return replace(found, ending=ending)
+        return found if ending is found.ending else replace(found, ending=ending)
 
     def _fits(self, shown: Mapping[str, Any]) -> bool:
         """Tell whether a container's name is the one that its labels call for."""

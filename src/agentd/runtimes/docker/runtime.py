@@ -181,9 +181,8 @@ class DockerRuntime:
         await reach("create.before_engine_create")
         making = asyncio.ensure_future(self._asked_for(attempt))
         try:
-            return await asyncio.shield(making)
+            return await to_the_end(making)
         except asyncio.CancelledError as error:
-            await asyncio.wait([making])
             if making.exception() is None:
                 await self._undo(making.result(), attempt.plan, error)
             elif isinstance(making.exception(), AnswerLost):
@@ -228,12 +227,22 @@ class DockerRuntime:
     async def stop(self, ref: KernelRef, timeout_s: float | None) -> None:
         grace_s = self._rules.stop_timeout_s if timeout_s is None else timeout_s
         path, given = f"/containers/{self._container(ref)}/stop", {"t": str(math.ceil(grace_s))}
-        with translating(), absent_is_fine(), self._absences.asked(ref.kernel_id):
+        with (
+            translating(),
+            absent_is_fine(),
+            self._absences.asked(ref.kernel_id),
+            self._own.ending("die", ref.handle),
+        ):
             await self._engine.call("POST", path, given)
 
     async def remove(self, ref: KernelRef, *, unless_alive: bool = False) -> bool:
         container = self._container(ref)
-        with translating(), absent_is_fine(), self._absences.asked(ref.kernel_id):
+        with (
+            translating(),
+            absent_is_fine(),
+            self._absences.asked(ref.kernel_id),
+            self._own.ending("destroy", ref.handle),
+        ):
             try:
                 async with asyncio.timeout(LIST_TIMEOUT_S if unless_alive else None):
                     await self._delete(container, force=not unless_alive)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import aiohttp
@@ -18,9 +19,12 @@ from agentd.services.interfaces import LogQuery, LogStream
 _EXPECTED_S = 600.0
 SILENCE_S = 10.0
 """How long the engine may be silent before it is asked whether it is there, and then to answer."""
+GATHER_S = 0.02
+"""How long the events after one gather: a create and a removal cause two of them each."""
 _LONGEST_LINE = 8 << 20
 KILL = "kill"
 """A signal was sent to the container, by whomever."""
+_ENDS = ("die", "destroy")
 _ACTIONS = {KILL, "create", "start", "die", "oom", "pause", "unpause", "destroy", "rename"}
 
 
@@ -29,17 +33,19 @@ class ContainerEvent(NamedTuple):
 
     action: str
     container: str
+    name: str
     kernel_id: str
 
 
-CONNECTED = ContainerEvent("", "", "")
+CONNECTED = ContainerEvent("", "", "", "")
 
 
 class OwnEvents:
-    """Events that our own creates cause, and that tell nothing new.
+    """Events that our own calls cause, and that tell nothing new.
 
-    Each is expected once, for a while, and only by one who listens: an event that was
-    expected and never came must not hide a later one of the same name.
+    A create and a start are known by the container's name, an end and a removal by its id. Each
+    is expected once, for a while, and only by one who listens: an event that was expected and
+    never came must not hide a later one.
     """
 
     def __init__(self) -> None:
@@ -54,22 +60,42 @@ class OwnEvents:
         self.is_listening = False
         self._until.clear()
 
-    def expect(self, container: str) -> None:
+    def expect(self, name: str) -> None:
         """Expect a container's create and start."""
         if self.is_listening:
             until = time.monotonic() + _EXPECTED_S
-            self._until |= {("create", container): until, ("start", container): until}
+            self._until |= {("create", name): until, ("start", name): until}
 
-    def forget(self, container: str) -> None:
+    def forget(self, name: str) -> None:
         """Expect nothing of a container any more."""
         for action in ("create", "start"):
-            self._until.pop((action, container), None)
+            self._until.pop((action, name), None)
+
+    @contextmanager
+    def ending(self, action: str, container: str | None) -> Iterator[None]:
+        """Expect the `die` or the `destroy` that a call causes; not if the call fails."""
+        key = action, container or ""
+        if self.is_listening and container:
+            self._until[key] = time.monotonic() + _EXPECTED_S
+        try:
+            yield
+        except BaseException:
+            self._until.pop(key, None)
+            raise
 
     def is_own(self, event: ContainerEvent) -> bool:
-        """Tell whether an event was expected; it is not expected again."""
-        if event.action in ("die", "destroy"):
-            self.forget(event.container)
-        return self._until.pop((event.action, event.container), 0.0) > time.monotonic()
+        """Return whether an event was expected; it is not expected again.
+
+        An end is expected of the run that was asked to end, not of one that began since.
+        """
+        key = event.action, event.name
+        if event.action in _ENDS:
+            self.forget(event.name)
+            key = event.action, event.container
+        is_own = self._until.pop(key, 0.0) > time.monotonic()
+        if event.action == "start" and not is_own:
+            self._until.pop(("die", event.container), None)
+        return is_own
 
 
 async def events(engine: EngineClient, node_id: str) -> AsyncGenerator[ContainerEvent]:
@@ -99,6 +125,7 @@ async def _lines(stream: aiohttp.StreamReader, engine: EngineClient) -> AsyncGen
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
             yield line
+        await asyncio.sleep(GATHER_S)
         if len(rest) > _LONGEST_LINE:
             raise AnswerLost("an event of the engine does not end")
 
@@ -109,29 +136,29 @@ async def _while_it_answers(stream: aiohttp.StreamReader, engine: EngineClient) 
     Raises:
         AnswerLost: it does not answer: it is frozen, and its silence says nothing.
     """
-    reading = asyncio.ensure_future(stream.readany())
-    try:
-        while not (await asyncio.wait([reading], timeout=SILENCE_S))[0]:
-            try:
-                async with asyncio.timeout(SILENCE_S):
-                    await engine.version()
-            except TimeoutError:
-                why = f"it has answered nothing for {SILENCE_S:g} s"
-                raise AnswerLost(f"the engine is frozen: {why}") from None
-        return reading.result()
-    finally:
-        reading.cancel()
+    while True:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SILENCE_S):
+                return await stream.readany()
+        try:
+            async with asyncio.timeout(SILENCE_S):
+                await engine.version()
+        except TimeoutError:
+            why = f"it has answered nothing for {SILENCE_S:g} s"
+            raise AnswerLost(f"the engine is frozen: {why}") from None
 
 
 def _event(line: bytes) -> ContainerEvent | None:
     try:
         raw = msgspec.json.decode(line)
-        action, attributes = raw["Action"], raw["Actor"]["Attributes"]
+        action, actor = raw["Action"], raw["Actor"]
+        attributes = actor["Attributes"]
     except (ValueError, RecursionError, KeyError, TypeError):
         return None
     if action not in _ACTIONS or KERNEL_LABEL not in attributes:
         return None
-    return ContainerEvent(action, str(attributes.get("name", "")), attributes[KERNEL_LABEL])
+    container, name = str(actor.get("ID", "")), str(attributes.get("name", ""))
+    return ContainerEvent(action, container, name, attributes[KERNEL_LABEL])
 
 
 async def printed(engine: EngineClient, container: str, query: LogQuery) -> AsyncGenerator[bytes]:
