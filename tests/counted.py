@@ -50,8 +50,8 @@ class Counts:
         if event == "open" and isinstance(arguments[0], str | os.PathLike):
             path, _, flags = arguments
             self._opened[os.fspath(path)] += 1
-            is_own = Path(path).parent == self._file.parent
-            self._written["files"] += bool(flags & WRITABLE) and not is_own
+            is_ours = Path(path).parent == self._file.parent or "__pycache__" in Path(path).parts
+            self._written["files"] += bool(flags & WRITABLE) and not is_ours
 
     def _save(self) -> None:
         self._profile.disable()

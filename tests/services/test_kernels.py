@@ -3,8 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from agentd.core.kernel import Ending, Kernel, KernelRef, KernelState
-from agentd.core.observation import ObservedState
+from agentd.core.kernel import Kernel, KernelRef, KernelState
 from agentd.core.rules import AgentRule, AllocationMode, SplitRules
 from agentd.core.slots import ONE
 from agentd.errors import (
@@ -196,20 +195,6 @@ async def test_a_stop_that_the_runtime_cannot_do_leaves_the_kernel_as_it_was(rig
             await call("k1")
         assert rig.states == {"k1": "running"}
         assert rig.free_gpus == 0
-
-
-async def test_kernel_of_a_failed_stop_is_observed_again(rig: Rig) -> None:
-    await rig.create()
-    rig.runtime.is_down = True
-    with pytest.raises(RuntimeUnavailable):
-        await rig.service.stop("k1")
-    rig.runtime.is_down = False
-    rig.runtime.kernels["k1"] = replace(
-        rig.runtime.kernels["k1"], state=ObservedState.EXITED, ending=Ending(137)
-    )
-    await rig.reconciler.retry()
-    await rig.reconciler.observe(await rig.reconciler.next_queued())
-    assert rig.states == {"k1": "terminated"}
 
 
 async def test_two_removes_at_once_are_one_and_a_not_found(rig: Rig) -> None:

@@ -224,7 +224,7 @@ class KernelService:
             await reach("stop.after_runtime")
             found = await runtime.find(kernel.ref)
         except BaseException:
-            self._state.doubt(self._state.get(kernel.kernel_id).moved_to(kernel.state))
+            self._state.put(self._state.get(kernel.kernel_id).moved_to(kernel.state))
             raise
         now = stopped(self._state.get(kernel.kernel_id), found)
         self._state.put(now)

@@ -61,6 +61,8 @@ class Reconciler:
         self._following: set[str] = set()
         self._queue: asyncio.Queue[str] = asyncio.Queue()
         self._queued: set[str] = set()
+        self._once: set[str] = set()
+        """Of these, kernels that were known then, and of which nothing else was heard since."""
         self._places = asyncio.Semaphore(LOOKS_AT_ONCE)
         self._partial: set[str] = set()
         self._partial_again = 0.0
@@ -160,17 +162,26 @@ class Reconciler:
         return await self._queue.get()
 
     def requeue(self, kernel_id: str) -> None:
-        """Have a kernel looked at, as soon as nobody works on it."""
-        if kernel_id not in self._queued:
-            self._queued.add(kernel_id)
-            self._queue.put_nowait(kernel_id)
+        """Queue a kernel for observation.
+
+        It is left out if it is removed meanwhile and nothing else happened to it: that was its end.
+        """
+        if kernel_id in self._queued:
+            self._once.discard(kernel_id)
+            return
+        if kernel_id in self._state.kernels:
+            self._once.add(kernel_id)
+        self._queued.add(kernel_id)
+        self._queue.put_nowait(kernel_id)
 
     async def observe(self, kernel_id: str) -> None:
         """Look at one kernel after something happened to it, when nobody works on it."""
         async with self._state.lock(kernel_id), self._places:
             self._queued.discard(kernel_id)
             known = self._state.kernels.get(kernel_id)
-            names = [known.runtime] if known else list(self._state.runtimes)
+            everywhere = [] if kernel_id in self._once else list(self._state.runtimes)
+            self._once.discard(kernel_id)
+            names = [known.runtime] if known else everywhere
             for name in names:
                 if name in self._runtimes:
                     await self._observe_on(self._runtimes[name], kernel_id, known)
@@ -192,16 +203,15 @@ class Reconciler:
         await reach("reconcile.after_settle")
 
     async def retry(self) -> None:
-        """Ask again where a runtime did not answer, or the outcome of a call is unknown."""
+        """Ask again where a runtime did not answer, or a create has an unknown outcome."""
         self._devices.retry()
         names = self._following & self._state.runtimes.keys()
         await asyncio.gather(*(self._retry_runtime(name) for name in names))
-        again = self._state.take_doubted()
         if self._partial and self._clock.steady() >= self._partial_again:
             self._partial_again = self._clock.steady() + PARTIAL_PAUSE_S
-            again, self._partial = again | self._partial, set()
-        for kernel_id in again:
-            self.requeue(kernel_id)
+            partial, self._partial = self._partial, set()
+            for kernel_id in partial:
+                self.requeue(kernel_id)
 
     async def _retry_runtime(self, name: str) -> None:
         is_down = self._state.runtime(name).state is RuntimeState.UNAVAILABLE

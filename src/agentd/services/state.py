@@ -73,7 +73,6 @@ class NodeState:
         self._ledger = Ledger()
         self._port_claims: dict[HostPort, tuple[str, ...]] = {}
         self._unsettled: dict[str, Unsettled] = {}
-        self._doubted: set[str] = set()
         self._runtimes = {name: RuntimeStatus(name) for name in runtimes}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -199,16 +198,6 @@ class NodeState:
     def settle(self, kernel_id: str) -> None:
         """Note that what became of a create is known."""
         self._unsettled.pop(kernel_id, None)
-
-    def doubt(self, kernel: Kernel) -> None:
-        """Take a kernel as it was before a call that failed; it is to be observed again."""
-        self.put(kernel)
-        self._doubted.add(kernel.kernel_id)
-
-    def take_doubted(self) -> set[str]:
-        """Return the kernels that were doubted since the last call of this."""
-        doubted, self._doubted = self._doubted, set()
-        return doubted
 
     @property
     def unsettled(self) -> Mapping[str, Unsettled]:

@@ -1,12 +1,12 @@
 """Events that our own calls cause are known as such, and hide no others."""
 
-import pytest
-
 from agentd.runtimes.docker.streams import ContainerEvent, OwnEvents
+
+NAME = "agentd-x-k1"
 
 
 def event(action: str, container: str = "c1") -> ContainerEvent:
-    return ContainerEvent(action, container, "agentd-x-k1", "k1")
+    return ContainerEvent(action, container, NAME, "k1")
 
 
 def listening() -> OwnEvents:
@@ -15,49 +15,38 @@ def listening() -> OwnEvents:
     return own
 
 
-def test_end_and_removal_that_were_asked_for_are_own_once() -> None:
+def test_late_events_of_a_removed_container_are_own() -> None:
     own = listening()
-    for action in ("die", "destroy"):
-        with own.ending(action, "c1"):
-            assert own.is_own(event(action))
-        assert not own.is_own(event(action))
+    own.removed("c1")
+    assert own.is_own(event("die"))
+    assert own.is_own(event("destroy"))
+    assert not own.is_own(event("destroy"))
 
 
-def test_end_that_comes_after_the_answer_is_own() -> None:
+def test_events_of_the_next_container_of_a_name_are_told() -> None:
     own = listening()
-    with own.ending("die", "c1"):
-        pass
+    own.removed("c1")
+    assert not own.is_own(event("create", "c2"))
     assert not own.is_own(event("die", "c2"))
-    assert own.is_own(event("die"))
 
 
-def test_end_is_told_where_the_call_failed() -> None:
+def test_end_is_told_before_the_removal() -> None:
     own = listening()
-    with pytest.raises(OSError, match="lost"), own.ending("die", "c1"):
-        raise OSError("lost")
-    assert not own.is_own(event("die"))
-
-
-def test_end_of_a_run_that_began_since_is_told() -> None:
-    own = listening()
-    with own.ending("die", "c1"):
-        pass
-    assert not own.is_own(event("start"))
-    assert not own.is_own(event("die"))
-
-
-def test_start_of_a_create_does_not_hide_its_end() -> None:
-    own = listening()
-    own.expect("agentd-x-k1")
-    with own.ending("die", "c1"):
-        pass
+    own.expect(NAME)
     assert own.is_own(event("start"))
-    assert own.is_own(event("die"))
+    assert not own.is_own(event("die"))
+
+
+def test_removed_containers_are_remembered_up_to_a_bound() -> None:
+    own = listening()
+    for number in range(1000):
+        own.removed(f"c{number}")
+    assert not own.is_own(event("destroy", "c0"))
+    assert own.is_own(event("destroy", "c999"))
 
 
 def test_nothing_is_expected_by_one_who_does_not_listen() -> None:
     own = OwnEvents()
-    with own.ending("die", "c1"):
-        pass
+    own.removed("c1")
     own.listen()
-    assert not own.is_own(event("die"))
+    assert not own.is_own(event("destroy"))

@@ -110,13 +110,29 @@ class EngineClient:
         Raises:
             EngineError, EngineUnreachable, AnswerLost: see above.
         """
+        async with self.answer(method, path, params, headers) as response:
+            yield response.content
+
+    @asynccontextmanager
+    async def answer(
+        self,
+        method: str,
+        path: str,
+        params: Mapping[str, str],
+        headers: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Call, and return the answer as soon as it begins; leaving hangs up.
+
+        Raises:
+            EngineError, EngineUnreachable, AnswerLost: see above.
+        """
         if not self._prefix:
             await self.version()
         async with self._response(method, self._prefix + path, params, None, headers) as response:
             try:
                 if response.status >= _REFUSED:
                     raise EngineError(response.status, _message(await response.read()))
-                yield response.content
+                yield response
             finally:
                 response.close()
 

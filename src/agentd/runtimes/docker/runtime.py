@@ -231,7 +231,6 @@ class DockerRuntime:
             translating(),
             absent_is_fine(),
             self._absences.asked(ref.kernel_id),
-            self._own.ending("die", ref.handle),
         ):
             await self._engine.call("POST", path, given)
 
@@ -241,7 +240,6 @@ class DockerRuntime:
             translating(),
             absent_is_fine(),
             self._absences.asked(ref.kernel_id),
-            self._own.ending("destroy", ref.handle),
         ):
             try:
                 async with asyncio.timeout(LIST_TIMEOUT_S if unless_alive else None):
@@ -253,6 +251,7 @@ class DockerRuntime:
                     return False
                 path = f"/containers/{container}/wait"  # somebody else is removing it
                 await self._engine.call("POST", path, {"condition": "removed"})
+        self._own.removed(ref.handle or "")
         return True
 
     async def list(self) -> Listing:
