@@ -5,9 +5,12 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from daemon import UNITS, Daemon
+from daemon import AGENTS, UNITS, Daemon, gpus
 from engine import Engine
 from engine_proxy import EngineProxy
+
+ONE_GPU = AGENTS + gpus(1)
+GRACE = {"agentd.services.creates.GRACE_S": 1.5}
 
 
 @pytest.fixture(params=["process", *UNITS, pytest.param("docker", marks=pytest.mark.docker)])
@@ -57,3 +60,15 @@ async def proxied(engine: Engine, folder: Path) -> AsyncIterator[tuple[Daemon, E
         await proxy.start()
     await made.close()
     await proxy.stop()
+
+
+@pytest.fixture
+async def one_gpu(
+    proxied: tuple[Daemon, EngineProxy], engine: Engine
+) -> tuple[Daemon, EngineProxy]:
+    """agentd with one GPU behind the proxy; what the engine has is cleaned up first."""
+    engine.clean()
+    daemon, proxy = proxied
+    daemon.deadlines = {**GRACE}
+    await daemon.start(ONE_GPU)
+    return daemon, proxy

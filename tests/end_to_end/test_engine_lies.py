@@ -9,22 +9,13 @@ import pytest
 from aiohttp import web
 
 from daemon import Daemon
-from end_to_end.test_engine_trouble import ASK, GRACE, ONE_GPU, settled
+from end_to_end.conftest import ONE_GPU
+from end_to_end.test_engine_trouble import ASK, settled
 from engine import IMAGE, Engine
 from engine_proxy import Answer, EngineProxy
 
 pytestmark = pytest.mark.docker
 MIB = 1 << 20
-
-
-@pytest.fixture
-async def node(proxied: tuple[Daemon, EngineProxy], engine: Engine) -> tuple[Daemon, EngineProxy]:
-    """agentd with one GPU behind the proxy; what the engine has is cleaned up first."""
-    engine.clean()
-    daemon, proxy = proxied
-    daemon.deadlines = {**GRACE}
-    await daemon.start(ONE_GPU)
-    return daemon, proxy
 
 
 def too_much(proxy: EngineProxy, size: int, status: int | None = None) -> Answer:
@@ -64,8 +55,8 @@ def most_resident(daemon: Daemon) -> int:
 
 
 @pytest.mark.parametrize("container", [f"../../images/{IMAGE}", "", None, ["x"]])
-async def test_an_id_that_is_a_path_removes_nothing(node, engine: Engine, container) -> None:
-    daemon, proxy = node
+async def test_an_id_that_is_a_path_removes_nothing(one_gpu, engine: Engine, container) -> None:
+    daemon, proxy = one_gpu
     proxy.rule("POST .*/containers/create", with_id(proxy, container))
     answer = await daemon.create(**ASK)
     assert (answer.status, answer.json["code"]) == (503, "RuntimeUnavailable")
@@ -76,8 +67,8 @@ async def test_an_id_that_is_a_path_removes_nothing(node, engine: Engine, contai
     assert (await daemon.running(**ASK))["state"] == "running"
 
 
-async def test_a_create_that_is_answered_with_too_much_is_settled(node, engine: Engine) -> None:
-    daemon, proxy = node
+async def test_a_create_that_is_answered_with_too_much_is_settled(one_gpu, engine: Engine) -> None:
+    daemon, proxy = one_gpu
     before = most_resident(daemon)
     proxy.rule("POST .*/containers/create", too_much(proxy, 100 * MIB))
     answer = await daemon.create(**ASK)
@@ -88,8 +79,8 @@ async def test_a_create_that_is_answered_with_too_much_is_settled(node, engine: 
 
 
 @pytest.mark.parametrize("size", [3 * MIB, 100 * MIB])
-async def test_an_error_of_any_length_is_cut(node, engine: Engine, size: int) -> None:
-    daemon, proxy = node
+async def test_an_error_of_any_length_is_cut(one_gpu, engine: Engine, size: int) -> None:
+    daemon, proxy = one_gpu
     before = most_resident(daemon)
     proxy.rule("POST .*/start", too_much(proxy, size, 500))
     answer = await daemon.create(**ASK)
@@ -99,8 +90,8 @@ async def test_an_error_of_any_length_is_cut(node, engine: Engine, size: int) ->
     await settled(daemon, engine, containers=0, free="1")
 
 
-async def test_too_large_a_list_loses_and_frees_no_kernel(node, engine: Engine) -> None:
-    daemon, proxy = node
+async def test_too_large_a_list_loses_and_frees_no_kernel(one_gpu, engine: Engine) -> None:
+    daemon, proxy = one_gpu
     kernel = await daemon.running(**ASK)
     before = most_resident(daemon)
     proxy.rule("GET .*/containers/json", too_much(proxy, 100 * MIB), always=True)
@@ -115,8 +106,8 @@ async def test_too_large_a_list_loses_and_frees_no_kernel(node, engine: Engine) 
     await is_as_it_was(daemon, kernel)
 
 
-async def test_too_large_an_inspection_loses_and_frees_no_kernel(node, engine: Engine) -> None:
-    daemon, proxy = node
+async def test_too_large_an_inspection_loses_and_frees_no_kernel(one_gpu, engine: Engine) -> None:
+    daemon, proxy = one_gpu
     kernel = await daemon.running(**ASK)
     path = f"/containers/{kernel['container_id']}"
     proxy.rule(f"GET .*{path}/json", too_much(proxy, 20 * MIB), always=True)

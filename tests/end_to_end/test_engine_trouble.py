@@ -6,25 +6,13 @@ import signal
 
 import pytest
 
-from daemon import AGENTS, Daemon, gpus
+from daemon import Daemon
+from end_to_end.conftest import ONE_GPU
 from engine import Engine
-from engine_proxy import EngineProxy
 
 pytestmark = pytest.mark.docker
-ONE_GPU = AGENTS + gpus(1)
 ASK = {"kernel_id": "k1", "slots": {"cuda.device": 1}}
-GRACE = {"agentd.services.creates.GRACE_S": 1.5}
 SILENCE = {"agentd.runtimes.docker.streams.SILENCE_S": 1.0}
-
-
-@pytest.fixture
-async def node(proxied: tuple[Daemon, EngineProxy], engine: Engine) -> tuple[Daemon, EngineProxy]:
-    """agentd with one GPU behind the proxy; what the engine has is cleaned up first."""
-    engine.clean()
-    daemon, proxy = proxied
-    daemon.deadlines = {**GRACE}
-    await daemon.start(ONE_GPU)
-    return daemon, proxy
 
 
 async def settled(daemon: Daemon, engine: Engine, *, containers: int, free: str) -> None:
@@ -48,8 +36,10 @@ async def settled(daemon: Daemon, engine: Engine, *, containers: int, free: str)
         ("GET .*/containers/[0-9a-f]{64}/json", "nonsense"),
     ],
 )
-async def test_a_create_that_goes_wrong_leaves_nothing(node, engine: Engine, pattern, how) -> None:
-    daemon, proxy = node
+async def test_a_create_that_goes_wrong_leaves_nothing(
+    one_gpu, engine: Engine, pattern, how
+) -> None:
+    daemon, proxy = one_gpu
     proxy.rule(pattern, getattr(proxy, how))
     answer = await daemon.create(**ASK)
     assert answer.status in (502, 503), answer.content
@@ -61,10 +51,10 @@ async def test_a_create_that_goes_wrong_leaves_nothing(node, engine: Engine, pat
 
 
 async def test_a_removal_without_an_answer_keeps_the_share_until_it_is_known(
-    node, engine: Engine
+    one_gpu, engine: Engine
 ) -> None:
     """The start fails, and so does what would undo the create."""
-    daemon, proxy = node
+    daemon, proxy = one_gpu
     proxy.rule("POST .*/start", proxy.fail)
     proxy.rule("DELETE .*/containers/", proxy.refuse, always=True)
     proxy.rule("GET .*/containers/json", proxy.fail, always=True)
@@ -77,9 +67,9 @@ async def test_a_removal_without_an_answer_keeps_the_share_until_it_is_known(
 
 @pytest.mark.parametrize("before", [True, False])
 async def test_an_engine_that_finishes_a_create_after_agentd_died(
-    node, engine: Engine, before: bool
+    one_gpu, engine: Engine, before: bool
 ) -> None:
-    daemon, proxy = node
+    daemon, proxy = one_gpu
     gate = asyncio.Event()
     proxy.rule("POST .*/containers/create", proxy.stall(gate, before=before))
     creating = asyncio.create_task(daemon.create(**ASK))
@@ -101,8 +91,10 @@ async def test_an_engine_that_finishes_a_create_after_agentd_died(
     assert await daemon.get("/v1/kernels") == []
 
 
-async def test_a_create_that_arrives_after_its_grace_is_removed_too(node, engine: Engine) -> None:
-    daemon, proxy = node
+async def test_a_create_that_arrives_after_its_grace_is_removed_too(
+    one_gpu, engine: Engine
+) -> None:
+    daemon, proxy = one_gpu
     gate = asyncio.Event()
     proxy.rule("POST .*/containers/create", proxy.stall(gate, before=True))
     creating = asyncio.create_task(daemon.create(**ASK))
@@ -122,9 +114,9 @@ async def test_a_create_that_arrives_after_its_grace_is_removed_too(node, engine
 
 
 async def test_an_engine_that_cannot_be_reached_is_a_state_of_the_runtime(
-    node, engine: Engine
+    one_gpu, engine: Engine
 ) -> None:
-    daemon, proxy = node
+    daemon, proxy = one_gpu
     script = "trap 'exit 7' USR1; while :; do sleep 0.05; done"
     kernel = await daemon.running(command=["sh", "-c", script], **ASK)
     await proxy.stop()
@@ -145,8 +137,8 @@ async def test_an_engine_that_cannot_be_reached_is_a_state_of_the_runtime(
 
 
 @pytest.mark.parametrize("how", ["fail", "nonsense", "refuse"])
-async def test_a_list_that_goes_wrong_loses_no_kernel(node, engine: Engine, how: str) -> None:
-    daemon, proxy = node
+async def test_a_list_that_goes_wrong_loses_no_kernel(one_gpu, engine: Engine, how: str) -> None:
+    daemon, proxy = one_gpu
     kernel = await daemon.running(**ASK)
     proxy.rule("GET .*/containers/json", getattr(proxy, how), always=True)
     await proxy.cut()
@@ -158,8 +150,8 @@ async def test_a_list_that_goes_wrong_loses_no_kernel(node, engine: Engine, how:
     assert (await daemon.get("/v1/kernels/k1"))["container_id"] == kernel["container_id"]
 
 
-async def test_what_happened_while_the_stream_was_cut_is_seen(node, engine: Engine) -> None:
-    daemon, proxy = node
+async def test_what_happened_while_the_stream_was_cut_is_seen(one_gpu, engine: Engine) -> None:
+    daemon, proxy = one_gpu
     kernel = await daemon.running(**ASK)
     gate = asyncio.Event()
     proxy.rule("GET .*/events", proxy.stall(gate, before=True))
@@ -171,9 +163,9 @@ async def test_what_happened_while_the_stream_was_cut_is_seen(node, engine: Engi
     assert ended["oom_killed"] is False
 
 
-async def test_events_twice_and_out_of_order_change_nothing(node, engine: Engine) -> None:
+async def test_events_twice_and_out_of_order_change_nothing(one_gpu, engine: Engine) -> None:
     """Held back, each sent twice, in a random order."""
-    daemon, proxy = node
+    daemon, proxy = one_gpu
     held: list[bytes] = []
     shuffle = random.Random(7).shuffle
 
@@ -201,8 +193,8 @@ async def test_events_twice_and_out_of_order_change_nothing(node, engine: Engine
     await settled(daemon, engine, containers=1, free="1")
 
 
-async def test_a_delete_without_an_answer_can_be_asked_again(node, engine: Engine) -> None:
-    daemon, proxy = node
+async def test_a_delete_without_an_answer_can_be_asked_again(one_gpu, engine: Engine) -> None:
+    daemon, proxy = one_gpu
     await daemon.running(**ASK)
     proxy.rule("DELETE .*/containers/", proxy.lose)
     answer = await daemon.call("DELETE", "/v1/kernels/k1?timeout=0")
@@ -213,8 +205,8 @@ async def test_a_delete_without_an_answer_can_be_asked_again(node, engine: Engin
     assert await daemon.get("/v1/kernels") == []
 
 
-async def test_a_slow_engine_holds_up_nobody_else(node, engine: Engine) -> None:
-    daemon, proxy = node
+async def test_a_slow_engine_holds_up_nobody_else(one_gpu, engine: Engine) -> None:
+    daemon, proxy = one_gpu
     gate = asyncio.Event()
     proxy.rule("POST .*/start", proxy.stall(gate, before=True))
     creating = asyncio.create_task(daemon.create(**ASK))
@@ -228,8 +220,8 @@ async def test_a_slow_engine_holds_up_nobody_else(node, engine: Engine) -> None:
     assert (await creating).status == 201
 
 
-async def test_an_engine_is_asked_for_no_more_than_is_needed(node, engine: Engine) -> None:
-    daemon, proxy = node
+async def test_an_engine_is_asked_for_no_more_than_is_needed(one_gpu, engine: Engine) -> None:
+    daemon, proxy = one_gpu
     other = await daemon.running(kernel_id="other")
     proxy.asked.clear()
     kernel = await daemon.running(**ASK)
@@ -242,9 +234,9 @@ async def test_an_engine_is_asked_for_no_more_than_is_needed(node, engine: Engin
     assert asked[2].endswith(f"/containers/{kernel['container_id']}/json")
 
 
-async def test_a_start_by_hand_is_never_taken_for_our_own(node, engine: Engine) -> None:
+async def test_a_start_by_hand_is_never_taken_for_our_own(one_gpu, engine: Engine) -> None:
     """Creates whose events nobody hears must hide no later one."""
-    daemon, proxy = node
+    daemon, proxy = one_gpu
     gate = asyncio.Event()
     proxy.rule("GET .*/events", proxy.stall(gate, before=True))
     await proxy.cut()
@@ -261,8 +253,8 @@ async def test_a_start_by_hand_is_never_taken_for_our_own(node, engine: Engine) 
     assert await daemon.free("cuda.device") == "0"
 
 
-async def test_one_inspect_that_hangs_holds_up_no_other_kernel(node, engine: Engine) -> None:
-    daemon, proxy = node
+async def test_one_inspect_that_hangs_holds_up_no_other_kernel(one_gpu, engine: Engine) -> None:
+    daemon, proxy = one_gpu
     stuck = await daemon.running(kernel_id="stuck")
     other = await daemon.running(**ASK)
     gate = asyncio.Event()
@@ -279,9 +271,9 @@ async def test_one_inspect_that_hangs_holds_up_no_other_kernel(node, engine: Eng
             await asyncio.sleep(0.1)
 
 
-async def test_an_engine_that_is_frozen_is_not_available(node) -> None:
+async def test_an_engine_that_is_frozen_is_not_available(one_gpu) -> None:
     """It accepts connections and answers nothing, as one that is stopped (SIGSTOP) does."""
-    daemon, proxy = node
+    daemon, proxy = one_gpu
     daemon.deadlines |= SILENCE
     await daemon.restart(ONE_GPU)
     gate = asyncio.Event()

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from daemon import AGENTS, Daemon, gpus
+from daemon import Daemon
+from end_to_end.conftest import ONE_GPU
 from engine import Engine
 from engine_proxy import EngineProxy
 
-ONE_GPU = AGENTS + gpus(1)
 ASK = {"kernel_id": "k1", "slots": {"cuda.device": 1}}
 SHORT = {
     "agentd.shutdown.STOP_TIMEOUT_S": 2.0,

@@ -14,7 +14,7 @@ from node import images
 folder = Path(os.environ.get("AGENTD_NODE_FOLDER", images.CACHE / "machine"))
 word, *rest = sys.argv[1:] or ["boot"]
 if word == "boot":
-    images.installed_machine(folder)
+    images.start_installed(images.machine(folder))
 elif word == "off":
     images.machine(folder).pull_plug()
 else:

@@ -141,10 +141,12 @@ def machine() -> Iterator[Machine]:
         yield images.machine(Path(running))
         return
     folder = Path(tempfile.mkdtemp(prefix="agentd-node-", dir="/var/tmp"))
+    made = images.machine(folder)
     try:
-        yield images.installed_machine(folder)
+        images.start_installed(made)
+        yield made
     finally:
-        images.machine(folder).pull_plug()
+        made.pull_plug()
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -94,12 +94,10 @@ def machine(folder: Path) -> Machine:
     return Machine(folder, image(), payload())
 
 
-def installed_machine(folder: Path) -> Machine:
-    """Return a running machine that has the package installed, and nothing configured."""
-    resumed = machine(folder)
-    resumed.start(snapshot=_snapshot())
-    resumed.mount_payload()
-    return resumed
+def start_installed(new: Machine) -> None:
+    """Start a new machine that has the package installed, and nothing configured."""
+    new.start(snapshot=_snapshot())
+    new.mount_payload()
 
 
 def _snapshot() -> Path:

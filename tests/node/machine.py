@@ -86,7 +86,7 @@ class Machine:
 
     def save(self, to: Path) -> None:
         """Stop it; write its memory and its disk to a folder, and end it."""
-        self.must("umount /payload && sync && sleep 1")
+        self.must("umount /payload && sync")
         with contextlib.closing(_Monitor(self.folder / "monitor.sock")) as monitor:
             monitor.do("migrate-set-parameters", **{"max-bandwidth": 1 << 40})
             monitor.do("migrate", uri=f"exec:cat >{shlex.quote(str(to / 'memory'))}")

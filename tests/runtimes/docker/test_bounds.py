@@ -4,8 +4,6 @@ import asyncio
 import gzip
 import json
 import tracemalloc
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ from agentd.errors import ImageNotFound, RuntimeUnavailable
 from agentd.runtimes.docker import engine as module
 from agentd.runtimes.docker.engine import AnswerLost, EngineClient, EngineError, presentable
 from agentd.runtimes.docker.images import Images
-from runtimes.docker.test_engine import FakeEngine, says
+from runtimes.docker.fake_engine import FakeEngine, says
 
 HASH = "0123456789abcdef" * 4
 LABELS = {f"label-{n}": "x" * 60 for n in range(20)}
@@ -24,18 +22,8 @@ LISTED = {"Id": HASH, "Names": ["/agentd-0123456789-k1"], "Labels": LABELS, "Sta
 
 
 @pytest.fixture
-async def engine(folder: Path) -> AsyncIterator[FakeEngine]:
-    made = FakeEngine(folder / "engine.sock")
-    await made.start()
-    yield made
-    await made.stop()
-
-
-@pytest.fixture
-async def client(engine: FakeEngine) -> AsyncIterator[EngineClient]:
-    made = EngineClient(engine.path)
-    yield made
-    await made.close()
+def engine(fake_engine: FakeEngine) -> FakeEngine:
+    return fake_engine
 
 
 def pieces(*parts: bytes):

@@ -1,71 +1,18 @@
 """The client of the Engine's API: three ways to fail, and nothing left open."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
 from aiohttp import web
 
 from agentd.runtimes.docker.engine import AnswerLost, EngineClient, EngineError, EngineUnreachable
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-class FakeEngine:
-    """An HTTP server on a unix socket that answers as it is told."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.answer: Handler | None = None
-        self.asked: list[str] = []
-        self.version = "1.41"
-        self.hung_up = asyncio.Event()
-        self._runner: web.AppRunner | None = None
-
-    async def start(self) -> None:
-        app = web.Application()
-        app.router.add_route("*", "/{tail:.*}", self._handle)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await self._runner.setup()
-        await web.UnixSite(self._runner, str(self.path)).start()
-
-    async def stop(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
-
-    async def _handle(self, request: web.Request) -> web.StreamResponse:
-        self.asked.append(f"{request.method} {request.path}")
-        if request.path == "/version":
-            return web.json_response({"ApiVersion": self.version})
-        assert self.answer is not None
-        try:
-            return await self.answer(request)
-        except asyncio.CancelledError:
-            self.hung_up.set()
-            raise
+from runtimes.docker.fake_engine import FakeEngine, says
 
 
 @pytest.fixture
-async def engine(folder: Path) -> AsyncIterator[FakeEngine]:
-    made = FakeEngine(folder / "engine.sock")
-    await made.start()
-    yield made
-    await made.stop()
-
-
-@pytest.fixture
-async def client(engine: FakeEngine) -> AsyncIterator[EngineClient]:
-    made = EngineClient(engine.path)
-    yield made
-    await made.close()
-
-
-def says(status: int, body: bytes) -> Handler:
-    async def answer(_: web.Request) -> web.Response:
-        return web.Response(status=status, body=body)
-
-    return answer
+def engine(fake_engine: FakeEngine) -> FakeEngine:
+    return fake_engine
 
 
 async def test_the_version_is_asked_once_and_anew_after_a_reconnect(engine, client) -> None:
