@@ -74,9 +74,7 @@ soak: $(VENV)/.installed-dev
 	AGENTD_SEED=$${AGENTD_SEED:-$$(shuf -i 0-999999 -n 1)} AGENTD_SOAK=$(SECONDS) AGENTD_REQUIRE_ALL=1 $(BIN)/python -m pytest -s tests/crash tests/end_to_end/fleet/test_exactly_one.py tests/hostile/test_clients.py tests/end_to_end/test_document.py tests/end_to_end/test_inside.py $(PROPERTIES) $(WAITING) $(ARGS)
 
 bench: $(VENV)/.installed-dev
-	$(BIN)/python benchmarks/create.py --json
-	$(BIN)/python benchmarks/plugins.py --json
-	$(BIN)/python benchmarks/scale.py --json
+	$(BIN)/python benchmarks/goals.py
 
 clean:
 	rm -rf $(VENV) $(WHEELS) build .hypothesis .mypy_cache .ruff_cache .import_linter_cache

@@ -23,10 +23,12 @@ def answer(content: object, status: int = 200) -> web.Response:
 
 
 async def version(_: web.Request) -> web.Response:
+    calls.append("version")
     return answer({"ApiVersion": "1.41", "Os": "linux", "Arch": "amd64"})
 
 
 async def info(_: web.Request) -> web.Response:
+    calls.append("info")
     return answer({"MemoryLimit": True, "CPUSet": True, "PidsLimit": True})
 
 
@@ -35,7 +37,10 @@ async def happened(action: str, found: dict[str, Any]) -> None:
     attributes = {"name": found["Name"][1:], **found["Config"]["Labels"]}
     event = {"Action": action, "Actor": {"ID": found["Id"], "Attributes": attributes}}
     for listener in list(listeners):
-        await listener.write(json.dumps(event).encode() + b"\n")
+        try:
+            await listener.write(json.dumps(event).encode() + b"\n")
+        except ConnectionError:  # its daemon was started anew
+            listeners.discard(listener)
 
 
 async def create(request: web.Request) -> web.Response:
@@ -80,12 +85,14 @@ async def show(request: web.Request) -> web.Response:
 
 
 async def stop(request: web.Request) -> web.Response:
+    calls.append("stop")
     container(request)["State"] |= {"Status": "exited", "ExitCode": 143}
     await happened("die", container(request))
     return web.Response(status=204)
 
 
 async def remove(request: web.Request) -> web.Response:
+    calls.append("remove")
     found = container(request)
     del containers[found["Name"][1:]], containers[found["Id"]]
     await happened("destroy", found)
@@ -93,12 +100,14 @@ async def remove(request: web.Request) -> web.Response:
 
 
 async def listing(_: web.Request) -> web.Response:
+    calls.append("list")
     found = {c["Id"]: c for c in containers.values()}.values()
     entries = [{"Id": c["Id"], "Names": [c["Name"]], **c["Config"]} for c in found]
     return answer(entries)
 
 
 async def events(request: web.Request) -> web.StreamResponse:
+    calls.append("events")
     response = web.StreamResponse()
     await response.prepare(request)
     listeners.add(response)
@@ -129,7 +138,7 @@ def main() -> None:
         app.router.add_post(f"{prefix}/containers/{{id}}/stop", stop)
         app.router.add_get(f"{prefix}/containers/{{id}}/json", show)
         app.router.add_delete(f"{prefix}/containers/{{id}}", remove)
-    web.run_app(app, path=sys.argv[1], print=None, access_log=None)
+    web.run_app(app, path=sys.argv[1], print=None, access_log=None, shutdown_timeout=0.1)
 
 
 if __name__ == "__main__":

@@ -347,12 +347,12 @@ class Daemon:
             self._notifier.ready(self._status)
 
     async def _telling(self, node: _Node) -> None:
-        """Have systemd show how it goes, after what happens."""
-        with node.events.listener(None) as listener:
-            async for _ in listener.follow(STATUS_PAUSE_S):
-                if (status := node.status()) != self._status:
-                    self._status = status
-                    self._notifier.status(status)
+        """Keep systemd's STATUS= line current, at most `STATUS_PAUSE_S` late."""
+        while self._notifier.is_heard:
+            await asyncio.sleep(STATUS_PAUSE_S)
+            if (status := node.status()) != self._status:
+                self._status = status
+                self._notifier.status(status)
 
     def _used_runtimes(self, records: Sequence[SavedRecord]) -> list[str]:
         """Return the configured runtime, and the others that may have kernels of ours.

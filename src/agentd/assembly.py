@@ -1,4 +1,8 @@
-"""Building runtimes from the settings."""
+"""Building runtimes from the settings.
+
+The modules of a runtime are imported where one is made, so that a start does not pay for the
+runtimes that its node does not use: with those of units and processes comes D-Bus.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,9 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from agentd.config.loading import Loaded
 from agentd.config.runtimes import DockerSettings
@@ -17,18 +23,13 @@ from agentd.host.cgroups import find_cgroups
 from agentd.host.checkup import node_remarks
 from agentd.host.probe import boot_id
 from agentd.host.systemd import failed_units, has_manager, is_booted, lingers, why_no_systemd
-from agentd.host.units import Manager
-from agentd.runtimes.docker.absences import Absences
-from agentd.runtimes.docker.config import DockerRules
-from agentd.runtimes.docker.runtime import DockerRuntime
-from agentd.runtimes.process.runtime import ProcessRuntime
-from agentd.runtimes.process.spawn import Account, ProcessRules, find_account
-from agentd.runtimes.systemd.bundle import static_busybox
-from agentd.runtimes.systemd.runtime import SystemdRuntime
-from agentd.runtimes.systemd.slices import journal_remarks
-from agentd.runtimes.systemd.unit import SystemdRules
 from agentd.services.interfaces import Plugins, Runtime
 from agentd.state.files import StateFolder
+
+if TYPE_CHECKING:
+    from agentd.runtimes.docker.config import DockerRules
+    from agentd.runtimes.process.spawn import Account, ProcessRules
+    from agentd.runtimes.systemd.unit import SystemdRules
 
 RUNTIMES = frozenset({"docker", "systemd", "process"})
 
@@ -40,11 +41,19 @@ def runtime(name: str, settings: Settings, node_id: str, bundles: Mapping[str, P
         ConfigRefused: its settings do not fit this machine.
     """
     if name == "docker":
+        from agentd.runtimes.docker.absences import Absences
+        from agentd.runtimes.docker.runtime import DockerRuntime
+
         docker = settings.runtime.docker
         absences = Absences(bundles[name] / "absences.json", boot_id())
         return DockerRuntime(docker.socket, node_id, docker_rules(docker), absences)
     if name == "systemd":
+        from agentd.runtimes.systemd.runtime import SystemdRuntime
+
         return SystemdRuntime(bundles[name], node_id, boot_id(), systemd_rules(settings))
+    from agentd.host.units import Manager
+    from agentd.runtimes.process.runtime import ProcessRuntime
+
     rules = process_rules(settings)
     # What a user's manager runs ends when the user logs out, unless that lingers.
     stays = os.geteuid() == 0 or lingers(os.geteuid())
@@ -58,16 +67,22 @@ def renewal(runtime: Runtime, settings: Settings) -> Callable[[], object]:
     Raises:
         ConfigRefused: they do not fit this machine.
     """
-    match runtime:
-        case DockerRuntime():
+    match runtime.name:
+        case "docker":
+            from agentd.runtimes.docker.runtime import DockerRuntime
+
             docker = docker_rules(settings.runtime.docker)
-            return lambda: runtime.renew(docker)
-        case SystemdRuntime():
+            return partial(DockerRuntime.renew, cast("DockerRuntime", runtime), docker)
+        case "systemd":
+            from agentd.runtimes.systemd.runtime import SystemdRuntime
+
             systemd = systemd_rules(settings)
-            return lambda: runtime.renew(systemd)
-        case ProcessRuntime():
+            return partial(SystemdRuntime.renew, cast("SystemdRuntime", runtime), systemd)
+        case "process":
+            from agentd.runtimes.process.runtime import ProcessRuntime
+
             process = process_rules(settings)
-            return lambda: runtime.renew(process)
+            return partial(ProcessRuntime.renew, cast("ProcessRuntime", runtime), process)
     return lambda: None
 
 
@@ -89,6 +104,8 @@ def refuse_unfit(settings: Settings) -> None:
 
 def docker_rules(docker: DockerSettings) -> DockerRules:
     """Return what containers may have."""
+    from agentd.runtimes.docker.config import DockerRules
+
     return DockerRules(
         network=docker.network,
         allowed_networks=docker.allowed_networks,
@@ -109,6 +126,8 @@ def process_rules(settings: Settings) -> ProcessRules:
     Raises:
         ConfigRefused: there is no such user, or agentd may not run processes as another user.
     """
+    from agentd.runtimes.process.spawn import ProcessRules
+
     process = settings.runtime.process
     default, accounts = _accounts(settings, process.user, "runtime.process.user")
     return ProcessRules(
@@ -128,6 +147,8 @@ def systemd_rules(settings: Settings) -> SystemdRules:
     Raises:
         ConfigRefused: there is no such user, or agentd may not run units as another user.
     """
+    from agentd.runtimes.systemd.unit import SystemdRules
+
     systemd, is_root = settings.runtime.systemd, os.geteuid() == 0
     default, accounts = _accounts(settings, systemd.user, "runtime.systemd.user")
     if systemd.user is not None and not is_root:
@@ -153,6 +174,8 @@ def _accounts(
     Raises:
         ConfigRefused: there is no such user, or agentd may not run anything as another user.
     """
+    from agentd.runtimes.process.spawn import find_account
+
     is_root = os.geteuid() == 0
     problems: list[Problem] = []
     accounts: dict[str, Account] = {}
@@ -184,6 +207,8 @@ def checkup(settings: Settings, plugins: Plugins, used: Collection[str]) -> list
     found = [weak.text for weak in weaknesses(settings.rpc) if weak.since <= now]
     found += node_remarks(engine, loaded)
     if "systemd" in runtimes and is_booted():
+        from agentd.runtimes.systemd.slices import journal_remarks
+
         found += journal_remarks(failed_units("systemd-journald@*"))
     return found
 
@@ -230,6 +255,8 @@ def remarks(settings: Settings) -> list[str]:
 
 
 def _systemd_remarks() -> list[str]:
+    from agentd.runtimes.systemd.bundle import static_busybox
+
     found = []
     if static_busybox() is None:
         found.append(

@@ -22,6 +22,7 @@ _PRIORITIES = {"debug": 7, "info": 6, "warning": 4, "error": 3, "critical": 2}
 _FIELDS = {"kernel_id": "AGENTD_KERNEL", "agent_id": "AGENTD_AGENT", "event": "AGENTD_EVENT"}
 _MOST_BYTES = 100_000
 """Of one datagram, well below what a unix socket takes at once."""
+_LEVELS = {name: int(getattr(logging, name.upper())) for name in _PRIORITIES}
 _level = logging.INFO
 
 
@@ -36,7 +37,6 @@ def configure(level: str = "info") -> None:
     set_level(level)
     processors: list[structlog.typing.Processor] = [
         _drop_below_level,
-        structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
     ]
     factory: Callable[..., Any] = structlog.PrintLoggerFactory(sys.stderr)
@@ -62,7 +62,7 @@ def configure(level: str = "info") -> None:
 def _drop_below_level(
     _: object, method: str, event: structlog.typing.EventDict
 ) -> structlog.typing.EventDict:
-    if getattr(logging, method.upper(), logging.INFO) < _level:
+    if _LEVELS.get(method, logging.INFO) < _level:
         raise structlog.DropEvent
     return event
 

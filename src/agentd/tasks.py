@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from typing import NamedTuple, Self, TypeVar
+from collections.abc import Awaitable, Callable, Generator
+from typing import Generic, NamedTuple, Self, TypeVar
 
 _T = TypeVar("_T")
 
@@ -36,17 +36,31 @@ def is_being_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
+class _Shielded(Generic[_T]):
+    """A future seen through a pane: awaited like it, and not cancelled by its waiter's end.
+
+    `cancel` refuses, so asyncio raises the cancellation when the wait is over. A waiter is woken
+    in the turn after the future's end; `asyncio.shield` and `asyncio.wait` take one turn more.
+    """
+
+    def __init__(self, future: asyncio.Future[_T]) -> None:
+        self._future = future
+        self._asyncio_future_blocking = False
+        self.get_loop = future.get_loop
+        self.add_done_callback = future.add_done_callback
+        self.result = future.result
+
+    def cancel(self, msg: object = None) -> bool:
+        del msg
+        return False
+
+    def __await__(self) -> Generator[Self, None, _T]:
+        if not self._future.done():
+            self._asyncio_future_blocking = True
+            yield self
+        return self._future.result()
+
+
 async def to_the_end(step: Awaitable[_T]) -> _T:
     """Let a step end before a cancellation takes effect, however often that comes."""
-    task = asyncio.ensure_future(step)
-    given_up: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as error:
-            given_up = error
-    if given_up is not None:
-        if not task.cancelled():
-            task.exception()  # its caller asked for the cancellation, and hears of that alone
-        raise given_up
-    return task.result()
+    return await _Shielded(asyncio.ensure_future(step))

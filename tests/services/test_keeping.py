@@ -40,3 +40,18 @@ async def test_the_oldest_ended_kernels_go_first_and_living_ones_never() -> None
     assert removed == ["first", "second"]
     assert {kernel.kernel_id for kernel in state} == {"lives", "stuck", "third", "fourth"}
     running.cancel()
+
+
+async def test_keeper_sleeps_while_there_are_not_too_many() -> None:
+    state = NodeState(["any"], EventLog())
+    keeper = Keeper(state, SimpleNamespace(), 1)  # type: ignore[arg-type]
+    running = asyncio.create_task(keeper.run())
+    await asyncio.sleep(0)
+    state.put(ended("first", 1.0))
+    assert not keeper._are_too_many.is_set()
+    state.drop("first")
+    state.put(ended("second", 2.0))
+    assert not keeper._are_too_many.is_set()
+    state.put(ended("third", 3.0))
+    assert keeper._are_too_many.is_set()
+    running.cancel()

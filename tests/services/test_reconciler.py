@@ -330,3 +330,25 @@ async def test_events_that_a_library_cancels_are_followed_again(
     rig.runtime.follow = following
     async with running(rig):
         assert breaks == []
+
+
+async def test_kernel_removed_before_its_turn_is_not_looked_for(rig: Rig) -> None:
+    await rig.create()
+    rig.reconciler.requeue("k1")
+    await rig.service.remove("k1")
+    looked_for = []
+    rig.runtime.find = looked_for.append
+    await rig.reconciler.observe(await rig.reconciler.next_queued())
+    assert looked_for == []
+
+
+async def test_removed_kernel_is_looked_for_after_a_second_event(rig: Rig) -> None:
+    created = await rig.create()
+    rig.reconciler.requeue("k1")
+    rig.reconciler.requeue("k1")
+    found = rig.runtime.kernels["k1"]
+    await rig.service.remove("k1")
+    rig.runtime.kernels["k1"] = replace(found, handle="made-by-hand")
+    await rig.reconciler.observe(await rig.reconciler.next_queued())
+    assert rig.states == {"k1": "running"}
+    assert rig.state.get("k1").handle != created.handle

@@ -18,7 +18,6 @@ from pydantic import BaseModel, ValidationError
 from pydantic_settings import SettingsError
 
 from agentd.config.agents import AgentResources, devices_line
-from agentd.config.migration import explanations
 from agentd.config.plugins import PluginSettings, table_problems
 from agentd.config.settings import Settings
 from agentd.core.slots import WrittenFloat
@@ -93,6 +92,8 @@ def load_text(text: str, path: Path | None, environ: Mapping[str, str]) -> Loade
     try:
         settings = Settings(**values)
     except ValidationError as error:
+        from agentd.config.migration import explanations  # noqa: PLC0415 - for refusals alone
+
         older = explanations(raw)
         found = [problem_of(dict(item), environ) for item in error.errors()]
         problems += [Problem(p.where, older.get(p.where, p.why)) for p in found]

@@ -41,7 +41,9 @@ SizeBytes = Annotated[int, BeforeValidator(size)]
 class Section(BaseModel):
     """A table of the file; keys that it does not list are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, arbitrary_types_allowed=True, defer_build=True
+    )
 
 
 def name(value: object) -> object:

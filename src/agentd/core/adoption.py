@@ -64,8 +64,7 @@ def adopt(
     except RecordError as error:
         return _without_record(seen, item, inventory, error)
     allocation, missing = located(recorded.allocation, inventory)
-    kernel = replace(
-        recorded,
+    kernel = recorded.changed(
         state=state,
         runtime=item.runtime,
         allocation=allocation,

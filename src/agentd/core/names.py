@@ -6,6 +6,7 @@ A name is checked where it comes in, and once more where a path is made of it.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import TypeGuard
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
@@ -16,7 +17,12 @@ _SHOWN = 80
 
 def is_name(text: object) -> TypeGuard[str]:
     """Return whether this is a name."""
-    return isinstance(text, str) and _NAME.fullmatch(text) is not None
+    return isinstance(text, str) and _is_name(text)
+
+
+@lru_cache
+def _is_name(text: str) -> bool:
+    return _NAME.fullmatch(text) is not None
 
 
 def checked(text: str) -> str:

@@ -7,7 +7,7 @@ image sets is overridden, because the plan's environment is given explicitly.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import sha256
 
 from agentd.core.container_edits import ContainerEdits
@@ -160,7 +160,7 @@ def build_plan(
     missing = set(node.not_enforced)
     if len(pinned) < len(cores):
         missing.add(CPU)
-    written = replace(kernel, not_enforced=tuple(sorted(missing)))
+    written = kernel.changed(not_enforced=tuple(sorted(missing)))
     return KernelPlan(
         spec=spec,
         kernel=written,

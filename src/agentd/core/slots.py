@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from enum import StrEnum
 from fractions import Fraction
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Self, TypeAlias
 
@@ -131,7 +132,12 @@ def parse_quantity(raw: object) -> Quantity:
         AmountError: it is negative, not finite, in exponent notation, a boolean,
             or not a number.
     """
-    text = _text_of(raw)
+    return _quantity_of(_text_of(raw))
+
+
+@lru_cache
+def _quantity_of(text: str) -> Quantity:
+    """Read a text of at most `MAX_TEXT` characters; requests mostly name the same few amounts."""
     if text.isdecimal() and text.isascii():
         return Quantity(Fraction(int(text)), is_size=False)
     if match := _PLAIN.fullmatch(text):

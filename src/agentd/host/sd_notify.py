@@ -22,6 +22,11 @@ class Notifier:
         is_ours = environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
         self.watchdog_s = int(watchdog_us) / 1e6 if watchdog_us.isdigit() and is_ours else None
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether a manager listens."""
+        return bool(self._address)
+
     def ready(self, status: str) -> None:
         """Start-up is over."""
         self._send(f"READY=1\nSTATUS={status}")

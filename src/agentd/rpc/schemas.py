@@ -112,7 +112,7 @@ _Limit = Annotated[int, Field(ge=-1, le=MAX_LIMIT)]
 class Body(BaseModel):
     """A request body; members it does not list are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
 
 
 class MountRequest(Body):

@@ -297,7 +297,7 @@ class Server:
     async def _identified(self, request: web.Request) -> Caller | None:
         """Return who calls, once all of the request is there: a token may be gone by then."""
         caller = self._callers.identify(request)
-        if caller is not None and request.can_read_body:
+        if caller is not None and not request.content.is_eof():
             await body_of(request)
             caller = self._callers.identify(request)
         return caller

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agentd.core.session import STDERR, STDOUT, ExecSpec
 from agentd.errors import (
@@ -27,10 +27,12 @@ from agentd.errors import (
     RuntimeFailure,
 )
 from agentd.host.processes import Proc
-from agentd.host.units import Manager, Property, UnitExists, UnitRefused
 from agentd.runtimes import inside
 from agentd.runtimes.exec_errors import refusal_of
 from agentd.tasks import to_the_end
+
+if TYPE_CHECKING:
+    from agentd.host.units import Manager, Property
 
 CHUNK = 64 * 1024
 START_TIMEOUT_S = 30.0
@@ -315,6 +317,8 @@ async def _started(control: socket.socket, manager: Manager | None, unit: str) -
             start_new_session=True,
         )
         return
+    from agentd.host.units import UnitExists, UnitRefused  # noqa: PLC0415 - where D-Bus is used
+
     properties: list[Property] = [
         ("Description", "s", "a command inside a kernel (agentd)"),
         ("Slice", "s", SLICE),

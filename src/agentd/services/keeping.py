@@ -22,19 +22,24 @@ class Keeper:
         self._state = state
         self._service = service
         self._most = most
-        self._ended = asyncio.Event()
-        self._ended.set()
+        self._ended = {kernel.kernel_id for kernel in state if kernel.state in ENDED}
+        self._are_too_many = asyncio.Event()
+        self._are_too_many.set()
         state.listen(self._changed)
 
-    def _changed(self, _: Kernel | None, now: Kernel | None) -> None:
+    def _changed(self, before: Kernel | None, now: Kernel | None) -> None:
         if now is not None and now.state in ENDED:
-            self._ended.set()
+            self._ended.add(now.kernel_id)
+            if len(self._ended) > self._most:
+                self._are_too_many.set()
+        elif before is not None:
+            self._ended.discard(before.kernel_id)
 
     async def run(self) -> None:
-        """Remove what is too much whenever a kernel has ended; until cancelled."""
+        """Remove the oldest whenever one too many has ended; until cancelled."""
         while True:
-            await self._ended.wait()
-            self._ended.clear()
+            await self._are_too_many.wait()
+            self._are_too_many.clear()
             try:
                 await self.once()
             except Exception:

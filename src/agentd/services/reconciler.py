@@ -62,6 +62,8 @@ class Reconciler:
         self._following: set[str] = set()
         self._queue: asyncio.Queue[str] = asyncio.Queue()
         self._queued: set[str] = set()
+        self._once: set[str] = set()
+        """Of these, kernels that were known then, and of which nothing else was heard since."""
         self._places = asyncio.Semaphore(LOOKS_AT_ONCE)
         self._partial: set[str] = set()
         self._partial_again = 0.0
@@ -161,17 +163,26 @@ class Reconciler:
         return await self._queue.get()
 
     def requeue(self, kernel_id: str) -> None:
-        """Have a kernel looked at, as soon as nobody works on it."""
-        if kernel_id not in self._queued:
-            self._queued.add(kernel_id)
-            self._queue.put_nowait(kernel_id)
+        """Queue a kernel for observation.
+
+        It is left out if it is removed meanwhile and nothing else happened to it: that was its end.
+        """
+        if kernel_id in self._queued:
+            self._once.discard(kernel_id)
+            return
+        if kernel_id in self._state.kernels:
+            self._once.add(kernel_id)
+        self._queued.add(kernel_id)
+        self._queue.put_nowait(kernel_id)
 
     async def observe(self, kernel_id: str) -> None:
         """Look at one kernel after something happened to it, when nobody works on it."""
         async with self._state.lock(kernel_id), self._places:
             self._queued.discard(kernel_id)
             known = self._state.kernels.get(kernel_id)
-            names = [known.runtime] if known else list(self._state.runtimes)
+            everywhere = [] if kernel_id in self._once else list(self._state.runtimes)
+            self._once.discard(kernel_id)
+            names = [known.runtime] if known else everywhere
             for name in names:
                 if name in self._runtimes:
                     await self._observe_on(self._runtimes[name], kernel_id, known)

@@ -120,7 +120,7 @@ class Serving:
 
     def _changed(self, before: Kernel | None, now: Kernel | None) -> None:
         """Say which devices are held, before anything is started on them."""
-        if self._is_over or _accelerators_of(before) == _accelerators_of(now):
+        if self._is_over or _holds_the_same(before, now):
             return
         if not self._served and not _accelerators_of(now):
             return
@@ -210,6 +210,12 @@ def _given(split: Split, name: str) -> frozenset[str]:
         for device_id in partition.members
         if device_id.name == name
     )
+
+
+def _holds_the_same(before: Kernel | None, now: Kernel | None) -> bool:
+    if before is not None and now is not None and now.allocation is before.allocation:
+        return now.holds is before.holds
+    return _accelerators_of(before) == _accelerators_of(now)
 
 
 def _accelerators_of(kernel: Kernel | None) -> frozenset[DeviceId]:

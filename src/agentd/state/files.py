@@ -54,6 +54,7 @@ class StateFolder:
         self._node_id = node_id
         self._folders = {phase: folder / name for phase, name in _FOLDERS.items()}
         self.removed = RemovedFile(folder / "removed.jsonl")
+        self._paths = {phase: str(path) for phase, path in self._folders.items()}
         self._locks = Locks()
         self._complaints: dict[str, str] = {}
         self._phases: dict[str, Phase] = {}
@@ -214,7 +215,7 @@ class StateFolder:
             self._try(kernel_id, step)
 
     def _path(self, kernel_id: str, phase: Phase) -> str:
-        return f"{self._folders[phase]}/{checked(kernel_id)}.json"
+        return f"{self._paths[phase]}/{checked(kernel_id)}.json"
 
     def _load(self, name: str, shape: type[_S]) -> _S | None:
         path = self.folder / name

@@ -65,7 +65,7 @@ class Lying:
 
     async def close(self) -> None: ...
 
-    async def call(self, method: str, path: str, *_: object) -> Any:
+    async def call(self, method: str, path: str, *_: object, **__: object) -> Any:
         self.asked.append(f"{method} {path}")
         return self.answers[path.split("/")[1].split("?", maxsplit=1)[0]]
 

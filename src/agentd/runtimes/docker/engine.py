@@ -17,8 +17,9 @@ import codecs
 import json
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import aiohttp
@@ -150,12 +151,28 @@ class EngineClient:
         Raises:
             EngineError, EngineUnreachable, AnswerLost: see above.
         """
+        async with self.answer(method, path, params, headers) as response:
+            yield response.content
+
+    @asynccontextmanager
+    async def answer(
+        self,
+        method: str,
+        path: str,
+        params: Mapping[str, str],
+        headers: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Call, and return the answer as soon as it begins; leaving hangs up.
+
+        Raises:
+            EngineError, EngineUnreachable, AnswerLost: see above.
+        """
         if not self._prefix:
             await self.version()
         async with self._response(method, self._prefix + path, params, None, headers) as response:
             try:
                 await _refuse_error(response)
-                yield response.content
+                yield response
             finally:
                 response.close()
 
@@ -171,29 +188,22 @@ class EngineClient:
             async for item in _objects(stream):
                 yield item
 
-    @asynccontextmanager
-    async def _response(
+    def _response(
         self,
         method: str,
         path: str,
         params: Mapping[str, str] | None,
         body: object,
         headers: Mapping[str, str] | None = None,
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+    ) -> _Exchange:
         sent = dict(headers or {})
         data = None
         if body is not None:
             data, sent["Content-Type"] = msgspec.json.encode(body), "application/json"
-        try:
-            async with self._opened().request(
-                method, _BASE + path, params=params, data=data, headers=sent
-            ) as response:
-                yield response
-        except aiohttp.ClientConnectorError as error:
-            raise EngineUnreachable(f"{self._socket}: {error.os_error.strerror}") from error
-        except (aiohttp.ClientError, HttpProcessingError, OSError) as error:
-            why = shortly(f"{type(error).__name__}: {error}")
-            raise AnswerLost(f"{self._socket}: {why}") from error
+        request = self._opened().request(
+            method, _BASE + path, params=params, data=data, headers=sent
+        )
+        return _Exchange(self._socket, request)
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._is_closed:
@@ -203,10 +213,46 @@ class EngineClient:
             self._session = aiohttp.ClientSession(
                 connector=connector,
                 timeout=_NO_LIMIT,
+                cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,  # what is small on the way may be of any size
                 headers={"Accept-Encoding": "identity"},
             )
         return self._session
+
+
+_FAILURES = (aiohttp.ClientError, HttpProcessingError, OSError)
+
+
+class _Exchange:
+    """A call and its answer; how it fails is raised in the terms of this module."""
+
+    def __init__(
+        self, socket: Path, request: AbstractAsyncContextManager[aiohttp.ClientResponse]
+    ) -> None:
+        self._socket = socket
+        self._request = request
+
+    async def __aenter__(self) -> aiohttp.ClientResponse:
+        try:
+            return await self._request.__aenter__()
+        except _FAILURES as error:
+            raise self._failed(error) from error
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._request.__aexit__(kind, error, traceback)
+        if isinstance(error, _FAILURES):
+            raise self._failed(error) from error
+
+    def _failed(self, error: BaseException) -> EngineUnreachable | AnswerLost:
+        if isinstance(error, aiohttp.ClientConnectorError):
+            return EngineUnreachable(f"{self._socket}: {error.os_error.strerror}")
+        why = shortly(f"{type(error).__name__}: {error}")
+        return AnswerLost(f"{self._socket}: {why}")
 
 
 async def _refuse_error(response: aiohttp.ClientResponse) -> None:

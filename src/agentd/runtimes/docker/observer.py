@@ -150,8 +150,8 @@ class Observer:
 
     async def inspection(self, container: str) -> Mapping[str, Any]:
         """Return what the engine says of a container."""
-        async with asyncio.timeout(ASK_TIMEOUT_S):
-            return inspected(await self._engine.call("GET", f"/containers/{container}/json"))
+        path = f"/containers/{container}/json"
+        return inspected(await self._engine.call("GET", path, timeout_s=ASK_TIMEOUT_S))
 
     async def accounts(self, kernels: Sequence[Kernel]) -> Mapping[str, Account]:
         """Return where living containers are counted; each is looked for once.
@@ -186,7 +186,7 @@ class Observer:
         if found.is_alive:
             return found
         ending = self._absences.explained(found.kernel_id, found.ending, found.started_at)
-        return replace(found, ending=ending)
+        return found if ending is found.ending else replace(found, ending=ending)
 
     def _fits(self, shown: Mapping[str, Any]) -> bool:
         """Return whether a container's name is the one that its labels call for."""

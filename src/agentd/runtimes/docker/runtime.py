@@ -244,7 +244,11 @@ class DockerRuntime:
 
     async def remove(self, ref: KernelRef, *, unless_alive: bool = False) -> bool:
         container = self._container(ref)
-        with translating(), absent_is_fine(), self._absences.asked(ref.kernel_id):
+        with (
+            translating(),
+            absent_is_fine(),
+            self._absences.asked(ref.kernel_id),
+        ):
             try:
                 async with asyncio.timeout(LIST_TIMEOUT_S if unless_alive else None):
                     await self._delete(container, force=not unless_alive)
@@ -255,6 +259,7 @@ class DockerRuntime:
                     return False
                 path = f"/containers/{container}/wait"  # somebody else is removing it
                 await self._engine.call("POST", path, {"condition": "removed"})
+        self._own.removed(ref.handle or "")
         return True
 
     async def list(self) -> Listing:

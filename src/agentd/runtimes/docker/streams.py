@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import aiohttp
@@ -20,6 +21,9 @@ from agentd.services.interfaces import LogQuery, LogStream
 _EXPECTED_S = 600.0
 SILENCE_S = 10.0
 """How long the engine may be silent before it is asked whether it is there, and then to answer."""
+GATHER_S = 0.02
+"""How long the events after one gather unread: a create and a removal cause two of them each."""
+_MOST_REMOVED = 256
 _LONGEST_LINE = 8 << 20
 KILL = "kill"
 """A signal was sent to the container, by whomever."""
@@ -42,18 +46,21 @@ CONNECTED = ContainerEvent("", "", "", "")
 
 
 class OwnEvents:
-    """Events that our own creates cause, and that tell nothing new.
+    """Events that our own creates and removals cause, and that tell nothing new.
 
-    Each is expected once, for a while, and only by one who listens: an event that was
-    expected and never came must not hide a later one of the same name.
+    A create and a start are expected once, for a while, and only by one who listens: an event
+    that was expected and never came must not hide a later one of the same name. What is told of
+    a container that was removed is known by its id, which no other container ever has.
     """
 
     def __init__(self) -> None:
         self._until: dict[tuple[str, str], float] = {}
+        self._removed: dict[str, None] = {}
         self.is_listening = False
 
     def listen(self) -> None:
         self._until.clear()
+        self._removed.clear()
         self.is_listening = True
 
     def stop_listening(self) -> None:
@@ -71,10 +78,21 @@ class OwnEvents:
         for action in ("create", "start"):
             self._until.pop((action, name), None)
 
+    def removed(self, container: str) -> None:
+        """Note a container that is gone: what is told of it from now on has been."""
+        if self.is_listening and container:
+            self._removed[container] = None
+            if len(self._removed) > _MOST_REMOVED:
+                del self._removed[next(iter(self._removed))]
+
     def is_own(self, event: ContainerEvent) -> bool:
         """Return whether an event was expected; it is not expected again."""
         if event.action in ("die", DESTROY):
             self.forget(event.name)
+        if event.container in self._removed:
+            if event.action == DESTROY:
+                del self._removed[event.container]
+            return True
         return self._until.pop((event.action, event.name), 0.0) > time.monotonic()
 
 
@@ -87,26 +105,45 @@ async def events(engine: EngineClient, node_id: str) -> AsyncGenerator[Container
     filters = {"type": ["container"], "label": [f"{NODE_LABEL}={node_id}"]}
     params = {"filters": msgspec.json.encode(filters).decode()}
     with translating():
-        async with engine.stream("GET", "/events", params) as stream:
+        async with engine.answer("GET", "/events", params) as answer:
             yield CONNECTED
-            async for line in _lines(stream, engine):
+            async for line in _lines(answer, engine):
                 if event := _event(line):
                     yield event
 
 
-async def _lines(stream: aiohttp.StreamReader, engine: EngineClient) -> AsyncGenerator[bytes]:
+async def _lines(answer: aiohttp.ClientResponse, engine: EngineClient) -> AsyncGenerator[bytes]:
     """Yield lines; an event carries all labels, and a whole command line, so they may be long.
+
+    Those that follow one are left in the socket for a while, so that none of them wakes the loop.
 
     Raises:
         AnswerLost: one is endless, or the engine answers nothing at all any more.
     """
     rest = b""
-    while chunk := await _while_it_answers(stream, engine):
+    while chunk := await _while_it_answers(answer.content, engine):
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
             yield line
+        with _paused(answer):
+            await asyncio.sleep(GATHER_S)
         if len(rest) > _LONGEST_LINE:
             raise AnswerLost("an event of the engine does not end")
+
+
+@contextmanager
+def _paused(answer: aiohttp.ClientResponse) -> Iterator[None]:
+    """Let what comes wait in the socket meanwhile."""
+    transport = answer.connection.transport if answer.connection else None
+    if not isinstance(transport, asyncio.ReadTransport) or not transport.is_reading():
+        yield
+        return
+    transport.pause_reading()
+    try:
+        yield
+    finally:
+        if not transport.is_closing():
+            transport.resume_reading()
 
 
 async def _while_it_answers(stream: aiohttp.StreamReader, engine: EngineClient) -> bytes:
@@ -115,18 +152,16 @@ async def _while_it_answers(stream: aiohttp.StreamReader, engine: EngineClient) 
     Raises:
         AnswerLost: it does not answer: it is frozen, and its silence says nothing.
     """
-    reading = asyncio.ensure_future(stream.readany())
-    try:
-        while not (await asyncio.wait([reading], timeout=SILENCE_S))[0]:
-            try:
-                async with asyncio.timeout(SILENCE_S):
-                    await engine.version()
-            except TimeoutError:
-                why = f"it has answered nothing for {SILENCE_S:g} s"
-                raise AnswerLost(f"the engine is frozen: {why}") from None
-        return reading.result()
-    finally:
-        reading.cancel()
+    while True:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SILENCE_S):
+                return await stream.readany()
+        try:
+            async with asyncio.timeout(SILENCE_S):
+                await engine.version()
+        except TimeoutError:
+            why = f"it has answered nothing for {SILENCE_S:g} s"
+            raise AnswerLost(f"the engine is frozen: {why}") from None
 
 
 def _event(line: bytes) -> ContainerEvent | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from agentd.core.names import shortened
 from agentd.core.plan import KernelPlan
@@ -67,13 +67,21 @@ def _refusal(error: EngineError, plan: KernelPlan | None) -> BaseException:
     return RuntimeFailure(f"the Docker Engine: {error.message}")
 
 
-@contextmanager
-def translating() -> Iterator[None]:
+class _Translating:
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, (EngineError, EngineUnreachable, AnswerLost, OSError, TimeoutError)):
+            raise translated(error) from error
+
+
+_TRANSLATING = _Translating()
+
+
+def translating() -> AbstractContextManager[None]:
     """Turn the engine's errors into agentd's."""
-    try:
-        yield
-    except (EngineError, EngineUnreachable, AnswerLost, OSError, TimeoutError) as error:
-        raise translated(error) from error
+    return _TRANSLATING
 
 
 @contextmanager
@@ -88,11 +96,17 @@ def proving() -> Iterator[None]:
         raise RuntimeUnavailable(f"the engine's answer is unexpected: {error!r}") from error
 
 
-@contextmanager
-def absent_is_fine() -> Iterator[None]:
+class _AbsentIsFine:
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        return isinstance(error, EngineError) and error.status == NOT_FOUND
+
+
+_ABSENT_IS_FINE = _AbsentIsFine()
+
+
+def absent_is_fine() -> AbstractContextManager[bool | None]:
     """Let a "not found" pass."""
-    try:
-        yield
-    except EngineError as error:
-        if error.status != NOT_FOUND:
-            raise
+    return _ABSENT_IS_FINE

@@ -1,0 +1,82 @@
+"""The goals of speed, and which of them are missed: `make bench`.
+
+    python benchmarks/goals.py [PROGRAM…]
+
+Runs the programs beside it that measure something a goal is set for (all, or those named), prints
+the JSON of each, and then each goal with what was measured. Exit status: 0 all are met, 1 one is
+missed. Counts that noise cannot touch are tests (`tests/test_ceilings.py`). Times are to be
+measured on a quiet machine.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FOLDER = Path(__file__).parent
+PROGRAMS = ("create", "plugins", "scale")
+
+
+class Goal(NamedTuple):
+    """The most that a figure of a program's JSON may be."""
+
+    program: str
+    path: str
+    most: float
+    what: str
+
+
+GOALS = (
+    Goal("create", "own_share.ratio_to_relay", 1.3, "a create, in creates of a bare relay"),
+    Goal("create", "own_share.engine_calls.create", 1, "creates that an engine is asked for"),
+    Goal("create", "own_share.engine_calls.inspect", 1, "inspections in a create"),
+    Goal("create", "start_to_ready.ratio_to_import", 1.4, "a start, in imports of its libraries"),
+    Goal("create", "start_to_ready.ms_per_container", 1.0, "milliseconds per adopted container"),
+    Goal("scale", "cycles.left", 0, "containers left after cycles of create and delete"),
+)
+
+
+def measured(program: str) -> Any:
+    """Run a program; print and return its JSON.
+
+    Each start would compile agentd anew where Python may not write its bytecode.
+    """
+    environ = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    command = [sys.executable, FOLDER / f"{program}.py", "--json"]
+    text = subprocess.run(command, check=True, capture_output=True, text=True, env=environ).stdout
+    print(text.strip(), flush=True)
+    return json.loads(text)
+
+
+def figure(content: Any, path: str) -> float:
+    """Return the figure at a path of members."""
+    for name in path.split("."):
+        content = content[name]
+    return float(content)
+
+
+def judged(results: dict[str, Any]) -> list[tuple[Goal, float]]:
+    """Return each goal of what was measured, and its figure."""
+    return [
+        (goal, figure(results[goal.program], goal.path))
+        for goal in GOALS
+        if goal.program in results
+    ]
+
+
+def main() -> None:
+    """Measure, judge, and say so."""
+    programs = sys.argv[1:] or PROGRAMS
+    missed = 0
+    for goal, value in judged({program: measured(program) for program in programs}):
+        is_met = value <= goal.most
+        missed += not is_met
+        verdict = "met" if is_met else "MISSED"
+        print(f"{verdict:6} {goal.what}: {value:g}, at most {goal.most:g} ({goal.path})")
+    sys.exit(1 if missed else 0)
+
+
+if __name__ == "__main__":
+    main()

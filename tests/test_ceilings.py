@@ -1,0 +1,158 @@
+"""Ceilings of what noise cannot touch: a figure that slips fails here, whatever the machine does.
+
+Times are measured in `benchmarks/`. Counts are those of `cProfile` and of audit hooks in a daemon
+that was started cold, over the engine of `benchmarks/stand_in.py`, without event readers.
+"""
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from daemon import AGENTS, Daemon, gpus
+from standing_in import standing_in
+
+COUNTED = Path(__file__).with_name("counted.py")
+WARM, PAIRS = 20, 200
+MOST_CALLS, MOST_TURNS = 4600, 32
+ENGINE_CALLS = {"create": 1, "start": 1, "inspect": 2, "stop": 1, "remove": 1}
+"""An end that is heard of before the removal may be looked at as well, a few times in a hundred."""
+MOST_FILES, MOST_BYTES = 2, 600
+"""Of one create with its delete: the record of the kernel, which is then renamed."""
+LOADED = {
+    "agentd", "aiohappyeyeballs", "aiohttp", "aiosignal", "annotated_types", "attr", "click",
+    "dotenv", "frozenlist", "idna", "importlib_metadata", "msgspec", "multidict", "propcache",
+    "pydantic", "pydantic_core", "pydantic_settings", "rich", "structlog", "typing_extensions",
+    "typing_inspection", "yarl", "zipp",
+}  # fmt: skip
+"""Distributions of a daemon that runs containers; "rich" is the entry that keeps rich out."""
+BY_CHANCE = {
+    "aiodns", "backports", "brotli", "brotlicffi", "cython_runtime", "greenlet", "lazy_importer",
+    "pycares", "sitecustomize",
+}  # fmt: skip
+"""What libraries import if it happens to be installed, and what an interpreter begins with."""
+NEVER_LOADED = {"agentd.config.migration", "agentd.host.units", "agentd.runtimes.process.runtime",
+                "agentd.runtimes.systemd.runtime"}  # fmt: skip
+KERNELS = 20
+MOST_LOOKS = 3
+"""At each process: for helpers of plugins of an earlier daemon, for those of a plugin that ended,
+and for commands that an earlier daemon left in containers."""
+MOST_START_FILES, MOST_START_BYTES, MOST_START_FSYNCS = 12, 6144, 8
+"""Of a start: locks, the node and its runtimes, the inventory, what is served, the socket."""
+
+
+class Counted(Daemon):
+    """A daemon that counts, and a connection to it that is kept."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, "docker")
+        self.engine = folder / "engine.sock"
+        (folder / "counts").mkdir()
+        self._file = folder / "counts" / "counts.json"
+        self.program = (str(COUNTED), str(self._file))
+
+    async def counts(self) -> Any:
+        """Return the counts so far."""
+        self._file.unlink(missing_ok=True)
+        assert self.process is not None
+        self.process.send_signal(signal.SIGUSR1)
+        async with asyncio.timeout(20):
+            while not self._file.exists():
+                await asyncio.sleep(0.02)
+        return json.loads(self._file.read_text())
+
+    async def engine_calls(self) -> Any:
+        """Return what the engine was asked for since the last call of this."""
+        connector = aiohttp.UnixConnector(str(self.engine))
+        async with (
+            aiohttp.ClientSession(connector=connector) as session,
+            session.get("http://engine/counted") as response,
+        ):
+            return await response.json()
+
+    async def create_and_delete(self, names: list[str], *, only_create: bool = False) -> None:
+        """Create kernels one after the other, over one connection."""
+        connector = aiohttp.UnixConnector(str(self.folder / "agentd.sock"))
+        async with aiohttp.ClientSession("http://agentd", connector=connector) as session:
+            for name in names:
+                body = {
+                    "kernel_id": name,
+                    "image": "any:1",
+                    "command": ["sleep", "1000"],
+                    "slots": {"cpu": 0, "mem": "16m"},
+                }
+                async with session.post("/v1/agents/agent-1/kernels", json=body) as response:
+                    assert response.status == 201, await response.text()
+                if not only_create:
+                    path = f"/v1/kernels/{name}"
+                    async with session.delete(path, params={"timeout": "0"}) as response:
+                        assert response.status == 204, await response.text()
+
+
+@asynccontextmanager
+async def counted(folder: Path) -> AsyncIterator[Counted]:
+    with standing_in(folder / "engine.sock"):
+        daemon = Counted(folder)
+        try:
+            await daemon.start(AGENTS + gpus())
+            yield daemon
+        finally:
+            await daemon.stop()
+            daemon.notes.close()
+
+
+@pytest.mark.long
+async def test_create_with_delete_stays_below_its_ceilings(tmp_path: Path) -> None:
+    async with counted(tmp_path) as daemon:
+        await daemon.create_and_delete([f"warm{n}" for n in range(WARM)])
+        before = await daemon.counts()
+        await daemon.engine_calls()
+        await daemon.create_and_delete([f"k{n}" for n in range(PAIRS)])
+        asked = await daemon.engine_calls()
+        after = await daemon.counts()
+    written = {name: after["written"][name] - before["written"].get(name, 0) for name in
+               after["written"]}  # fmt: skip
+    assert (after["calls"] - before["calls"]) / PAIRS <= MOST_CALLS
+    assert (after["turns"] - before["turns"]) / PAIRS <= MOST_TURNS
+    assert asked.keys() == ENGINE_CALLS.keys()
+    for name, count in ENGINE_CALLS.items():
+        assert asked[name] <= 1.1 * count * PAIRS, name
+    assert written["files"] <= MOST_FILES * PAIRS
+    assert written["bytes"] <= MOST_BYTES * PAIRS
+    assert written.get("fsyncs", 0) == 0, "of a record: the engine holds the truth"
+
+
+async def test_started_daemon_has_loaded_only_what_it_uses(tmp_path: Path) -> None:
+    async with counted(tmp_path) as daemon:
+        modules = (await daemon.counts())["modules"]
+    of_others = {name.partition(".")[0] for name in modules} - sys.stdlib_module_names
+    assert {name for name in of_others if not name.startswith("_")} - BY_CHANCE == LOADED
+    assert not NEVER_LOADED & set(modules)
+    assert "rich.console" not in modules
+
+
+async def test_start_costs_the_same_reads_with_many_kernels(tmp_path: Path) -> None:
+    async with counted(tmp_path) as daemon:
+        empty = await daemon.counts()
+        await daemon.create_and_delete([f"k{n}" for n in range(KERNELS)], only_create=True)
+        await daemon.engine_calls()
+        await daemon.restart()
+        asked = await daemon.engine_calls()
+        full = await daemon.counts()
+        assert len(await daemon.get("/v1/kernels")) == KERNELS
+    assert asked == {"version": 2, "info": 1, "events": 1, "list": 1, "inspect": KERNELS}
+    for name in ("stat", "environ", "cgroup"):
+        of_any_process = f"/proc/1/{name}"
+        looks = full["opened"].get(of_any_process, 0)
+        assert looks == empty["opened"].get(of_any_process, 0)
+        assert looks <= MOST_LOOKS
+    assert full["written"]["files"] <= MOST_START_FILES
+    assert full["written"]["bytes"] <= MOST_START_BYTES
+    assert full["written"]["fsyncs"] <= MOST_START_FSYNCS
