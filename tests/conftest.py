@@ -26,6 +26,7 @@ settings.register_profile(
 settings.load_profile("agentd")
 structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
 
+MOST_UNSTEADY = 5
 
 os.environ.setdefault("AGENTD_SEED", str(random.SystemRandom().randrange(10**6)))
 
@@ -37,7 +38,23 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(line)
     if terminalreporter.config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         terminalreporter.write_line("not run: tests/node; enable with: make test-node")
+    for test, failure in unsteady(terminalreporter).items():
+        terminalreporter.write_line(f"run again: {test}: {failure}")
     terminalreporter.write_line(f"AGENTD_SEED={os.environ['AGENTD_SEED']}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a run in which many tests had to be run again: that is a fault, not bad luck."""
+    terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+    if terminal and len(unsteady(terminal)) > MOST_UNSTEADY:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def unsteady(terminal: pytest.TerminalReporter) -> dict[str, str]:
+    """Tests that failed and were run again (`--reruns`), with where they failed."""
+    reports = terminal.stats.get("rerun", [])
+    return {test.nodeid: test.longreprtext.rstrip().rpartition("\n")[2] for test in reports}
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
