@@ -1,9 +1,10 @@
-"""The OpenAPI document: every member of every body has a bound, and flags are booleans."""
+"""The OpenAPI documents: valid and complete, with bounds in bodies, and flags are booleans."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
+from openapi_spec_validator import validate
 
 from agentd.rpc.routes import ROUTES, Route, document
 from agentd_fleet.routes import ROUTES as FLEET_ROUTES
@@ -56,6 +57,11 @@ def unbounded_object(
             yield from unbounded(other, defs, f"{where}/*")
 
 
+def described(routes: Sequence[Route]) -> list[Route]:
+    """Return the routes that a document shows: calls that are passed on as those of a node."""
+    return [shown for route in routes for shown in route.passes or (route,)]
+
+
 @pytest.mark.parametrize("routes", BOTH)
 def test_document_bounds_every_member_of_every_body(routes: Sequence[Route]) -> None:
     whole = document("x", routes)
@@ -67,7 +73,26 @@ def test_document_bounds_every_member_of_every_body(routes: Sequence[Route]) -> 
                 bodies += 1
                 schema = call["requestBody"]["content"]["application/json"]["schema"]
                 assert [*unbounded(schema, defs, path)] == []
-    assert bodies == 2
+    assert bodies == sum(route.body is not None for route in described(routes))
+
+
+@pytest.mark.parametrize("routes", BOTH)
+def test_document_is_valid_and_has_every_route(routes: Sequence[Route]) -> None:
+    whole = document("x", routes)
+    validate(whole)
+    shown = {(method.upper(), path) for path, calls in whole["paths"].items() for method in calls}
+    assert shown == {(route.method, route.path) for route in described(routes)}
+    ids = [call["operationId"] for calls in whole["paths"].values() for call in calls.values()]
+    assert len(set(ids)) == len(ids) == len(described(routes))
+
+
+def test_gateway_document_has_the_paths_of_nodes_that_it_passes_on() -> None:
+    paths = document("x", FLEET_ROUTES)["paths"]
+    assert not [path for path in paths if "{rest}" in path]
+    for route in ROUTES:
+        path = f"/v1/nodes/{{node}}{route.path.removeprefix('/v1')}"
+        is_passed = route.path.startswith("/v1/") and route.action != "create_kernel"
+        assert (route.method.lower() in paths.get(path, {})) == is_passed, route.path
 
 
 @pytest.mark.parametrize("routes", BOTH)

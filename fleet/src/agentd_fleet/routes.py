@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from agentd.core.access import Right
@@ -17,6 +18,7 @@ from agentd.rpc.routes import (
     Parameter,
     Route,
 )
+from agentd.rpc.routes import ROUTES as NODE_ROUTES
 from agentd.rpc.schemas import StopRequest
 from agentd.views import CallerView, SlotTypeView
 from agentd_fleet import views
@@ -35,7 +37,23 @@ LABELS = Parameter(
 AFTER_NODE = Parameter("after_node", {"type": "string"}, "The node of `after`.")
 G = Gateway
 _KERNEL = views.FleetKernelView
-_ANY = "/v1/nodes/{node}/{rest}"
+_ANY, _AT_NODE = "/v1/nodes/{node}/{rest}", "/v1/nodes/{node}"
+
+
+def _passed(method: str) -> Route:
+    """Return the route that passes calls of a method on; it describes those that a node knows."""
+    known = [
+        replace(
+            route,
+            path=_AT_NODE + route.path.removeprefix("/v1"),
+            name=f"{route.operation_id}_at_node",
+        )
+        for route in NODE_ROUTES
+        if route.method == method and route.path.startswith("/v1/")
+        if not (method == "POST" and route.path.endswith("/kernels"))  # see `Gateway.pass_to_node`
+    ]
+    return Route(method, _ANY, G.pass_to_node, {200: Any}, passes=tuple(known))
+
 
 ROUTES: Sequence[Route] = (
     Route("GET", "/v1/nodes", G.list_nodes, {200: list[views.FleetNodeView]}),
@@ -102,9 +120,7 @@ ROUTES: Sequence[Route] = (
         right=Right.OUTPUT,
     ),
     Route("GET", "/v1/kernels/{kernel}/stats", G.get_use, {200: views.FleetKernelUseView}, (NODE,)),
-    Route("GET", _ANY, G.pass_to_node, {200: Any}, passes=True),
-    Route("POST", _ANY, G.pass_to_node, {200: Any}, passes=True),
-    Route("DELETE", _ANY, G.pass_to_node, {200: Any}, passes=True),
+    *map(_passed, ("GET", "POST", "DELETE")),
     Route("GET", "/v1/whoami", G.whoami, {200: CallerView}),
     Route("GET", "/v1/openapi.json", G.get_openapi, {200: dict[str, Any]}),
     Route("GET", "/metrics", G.get_metrics, {200: METRICS}),

@@ -43,9 +43,7 @@ REST = "rest"
 
 
 def schema_of(parameter: str) -> Mapping[str, Any]:
-    """Return the JSON schema of a parameter of a path."""
-    if parameter == REST:
-        return {"type": "string"}
+    """Return the JSON schema of a name in a path."""
     return {"type": "string", "pattern": f"^{_KINDS[parameter].pattern.pattern}$"}
 
 

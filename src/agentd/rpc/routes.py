@@ -70,8 +70,10 @@ class Route:
     body: type[Body] | None = None
     right: Right | None = Right.LOOK
     """What a caller needs; None: nothing, not even a token."""
-    passes: bool = False
-    """Whether it passes on what it is asked to whom the `rest` of its path is for."""
+    passes: tuple[Route, ...] = ()
+    """The known calls among those that it passes on: they are described in its place."""
+    name: str = ""
+    """The operation id; by default the handler's name, and `_of_agent` where an agent is named."""
 
     @property
     def parameters(self) -> dict[str, Parameter]:
@@ -82,6 +84,12 @@ class Route:
     def action(self) -> str:
         """What the call does, in the log and in events."""
         return self.handler.__name__
+
+    @property
+    def operation_id(self) -> str:
+        """The name of the call in the OpenAPI document, unique among all routes."""
+        suffix = "_of_agent" if "agent}/" in self.path else ""
+        return self.name or f"{self.action}{suffix}"
 
     @property
     def is_audited(self) -> bool:
@@ -237,7 +245,8 @@ def document(title: str, routes: Iterable[Route]) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of routes."""
     schemas: dict[str, Any] = {}
     paths: dict[str, Any] = {}
-    for route in routes:
+    described = [shown for route in routes for shown in route.passes or (route,)]
+    for route in described:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schemas)
     return {
         "openapi": "3.1.0",
@@ -252,10 +261,9 @@ def document(title: str, routes: Iterable[Route]) -> dict[str, Any]:
 
 
 def _operation(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
-    name = route.handler.__name__
     names = [part[1:-1] for part in route.path.split("/") if part.startswith("{")]
     operation: dict[str, Any] = {
-        "operationId": name if "agent}/" not in route.path else f"{name}_of_agent",
+        "operationId": route.operation_id,
         "summary": (route.handler.__doc__ or "").strip(),
         "parameters": [
             *(_shown(Parameter(name, schema_of(name), "", place="path")) for name in names),
@@ -273,7 +281,7 @@ def _operation(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
         content = {"application/json": {"schema": _schema(route.body, schemas)}}
         operation["requestBody"] = {
             "content": content,
-            "required": bool(route.body is CreateKernelRequest),
+            "required": issubclass(route.body, CreateKernelRequest),
         }
     return operation
 
