@@ -10,39 +10,40 @@ from typing import TYPE_CHECKING
 from agentd.core.access import Caller
 from agentd.core.slots import ONE, SlotKind
 from agentd.errors import AgentdError
+from agentd.rpc.problems import CREATE_CODES
 from agentd_fleet.view import FleetView
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+PLACED = "placed"
 
 
 class Counts:
-    """What this gateway has done since its start."""
+    """Creates of this gateway by result since its start; those that there can be begin at zero."""
 
     def __init__(self) -> None:
-        self.creates: Counter[str] = Counter()
+        self.creates: Counter[str] = Counter(dict.fromkeys((PLACED, *sorted(CREATE_CODES)), 0))
 
     @contextmanager
     def create(self) -> Iterator[None]:
-        """Count a create by its outcome: `placed`, or the code of the refusal."""
+        """Count a create by its result: `placed`, or the code of the refusal."""
         try:
             yield
         except AgentdError as error:
             self.creates[error.code] += 1
             raise
-        self.creates["placed"] += 1
+        self.creates[PLACED] += 1
 
 
 def exposition(view: FleetView, caller: Caller, counts: Counts, *, is_live: bool) -> bytes:
-    """Return the metrics of the fleet that a caller can see; amounts in bytes and wholes."""
+    """Return the metrics of the fleet: amounts, in bytes and wholes, of a caller's agents alone."""
     from prometheus_client import CollectorRegistry, generate_latest  # noqa: PLC0415 - 5 MiB
 
     class Fleet:
         def collect(self) -> Iterator[Metric]:
-            if caller.agents is None:
-                yield from _fleet(view, counts, is_live=is_live)
+            yield from _fleet(view, counts, is_live=is_live)
             yield from _slots(view, caller)
 
     registry = CollectorRegistry(auto_describe=False)

@@ -12,10 +12,12 @@ from agentd.core.access import Caller
 from agentd.core.devices import Device
 from agentd.core.kernel import Kernel
 from agentd.core.partition import Split
-from agentd.core.slots import CPU, MEM
+from agentd.core.slots import CPU, MEM, SlotName
+from agentd.errors import InsufficientResource
 from agentd.rpc import rendering
+from agentd.rpc.problems import CREATE_CODES
 from agentd.services.access import Access
-from agentd.services.counts import Counts
+from agentd.services.counts import CREATED, FAILED, REFUSED, Counts
 from agentd.services.devices import NodeDevices
 from agentd.services.interfaces import Plugins, PluginState
 from agentd.services.state import NodeState, RuntimeState
@@ -98,7 +100,7 @@ class Metrics:
         yield from _kernels(access.kernels(caller))
         yield _creates(self._counts, agents)
         if caller.agents is None:  # else they tell of what others asked for
-            yield from _refusals(self._counts)
+            yield from _refusals(self._counts, devices.inventory.slot_types)
         yield from _slots(state, devices.split, agents)
         yield from _limits(state, devices.split, agents)
         yield from _devices(state, devices.split, plugins, seen, agents)
@@ -191,17 +193,21 @@ def _escaped(value: str) -> str:
 
 def _creates(counts: Counts, agents: Collection[str]) -> Metric:
     creates = _counter("creates", "Creates by agent and result", "agent", "result")
-    for (agent, result), count in sorted(counts.creates.items()):
-        if agent in agents:
-            creates.add_metric([agent, result], count)
+    for agent in agents:
+        for result in (CREATED, REFUSED, FAILED):
+            creates.add_metric([agent, result], counts.creates.get((agent, result), 0))
     return creates
 
 
-def _refusals(counts: Counts) -> Iterator[Metric]:
+def _refusals(counts: Counts, slots: Iterable[SlotName]) -> Iterator[Metric]:
     from prometheus_client.core import HistogramMetricFamily  # noqa: PLC0415 - see above
 
     refusals = _counter("refusals", "Errors that creates were answered with", "code", "slot")
-    for reason, count in sorted(counts.refusals.items()):
+    of_slots = InsufficientResource.code
+    known = [(code, "") for code in CREATE_CODES - {of_slots}] + [
+        (of_slots, slot) for slot in slots
+    ]
+    for reason, count in sorted({**dict.fromkeys(known, 0), **counts.refusals}.items()):
         refusals.add_metric(reason, count)
     yield refusals
     text = "How long creates took: own until a runtime was asked, whole until the kernel ran"

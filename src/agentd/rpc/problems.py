@@ -48,6 +48,11 @@ STATUSES = {
     "FleetStoreUnavailable": 503,
     "FleetStoreRefused": 502,
 }
+CREATE_CODES = frozenset(
+    {code for code, status in STATUSES.items() if status in (409, 422, 500, 502, 503)}
+    | {"Forbidden", "UnknownAgent", "UnknownDevice", "UnknownNode"} - {"SlotTypeInUse"}
+)
+"""Codes that a create can be answered with: counters by code begin at zero for each."""
 MEMBERS = frozenset({"type", "title", "status", "detail", "code"})
 """Of every problem; the others are facts of one kind."""
 HTTP_CODES = {404: "NotFound", 405: "MethodNotAllowed", 413: "BodyTooLarge", 403: "Forbidden"}
