@@ -34,7 +34,10 @@ __all__ = [
     "LeaseGone",
 ]
 
+MOST_CREATED = 100
+"""Keys of one `create_all`: etcd takes 128 operations in a transaction by default."""
 _RANGE = "/v3/kv/range"
+_TXN = "/v3/kv/txn"
 _ONE_KEY: Mapping[str, object] = {"limit": "1", "keys_only": True}
 
 
@@ -154,6 +157,22 @@ class Etcd:
         is_ours = is_repeat and found is not None and (found.value, found.lease) == (value, lease)
         return found.mod_revision if is_ours and found is not None else None
 
+    async def create_all(self, values: Mapping[str, bytes]) -> None:
+        """Write those of the keys that do not exist, in one transaction; the others stay.
+
+        At most `MOST_CREATED` keys.
+        """
+        creates = [
+            {
+                "request_txn": {
+                    "compare": [_compare(key, 0)],
+                    "success": [{"request_put": _written(key, value, 0)}],
+                }
+            }
+            for key, value in values.items()
+        ]
+        await self._gateway.call(_TXN, {"success": creates})
+
     async def delete_if(self, key: str, *, expected: int) -> bool:
         """Delete a key whose revision is `expected`, and tell whether that was so.
 
@@ -169,10 +188,9 @@ class Etcd:
         self, key: str, expected: int, write: Mapping[str, object]
     ) -> tuple[dict[str, Any], bool]:
         """Write if the key has this revision, else read it; and tell whether it was sent before."""
-        compare = {"target": "MOD", "key": _coded(key), "mod_revision": str(expected)}
         read = {"request_range": {"key": _coded(key)}}
-        body = {"compare": [compare], "success": [write], "failure": [read]}
-        return await self._gateway.call("/v3/kv/txn", body)
+        body = {"compare": [_compare(key, expected)], "success": [write], "failure": [read]}
+        return await self._gateway.call(_TXN, body)
 
     async def delete(self, key: str) -> bool:
         """Delete a key, and tell whether there was one; True too where an answer was lost."""
@@ -237,6 +255,10 @@ def _span(prefix: str) -> dict[str, object]:
     start = prefix.encode(errors="surrogateescape")
     end = start[:-1] + bytes([start[-1] + 1]) if start else b"\0"
     return {"key": b64encode(start or b"\0").decode(), "range_end": b64encode(end).decode()}
+
+
+def _compare(key: str, revision: int) -> dict[str, object]:
+    return {"target": "MOD", "key": _coded(key), "mod_revision": str(revision)}
 
 
 def _written(key: str, value: bytes, lease: int) -> dict[str, object]:

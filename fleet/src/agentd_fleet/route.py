@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from agentd.core.slots import SlotName, SlotType
+from agentd.core.slots import SlotName
 from agentd.errors import AgentdError, Unavailable
 from agentd_fleet.view import FleetNode
 
@@ -74,9 +74,6 @@ class Store(Protocol):
 
     def routes(self) -> AsyncIterator[list[Kept]]:
         """Yield all routes, a page at a time."""
-
-    async def learn(self, slot: SlotType) -> None:
-        """Make a slot type known to all gateways, unless its name is known already."""
 
     async def unlearn(self, name: SlotName) -> None:
         """Have all gateways forget a slot type."""

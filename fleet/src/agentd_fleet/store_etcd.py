@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
+from itertools import islice
 
 import msgspec
 import structlog
@@ -15,7 +16,7 @@ import structlog
 from agentd.core.names import is_name, shortened
 from agentd.core.slots import SlotName, SlotType
 from agentd.errors import AgentdError
-from agentd_fleet.etcd import Compacted, Etcd, KeyValue
+from agentd_fleet.etcd import MOST_CREATED, Compacted, Etcd, KeyValue
 from agentd_fleet.keys import key_of, prefix_of
 from agentd_fleet.report import (
     Published,
@@ -51,7 +52,10 @@ class EtcdStore:
         self._away: dict[str, str] = dict.fromkeys(
             ("slot-types/", "nodes/", "free/"), "etcd has not answered yet"
         )
-        self._learning: set[asyncio.Task[None]] = set()
+        self._unwritten: dict[SlotName, SlotType] = {}
+        self._awaited: set[SlotName] = set()
+        """Slot types that this gateway writes, or wrote and has not heard of yet."""
+        self._has_unwritten = asyncio.Event()
 
     def why_not_live(self) -> str:
         return next((why for why in self._away.values() if why), "")
@@ -79,10 +83,6 @@ class EtcdStore:
             log.warning("fleet.route_unreadable", key=found.key, reason=str(error))
             return None
 
-    async def learn(self, slot: SlotType) -> None:
-        value = msgspec.json.encode(slot_type_report(slot))
-        await self._etcd.put_if(f"{self._prefix}slot-types/{slot.name}", value, expected=0)
-
     async def unlearn(self, name: SlotName) -> None:
         await self._etcd.delete(f"{self._prefix}slot-types/{name}")
 
@@ -98,6 +98,7 @@ class EtcdStore:
             group.create_task(self._follow("slot-types/", self._slot_types_are, self._slot_type))
             group.create_task(self._follow("nodes/", self._nodes_are, self._node))
             group.create_task(self._follow("free/", self._free_are, self._freed))
+            group.create_task(self._write())
 
     async def _follow(
         self,
@@ -130,11 +131,13 @@ class EtcdStore:
             await asyncio.sleep(random.uniform(*AGAIN_S))  # noqa: S311 - no secret
 
     async def _slot_types_are(self, found: Mapping[str, KeyValue]) -> None:
+        self._awaited.intersection_update(self._unwritten)
         for name, pair in sorted(found.items(), key=lambda item: item[1].create_revision):
             await self._slot_type(name, pair.value)
 
     async def _slot_type(self, name: str, value: bytes | None) -> None:
         if value is None:
+            self._awaited.discard(name)
             self._state.unlearn(name)
             return
         try:
@@ -142,6 +145,7 @@ class EtcdStore:
         except (msgspec.MsgspecError, ValueError) as error:
             log.warning("fleet.slot_type_unreadable", name=name, reason=str(error))
             return
+        self._awaited.discard(name)
         self._state.learn(slot)
 
     async def _nodes_are(self, found: Mapping[str, KeyValue]) -> None:
@@ -183,16 +187,29 @@ class EtcdStore:
         node = with_free(self._reports[node_id], self._free.get(node_id))
         node = replace(node, seen_at=time.time())
         self._state.note(node)
-        if new := self._state.learned(node):
-            task = asyncio.create_task(self._teach(new))
-            self._learning.add(task)
-            task.add_done_callback(self._learning.discard)
+        new = {s.name: s for s in self._state.learned(node) if s.name not in self._awaited}
+        self._awaited |= new.keys()
+        self._unwritten |= new
+        if new:
+            self._has_unwritten.set()
 
-    async def _teach(self, new: list[SlotType]) -> None:
-        """Make slot types known; where etcd cannot be asked, the next report tries again."""
-        with contextlib.suppress(AgentdError):
-            for slot in new:
-                await self.learn(slot)
+    async def _write(self) -> None:
+        """Write new slot types, many in one transaction, and repeat what etcd did not take."""
+        while await self._has_unwritten.wait():
+            some = dict(islice(self._unwritten.items(), MOST_CREATED))
+            values = {
+                f"{self._prefix}slot-types/{name}": msgspec.json.encode(slot_type_report(slot))
+                for name, slot in some.items()
+            }
+            try:
+                await self._etcd.create_all(values)
+            except AgentdError:
+                await asyncio.sleep(random.uniform(*AGAIN_S))  # noqa: S311 - not a secret
+                continue
+            for name in some:
+                del self._unwritten[name]
+            if not self._unwritten:
+                self._has_unwritten.clear()
 
 
 def _kept(found: KeyValue) -> Kept:

@@ -119,11 +119,17 @@ class SqliteStore:
     def _rows(self, query: str, *values: object) -> list[Any]:
         return self._sql(query, *values).fetchall()
 
-    async def learn(self, slot: SlotType) -> None:
+    async def _learn(self, slots: Sequence[SlotType]) -> None:
+        """Keep slot types whose names are not known yet, in one transaction."""
         query = "INSERT OR IGNORE INTO slot_types (name, value) VALUES (?, ?)"
-        value = msgspec.json.encode(slot_type_report(slot))
-        await self._do(lambda: self._sql(query, slot.name, value))
-        self._state.learn(slot)
+
+        def insert() -> None:
+            for slot in slots:
+                self._sql(query, slot.name, msgspec.json.encode(slot_type_report(slot)))
+
+        await self._do(insert)
+        for slot in slots:
+            self._state.learn(slot)
 
     async def unlearn(self, name: SlotName) -> None:
         await self._do(lambda: self._sql("DELETE FROM slot_types WHERE name = ?", name))
@@ -156,8 +162,8 @@ class SqliteStore:
         report = reading.reported(install_id="", boot_id="", url=address, labels={})
         said, free = msgspec.json.encode(report), msgspec.json.encode(reading.free)
         node = with_free(published_in(node_id, said, seen_at=time.time()), free)
-        for slot in self._state.learned(node):
-            await self.learn(slot)
+        if new := self._state.learned(node):
+            await self._learn(new)
         self._state.note(node)
 
     def _opened(self) -> None:
