@@ -159,6 +159,25 @@ def test_packing_goes_by_what_is_left_of_the_scarcest_then_of_all_then_by_the_id
     assert found == sorted(fitting(view, request, wanted), key=order)
 
 
+@given(VIEWS, REQUESTS, st.integers(1, 3))
+def test_packing_compares_a_few_of_those_with_equally_much(view, request, ties) -> None:
+    """Who comes first has the least of the scarcest slot, however few are compared."""
+    choose = (view, request, Constraints(), Policy.PACK, random.Random(1), 100)
+    exact = candidates(*choose)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("agentd_fleet.candidates.TIES", ties)
+        found = candidates(*choose)
+    assert sorted(found) == sorted(exact)
+    if len(request) == 1:
+        (name,) = request
+        left = [
+            view.understood(view.nodes[c.node_id], view.nodes[c.node_id].offers[c.agent_id].free)
+            for c in found
+        ]
+        amounts = [free[name] for free in left]
+        assert amounts == sorted(amounts)
+
+
 def test_by_chance_each_that_fits_is_as_likely_as_the_others() -> None:
     view = fleet(*(node(f"n{n}", slot("tpu.chip"), tpu_chip=n) for n in range(6)))
     choice, request = random.Random(5), ResourceSlots({"tpu.chip": 2 * ONE})

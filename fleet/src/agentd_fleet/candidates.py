@@ -12,12 +12,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from typing import NamedTuple
 
 from agentd.core.slots import ResourceSlots, SlotName, SlotType, parse_slots
 from agentd.errors import UnsupportedResource
-from agentd_fleet.index import AGENT, Place, Ranking, ranked
+from agentd_fleet.index import AGENT, AgentKey, Place, Ranking, Row, ranked
 from agentd_fleet.view import FleetNode, FleetView, NodeStatus
 
 
@@ -59,6 +60,9 @@ class Unfit:
 
 MOST_NAMED = 5
 
+TIES = 32
+"""How many agents with equally much of a slot `pack` compares by what else they have."""
+
 FEW_NODES = 128
 """So many nodes are looked at one by one, if a request names them."""
 
@@ -89,7 +93,8 @@ def candidates(
     `random` takes any of them, each as likely as the other, which keeps gateways, whose views are
     all a little old, from herding to one node. `pack` takes those with least left over, which
     leaves whole nodes free: of the scarcest slot that is asked for, then of all slots in the order
-    of their names, then by the ids.
+    of their names, then by the ids. Of agents with equally much of the scarcest slot, `TIES` are
+    compared.
     """
     columns = view.tables.columns
     if not all(name in columns for name in request):
@@ -99,15 +104,30 @@ def candidates(
     ranking = view.tables.rankings[column]
     if constraints.nodes is not None and len(constraints.nodes) <= FEW_NODES:
         ranking = ranked(view.rows(constraints.nodes), column)
-    first = ranking.first_with(amount)
-    places = ranking.upwards(first) if policy is Policy.PACK else _drawn(ranking, first, choice)
-    allowed = _allowed(view, constraints)
-    fitting = (
-        Candidate(node_id, agent_id)
-        for _, (_, free, node_id, agent_id) in places
-        if all(free[at] >= amount for at, amount in asks) and allowed(node_id, agent_id)
-    )
-    return list(islice(fitting, most))
+    first, rows = ranking.first_with(amount), view.tables.rows
+    is_allowed = _allowed(view, constraints)
+
+    def fits(key: AgentKey) -> bool:
+        row = rows[key]
+        return all(row[at] >= least for at, least in asks) and is_allowed(*key)
+
+    if policy is Policy.RANDOM:
+        found: Iterator[AgentKey] = filter(fits, (key for _, key in _drawn(ranking, first, choice)))
+    elif column == AGENT:
+        found = filter(fits, (key for _, key in ranking.upwards(first)))
+    else:
+        found = _packed(ranking.upwards(first), fits, rows)
+    return [Candidate(*key) for key in islice(found, most)]
+
+
+def _packed(
+    places: Iterator[Place], fits: Callable[[AgentKey], bool], rows: Mapping[AgentKey, Row]
+) -> Iterator[AgentKey]:
+    """Yield the agents that fit in the order of their places; among equals by all that is free."""
+    for _, equal in groupby(places, key=itemgetter(0)):
+        fitting = filter(fits, (key for _, key in equal))
+        yield from sorted(islice(fitting, TIES), key=lambda key: (rows[key], key))
+        yield from fitting
 
 
 def _having(ranking: Ranking, amount: int) -> int:

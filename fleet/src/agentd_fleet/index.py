@@ -1,37 +1,40 @@
 """Values that are cheap to change: agents in order of what they have free, and layered mappings.
 
-A row is an agent with what it has free of everything, by column; a place is a row in the order of
-one column. A ranking holds the places of one column, ascending, in chunks of some dozens: a
-change copies the chunk that it falls in and shares all others with the ranking before it. Who has
-none of a column has no place in its ranking, so that where all are full there is nothing to walk.
+A row is what an agent has free of everything, by column; a place is an agent in the order of one
+column. A ranking holds the places of one column, ascending, in chunks of some dozens: a change
+copies the chunk that it falls in and shares all others with the ranking before it. A place knows
+its own column alone, so that a change costs as much as the columns that it touches. Agents that
+have nothing of a column have no place in its ranking, so that where all are full there is nothing
+to walk.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import itemgetter
-from struct import Struct
 from types import MappingProxyType
 from typing import TypeAlias, TypeVar
 
+K = TypeVar("K")
 T = TypeVar("T")
 
-Row: TypeAlias = tuple[bytes, tuple[int, ...], str, str]
-"""What it is ordered by; what is free by column, in base units; the node's id; the agent's id."""
+AgentKey: TypeAlias = tuple[str, str]
+"""The node's id and the agent's id."""
 
-Place: TypeAlias = tuple[int, Row]
-"""What is free of the column that is ranked, and the row."""
+Row: TypeAlias = tuple[int, ...]
+"""What an agent has free by column, in base units."""
+
+Place: TypeAlias = tuple[int, AgentKey]
+"""What an agent has free of the column that is ranked."""
 
 Chunk: TypeAlias = tuple[Place, ...]
 """Some places that follow each other; a tuple, which the garbage collector need not look into."""
 
 AGENT = 0
-"""The first column: each agent is one of it, so that who asks for nothing asks for an agent.
-
-Its rows tell nothing else, so that it stays as it is while agents give and take.
-"""
+"""The first column: each agent is one of it, so that who asks for nothing asks for an agent."""
 
 CHUNK = 32
 """Places in a chunk, about: twice as many at most."""
@@ -97,35 +100,29 @@ class Ranking:
         return Ranking(chunks)
 
 
-def row_of(free: Sequence[int], node_id: str, agent_id: str) -> Row:
-    """Return the row of an agent; rows are ordered by all that is free, and then by the ids.
-
-    They are compared much more often than made: hence one key of bytes for it all.
-    """
-    names = f"{node_id}\0{agent_id}".encode(errors="surrogatepass")
-    return Struct(f">{len(free)}Q").pack(*free) + names, tuple(free), node_id, agent_id
-
-
-def ranked(rows: Iterable[Row], column: int) -> Ranking:
-    """Return the ranking of rows by a column; faster where they come in their own order."""
-    return Ranking(_chunks_of(sorted(_places(rows, column))))
+def ranked(rows: Mapping[AgentKey, Row], column: int) -> Ranking:
+    """Return the ranking of rows by a column."""
+    return Ranking(
+        _chunks_of(sorted((row[column], key) for key, row in rows.items() if row[column]))
+    )
 
 
 def reranked(
-    rankings: Sequence[Ranking], gone: Collection[Row], come: Collection[Row]
+    rankings: Sequence[Ranking], before: Mapping[AgentKey, Row], after: Mapping[AgentKey, Row]
 ) -> list[Ranking]:
-    """Return the rankings of all columns without some rows that they have, and with others."""
-    later = []
-    for column, ranking in enumerate(rankings):
-        was, now = set(_places(gone, column)), set(_places(come, column))
-        later.append(ranking.changed(was - now, now - was))
+    """Return the rankings of all columns after some rows that they have became others."""
+    gone, come = defaultdict[int, list[Place]](list), defaultdict[int, list[Place]](list)
+    nothing = (0,) * len(rankings)
+    for key in before.keys() | after.keys():
+        was, now = before.get(key, nothing), after.get(key, nothing)
+        for column, (old, new) in enumerate(zip(was, now, strict=True)):
+            if old != new:
+                gone[column] += [(old, key)] if old else []
+                come[column] += [(new, key)] if new else []
+    later = [*rankings]
+    for column, places in gone.items():
+        later[column] = rankings[column].changed(places, come[column])
     return later
-
-
-def _places(rows: Iterable[Row], column: int) -> list[Place]:
-    if column == AGENT:
-        return [(1, row_of((1,), node_id, agent_id)) for _, _, node_id, agent_id in rows]
-    return [(row[1][column], row) for row in rows if row[1][column]]
 
 
 def _chunks_of(places: Sequence[Place]) -> list[Chunk]:
@@ -135,7 +132,7 @@ def _chunks_of(places: Sequence[Place]) -> list[Chunk]:
     return [tuple(places[at : at + size]) for at in range(0, len(places), size)]
 
 
-class Layered(Mapping[str, T]):
+class Layered(Mapping[K, T]):
     """A mapping that never changes: what changed lately lies above what did not.
 
     Keys keep the order in which they came first, until one goes.
@@ -144,15 +141,18 @@ class Layered(Mapping[str, T]):
     __slots__ = ("_above", "_base", "_length")
 
     def __init__(
-        self, base: Mapping[str, T], above: Mapping[str, T] = MappingProxyType({})
+        self,
+        base: Mapping[K, T],
+        above: Mapping[K, T] = MappingProxyType({}),
+        length: int | None = None,
     ) -> None:
         self._base, self._above = base, above
-        self._length = len(base) + sum(key not in base for key in above)
+        self._length = len(base) if length is None else length
 
-    def __getitem__(self, key: str) -> T:
+    def __getitem__(self, key: K) -> T:
         return self._above[key] if key in self._above else self._base[key]
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[K]:
         yield from self._base
         yield from (key for key in self._above if key not in self._base)
 
@@ -162,12 +162,12 @@ class Layered(Mapping[str, T]):
     def __contains__(self, key: object) -> bool:
         return key in self._above or key in self._base
 
-    def changed(self, come: Mapping[str, T], gone: Collection[str]) -> Layered[T]:
+    def changed(self, come: Mapping[K, T], gone: Collection[K] = ()) -> Layered[K, T]:
         """Return the mapping with some keys anew, and then without others."""
         base, above = self._base, {**self._above, **come}
-        if gone or len(above) > MOST_ABOVE:
-            flat = {**base, **above}
-            for key in gone:
-                flat.pop(key, None)
-            base, above = flat, {}
-        return Layered(base, above)
+        if not gone and len(above) <= MOST_ABOVE:
+            return Layered(base, above, self._length + sum(key not in self for key in come))
+        flat = {**base, **above}
+        for key in gone:
+            flat.pop(key, None)
+        return Layered(flat)

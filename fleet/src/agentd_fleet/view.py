@@ -17,7 +17,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from agentd.core.slots import MAX_AMOUNT, ResourceSlots, SlotName, SlotType
-from agentd_fleet.index import AGENT, Layered, Ranking, Row, ranked, reranked, row_of
+from agentd_fleet.index import AGENT, AgentKey, Layered, Ranking, Row, ranked, reranked
 
 
 class NodeStatus(StrEnum):
@@ -111,9 +111,9 @@ class Tally:
         self._agents = None if agents is None else frozenset(agents)
         self.columns = {name: at for at, name in enumerate(sorted(slot_types), AGENT + 1)}
         self.conflicts: dict[str, frozenset[SlotName]] = {}
-        self.rows: list[Row] = []
+        self.rows: dict[AgentKey, Row] = {}
         self._width = AGENT + 1 + len(self.columns)
-        self._sums = [[0, 0, 0] for _ in range(self._width)]
+        self.sums = [(0, 0, 0)] * self._width
         for node in nodes:
             self._add(node)
 
@@ -142,39 +142,38 @@ class Tally:
                 mine[1] += free[at]
                 mine[2] += _told(offer.allocated[name])
             if takes_more:
-                self.rows.append(row_of(free, node.node_id, agent))
+                self.rows[node.node_id, agent] = tuple(free)
         for name, at in columns:
             capacity, left, allocated = sums[at]
             if (whole := node.whole) is not None:
                 capacity = min(capacity, _told(whole.capacity[name]))
                 left = min(left, _told(whole.free[name]))
-            total = self._sums[at]
-            total[0] += capacity
-            total[1] += left
-            total[2] += allocated
+            total = self.sums[at]
+            self.sums[at] = total[0] + capacity, total[1] + left, total[2] + allocated
 
     def uses(self) -> dict[SlotName, Use]:
         """Return the sums by slot."""
-        return {name: Use(*self._sums[at]) for name, at in self.columns.items()}
+        return {name: Use(*self.sums[at]) for name, at in self.columns.items()}
 
     def tables(self) -> Tables:
         """Return the tables of these nodes and no others."""
-        ordered = sorted(self.rows)
-        rankings = [ranked(ordered, column) for column in range(self._width)]
-        return Tables(self.columns, self.conflicts, self.uses(), rankings)
+        rankings = [ranked(self.rows, column) for column in range(self._width)]
+        return Tables(self.columns, self.conflicts, self.uses(), rankings, Layered(self.rows))
 
 
 @dataclass(frozen=True, eq=False)
 class Tables:
     """What follows from nodes: conflicts by node, sums by slot, and who has how much, by column.
 
-    Columns are `AGENT` and then the slots, in the order of their names.
+    `rows` are those of agents that anything can be placed on. Columns are `AGENT` and then the
+    slots, in the order of their names.
     """
 
     columns: Mapping[SlotName, int]
     conflicts: Mapping[str, frozenset[SlotName]]
     uses: Mapping[SlotName, Use]
     rankings: Sequence[Ranking]
+    rows: Layered[AgentKey, Row]
 
     def changed(self, before: Tally, after: Tally) -> Tables:
         """Return the tables after some nodes that added the one have come to add the other."""
@@ -182,10 +181,13 @@ class Tables:
         if before.conflicts != after.conflicts:
             kept = {at: names for at, names in conflicts.items() if at not in before.conflicts}
             conflicts = {**kept, **after.conflicts}
-        was, now = before.uses(), after.uses()
-        uses = {name: use - was[name] + now[name] for name, use in self.uses.items()}
-        old, new = set(before.rows), set(after.rows)
-        return Tables(self.columns, conflicts, uses, reranked(self.rankings, old - new, new - old))
+        uses = dict(self.uses)
+        for name, at in self.columns.items():
+            if (was := before.sums[at]) != (now := after.sums[at]):
+                uses[name] += Use(*now) - Use(*was)
+        rankings = reranked(self.rankings, before.rows, after.rows)
+        rows = self.rows.changed(after.rows, before.rows.keys() - after.rows.keys())
+        return Tables(self.columns, conflicts, uses, rankings, rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,9 +266,11 @@ class FleetView:
         """What follows from the nodes: from scratch, if the view before had not enough of it."""
         return Tally(self.slot_types, self.nodes.values()).tables()
 
-    def rows(self, nodes: Iterable[str]) -> list[Row]:
+    def rows(self, nodes: Iterable[str]) -> dict[AgentKey, Row]:
         """Return what is free at the agents of these nodes that anything can be placed on."""
-        return Tally(self.slot_types, self._heard_of(nodes)).rows
+        rows = self.tables.rows
+        keys = [(n.node_id, agent) for n in self._heard_of(nodes) for agent in n.offers]
+        return {key: rows[key] for key in keys if key in rows}
 
     @property
     def conflicts(self) -> Mapping[str, frozenset[SlotName]]:
@@ -320,7 +324,7 @@ def _less(offer: Offer, slots: ResourceSlots) -> Offer:
 
 def _told(amount: int) -> int:
     """Return an amount as it counts, whatever a node says."""
-    return min(max(amount, 0), MAX_AMOUNT)
+    return amount if 0 <= amount <= MAX_AMOUNT else min(max(amount, 0), MAX_AMOUNT)
 
 
 def is_same(one: SlotType, other: SlotType) -> bool:
