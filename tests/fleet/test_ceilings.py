@@ -12,10 +12,10 @@ import pytest
 from agentd.core.slots import ONE, ResourceSlots
 from agentd_fleet.report import published_in, slot_type_in, with_free
 from agentd_fleet.view import FleetView
-from fleet.reports import free_report, node_report, slot_types
+from fleet_reports import free_report, node_report, slot_types
 
 NODES, UPDATES = 400, 40
-MOST_CALLS = {7: 1050, 47: 5100}
+MOST_CALLS = {7: 800, 47: 3700}
 """Of one update, by number of slot types: the report is read, and the view follows."""
 MOST_CALLS_OF_A_DEBIT = {7: 870, 47: 4050}
 

@@ -20,7 +20,6 @@ import msgspec
 
 from agentd.core.names import is_name, shortened
 from agentd.core.slots import (
-    ONE,
     AmountError,
     ResourceSlots,
     SlotKind,
@@ -37,7 +36,6 @@ SCHEMA = 1
 MOST_SLOT_TYPES = 256
 """How many slots one node can have the fleet know."""
 MAX_SLOT_NAME = 128
-SHORT = 12
 UNREADABLE = (msgspec.MsgspecError, AmountError, ValueError, RecursionError)
 NOT_THERE = ("gone", "unhealthy", "withheld")
 """States of devices that have no capacity."""
@@ -189,7 +187,7 @@ class Published(NamedTuple):
     """What a node published of what there is, read once for all that it tells of what is free."""
 
     node: FleetNode
-    capacity: Mapping[str, str]
+    capacity: ResourceSlots | None = None
 
 
 def published_in(node_id: str, report: bytes, *, seen_at: float) -> Published:
@@ -200,7 +198,8 @@ def published_in(node_id: str, report: bytes, *, seen_at: float) -> Published:
             why = f"schema {header.schema} is newer than this gateway's, {SCHEMA}"
             return _listed(node_id, why, url=header.url, seen_at=seen_at)
         said = msgspec.json.decode(report, type=NodeReport)
-        return Published(_node(node_id, said, seen_at), said.capacity)
+        node = _node(node_id, said, seen_at)
+        return Published(node, _slots(said.capacity, node.slot_types) if said.capacity else None)
     except UNREADABLE as error:
         return _listed(node_id, f"what it published cannot be read: {error}", seen_at=seen_at)
 
@@ -222,14 +221,14 @@ def with_free(published: Published, free: bytes | None) -> FleetNode:
             for agent, offer in node.offers.items()
         }
         capacity = published.capacity
-        whole = Offer(_slots(capacity, types), _slots(left.node, types)) if capacity else None
+        whole = None if capacity is None else Offer(capacity, _slots(left.node, types))
     except UNREADABLE as error:
         return replace(node, remark=f"what it has free cannot be read: {error}")
     return replace(node, offers=offers, whole=whole)
 
 
 def _listed(node_id: str, remark: str, *, seen_at: float, url: str = "") -> Published:
-    return Published(FleetNode(node_id, {}, {}, url=url, seen_at=seen_at, remark=remark), {})
+    return Published(FleetNode(node_id, {}, {}, url=url, seen_at=seen_at, remark=remark))
 
 
 def _node(node_id: str, said: NodeReport, seen_at: float) -> FleetNode:
@@ -307,10 +306,12 @@ def slot_type_report(slot: SlotType) -> SlotTypeReport:
 
 
 def _slots(raw: Mapping[str, str], types: Mapping[SlotName, SlotType]) -> ResourceSlots:
-    return ResourceSlots({name: _amount(raw[name], types[name]) for name in raw if name in types})
+    return ResourceSlots(
+        {name: _amount(raw[name], types[name].kind) for name in raw if name in types}
+    )
 
 
-def _amount(text: str, slot: SlotType) -> int:
-    if text.isascii() and text.isdigit() and len(text) < SHORT:  # nearly all, a thousand a second
-        return int(text) * (1 if slot.kind is SlotKind.BYTES else ONE)
-    return parse_base_units(text, slot.kind)
+@lru_cache(maxsize=4096)
+def _amount(text: str, kind: SlotKind) -> int:
+    """Return an amount in base units; nearly all are among a few hundred."""
+    return parse_base_units(text, kind)
