@@ -15,9 +15,9 @@ from agentd_fleet.view import FleetView
 from fleet_reports import free_report, node_report, slot_types
 
 NODES, UPDATES = 400, 40
-MOST_CALLS = {7: 800, 47: 3700}
+MOST_CALLS = {7: 640, 47: 1050}
 """Of one update, by number of slot types: the report is read, and the view follows."""
-MOST_CALLS_OF_A_DEBIT = {7: 870, 47: 4050}
+MOST_CALLS_OF_A_DEBIT = {7: 640, 47: 1350}
 
 
 def calls_of(work: Callable[[], object]) -> int:

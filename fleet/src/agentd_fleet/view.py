@@ -12,9 +12,11 @@ view after a change takes over from the one before, but for what changed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
+from types import MappingProxyType
 
 from agentd.core.slots import MAX_AMOUNT, ResourceSlots, SlotName, SlotType
 from agentd_fleet.index import AGENT, AgentKey, Layered, Ranking, Row, ranked, reranked
@@ -42,6 +44,14 @@ class Offer:
     free: ResourceSlots
     allocated: ResourceSlots = NOTHING
 
+    def differing(self, other: Offer) -> set[SlotName]:
+        """Return the slots of which the two have unequal amounts."""
+        return (
+            self.capacity.differing(other.capacity)
+            | self.free.differing(other.free)
+            | self.allocated.differing(other.allocated)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class FleetNode:
@@ -62,6 +72,22 @@ class FleetNode:
     remark: str = ""
     models: Mapping[str, frozenset[str]] = field(default_factory=dict)
     whole: Offer | None = None
+
+    def is_shaped_as(self, other: FleetNode) -> bool:
+        """Tell whether the two differ in amounts at most, for all that the tables say."""
+        return (
+            (self.status, self.remark) == (other.status, other.remark)
+            and self.slot_types == other.slot_types
+            and self.offers.keys() == other.offers.keys()
+            and (self.whole is None) == (other.whole is None)
+        )
+
+    def differing(self, other: FleetNode) -> set[SlotName]:
+        """Return the slots of which a node of the same shape has other amounts."""
+        pairs = [(offer, other.offers[agent]) for agent, offer in self.offers.items()]
+        if self.whole is not None and other.whole is not None:
+            pairs.append((self.whole, other.whole))
+        return set().union(*(was.differing(now) for was, now in pairs if was is not now))
 
     def has(self, labels: Mapping[str, str]) -> bool:
         """Tell whether the node has all of these labels."""
@@ -99,16 +125,22 @@ FEW = 4
 
 
 class Tally:
-    """What some nodes add to the tables, with all of their agents or some."""
+    """What some nodes add to the tables: all of it, or what `agents` or `names` have of it.
+
+    With `names`, rows have the other slots as they are in `rows`.
+    """
 
     def __init__(
         self,
         slot_types: Mapping[SlotName, SlotType],
         nodes: Iterable[FleetNode],
         agents: Iterable[str] | None = None,
+        names: AbstractSet[SlotName] | None = None,
+        rows: Mapping[AgentKey, Row] = MappingProxyType({}),
     ) -> None:
         self._slot_types = slot_types
         self._agents = None if agents is None else frozenset(agents)
+        self._names, self._rows = names, rows
         self.columns = {name: at for at, name in enumerate(sorted(slot_types), AGENT + 1)}
         self.conflicts: dict[str, frozenset[SlotName]] = {}
         self.rows: dict[AgentKey, Row] = {}
@@ -118,14 +150,15 @@ class Tally:
             self._add(node)
 
     def _add(self, node: FleetNode) -> None:
-        strange = _strange(self._slot_types, node)
+        names = node.slot_types if self._names is None else self._names & node.slot_types.keys()
+        strange = _strange(self._slot_types, node, names)
         if strange:
             self.conflicts[node.node_id] = strange
         if node.status is NodeStatus.LOST:
             return
         columns = [
             (name, self.columns[name])
-            for name in node.slot_types
+            for name in names
             if name in self.columns and name not in strange
         ]
         takes_more = node.status is NodeStatus.READY and not node.remark
@@ -133,8 +166,8 @@ class Tally:
         for agent, offer in node.offers.items():
             if self._agents is not None and agent not in self._agents:
                 continue
-            free = [0] * self._width
-            free[AGENT] = 1
+            key = node.node_id, agent
+            free = [*self._rows.get(key, (1, *(0,) * len(self.columns)))]
             for name, at in columns:
                 free[at] = _told(offer.free[name])
                 mine = sums[at]
@@ -142,7 +175,7 @@ class Tally:
                 mine[1] += free[at]
                 mine[2] += _told(offer.allocated[name])
             if takes_more:
-                self.rows[node.node_id, agent] = tuple(free)
+                self.rows[key] = tuple(free)
         for name, at in columns:
             capacity, left, allocated = sums[at]
             if (whole := node.whole) is not None:
@@ -242,10 +275,24 @@ class FleetView:
         revision = self.revision if revision is None else revision
         view = replace(self, nodes=now, revision=revision)
         if (len(went) + len(told)) * FEW <= len(now):
-            before = Tally(self.slot_types, self._heard_of(went | told.keys()))
-            tables = self.tables.changed(before, Tally(self.slot_types, told.values()))
-            object.__setattr__(view, "tables", tables)
+            names, rows = None if went else self._differing(told), self.tables.rows
+            old = self._heard_of(went | told.keys())
+            before, after = (
+                Tally(self.slot_types, some, names=names, rows=rows if names is not None else {})
+                for some in (old, told.values())
+            )
+            object.__setattr__(view, "tables", self.tables.changed(before, after))
         return view
+
+    def _differing(self, told: Mapping[str, FleetNode]) -> set[SlotName] | None:
+        """Return the slots whose amounts change with some reports; None if anything else does."""
+        names: set[SlotName] = set()
+        for node_id, node in told.items():
+            old = self.nodes.get(node_id)
+            if old is None or not old.is_shaped_as(node):
+                return None
+            names |= old.differing(node)
+        return names
 
     def debited(self, node_id: str, agent_id: str, slots: ResourceSlots) -> FleetView:
         """Return the view in which an agent holds so much more, with nothing free below zero.
@@ -286,7 +333,7 @@ class FleetView:
 
     def understood(self, node: FleetNode, slots: ResourceSlots) -> ResourceSlots:
         """Return the amounts that mean the same to a node and to the fleet; the others are zero."""
-        strange = _strange(self.slot_types, node)
+        strange = _strange(self.slot_types, node, node.slot_types)
         return ResourceSlots(
             {
                 name: _told(amount)
@@ -332,10 +379,13 @@ def is_same(one: SlotType, other: SlotType) -> bool:
     return (one.kind, one.quantum) == (other.kind, other.quantum)
 
 
-def _strange(slot_types: Mapping[SlotName, SlotType], node: FleetNode) -> frozenset[SlotName]:
-    names = [
+def _strange(
+    slot_types: Mapping[SlotName, SlotType], node: FleetNode, names: Iterable[SlotName]
+) -> frozenset[SlotName]:
+    """Return those of some slots of a node by which it means something else than the fleet."""
+    found = ((name, node.slot_types[name]) for name in names)
+    return frozenset(
         name
-        for name, slot in node.slot_types.items()
+        for name, slot in found
         if (known := slot_types.get(name, slot)) is not slot and not is_same(slot, known)
-    ]
-    return frozenset(names)
+    )

@@ -286,6 +286,10 @@ class ResourceSlots(Mapping[SlotName, int]):
     def __contains__(self, name: object) -> bool:
         return name in self._amounts
 
+    def differing(self, other: ResourceSlots) -> set[SlotName]:
+        """Return the slots that the two have unequal amounts of."""
+        return {name for name, _ in self._amounts.items() ^ other._amounts.items()}
+
     def __add__(self, other: Mapping[SlotName, int]) -> ResourceSlots:
         return self._combined(other, 1)
 
