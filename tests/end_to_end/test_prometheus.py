@@ -72,6 +72,20 @@ async def test_known_counters_begin_at_zero(scraped: tuple[Daemon, Prometheus]) 
         await prometheus.until(f"increase({first}[1m]) > 0")
 
 
+async def test_absent_hardware_raises_no_alert(scraped: tuple[Daemon, Prometheus]) -> None:
+    daemon, prometheus = scraped
+    config = daemon.config_file.read_text()
+    for table, fault in (("tpu", "absent"), ("npu", "raise")):
+        config += f'{gpus(1, table=table)}fault = "{fault}"\nfault-at = "list"\n'
+    daemon.config_file.write_text(config)
+    await daemon.restart()
+    failed = 'agentd_plugin_ready{plugin="npu"} == 0'
+    await prometheus.until(f'{failed} unless on () agentd_plugin_ready{{plugin="tpu"}}')
+    raised = {rule["name"]: rule["query"] for rule in await prometheus.alerts()}
+    rows = await prometheus.query(raised["AgentdPluginNotReady"])
+    assert [row["metric"]["plugin"] for row in rows] == ["npu"]
+
+
 async def test_promtool_finds_no_fault(scraped: tuple[Daemon, Prometheus]) -> None:
     daemon, _ = scraped
     await daemon.running(kernel_id="k1", slots={"cuda.device": 1})

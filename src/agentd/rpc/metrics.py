@@ -136,7 +136,8 @@ def _node(
     yield runtimes
     ready = _gauge("plugin_ready", "Whether a plugin is ready", "plugin")
     for plugin in plugins.statuses():
-        ready.add_metric([plugin.name], plugin.state is PluginState.READY)
+        if not plugin.is_absent:
+            ready.add_metric([plugin.name], plugin.state is PluginState.READY)
     yield ready
     restarts = _counter("plugin_restarts", "How often a plugin was started anew", "plugin")
     listed = _gauge("plugin_last_list_seconds", "Since a plugin last told its devices", "plugin")
