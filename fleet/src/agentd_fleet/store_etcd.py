@@ -195,6 +195,7 @@ class EtcdStore:
 
     async def _write(self) -> None:
         """Write new slot types, many in one transaction, and repeat what etcd did not take."""
+        reason = ""
         while await self._has_unwritten.wait():
             some = dict(islice(self._unwritten.items(), MOST_CREATED))
             values = {
@@ -203,7 +204,10 @@ class EtcdStore:
             }
             try:
                 await self._etcd.create_all(values)
-            except AgentdError:
+            except AgentdError as error:
+                if str(error) != reason:
+                    reason = str(error)
+                    log.warning("slot_types.write_failed", reason=reason)
                 await asyncio.sleep(random.uniform(*AGAIN_S))  # noqa: S311 - not a secret
                 continue
             for name in some:
