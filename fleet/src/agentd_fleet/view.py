@@ -144,8 +144,8 @@ class Tally:
         self.columns = {name: at for at, name in enumerate(sorted(slot_types), AGENT + 1)}
         self.conflicts: dict[str, frozenset[SlotName]] = {}
         self.rows: dict[AgentKey, Row] = {}
-        self._width = AGENT + 1 + len(self.columns)
-        self.sums = [(0, 0, 0)] * self._width
+        self._nothing: Row = (1, *(0,) * len(self.columns))
+        self.sums = [(0, 0, 0)] * len(self._nothing)
         for node in nodes:
             self._add(node)
 
@@ -167,7 +167,7 @@ class Tally:
             if self._agents is not None and agent not in self._agents:
                 continue
             key = node.node_id, agent
-            free = [*self._rows.get(key, (1, *(0,) * len(self.columns)))]
+            free = [*self._rows.get(key, self._nothing)]
             for name, at in columns:
                 free[at] = _told(offer.free[name])
                 mine = sums[at]
@@ -190,7 +190,7 @@ class Tally:
 
     def tables(self) -> Tables:
         """Return the tables of these nodes and no others."""
-        rankings = [ranked(self.rows, column) for column in range(self._width)]
+        rankings = [ranked(self.rows, column) for column in range(len(self._nothing))]
         return Tables(self.columns, self.conflicts, self.uses(), rankings, Layered(self.rows))
 
 

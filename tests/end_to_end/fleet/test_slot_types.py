@@ -99,7 +99,7 @@ async def test_slot_type_is_written_after_etcd_failed_once(servers: EtcdServers)
         await publish(etcd, 1)
         async with gateway(servers, failures=2) as (state, client):
             await until_known(state, 1, TYPES + 2)
-        assert client.calls["/v3/kv/txn"] == 3
+        assert client.calls["/v3/kv/txn"] >= 3
 
 
 async def test_forgotten_slot_type_is_written_again_when_offered(servers: EtcdServers) -> None:
