@@ -179,9 +179,31 @@ def test_an_unknown_slot_of_a_late_plugin_can_be_retried() -> None:
         parse_slots({"tpu.chip": 1}, TYPES, pending={"tpu": "has not opened within 5 s"})
 
 
+@pytest.mark.parametrize(
+    ("raw", "error"),
+    [
+        ({"npu": 1, "tpu.chip": 1, "cpu": "x"}, UnsupportedResource),
+        ({"npu": "x", "tpu.chip": 1}, UnsupportedResource),
+        ({"npu": "-0.0", "tpu.chip": 1, "cpu": "x"}, InvalidSlotAmount),
+        ({"tpu.chip": 1, "cuda.device": 1, "cuda.shares": 1}, InvalidSlotCombination),
+        ({"npu": 0, "tpu.chip": 1}, PluginUnavailable),
+    ],
+)
+def test_refusals_of_slots_come_in_order(raw, error) -> None:
+    with pytest.raises(error):
+        parse_slots(raw, TYPES, pending={"tpu": "late"})
+
+
+@pytest.mark.parametrize(
+    "zero", [0, -0.0, "-0", "-0.0", "0E-6", "+0e9", "0.", ".0", "0" * 99, Decimal("0E-6")]
+)
+def test_every_spelling_of_zero_is_zero(zero) -> None:
+    assert parse_slots({"cpu": zero, "mem": zero, "npu": zero}, TYPES) == {}
+
+
 def test_every_wrong_amount_is_listed_with_its_place() -> None:
     with pytest.raises(InvalidSlotAmount) as caught:
-        parse_slots({"cpu": "x", "mem": -1, "npu": True}, TYPES)
+        parse_slots({"cpu": "x", "mem": -1, "npu": True}, TYPES, pending={"npu": "late"})
     assert [problem.where for problem in caught.value.problems] == [
         "slots.cpu",
         "slots.mem",

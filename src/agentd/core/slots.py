@@ -40,6 +40,7 @@ MAX_TEXT = 64
 
 CPU, MEM = "cpu", "mem"
 
+_ZERO = re.compile(r"[+-]?(?:0+(?:\.0*)?|\.0+)(?:[eE][+-]?[0-9]+)?")
 _PLAIN = re.compile(r"[0-9]+(?:\.[0-9]+)?")
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(?:([kmgtpe])(?:i?b)?|b)", re.IGNORECASE | re.ASCII)
 _EXPONENT = re.compile(r"[+-]?[0-9.]+e[+-]?[0-9]+", re.IGNORECASE)
@@ -163,6 +164,8 @@ def _text_of(raw: object) -> str:
         text = str(raw)
     else:
         raise AmountError(f"a number or a string is needed, not {_json_kind(raw)}")
+    if _ZERO.fullmatch(text):
+        return "0"
     if len(text) > MAX_TEXT:
         raise AmountError(f"longer than {MAX_TEXT} characters")
     return text
@@ -326,37 +329,46 @@ def parse_slots(
     pending: Mapping[str, str] = MappingProxyType({}),
     failed: Mapping[str, str] = MappingProxyType({}),
 ) -> ResourceSlots:
-    """Read a request's slots: amounts first, then whether this node knows them.
+    """Read a request's slots: first whether this node can know them, then their amounts.
+
+    An unknown slot whose amount cannot be read counts as not zero.
 
     `pending` holds device names whose plugin has not opened yet, `failed` those whose
     plugin failed; both with the reason.
 
     Raises:
+        UnsupportedResource: some unknown slots of no pending plugin are not zero.
         InvalidSlotAmount: some cannot be read; every one of them is listed.
-        PluginUnavailable: the first unknown slot that is not zero may be known soon.
-        UnsupportedResource: some unknown slots are not zero.
         InvalidSlotCombination: two slots exclude each other.
+        PluginUnavailable: the first unknown slot that is not zero may be known soon.
     """
-    amounts, unknown, problems = {}, [], []
+    amounts: dict[SlotName, int] = {}
+    unknown: list[SlotName] = []
+    late: list[SlotName] = []
+    problems: list[Problem] = []
     for name, value in raw.items():
         try:
             if name in types:
                 amounts[name] = parse_amount(value, types[name])
             elif parse_quantity(value).value:
-                unknown.append(name)
+                (late if device_name_of(name) in pending else unknown).append(name)
         except AmountError as error:
-            problems.append(Problem(f"slots.{name}", str(error)))
-    if problems:
-        raise InvalidSlotAmount(problems)
-    if late := sorted({device_name_of(name) for name in unknown} & set(pending)):
-        raise PluginUnavailable(f"plugin {late[0]} is pending: {pending[late[0]]}")
+            if name in types or device_name_of(name) in pending:
+                problems.append(Problem(f"slots.{name}", str(error)))
+            else:
+                unknown.append(name)
     if unknown:
         names = {device_name_of(name) for name in unknown}
         raise UnsupportedResource(
             unknown, types, {name: why for name, why in failed.items() if name in names}
         )
+    if problems:
+        raise InvalidSlotAmount(problems)
     slots = ResourceSlots(amounts)
     _refuse_exclusive(slots, types)
+    if late:
+        first = min(map(device_name_of, late))
+        raise PluginUnavailable(f"plugin {first} is pending: {pending[first]}")
     return slots
 
 
