@@ -58,6 +58,8 @@ class Unfit:
 
 
 MOST_NAMED = 5
+NEWER = "newer schema"
+"""The class of nodes whose reports this gateway cannot read; each counts once."""
 
 FEW_NODES = 128
 """So many nodes are looked at one by one, if a request names them."""
@@ -145,6 +147,11 @@ def unfit(view: FleetView, request: ResourceSlots, constraints: Constraints) -> 
     named: defaultdict[str, set[str]] = defaultdict(set)
     asks, conflicts = list(request.items()), view.conflicts
     for node in _nodes(view, constraints):
+        if node.status is NodeStatus.NEWER:  # whose agents it has cannot be read
+            counts[NEWER] += 1
+            if constraints.agents is None and len(named[NEWER]) < MOST_NAMED:
+                named[NEWER].add(node.node_id)
+            continue
         why_not = _why_not(node, asks, conflicts.get(node.node_id, frozenset()), view.slot_types)
         for agent in _agents(node, constraints):
             if reason := why_not or _why_not_of(node, agent, asks, constraints.models):

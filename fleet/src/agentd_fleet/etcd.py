@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from base64 import b64decode, b64encode
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -154,24 +154,37 @@ class Etcd:
         is_ours = is_repeat and found is not None and (found.value, found.lease) == (value, lease)
         return found.mod_revision if is_ours and found is not None else None
 
-    async def delete_if(self, key: str, *, expected: int) -> bool:
+    async def delete_without(self, without: str, *keys: str) -> bool:
+        """Delete keys if there is no key `without`, all at once, and tell whether that was so."""
+        deletes = [{"request_delete_range": {"key": _coded(key)}} for key in keys]
+        body = {"compare": [_revision_is(without, 0)], "success": deletes}
+        answer, _ = await self._gateway.call("/v3/kv/txn", body)
+        return bool(answer.get("succeeded", False))
+
+    async def delete_if(self, key: str, *, expected: int, without: str = "") -> bool:
         """Delete a key whose revision is `expected`, and tell whether that was so.
 
-        Where an answer was lost, True says that what had that revision is gone, by whomever.
+        With `without` only while there is no such key. Where an answer was lost, True says that
+        what had that revision is gone, by whomever.
         """
         write = {"request_delete_range": {"key": _coded(key)}}
-        answer, is_repeat = await self._compared(key, expected, write)
+        absent = [_revision_is(without, 0)] if without else []
+        answer, is_repeat = await self._compared(key, expected, write, absent)
         found = _found(answer)
         is_gone = found is None or found.create_revision > expected
         return answer.get("succeeded", False) or (is_repeat and is_gone)
 
     async def _compared(
-        self, key: str, expected: int, write: Mapping[str, object]
+        self,
+        key: str,
+        expected: int,
+        write: Mapping[str, object],
+        also: Sequence[Mapping[str, object]] = (),
     ) -> tuple[dict[str, Any], bool]:
         """Write if the key has this revision, else read it; and tell whether it was sent before."""
-        compare = {"target": "MOD", "key": _coded(key), "mod_revision": str(expected)}
         read = {"request_range": {"key": _coded(key)}}
-        body = {"compare": [compare], "success": [write], "failure": [read]}
+        compare = [_revision_is(key, expected), *also]
+        body = {"compare": compare, "success": [write], "failure": [read]}
         return await self._gateway.call("/v3/kv/txn", body)
 
     async def delete(self, key: str) -> bool:
@@ -237,6 +250,11 @@ def _span(prefix: str) -> dict[str, object]:
     start = prefix.encode(errors="surrogateescape")
     end = start[:-1] + bytes([start[-1] + 1]) if start else b"\0"
     return {"key": b64encode(start or b"\0").decode(), "range_end": b64encode(end).decode()}
+
+
+def _revision_is(key: str, revision: int) -> dict[str, object]:
+    """Return a condition: a key is at this revision; 0 says that there is none."""
+    return {"target": "MOD", "key": _coded(key), "mod_revision": str(revision)}
 
 
 def _written(key: str, value: bytes, lease: int) -> dict[str, object]:
