@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from agentd.core.slots import ONE, ResourceSlots
 from agentd_fleet.candidates import Candidate, Constraints, Policy, candidates, unfit
+from agentd_fleet.refusals import NoNode, refusal
 from agentd_fleet.view import FleetNode, FleetView, NodeStatus, Offer
 from fleet.test_view import NAMES, NODES, fleet, node, slot
 
@@ -188,3 +189,14 @@ def test_a_model_that_is_not_there_and_a_node_set_aside_are_reasons_of_their_own
     }
     too_much = unfit(view, ResourceSlots({"tpu.chip": 9 * ONE}), Constraints())
     assert too_much[0].reason == "too small for tpu.chip"
+
+
+def test_nodes_of_a_newer_schema_are_a_class_that_names_them_to_nobody_who_is_narrowed() -> None:
+    newer = FleetNode("newer", {}, {}, NodeStatus.NEWER, remark="schema 2")
+    view = FleetView().with_node(newer, 1)
+    for agents, nodes in ((None, ("newer",)), (frozenset({"main"}), ())):
+        refused = refusal(view, ResourceSlots(), Constraints(agents=agents), [])
+        assert isinstance(refused, NoNode)
+        assert [(row.reason, row.count, row.nodes) for row in refused.classes] == [
+            ("newer schema", 1, nodes)
+        ]

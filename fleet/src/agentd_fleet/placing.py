@@ -277,9 +277,28 @@ class Placer:
         placed = replace(kept.route, progress=Progress.PLACED)
         async with self.alone(placed.kernel_id):
             try:
-                await self._store.keep(placed, kept.revision)
+                if await self._store.keep(placed, kept.revision) is None:
+                    await self._reconcile(placed)
             except AgentdError as error:
                 log.warning("fleet.not_noted", kernel_id=placed.kernel_id, reason=str(error))
+
+    async def _reconcile(self, placed: Route) -> None:
+        """See to a kernel whose route was taken over while its node was asked.
+
+        If the id was freed in the meantime, this kernel came after that and is the id's; if the id
+        is another node's by now, this one is too many.
+        """
+        kernel_id = placed.kernel_id
+        kept = await self._store.route(kernel_id)
+        if kept is None and await self._store.keep(placed, 0) is None:
+            kept = await self._store.route(kernel_id)
+        node = self._state.node(placed.node_id)
+        if kept is None or kept.route.node_id == placed.node_id or node is None:
+            return
+        path = f"/v1/kernels/{kernel_id}"
+        if not (await self._nodes.ask(node, GATEWAY, "GET", path)).is_error:
+            log.warning("fleet.kernel_too_many", kernel_id=kernel_id, node_id=placed.node_id)
+            await self._nodes.ask(node, GATEWAY, "DELETE", f"{path}?timeout=0")
 
     async def close(self) -> None:
         """Wait until all that was placed is noted."""

@@ -182,7 +182,8 @@ class Proxy:
         """The next answer to a request for this path is lost, with its connection."""
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._accepted, "127.0.0.1", 0)
+        port = int(self.endpoint.rpartition(":")[2] or 0)  # the same again after a stop
+        self._server = await asyncio.start_server(self._accepted, "127.0.0.1", port)
         self.endpoint = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     async def stop(self) -> None:
