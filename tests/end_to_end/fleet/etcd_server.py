@@ -178,22 +178,34 @@ class Proxy:
         self._tasks: set[asyncio.Task[None]] = set()
         self.endpoint = ""
         self.swallowed = 0
+        self.is_cut = False
         self.loses: bytes | None = None
         """The next answer to a request for this path is lost, with its connection."""
 
     async def start(self) -> None:
-        port = int(self.endpoint.rpartition(":")[2] or 0)  # the same again after a stop
-        self._server = await asyncio.start_server(self._accepted, "127.0.0.1", port)
+        self._server = await asyncio.start_server(self._accepted, "127.0.0.1", 0)
         self.endpoint = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     async def stop(self) -> None:
         if self._server is not None:
             self._server.close()
+        await self.cut()
+
+    async def cut(self) -> None:
+        """Drop all connections, and take none until it is mended."""
+        self.is_cut = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    def mend(self) -> None:
+        """Take connections again."""
+        self.is_cut = False
+
     def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.is_cut:
+            writer.transport.abort()
+            return
         task = asyncio.get_running_loop().create_task(self._served(reader, writer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

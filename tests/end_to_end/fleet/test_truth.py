@@ -93,11 +93,11 @@ async def test_after_a_cut_that_spans_a_compaction_all_is_read_anew(world: World
             async with asyncio.timeout(20):
                 while await etcd.get("/agentd/main/slot-types/ghost.chip") is None:
                     await asyncio.sleep(0.02)
-            await proxy.stop()
+            await proxy.cut()
             for key in ("nodes/ghost", "known/ghost", "slot-types/ghost.chip", "nodes/gone"):
                 await etcd.delete(f"/agentd/main/{key}")
             await servers.compact(await etcd.revision())
-        await proxy.start()
+        proxy.mend()
         async with asyncio.timeout(30):
             while await gateway.states() != {"gone": "lost"}:
                 await asyncio.sleep(0.05)
