@@ -59,7 +59,9 @@ class Unfit:
 
 MOST_NAMED = 5
 NEWER = "newer schema"
-"""The class of nodes whose reports this gateway cannot read; each counts once."""
+"""The class of nodes whose reports this gateway cannot read."""
+HIDDEN = {NodeStatus.NEWER: NEWER, NodeStatus.LOST: NodeStatus.LOST.value}
+"""The classes of nodes of which it may not be known which agents they have: each counts once."""
 
 FEW_NODES = 128
 """So many nodes are looked at one by one, if a request names them."""
@@ -147,10 +149,10 @@ def unfit(view: FleetView, request: ResourceSlots, constraints: Constraints) -> 
     named: defaultdict[str, set[str]] = defaultdict(set)
     asks, conflicts = list(request.items()), view.conflicts
     for node in _nodes(view, constraints):
-        if node.status is NodeStatus.NEWER:  # whose agents it has cannot be read
-            counts[NEWER] += 1
-            if constraints.agents is None and len(named[NEWER]) < MOST_NAMED:
-                named[NEWER].add(node.node_id)
+        if (hidden := HIDDEN.get(node.status)) and not node.offers:
+            counts[hidden] += 1
+            if constraints.agents is None and len(named[hidden]) < MOST_NAMED:
+                named[hidden].add(node.node_id)
             continue
         why_not = _why_not(node, asks, conflicts.get(node.node_id, frozenset()), view.slot_types)
         for agent in _agents(node, constraints):

@@ -71,7 +71,8 @@ class Lists:
         shown: list[dict[str, Any]] = []
         async for _, found in self._kernels.lists(caller, nodes, "/v1/devices", missing):
             shown += found
-        return answer(shown, headers=_missing(missing))
+        told = self._told(caller, missing, (), request.query)
+        return answer(shown, headers=_missing(told))
 
     async def kernels(self, request: web.Request) -> web.Response:
         """Answer with the kernels of nodes, in the order of the nodes and then of creation."""

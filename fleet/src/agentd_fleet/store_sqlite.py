@@ -64,7 +64,7 @@ class SqliteStore:
         self._nodes = nodes
         self._state = state
         self._address: dict[str, str] = {}
-        self._known: dict[str, object] = {}
+        self._known: dict[str, bytes] = {}
         self._unreadable: set[tuple[str, int]] = set()
         self._unheard = {address for address, _ in nodes}
         self._until = time.monotonic() + FIRST_WORD_S
@@ -90,8 +90,8 @@ class SqliteStore:
             lambda: self._rows("SELECT node_id, value FROM known")
         ):
             if is_name(node_id):
-                self._known[node_id] = value
-                node = known_in(node_id, value if isinstance(value, bytes) else b"")
+                self._known[node_id] = _bytes(value)
+                node = known_in(node_id, self._known[node_id])
                 self._state.note(dataclasses.replace(node, seen_at=time.time()))
 
     async def close(self) -> None:
@@ -108,7 +108,7 @@ class SqliteStore:
     async def route(self, kernel_id: str) -> Kept | None:
         query = "SELECT value, revision FROM routes WHERE kernel_id = ?"
         row = await self._do(lambda: self._sql(query, kernel_id).fetchone())
-        return None if row is None else read_route(kernel_id, *row)
+        return None if row is None else read_route(kernel_id, _bytes(row[0]), row[1])
 
     async def keep(self, route: Route, expected: int) -> int | None:
         value = msgspec.json.encode(route)
@@ -141,9 +141,9 @@ class SqliteStore:
             yield [kept for row in rows if (kept := self._read(*row)) is not None]
             after = rows[-1][0]
 
-    def _read(self, kernel_id: str, value: bytes, revision: int) -> Kept | None:
+    def _read(self, kernel_id: str, value: object, revision: int) -> Kept | None:
         try:
-            return read_route(kernel_id, value, revision)
+            return read_route(kernel_id, _bytes(value), revision)
         except RouteUnreadable as error:
             if (what := (kernel_id, revision)) not in self._unreadable:
                 self._unreadable.add(what)
@@ -212,7 +212,7 @@ class SqliteStore:
 
     async def _make_known(self, node: FleetNode) -> None:
         before = self._known.get(node.node_id)
-        seen = first_seen(before if isinstance(before, bytes) else None)
+        seen = first_seen(before)
         value = msgspec.json.encode(msgspec.structs.replace(KnownNode.of(node), first_seen=seen))
         if value != before:
             query = "INSERT OR REPLACE INTO known VALUES (?, ?)"
@@ -240,3 +240,8 @@ class SqliteStore:
             return await asyncio.get_running_loop().run_in_executor(self._thread, done)
         except (sqlite3.Error, OSError) as error:
             raise StateUnavailable(f"{self._file}: {error}") from None
+
+
+def _bytes(value: object) -> bytes:
+    """Return what stands in a column, in which anybody may have written anything."""
+    return value if isinstance(value, bytes) else str(value).encode()
