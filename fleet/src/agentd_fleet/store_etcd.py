@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -159,8 +160,11 @@ class EtcdStore:
         pairs = sorted(found.items(), key=lambda item: item[1].create_revision)
         read = (self._slot_type_in(name, pair.value) for name, pair in pairs)
         self._state.know([slot for slot in read if slot is not None])
-        for node_id in self._reports:
-            self._note(node_id)
+        offered: defaultdict[SlotName, list[tuple[str, SlotType]]] = defaultdict(list)
+        for node_id, report in self._reports.items():
+            for slot in self._state.learned(report.node):
+                offered[slot.name].append((node_id, slot))
+        self._soon(self._teach_offered(list(offered.values())))
 
     async def _slot_type(self, name: str, value: bytes | None, _: int) -> None:
         if value is None:
@@ -259,6 +263,15 @@ class EtcdStore:
         with contextlib.suppress(AgentdError):
             for slot in new:
                 await self.learn(slot)
+
+    async def _teach_offered(self, offered: Sequence[Sequence[tuple[str, SlotType]]]) -> None:
+        """Make known what nodes offer, if the node is still there."""
+        with contextlib.suppress(AgentdError):
+            for offers in offered:
+                for node_id, slot in offers:
+                    if await self._etcd.get(key_of(self._prefix, "nodes", node_id)) is not None:
+                        await self.learn(slot)
+                        break
 
     async def _make_known(self, node_id: str) -> None:
         """Remember a lost node whose publisher did not do so: an older one's, say."""
