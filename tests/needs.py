@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -39,6 +40,22 @@ def _unless(is_there: Callable[[], object], missing: str) -> Callable[[], str]:
     return lambda: "" if is_there() else missing
 
 
+OLDER = "ce65dc8"
+"""The commit of version 0.2, of which gateways are run beside the ones of this tree."""
+
+
+def _commit(name: str) -> Callable[[], str]:
+    command = ["git", "-C", str(ROOT), "cat-file", "-e", f"{name}^{{commit}}"]
+
+    def missing() -> str:
+        if shutil.which("git") is None:
+            return "git"
+        found = subprocess.run(command, capture_output=True, check=False).returncode == 0
+        return "" if found else f"commit {name} in this clone"
+
+    return missing
+
+
 NEEDS = {
     "root": Need(_unless(lambda: os.geteuid() == 0, "another user runs this"), "sudo make test"),
     "docker": Need(
@@ -55,6 +72,7 @@ NEEDS = {
     "gcc": Need(_programs("gcc"), "sudo apt-get install gcc libc6-dev"),
     "openssl": Need(_programs("openssl"), "sudo apt-get install openssl"),
     "systemd-analyze": Need(_programs("systemd-analyze"), "sudo apt-get install systemd"),
+    "older-version": Need(_commit(OLDER), "git fetch --unshallow"),
     "venv": Need(
         _unless(lambda: Path(sys.prefix).resolve() == ROOT / ".venv", "another Python runs this"),
         "make test",

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from agentd.core.slots import ONE, ResourceSlots
 from agentd_fleet.candidates import Candidate, Constraints, Policy, candidates, unfit
+from agentd_fleet.refusals import NoNode, refusal
 from agentd_fleet.view import FleetNode, FleetView, NodeStatus, Offer
 from fleet.test_view import NAMES, NODES, fleet, node, slot
 
@@ -125,12 +126,17 @@ def test_candidates_are_of_those_that_fit_and_as_many_as_wanted(
     everyone = fitting(view, request, wanted)
     assert len(found) == len(set(found)) == min(most, len(everyone))
     assert set(found) <= set(everyone)
-    listed = sum(
-        wanted.agents is None or agent in wanted.agents
+    allowed = [
+        found
         for node_id, found in view.nodes.items()
         if (wanted.nodes is None or node_id in wanted.nodes) and found.has(wanted.labels)
+    ]
+    listed = sum(
+        wanted.agents is None or agent in wanted.agents
+        for found in allowed
         for agent in found.offers
     )
+    listed += sum(found.status is NodeStatus.LOST and not found.offers for found in allowed)
     rows = unfit(view, request, wanted)
     assert len(everyone) + sum(row.count for row in rows) == listed
 
@@ -207,3 +213,18 @@ def test_a_model_that_is_not_there_and_a_node_set_aside_are_reasons_of_their_own
     }
     too_much = unfit(view, ResourceSlots({"tpu.chip": 9 * ONE}), Constraints())
     assert too_much[0].reason == "too small for tpu.chip"
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"), [(NodeStatus.NEWER, "newer schema"), (NodeStatus.LOST, "lost")]
+)
+def test_nodes_whose_agents_are_not_known_are_a_class_and_named_to_nobody_who_is_narrowed(
+    status: NodeStatus, reason: str
+) -> None:
+    view = FleetView().with_node(FleetNode("hidden", {}, {}, status, remark="so"), 1)
+    for agents, nodes in ((None, ("hidden",)), (frozenset({"main"}), ())):
+        refused = refusal(view, ResourceSlots(), Constraints(agents=agents), [])
+        assert isinstance(refused, NoNode)
+        assert [(row.reason, row.count, row.nodes) for row in refused.classes] == [
+            (reason, 1, nodes)
+        ]

@@ -28,6 +28,8 @@ class Pace:
     insist_s: float = 10.0
     """How long a node whose answer was lost is asked again before the caller is told."""
     again_s: float = 0.3
+    join_s: float = 2.0
+    """How long a route that another gateway is at work on may stand still before it is taken."""
     fresh_s: float = 20.0
     """How long after a route began to be written a request may be sent by it."""
     sweep_s: float = 15.0
@@ -57,6 +59,10 @@ class OutcomeUnknown(NodeUnavailable):
 
     def facts(self) -> dict[str, object]:
         return {"kernel_id": self.kernel_id, "node_id": self.node_id}
+
+
+class Overtaken(OutcomeUnknown):
+    """Another gateway is at work on a kernel id by now."""
 
 
 class Asker:
@@ -111,7 +117,7 @@ class Asker:
             mine, began = replace(route, owner=secrets.token_hex(8)), now()
             revision = await self._store.keep(mine, kept.revision)
             if revision is None:
-                raise OutcomeUnknown(route.kernel_id, route.node_id, "another is at work on it")
+                raise Overtaken(route.kernel_id, route.node_id, "another is at work on it")
             kept = Kept(mine, revision)
 
     async def _once(self, caller: Caller, order: Order, route: Route, node: FleetNode) -> Answer:

@@ -59,6 +59,10 @@ class Unfit:
 
 
 MOST_NAMED = 5
+NEWER = "newer schema"
+"""The class of nodes whose reports this gateway cannot read."""
+HIDDEN = {NodeStatus.NEWER: NEWER, NodeStatus.LOST: NodeStatus.LOST.value}
+"""The classes of nodes of which it may not be known which agents they have: each counts once."""
 
 TIES = 32
 """How many agents with equally much of a slot `pack` compares by what else they have."""
@@ -165,6 +169,11 @@ def unfit(view: FleetView, request: ResourceSlots, constraints: Constraints) -> 
     named: defaultdict[str, set[str]] = defaultdict(set)
     asks, conflicts = list(request.items()), view.conflicts
     for node in _nodes(view, constraints):
+        if (hidden := HIDDEN.get(node.status)) and not node.offers:
+            counts[hidden] += 1
+            if constraints.agents is None and len(named[hidden]) < MOST_NAMED:
+                named[hidden].add(node.node_id)
+            continue
         why_not = _why_not(node, asks, conflicts.get(node.node_id, frozenset()), view.slot_types)
         for agent in _agents(node, constraints):
             if reason := why_not or _why_not_of(node, agent, asks, constraints.models):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from base64 import b64decode, b64encode
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -165,7 +165,7 @@ class Etcd:
         creates = [
             {
                 "request_txn": {
-                    "compare": [_compare(key, 0)],
+                    "compare": [_revision_is(key, 0)],
                     "success": [{"request_put": _written(key, value, 0)}],
                 }
             }
@@ -173,23 +173,37 @@ class Etcd:
         ]
         await self._gateway.call(_TXN, {"success": creates})
 
-    async def delete_if(self, key: str, *, expected: int) -> bool:
+    async def delete_without(self, without: str, *keys: str) -> bool:
+        """Delete keys if there is no key `without`, all at once, and tell whether that was so."""
+        deletes = [{"request_delete_range": {"key": _coded(key)}} for key in keys]
+        body = {"compare": [_revision_is(without, 0)], "success": deletes}
+        answer, _ = await self._gateway.call(_TXN, body)
+        return bool(answer.get("succeeded", False))
+
+    async def delete_if(self, key: str, *, expected: int, without: str = "") -> bool:
         """Delete a key whose revision is `expected`, and tell whether that was so.
 
-        Where an answer was lost, True says that what had that revision is gone, by whomever.
+        With `without` only while there is no such key. Where an answer was lost, True says that
+        what had that revision is gone, by whomever.
         """
         write = {"request_delete_range": {"key": _coded(key)}}
-        answer, is_repeat = await self._compared(key, expected, write)
+        absent = [_revision_is(without, 0)] if without else []
+        answer, is_repeat = await self._compared(key, expected, write, absent)
         found = _found(answer)
         is_gone = found is None or found.create_revision > expected
         return answer.get("succeeded", False) or (is_repeat and is_gone)
 
     async def _compared(
-        self, key: str, expected: int, write: Mapping[str, object]
+        self,
+        key: str,
+        expected: int,
+        write: Mapping[str, object],
+        also: Sequence[Mapping[str, object]] = (),
     ) -> tuple[dict[str, Any], bool]:
         """Write if the key has this revision, else read it; and tell whether it was sent before."""
         read = {"request_range": {"key": _coded(key)}}
-        body = {"compare": [_compare(key, expected)], "success": [write], "failure": [read]}
+        compare = [_revision_is(key, expected), *also]
+        body = {"compare": compare, "success": [write], "failure": [read]}
         return await self._gateway.call(_TXN, body)
 
     async def delete(self, key: str) -> bool:
@@ -257,7 +271,8 @@ def _span(prefix: str) -> dict[str, object]:
     return {"key": b64encode(start or b"\0").decode(), "range_end": b64encode(end).decode()}
 
 
-def _compare(key: str, revision: int) -> dict[str, object]:
+def _revision_is(key: str, revision: int) -> dict[str, object]:
+    """Return a condition: a key is at this revision; 0 says that there is none."""
     return {"target": "MOD", "key": _coded(key), "mod_revision": str(revision)}
 
 

@@ -23,6 +23,7 @@ from agentd.rpc.schemas import StopRequest, read_body
 from agentd.rpc.streams import Streams
 from agentd.services.events import EventLog
 from agentd_fleet import views
+from agentd_fleet.deleting import Deleter
 from agentd_fleet.kernels import FleetKernels, path_of, unknown_kernel
 from agentd_fleet.lists import Lists
 from agentd_fleet.metrics import CONTENT_TYPE, Counts, exposition
@@ -48,6 +49,7 @@ class Gateway:
         self._nodes = nodes
         self._placer = placer
         self._kernels = FleetKernels(store, state, nodes, placer)
+        self._deleter = Deleter(store, nodes, placer, self._kernels)
         self._lists = Lists(self._kernels, state)
         self._streams = Streams()
         self._events = EventLog()
@@ -113,7 +115,9 @@ class Gateway:
         if node.status is not NodeStatus.LOST:
             why = f"node {node.node_id} is {node.status.value}; only a lost one can be forgotten"
             raise InvalidRequest([Problem("node", why)])
-        await self._kernels.forget(node)
+        if not await self._store.forget(node):
+            why = f"node {node.node_id} has just come back; only a lost one can be forgotten"
+            raise InvalidRequest([Problem("node", why)])
         return web.Response(status=204)
 
     async def list_slot_types(self, _: web.Request) -> web.Response:
@@ -200,10 +204,9 @@ class Gateway:
     async def delete_kernel(self, request: web.Request) -> web.Response:
         """Stop a kernel if need be, and remove it."""
         caller, kernel_id = caller_of(request), request.match_info["kernel"]
-        place = await self._kernels.place(caller, kernel_id, request.query.get("node"))
         query = {k: v for k, v in request.query.items() if k != "node"}
-        path = path_of(kernel_id, query=query)
-        return self._raw(await self._kernels.ask(caller, place, "DELETE", path))
+        named = request.query.get("node")
+        return self._raw(await self._deleter.delete(caller, kernel_id, named, query))
 
     async def get_logs(self, request: web.Request) -> web.StreamResponse:
         """Stream what a kernel printed, byte for byte."""

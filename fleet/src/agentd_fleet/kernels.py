@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode
@@ -86,13 +86,11 @@ class FleetKernels:
         if kept is not None and not caller.sees(kept.route.agent_id):
             kept = None
         if node_id is not None:
-            is_there = kept is not None and kept.route.node_id == node_id
-            return Place(self.seen(caller, node_id), kept if is_there else None)
+            if kept is None or kept.route.node_id != node_id:
+                return Place(self.seen(caller, node_id), None)
+            return Place(self.node(node_id), kept)
         if kept is None:
-            raise UnknownKernel(
-                f"no kernel {kernel_id} was created through this fleet; one that was created at a"
-                " node is named with ?node=ID"
-            )
+            raise unknown(kernel_id)
         return Place(self.node(kept.route.node_id), kept)
 
     async def ask(
@@ -107,25 +105,33 @@ class FleetKernels:
         answer = await self._nodes.ask(
             place.node, caller, method, path, body=body, patience_s=patience_s
         )
-        is_gone = (answer.is_error and answer.error().code == "UnknownKernel") or (
-            method == "DELETE" and not answer.is_error
-        )
-        if is_gone and place.kept is not None and place.kept.route.progress is Progress.PLACED:
-            await self._store.drop(place.kept.route.kernel_id, place.kept.revision)
+        kept = place.kept
+        if is_unknown(answer) and kept is not None and kept.route.progress is Progress.PLACED:
+            await self._store.drop(kept.route.kernel_id, kept.revision)
         return answer
 
     async def lists(
         self, caller: Caller, nodes: Sequence[FleetNode], path: str, missing: list[str]
     ) -> AsyncIterator[tuple[FleetNode, list[dict[str, Any]]]]:
         """Yield the lists of nodes in their order; `missing` gains those that do not answer."""
-        for at in range(0, len(nodes), AT_ONCE):
-            some = nodes[at : at + AT_ONCE]
-            answers = await asyncio.gather(*(self._list(caller, node, path) for node in some))
-            for node, found in zip(some, answers, strict=True):
-                if found is None:
-                    missing.append(node.node_id)
-                else:
-                    yield node, found
+        turn = asyncio.Semaphore(AT_ONCE)
+
+        async def asked(node: FleetNode) -> list[dict[str, Any]] | None:
+            async with turn:
+                return await self._list(caller, node, path)
+
+        answers = await asyncio.gather(*map(asked, nodes))
+        for node, found in zip(nodes, answers, strict=True):
+            if found is None:
+                missing.append(node.node_id)
+            else:
+                yield node, found
+
+    async def list_of(
+        self, caller: Caller, node: FleetNode, query: Sequence[tuple[str, str]]
+    ) -> list[dict[str, Any]] | None:
+        """Return the kernels of one node; None: it does not answer."""
+        return await self._list(caller, node, f"/v1/kernels?{urlencode(query)}")
 
     async def _list(
         self, caller: Caller, node: FleetNode, path: str
@@ -146,23 +152,31 @@ class FleetKernels:
             return None
         return [{**row, "node_id": node.node_id} for row in rows]
 
-    async def routed_to(self, caller: Caller, nodes: Iterable[str]) -> dict[str, list[Route]]:
-        """Return the routes to some nodes, which cannot be asked, by node."""
-        found: dict[str, list[Route]] = {node_id: [] for node_id in nodes}
-        if found:
+    async def routed_to(
+        self, caller: Caller, nodes: Collection[str], past: tuple[str, str] = ("", "")
+    ) -> list[Route]:
+        """Return the routes to some nodes, which cannot be asked, in the order of node and id."""
+        found: list[Route] = []
+        if nodes:
             async for page in self._store.routes():
-                for kept in page:
-                    if kept.route.node_id in found and caller.sees(kept.route.agent_id):
-                        found[kept.route.node_id].append(kept.route)
-        return found
+                for route, _ in page:
+                    if route.node_id in nodes and caller.sees(route.agent_id):
+                        found.append(route)
+        ordered = sorted(found, key=lambda route: (route.node_id, route.kernel_id))
+        return [route for route in ordered if (route.node_id, route.kernel_id) > past]
 
-    async def forget(self, node: FleetNode) -> None:
-        """Drop a node and every route to it."""
-        async for page in self._store.routes():
-            for kept in page:
-                if kept.route.node_id == node.node_id:
-                    await self._store.drop(kept.route.kernel_id, kept.revision)
-        await self._store.forget(node)
+
+def unknown(kernel_id: str) -> UnknownKernel:
+    """Return the error of a kernel id that the fleet has no route for."""
+    return UnknownKernel(
+        f"no kernel {kernel_id} was created through this fleet; one that was created at a node is"
+        " named with ?node=ID"
+    )
+
+
+def is_unknown(answer: Answer) -> bool:
+    """Tell whether a node says that it has no such kernel."""
+    return answer.is_error and answer.error().code == "UnknownKernel"
 
 
 def unknown_kernel(route: Route) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable
 from typing import Any
 from urllib.parse import urlencode
 
@@ -9,17 +11,20 @@ from aiohttp import web
 from multidict import MultiMapping
 
 from agentd.core.access import Caller
-from agentd.errors import InvalidRequest, Problem
+from agentd.errors import InvalidRequest, Problem, UnknownNode
 from agentd.rpc.answers import answer
 from agentd.rpc.callers import caller_of
 from agentd.rpc.listing import read_labels, read_limit
 from agentd_fleet import views
 from agentd_fleet.kernels import FleetKernels, unknown_kernel
+from agentd_fleet.route import Route
 from agentd_fleet.state import FleetState
-from agentd_fleet.view import FleetNode, FleetView
+from agentd_fleet.view import FleetNode, FleetView, NodeStatus
 
 MISSING = "Fleet-Missing"
 MOST_NAMED = 50
+AHEAD = 8
+"""How many nodes are asked for one page at the same time."""
 
 
 class Lists:
@@ -38,13 +43,25 @@ class Lists:
         return self._kernels.seen(caller, node_id)
 
     def _nodes(self, caller: Caller, query: MultiMapping[str]) -> list[FleetNode]:
-        if named := query.getall("node", []):
-            return [self.node(caller, node_id) for node_id in dict.fromkeys(named)]
+        """Return the nodes that are named, or all that a caller sees.
+
+        Of a lost node it may not be known which agents it has: a caller sees it by its kernels.
+        """
         nodes = self._state.view.nodes
+        if named := query.getall("node", []):
+            ids = dict.fromkeys(named)
+            return [
+                nodes[node_id]
+                if node_id in nodes and _is_forgetful(nodes[node_id])
+                else self.node(caller, node_id)
+                for node_id in ids
+            ]
         return [
             nodes[node_id]
             for node_id in sorted(nodes)
-            if caller.agents is None or not caller.agents.isdisjoint(nodes[node_id].offers)
+            if caller.agents is None
+            or _is_forgetful(nodes[node_id])
+            or not caller.agents.isdisjoint(nodes[node_id].offers)
         ]
 
     async def devices(self, request: web.Request) -> web.Response:
@@ -54,7 +71,8 @@ class Lists:
         shown: list[dict[str, Any]] = []
         async for _, found in self._kernels.lists(caller, nodes, "/v1/devices", missing):
             shown += found
-        return answer(shown, headers=_missing(missing))
+        told = self._told(caller, missing, (), request.query)
+        return answer(shown, headers=_missing(told))
 
     async def kernels(self, request: web.Request) -> web.Response:
         """Answer with the kernels of nodes, in the order of the nodes and then of creation."""
@@ -72,10 +90,31 @@ class Lists:
         path = f"/v1/kernels?{urlencode(filters)}"
         async for _, found in self._kernels.lists(caller, nodes, path, missing):
             shown += found
-        if not filters:
-            for routes in (await self._kernels.routed_to(caller, missing)).values():
-                shown += [unknown_kernel(route) for route in routes]
-        return answer(shown, headers=_missing(missing))
+        routes = [] if filters else await self._kernels.routed_to(caller, frozenset(missing))
+        shown += map(unknown_kernel, routes)
+        return answer(shown, headers=_missing(self._told(caller, missing, routes, query)))
+
+    def _told(
+        self, caller: Caller, missing: list[str], routes: Iterable[Route], query: MultiMapping[str]
+    ) -> list[str]:
+        """Return the missing nodes that a caller may know of.
+
+        Raises:
+            UnknownNode: one that it may not was named.
+        """
+        seen = {route.node_id for route in routes}
+        named = query.getall("node", [])
+        told = []
+        for node_id in missing:
+            try:
+                self.node(caller, node_id)
+            except UnknownNode:
+                if node_id not in seen:
+                    if node_id in named:
+                        raise
+                    continue
+            told.append(node_id)
+        return told
 
     async def _page(
         self,
@@ -84,23 +123,45 @@ class Lists:
         filters: list[tuple[str, str]],
         limit: int,
     ) -> web.Response:
-        """Answer with at most `limit` kernels, one node after the other, and where to go on."""
+        """Answer with at most `limit` kernels, one node after the other, and where to go on.
+
+        A few nodes are asked at once, so that those that hang do so together; routes to what does
+        not answer are read once.
+        """
         caller, missing = caller_of(request), list[str]()
-        begin, after = request.query.get("after_node"), request.query.get("after")
+        begin, after = request.query.get("after_node", ""), request.query.get("after", "")
         shown: list[dict[str, Any]] = []
-        for node in nodes:
+        routes: list[Route] | None = None
+        for at in range(0, len(nodes), AHEAD):
+            some = nodes[at : at + AHEAD]
             asked = [*filters, ("limit", str(limit - len(shown)))]
-            if node.node_id == begin and after is not None:
-                asked.append(("after", after))
-            path = f"/v1/kernels?{urlencode(asked)}"
-            async for _, found in self._kernels.lists(caller, [node], path, missing):
-                shown += found
-            if node.node_id in missing and not filters:
-                past = after if node.node_id == begin and after is not None else ""
-                shown += (await self._unknown(caller, node, past))[: limit - len(shown)]
+            found = await asyncio.gather(
+                *(
+                    self._kernels.list_of(
+                        caller,
+                        node,
+                        [*asked, ("after", after)] if after and node.node_id == begin else asked,
+                    )
+                    for node in some
+                )
+            )
+            for node, rows in zip(some, found, strict=True):
+                if len(shown) >= limit:
+                    break
+                if rows is not None:
+                    shown += rows[: limit - len(shown)]
+                    continue
+                missing.append(node.node_id)
+                if filters:
+                    continue
+                if routes is None:
+                    left = frozenset(n.node_id for n in nodes)
+                    routes = await self._kernels.routed_to(caller, left, (begin, after))
+                mine = [route for route in routes if route.node_id == node.node_id]
+                shown += [unknown_kernel(route) for route in mine[: limit - len(shown)]]
             if len(shown) >= limit:
                 break
-        headers = _missing(missing)
+        headers = _missing(self._told(caller, missing, routes or (), request.query))
         if shown and len(shown) >= limit:
             last = shown[-1]
             url = request.rel_url.update_query(
@@ -108,11 +169,6 @@ class Lists:
             )
             headers["Link"] = f'<{url}>; rel="next"'
         return answer(shown, headers=headers)
-
-    async def _unknown(self, caller: Caller, node: FleetNode, past: str) -> list[dict[str, Any]]:
-        routes = (await self._kernels.routed_to(caller, [node.node_id]))[node.node_id]
-        found = sorted(routes, key=lambda route: route.kernel_id)
-        return [unknown_kernel(route) for route in found if route.kernel_id > past]
 
     def stats(self, view: FleetView, caller: Caller, query: MultiMapping[str]) -> views.StatsView:
         """Return the sums of slots, by node too."""
@@ -131,6 +187,11 @@ class Lists:
             and (part := view.statistics([node_id], agents=agents)) is not None
         }
         return {"revision": view.revision, "slots": views.uses_view(view, sums), "nodes": nodes}
+
+
+def _is_forgetful(node: FleetNode) -> bool:
+    """Tell whether a node is lost, and its agents are not known any more."""
+    return node.status is NodeStatus.LOST and not node.offers
 
 
 def _missing(nodes: list[str]) -> dict[str, str]:

@@ -61,7 +61,7 @@ def _fleet(view: FleetView, counts: Counts, *, is_live: bool) -> Iterator[Metric
     live.add_metric([], is_live)
     nodes = GaugeMetricFamily("agentd_fleet_nodes", "Nodes by state", labels=["state"])
     states = Counter(view.state_of(node_id) for node_id in view.nodes)
-    for state in ("ready", "daemon-down", "lost", "conflicting"):
+    for state in ("ready", "daemon-down", "lost", "conflicting", "newer-schema"):
         nodes.add_metric([state], states[state])
     creates = CounterMetricFamily(
         "agentd_fleet_creates", "Creates through this gateway by result", labels=["result"]

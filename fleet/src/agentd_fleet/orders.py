@@ -66,7 +66,7 @@ def order_of(
         agents = caller.agents if agents is None else agents & caller.agents
     kernel_id = request.kernel_id or f"k-{uuid.uuid4().hex[:12]}"
     content = request.model_dump(mode="json", exclude_unset=True, exclude={"placement", "slots"})
-    content |= {"kernel_id": kernel_id, "slots": {n: _text(v) for n, v in request.slots.items()}}
+    content |= {"kernel_id": kernel_id, "slots": dict(request.slots)}
     where = wanted.model_dump(mode="json", exclude_defaults=True)
     said = msgspec.json.encode([request.digest(""), where], order="deterministic")
     return Order(
@@ -80,11 +80,14 @@ def order_of(
             models=None if wanted.models is None else frozenset(wanted.models),
         ),
         policy=wanted.policy,
-        body=msgspec.json.encode(content),
+        body=msgspec.json.encode(content, enc_hook=_text),
         is_new=request.kernel_id is None,
         headers=headers or {},
     )
 
 
-def _text(amount: Any) -> Any:  # noqa: ANN401 - JSON
-    return amount.text if isinstance(amount, WrittenFloat) else amount
+def _text(amount: Any) -> str:  # noqa: ANN401 - JSON
+    """Return an amount as it was written, wherever in `slots` it stands."""
+    if isinstance(amount, WrittenFloat):
+        return amount.text
+    raise NotImplementedError(type(amount))

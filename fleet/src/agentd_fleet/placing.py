@@ -23,9 +23,9 @@ from msgspec.structs import replace
 from agentd.core.access import Caller
 from agentd.core.slots import ResourceSlots
 from agentd.errors import AgentdError, KernelConflict, NodeUnavailable
-from agentd_fleet.asking import Asker, OutcomeUnknown, Pace, now, path_of
+from agentd_fleet.asking import Asker, Overtaken, Pace, now, path_of
 from agentd_fleet.candidates import Candidate, Policy, asked, candidates
-from agentd_fleet.nodes import Answer, NeverAsked, Nodes
+from agentd_fleet.nodes import GATEWAY, Answer, NeverAsked, Nodes
 from agentd_fleet.orders import Order
 from agentd_fleet.refusals import refusal
 from agentd_fleet.route import Kept, Progress, Route, Store, StoreAway
@@ -34,6 +34,8 @@ from agentd_fleet.view import FleetView
 
 log = structlog.get_logger()
 
+LOOK_PATIENCE_S = 3.0
+"""How long a node may take to say what it would do, or whether it has a kernel."""
 TRIES = 8
 """At how many nodes a kernel is tried."""
 ELSEWHERE = frozenset(
@@ -68,7 +70,8 @@ class Placer:
         self._state = state
         self._nodes = nodes
         self._policy = policy
-        self._asker = Asker(store, state, nodes, pace or Pace())
+        self._pace = pace or Pace()
+        self._asker = Asker(store, state, nodes, self._pace)
         self._choice = random.Random()  # noqa: S311 - spreads load, hides nothing
         self._noting: dict[str, asyncio.Task[None]] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -89,12 +92,19 @@ class Placer:
         """
         request = self._asked_for(order, view)
         async with self.alone(order.kernel_id):
-            kept = None if order.is_new else await self._store.route(order.kernel_id)
-            while kept is not None:
-                if found := await self._again(caller, order, kept):
-                    return found
+            kept, end = None, now() + self._pace.insist_s
+            if not order.is_new:
                 kept = await self._store.route(order.kernel_id)
-            return await self._place(caller, order, view, request)
+            while True:
+                try:
+                    if kept is None:
+                        return await self._place(caller, order, view, request)
+                    if found := await self._again(caller, order, kept):
+                        return found
+                except Overtaken:
+                    if now() > end:
+                        raise
+                kept = await self._store.route(order.kernel_id)
 
     async def explain(self, caller: Caller, order: Order, view: FleetView) -> Placed:
         """Ask nodes what a create would be given, and change nothing.
@@ -138,7 +148,8 @@ class Placer:
             route, began = self._route(caller, order, candidate), now()
             written = await self._store.keep(route, revision)
             if written is None:  # another gateway was asked for the same kernel
-                raise await self._overtaken(caller, order)
+                why = "another gateway is at work on it"
+                raise Overtaken(order.kernel_id, candidate.node_id, why)
             revision = written
             self._state.debit(*candidate, request)
             try:
@@ -178,12 +189,6 @@ class Placer:
             created_by=caller.name,
         )
 
-    async def _overtaken(self, caller: Caller, order: Order) -> AgentdError:
-        kept = await self._store.route(order.kernel_id)
-        if kept is not None:
-            _refuse_other(caller, order, kept.route)
-        return OutcomeUnknown(order.kernel_id, "", "another gateway is at work on it")
-
     async def _looks(
         self, caller: Caller, order: Order, choices: Sequence[Candidate]
     ) -> list[Answer | NodeUnavailable]:
@@ -195,7 +200,9 @@ class Placer:
             if node is None:
                 return NodeUnavailable(f"node {candidate.node_id} is away")
             try:
-                return await self._nodes.ask(node, caller, "POST", path, body=order.body)
+                return await self._nodes.ask(
+                    node, caller, "POST", path, body=order.body, patience_s=LOOK_PATIENCE_S
+                )
             except NodeUnavailable as error:
                 return error
 
@@ -209,7 +216,10 @@ class Placer:
             AgentdError: the node's refusal, or it does not answer.
         """
         route = kept.route
-        _refuse_other(caller, order, route)
+        if why := _why_other(caller, order, route):
+            if await self._is_gone(kept):
+                return None
+            raise KernelConflict(why)
         if route.progress is Progress.PLACED:
             node = self._asker.known(route)
             answer = await self._nodes.ask(node, caller, "GET", f"/v1/kernels/{route.kernel_id}")
@@ -217,6 +227,8 @@ class Placer:
                 await self._store.drop(route.kernel_id, kept.revision)
                 return None
             return _found(answer, route)
+        if not await self._stands_still(kept):
+            return None
         mine, began = replace(route, owner=secrets.token_hex(8)), now()
         revision = await self._store.keep(mine, kept.revision)
         if revision is None:
@@ -225,6 +237,31 @@ class Placer:
         if not tried.answer.is_error:
             self._note_soon(tried.kept)
         return _found(tried.answer, route)
+
+    async def _stands_still(self, kept: Kept) -> bool:
+        """Wait a while for whoever may be at work on a route; False: it has changed meanwhile."""
+        end = now() + self._pace.join_s
+        while now() < end:
+            await asyncio.sleep(self._pace.again_s)
+            if await self._store.route(kept.route.kernel_id) != kept:
+                return False
+        return True
+
+    async def _is_gone(self, kept: Kept) -> bool:
+        """Tell whether a placed kernel is not at its node any more; then its id is free."""
+        route = kept.route
+        node = self._state.node(route.node_id)
+        if route.progress is not Progress.PLACED or node is None or not node.is_asked:
+            return False
+        path = f"/v1/kernels/{route.kernel_id}"
+        try:
+            answer = await self._nodes.ask(node, GATEWAY, "GET", path, patience_s=LOOK_PATIENCE_S)
+        except NodeUnavailable:
+            return False
+        if not answer.is_error or answer.error().code != "UnknownKernel":
+            return False
+        await self._store.drop(route.kernel_id, kept.revision)
+        return True
 
     def _note_soon(self, kept: Kept) -> None:
         """Write that a kernel is where its route leads, while the caller has its answer already.
@@ -240,9 +277,28 @@ class Placer:
         placed = replace(kept.route, progress=Progress.PLACED)
         async with self.alone(placed.kernel_id):
             try:
-                await self._store.keep(placed, kept.revision)
+                if await self._store.keep(placed, kept.revision) is None:
+                    await self._reconcile(placed)
             except AgentdError as error:
                 log.warning("fleet.not_noted", kernel_id=placed.kernel_id, reason=str(error))
+
+    async def _reconcile(self, placed: Route) -> None:
+        """See to a kernel whose route was taken over while its node was asked.
+
+        If the id was freed in the meantime, this kernel came after that and is the id's; if the id
+        is another node's by now, this one is too many.
+        """
+        kernel_id = placed.kernel_id
+        kept = await self._store.route(kernel_id)
+        if kept is None and await self._store.keep(placed, 0) is None:
+            kept = await self._store.route(kernel_id)
+        node = self._state.node(placed.node_id)
+        if kept is None or kept.route.node_id == placed.node_id or node is None:
+            return
+        path = f"/v1/kernels/{kernel_id}"
+        if not (await self._nodes.ask(node, GATEWAY, "GET", path)).is_error:
+            log.warning("fleet.kernel_too_many", kernel_id=kernel_id, node_id=placed.node_id)
+            await self._nodes.ask(node, GATEWAY, "DELETE", f"{path}?timeout=0")
 
     async def close(self) -> None:
         """Wait until all that was placed is noted."""
@@ -270,18 +326,16 @@ def _refusals(
     ]
 
 
-def _refuse_other(caller: Caller, order: Order, route: Route) -> None:
-    """Refuse an order for a kernel id that another order has.
+def _why_other(caller: Caller, order: Order, route: Route) -> str:
+    """Return why an order is refused whose kernel id another order has; empty if none has it.
 
-    Raises:
-        KernelConflict: it has; whoever may not see that kernel learns only that it is there.
+    Whoever may not see that kernel learns only that it is there.
     """
     if not caller.sees(route.agent_id):
-        raise KernelConflict(f"kernel {route.kernel_id} exists already")
+        return f"kernel {route.kernel_id} exists already"
     if route.request_hash != order.request_hash:
-        raise KernelConflict(
-            f"kernel {route.kernel_id} exists on node {route.node_id} with another request"
-        )
+        return f"kernel {route.kernel_id} exists on node {route.node_id} with another request"
+    return ""
 
 
 def _found(answer: Answer, route: Route) -> Placed:

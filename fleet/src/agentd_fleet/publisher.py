@@ -26,10 +26,10 @@ from agentd.client.aio import AsyncClient
 from agentd.errors import AgentdError
 from agentd.host.probe import boot_id
 from agentd.host.sd_notify import Notifier
-from agentd_fleet.etcd import Access, Etcd, LeaseGone
+from agentd_fleet.etcd import Access, Etcd, EtcdRefused, LeaseGone
 from agentd_fleet.keys import key_of, prefix_of
 from agentd_fleet.reading import NodeReader
-from agentd_fleet.report import NodeReport, Reading
+from agentd_fleet.report import KnownNode, NodeReport, Reading, first_seen
 
 log = structlog.get_logger()
 
@@ -73,6 +73,7 @@ class Publisher:
         self._lease = 0
         self._revision = 0
         self._said: tuple[bytes, bytes] = (b"", b"")
+        self._known = b""
         self._free_at = 0.0
         self._notifier = Notifier()
         self._quiet_until = 0.0
@@ -132,6 +133,7 @@ class Publisher:
         if revision is None:
             raise Taken(f"node {reading.node_id} was taken by another at the same moment")
         self._lease, self._revision, self._said = lease, revision, (value, b"")
+        self._known = b""
         log.info("join.joined", node_id=reading.node_id, fleet=self._options.fleet)
         self._notifier.status(f"node {reading.node_id} is in fleet {self._options.fleet}")
 
@@ -153,6 +155,7 @@ class Publisher:
             if revision is None:
                 raise Taken(f"node {reading.node_id} is published by another")
             self._revision, self._said = revision, (report, self._said[1])
+        await self._make_known(reading)
         if free != self._said[1]:
             loop = asyncio.get_running_loop()
             if (wait_s := self._free_at - loop.time()) > 0:
@@ -160,6 +163,24 @@ class Publisher:
                 return
             await self._etcd.put(self._key("free", reading), free, lease=self._lease)
             self._free_at, self._said = loop.time() + FREE_PAUSE_S, (report, free)
+
+    async def _make_known(self, reading: Reading) -> None:
+        """Have it stay known that this node is here, and by which slots, when its lease ends."""
+        what = msgspec.json.encode([self._options.url, reading.slot_types])
+        if what == self._known:
+            return
+        key = self._key("known", reading)
+        try:
+            before = await self._etcd.get(key)
+            known = KnownNode(
+                first_seen=first_seen(before.value if before is not None else None),
+                url=self._options.url,
+                slot_types=reading.slot_types,
+            )
+            await self._etcd.put(key, msgspec.json.encode(known))
+        except EtcdRefused as error:  # of a user who may not: the node is in the fleet all the same
+            log.warning("join.not_known", key=key, reason=str(error))
+        self._known = what
 
     def _report(self, reading: Reading) -> bytes:
         options = self._options

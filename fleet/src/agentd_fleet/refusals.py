@@ -14,11 +14,11 @@ from agentd.errors import (
     UnknownAgent,
     UnknownNode,
 )
-from agentd_fleet.candidates import MOST_NAMED, Constraints, Unfit, unfit
+from agentd_fleet.candidates import MOST_NAMED, NEWER, Constraints, Unfit, unfit
 from agentd_fleet.view import FleetView
 
 PASSING = frozenset(
-    {"lost", "daemon-down", "said NodeUnavailable", "said NotReady", "said Draining"}
+    {"lost", "daemon-down", NEWER, "said NodeUnavailable", "said NotReady", "said Draining"}
 )
 """Classes that say nothing of what there is."""
 

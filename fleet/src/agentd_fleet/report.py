@@ -11,6 +11,7 @@ import ipaddress
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -77,6 +78,46 @@ class FreeReport(msgspec.Struct, frozen=True):
     agents: dict[str, dict[str, str]] = {}
     allocated: dict[str, dict[str, str]] = {}
     node: dict[str, str] = {}
+
+
+class KnownNode(msgspec.Struct, frozen=True, kw_only=True):
+    """What stays of a node when its lease has ended, until it is forgotten."""
+
+    schema: int = SCHEMA
+    first_seen: str
+    url: str
+    slot_types: list[SlotTypeReport] = []
+
+    @classmethod
+    def of(cls, node: FleetNode) -> KnownNode:
+        """Return what is to stay of a node that has just been lost."""
+        types = [slot_type_report(slot) for slot in node.slot_types.values()]
+        seen = datetime.fromtimestamp(node.seen_at, UTC).isoformat()
+        return cls(first_seen=seen, url=node.url, slot_types=types)
+
+
+def first_seen(known: bytes | None) -> str:
+    """Return when a node was first seen by what stayed of it, which is now if nothing did."""
+    try:
+        if known is not None:
+            return msgspec.json.decode(known, type=KnownNode).first_seen
+    except UNREADABLE:
+        pass
+    return datetime.now(UTC).isoformat()
+
+
+def known_in(node_id: str, value: bytes) -> FleetNode:
+    """Return a lost node by what stayed of it; one that cannot be read is lost all the same."""
+    try:
+        if msgspec.json.decode(value, type=_Header).schema > SCHEMA:
+            return FleetNode(node_id, {}, {}, NodeStatus.LOST)
+        known = msgspec.json.decode(value, type=KnownNode)
+        types = _slot_types(tuple(known.slot_types))
+        return FleetNode(
+            node_id, types, {}, NodeStatus.LOST, known.url, remark=unreachable(known.url)
+        )
+    except UNREADABLE:
+        return FleetNode(node_id, {}, {}, NodeStatus.LOST)
 
 
 class _Header(msgspec.Struct, frozen=True):
@@ -196,7 +237,8 @@ def published_in(node_id: str, report: bytes, *, seen_at: float) -> Published:
         header = msgspec.json.decode(report, type=_Header)
         if header.schema > SCHEMA:
             why = f"schema {header.schema} is newer than this gateway's, {SCHEMA}"
-            return _listed(node_id, why, url=header.url, seen_at=seen_at)
+            listed = _listed(node_id, why, url=header.url, seen_at=seen_at)
+            return listed._replace(node=replace(listed.node, status=NodeStatus.NEWER))
         said = msgspec.json.decode(report, type=NodeReport)
         node = _node(node_id, said, seen_at)
         return Published(node, _slots(said.capacity, node.slot_types) if said.capacity else None)

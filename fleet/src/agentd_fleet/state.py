@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from dataclasses import replace
 
 from agentd.core.slots import BUILT_IN, ResourceSlots, SlotName, SlotType
@@ -69,6 +70,11 @@ class FleetState:
     def learn(self, slot: SlotType) -> None:
         """Know a slot type; the first definition that was noted stays."""
         self._view = self.view.with_slot_type(slot, self._next())
+
+    def know(self, slots: Sequence[SlotType]) -> None:
+        """Know these slot types and no others, but for what every node has."""
+        known = {slot.name: slot for slot in reversed((*BUILT_IN, *slots))}
+        self._view = self.view.with_slot_types(known, self._next())
 
     def unlearn(self, name: SlotName) -> None:
         """Forget a slot type that no node offers; one that some do stays for as long as they do."""

@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import msgspec.structs
 import structlog
 
 from agentd.client.aio import AsyncClient
+from agentd.core.names import is_name
 from agentd.core.slots import SlotName, SlotType
 from agentd.errors import StateUnavailable
 from agentd_fleet.reading import NodeReader
 from agentd_fleet.report import (
+    KnownNode,
     Reading,
     SlotTypeReport,
+    first_seen,
+    known_in,
     published_in,
     slot_type_in,
     slot_type_report,
     with_free,
 )
-from agentd_fleet.route import Kept, Route
+from agentd_fleet.route import Kept, Route, RouteUnreadable, read_route
 from agentd_fleet.state import FleetState
 from agentd_fleet.view import FleetNode
 
@@ -42,6 +48,7 @@ PRAGMA journal_mode = WAL;
 PRAGMA synchronous = FULL;
 CREATE TABLE IF NOT EXISTS routes (kernel_id TEXT PRIMARY KEY, value BLOB, revision INTEGER);
 CREATE TABLE IF NOT EXISTS slot_types (place INTEGER PRIMARY KEY, name TEXT UNIQUE, value BLOB);
+CREATE TABLE IF NOT EXISTS known (node_id TEXT PRIMARY KEY, value BLOB);
 CREATE TABLE IF NOT EXISTS revisions (last INTEGER);
 INSERT INTO revisions SELECT 0 WHERE NOT EXISTS (SELECT * FROM revisions);
 """
@@ -57,13 +64,15 @@ class SqliteStore:
         self._nodes = nodes
         self._state = state
         self._address: dict[str, str] = {}
+        self._known: dict[str, bytes] = {}
+        self._unreadable: set[tuple[str, int]] = set()
         self._unheard = {address for address, _ in nodes}
         self._until = time.monotonic() + FIRST_WORD_S
         self._thread = ThreadPoolExecutor(1, "routes")
         self._base: sqlite3.Connection | None = None
 
     async def open(self) -> None:
-        """Open the file, and know the slot types that it remembers.
+        """Open the file, and know the slot types and the nodes that it remembers.
 
         Raises:
             StateUnavailable: it cannot be used.
@@ -71,7 +80,19 @@ class SqliteStore:
         await self._do(self._opened)
         query = "SELECT value FROM slot_types ORDER BY place"
         for (value,) in await self._do(lambda: self._rows(query)):
-            self._state.learn(slot_type_in(msgspec.json.decode(value, type=SlotTypeReport)))
+            try:
+                slot = slot_type_in(msgspec.json.decode(value, type=SlotTypeReport))
+            except (msgspec.MsgspecError, ValueError, TypeError) as error:
+                log.warning("fleet.slot_type_unreadable", reason=str(error))
+            else:
+                self._state.learn(slot)
+        for node_id, value in await self._do(
+            lambda: self._rows("SELECT node_id, value FROM known")
+        ):
+            if is_name(node_id):
+                self._known[node_id] = _bytes(value)
+                node = known_in(node_id, self._known[node_id])
+                self._state.note(dataclasses.replace(node, seen_at=time.time()))
 
     async def close(self) -> None:
         """Close the file."""
@@ -87,13 +108,17 @@ class SqliteStore:
     async def route(self, kernel_id: str) -> Kept | None:
         query = "SELECT value, revision FROM routes WHERE kernel_id = ?"
         row = await self._do(lambda: self._sql(query, kernel_id).fetchone())
-        return None if row is None else _kept(*row)
+        return None if row is None else read_route(kernel_id, _bytes(row[0]), row[1])
 
     async def keep(self, route: Route, expected: int) -> int | None:
-        return await self._do(lambda: self._swapped(route, expected))
+        value = msgspec.json.encode(route)
+        return await self._do(lambda: self._swapped(route.kernel_id, value, expected))
 
-    def _swapped(self, route: Route, expected: int) -> int | None:
-        value, kernel_id = msgspec.json.encode(route), route.kernel_id
+    async def rewrite(self, unread: RouteUnreadable) -> int | None:
+        work = partial(self._swapped, unread.kernel_id, unread.value, unread.revision)
+        return await self._do(work)
+
+    def _swapped(self, kernel_id: str, value: bytes, expected: int) -> int | None:
         (revision,) = self._sql("UPDATE revisions SET last = last + 1 RETURNING last").fetchone()
         if expected:
             query = "UPDATE routes SET value = ?, revision = ? WHERE kernel_id = ? AND revision = ?"
@@ -113,8 +138,17 @@ class SqliteStore:
         )
         after = ""
         while rows := await self._do(partial(self._rows, query, after, PAGE)):
-            yield [_kept(value, revision) for _, value, revision in rows]
+            yield [kept for row in rows if (kept := self._read(*row)) is not None]
             after = rows[-1][0]
+
+    def _read(self, kernel_id: str, value: object, revision: int) -> Kept | None:
+        try:
+            return read_route(kernel_id, _bytes(value), revision)
+        except RouteUnreadable as error:
+            if (what := (kernel_id, revision)) not in self._unreadable:
+                self._unreadable.add(what)
+                log.warning("fleet.route_unreadable", key=kernel_id, reason=str(error))
+            return None
 
     def _rows(self, query: str, *values: object) -> list[Any]:
         return self._sql(query, *values).fetchall()
@@ -135,9 +169,24 @@ class SqliteStore:
         await self._do(lambda: self._sql("DELETE FROM slot_types WHERE name = ?", name))
         self._state.unlearn(name)
 
-    async def forget(self, node: FleetNode) -> None:
-        self._address.pop(node.node_id, None)
+    async def forget(self, node: FleetNode) -> bool:
+        if self._address.get(node.node_id) is not None:
+            return False
+        await self._do(lambda: self._forgot(node.node_id, list(self._leading_to(node.node_id))))
+        self._known.pop(node.node_id, None)
         self._state.forget(node.node_id)
+        return True
+
+    def _leading_to(self, node_id: str) -> Iterator[str]:
+        for row in self._rows("SELECT kernel_id, value, revision FROM routes"):
+            kept = self._read(*row)
+            if kept is not None and kept.route.node_id == node_id:
+                yield kept.route.kernel_id
+
+    def _forgot(self, node_id: str, routes: Sequence[str]) -> None:
+        self._sql("DELETE FROM known WHERE node_id = ?", node_id)
+        for kernel_id in routes:
+            self._sql("DELETE FROM routes WHERE kernel_id = ?", kernel_id)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -165,6 +214,16 @@ class SqliteStore:
         if new := self._state.learned(node):
             await self._learn(new)
         self._state.note(node)
+        await self._make_known(node)
+
+    async def _make_known(self, node: FleetNode) -> None:
+        before = self._known.get(node.node_id)
+        seen = first_seen(before)
+        value = msgspec.json.encode(msgspec.structs.replace(KnownNode.of(node), first_seen=seen))
+        if value != before:
+            query = "INSERT OR REPLACE INTO known VALUES (?, ?)"
+            await self._do(lambda: self._sql(query, node.node_id, value))
+            self._known[node.node_id] = value
 
     def _opened(self) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -189,5 +248,6 @@ class SqliteStore:
             raise StateUnavailable(f"{self._file}: {error}") from None
 
 
-def _kept(value: bytes, revision: int) -> Kept:
-    return Kept(msgspec.json.decode(value, type=Route), revision)
+def _bytes(value: object) -> bytes:
+    """Return what stands in a column, in which anybody may have written anything."""
+    return value if isinstance(value, bytes) else str(value).encode()

@@ -28,6 +28,8 @@ class NodeStatus(StrEnum):
     READY = "ready"
     DAEMON_DOWN = "daemon-down"
     LOST = "lost"
+    NEWER = "newer-schema"
+    """What it says of itself cannot be read by this gateway, so nothing is placed there."""
 
 
 NOTHING = ResourceSlots()
@@ -88,6 +90,11 @@ class FleetNode:
         if self.whole is not None and other.whole is not None:
             pairs.append((self.whole, other.whole))
         return set().union(*(was.differing(now) for was, now in pairs if was is not now))
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the node is heard of and can be called."""
+        return self.status is NodeStatus.READY and bool(self.url) and not self.remark
 
     def has(self, labels: Mapping[str, str]) -> bool:
         """Tell whether the node has all of these labels."""
@@ -241,14 +248,20 @@ class FleetView:
             return self.changed((), revision=revision)
         return replace(self, slot_types={**self.slot_types, slot.name: slot}, revision=revision)
 
+    def with_slot_types(self, slots: Mapping[SlotName, SlotType], revision: int) -> FleetView:
+        """Return the view in which these slot types are known, and no others."""
+        if dict(slots) == dict(self.slot_types):
+            return self.changed((), revision=revision)
+        return replace(self, slot_types=dict(slots), revision=revision)
+
     def without_slot_type(self, name: SlotName, revision: int) -> FleetView:
         """Return the view in which a slot type is forgotten.
 
         Raises:
-            ValueError: a node that is not lost offers it; the message names some.
+            ValueError: a node offers it, or did before it was lost; the message names some.
         """
-        heard = [node for node in self.nodes.values() if node.status is not NodeStatus.LOST]
-        if offering := sorted(node.node_id for node in heard if name in node.slot_types):
+        nodes = self.nodes.values()
+        if offering := sorted(node.node_id for node in nodes if name in node.slot_types):
             shown = ", ".join(offering[:5])
             raise ValueError(f"{name} is offered by {len(offering)} nodes ({shown})")
         kept = {known: slot for known, slot in self.slot_types.items() if known != name}

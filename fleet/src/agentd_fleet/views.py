@@ -61,7 +61,7 @@ class FleetNodeView(TypedDict):
     """A node as it was heard of last; `reason` says why nothing is placed on it."""
 
     id: str
-    state: Literal["ready", "daemon-down", "lost", "conflicting"]
+    state: Literal["ready", "daemon-down", "lost", "conflicting", "newer-schema"]
     url: str
     labels: dict[str, str]
     agents: dict[str, dict[str, SlotUseView]]

@@ -46,6 +46,7 @@ STATUSES = {
     "Draining": 503,
     "NodeUnavailable": 503,
     "FleetStoreUnavailable": 503,
+    "RouteUnreadable": 503,
     "FleetStoreRefused": 502,
 }
 CREATE_CODES = frozenset(

@@ -178,6 +178,7 @@ class Proxy:
         self._tasks: set[asyncio.Task[None]] = set()
         self.endpoint = ""
         self.swallowed = 0
+        self.is_cut = False
         self.loses: bytes | None = None
         """The next answer to a request for this path is lost, with its connection."""
 
@@ -188,11 +189,23 @@ class Proxy:
     async def stop(self) -> None:
         if self._server is not None:
             self._server.close()
+        await self.cut()
+
+    async def cut(self) -> None:
+        """Drop all connections, and take none until it is mended."""
+        self.is_cut = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    def mend(self) -> None:
+        """Take connections again."""
+        self.is_cut = False
+
     def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.is_cut:
+            writer.transport.abort()
+            return
         task = asyncio.get_running_loop().create_task(self._served(reader, writer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 
 from agentd_fleet.etcd import Access, Etcd
-from daemon import AGENTS, Answer, Daemon, Process, gpus
+from daemon import AGENTS, BASE, Answer, Daemon, Process, gpus
 from end_to_end.fleet.etcd_server import EtcdServers
 from fork_server import spawn
 
@@ -26,7 +26,10 @@ PLUGINS = {
     "tpu": gpus(4, table="tpu"),
     "shares": gpus(2, mode="shares"),
     "none": "",
+    "pruned": "",
 }
+FEW_ENDED = BASE.replace("[rpc]", "keep-ended = 2\n[rpc]")
+"""Of nodes of kind `pruned`."""
 
 
 class Program:
@@ -156,7 +159,7 @@ class Pool:
         folder.mkdir()
         daemon = Daemon(folder, "process")
         daemon.node = f"n-{self.folder.name.removeprefix('agentd-')}-{folder.name}"
-        daemon.configure(AGENTS + PLUGINS[kind])
+        daemon.configure(AGENTS + PLUGINS[kind], FEW_ENDED if kind == "pruned" else BASE)
         await daemon.start()
         return daemon
 

@@ -196,7 +196,7 @@ async def test_what_newer_and_broken_nodes_say_is_listed_and_harms_nobody(world:
             await etcd.put(f"/agentd/main/nodes/{name}", msgspec.json.encode(report))
         await etcd.put("/agentd/main/nodes/text", b"\xff no JSON")
         await etcd.put("/agentd/main/free/more", msgspec.json.encode({"agents": agents}))
-        await gateway.until({"newer": "ready", "text": "ready", "other": "conflicting"})
+        await gateway.until({"newer": "newer-schema", "text": "ready", "other": "conflicting"})
         nodes = {node["id"]: node for node in await gateway.get("/v1/nodes")}
         assert nodes["newer"]["reason"] == "schema 2 is newer than this gateway's, 1"
         assert "cannot be read" in nodes["broken"]["reason"]

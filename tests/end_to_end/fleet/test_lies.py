@@ -18,7 +18,7 @@ from agentd_fleet.etcd import Access, Etcd
 from agentd_fleet.nodes import GATEWAY, AnswerLost, Nodes
 from agentd_fleet.placing import Placer
 from agentd_fleet.report import unreachable
-from agentd_fleet.route import BadRoute
+from agentd_fleet.route import RouteUnreadable
 from agentd_fleet.state import FleetState
 from agentd_fleet.store_etcd import EtcdStore
 from agentd_fleet.sweep import Sweep
@@ -29,7 +29,7 @@ SAID = {"schema": 1, "install_id": "i", "boot_id": "b", "version": "9"}
 AGENTS = {"agent-1": {"cpu": "8", "mem": "1000000000"}}
 TYPES = [{"name": "cpu", "kind": "count", "quantum": "1"}, {"name": "mem", "kind": "bytes",
          "quantum": "1"}]  # fmt: skip
-PACE = Pace(insist_s=0.2, again_s=0.05, sweep_s=0.1, settled_s=0.2)
+PACE = Pace(insist_s=0.2, again_s=0.05, sweep_s=0.1, settled_s=0.2, join_s=0.1)
 
 
 class Liar:
@@ -154,7 +154,7 @@ async def test_what_is_not_a_name_is_no_node_and_no_route(world: World, liar: Li
         for changes in ({"node_id": "../x"}, {"agent_id": "a/b"}, {"kernel_id": "k2"}):
             value = {**route, "kernel_id": "k1", **changes}
             await etcd.put("/agentd/main/routes/k1", msgspec.json.encode(value))
-            with pytest.raises(BadRoute):
+            with pytest.raises(RouteUnreadable):
                 await store.route("k1")
         for kernel_id in ("../nodes/liar", "", ".."):
             with pytest.raises(ValueError, match="invalid name"):

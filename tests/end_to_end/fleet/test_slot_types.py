@@ -108,7 +108,11 @@ async def test_forgotten_slot_type_is_written_again_when_offered(servers: EtcdSe
         await until_known(state, 1, TYPES + 2)
         await etcd.delete("/agentd/main/nodes/n0")
         async with asyncio.timeout(20):
-            while state.view.nodes["n0"].status != "lost":
+            while await etcd.get("/agentd/main/known/n0") is None:
+                await asyncio.sleep(0.02)
+        await etcd.delete("/agentd/main/known/n0")
+        async with asyncio.timeout(20):
+            while "n0" in state.view.nodes:
                 await asyncio.sleep(0.02)
         await etcd.delete("/agentd/main/slot-types/rare0.unit")
         async with asyncio.timeout(20):

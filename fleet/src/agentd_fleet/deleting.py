@@ -1,0 +1,115 @@
+"""Removing a kernel at its node, by which its id is free at every gateway.
+
+The route is written before the node is asked: what cannot be noted is not done, and nobody places
+by that route meanwhile.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
+from agentd.core.access import Caller
+from agentd_fleet.kernels import FleetKernels, is_unknown, path_of, unknown
+from agentd_fleet.nodes import CREATE_PATIENCE_S, Answer, Nodes
+from agentd_fleet.placing import Placer
+from agentd_fleet.route import Kept, Progress, RouteUnreadable, Store
+from agentd_fleet.view import FleetNode
+
+
+class Deleter:
+    """Removes kernels of any node."""
+
+    def __init__(self, store: Store, nodes: Nodes, placer: Placer, kernels: FleetKernels) -> None:
+        self._store = store
+        self._nodes = nodes
+        self._placer = placer
+        self._kernels = kernels
+
+    async def delete(
+        self, caller: Caller, kernel_id: str, node_id: str | None, query: Mapping[str, str]
+    ) -> Answer:
+        """Remove a kernel, of the node that is named or else of its route's.
+
+        Raises:
+            Unavailable: the store cannot be read or written, and the node was not asked; or the
+                node does not answer.
+            UnknownKernel: there is no route, and no node is named.
+        """
+        path = path_of(kernel_id, query=query)
+        await self._placer.noted(kernel_id)
+        while True:
+            try:
+                return await self._by_route(caller, kernel_id, node_id, path)
+            except RouteUnreadable as unread:
+                if node_id is None:
+                    raise
+                node = self._kernels.seen(caller, node_id)
+                if (answer := await self._by_name(caller, unread, node, path)) is not None:
+                    return answer
+
+    async def _by_route(
+        self, caller: Caller, kernel_id: str, node_id: str | None, path: str
+    ) -> Answer:
+        given: Answer | None = None
+        while True:
+            kept = await self._store.route(kernel_id)
+            if kept is not None and not caller.sees(kept.route.agent_id):
+                kept = None
+            if given is not None and (kept is None or kept.route.progress is Progress.PLACING):
+                return given  # the id was free, and may be in use again
+            if kept is None or node_id not in (None, kept.route.node_id):
+                if node_id is None:
+                    raise unknown(kernel_id)
+                return await self._asked(self._kernels.seen(caller, node_id), caller, path)
+            answer, is_settled = await self._once(caller, kept, path)
+            given = given or answer
+            if is_settled and given is not None:
+                return given
+
+    async def _once(self, caller: Caller, kept: Kept, path: str) -> tuple[Answer | None, bool]:
+        """Return what the node says, None if it was not asked, and whether nothing is left to do.
+
+        A kernel that is being placed is looked for first: if its node has none, a request for it
+        may be on its way, and the sweep settles that.
+        """
+        node = self._kernels.node(kept.route.node_id)
+        mine = await self._taken(kept, kept.route.progress)
+        if mine is not None and mine.route.progress is Progress.PLACING:
+            kernel = path_of(mine.route.kernel_id)
+            found = await self._nodes.ask(node, caller, "GET", kernel)
+            if found.is_error:
+                return found, True
+            mine = await self._taken(mine, Progress.PLACED)
+        if mine is None:
+            return None, False
+        answer = await self._asked(node, caller, path)
+        if answer.is_error and not is_unknown(answer):
+            return answer, True
+        return answer, await self._store.drop(mine.route.kernel_id, mine.revision)
+
+    async def _by_name(
+        self, caller: Caller, unread: RouteUnreadable, node: FleetNode, path: str
+    ) -> Answer | None:
+        """Remove a kernel whose route cannot be read; None: the route is another one by now.
+
+        What a newer gateway wrote is left to it.
+        """
+        if (revision := await self._store.rewrite(unread)) is None:
+            return None
+        answer = await self._asked(node, caller, path)
+        is_its = unread.node_id in ("", node.node_id) and not unread.is_newer
+        if is_its and not answer.is_error:
+            await self._store.drop(unread.kernel_id, revision)
+        return answer
+
+    async def _asked(self, node: FleetNode, caller: Caller, path: str) -> Answer:
+        return await self._nodes.ask(node, caller, "DELETE", path, patience_s=CREATE_PATIENCE_S)
+
+    async def _taken(self, kept: Kept, progress: Progress) -> Kept | None:
+        """Take a route over; None: it has changed."""
+        mine = replace(kept.route, owner=secrets.token_hex(8), progress=progress)
+        revision = await self._store.keep(mine, kept.revision)
+        return None if revision is None else Kept(mine, revision)

@@ -1,0 +1,297 @@
+"""Gateways over a simulated store and nodes, on a clock that goes on by itself when all wait.
+
+Every step of the store, the nodes and the network takes a time by chance, so that a seed is one
+interleaving. The gateways' parts are the real ones.
+"""
+
+import asyncio
+import json
+import random
+import selectors
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from agentd.core.access import Caller, Role
+from agentd.core.slots import BUILT_IN, ONE, ResourceSlots, SlotName, SlotType
+from agentd.errors import AgentdError
+from agentd_fleet import asking, placing
+from agentd_fleet.deleting import Deleter
+from agentd_fleet.kernels import FleetKernels
+from agentd_fleet.nodes import Answer, AnswerLost
+from agentd_fleet.orders import FleetKernelRequest, order_of
+from agentd_fleet.placing import Placer
+from agentd_fleet.route import Kept, Route, RouteUnreadable, StoreAway, read_route
+from agentd_fleet.state import FleetState
+from agentd_fleet.sweep import Sweep
+from agentd_fleet.view import FleetNode, NodeStatus, Offer
+
+ADMIN = Caller("somebody", Role.ADMIN)
+NODES = ("n1", "n2")
+
+
+class _Clock(selectors.DefaultSelector):
+    """Where nothing is ready, the time until the next timer has gone by at once."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        ready = super().select(0)
+        if not ready:
+            assert timeout is not None, "all wait for what never comes"
+            self.now += timeout
+        return ready
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time does not wait."""
+
+    def __init__(self) -> None:
+        self.clock = _Clock()
+        super().__init__(self.clock)
+
+    def time(self) -> float:
+        return self.clock.now
+
+
+class SimulatedStore:
+    """`route.Store`, in memory: each call takes effect at one instant between its two ends."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.rows: dict[str, tuple[bytes, int]] = {}
+        self.is_full = False
+        self._revision = 0
+
+    async def _pass(self) -> None:
+        await asyncio.sleep(self.rng.expovariate(200))
+
+    def why_not_live(self) -> str:
+        return ""
+
+    async def route(self, kernel_id: str) -> Kept | None:
+        await self._pass()
+        found = self.rows.get(kernel_id)
+        await self._pass()
+        return None if found is None else read_route(kernel_id, *found)
+
+    async def keep(self, route: Route, expected: int) -> int | None:
+        return await self._put(route.kernel_id, msgspec.json.encode(route), expected)
+
+    async def rewrite(self, unread: RouteUnreadable) -> int | None:
+        return await self._put(unread.kernel_id, unread.value, unread.revision)
+
+    async def _put(self, kernel_id: str, value: bytes, expected: int) -> int | None:
+        await self._pass()
+        if self.is_full:
+            raise StoreAway("no space")
+        written = None
+        if self.rows.get(kernel_id, (b"", 0))[1] == expected:
+            self._revision += 1
+            self.rows[kernel_id] = value, self._revision
+            written = self._revision
+        await self._pass()
+        return written
+
+    async def drop(self, kernel_id: str, expected: int) -> bool:
+        await self._pass()
+        is_it = self.rows.get(kernel_id, (b"", 0))[1] == expected
+        if is_it:
+            del self.rows[kernel_id]
+        await self._pass()
+        return is_it
+
+    async def routes(self) -> AsyncIterator[list[Kept]]:
+        await self._pass()
+        rows = dict(self.rows)
+        await self._pass()
+        kept = []
+        for name, row in rows.items():
+            with suppress(RouteUnreadable):
+                kept.append(read_route(name, *row))
+        yield kept
+
+    async def learn(self, slot: SlotType) -> None:
+        raise NotImplementedError(slot)
+
+    async def unlearn(self, name: SlotName) -> None:
+        raise NotImplementedError(name)
+
+    async def forget(self, node: FleetNode) -> bool:
+        raise NotImplementedError(node)
+
+    async def run(self) -> None:
+        raise NotImplementedError
+
+
+class SimulatedNodes:
+    """What `nodes.Nodes` does, to nodes in memory that may be full, frozen, or lose answers."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.kernels: dict[str, dict[str, str]] = {name: {} for name in NODES}
+        self.room = dict.fromkeys(NODES, 100)
+        self.frozen: set[str] = set()
+        self.losing = 0.0
+        self.asked: list[tuple[str, str, str]] = []
+
+    async def ask(
+        self,
+        node: FleetNode,
+        caller: Caller,
+        method: str,
+        path: str,
+        *,
+        body: bytes | None = None,
+        headers: Any = None,
+        patience_s: float = 30.0,
+    ) -> Answer:
+        del caller, headers
+        try:
+            async with asyncio.timeout(patience_s):
+                await asyncio.sleep(self.rng.expovariate(100))
+                while node.node_id in self.frozen:
+                    await asyncio.sleep(0.1)
+                self.asked.append((node.node_id, method, path))
+                answer = self._answered(node.node_id, method, path, body)
+                await asyncio.sleep(self.rng.expovariate(100))
+        except TimeoutError:
+            raise AnswerLost(f"{node.node_id} does not answer") from None
+        if self.rng.random() < self.losing:
+            raise AnswerLost(f"{node.node_id}: the answer is lost")
+        return answer
+
+    def _answered(self, node: str, method: str, path: str, body: bytes | None) -> Answer:
+        kernels = self.kernels[node]
+        if method == "POST":
+            return self._created(node, json.loads(body or b"{}")["kernel_id"], path)
+        if path == "/v1/kernels":
+            return _said([{"kernel_id": name, "state": s} for name, s in kernels.items()], 200)
+        name = path.rpartition("/")[2].partition("?")[0]
+        if name not in kernels:
+            return _refusal("UnknownKernel", 404)
+        if method == "DELETE":
+            del kernels[name]
+            return Answer(204, {}, b"")
+        return _said({"kernel_id": name, "state": kernels[name]}, 200)
+
+    def _created(self, node: str, name: str, path: str) -> Answer:
+        kernels, is_dry = self.kernels[node], "dry_run" in path
+        is_there = name in kernels
+        if not is_there and self.room[node] <= len(kernels):
+            return _refusal("InsufficientResource", 409)
+        if not is_dry:
+            kernels[name] = "running"
+        return _said({"kernel_id": name}, 200 if is_there or is_dry else 201)
+
+    def freeze(self, node: str, seconds: float) -> None:
+        """Have a node answer nothing for so long."""
+        self.frozen.add(node)
+        asyncio.get_running_loop().call_later(seconds, self.frozen.discard, node)
+
+    def prune(self, kernel_id: str) -> None:
+        """Forget a kernel, as `keep-ended` does."""
+        for kernels in self.kernels.values():
+            kernels.pop(kernel_id, None)
+
+
+def _said(content: Any, status: int) -> Answer:
+    return Answer(status, {}, json.dumps(content).encode())
+
+
+def _refusal(code: str, status: int) -> Answer:
+    facts = {"slot": "cpu", "requested": "1", "free": "0", "explain": []}
+    return _said({"code": code, "status": status, "detail": "so", **facts}, status)
+
+
+class SimulatedGateway:
+    """The parts of one gateway that change routes."""
+
+    def __init__(self, store: SimulatedStore, nodes: Any, pace: asking.Pace) -> None:
+        self.store = store
+        self.state = FleetState()
+        amounts = ResourceSlots({slot.name: 100 * ONE for slot in BUILT_IN})
+        types = {slot.name: slot for slot in BUILT_IN}
+        for name in NODES:
+            offers = {"main": Offer(amounts, amounts)}
+            self.state.note(FleetNode(name, types, offers, NodeStatus.READY, "unix:/there"))
+        self.placer = Placer(store, self.state, nodes, pace=pace)
+        self.placer._choice = nodes.rng
+        kernels = FleetKernels(store, self.state, nodes, self.placer)
+        self.deleter = Deleter(store, nodes, self.placer, kernels)
+        self.sweep = Sweep(store, self.state, nodes, self.placer, pace)
+
+    async def create(self, kernel_id: str, command: str = "x") -> tuple[int, str]:
+        """Return the status and the node, or 0 and the code of the error."""
+        content = {"kernel_id": kernel_id, "command": [command], "slots": {"cpu": 1}}
+        order = order_of(FleetKernelRequest.model_validate(content), ADMIN)
+        try:
+            placed = await self.placer.create(ADMIN, order, self.state.view)
+        except AgentdError as error:
+            return 0, error.code
+        return placed.answer.status, placed.node_id
+
+    async def delete(self, kernel_id: str, node: str | None = None) -> tuple[int, str]:
+        """Return the status, or 0 and the code of the error."""
+        try:
+            answer = await self.deleter.delete(ADMIN, kernel_id, node, {})
+        except AgentdError as error:
+            return 0, error.code
+        return answer.status, ""
+
+
+class Fleet:
+    """Two gateways, two nodes and a store under one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.store = SimulatedStore(self.rng)
+        self.nodes = SimulatedNodes(self.rng)
+        self.pace = asking.Pace()
+        self.one, self.other = (
+            SimulatedGateway(self.store, self.nodes, self.pace) for _ in range(2)
+        )
+
+    @property
+    def gateways(self) -> tuple[SimulatedGateway, SimulatedGateway]:
+        return self.one, self.other
+
+    async def sometime(self, work: Coroutine[Any, Any, Any], within_s: float = 0.05) -> Any:
+        """Do something after a while that chance draws."""
+        await asyncio.sleep(self.rng.uniform(0, within_s))
+        return await work
+
+    async def rest(self, seconds: float = 180.0) -> None:
+        """Have both gateways sweep for so long."""
+        sweeps = [asyncio.create_task(gateway.sweep.run()) for gateway in self.gateways]
+        await asyncio.sleep(seconds)
+        for sweep in sweeps:
+            sweep.cancel()
+        await asyncio.gather(*sweeps, return_exceptions=True)
+
+    def untrue(self) -> list[str]:
+        """Return what the oracle finds: routes without kernels, and ids on two nodes."""
+        held = {name: [n for n in NODES if name in self.nodes.kernels[n]] for n in NODES
+                for name in self.nodes.kernels[n]}  # fmt: skip
+        found = [f"{name} is on {nodes}" for name, nodes in held.items() if len(nodes) > 1]
+        for name, row in self.store.rows.items():
+            kept = read_route(name, *row)
+            if name not in self.nodes.kernels[kept.route.node_id]:
+                found.append(f"{name} is routed to {kept.route.node_id}, which has none")
+        return found + [f"{name} has no route" for name in held if name not in self.store.rows]
+
+
+def run(seed: int, story: Callable[[Fleet], Coroutine[Any, Any, None]], monkeypatch: Any) -> None:
+    """Tell a story under a seed, in its own time."""
+    loop = VirtualLoop()
+    random.seed(seed)
+    monkeypatch.setattr(asking, "now", loop.time)
+    monkeypatch.setattr(placing, "now", loop.time)
+
+    async def told() -> None:
+        await story(Fleet(seed))
+
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(told())
