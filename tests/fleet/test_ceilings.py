@@ -4,8 +4,6 @@ Times, at 10,000 nodes too, are measured in `benchmarks/fleet_scale.py`.
 """
 
 import random
-import sys
-from collections.abc import Callable
 
 import pytest
 
@@ -13,27 +11,12 @@ from agentd.core.slots import ONE, ResourceSlots
 from agentd_fleet.report import published_in, slot_type_in, with_free
 from agentd_fleet.view import FleetView
 from fleet_reports import free_report, node_report, slot_types
+from python_calls import calls_of
 
 NODES, UPDATES = 400, 40
 MOST_CALLS = {7: 640, 47: 1050}
 """Of one update, by number of slot types: the report is read, and the view follows."""
 MOST_CALLS_OF_A_DEBIT = {7: 640, 47: 1350}
-
-
-def calls_of(work: Callable[[], object]) -> int:
-    """Return how many Python and C functions some work calls."""
-    count = 0
-
-    def note(_frame: object, event: str, _argument: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(note)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 class Fleet:

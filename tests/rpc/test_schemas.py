@@ -1,5 +1,4 @@
 import json
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ from agentd.rpc.problems import problem_content
 from agentd.rpc.queries import read_log_query
 from agentd.rpc.schemas import CreateKernelRequest, read_body
 from agentd.services.interfaces import LogStream
+from python_calls import calls_of
 
 
 def spec(body: bytes):
@@ -95,20 +95,15 @@ def text(content: object) -> bytes:
 
 def refusal(body: bytes) -> tuple[InvalidRequest, int]:
     """Return how a body is refused, and the number of Python calls that took."""
-    calls = 0
+    refused: list[InvalidRequest] = []
 
-    def count(frame: object, event: str, argument: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
+    def refuse() -> None:
+        with pytest.raises(InvalidRequest) as raised:
+            read_body(CreateKernelRequest, body)
+        refused.append(raised.value)
 
-    sys.setprofile(count)
-    try:
-        read_body(CreateKernelRequest, body)
-    except InvalidRequest as error:
-        return error, calls
-    finally:
-        sys.setprofile(None)
-    raise AssertionError("it was not refused")
+    calls = calls_of(refuse)
+    return refused[0], calls
 
 
 @pytest.mark.parametrize(

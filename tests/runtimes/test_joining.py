@@ -26,7 +26,8 @@ def sleeping(*before: str) -> Iterator[subprocess.Popen[bytes]]:
     """A process that sleeps, once what comes before it has become it."""
     env = {"A": "b", "PATH": os.environ["PATH"]}
     with subprocess.Popen([*before, "sleep", "100000"], env=env) as process:
-        while Path(f"/proc/{process.pid}/comm").read_text() != "sleep\n":
+        proc = Path(f"/proc/{process.pid}")
+        while (proc / "comm").read_text() != "sleep\n" or not (proc / "environ").read_bytes():
             assert process.poll() is None
         yield process
         process.kill()
