@@ -26,6 +26,7 @@ from agentd.cli.options import (
     RpcGroup,
     RpcProblem,
     event_line,
+    for_each,
     json_only_option,
     json_option,
     kernel_row,
@@ -40,6 +41,7 @@ from agentd.cli.ui import ui
 from agentd.cli.watching import logs, wait
 from agentd.client import Client
 from agentd.errors import AgentdError
+from agentd.views import KernelView
 
 PLUGIN_COLUMNS = ["name", "plugin", "state", "slots", "reason"]
 
@@ -223,21 +225,25 @@ def ls(
 
 
 @agentctl.command()
-@click.argument("kernel", shell_complete=names.kernels)
+@click.argument("kernels", nargs=-1, required=True, shell_complete=names.kernels)
 @json_only_option
 @click.pass_obj
-def inspect(client: Client, kernel: str, as_json: bool) -> None:  # noqa: FBT001 - click passes it
-    """Show everything about one kernel."""
-    content = client.kernel(kernel)
-    if as_json:
-        click.echo(json.dumps(content, indent=1))
-        return
-    from agentd.cli.tables import print_rows, shown  # noqa: PLC0415
+def inspect(client: Client, kernels: Sequence[str], as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """Show everything about kernels."""
+    found: list[KernelView] = []
 
-    print_rows(
-        [{"member": name, "value": shown(value)} for name, value in content.items()],
-        ["member", "value"],
-    )
+    def show(kernel: str) -> None:
+        from agentd.cli.tables import print_rows, shown_whole  # noqa: PLC0415
+
+        found.append(client.kernel(kernel))
+        if not as_json:
+            rows = [{"member": k, "value": shown_whole(k, v)} for k, v in found[-1].items()]
+            print_rows(rows, ["member", "value"])
+
+    failed = for_each(kernels, show)
+    if as_json and found:
+        click.echo(json.dumps(found if len(kernels) > 1 else found[0], indent=1))
+    sys.exit(failed)
 
 
 agentctl.add_command(logs)
@@ -261,14 +267,19 @@ def events(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passe
 
 
 @agentctl.command()
-@click.argument("kernel", shell_complete=names.kernels)
+@click.argument("kernels", nargs=-1, required=True, shell_complete=names.kernels)
 @click.option("--timeout", type=float, help="Seconds between TERM and KILL.")
 @json_option
 @click.pass_obj
-def stop(client: Client, kernel: str, timeout: float | None, as_json: bool) -> None:  # noqa: FBT001 - click passes it
-    """End a kernel, and keep it listed."""
-    content = client.stop_kernel(kernel, timeout)
-    print_answer(content if as_json else kernel_row(content), KERNEL_COLUMNS, as_json=as_json)
+def stop(client: Client, kernels: Sequence[str], timeout: float | None, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """End kernels, and keep them listed."""
+    ended: list[KernelView] = []
+    failed = for_each(kernels, lambda kernel: ended.append(client.stop_kernel(kernel, timeout)))
+    if ended:
+        shown: Any = ended if as_json else [kernel_row(kernel) for kernel in ended]
+        content = shown if len(kernels) > 1 else shown[0]
+        print_answer(content, KERNEL_COLUMNS, as_json=as_json)
+    sys.exit(failed)
 
 
 @agentctl.command()
@@ -278,9 +289,18 @@ def stop(client: Client, kernel: str, timeout: float | None, as_json: bool) -> N
 @click.pass_obj
 def rm(client: Client, kernels: Sequence[str], timeout: float | None, as_json: bool) -> None:  # noqa: FBT001 - click passes it
     """Stop kernels if need be, and remove them."""
-    for kernel in kernels:
+    removed: list[str] = []
+
+    def remove(kernel: str) -> None:
         client.delete_kernel(kernel, timeout)
-    click.echo(json.dumps({"removed": list(kernels)}) if as_json else "\n".join(kernels))
+        removed.append(kernel)
+        if not as_json:
+            click.echo(kernel)
+
+    failed = for_each(kernels, remove)
+    if as_json:
+        click.echo(json.dumps({"removed": removed}))
+    sys.exit(failed)
 
 
 @agentctl.command()

@@ -14,6 +14,7 @@ from agentd.cli.create import kernel_body, kernel_options, print_decision
 from agentd.cli.inside import run_inside
 from agentd.cli.options import (
     KERNEL_COLUMNS,
+    for_each,
     json_option,
     kernel_row,
     pairs,
@@ -216,9 +217,12 @@ def logs(client: Client, kernel: str, node: str | None, follow: bool, tail: int 
 @click.pass_obj
 def rm(client: Client, kernels: Sequence[str], node: str | None, timeout: float | None) -> None:
     """Stop kernels if need be, and remove them."""
-    for kernel in kernels:
+
+    def remove(kernel: str) -> None:
         client.carry_out(fleet.delete_kernel(kernel, node, timeout), timeout_s=CREATE_TIMEOUT_S)
         click.echo(kernel)
+
+    sys.exit(for_each(kernels, remove))
 
 
 @fleet_group.command()

@@ -206,7 +206,10 @@ def print_answer(
     print_rows(rows, [*columns, *(wide if output == "wide" else ())])
 
 
-WIDE_KERNEL_COLUMNS = ["image", "command", "labels", "created_by", "started_at", "finished_at"]
+WIDE_KERNEL_COLUMNS = [
+    *("image", "command", "labels", "created_by"),
+    *("created_at", "started_at", "finished_at"),
+]
 KERNEL_COLUMNS = [
     "kernel",
     "agent",
@@ -214,14 +217,14 @@ KERNEL_COLUMNS = [
     "slots",
     "devices",
     "exit_code",
-    "created_at",
+    "age",
     "reason",
 ]
 
 
 def kernel_row(kernel: Mapping[str, Any]) -> dict[str, Any]:
     """Return a kernel with its columns for people."""
-    from agentd.cli.tables import compact  # noqa: PLC0415
+    from agentd.cli.tables import age, compact  # noqa: PLC0415
 
     devices = [
         f"{name} {compact(list(ids))}"
@@ -234,8 +237,27 @@ def kernel_row(kernel: Mapping[str, Any]) -> dict[str, Any]:
         "kernel": kernel["kernel_id"],
         "agent": kernel["agent_id"],
         "devices": devices,
+        "age": age(kernel.get("created_at")),
         "reason": "; ".join(filter(None, [kernel["reason"], *kernel["degraded"]])) or None,
     }
+
+
+def for_each(kernels: Sequence[str], act: Callable[[str], object]) -> bool:
+    """Do something to each kernel; say why where it fails, and return whether it failed anywhere.
+
+    Raises:
+        Unreachable: the daemon does not answer; the rest is not tried.
+    """
+    failed = False
+    for kernel in dict.fromkeys(kernels):
+        try:
+            act(kernel)
+        except Unreachable:
+            raise
+        except (AgentdError, click.ClickException) as error:
+            (RpcProblem.of(error) if isinstance(error, AgentdError) else error).show()
+            failed = True
+    return failed
 
 
 def event_line(content: Mapping[str, Any]) -> str:

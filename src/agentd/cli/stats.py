@@ -92,14 +92,15 @@ def watch(
 
     before: dict[str, KernelUseView] | None = None
     left = count
-    with Live(console=console(), auto_refresh=False) as live:
+    screen = console()
+    with Live(console=screen, auto_refresh=False) as live:
         while left is None or left >= 0:  # what is used in a while takes two looks
             now = {row["kernel_id"]: row for row in look()}
             if before is not None:
                 rows = [_rates(before.get(name), row) for name, row in now.items()
                         if agent in (None, row["agent_id"])]  # fmt: skip
                 rows.sort(key=lambda row: -(row["load"] or 0))
-                live.update(table_of(rows, TOP), refresh=True)
+                live.update(table_of(rows, TOP, screen.width), refresh=True)
             before = now
             left = None if left is None else left - 1
             if left is None or left >= 0:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -13,8 +16,9 @@ from rich.text import Text
 _BYTE_SLOTS = {"mem"}
 _UNITS = ("", "K", "M", "G", "T", "P", "E")
 _UNBOUNDED = 100_000
-_KEPT_WHOLE = 1
-"""Columns that are never cut: what a row is about."""
+_NEVER_LEFT_OUT = {"agent", "device", "free", "kernel", "name", "node", "reason", "state", "value"}
+_LEAST_OF_LAST = 20
+_GAP = 2
 
 
 def console() -> Console:
@@ -27,32 +31,73 @@ def console() -> Console:
 
 def print_rows(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> None:
     """Print one line for each row, under the columns' names."""
-    console().print(table_of(rows, columns))
+    screen = console()
+    screen.print(table_of(rows, columns, screen.width))
 
 
-def table_of(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> Table:
-    """Return a table with one line for each row, under the columns' names."""
-    cells = [[shown(row.get(column)) for column in columns] for row in rows]
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for place, column in enumerate(columns):
-        head = column.replace("_", " ").upper()
-        widest = max([len(head), *(len(row[place]) for row in cells)])
-        kept = widest if place < _KEPT_WHOLE else len(head)
-        table.add_column(head, overflow="ellipsis", no_wrap=True, min_width=min(kept, widest))
+def table_of(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], width: int) -> Table:
+    """Return a table with one line for each row, at most `width` characters wide.
+
+    Columns that do not fit are left out, from the right, and named below the table; those that
+    say what a row is about, how it is and why always stay, and wrap where they must.
+    """
+    cells = [{column: shown(row.get(column)) for column in columns} for row in rows]
+    widths = {c: max([len(_head(c)), *(len(row[c]) for row in cells)]) for c in columns}
+    widths[columns[-1]] = min(widths[columns[-1]], _LEAST_OF_LAST)
+    kept = list(columns)
+    for column in reversed(columns[1:]):
+        if sum(widths[c] for c in kept) + _GAP * (len(kept) - 1) <= width:
+            break
+        if column not in _NEVER_LEFT_OUT:
+            kept.remove(column)
+    fits = sum(widths[c] for c in kept) + _GAP * (len(kept) - 1) <= width
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, caption_justify="left")
+    for column in kept:
+        wraps = column == kept[-1] or not fits
+        table.add_column(_head(column), overflow="fold", no_wrap=not wraps)
     for row in cells:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(row[column]) for column in kept))
+    if left_out := [_head(column) for column in columns if column not in kept]:
+        table.caption = Text(f"too wide to show: {', '.join(left_out)}")
     return table
+
+
+def _head(column: str) -> str:
+    return column.replace("_", " ").upper()
+
+
+def age(time: str | None) -> str | None:
+    """Return how long ago a time (RFC 3339) was, in its largest unit: 45s, 12m, 3h, 9d."""
+    if not time:
+        return None
+    seconds = int((datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds())
+    for length, unit in ((86_400, "d"), (3_600, "h"), (60, "m")):
+        if seconds >= length:
+            return f"{seconds // length}{unit}"
+    return f"{max(0, seconds)}s"
 
 
 def shown(value: object) -> str:
     """Return a value as a cell: nothing for nothing, lists with commas."""
     if value is None or value in ({}, [], ""):
         return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, Mapping):
         return " ".join(f"{name}={amount(name, text)}" for name, text in value.items())
     if isinstance(value, (list, tuple)):
         return ", ".join(str(item) for item in value) or "-"
     return str(value)
+
+
+def shown_whole(member: str, value: object) -> str:
+    """Return a member of a kernel: its command as a shell reads it, what is nested as JSON."""
+    if member == "command" and isinstance(value, list):
+        return shlex.join(value) or "-"
+    parts = value.values() if isinstance(value, Mapping) else value
+    if isinstance(parts, Iterable) and any(isinstance(part, (Mapping, list)) for part in parts):
+        return json.dumps(value, ensure_ascii=False)
+    return shown(value)
 
 
 def amount(slot: str, text: object) -> str:

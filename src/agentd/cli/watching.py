@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import click
 
 from agentd.cli import names
-from agentd.cli.options import OUT_OF_TIME
+from agentd.cli.options import OUT_OF_TIME, for_each
 from agentd.client import Client
 from agentd.errors import AgentdError, UnknownKernel
 
@@ -113,12 +113,24 @@ def wait(client: Client, kernels: Sequence[str], wanted: str, timeout: float | N
     agentctl wait --for running --timeout 60 train-1 train-2
     """  # noqa: D301 - click reads \b as "keep these lines"
     end = None if timeout is None else time.monotonic() + timeout
-    waiting = list(kernels)
-    while waiting := [kernel for kernel in waiting if not _is_there(client, kernel, wanted)]:
-        if end is not None and time.monotonic() > end:
+    waiting, failed = list(dict.fromkeys(kernels)), False
+
+    def look(kernel: str) -> None:
+        if _is_there(client, kernel, wanted):
+            waiting.remove(kernel)
+            click.echo(kernel)
+
+    while waiting:
+        for kernel in tuple(waiting):
+            if for_each([kernel], look):
+                waiting.remove(kernel)
+                failed = True
+        if waiting and end is not None and time.monotonic() > end:
             click.echo(f"agentctl: not {wanted}: {', '.join(waiting)}", err=True)
             sys.exit(OUT_OF_TIME)
-        time.sleep(_LOOK_PAUSE_S)
+        if waiting:
+            time.sleep(_LOOK_PAUSE_S)
+    sys.exit(failed)
 
 
 def _is_there(client: Client, kernel: str, wanted: str) -> bool:

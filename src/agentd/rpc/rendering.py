@@ -110,7 +110,8 @@ def device_view(
     holders = ledger.holders(device.device_id)
     state, reason = _device_state(device, ledger, named)
     agents = split.agents_of(device.device_id)
-    free = max((ledger.free(device, split.partitions[agent]) for agent in agents), default=0)
+    for_agents = sum(ledger.free(device, split.partitions[agent]) for agent in agents)
+    free = min(for_agents, device.capacity - ledger.used(device.device_id))
     kind = next((share.kind for share in holders.values() if share.slot), device.kind)
     return {
         "device_name": device.device_id.name,
