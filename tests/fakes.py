@@ -239,6 +239,9 @@ class FakeMemory:
         known = before.text if before else text()
         self.records[kernel_id] = SavedRecord(kernel_id, phase, known)
 
+    def save_record(self, kernel_id: str, text: str) -> None:
+        self.records[kernel_id] = self.records[kernel_id]._replace(text=text)
+
     def drop_record(self, kernel_id: str) -> None:
         self.records.pop(kernel_id, None)
 

@@ -8,6 +8,7 @@ from agentd.core.kernel import KernelState
 from agentd.core.ledger import UNREADABLE_SLOT, Allocation, Ledger, Share
 from agentd.core.observation import ObservedState
 from agentd.core.reconcile import reconcile
+from agentd.core.record import encode, statement
 from agentd.core.slots import ONE, SlotKind
 from core.kernels import GPU, HELD, KERNEL, MEM, NODE, encoded, found
 from core.machines import cores, gpus, machine, memory
@@ -87,6 +88,63 @@ def test_a_record_keeps_devices_back_and_never_creates_renames_or_moves_one() ->
     ids = {share.stable_id: share.device_id for share in action.kernel.allocation.shares}
     assert ids["GPU-cuda-1"] == DeviceId("cuda", "cuda1")
     assert ids["GPU-nobody"] == DeviceId("cuda", "GPU-nobody")
+
+
+EVIL = Share(DeviceId("cuda", "evil0"), "X", "cuda.device", SlotKind.COUNT, ONE)
+OTHER = Share(DeviceId("cuda", "cuda1"), "GPU-cuda-1", "cuda.device", SlotKind.COUNT, ONE)
+ZERO = GPU._replace(amount=0)
+EDITED = {
+    "nothing": ((), {"GPU-cuda-0": ONE}, "says nothing else"),
+    "another-device": ((OTHER,), {"GPU-cuda-0": ONE, "GPU-cuda-1": ONE}, "cuda/cuda1"),
+    "another-stable-id": ((GPU._replace(stable_id="X"),), {"GPU-cuda-0": ONE, "X": ONE}, "@X"),
+    "unlisted-device": ((EVIL,), {"GPU-cuda-0": ONE, "X": ONE}, "cuda/evil0"),
+    "another-name": ((GPU._replace(device_id=OTHER.device_id),), {"GPU-cuda-0": ONE}, "cuda1"),
+    "less": ((GPU._replace(amount=1),), {"GPU-cuda-0": ONE}, "=0.000001@"),
+    "more": ((GPU._replace(amount=ONE + 1),), {"GPU-cuda-0": ONE + 1}, "=1.000001@"),
+    "another-slot": ((GPU._replace(slot="x.y"),), {"GPU-cuda-0": 0}, "x.y=1"),
+    "twice": ((GPU, GPU), {"GPU-cuda-0": 2 * ONE}, "says nothing else"),
+    "zero": ((ZERO,), {"GPU-cuda-0": ONE}, "amount of cuda/cuda0: got 0"),
+}
+
+
+@pytest.mark.parametrize(("shares", "held", "said"), EDITED.values(), ids=EDITED)
+def test_a_kernel_holds_record_and_second_statement(shares, held, said) -> None:
+    text = encoded(allocation=Allocation(shares))
+    stated = statement(Allocation((GPU,)))
+    adoption = adopt(found(record=text, statement=stated), NODE)
+    kernel = adoption.kernel
+    assert {s.stable_id: s.amount for s in kernel.allocation.shares} == held
+    assert kernel.state is KernelState.RUNNING
+    assert said in kernel.reason
+    assert "second statement" in kernel.reason
+    assert [device.device_id.id for device in adoption.missing] == ["X"] * ("X" in held)
+    assert all(device.gone for device in adoption.missing)
+    again = recalled("k1", encode(kernel, "n"), "docker", NODE, 5.0).kernel
+    assert again.allocation == kernel.allocation
+
+
+UNEQUAL = {
+    "removed": ({"statement": ""}, {}, True),
+    "unreadable": ({"statement": "cuda"}, {}, True),
+    "never-written": ({"statement": ""}, {"not_enforced": ("statement",)}, False),
+    "ended": ({"statement": "", "state": ObservedState.EXITED}, {}, False),
+    "equal": ({}, {}, False),
+    "nothing-held": ({"statement": ""}, {"allocation": Allocation()}, False),
+}
+
+
+@pytest.mark.parametrize(("changes", "recorded", "is_told"), UNEQUAL.values(), ids=UNEQUAL)
+def test_a_second_statement_is_missed_while_it_runs(changes, recorded, is_told) -> None:
+    kernel = adopt(found(record=encoded(**recorded), **changes), NODE).kernel
+    assert kernel.allocation == recorded.get("allocation", HELD)
+    assert ("second statement" in kernel.reason) is is_told
+
+
+def test_an_unlisted_device_takes_no_id_of_a_listed_one() -> None:
+    """The stable id of the record is the id of a listed device."""
+    text = encoded(allocation=Allocation((EVIL._replace(stable_id="cuda1"),)))
+    (missing,) = adopt(found(record=text, statement=""), NODE).missing
+    assert missing.device_id == ("cuda", "missing-cuda1")
 
 
 @pytest.mark.parametrize("text", ["{", ""])

@@ -43,3 +43,26 @@ def test_a_time_that_cannot_be_shown_makes_a_record_unreadable(time) -> None:
     text = encoded().replace('"created_at":5.0', f'"created_at":{time}')
     with pytest.raises(RecordError, match="invalid time"):
         decode(text)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ('"amount":"1"', '"amount":"0"'),
+        ('"amount":"1"', '"amount":"-1"'),
+        ('"stable_id":"GPU-cuda-0"', '"stable_id":"a b"'),
+        ('"id":"cuda0"', '"id":"\\u001b[31m"'),
+        ('"slot":"cuda.device"', '"slot":"?"'),
+    ],
+)
+def test_a_share_of_nothing_makes_a_record_unreadable(before: str, after: str) -> None:
+    text = encoded()
+    assert before in text
+    with pytest.raises(RecordError):
+        decode(text.replace(before, after, 1))
+
+
+@pytest.mark.parametrize("amount", ["0", "-1", "0B"])
+def test_a_share_of_nothing_makes_a_statement_unreadable(amount: str) -> None:
+    with pytest.raises(RecordError):
+        parse_statement(f"cuda/cuda0/cuda.device={amount}@GPU-cuda-0")

@@ -1,13 +1,14 @@
 """Adopting: from what a runtime found to a kernel, charged to the physical devices.
 
-A record is believed as far as it goes: it can keep devices back, and never creates, renames or
-moves one. Without it the second statement of the devices counts; without that, everything
-that the kernel might hold is kept back.
+A kernel holds the devices of its record and those of its second statement; where they differ,
+its reason names both. A record never creates, renames, moves or frees a device. Where only one
+of the two can be read, that one counts; where neither can, everything that the kernel might
+hold is charged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from agentd.core.devices import MEMORY, Device, DeviceId, Inventory
@@ -15,7 +16,14 @@ from agentd.core.kernel import Ending, Kernel, KernelState, Sight
 from agentd.core.ledger import UNREADABLE_SLOT, Allocation, Share
 from agentd.core.observation import ObservedKernel, ObservedState
 from agentd.core.plan import KernelPlan
-from agentd.core.record import NewerRecordError, RecordError, decode, parse_statement
+from agentd.core.record import (
+    STATEMENT,
+    NewerRecordError,
+    RecordError,
+    decode,
+    parse_statement,
+    statement,
+)
 from agentd.core.slots import CPU, MEM, ONE, SlotKind, format_amount
 
 SIGHTS = {
@@ -39,7 +47,7 @@ def adopt(
     before: Kernel | None = None,
     plan: KernelPlan | None = None,
 ) -> Adoption:
-    """Describe an observed kernel by its record, else its statement, else by what it might hold.
+    """Describe an observed kernel by its record and its second statement, or what it might hold.
 
     `before` is the kernel as it was known, if it was; `plan` what it was created from just now:
     a record that is the plan's need not be read.
@@ -59,11 +67,15 @@ def adopt(
         ending=item.ending if item.state is ObservedState.EXITED else Ending(),
         ports=item.ports,
     )
-    try:
-        recorded = plan.kernel if plan and plan.record == item.record else _recorded(item)
-    except RecordError as error:
-        return _without_record(seen, item, inventory, error)
-    allocation, missing = located(recorded.allocation, inventory)
+    if plan and plan.record == item.record:
+        recorded, doubt = plan.kernel, ""
+        allocation, missing = located(recorded.allocation, inventory)
+    else:
+        try:
+            recorded = _recorded(item)
+        except RecordError as error:
+            return _without_record(seen, item, inventory, error)
+        allocation, missing, doubt = _united(recorded, item, inventory)
     kernel = recorded.changed(
         state=state,
         runtime=item.runtime,
@@ -72,8 +84,48 @@ def adopt(
         handle=item.handle,
         started_at=seen.started_at,
         ending=seen.ending,
+        reason=doubt,
     )
     return Adoption(_sighted(kernel, item), missing)
+
+
+def _united(
+    recorded: Kernel, item: ObservedKernel, inventory: Inventory
+) -> tuple[Allocation, tuple[Device, ...], str]:
+    """Return the devices of a record and of the second statement, and how the two differ."""
+    allocation, missing = located(recorded.allocation, inventory)
+    in_record = statement(recorded.allocation)
+    if in_record == item.statement:
+        return allocation, missing, ""
+    if not item.statement and (not item.is_alive or STATEMENT in recorded.not_enforced):
+        return allocation, missing, ""
+    try:
+        stated = parse_statement(item.statement)
+    except RecordError as error:
+        doubt = f"its second statement is unreadable ({error}); its record says {in_record}"
+        return allocation, missing, doubt
+    for device in missing:
+        inventory = inventory.with_device(device)
+    also, unknown = located(stated, inventory)
+    one, two = set(in_record.split()), set(statement(stated).split())
+    doubt = (
+        f"its record says {_listed(one - two)} and its second statement {_listed(two - one)};"
+        " the devices of both are charged"
+    )
+    held = _one_for_each_device((*allocation.shares, *also.shares), _larger)
+    return Allocation(held), (*missing, *unknown), doubt
+
+
+def _listed(words: Iterable[str]) -> str:
+    return ", ".join(sorted(words)) or "nothing else"
+
+
+def _larger(one: Share, other: Share) -> Share:
+    return max(one, other, key=lambda share: share.amount)
+
+
+def _sum(one: Share, other: Share) -> Share:
+    return other._replace(amount=one.amount + other.amount)
 
 
 def _sighted(kernel: Kernel, item: ObservedKernel) -> Kernel:
@@ -188,20 +240,22 @@ def located(recorded: Allocation, inventory: Inventory) -> tuple[Allocation, tup
             missing[stable_id] = device
         placed.append(share._replace(device_id=device.device_id, stable_id=device.stable_id))
         placed += (_whole(part) for part in inventory.parts_of(stable_id))
-    return Allocation(_one_for_each_device(placed)), tuple(missing.values())
+    return Allocation(_one_for_each_device(placed, _sum)), tuple(missing.values())
 
 
 def _whole(device: Device) -> Share:
     return Share(device.device_id, device.stable_id, UNREADABLE_SLOT, device.kind, 0)
 
 
-def _one_for_each_device(shares: Iterable[Share]) -> tuple[Share, ...]:
-    """Add up what a damaged record says of one device twice; of two slots, hold it whole."""
+def _one_for_each_device(
+    shares: Iterable[Share], merge: Callable[[Share, Share], Share]
+) -> tuple[Share, ...]:
+    """Merge the shares of one device; it is held whole where they are of two slots."""
     merged: dict[DeviceId, Share] = {}
     for share in shares:
         other = merged.get(share.device_id)
         if other is not None and other.slot == share.slot:
-            share = share._replace(amount=share.amount + other.amount)  # noqa: PLW2901 - the sum
+            share = merge(other, share)  # noqa: PLW2901 - of both
         elif other is not None:
             share = share._replace(slot=UNREADABLE_SLOT, amount=0)  # noqa: PLW2901 - the whole
         merged[share.device_id] = share
@@ -209,9 +263,10 @@ def _one_for_each_device(shares: Iterable[Share]) -> tuple[Share, ...]:
 
 
 def _gone(share: Share, inventory: Inventory) -> Device:
-    device_id = share.device_id
+    """Return a missing device under an id that no plugin gave: its stable id."""
+    device_id = DeviceId(share.device_id.name, share.stable_id)
     if device_id in inventory.by_id:
-        device_id = DeviceId(device_id.name, share.stable_id)
+        device_id = DeviceId(device_id.name, f"missing-{share.stable_id}")
     return Device(
         device_id=device_id,
         stable_id=share.stable_id,

@@ -17,11 +17,13 @@ from typing import NamedTuple
 
 from agentd.core.devices import ID_PATTERN, DeviceId
 from agentd.core.kernel import Kernel, KernelState, Port
-from agentd.core.ledger import Allocation, Share
+from agentd.core.ledger import UNREADABLE_SLOT, Allocation, Share
 from agentd.core.names import is_name, shortened
 from agentd.core.slots import AmountError, SlotKind, format_amount, is_slot_name, parse_base_units
 
 SCHEMA = 1
+STATEMENT = "statement"
+"""Stands in `not_enforced` where the second statement cannot be written."""
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 """What reading JSON of any shape, into values of ours, can raise."""
 LAST_SECOND = 253_402_300_799
@@ -119,13 +121,33 @@ def decode(text: str) -> Record:
 
 def _decode_share(raw: Mapping[str, object]) -> Share:
     kind = SlotKind(_text(raw["kind"]))
-    return Share(
-        device_id=DeviceId(_text(raw["device_name"]), _text(raw["id"])),
-        stable_id=_text(raw["stable_id"]),
-        slot=_text(raw["slot"]),
-        kind=kind,
-        amount=parse_base_units(_text(raw["amount"]), kind),
+    return _checked(
+        Share(
+            device_id=DeviceId(_text(raw["device_name"]), _text(raw["id"])),
+            stable_id=_text(raw["stable_id"]),
+            slot=_text(raw["slot"]),
+            kind=kind,
+            amount=parse_base_units(_text(raw["amount"]), kind),
+        )
     )
+
+
+def _checked(share: Share) -> Share:
+    """Return a share that can be held: some of a slot, or all of a device without saying of what.
+
+    Raises:
+        RecordError: its ids or its slot are malformed, or its amount is zero or negative.
+    """
+    for name in (*share.device_id, share.stable_id):
+        if not ID_PATTERN.fullmatch(name):
+            raise RecordError(f"invalid device id {shortened(name)}")
+    is_whole = share.slot == UNREADABLE_SLOT and share.amount == 0
+    if not is_whole and not is_slot_name(share.slot):
+        raise RecordError(f"invalid slot {shortened(share.slot)}")
+    if not is_whole and share.amount <= 0:
+        amount = format_amount(share.amount, share.kind)
+        raise RecordError(f"invalid amount of {share.device_id}: got {amount}, expected more")
+    return share
 
 
 def _decode_port(raw: Mapping[str, object]) -> Port:
@@ -180,7 +202,7 @@ def parse_statement(text: str) -> Allocation:
     """Read a statement back.
 
     Raises:
-        RecordError: a word of it is damaged.
+        RecordError: a word of it is damaged, or gives nothing of a device.
     """
     return Allocation(tuple(_parse_word(word) for word in text.split()))
 
@@ -196,4 +218,4 @@ def _parse_word(word: str) -> Share:
         units = parse_base_units(amount.removesuffix("B"), kind)
     except AmountError as error:
         raise RecordError(f"{word!r}: {error}") from None
-    return Share(DeviceId(parts[0], parts[1]), stable_id, parts[2], kind, units)
+    return _checked(Share(DeviceId(parts[0], parts[1]), stable_id, parts[2], kind, units))

@@ -310,7 +310,12 @@ def node_view(
         "runtime": runtimes.pop(default_runtime),
         "other_runtimes": list(runtimes.values()),
         "plugins": plugin_views(plugins),
-        "warnings": [*devices.warnings, *_left_agents(state, devices.split), *_ignored(state)],
+        "warnings": [
+            *devices.warnings,
+            *_left_agents(state, devices.split),
+            *_ignored(state),
+            *(f"kernel {k.kernel_id}: {k.reason}" for k in state if k.state in LIVE and k.reason),
+        ],
         "generation": devices.generation,
     }
 

@@ -332,6 +332,10 @@ class Memory(Protocol):
         """
         ...
 
+    def save_record(self, kernel_id: str, text: str) -> None:
+        """Replace the record of a kernel; where that cannot be, `retry` tries again."""
+        ...
+
     def drop_record(self, kernel_id: str) -> None:
         """Forget a kernel; where that cannot be, `retry` tries again."""
         ...

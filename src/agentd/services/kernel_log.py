@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import structlog
 
-from agentd.core.kernel import Kernel, KernelState
+from agentd.core.kernel import LIVE, Kernel, KernelState
 
 log = structlog.get_logger()
 SIGNALLED = 128
@@ -18,7 +18,10 @@ def log_found(before: Kernel | None, kernel: Kernel) -> None:
         if has_ended(before, kernel):
             return
         event = "kernel.changed"
-    log.info(event, **_facts(kernel))
+    if kernel.reason and kernel.state in LIVE:
+        log.warning(event, **_facts(kernel), reason=kernel.reason)
+    else:
+        log.info(event, **_facts(kernel))
 
 
 def has_ended(before: Kernel | None, now: Kernel | None) -> bool:

@@ -70,6 +70,9 @@ def remember(state: NodeState, memory: Memory, node_id: str) -> None:
         else:
             phase = _PHASES[now.state]
             memory.save_phase(now.kernel_id, phase, lambda: encode(kernel, node_id))
+            is_known = now.state is not KernelState.UNREADABLE
+            if before is not None and is_known and before.allocation != now.allocation:
+                memory.save_record(now.kernel_id, encode(now, node_id))
 
     state.listen(changed)
 

@@ -185,6 +185,10 @@ class StateFolder:
         except FileNotFoundError:
             self._write(path, text().encode(), "record")
 
+    def save_record(self, kernel_id: str, text: str) -> None:
+        path = self._path(kernel_id, self._phases[kernel_id])
+        self._try(kernel_id, lambda: self._write(path, text.encode(), "record"))
+
     def drop_record(self, kernel_id: str) -> None:
         if (phase := self._phases.pop(kernel_id, None)) is not None:
             self._try(kernel_id, lambda: self._unlink(kernel_id, phase))

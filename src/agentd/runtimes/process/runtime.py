@@ -22,6 +22,7 @@ from agentd.core.container_edits import ContainerEdits
 from agentd.core.kernel import Kernel, KernelRef, KernelSpec, KernelState
 from agentd.core.observation import Listing, ObservedKernel
 from agentd.core.plan import KernelPlan, kernel_name
+from agentd.core.record import STATEMENT
 from agentd.core.session import ExecSpec
 from agentd.core.usage import Accounted
 from agentd.errors import (
@@ -105,7 +106,7 @@ class ProcessRuntime:
             "mem": MEMORY not in controllers,
             "pids_limit": PIDS not in controllers,
             "separation": not self._rules.has_own(spec.agent_id),
-            "statement": self._cgroups is None or not self._cgroups.keeps_attributes,
+            STATEMENT: self._cgroups is None or not self._cgroups.keeps_attributes,
         }
         return Support(
             Features(self.name),
