@@ -99,6 +99,9 @@ def _united(
         return allocation, missing, ""
     if not item.statement and (not item.is_alive or STATEMENT in recorded.not_enforced):
         return allocation, missing, ""
+    if not item.statement:
+        doubt = f"its second statement is missing; its record says {in_record}"
+        return allocation, missing, doubt
     try:
         stated = parse_statement(item.statement)
     except RecordError as error:
