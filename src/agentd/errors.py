@@ -188,6 +188,9 @@ class InsufficientResource(RequestError):
         free: str,
         explain: Sequence[Mapping[str, object]],
         limit: str = "",
+        *,
+        total: str = "",
+        can_ever_fit: bool = True,
     ) -> None:
         self.slot = slot
         self.requested = requested
@@ -195,6 +198,8 @@ class InsufficientResource(RequestError):
         self.explain = tuple(explain)
         self.limit = limit
         why = f"; {limit}" if limit else ""
+        if not can_ever_fit:
+            why += f"; {total} in total, so this can never fit"
         super().__init__(f"{slot}: {requested} asked for, {free} free{why}")
 
     def facts(self) -> Mapping[str, object]:

@@ -166,3 +166,28 @@ def test_a_missing_configuration_is_one_line(tmp_path: Path) -> None:
     assert (
         done.stderr == f"agentd: {tmp_path}/none.toml: cannot be read: No such file or directory\n"
     )
+
+
+async def test_each_kernel_is_seen_to_and_what_fails_is_said(up: Daemon) -> None:
+    for kernel in ("a", "b"):
+        ctl(up, "create", "agent-1", "--id", kernel, "--", "sleep", "1000")
+    inspected = ctl(up, "inspect", "nosuch", "a", "b", "--json", code=1)
+    assert [kernel["kernel_id"] for kernel in json.loads(inspected.stdout)] == ["a", "b"]
+    stopped = ctl(up, "stop", "a", "nosuch", "--timeout", "0", code=1)
+    assert "terminated" in stopped.stdout
+    assert "nosuch" in stopped.stderr
+    waited = ctl(up, "wait", "nosuch", "a", code=1)
+    assert (waited.stdout, waited.stderr.count("nosuch")) == ("a\n", 1)
+    removed = ctl(up, "rm", "a", "nosuch", "b", code=1)
+    assert removed.stdout == "a\nb\n"
+    assert "UnknownKernel" in removed.stderr
+    assert json.loads(ctl(up, "ls", "--json").stdout) == []
+
+
+async def test_a_refused_create_says_why_of_each_device(up: Daemon) -> None:
+    refused = ctl(up, "create", "agent-1", "-s", "cuda.device=5", "--", "true", code=1)
+    assert "cuda0" in refused.stderr
+    assert "has 1 of the 5" in refused.stderr
+    assert "in total, so this can never fit" in refused.stderr
+    other = ctl(up, "create", "agent-1", "--device", "cuda=cuda0", "--", "true", code=1)
+    assert "no slot of cuda is asked for" in other.stderr

@@ -105,13 +105,18 @@ def create(client: Client, /, agent: str, as_json: bool, **options: Any) -> None
     body = kernel_body(options)
     content: Mapping[str, Any]
     waits = not (as_json or options["dry_run"] or options["is_async"])
-    if options["dry_run"]:
-        content = client.explain(agent, body)
-    elif waits and sys.stderr.isatty():
-        body.setdefault("kernel_id", f"k-{uuid.uuid4().hex[:12]}")
-        content = _created_with_bar(client, agent, body)
-    else:
-        content = client.create_kernel(agent, body, wait=not options["is_async"])
+    try:
+        if options["dry_run"]:
+            content = client.explain(agent, body)
+        elif waits and sys.stderr.isatty():
+            body.setdefault("kernel_id", f"k-{uuid.uuid4().hex[:12]}")
+            content = _created_with_bar(client, agent, body)
+        else:
+            content = client.create_kernel(agent, body, wait=not options["is_async"])
+    except InsufficientResource as error:
+        if not as_json:
+            print_decision({"explain": {error.slot: error.explain}}, is_refused=True)
+        raise
     if as_json:
         click.echo(json.dumps(content, indent=1))
     elif options["dry_run"] and "explain" in content:
@@ -123,8 +128,8 @@ def create(client: Client, /, agent: str, as_json: bool, **options: Any) -> None
 _EXPLAIN_COLUMNS = ["slot", "device", "free", "given", "reason"]
 
 
-def print_decision(content: Mapping[str, Any]) -> None:
-    """Print how each device was looked at."""
+def print_decision(content: Mapping[str, Any], *, is_refused: bool = False) -> None:
+    """Print how each device was looked at; of a refusal, to standard error."""
     from agentd.cli.tables import amount, print_rows  # noqa: PLC0415
 
     rows = [
@@ -137,7 +142,7 @@ def print_decision(content: Mapping[str, Any]) -> None:
         for slot, rows in content["explain"].items()
         for row in rows
     ]
-    print_rows(rows, _EXPLAIN_COLUMNS)
+    print_rows(rows, _EXPLAIN_COLUMNS, is_error=is_refused)
 
 
 @click.command()

@@ -21,17 +21,19 @@ _LEAST_OF_LAST = 20
 _GAP = 2
 
 
-def console() -> Console:
+def console(*, is_error: bool = False) -> Console:
     """Return a console as wide as the terminal; without one, lines are as long as they are."""
-    screen = Console(highlight=False, markup=False)
+    screen = Console(highlight=False, markup=False, stderr=is_error)
     if screen.is_terminal:
         return screen
-    return Console(highlight=False, markup=False, width=_UNBOUNDED)
+    return Console(highlight=False, markup=False, stderr=is_error, width=_UNBOUNDED)
 
 
-def print_rows(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> None:
+def print_rows(
+    rows: Iterable[Mapping[str, Any]], columns: Sequence[str], *, is_error: bool = False
+) -> None:
     """Print one line for each row, under the columns' names."""
-    screen = console()
+    screen = console(is_error=is_error)
     screen.print(table_of(rows, columns, screen.width))
 
 

@@ -56,14 +56,17 @@ def explanations(raw: Mapping[str, Any]) -> dict[str, str]:
     for index, entry in enumerate(_entries(raw)):
         keys = ["agent"] if isinstance(entry.get("agent"), Mapping) else []
         keys += ["resource.allocations"] if "allocations" in _table(entry, "resource") else []
-        why = _explained([*_mode_lines(is_divided), *_agent_lines(agents[index], is_divided)])
-        found |= {f"agents.{index}.{key}": why for key in keys}
+        mode = () if found else _mode_lines(is_divided)
+        why = _explained([*mode, *_agent_lines(agents[index], is_divided)])
+        for key in keys:
+            found[f"agents.{index}.{key}"] = why
+            why = f"is of an older form; see agents.{index}.{keys[0]}"
     return found
 
 
 def _explained(lines: list[str]) -> str:
-    shown = "; ".join(line for line in lines if line and not line.startswith("#"))
-    return f"is of an older form. Write: {shown}. `agentd config migrate FILE` writes all of it"
+    shown = "".join(f"\n    {line}" for line in lines if line and not line.startswith("#"))
+    return f"is of an older form. `agentd config migrate FILE` writes all of today's:{shown}"
 
 
 def migrated(text: str, path: Path) -> str:

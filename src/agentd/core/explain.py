@@ -47,6 +47,11 @@ class Question:
         """Tell whether the request leaves this device to choose from."""
         return self.only is None or device.device_id in self.only
 
+    def total(self, devices: Iterable[Device]) -> int:
+        """Return what these devices could give if nobody held anything, in base units."""
+        parts = (self.partition.limit(device) for device in devices if self.may_give(device))
+        return sum(part // self.slot_type.quantum * self.slot_type.quantum for part in parts)
+
     @property
     def name(self) -> str:
         """The device name of the slot."""
@@ -84,6 +89,8 @@ def refusal(question: Question) -> InsufficientResource:
         question.written(free),
         explain(question),
         question.limit_line if question.is_over_limit else "",
+        total=question.written(question.total(offering)),
+        can_ever_fit=question.amount <= question.total(offering),
     )
 
 

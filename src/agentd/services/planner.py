@@ -59,7 +59,7 @@ class Planner:
         inventory = self._devices.inventory
         slots = self._slots(spec, runtime)
         partition = self._devices.partition(spec.agent_id)
-        policy, only = self._policy(spec), _named(spec, inventory, partition)
+        policy, only = self._policy(spec), _named(spec, slots, inventory, partition)
         allocation = allocate(state.ledger, inventory, partition, slots, policy, only)
         ports = self._ports(spec, _holders(spec, state))
         return Decision(slots.to_wire(inventory.slot_types), allocation, ports)
@@ -89,9 +89,10 @@ class Planner:
         """Return for each slot of a decision how every device was looked at."""
         inventory, policy = self._devices.inventory, self._policy(spec)
         partition = self._devices.partition(spec.agent_id)
-        only = _named(spec, inventory, partition)
+        slots = self._slots(spec, runtime)
+        only = _named(spec, slots, inventory, partition)
         rows = {}
-        for slot, amount in self._slots(spec, runtime).items():
+        for slot, amount in slots.items():
             shares = (share for share in decision.allocation.shares if share.slot == slot)
             given = {share.device_id: share.amount for share in shares}
             slot_type, named = inventory.slot_types[slot], only.get(device_name_of(slot))
@@ -168,15 +169,17 @@ def _holders(spec: KernelSpec, state: NodeState) -> Mapping[HostPort, str]:
 
 
 def _named(
-    spec: KernelSpec, inventory: Inventory, partition: Partition
+    spec: KernelSpec, slots: ResourceSlots, inventory: Inventory, partition: Partition
 ) -> dict[str, frozenset[DeviceId]]:
     """Return the devices that a request names, by device name; a discreet one, of its agent's.
 
     Raises:
-        InvalidRequest: there are no such devices; the first of them are listed.
+        InvalidRequest: there are no such devices, or nothing of them is asked for; the first
+            of these mistakes are listed.
     """
     problems: list[Problem] = []
     found = {}
+    asked = {device_name_of(slot) for slot, amount in slots.items() if amount}
     for name, wanted in spec.devices.items():
         devices = [
             device
@@ -192,6 +195,8 @@ def _named(
             if key not in by_key
         )
         problems += islice(unknown, MOST_PROBLEMS + 1 - len(problems))
+        if found[name] and name not in asked:
+            problems.append(Problem(f"devices.{name}", f"no slot of {name} is asked for"))
     if problems:
         raise InvalidRequest(problems)
     return found
