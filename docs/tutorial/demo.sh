@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# agentd in half a minute: no Docker, no GPU, nothing outside a temporary folder.
+# agentd in a minute: no Docker, no GPU, nothing outside a temporary folder.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -12,8 +12,16 @@ export AGENTD__RPC__SOCKET=$folder/agentd.sock
 daemon=""
 
 say() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
-run() { printf '\033[2m$ %s\033[0m\n' "$*"; "$@"; }
-refused() { printf '\033[2m$ %s\033[0m\n' "$*"; if "$@"; then echo "this should have been refused" >&2; exit 1; fi; }
+shown() {
+  local word line=""
+  for word; do
+    [[ $word =~ ^[A-Za-z0-9_./:=,-]+$ ]] || word=${word@Q}
+    line+=" $word"
+  done
+  printf '\033[2m$%s\033[0m\n' "$line"
+}
+run() { shown "$@"; "$@"; }
+refused() { shown "$@"; if "$@"; then echo "this should have been refused" >&2; exit 1; fi; }
 
 start() {
   agentd run 2>>"$folder/log" &
