@@ -191,3 +191,14 @@ async def test_a_refused_create_says_why_of_each_device(up: Daemon) -> None:
     assert "in total, so this can never fit" in refused.stderr
     other = ctl(up, "create", "agent-1", "--device", "cuda=cuda0", "--", "true", code=1)
     assert "no slot of cuda is asked for" in other.stderr
+
+
+def test_check_config_tells_in_one_pass_all_that_a_run_would_be_refused_for(tmp_path: Path) -> None:
+    file = tmp_path / "agent.toml"
+    file.write_text(
+        '[rpc]\nlisten = "127.0.0.1:6001"\ntoken-file = "/nonexistent/token"\n'
+        '[plugins.cuda]\nplugin = "sim"\ncounts = 3\n[plugins.foo]\nx = 1\n'
+    )
+    refused = run("agentd", "check-config", "--config", str(file), code=78).stderr
+    for place in ("rpc.token-file", "plugins.cuda.counts", "plugins.foo.plugin"):
+        assert f"agentd: {place}: " in refused

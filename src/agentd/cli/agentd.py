@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -119,30 +119,50 @@ def reload(config_file: str | None) -> None:
 def _with_node(
     config_file: str | None, show: Callable[[Any, Any], _T], *, is_strict: bool = False
 ) -> _T:
-    """Open the plugins and divide the devices as the daemon would, and change nothing."""
+    """Open the plugins and divide the devices as the daemon would, and change nothing.
+
+    Where that is strict, all that a daemon would be refused for is told at once.
+    """
     loaded = _settings(config_file)
     _log_from("error")
     from agentd import app, assembly  # noqa: PLC0415 - see above
+    from agentd.endpoint import endpoint  # noqa: PLC0415
     from agentd.host.probe import probe  # noqa: PLC0415
     from agentd.services.events import EventLog  # noqa: PLC0415
     from agentd.state.files import ReadOnlyState  # noqa: PLC0415
 
     async def look() -> _T:
+        problems: list[Problem] = []
         if is_strict:
-            assembly.refuse_unfit(loaded.settings)
+            with _noting(problems):
+                assembly.refuse_unfit(loaded.settings)
+            with _noting(problems):
+                endpoint(loaded.settings.rpc)
         plugins = app.plugin_host(loaded.settings)
         try:
             await plugins.open(loaded.settings.plugins.open_timeout)
             memory = ReadOnlyState(loaded.settings.node.state_dir)
-            devices = app.discover(
-                loaded, probe(), plugins, memory, EventLog(), is_strict=is_strict
-            )
+            with _noting(problems):
+                devices = app.discover(
+                    loaded, probe(), plugins, memory, EventLog(), is_strict=is_strict
+                )
+            if problems:
+                raise ConfigRefused(problems)
             _withhold_what_others_serve(loaded.settings, devices)
             return show(devices, plugins)
         finally:
             await plugins.close()
 
     return _run(look())
+
+
+@contextlib.contextmanager
+def _noting(problems: list[Problem]) -> Iterator[None]:
+    """Add what a configuration is refused for to the problems, and go on."""
+    try:
+        yield
+    except ConfigRefused as error:
+        problems += error.problems
 
 
 def _withhold_what_others_serve(settings: Any, devices: Any) -> None:  # noqa: ANN401 - imported late
