@@ -179,10 +179,7 @@ class FakePlugins:
         return [
             *(PluginStatus(item.name, item.name, PluginState.READY) for item in self.ready),
             *(PluginStatus(n, n, PluginState.FAILED, why) for n, why in self.failed.items()),
-            *(
-                PluginStatus(n, n, PluginState.FAILED, why, is_absent=True)
-                for n, why in self.absent.items()
-            ),
+            *(PluginStatus(n, n, PluginState.ABSENT, why) for n, why in self.absent.items()),
             *(PluginStatus(name, name, PluginState.PENDING) for name in self.pending),
         ]
 

@@ -177,7 +177,7 @@ class PluginView(TypedDict):
 
     name: str
     plugin: str
-    state: Literal["pending", "ready", "failed", "blocked"]
+    state: Literal["pending", "ready", "failed", "blocked", "absent"]
     reason: str
     slots: list[str]
 

@@ -60,7 +60,7 @@ async def assert_the_rest_works(daemon: Daemon, before: list[dict[str, Any]]) ->
         ('fault = "raise"\nfault-at = "open"\n', "pending", "the simulated driver fails at open"),
         ('fault = "crash"\nfault-at = "list"\n', "pending", "it was killed by SIGSEGV"),
         ('fault = "hang"\nfault-at = "open"\n', "pending", "has not opened within 1.5 s"),
-        ('fault = "absent"\nfault-at = "open"\n', "failed", "the simulated bus has no such"),
+        ('fault = "absent"\nfault-at = "open"\n', "absent", "the simulated bus has no such"),
         ('lie = "twice"\n', "failed", "it lists the id cuda0 twice"),
     ],
     ids=["raises", "crashes", "hangs", "absent", "lies"],

@@ -50,7 +50,7 @@ class Row:
 
 
 ROWS = (
-    Row("no such hardware", "absent", PluginState.FAILED, "none on the bus",
+    Row("no such hardware", "absent", PluginState.ABSENT, "none on the bus",
         UnsupportedResource, mends=False),
     Row("no driver yet, or its library raises", "raise", PluginState.PENDING,
         "the driver is not loaded; next try in 1 s", PluginUnavailable, mends=True),
@@ -93,7 +93,11 @@ def ask(host: PluginHost, devices: NodeDevices, slot: str) -> None:
         {slot: 1},
         devices.inventory.slot_types,
         pending={s.name: s.reason for s in statuses if s.state is PluginState.PENDING},
-        failed={s.name: s.reason for s in statuses if s.state is PluginState.FAILED},
+        failed={
+            s.name: s.reason
+            for s in statuses
+            if s.state in (PluginState.FAILED, PluginState.ABSENT)
+        },
     )
 
 

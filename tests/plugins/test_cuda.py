@@ -163,9 +163,9 @@ def bus(sysfs: Path, *devices: tuple[str, str, str]) -> str:
 @pytest.mark.parametrize(
     ("devices", "state", "why"),
     [
-        ((), PluginState.FAILED, "no NVIDIA GPU on the PCI bus, and libnvidia-ml.so.1 is not"),
+        ((), PluginState.ABSENT, "no NVIDIA GPU on the PCI bus, and libnvidia-ml.so.1 is not"),
         ((("0000:3b:00.0", "1002", "030200"), ("0000:00:1f.3", "10de", "040300")),
-         PluginState.FAILED, "no NVIDIA GPU on the PCI bus"),
+         PluginState.ABSENT, "no NVIDIA GPU on the PCI bus"),
         ((("0000:3b:00.0", "10de", "030200"), ("0000:5e:00.0", "10de", "030000")),
          PluginState.PENDING, "; on the PCI bus: 0000:3b:00.0, 0000:5e:00.0; next try in 1 s"),
     ],

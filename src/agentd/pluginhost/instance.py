@@ -108,7 +108,6 @@ class PluginInstance:
         self.state = PluginState.PENDING
         self.reason = ""
         self.problems: list[Problem] = []
-        self.is_absent = False
         self.tries = self.settled_tries = 0
         self.listed_at: float | None = None
         self.listing: PluginListing | None = None
@@ -131,7 +130,7 @@ class PluginInstance:
     def status(self) -> PluginStatus:
         slots = tuple(slot.name for slot in self.listing.slot_types) if self.listing else ()
         of = (self.wanted.name, self.wanted.plugin, self.state, self.reason, slots)
-        return PluginStatus(*of, self.wanted.has_table, self.is_absent)
+        return PluginStatus(*of, self.wanted.has_table)
 
     @property
     def is_silent(self) -> bool:
@@ -147,15 +146,16 @@ class PluginInstance:
     async def run(self) -> None:
         """Keep the plugin up until cancelled, or until it is known that it cannot be."""
         while True:
-            self._ready_since, self.is_absent = None, False
+            self._ready_since = None
             self.tries += 1
             try:
                 await self._bring_up()
                 await self._follow()
             except (PluginAbsent, InvalidAnswer) as error:
                 if self.listing is None:
-                    self.is_absent = isinstance(error, PluginAbsent)
-                    await self._give_up(str(error), PluginState.FAILED)
+                    is_absent = isinstance(error, PluginAbsent)
+                    state = PluginState.ABSENT if is_absent else PluginState.FAILED
+                    await self._give_up(str(error), state)
                     self._tell_changed(self.wanted.name)
                     await self._pauses.wait(for_good=True)
                     continue

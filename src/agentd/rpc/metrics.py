@@ -136,7 +136,7 @@ def _node(
     yield runtimes
     ready = _gauge("plugin_ready", "Whether a plugin is ready", "plugin")
     for plugin in plugins.statuses():
-        if not plugin.is_absent:
+        if plugin.state is not PluginState.ABSENT:
             ready.add_metric([plugin.name], plugin.state is PluginState.READY)
     yield ready
     restarts = _counter("plugin_restarts", "How often a plugin was started anew", "plugin")

@@ -111,7 +111,7 @@ def device_view(
     state, reason = _device_state(device, ledger, named)
     agents = split.agents_of(device.device_id)
     for_agents = sum(ledger.free(device, split.partitions[agent]) for agent in agents)
-    free = min(for_agents, device.capacity - ledger.used(device.device_id))
+    free = max(0, min(for_agents, device.capacity - ledger.used(device.device_id)))
     kind = next((share.kind for share in holders.values() if share.slot), device.kind)
     return {
         "device_name": device.device_id.name,

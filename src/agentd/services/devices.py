@@ -320,8 +320,7 @@ def _not_ready(statuses: Iterable[PluginStatus]) -> dict[str, str]:
     return {
         status.name: f"plugin {status.name} is {status.state.value}: {status.reason}"
         for status in statuses
-        if status.state is PluginState.PENDING
-        or (status.state is PluginState.FAILED and not status.is_absent)
+        if status.state in (PluginState.PENDING, PluginState.FAILED)
     }
 
 
@@ -332,7 +331,8 @@ def _unlisted(
     return {
         status.name: f"plugin {status.state.value}: {status.reason}"
         for status in statuses
-        if status.name not in listed and (status.has_table or status.name in missed)
+        if status.name not in listed
+        and (status.name in missed or (status.has_table and status.state is not PluginState.ABSENT))
     }
 
 

@@ -29,14 +29,15 @@ class PluginState(StrEnum):
     READY = "ready"
     FAILED = "failed"
     BLOCKED = "blocked"
+    ABSENT = "absent"
 
 
 @dataclass(frozen=True, slots=True)
 class PluginStatus:
     """A plugin instance: its device name, its entry point, and how it does.
 
-    One without a table was loaded because it is installed; nobody misses it where it fails. One
-    that `is_absent` says that this node has none of its hardware.
+    One without a table was loaded because it is installed; nobody misses it where it fails. An
+    absent one says that this node has none of its hardware.
     """
 
     name: str
@@ -45,7 +46,6 @@ class PluginStatus:
     reason: str = ""
     slots: tuple[str, ...] = ()
     has_table: bool = True
-    is_absent: bool = False
 
 
 class PluginVitals(NamedTuple):

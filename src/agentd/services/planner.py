@@ -109,7 +109,11 @@ class Planner:
             asked,
             types,
             pending={s.name: s.reason for s in statuses if s.state is PluginState.PENDING},
-            failed={s.name: s.reason for s in statuses if s.state is PluginState.FAILED},
+            failed={
+                s.name: s.reason
+                for s in statuses
+                if s.state in (PluginState.FAILED, PluginState.ABSENT)
+            },
         )
         least = max(1, runtime.minimum_memory_bytes)
         if slots[MEM] < least:
