@@ -373,3 +373,14 @@ async def test_an_engine_that_is_down_is_a_state_of_the_runtime(dockered: Daemon
     dockered.configure()
     await dockered.restart()
     await dockered.running()
+
+
+async def test_free_memory_of_divided_memory_is_that_of_all_agents(
+    serving_process: Serving,
+) -> None:
+    plain = await serving_process('[resource]\nallocation-mode = "auto-split"\n' + AGENTS + gpus())
+    before = await plain.device("root")
+    assert before["free"] == before["capacity"]
+    await plain.running("agent-1", slots={"mem": "1g"})
+    after = await plain.device("root")
+    assert int(after["free"]) == int(before["capacity"]) - 2**30
