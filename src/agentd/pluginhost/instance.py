@@ -32,6 +32,7 @@ from agentd.pluginhost.validation import (
     check_version,
     checked_edits,
     checked_listing,
+    checked_measurements,
 )
 from agentd.services.interfaces import PluginListing, PluginState, PluginStatus
 
@@ -277,7 +278,8 @@ class PluginInstance:
         if self._facts is not None and self._facts.has_measurements:
             try:
                 timeout_s = self._pace.call_timeout_s
-                self.measurements = await process.call("measure", timeout_s=timeout_s)
+                measured = await process.call("measure", timeout_s=timeout_s)
+                self.measurements = checked_measurements(measured)
             except (PluginRefused, InvalidAnswer) as error:
                 self.measurements = ()
                 log.warning("plugin.no_measurements", plugin=self.wanted.name, reason=str(error))

@@ -7,9 +7,12 @@ the whole listing a lie, and the plugin fails with the reason.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 from agentd.core.devices import ID_PATTERN, Device, DeviceId, Health
 from agentd.core.slots import (
@@ -25,13 +28,19 @@ from agentd.plugin_api import (
     API_VERSION,
     ContainerEdits,
     DeviceInfo,
+    Measurement,
     SlotTypeInfo,
 )
 from agentd.pluginhost.output import one_line
 from agentd.services.interfaces import PluginListing
 
 MAX_DEVICES = 4096
-_MAX_ALIASES, _MAX_ATTRIBUTES = 16, 64
+MAX_SLOT_TYPES = 256
+_MAX_ALIASES, _MAX_ATTRIBUTES, _MAX_UNIT = 16, 64, 32
+_MAX_VARIABLES, _MAX_ENV_CHARACTERS = 1024, 128 * 1024
+_NEVER_SET = {"PATH"}
+"""Variables that decide which command a kernel runs."""
+_NOT_NEGATIVE = ("utilization_percent", "memory_used_bytes", "memory_total_bytes", "power_w")
 
 
 class InvalidAnswer(Exception):
@@ -52,7 +61,10 @@ def checked_listing(
     Raises:
         InvalidAnswer: some of it breaks the contract.
     """
-    types = tuple(_slot_type(name, info) for info in slot_infos)
+    offered = list(slot_infos)
+    if len(offered) > MAX_SLOT_TYPES:
+        raise InvalidAnswer(f"it lists {len(offered)} slot types; allowed: up to {MAX_SLOT_TYPES}")
+    types = tuple(_slot_type(name, info) for info in offered)
     kinds = {slot.name: slot.kind for slot in types}
     if len(kinds) < len(types):
         raise InvalidAnswer("it lists a slot type twice")
@@ -87,7 +99,14 @@ def _slot_type(name: str, info: SlotTypeInfo) -> SlotType:
         raise InvalidAnswer(
             f"the quantum of {slot} is {info.quantum}; expected more than 0, at most 1"
         )
-    return SlotType(slot, kind, quantum, info.exclusive_group, info.unit, info.is_enforced)
+    group = info.exclusive_group
+    if group is not None and not ID_PATTERN.fullmatch(group):
+        raise InvalidAnswer(
+            f"invalid exclusive group {one_line(repr(group), 160)} of {slot}:"
+            " expected letters, digits, '_.:-'"
+        )
+    unit = one_line(info.unit, _MAX_UNIT)
+    return SlotType(slot, kind, quantum, group, unit, info.is_enforced)
 
 
 def _device(name: str, info: DeviceInfo, kinds: dict[str, SlotKind]) -> Device:
@@ -132,12 +151,44 @@ def _device(name: str, info: DeviceInfo, kinds: dict[str, SlotKind]) -> Device:
     )
 
 
+def checked_measurements(measurements: Sequence[Measurement]) -> list[Measurement]:
+    """Return what a plugin measured; a figure that cannot be one (NaN, -1 bytes) is not known.
+
+    Raises:
+        InvalidAnswer: it measured more than a plugin has devices.
+    """
+    if len(measurements) > MAX_DEVICES:
+        raise InvalidAnswer(
+            f"it measures {len(measurements)} devices; allowed: up to {MAX_DEVICES}"
+        )
+    return [_measurement(measurement) for measurement in measurements]
+
+
+def _measurement(said: Measurement) -> Measurement:
+    figures = {name: getattr(said, name) for name in (*_NOT_NEGATIVE, "temperature_c")}
+    wrong: dict[str, Any] = {
+        name: None
+        for name, figure in figures.items()
+        if figure is not None
+        and (not math.isfinite(figure) or (figure < 0 and name in _NOT_NEGATIVE))
+    }
+    return replace(said, **wrong) if wrong else said
+
+
 def checked_edits(edits: ContainerEdits) -> ContainerEdits:
     """Return a plugin's container edits, checked.
 
     Raises:
         InvalidAnswer: a runtime cannot use them.
     """
+    size = sum(len(name) + len(value) for name, value in edits.env.items())
+    if len(edits.env) > _MAX_VARIABLES or size > _MAX_ENV_CHARACTERS:
+        raise InvalidAnswer(
+            f"it sets {len(edits.env)} variables of {size} characters;"
+            f" allowed: up to {_MAX_VARIABLES} of {_MAX_ENV_CHARACTERS} together"
+        )
+    if refused := sorted(_NEVER_SET & edits.env.keys()):
+        raise InvalidAnswer(f"it sets {', '.join(refused)}, which is the kernel's own")
     for name, value in edits.env.items():
         if not name or "=" in name or "\0" in name + value:
             raise InvalidAnswer(
