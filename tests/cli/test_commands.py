@@ -201,4 +201,4 @@ def test_check_config_tells_in_one_pass_all_that_a_run_would_be_refused_for(tmp_
     )
     refused = run("agentd", "check-config", "--config", str(file), code=78).stderr
     for place in ("rpc.token-file", "plugins.cuda.counts", "plugins.foo.plugin"):
-        assert f"agentd: {place}: " in refused
+        assert f"agentd: {file}: {place}: " in refused

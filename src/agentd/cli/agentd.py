@@ -147,7 +147,7 @@ def _with_node(
                     loaded, probe(), plugins, memory, EventLog(), is_strict=is_strict
                 )
             if problems:
-                raise ConfigRefused(problems)
+                raise ConfigRefused(problems, str(loaded.path or "defaults"))
             _withhold_what_others_serve(loaded.settings, devices)
             return show(devices, plugins)
         finally:
