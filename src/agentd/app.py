@@ -74,6 +74,8 @@ AFTER_DRAIN_S, AFTER_SERVER_S, AFTER_RUNTIMES_S = 10.0, 7.0, 6.0
 """Seconds of a stop reserved for the steps after the drain, the server and the runtimes."""
 START_PATIENCE_S = 2.0
 STATUS_PAUSE_S = 1.0
+COLLECT = 20_000, 20, 50
+"""When garbage is looked for: of a create's objects nearly all go without being looked for."""
 
 
 def pace_of(settings: Settings) -> Pace:
@@ -257,6 +259,7 @@ class Daemon:
     def _open(self, node: _Node) -> None:
         """Answer all requests from now on, and say so."""
         gc.freeze()  # what is there now stays: a full collection need not look at it again
+        gc.set_threshold(*COLLECT)
         node.handlers.open()
         log.info("daemon.ready", node_id=self._node_id, kernels=len(node.state.kernels))
         self._status = node.status()

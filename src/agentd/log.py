@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
 import structlog
 
 _JOURNAL = "/run/systemd/journal/socket"
@@ -49,7 +50,7 @@ def configure(level: str = "info") -> None:
         plain = structlog.dev.plain_traceback
         processors += [stamp, structlog.dev.ConsoleRenderer(exception_formatter=plain)]
     else:
-        last = structlog.processors.JSONRenderer()
+        last = structlog.processors.JSONRenderer(serializer=_json)
         processors += [stamp, structlog.processors.format_exc_info, last]
     structlog.configure(
         processors=processors,
@@ -57,6 +58,10 @@ def configure(level: str = "info") -> None:
         logger_factory=factory,
         cache_logger_on_first_use=True,
     )
+
+
+def _json(event: structlog.typing.EventDict, **_: object) -> str:
+    return msgspec.json.encode(event, enc_hook=repr).decode()
 
 
 def _drop_below_level(

@@ -16,6 +16,7 @@ from agentd.core.allocation import Allocation
 from agentd.core.container_edits import ContainerEdits, DeviceNode, Mount
 from agentd.core.container_options import ContainerOptions, Ulimit
 from agentd.core.kernel import Kernel, KernelSpec, KernelState
+from agentd.core.ledger import Ledger
 from agentd.core.observation import ObservedState
 from agentd.core.plan import KernelPlan, NodeFacts, build_plan, fence_of, name_prefix
 from agentd.core.usage import Usage
@@ -302,9 +303,9 @@ def test_words_are_left_alone() -> None:
 
 
 def test_the_fence_holds_the_partition_and_what_lives() -> None:
-    fence = fence_of(("0", "1"), 100, frozenset({"0", "1", "2"}), ())
+    fence = fence_of("a", ("0", "1"), 100, frozenset({"0", "1", "2"}), Ledger())
     assert (fence.cores, fence.memory_bytes) == (("0", "1"), 100)
-    declared = fence_of(("0", "9"), 100, frozenset({"0"}), ())
+    declared = fence_of("a", ("0", "9"), 100, frozenset({"0"}), Ledger())
     assert declared.cores == (), "a core that is not there cannot be pinned"
 
 

@@ -186,6 +186,16 @@ class Ledger:
         """Return how much of one device name's devices an agent's kernels hold together."""
         return self._by_agent.get((agent_id, name), 0)
 
+    def devices_held_by(self, agent_id: str, name: str) -> list[DeviceId]:
+        """Return the devices of a name of which an agent's kernels hold something."""
+        if (agent_id, name) not in self._by_agent:
+            return []
+        return [
+            device_id
+            for device_id, tallies in self._tallies.items()
+            if device_id.name == name and any(agent == agent_id for agent, _ in tallies)
+        ]
+
     def within_limit(self, partition: Partition, name: str) -> int | None:
         """Return how much more of a device name an agent may hold; None without a limit."""
         if (limit := partition.limits.get(name)) is None:

@@ -6,12 +6,13 @@ image sets is overridden, because the plan's environment is given explicitly.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 
 from agentd.core.container_edits import ContainerEdits
 from agentd.core.kernel import Kernel, KernelSpec, Port
+from agentd.core.ledger import Ledger
 from agentd.core.names import checked
 from agentd.core.record import encode, statement
 from agentd.core.slots import CPU, MEM
@@ -46,17 +47,14 @@ class Fence:
 
 
 def fence_of(
-    cores: Iterable[str], memory_bytes: int, real: frozenset[str], living: Iterable[Kernel]
+    agent_id: str, cores: Collection[str], memory_bytes: int, real: frozenset[str], ledger: Ledger
 ) -> Fence:
     """Return the fence around an agent: its cores that can be pinned, its memory, its kernels'."""
-    held = [share for kernel in living for share in kernel.allocation.shares]
-    all_cores = {*cores, *(share.device_id.id for share in held if share.slot == CPU)}
+    held = (device_id.id for device_id in ledger.devices_held_by(agent_id, CPU))
+    all_cores = {*cores, *held}
     if not real or not all_cores <= real:
         all_cores = set()
-    return Fence(
-        tuple(sorted(all_cores)),
-        memory_bytes + sum(share.amount for share in held if share.slot == MEM),
-    )
+    return Fence(tuple(sorted(all_cores)), memory_bytes + ledger.held_of(agent_id, MEM))
 
 
 @dataclass(frozen=True, slots=True)

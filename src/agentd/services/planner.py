@@ -144,8 +144,10 @@ class Planner:
         cores = [device.id for device in partition.devices if device.name == CPU]
         if not cores:
             missing |= {CPU}
-        mine = {k.kernel_id: k for k in (*state, kernel) if k.agent_id == spec.agent_id and k.holds}
-        fence = fence_of(cores, partition.memory_bytes, real, mine.values())
+        ledger = state.ledger  # a dry run's kernel is not in it
+        if kernel.kernel_id not in ledger.holdings:
+            ledger = ledger.with_held(kernel.kernel_id, kernel.agent_id, kernel.allocation)
+        fence = fence_of(spec.agent_id, cores, partition.memory_bytes, real, ledger)
         node = NodeFacts(self._rules.node_id, tuple(cores), real, missing, fence)
         return build_plan(spec, kernel, edits, node)
 

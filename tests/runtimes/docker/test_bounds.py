@@ -12,7 +12,8 @@ from aiohttp import web
 from agentd.core.kernel import Pull
 from agentd.errors import ImageNotFound, RuntimeUnavailable
 from agentd.runtimes.docker import engine as module
-from agentd.runtimes.docker.engine import AnswerLost, EngineClient, EngineError, presentable
+from agentd.runtimes.docker.engine import EngineClient
+from agentd.runtimes.docker.engine_errors import AnswerLost, EngineError, presentable
 from agentd.runtimes.docker.images import Images
 from runtimes.docker.fake_engine import FakeEngine, says
 

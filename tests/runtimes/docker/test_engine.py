@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from agentd.runtimes.docker.engine import AnswerLost, EngineClient, EngineError, EngineUnreachable
+from agentd.runtimes.docker.engine import EngineClient
+from agentd.runtimes.docker.engine_errors import AnswerLost, EngineError, EngineUnreachable
 from runtimes.docker.fake_engine import FakeEngine, says
 
 

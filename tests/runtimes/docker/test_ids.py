@@ -9,7 +9,7 @@ from agentd.core.kernel import KernelRef
 from agentd.errors import OutcomeUnknown, RuntimeUnavailable
 from agentd.runtimes.docker.absences import Absences
 from agentd.runtimes.docker.config import DockerRules
-from agentd.runtimes.docker.engine import AnswerLost
+from agentd.runtimes.docker.engine_errors import AnswerLost
 from agentd.runtimes.docker.ids import container_id, exec_id, image_id, process_id
 from agentd.runtimes.docker.inspection import inspected, observed_kernel, summarized
 from agentd.runtimes.docker.observer import Observer

@@ -10,7 +10,7 @@ import pytest
 from agentd.core.session import ExecSpec
 from agentd.errors import CommandNotFound, RuntimeUnavailable
 from agentd.runtimes.docker import inside
-from agentd.runtimes.docker.engine import AnswerLost
+from agentd.runtimes.docker.engine_errors import AnswerLost
 
 NODE = "test-inside"
 CONTAINERS = [f"{number:064x}" for number in range(100)]

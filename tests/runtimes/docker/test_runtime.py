@@ -8,7 +8,7 @@ from agentd.core.kernel import KernelRef
 from agentd.core.plan import kernel_name
 from agentd.errors import InvalidRequest, OutcomeUnknown, RuntimeUnavailable
 from agentd.runtimes.docker.config import DockerRules
-from agentd.runtimes.docker.engine import AnswerLost
+from agentd.runtimes.docker.engine_errors import AnswerLost
 from agentd.runtimes.docker.runtime import DockerRuntime
 from contracts.test_runtime import NODE, plan
 from engine import IMAGE, Engine

@@ -9,7 +9,7 @@ from agentd.errors import (
     RuntimeFailure,
     RuntimeUnavailable,
 )
-from agentd.runtimes.docker.engine import EngineError
+from agentd.runtimes.docker.engine_errors import EngineError
 from agentd.runtimes.docker.translation import translated
 from contracts.test_runtime import plan
 

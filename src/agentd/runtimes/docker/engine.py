@@ -1,8 +1,4 @@
-"""The Docker Engine's HTTP API over its socket: calls, streams, and three ways to fail.
-
-    EngineError         it was asked, and refused or failed: a status and a message
-    EngineUnreachable   it was not asked: there was no connection
-    AnswerLost          it was asked, and its answer was lost or is not one of the Engine API
+"""The Docker Engine's HTTP API over its socket: calls, streams, lists.
 
 Every answer is bounded: one that is too large is lost, and a long error message is cut.
 
@@ -21,16 +17,26 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlencode
 
 import aiohttp
 import msgspec
 from aiohttp.http import HttpProcessingError
 
+from agentd.runtimes.docker.engine_errors import (
+    AnswerLost,
+    EngineError,
+    EngineUnreachable,
+    shortly,
+)
+from agentd.runtimes.docker.kept_connections import REFUSED, Bounds, KeptConnections
+
 CALL_TIMEOUT_S = 120.0
 """Seconds that the engine may take to answer a call; streams have no limit."""
 _NO_LIMIT = aiohttp.ClientTimeout(sock_connect=10.0)
 _BASE = "http://docker"
-_REFUSED = 400
+_PATH = re.compile(r"/[A-Za-z0-9/_.:-]*")
+"""Of a bounded call: kinds, and ids that were checked."""
 _VERSION = re.compile(r"[0-9]{1,3}\.[0-9]{1,3}")
 MOST_ANSWER = 16 << 20
 """Bytes of one answer, or of one element of a list.
@@ -42,31 +48,6 @@ MOST_LIST, MOST_LISTED = 256 << 20, 20_000
 """Bytes and elements of a list; a thousand containers take 2 MB, with the longest labels 200 MB."""
 MOST_ERROR = 1 << 20
 """Bytes that are read of an answer that is an error."""
-MOST_DETAIL, MOST_MESSAGE = 16 << 10, 1000
-"""Characters of an error message that are understood, and that are passed on."""
-_STORAGE = re.compile(
-    r"(?<![^\s\"':=(])[^\s\"':=(]*/(?:[0-9a-f]{64}|l/[A-Z0-9]{26})"
-    r"(?:-init)?(?:/merged|/rootfs|/diff)?"
-)
-"""Where an engine keeps a container or a layer: nothing that a caller may know."""
-
-
-class EngineError(Exception):
-    """The engine refused or failed, and said so; the `message` is for callers."""
-
-    def __init__(self, status: int, text: str) -> None:
-        self.status = status
-        self.detail = _STORAGE.sub("", text[:MOST_DETAIL])
-        self.message = shortly(self.detail)
-        super().__init__(self.message)
-
-
-class EngineUnreachable(Exception):
-    """No connection could be made, so the engine knows of nothing."""
-
-
-class AnswerLost(Exception):
-    """The engine may have acted, and did not say so."""
 
 
 class EngineClient:
@@ -74,6 +55,7 @@ class EngineClient:
 
     def __init__(self, socket: Path) -> None:
         self._socket = socket
+        self._connections = KeptConnections(socket)
         self._session: aiohttp.ClientSession | None = None
         self._prefix = ""
         self._is_closed = False
@@ -81,6 +63,7 @@ class EngineClient:
     async def close(self) -> None:
         """Hang up; whatever is called from now on is unreachable."""
         self._is_closed = True
+        self._connections.close()
         if self._session is not None:
             await self._session.close()
 
@@ -125,16 +108,22 @@ class EngineClient:
         body: object = None,
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> Any:  # noqa: ANN401 - JSON
+        if not _PATH.fullmatch(path):
+            raise ValueError(f"{path!r} is no path of the Engine API")
+        target = f"{path}?{urlencode(params)}" if params else path
+        content = None if body is None else msgspec.json.encode(body)
+        most = Bounds(MOST_ANSWER, MOST_ERROR)
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._response(method, path, params, body) as response,
-            ):
-                content = await _whole(response)
+            async with asyncio.timeout(timeout_s):
+                answer = await self._connections.exchange(method, target, content, most)
         except TimeoutError as error:
             raise AnswerLost(f"the engine gave no answer within {timeout_s:g} s") from error
+        if answer.status >= REFUSED:
+            raise EngineError(answer.status, _message(answer.body))
+        if answer.is_cut:
+            raise AnswerLost(f"the engine's answer is larger than {MOST_ANSWER >> 20} MiB")
         try:
-            return msgspec.json.decode(content) if content else None
+            return msgspec.json.decode(answer.body) if answer.body else None
         except (ValueError, RecursionError) as error:
             raise AnswerLost(f"the engine's answer is not JSON: {error}") from error
 
@@ -169,7 +158,7 @@ class EngineClient:
         """
         if not self._prefix:
             await self.version()
-        async with self._response(method, self._prefix + path, params, None, headers) as response:
+        async with self._response(method, self._prefix + path, params, headers) as response:
             try:
                 await _refuse_error(response)
                 yield response
@@ -192,17 +181,10 @@ class EngineClient:
         self,
         method: str,
         path: str,
-        params: Mapping[str, str] | None,
-        body: object,
-        headers: Mapping[str, str] | None = None,
+        params: Mapping[str, str],
+        headers: Mapping[str, str] | None,
     ) -> _Exchange:
-        sent = dict(headers or {})
-        data = None
-        if body is not None:
-            data, sent["Content-Type"] = msgspec.json.encode(body), "application/json"
-        request = self._opened().request(
-            method, _BASE + path, params=params, data=data, headers=sent
-        )
+        request = self._opened().request(method, _BASE + path, params=params, headers=headers)
         return _Exchange(self._socket, request)
 
     def _opened(self) -> aiohttp.ClientSession:
@@ -261,33 +243,17 @@ async def _refuse_error(response: aiohttp.ClientResponse) -> None:
     Raises:
         EngineError: it is; also one that is too large to be read refuses the call.
     """
-    if response.status >= _REFUSED:
-        content, _ = await _begun(response, MOST_ERROR)
+    if response.status >= REFUSED:
+        content = await _begun(response, MOST_ERROR)
         raise EngineError(response.status, _message(content))
 
 
-async def _whole(response: aiohttp.ClientResponse) -> bytes:
-    """Return an answer.
-
-    Raises:
-        EngineError: it is an error.
-        AnswerLost: it is too large.
-    """
-    await _refuse_error(response)
-    content, is_whole = await _begun(response, MOST_ANSWER)
-    if not is_whole:
-        raise AnswerLost(f"the engine's answer is larger than {MOST_ANSWER >> 20} MiB")
-    return content
-
-
-async def _begun(response: aiohttp.ClientResponse, most: int) -> tuple[bytes, bool]:
-    """Return the first bytes of an answer, and whether those are all."""
+async def _begun(response: aiohttp.ClientResponse, most: int) -> bytes:
+    """Return the first bytes of an answer."""
     content = bytearray()
-    while chunk := await response.content.readany():
+    while len(content) < most and (chunk := await response.content.readany()):
         content += chunk
-        if len(content) > most:
-            return bytes(content[:most]), False
-    return bytes(content), True
+    return bytes(content[:most])
 
 
 async def _objects(stream: aiohttp.StreamReader) -> AsyncGenerator[Mapping[str, Any]]:
@@ -342,13 +308,3 @@ def _message(content: bytes) -> str:
         return str(msgspec.json.decode(content)["message"])
     except (ValueError, RecursionError, KeyError, TypeError):
         return content.decode(errors="replace").strip() or "it gave no reason"
-
-
-def shortly(text: str) -> str:
-    """Return a message, cut where it is long."""
-    return text if len(text) <= MOST_MESSAGE else f"{text[:MOST_MESSAGE]}..."
-
-
-def presentable(text: str) -> str:
-    """Return what an engine says, without the paths of its storage and cut where it is long."""
-    return shortly(_STORAGE.sub("", text[:MOST_DETAIL]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from agentd.core.names import shortened
-from agentd.runtimes.docker.engine import AnswerLost
+from agentd.runtimes.docker.engine_errors import AnswerLost
 
 _CONTAINER = re.compile(r"[0-9a-f]{64}")
 _IMAGE = re.compile(r"sha256:[0-9a-f]{64}")

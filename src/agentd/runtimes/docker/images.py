@@ -23,9 +23,9 @@ import structlog
 from agentd.core.kernel import Pull
 from agentd.errors import ImageNotFound, RuntimeFailure, RuntimeUnavailable
 from agentd.host.regular_files import read_regular
-from agentd.runtimes.docker.engine import (
+from agentd.runtimes.docker.engine import EngineClient
+from agentd.runtimes.docker.engine_errors import (
     AnswerLost,
-    EngineClient,
     EngineError,
     EngineUnreachable,
     presentable,

@@ -22,9 +22,9 @@ from agentd.core.session import STDERR, STDOUT, ExecSpec
 from agentd.errors import AgentdError, CommandNotFound, InvalidRequest, Problem, RuntimeFailure
 from agentd.host.accounts import groups_of
 from agentd.host.processes import all_processes, read_env, strike
-from agentd.runtimes.docker.engine import (
+from agentd.runtimes.docker.engine import EngineClient
+from agentd.runtimes.docker.engine_errors import (
     AnswerLost,
-    EngineClient,
     EngineError,
     EngineUnreachable,
     presentable,

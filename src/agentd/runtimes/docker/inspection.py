@@ -23,7 +23,7 @@ from agentd.runtimes.docker.config import (
     NODE_LABEL,
     RECORD_LABEL,
 )
-from agentd.runtimes.docker.engine import AnswerLost, presentable
+from agentd.runtimes.docker.engine_errors import AnswerLost, presentable
 from agentd.runtimes.docker.ids import container_id, process_id
 from agentd.runtimes.docker.mounts import Source, refuse_exchanged, verify_mounts
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from agentd.core.container_options import ULIMITS
 from agentd.core.kernel import KernelSpec
 from agentd.errors import Problem
-from agentd.runtimes.docker.engine import shortly
+from agentd.runtimes.docker.engine_errors import shortly
 
 _WHY = (
     r"(?P<why>not a directory|is a directory|file name too long|no such file or directory"

@@ -18,7 +18,8 @@ from agentd.core.plan import kernel_name
 from agentd.host.accounts import COUNTED_V1, MOUNT, UNIFIED, Account, account_of, is_v2
 from agentd.runtimes.docker.absences import Absences
 from agentd.runtimes.docker.config import KERNEL_LABEL, NODE_LABEL, RECORD_LABEL
-from agentd.runtimes.docker.engine import AnswerLost, EngineClient, EngineError
+from agentd.runtimes.docker.engine import EngineClient
+from agentd.runtimes.docker.engine_errors import AnswerLost, EngineError
 from agentd.runtimes.docker.ids import image_id, process_id
 from agentd.runtimes.docker.inspection import (
     identified,

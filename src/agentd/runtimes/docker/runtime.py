@@ -27,12 +27,8 @@ from agentd.failpoints import reach
 from agentd.host.accounts import counted
 from agentd.runtimes.docker.absences import Absences
 from agentd.runtimes.docker.config import UNPUBLISHED, DockerRules, container_config
-from agentd.runtimes.docker.engine import (
-    CALL_TIMEOUT_S,
-    EngineClient,
-    EngineError,
-    EngineUnreachable,
-)
+from agentd.runtimes.docker.engine import CALL_TIMEOUT_S, EngineClient
+from agentd.runtimes.docker.engine_errors import EngineError, EngineUnreachable
 from agentd.runtimes.docker.facts import EngineFacts, engine_facts
 from agentd.runtimes.docker.ids import container_id
 from agentd.runtimes.docker.images import Images

@@ -13,7 +13,8 @@ import msgspec
 
 from agentd.core.names import name_or_empty
 from agentd.runtimes.docker.config import KERNEL_LABEL, NODE_LABEL
-from agentd.runtimes.docker.engine import AnswerLost, EngineClient
+from agentd.runtimes.docker.engine import EngineClient
+from agentd.runtimes.docker.engine_errors import AnswerLost
 from agentd.runtimes.docker.ids import container_id
 from agentd.runtimes.docker.translation import translating
 from agentd.services.interfaces import LogQuery, LogStream

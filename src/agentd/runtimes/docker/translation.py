@@ -16,7 +16,7 @@ from agentd.errors import (
     RuntimeFailure,
     RuntimeUnavailable,
 )
-from agentd.runtimes.docker.engine import AnswerLost, EngineError, EngineUnreachable, shortly
+from agentd.runtimes.docker.engine_errors import AnswerLost, EngineError, EngineUnreachable, shortly
 from agentd.runtimes.docker.mistakes import request_problem
 
 _PASSES = ("port is already allocated", "address already in use")

@@ -1,0 +1,230 @@
+"""Connections to the engine that are kept, for calls whose answer is small and is read whole.
+
+A create asks the engine three times, so what one exchange costs is most of what agentd adds to a
+create. An exchange here is one write, one read and httptools' parser; streams and lists go
+through aiohttp (ADR 0011).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import httptools
+
+from agentd.runtimes.docker.engine_errors import AnswerLost, EngineUnreachable, shortly
+
+CONNECT_TIMEOUT_S = 10.0
+MOST_IDLE = 8
+"""Connections that are kept while nobody uses them."""
+REFUSED = 400
+_FINAL = 200
+_MOST_HEADERS = 64 << 10
+_CLOSED = "agentd has hung up"
+_REPEATED = frozenset({"GET", "DELETE"})
+"""Methods that may be asked twice, where a kept connection ended before the first answer."""
+
+
+class Answer(NamedTuple):
+    """An answer; `is_cut` where its body is longer than the bound."""
+
+    status: int
+    body: bytes
+    is_cut: bool = False
+
+
+class Bounds(NamedTuple):
+    """Bytes that are read of an answer, and of one that is an error."""
+
+    answer: int
+    error: int
+
+
+class KeptConnections:
+    """Connections to one engine; as many as there are calls at once."""
+
+    def __init__(self, socket: Path) -> None:
+        self._socket = socket
+        self._idle: list[_Connection] = []
+        self._used: set[_Connection] = set()
+        self._is_closed = False
+
+    async def exchange(self, method: str, target: str, body: bytes | None, most: Bounds) -> Answer:
+        """Send a request, and return its answer; whoever is cancelled meanwhile hangs up.
+
+        `target` is a path and a query as they are sent.
+
+        Raises:
+            EngineUnreachable, AnswerLost: as `engine_errors` says.
+        """
+        request = _request(method, target, body)
+        while True:
+            is_kept = bool(self._idle)
+            connection = self._idle.pop() if is_kept else await self._connected()
+            if self._is_closed:
+                connection.hang_up(_CLOSED)
+                raise EngineUnreachable(f"{self._socket}: {_CLOSED}")
+            self._used.add(connection)
+            try:
+                answer = await connection.ask(request, most)
+            except _NotAnswered as error:
+                if is_kept and method in _REPEATED:
+                    continue
+                raise AnswerLost(f"{self._socket}: {error}") from error
+            except AnswerLost as error:
+                raise AnswerLost(f"{self._socket}: {error}") from error
+            finally:
+                self._used.discard(connection)
+                self._keep(connection)
+            return answer
+
+    def close(self) -> None:
+        """Hang up; whoever waits for an answer lost it."""
+        self._is_closed = True
+        for connection in [*self._idle, *self._used]:
+            connection.hang_up(_CLOSED)
+        self._idle.clear()
+
+    def _keep(self, connection: _Connection) -> None:
+        if connection.is_free and len(self._idle) < MOST_IDLE:
+            self._idle.append(connection)
+        else:
+            connection.hang_up("its answer was given up")
+
+    async def _connected(self) -> _Connection:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                _, connection = await loop.create_unix_connection(
+                    lambda: _Connection(self._forget), str(self._socket)
+                )
+        except TimeoutError as error:
+            why = f"no connection within {CONNECT_TIMEOUT_S:g} s"
+            raise EngineUnreachable(f"{self._socket}: {why}") from error
+        except OSError as error:
+            raise EngineUnreachable(f"{self._socket}: {error.strerror or error}") from error
+        return connection
+
+    def _forget(self, connection: _Connection) -> None:
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+
+def _request(method: str, target: str, body: bytes | None) -> bytes:
+    content = b"" if body is None else body
+    kind = "" if body is None else "Content-Type: application/json\r\n"
+    head = (
+        f"{method} {target} HTTP/1.1\r\nHost: docker\r\nAccept-Encoding: identity\r\n"
+        f"{kind}Content-Length: {len(content)}\r\n\r\n"
+    )
+    return head.encode("ascii") + content
+
+
+class _NotAnswered(Exception):
+    """The connection ended before a byte of the answer."""
+
+
+class _Connection(asyncio.Protocol):
+    """One connection, with one exchange at a time; also what the parser tells (httptools)."""
+
+    def __init__(self, on_lost: Callable[[_Connection], None]) -> None:
+        self._on_lost = on_lost
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._answer: asyncio.Future[Answer] | None = None
+        self._most = Bounds(0, 0)
+        self._received = 0
+        self._status = 0
+        self._body = bytearray()
+
+    @property
+    def is_free(self) -> bool:
+        """Whether another request can be sent."""
+        return self._transport is not None and self._answer is None
+
+    def ask(self, request: bytes, most: Bounds) -> asyncio.Future[Answer]:
+        """Send a request; the answer comes, or `AnswerLost`, or `_NotAnswered`."""
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        if self._transport is None:
+            answer.set_exception(_NotAnswered("the connection has ended"))
+            return answer
+        self._answer, self._most = answer, most
+        self._received, self._status, self._body = 0, 0, bytearray()
+        self._transport.write(request)
+        return answer
+
+    def hang_up(self, why: str) -> None:
+        """End the connection."""
+        self._fail(AnswerLost(why))
+        if self._transport is not None:
+            self._transport.abort()
+            self._transport = None
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._answer is None:
+            self.hang_up("")  # nothing was asked, so nothing more that it says can be believed
+            self._on_lost(self)
+            return
+        self._received += len(data)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self.hang_up(shortly(f"the answer is not HTTP/1.1: {error}"))
+            return
+        if self._answer is not None:
+            if len(self._body) > self._bound:
+                self._complete()
+                self.hang_up("")
+            elif self._received - len(self._body) > self._bound + _MOST_HEADERS:
+                self.hang_up("the answer is too large")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._on_lost(self)
+        if self._received == 0:
+            self._fail(_NotAnswered(str(error or "the connection ended before the answer")))
+        elif self._status >= REFUSED:  # Go's server ends its own refusals so
+            self._complete()
+        else:
+            self._fail(AnswerLost(str(error or "the connection ended within the answer")))
+
+    # httptools.HTTPProtocol
+
+    def on_message_begin(self) -> None:
+        if self._answer is None:  # a second answer to one request
+            self.hang_up("")
+
+    def on_headers_complete(self) -> None:
+        self._status = self._parser.get_status_code()
+
+    def on_body(self, part: bytes) -> None:
+        self._body += part
+
+    def on_message_complete(self) -> None:
+        if self._status < _FINAL:
+            return
+        self._complete()
+        if not self._parser.should_keep_alive():
+            self.hang_up("")
+
+    @property
+    def _bound(self) -> int:
+        return self._most.answer if self._status < REFUSED else self._most.error
+
+    def _complete(self) -> None:
+        waiting, self._answer = self._answer, None
+        if waiting is not None and not waiting.done():
+            body = bytes(self._body[: self._bound])
+            waiting.set_result(Answer(self._status, body, is_cut=len(self._body) > self._bound))
+
+    def _fail(self, error: Exception) -> None:
+        waiting, self._answer = self._answer, None
+        if waiting is not None and not waiting.done():
+            waiting.set_exception(error)

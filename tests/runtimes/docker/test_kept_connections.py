@@ -1,0 +1,210 @@
+"""Connections that are kept: what is sent, what is believed, and when one is given up."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from agentd.runtimes.docker.engine_errors import AnswerLost, EngineUnreachable
+from agentd.runtimes.docker.kept_connections import MOST_IDLE, Answer, Bounds, KeptConnections
+
+MOST = Bounds(1000, 100)
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n1\r\n}\r\n0\r\n\r\n"
+CUT = b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{"
+REFUSAL = b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\nno"
+END = None
+"""The server hangs up."""
+
+
+class Server:
+    """Answers each request on each connection with what comes next."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.requests: list[bytes] = []
+        self.connections = 0
+        self.ended = asyncio.Queue[int]()
+        self.says: list[list[bytes | None]] = []
+        """Of each request: the pieces of its answer."""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        number = self.connections
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                length = int(head.partition(b"Content-Length: ")[2].partition(b"\r")[0])
+                self.requests.append(head + await reader.readexactly(length))
+                for piece in self.says.pop(0):
+                    if piece is END:
+                        return
+                    writer.write(piece)
+                    await writer.drain()
+                    await asyncio.sleep(0)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
+            self.ended.put_nowait(number)
+
+
+@pytest.fixture
+async def server(folder: Path) -> AsyncIterator[Server]:
+    made = Server(folder / "engine.sock")
+    listening = await asyncio.start_unix_server(made.serve, made.path)
+    async with listening:
+        yield made
+
+
+@pytest.fixture
+async def kept(server: Server) -> AsyncIterator[KeptConnections]:
+    made = KeptConnections(server.path)
+    yield made
+    made.close()
+
+
+async def ask(kept: KeptConnections, method: str = "GET", body: bytes | None = None) -> Answer:
+    async with asyncio.timeout(20):
+        return await kept.exchange(method, "/x?a=b", body, MOST)
+
+
+async def until_ended(server: Server) -> None:
+    async with asyncio.timeout(20):
+        await server.ended.get()
+    for _ in range(3):  # turns in which the client reads that, and is told
+        await asyncio.sleep(0)
+
+
+async def test_requests_share_one_connection(server: Server, kept: KeptConnections) -> None:
+    server.says = [[OK], [CHUNKED], [b"HTTP/1.1 204 No Content\r\n\r\n"]]
+    assert await ask(kept) == Answer(200, b"{}")
+    assert await ask(kept, "POST", b'{"a":1}') == Answer(200, b"{}")
+    assert await ask(kept, "DELETE") == Answer(204, b"")
+    assert server.connections == 1
+    assert server.requests[1] == (
+        b"POST /x?a=b HTTP/1.1\r\nHost: docker\r\nAccept-Encoding: identity\r\n"
+        b'Content-Type: application/json\r\nContent-Length: 7\r\n\r\n{"a":1}'
+    )
+
+
+@pytest.mark.parametrize(
+    ("pieces", "answer", "connections"),
+    [
+        ([bytes([byte]) for byte in OK], Answer(200, b"{}"), 1),
+        ([b"HTTP/1.1 100 Continue\r\n\r\n", OK], Answer(200, b"{}"), 1),
+        ([b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{}", END],
+         Answer(200, b"{}"), 2),
+        ([REFUSAL, END], Answer(400, b"no"), 2),
+        ([b"HTTP/1.1 500 No\r\nContent-Length: 500\r\n\r\n", b"x" * 300],
+         Answer(500, b"x" * 100, is_cut=True), 2),
+        ([b"HTTP/1.1 200 OK\r\nContent-Length: 5000\r\n\r\n", b"x" * 3000],
+         Answer(200, b"x" * 1000, is_cut=True), 2),
+        ([OK + OK], Answer(200, b"{}"), 2),
+        ([OK + CUT], Answer(200, b"{}"), 2),
+    ],
+)  # fmt: skip
+async def test_what_is_believed_of_an_answer(server, kept, pieces, answer, connections) -> None:
+    """A connection that said more than it was asked, or less, is not used again."""
+    server.says = [pieces, [OK]]
+    assert await ask(kept) == answer
+    assert await ask(kept) == Answer(200, b"{}")
+    assert server.connections == connections
+
+
+@pytest.mark.parametrize(
+    ("pieces", "told"),
+    [
+        ([CUT, END], "within the answer"),
+        ([b"HTTP/1.1 200 OK\r\n\r\nuntil the end", END], "within the answer"),
+        ([END], "before the answer"),
+        ([b"SSH-2.0-OpenSSH\r\n"], "not HTTP"),
+        ([b"HTTP/1.1 101 Switching\r\nConnection: upgrade\r\nUpgrade: tcp\r\n\r\n"], "not HTTP"),
+        ([b"HTTP/1.1 200 OK\r\n" + b"X-Many: 1\r\n" * 10_000], "too large"),
+    ],
+)
+async def test_an_answer_that_is_none_is_lost(server, kept, pieces, told) -> None:
+    server.says = [pieces, [OK]]
+    with pytest.raises(AnswerLost, match=told):
+        await ask(kept)
+    assert await ask(kept) == Answer(200, b"{}")
+    assert server.connections == 2
+
+
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+async def test_a_kept_connection_that_ends_unanswered_is_replaced(server, kept, method) -> None:
+    server.says = [[OK], [END], [OK]]
+    await ask(kept)
+    assert await ask(kept, method) == Answer(200, b"{}")
+    assert server.connections == 2
+
+
+async def test_nothing_that_acts_is_asked_twice(server: Server, kept: KeptConnections) -> None:
+    server.says = [[OK], [END]]
+    await ask(kept)
+    with pytest.raises(AnswerLost):
+        await ask(kept, "POST", b"{}")
+    assert len(server.requests) == 2
+
+
+async def test_an_idle_connection_that_ends_is_forgotten(server, kept) -> None:
+    """As when an engine restarts: the next request is sent once, over a new connection."""
+    server.says = [[OK, END], [OK]]
+    await ask(kept)
+    await until_ended(server)
+    assert await ask(kept, "POST", b"{}") == Answer(200, b"{}")
+    assert server.connections == 2
+
+
+async def test_an_idle_connection_that_speaks_is_ended(server, kept) -> None:
+    server.says = [[OK, CUT], [OK]]
+    await ask(kept)
+    await until_ended(server)
+    assert await ask(kept) == Answer(200, b"{}")
+    assert server.connections == 2
+
+
+async def test_who_is_cancelled_hangs_up(server: Server, kept: KeptConnections) -> None:
+    server.says = [[], [OK]]
+    asking = asyncio.create_task(ask(kept))
+    async with asyncio.timeout(20):
+        while not server.requests:
+            await asyncio.sleep(0)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await until_ended(server)
+    assert await ask(kept) == Answer(200, b"{}")
+
+
+async def test_as_many_connections_as_calls_and_few_are_kept(server, kept) -> None:
+    count = MOST_IDLE + 4
+    server.says = [[OK]] * count + [[OK]] * MOST_IDLE
+    await asyncio.gather(*(ask(kept) for _ in range(count)))
+    assert server.connections == count
+    for _ in range(4):
+        await until_ended(server)
+    await asyncio.gather(*(ask(kept) for _ in range(MOST_IDLE)))
+    assert server.connections == count
+
+
+async def test_who_hung_up_asks_nothing(server: Server, kept: KeptConnections) -> None:
+    server.says = [[]]
+    asking = asyncio.create_task(ask(kept, "POST", b"{}"))
+    async with asyncio.timeout(20):
+        while not server.requests:
+            await asyncio.sleep(0)
+    kept.close()
+    with pytest.raises(AnswerLost, match="agentd has hung up"):
+        await asking
+    with pytest.raises(EngineUnreachable, match="agentd has hung up"):
+        await ask(kept, "POST", b"{}")
+    assert len(server.requests) == 1
+
+
+async def test_nobody_there_was_never_asked(folder: Path) -> None:
+    with pytest.raises(EngineUnreachable, match=r"none\.sock: No such file"):
+        await ask(KeptConnections(folder / "none.sock"), "POST")
