@@ -69,7 +69,7 @@ async def kept(server: Server) -> AsyncIterator[KeptConnections]:
 
 async def ask(kept: KeptConnections, method: str = "GET", body: bytes | None = None) -> Answer:
     async with asyncio.timeout(20):
-        return await kept.exchange(method, "/x?a=b", body, MOST)
+        return await kept.exchange(method, "/x?a=b", body, MOST, 60.0)
 
 
 async def until_ended(server: Server) -> None:

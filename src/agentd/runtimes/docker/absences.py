@@ -10,6 +10,7 @@ follows them.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -63,7 +64,8 @@ class Absences:
         self._file = file
         self._boot_id = boot_id
         self._signals: dict[str, float] = {}
-        self._asked: dict[str, float] = {}
+        self._asked: Counter[str] = Counter()
+        self._asked_lately: dict[str, float] = {}
         self._closed_at: float | None = None
         before = _read(file)
         self._absences = before.absences if before else ()
@@ -76,18 +78,23 @@ class Absences:
     @contextmanager
     def asked(self, kernel_id: str) -> Iterator[None]:
         """Let signals to a kernel pass meanwhile: agentd was asked to end it."""
-        self._asked[kernel_id] = float("inf")
+        self._asked[kernel_id] += 1
         try:
             yield
         finally:  # the engine tells of its signal over another connection
+            self._asked[kernel_id] -= 1
+            if not self._asked[kernel_id]:
+                del self._asked[kernel_id]
             now = time.time()
-            self._asked = {k: until for k, until in self._asked.items() if until > now}
-            self._asked[kernel_id] = now + LATE_S
+            self._asked_lately.pop(kernel_id, None)
+            self._asked_lately[kernel_id] = now + LATE_S
+            while self._asked_lately[oldest := next(iter(self._asked_lately))] <= now:
+                del self._asked_lately[oldest]
 
     def signalled(self, kernel_id: str) -> None:
         """Note a signal to a kernel."""
         now = time.time()
-        if self._asked.get(kernel_id, 0.0) < now:
+        if kernel_id not in self._asked and self._asked_lately.get(kernel_id, 0.0) < now:
             self._signals = {k: at for k, at in self._signals.items() if at > now - STOPPING_S}
             self._signals[kernel_id] = now
 

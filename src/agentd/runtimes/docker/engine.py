@@ -8,7 +8,6 @@ for each connection to its events.
 
 from __future__ import annotations
 
-import asyncio
 import codecs
 import json
 import re
@@ -113,11 +112,7 @@ class EngineClient:
         target = f"{path}?{urlencode(params)}" if params else path
         content = None if body is None else msgspec.json.encode(body)
         most = Bounds(MOST_ANSWER, MOST_ERROR)
-        try:
-            async with asyncio.timeout(timeout_s):
-                answer = await self._connections.exchange(method, target, content, most)
-        except TimeoutError as error:
-            raise AnswerLost(f"the engine gave no answer within {timeout_s:g} s") from error
+        answer = await self._connections.exchange(method, target, content, most, timeout_s)
         if answer.status >= REFUSED:
             raise EngineError(answer.status, _message(answer.body))
         if answer.is_cut:

@@ -51,15 +51,18 @@ class KeptConnections:
         self._used: set[_Connection] = set()
         self._is_closed = False
 
-    async def exchange(self, method: str, target: str, body: bytes | None, most: Bounds) -> Answer:
+    async def exchange(
+        self, method: str, target: str, body: bytes | None, most: Bounds, timeout_s: float
+    ) -> Answer:
         """Send a request, and return its answer; whoever is cancelled meanwhile hangs up.
 
-        `target` is a path and a query as they are sent.
+        `target` is a path and a query as they are sent. No wait is ended by cancelling the task
+        (see `agentd.tasks.uninterrupted`).
 
         Raises:
             EngineUnreachable, AnswerLost: as `engine_errors` says.
         """
-        request = _request(method, target, body)
+        request, loop = _request(method, target, body), asyncio.get_running_loop()
         while True:
             is_kept = bool(self._idle)
             connection = self._idle.pop() if is_kept else await self._connected()
@@ -67,6 +70,8 @@ class KeptConnections:
                 connection.hang_up(_CLOSED)
                 raise EngineUnreachable(f"{self._socket}: {_CLOSED}")
             self._used.add(connection)
+            late = f"the engine gave no answer within {timeout_s:g} s"
+            timer = loop.call_later(timeout_s, connection.hang_up, late)
             try:
                 answer = await connection.ask(request, most)
             except _NotAnswered as error:
@@ -76,6 +81,7 @@ class KeptConnections:
             except AnswerLost as error:
                 raise AnswerLost(f"{self._socket}: {error}") from error
             finally:
+                timer.cancel()
                 self._used.discard(connection)
                 self._keep(connection)
             return answer
@@ -94,18 +100,20 @@ class KeptConnections:
             connection.hang_up("its answer was given up")
 
     async def _connected(self) -> _Connection:
-        loop = asyncio.get_running_loop()
+        connecting = asyncio.create_task(
+            asyncio.get_running_loop().create_unix_connection(
+                lambda: _Connection(self._forget), str(self._socket)
+            )
+        )
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                _, connection = await loop.create_unix_connection(
-                    lambda: _Connection(self._forget), str(self._socket)
-                )
-        except TimeoutError as error:
-            why = f"no connection within {CONNECT_TIMEOUT_S:g} s"
-            raise EngineUnreachable(f"{self._socket}: {why}") from error
+            await asyncio.wait([connecting], timeout=CONNECT_TIMEOUT_S)
+            if connecting.done():
+                return connecting.result()[1]
         except OSError as error:
             raise EngineUnreachable(f"{self._socket}: {error.strerror or error}") from error
-        return connection
+        finally:
+            connecting.cancel()
+        raise EngineUnreachable(f"{self._socket}: no connection within {CONNECT_TIMEOUT_S:g} s")
 
     def _forget(self, connection: _Connection) -> None:
         if connection in self._idle:

@@ -54,7 +54,7 @@ from agentd.runtimes.docker.translation import (
     unknown,
 )
 from agentd.services.interfaces import LogQuery, Progress, Session, Support, Undone
-from agentd.tasks import to_the_end
+from agentd.tasks import uninterrupted
 
 
 class _Attempt:
@@ -153,7 +153,7 @@ class DockerRuntime:
             await self._create(attempt, progress)
             await reach("create.after_engine_create")
             container = f"/containers/{attempt.container}"
-            await to_the_end(self._engine.call("POST", f"{container}/start"))
+            await uninterrupted(self._engine.call("POST", f"{container}/start"))
             await reach("create.after_engine_start")
             shown = await self._observer.inspection(attempt.container)
             verify(shown, attempt.config["HostConfig"], plan, attempt.sources)
@@ -191,7 +191,7 @@ class DockerRuntime:
     async def _make(self, attempt: _Attempt) -> None:
         attempt.look()
         await reach("create.before_engine_create")
-        await to_the_end(self._ask_for(attempt))
+        await uninterrupted(self._ask_for(attempt))
 
     async def _ask_for(self, attempt: _Attempt) -> None:
         params = {"name": attempt.plan.name, "platform": attempt.platform}
@@ -217,7 +217,7 @@ class DockerRuntime:
         try:
             await reach("create.before_undo")
             with absent_is_fine():
-                await to_the_end(self._delete(attempt.container, force=True))
+                await uninterrupted(self._delete(attempt.container, force=True))
             attempt.may_exist = False
             await reach("create.after_undo")
         except BaseException as left:
