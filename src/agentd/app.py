@@ -13,11 +13,11 @@ import os
 import signal
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import structlog
+from msgspec.structs import replace
 
 from agentd import assembly, failpoints
 from agentd.background import Background

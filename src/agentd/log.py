@@ -51,6 +51,7 @@ def configure(level: str = "info") -> None:
         processors += [stamp, structlog.dev.ConsoleRenderer(exception_formatter=plain)]
     else:
         last = structlog.processors.JSONRenderer(serializer=_json)
+        factory = structlog.BytesLoggerFactory(sys.stderr.buffer)
         processors += [stamp, structlog.processors.format_exc_info, last]
     structlog.configure(
         processors=processors,
@@ -60,8 +61,8 @@ def configure(level: str = "info") -> None:
     )
 
 
-def _json(event: structlog.typing.EventDict, **_: object) -> str:
-    return msgspec.json.encode(event, enc_hook=repr).decode()
+def _json(event: structlog.typing.EventDict, **_: object) -> bytes:
+    return msgspec.json.encode(event, enc_hook=repr)
 
 
 def _drop_below_level(

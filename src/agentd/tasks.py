@@ -43,12 +43,20 @@ class _Shielded(Generic[_T]):
     in the turn after the future's end; `asyncio.shield` and `asyncio.wait` take one turn more.
     """
 
-    def __init__(self, future: asyncio.Future[_T], *, is_blocking: bool = False) -> None:
+    def __init__(self, future: asyncio.Future[_T]) -> None:
         self._future = future
-        self._asyncio_future_blocking = is_blocking
+        self._asyncio_future_blocking = False
         self.get_loop = future.get_loop
         self.add_done_callback = future.add_done_callback
         self.result = future.result
+
+    @classmethod
+    def taken_over(cls, future: asyncio.Future[_T]) -> Self:
+        """Return the pane of a future that a coroutine has just begun to wait for."""
+        made = cls(future)
+        future._asyncio_future_blocking = False  # noqa: SLF001 - asyncio's protocol of a wait
+        made._asyncio_future_blocking = True
+        return made
 
     def cancel(self, msg: object = None) -> bool:
         del msg
@@ -71,35 +79,36 @@ class _Uninterrupted(Generic[_T]):
 
     def __init__(self, step: Coroutine[Any, Any, _T]) -> None:
         self._step = step
+        self._cancelled: asyncio.CancelledError | None = None
 
     def __await__(self) -> Generator[_Shielded[Any] | None, None, _T]:
-        cancelled: asyncio.CancelledError | None = None
+        try:
+            result = yield from self._driven()
+        except Exception as error:
+            if self._cancelled is not None:
+                raise self._cancelled from error
+            raise
+        if self._cancelled is not None:
+            raise self._cancelled
+        return result
+
+    def _driven(self) -> Generator[_Shielded[Any] | None, None, _T]:
         while True:
             try:
                 future = self._step.send(None)
             except StopIteration as end:
-                if cancelled is not None:
-                    raise cancelled from None
                 result: _T = end.value
                 return result
-            except BaseException as error:
-                if cancelled is not None:
-                    raise cancelled from error
-                raise
             try:
-                if future is None:
-                    yield None
-                else:
-                    future._asyncio_future_blocking = False
-                    yield _Shielded(future, is_blocking=True)
+                yield None if future is None else _Shielded.taken_over(future)
             except GeneratorExit:
                 self._step.close()
                 raise
             except asyncio.CancelledError as error:
                 if future is None or not future.cancelled():
-                    cancelled = error
-            except BaseException:  # noqa: S110 - the step meets it as it goes on: it asks the future
-                pass
+                    self._cancelled = error
+            except Exception:  # noqa: BLE001, S112 - the step meets it itself: it asks the future
+                continue
 
 
 async def uninterrupted(step: Coroutine[Any, Any, _T]) -> _T:

@@ -4,11 +4,12 @@ import asyncio
 import os
 import re
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from agentd.core.allocation import Allocation, Share
 from agentd.core.container_edits import ContainerEdits

@@ -1,6 +1,6 @@
 """One kernel, its record, and what a runtime finds of it."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from agentd.core.devices import DeviceId
 from agentd.core.kernel import Ending, Kernel, KernelState

@@ -1,6 +1,5 @@
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from agentd.core.adoption import adopt, located, recalled
 from agentd.core.devices import DeviceId

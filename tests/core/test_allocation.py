@@ -1,9 +1,10 @@
+import dataclasses
 import random
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from agentd.core.allocation import (
     Affinity,
@@ -302,8 +303,10 @@ def test_no_share_is_ever_given_twice(steps, policy, mode) -> None:
         *gpus(1, 1, 1, slot="npu.device", nodes=(0, 1, 1)),
     ]
     inventory = machine(*devices, quantum=CENT)
-    whole = replace(inventory.slot_types["npu.device"], quantum=ONE)
-    inventory = replace(inventory, slot_types={**inventory.slot_types, "npu.device": whole})
+    whole = dataclasses.replace(inventory.slot_types["npu.device"], quantum=ONE)
+    inventory = dataclasses.replace(
+        inventory, slot_types={**inventory.slot_types, "npu.device": whole}
+    )
     rules = (AgentRule("a"), AgentRule("b"))
     if mode is AllocationMode.MANUAL:
         mode = AllocationMode.AUTO_SPLIT

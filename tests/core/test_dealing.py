@@ -1,10 +1,9 @@
 """Auto-split on machines as they are: sockets, hardware threads, MIG parts, GPUs out of order."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from agentd.core.dealing import split_units
 from agentd.core.devices import Device, DeviceId

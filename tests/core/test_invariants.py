@@ -1,6 +1,5 @@
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from agentd.core.invariants import Accounted, NodeSnapshot, Present, changes, violations
 from agentd.core.kernel import KernelState

@@ -1,10 +1,11 @@
 """The state machine: two tables, and nothing besides."""
 
 import importlib.util
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from agentd import plugin_api
 from agentd.core.adoption import adopt

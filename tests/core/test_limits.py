@@ -1,11 +1,11 @@
 """The most that an agent may hold in shared mode: what a limit says, and what it promises."""
 
-from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from agentd.core.allocation import Allocation, Ledger, Policy, allocate
 from agentd.core.devices import DeviceId, Inventory

@@ -3,11 +3,10 @@
 After every step the promises of the core hold, whatever came before.
 """
 
-from dataclasses import replace
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from msgspec.structs import replace
 
 from agentd.core.allocation import (
     Affinity,

@@ -1,9 +1,9 @@
 """Names from outside: what is one, and where anything else is refused."""
 
 import json
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from agentd.core.names import checked, is_name, name_or_empty, shortened
 from agentd.core.observation import ObservedState

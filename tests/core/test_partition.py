@@ -1,9 +1,10 @@
-from dataclasses import replace
+import dataclasses
 from decimal import Decimal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from agentd.core.dealing import split_units
 from agentd.core.devices import DeviceId
@@ -196,7 +197,7 @@ def test_what_is_gone_or_failed_is_only_a_warning() -> None:
 
 def test_a_plugin_that_lists_nothing_is_known_all_the_same() -> None:
     node = machine(*cores(4), memory())
-    node = replace(node, slot_types={**node.slot_types, **machine(*gpus(1)).slot_types})
+    node = dataclasses.replace(node, slot_types={**node.slot_types, **machine(*gpus(1)).slot_types})
     assert split(node, manual(described("a", cuda="all"))).partitions
     with pytest.raises(ConfigRefused, match="no cuda device 'cuda0'; available: none"):
         split(node, manual(described("a", cuda=["cuda0"])))

@@ -1,6 +1,5 @@
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from agentd.core.devices import DeviceId, Health
 from agentd.core.rules import AgentRule, AllocationMode, Amount, SplitRules

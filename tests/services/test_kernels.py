@@ -1,7 +1,8 @@
 import asyncio
-from dataclasses import replace
+import dataclasses
 
 import pytest
+from msgspec.structs import replace
 
 from agentd.core.kernel import Kernel, KernelRef, KernelState
 from agentd.core.rules import AgentRule, AllocationMode, SplitRules
@@ -320,7 +321,9 @@ async def test_a_part_of_a_device_that_nothing_holds_a_kernel_to_is_said_so() ->
     ):
         rig = Rig()
         (listing,) = rig.plugins.ready
-        parts = replace(listing.slot_types[0], quantum=ONE // 100, is_enforced=is_enforced)
+        parts = dataclasses.replace(
+            listing.slot_types[0], quantum=ONE // 100, is_enforced=is_enforced
+        )
         rig.plugins.ready = [replace(listing, slot_types=(parts,))]
         rig.devices.discover()
         async with running(rig):

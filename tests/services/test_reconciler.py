@@ -1,7 +1,7 @@
 import asyncio
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from agentd.core.kernel import KernelRef, KernelState
 from agentd.core.observation import Listing, ObservedState

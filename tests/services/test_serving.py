@@ -3,9 +3,9 @@
 import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from agentd.errors import InsufficientResource
 from agentd.services.interfaces import Neighbour, Served, ServedDevice

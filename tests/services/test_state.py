@@ -1,11 +1,11 @@
 """One state: kernels and ledger in step, revisions, locks, and how runtimes do."""
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from agentd.core.devices import DeviceId
 from agentd.core.kernel import Kernel, KernelState, Port

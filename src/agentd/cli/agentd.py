@@ -12,11 +12,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import click
+from msgspec.structs import asdict
 
 from agentd import __version__, failpoints
 from agentd.errors import AgentdError, ConfigRefused, DaemonFailed, Problem, StartRefused

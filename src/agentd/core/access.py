@@ -7,9 +7,10 @@ refused with the roles that may.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self
+
+import msgspec
 
 from agentd.core.names import is_name
 
@@ -41,8 +42,7 @@ RIGHTS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(msgspec.Struct, frozen=True):
     """Who calls: the name of its token or socket, and what that was given out for.
 
     `agents` None means all of the node; `uid` is the peer's on a unix socket; `via` is the gateway

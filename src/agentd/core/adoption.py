@@ -9,7 +9,9 @@ hold is charged.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from agentd.core.devices import MEMORY, Device, DeviceId, Inventory
 from agentd.core.kernel import Ending, Kernel, KernelState, Sight
@@ -33,8 +35,7 @@ SIGHTS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Adoption:
+class Adoption(msgspec.Struct, frozen=True):
     """A kernel as it is to be taken, and devices that only its record knows, as gone."""
 
     kernel: Kernel
@@ -76,7 +77,8 @@ def adopt(
         except RecordError as error:
             return _without_record(seen, item, inventory, error)
         allocation, missing, doubt = _united(recorded, item, inventory)
-    kernel = recorded.changed(
+    kernel = replace(
+        recorded,
         state=state,
         runtime=item.runtime,
         allocation=allocation,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
+
+import msgspec
 
 
 class PullPolicy(StrEnum):
@@ -15,16 +16,14 @@ class PullPolicy(StrEnum):
     NEVER = "never"
 
 
-@dataclass(frozen=True, slots=True)
-class Tmpfs:
+class Tmpfs(msgspec.Struct, frozen=True):
     """A folder in memory; `size` bytes, or None for the engine's limit (half of the memory)."""
 
     target: str
     size: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Ulimit:
+class Ulimit(msgspec.Struct, frozen=True):
     """A limit of setrlimit(2); -1 means unlimited."""
 
     soft: int
@@ -60,8 +59,7 @@ def over_ceiling(
             yield name, f"{given} is too much; allowed: up to {ceiling}"
 
 
-@dataclass(frozen=True, slots=True)
-class ContainerOptions:
+class ContainerOptions(msgspec.Struct, frozen=True):
     """Options of a container; None leaves the choice to the node."""
 
     pull_policy: PullPolicy = PullPolicy.MISSING
@@ -70,4 +68,4 @@ class ContainerOptions:
     tmpfs: tuple[Tmpfs, ...] = ()
     shm_size: int | None = None
     pids_limit: int | None = None
-    ulimits: Mapping[str, Ulimit] = field(default_factory=dict)
+    ulimits: Mapping[str, Ulimit] = {}

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import replace
 
 from agentd.core.slots import SlotKind, SlotName, SlotType
 
@@ -61,8 +64,7 @@ def natural_key(text: str) -> tuple[tuple[int, int, str], ...]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
+class Device(msgspec.Struct, frozen=True):
     """One physical unit; `capacity` is in base units of its `slot`."""
 
     device_id: DeviceId
@@ -80,7 +82,7 @@ class Device:
     drained: bool = False
     withheld: str = ""
     """Which other agentd of this machine serves it; empty if none does."""
-    attributes: Mapping[str, str] = field(default_factory=dict)
+    attributes: Mapping[str, str] = {}
     former: tuple[str, ...] = ()
     """Stable ids under which the same physical thing was offered before."""
     is_hearsay: bool = False

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+
+import msgspec
 
 from agentd.core.devices import Device, DeviceId, Health, Inventory
 from agentd.core.distribute import fewest
@@ -18,8 +19,7 @@ OTHER = "other"
 """What stands for a kernel of another agent to whoever is not to know of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
+class Question(msgspec.Struct, frozen=True):
     """One slot of a request, and what there was when it was decided.
 
     `only` are the devices that the request named, if it did; `given` is what each device gave,
@@ -33,7 +33,7 @@ class Question:
     amount: int
     policy: Policy
     only: frozenset[DeviceId] | None = None
-    given: Mapping[DeviceId, int] = field(default_factory=dict)
+    given: Mapping[DeviceId, int] = {}
     earlier: int = 0
 
     def room(self, device: Device) -> int:

@@ -8,8 +8,9 @@ take it from the outside; the rules are the same.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import msgspec
 
 from agentd.core.kernel import ENDED, LIVE, STARTING, KernelState
 
@@ -38,8 +39,7 @@ SURVIVAL = "survival"
 """What lived before a crash lives after it, the same, and holds the same."""
 
 
-@dataclass(frozen=True, slots=True)
-class Accounted:
+class Accounted(msgspec.Struct, frozen=True):
     """A kernel as the books have it; `handle` is what the runtime knows it by."""
 
     agent_id: str
@@ -47,8 +47,7 @@ class Accounted:
     handle: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Present:
+class Present(msgspec.Struct, frozen=True):
     """What is there of a kernel; `given` is what it says itself that it holds, by device.
 
     `held_to` is what its runtime limits it to now, of the same devices. None: that cannot be told.
@@ -60,8 +59,7 @@ class Present:
     held_to: Mapping[str, int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class NodeSnapshot:
+class NodeSnapshot(msgspec.Struct, frozen=True):
     """One look at a node; `divisible` devices (memory) go to several agents in every mode."""
 
     is_shared: bool
@@ -70,7 +68,7 @@ class NodeSnapshot:
     accounted: Mapping[str, Accounted]
     present: Mapping[str, Present]
     strays: tuple[str, ...] = ()
-    divisible: frozenset[str] = field(default_factory=frozenset)
+    divisible: frozenset[str] = msgspec.field(default_factory=frozenset)
 
 
 def violations(snapshot: NodeSnapshot) -> list[Violation]:

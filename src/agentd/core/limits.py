@@ -10,8 +10,9 @@ what runs already is never touched by one that shrank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from fractions import Fraction
+
+import msgspec
 
 from agentd.core.devices import Device, Inventory
 from agentd.core.rules import AgentRule, Amount, LimitRule
@@ -28,8 +29,7 @@ from agentd.core.slots import (
 from agentd.errors import Problem
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
+class Limit(msgspec.Struct, frozen=True):
     """The most that an agent may hold of one device name, in base units."""
 
     amount: int
@@ -39,8 +39,7 @@ class Limit:
         return format_amount(self.amount, self.kind)
 
 
-@dataclass(frozen=True, slots=True)
-class Limitable:
+class Limitable(msgspec.Struct, frozen=True):
     """What there is of one device name: how much, how it is counted, and in which steps."""
 
     name: str

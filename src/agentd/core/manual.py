@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
+import msgspec
+
 from agentd.core.devices import Device, DeviceId
 from agentd.core.rules import (
     AgentRule,
@@ -46,8 +48,7 @@ class AssignableDevices:
         return names
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
+class Assignment(msgspec.Struct, frozen=True):
     """Who has which devices, and how many bytes of the memory."""
 
     devices: dict[str, list[DeviceId]]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import StrEnum
+
+import msgspec
 
 from agentd.core.kernel import Ending, KernelRef, Port
 from agentd.core.names import checked
@@ -18,8 +19,7 @@ class ObservedState(StrEnum):
     EXITED = "exited"
 
 
-@dataclass(frozen=True, slots=True)
-class ObservedKernel:
+class ObservedKernel(msgspec.Struct, frozen=True):
     """A kernel of this node as a runtime found it; its ids are names, or it cannot be made.
 
     `cores`, `memory_bytes` and `ports` are what the runtime holds it to, where it can tell;
@@ -35,7 +35,7 @@ class ObservedKernel:
     record: str
     statement: str
     started_at: float | None = None
-    ending: Ending = field(default_factory=Ending)
+    ending: Ending = msgspec.field(default_factory=Ending)
     cores: tuple[str, ...] | None = None
     memory_bytes: int | None = None
     ports: tuple[Port, ...] = ()
@@ -57,16 +57,14 @@ class ObservedKernel:
         return self.state in (ObservedState.RUNNING, ObservedState.PAUSED)
 
 
-@dataclass(frozen=True, slots=True)
-class Leftover:
+class Leftover(msgspec.Struct, frozen=True):
     """What is left of a kernel that is not listed, such as a folder or a cgroup, in words."""
 
     kernel_id: str
     what: str
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
+class Listing(msgspec.Struct, frozen=True):
     """Everything that a runtime has of a node: its kernels, ended ones too, and leftovers.
 
     `ignored` describes, in words, what claims to be a kernel of this node and has no valid id.

@@ -16,6 +16,8 @@ from decimal import ROUND_HALF_EVEN, Decimal
 from functools import cached_property
 from types import MappingProxyType
 
+import msgspec
+
 from agentd.core.dealing import deal, split_units, torn_cores
 from agentd.core.devices import MEMORY, Device, DeviceId, Inventory
 from agentd.core.limits import Limit, Limitable, guaranteed, remarks, resolved
@@ -154,7 +156,7 @@ def joined(
         ConfigRefused: the rules do not fit the devices.
     """
     memory = inventory.by_id[MEMORY]
-    whole = replace(memory, capacity=memory.capacity + before.reserved_mem)
+    whole = msgspec.structs.replace(memory, capacity=memory.capacity + before.reserved_mem)
     fresh = split(inventory.with_device(whole), rules, unlisted)
 
     def merged(old: Iterable[DeviceId], new: Iterable[DeviceId]) -> tuple[DeviceId, ...]:
@@ -202,7 +204,7 @@ def split(
     reserved, problems = _reservation(inventory, rules)
     memory = inventory.by_id[MEMORY]
     left = max(0, memory.capacity - rules.reserved_mem)
-    inventory = inventory.with_device(replace(memory, capacity=left))
+    inventory = inventory.with_device(msgspec.structs.replace(memory, capacity=left))
     pool = AssignableDevices(
         tuple(
             device

@@ -7,8 +7,10 @@ image sets is overridden, because the plan's environment is given explicitly.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from hashlib import sha256
+
+import msgspec
+from msgspec.structs import replace
 
 from agentd.core.container_edits import ContainerEdits
 from agentd.core.kernel import Kernel, KernelSpec, Port
@@ -35,8 +37,7 @@ none. An image may ask for all of them; only a plugin's edits decide, also where
 is not there. (NVIDIA Container Toolkit, "Specialized Configurations"; the others follow it.)"""
 
 
-@dataclass(frozen=True, slots=True)
-class Fence:
+class Fence(msgspec.Struct, frozen=True):
     """The most that all kernels of an agent may take together; 0 and none mean no limit.
 
     It is the agent's partition and what its living kernels hold, some of an older partition.
@@ -57,8 +58,7 @@ def fence_of(
     return Fence(tuple(sorted(all_cores)), memory_bytes + ledger.held_of(agent_id, MEM))
 
 
-@dataclass(frozen=True, slots=True)
-class NodeFacts:
+class NodeFacts(msgspec.Struct, frozen=True):
     """What a plan depends on besides the request; cores are ids of the `cpu` devices.
 
     `agent_cores` are those of the agent's partition, `real_cores` those that can be
@@ -69,11 +69,10 @@ class NodeFacts:
     agent_cores: tuple[str, ...]
     real_cores: frozenset[str]
     not_enforced: frozenset[str] = frozenset()
-    fence: Fence = field(default_factory=Fence)
+    fence: Fence = msgspec.field(default_factory=Fence)
 
 
-@dataclass(frozen=True, slots=True)
-class KernelPlan:
+class KernelPlan(msgspec.Struct, frozen=True):
     """A kernel ready to be created; `memory_bytes` 0 means no limit.
 
     `record` (of `kernel`) and `statement` are to be written on it (see `agentd.core.record`).
@@ -90,7 +89,7 @@ class KernelPlan:
     record: str
     statement: str
     ports: tuple[Port, ...] = ()
-    fence: Fence = field(default_factory=Fence)
+    fence: Fence = msgspec.field(default_factory=Fence)
 
 
 def name_prefix(node_id: str) -> str:
@@ -158,7 +157,7 @@ def build_plan(
     missing = set(node.not_enforced)
     if len(pinned) < len(cores):
         missing.add(CPU)
-    written = kernel.changed(not_enforced=tuple(sorted(missing)))
+    written = replace(kernel, not_enforced=tuple(sorted(missing)))
     return KernelPlan(
         spec=spec,
         kernel=written,

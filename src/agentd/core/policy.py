@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+import msgspec
 
 
 class Strategy(StrEnum):
@@ -20,8 +21,7 @@ class Affinity(StrEnum):
     PREFER_SINGLE_NODE = "prefer-single-node"
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
+class Policy(msgspec.Struct, frozen=True):
     """How devices are chosen where there is a choice."""
 
     strategy: Strategy = Strategy.EVENLY

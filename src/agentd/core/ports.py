@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TypeAlias
+
+import msgspec
+from msgspec.structs import replace
 
 from agentd.core.kernel import Kernel, Port
 from agentd.errors import InsufficientResource, InvalidRequest, Problem
@@ -23,8 +25,7 @@ def host_ports(kernel: Kernel) -> list[HostPort]:
     return [(port.protocol, port.host) for port in kernel.ports if port.host is not None]
 
 
-@dataclass(frozen=True, slots=True)
-class PortRange:
+class PortRange(msgspec.Struct, frozen=True):
     """The address on which ports are published, and which; both ends belong to it."""
 
     address: str = "127.0.0.1"

@@ -11,8 +11,10 @@ passed (`expired`).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
 from typing import TypeAlias
+
+import msgspec
+from msgspec.structs import replace
 
 from agentd.core.adoption import SIGHTS, Adoption, adopt, changed_limits
 from agentd.core.devices import Inventory
@@ -20,15 +22,13 @@ from agentd.core.kernel import ENDED, PRESENT, STARTING, Ending, Kernel, Sight
 from agentd.core.observation import ObservedKernel, ObservedState
 
 
-@dataclass(frozen=True, slots=True)
-class RemoveNeverRan:
+class RemoveNeverRan(msgspec.Struct, frozen=True):
     """Remove what was created and never started."""
 
     found: ObservedKernel
 
 
-@dataclass(frozen=True, slots=True)
-class MarkAbsent:
+class MarkAbsent(msgspec.Struct, frozen=True):
     """It is not there: it is lost if it ran, and was never born if its create was cut short."""
 
     kernel_id: str

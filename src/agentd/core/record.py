@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import NamedTuple
+
+from msgspec.structs import asdict
 
 from agentd.core.devices import ID_PATTERN, DeviceId
 from agentd.core.kernel import Kernel, KernelState, Port

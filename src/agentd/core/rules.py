@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 from fractions import Fraction
 from typing import TypeAlias
+
+import msgspec
 
 from agentd.core.slots import AmountError, SlotKind, parse_base_units, parse_quantity
 
@@ -35,22 +36,19 @@ class SplitOrder(StrEnum):
     NUMA = "numa"
 
 
-@dataclass(frozen=True, slots=True)
-class Ids:
+class Ids(msgspec.Struct, frozen=True):
     """Exactly these devices, by id, stable id or alias."""
 
     names: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Count:
+class Count(msgspec.Struct, frozen=True):
     """So many of the devices that nobody names."""
 
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class Percent:
+class Percent(msgspec.Struct, frozen=True):
     """A part of what the node has after the reservation."""
 
     percent: Fraction
@@ -59,15 +57,13 @@ class Percent:
         return f"{float(self.percent):g}%"
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
+class Size(msgspec.Struct, frozen=True):
     """So many bytes."""
 
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Amount:
+class Amount(msgspec.Struct, frozen=True):
     """An amount as it was written; its unit is that of the device name it is for."""
 
     written: str
@@ -83,8 +79,7 @@ DEVICE_RULE_FORMS = (
 MEMORY_RULE_FORMS = 'a size ("16g") or a percentage ("50%")'
 
 
-@dataclass(frozen=True, slots=True)
-class AgentRule:
+class AgentRule(msgspec.Struct, frozen=True):
     """The rules of one agent; `described` if devices are written down for it.
 
     `limits` are by device name.
@@ -93,13 +88,12 @@ class AgentRule:
     agent_id: str
     cpu: DeviceRule | None = None
     mem: MemoryRule | None = None
-    devices: Mapping[str, DeviceRule] = field(default_factory=dict)
+    devices: Mapping[str, DeviceRule] = {}
     described: bool = False
-    limits: Mapping[str, LimitRule] = field(default_factory=dict)
+    limits: Mapping[str, LimitRule] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class SplitRules:
+class SplitRules(msgspec.Struct, frozen=True):
     """Everything the partition follows from, apart from the devices themselves."""
 
     mode: AllocationMode

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+import msgspec
 
 STDOUT, STDERR = 1, 2
 """Which stream bytes are of."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExecSpec:
+class ExecSpec(msgspec.Struct, frozen=True):
     """A command to run inside a kernel; with `tty` on a terminal of its own, of one stream.
 
     `env` goes over the kernel's own; without a `working_dir` it begins where the kernel did.
@@ -18,5 +18,5 @@ class ExecSpec:
 
     command: tuple[str, ...]
     tty: bool = False
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = {}
     working_dir: str | None = None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+
+class Usage(msgspec.Struct, frozen=True):
     """What one kernel has used and uses; None is not known, and never stands for 0.
 
     Seconds of processor time and bytes since it was created, but for `memory_bytes` and

@@ -17,8 +17,9 @@ import errno
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from agentd.host.accounts import UNIFIED, Account
 
@@ -40,8 +41,7 @@ _NO_SWAP = ("memory.swap.max", "memory.swappiness")
 """Of v2, and of v1, where the limit with swap is missing unless the kernel counts that; 0: none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hierarchy:
+class Hierarchy(msgspec.Struct, frozen=True):
     """A folder in which groups are made, and the controllers that hold there."""
 
     folder: Path
@@ -51,8 +51,7 @@ class Hierarchy:
     """Whether `trusted.*` attributes can be set there; needs CAP_SYS_ADMIN."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cgroup:
+class Cgroup(msgspec.Struct, frozen=True):
     """The cgroup of one kernel: a folder in each hierarchy; the first one tells who is in it."""
 
     folders: tuple[Path, ...]
@@ -112,8 +111,7 @@ class Cgroup:
                     await asyncio.sleep(_REMOVE_PAUSE_S)
 
 
-@dataclass(frozen=True, slots=True)
-class Cgroups:
+class Cgroups(msgspec.Struct, frozen=True):
     """Where groups are made on this machine."""
 
     hierarchies: tuple[Hierarchy, ...]

@@ -13,15 +13,15 @@ import os
 import socket
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from agentd.core.devices import MEMORY, Device, DeviceId
 from agentd.core.slots import CPU, MEM, ONE, SlotKind
 
 
-@dataclass(frozen=True, slots=True)
-class Host:
+class Host(msgspec.Struct, frozen=True):
     """What the probe found: core -> NUMA node (None where unknown), and bytes of memory.
 
     `physical` names the physical core of each hardware thread, where the machine tells.
@@ -29,7 +29,7 @@ class Host:
 
     cores: dict[int, int | None]
     memory_bytes: int
-    physical: dict[int, str] = field(default_factory=dict)
+    physical: dict[int, str] = {}
 
     def devices(self, cpus: int | None = None, memory_bytes: int | None = None) -> list[Device]:
         """Return the built-in devices, as found or as declared; declared cores are all alike."""

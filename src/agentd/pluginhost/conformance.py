@@ -10,10 +10,11 @@ import ast
 import gc
 import stat
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
+
+import msgspec
 
 from agentd.core.container_edits import ContainerEdits
 from agentd.core.slots import format_amount
@@ -41,8 +42,7 @@ MEASURES = "it measures"
 _ENGINES = (Features("process"), Features("docker", device_requests=True))
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(msgspec.Struct, frozen=True):
     """What came of one check; `detail` says why it failed, or what was seen.
 
     One that could not be tried has passed nothing and failed nothing.

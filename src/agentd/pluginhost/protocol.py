@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeAlias
 
@@ -72,8 +71,7 @@ class Changed(msgspec.Struct, frozen=True, tag=True):
 Message: TypeAlias = Answer | Changed
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(msgspec.Struct, frozen=True):
     """The facts that a plugin's class declares."""
 
     api_version: object
@@ -85,8 +83,7 @@ class Facts:
     file: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
+class Listing(msgspec.Struct, frozen=True):
     """Slot types and devices, as the plugin lists them now."""
 
     slot_types: Sequence[SlotTypeInfo]

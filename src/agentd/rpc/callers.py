@@ -7,9 +7,10 @@ import hmac
 import socket
 import struct
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
 
+import msgspec
 from aiohttp import web
+from msgspec.structs import replace
 
 from agentd.core.access import Caller
 from agentd.errors import AgentdError, Forbidden, InvalidRequest, Problem
@@ -23,8 +24,7 @@ _UCRED = struct.Struct("3i")
 """struct ucred of unix(7): pid, uid, gid."""
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
+class Token(msgspec.Struct, frozen=True):
     """A bearer token, and whom it lets in; with one of a gateway, others can be named."""
 
     secret: str

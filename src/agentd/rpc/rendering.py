@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Literal, TypeAlias
+
+from msgspec.structs import asdict
 
 from agentd import __version__
 from agentd.core.access import Caller

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import msgspec
 from aiohttp import web
 from pydantic import TypeAdapter
 
@@ -39,8 +39,7 @@ OPEN_PATHS = PROBE_PATHS | {"/v1/openapi.json", "/v1/whoami"}
 """Answered while the daemon starts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Parameter:
+class Parameter(msgspec.Struct, frozen=True):
     """A query parameter or a header, and the JSON schema of its value."""
 
     name: str
@@ -50,16 +49,14 @@ class Parameter:
     place: str = "query"
 
 
-@dataclass(frozen=True, slots=True)
-class Media:
+class Media(msgspec.Struct, frozen=True):
     """An answer that is no JSON: its media type, and what it is."""
 
     type: str
     description: str
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(msgspec.Struct, frozen=True):
     """One call: `answers` maps a status to what it carries (None: nothing)."""
 
     method: str

@@ -11,11 +11,11 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
+import msgspec
 import structlog
 from aiohttp import web
 
@@ -58,8 +58,7 @@ SERVER_ERROR = 500
 _Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-@dataclass(frozen=True, slots=True)
-class Door:
+class Door(msgspec.Struct, frozen=True):
     """A unix socket: where it is, who may connect, and as what."""
 
     path: Path
@@ -67,8 +66,7 @@ class Door:
     caller: Caller
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
+class Endpoint(msgspec.Struct, frozen=True):
     """Where to listen: unix sockets, and TCP for callers with a token if `host` is set.
 
     `passed` are sockets that listen already, by address: somebody else holds them, and who asks
@@ -81,7 +79,7 @@ class Endpoint:
     tokens: tuple[Token, ...] = ()
     tls: ssl.SSLContext | None = None
     max_connections: int = 1024
-    passed: Mapping[str, socket.socket] = field(default_factory=dict)
+    passed: Mapping[str, socket.socket] = {}
 
     @property
     def tcp_address(self) -> str | None:

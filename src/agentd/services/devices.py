@@ -9,9 +9,9 @@ raises `generation`.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import structlog
+from msgspec.structs import replace
 
 from agentd.core.devices import (
     Device,

@@ -12,8 +12,9 @@ import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import StrEnum
+
+import msgspec
 
 _DIGITS = 19
 KEPT = 4096
@@ -35,8 +36,7 @@ class EventKind(StrEnum):
     RESET = "reset"
 
 
-@dataclass(frozen=True, slots=True)
-class Audit:
+class Audit(msgspec.Struct, frozen=True):
     """A call that was to change a kernel: who (`uid` on a unix socket), what, and the outcome.
 
     `via` is the gateway that acted for the caller, if one did.
@@ -51,8 +51,7 @@ class Audit:
     outcome: str
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(msgspec.Struct, frozen=True):
     """Something happened; `value` is what the kind says as it was just then."""
 
     number: int

@@ -5,9 +5,10 @@ from __future__ import annotations
 from asyncio import CancelledError
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol
+
+import msgspec
 
 from agentd.core.allocation import Allocation
 from agentd.core.container_edits import ContainerEdits
@@ -32,8 +33,7 @@ class PluginState(StrEnum):
     ABSENT = "absent"
 
 
-@dataclass(frozen=True, slots=True)
-class PluginStatus:
+class PluginStatus(msgspec.Struct, frozen=True):
     """A plugin instance: its device name, its entry point, and how it does.
 
     One without a table was loaded because it is installed; nobody misses it where it fails. An
@@ -55,8 +55,7 @@ class PluginVitals(NamedTuple):
     listed_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class PluginListing:
+class PluginListing(msgspec.Struct, frozen=True):
     """What a plugin offers, checked."""
 
     name: str
@@ -128,8 +127,7 @@ class LogStream(StrEnum):
     STDERR = "stderr"
 
 
-@dataclass(frozen=True, slots=True)
-class LogQuery:
+class LogQuery(msgspec.Struct, frozen=True):
     """A log request: the last `tail` lines of those since a time (ns since the epoch)."""
 
     follow: bool = False
@@ -347,8 +345,7 @@ class Memory(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class ServedDevice:
+class ServedDevice(msgspec.Struct, frozen=True):
     """An accelerator that a daemon serves: its id, and every name of the physical thing."""
 
     name: str
@@ -356,8 +353,7 @@ class ServedDevice:
     held: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
+class Served(msgspec.Struct, frozen=True):
     """What a daemon serves; of cores and memory (bytes) only what is the machine's own."""
 
     devices: tuple[ServedDevice, ...]
@@ -365,8 +361,7 @@ class Served:
     memory: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Neighbour:
+class Neighbour(msgspec.Struct, frozen=True):
     """Another daemon of this machine, and what it published last."""
 
     node_id: str

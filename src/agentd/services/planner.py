@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from itertools import islice
+
+import msgspec
+from msgspec.structs import replace
 
 from agentd.core.allocation import Allocation, Ledger, Policy, allocate
 from agentd.core.devices import DeviceId, Inventory
@@ -20,8 +22,7 @@ from agentd.services.interfaces import Plugins, PluginState, Runtime
 from agentd.services.state import NodeState
 
 
-@dataclass(frozen=True, slots=True)
-class NodeRules:
+class NodeRules(msgspec.Struct, frozen=True):
     """What creates follow besides the request."""
 
     node_id: str
@@ -33,8 +34,7 @@ class NodeRules:
     """Whether nobody else on the node listens there: address, protocol, port."""
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     """What a kernel is given: plain decimals by slot, the devices, and ports of the node."""
 
     slots: Mapping[str, str]

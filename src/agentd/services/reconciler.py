@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from typing import Protocol
 
 import structlog
+from msgspec.structs import replace
 
 from agentd.core.adoption import Adoption, adopt, located
 from agentd.core.kernel import PRESENT, Kernel, KernelRef, Sight

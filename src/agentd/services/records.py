@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from agentd.core.adoption import recalled
 from agentd.core.kernel import LIVE, Kernel, KernelState, Sight

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from agentd.errors import AgentdError
 from agentd.services.counts import Counts
@@ -15,8 +16,7 @@ MOST_KEPT = 1024
 MOST_DETAIL = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(msgspec.Struct, frozen=True):
     """A create that was not carried out; `at` in seconds since the epoch."""
 
     at: float

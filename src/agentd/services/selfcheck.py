@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from agentd.core.adoption import adopt
 from agentd.core.devices import MEMORY, DeviceId, Inventory
@@ -31,8 +32,7 @@ from agentd.services.state import NodeState
 SECOND_LOOK_S = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(msgspec.Struct, frozen=True):
     """One rule, and what was found against it."""
 
     rule: str

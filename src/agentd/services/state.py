@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
+
+import msgspec
+from msgspec.structs import replace
 
 from agentd.core.kernel import Kernel, KernelState
 from agentd.core.ledger import Holding, Ledger
@@ -37,8 +39,7 @@ class RuntimeState(StrEnum):
     UNAVAILABLE = "unavailable"
 
 
-@dataclass(frozen=True, slots=True)
-class RuntimeStatus:
+class RuntimeStatus(msgspec.Struct, frozen=True):
     """A runtime, whether it answers, and why not; it `is_listed` while its kernels are known.
 
     `ignored` describes what claimed to be a kernel at its last list and cannot be one.

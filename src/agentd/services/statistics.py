@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from decimal import Decimal
 from typing import TypeAlias
+
+import msgspec
 
 from agentd.core.devices import Device
 from agentd.core.kernel import Kernel
@@ -25,8 +26,7 @@ FRESH_S = 1.0
 _SHARE_DIGITS = Decimal("0.000001")
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceUse:
+class DeviceUse(msgspec.Struct, frozen=True):
     """What is used of a device that a kernel holds a share of; None is not known.
 
     `share` is a part of the whole device. Utilization (0 to 1), memory and power are the
@@ -42,8 +42,7 @@ class DeviceUse:
     power_watts: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class KernelUse:
+class KernelUse(msgspec.Struct, frozen=True):
     """What a kernel used when it was looked at (seconds since the epoch), and its devices."""
 
     kernel_id: str
@@ -53,8 +52,7 @@ class KernelUse:
     devices: tuple[DeviceUse, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _User:
+class _User(msgspec.Struct, frozen=True):
     """A process on a device: the cgroups that it is in, and its memory there."""
 
     groups: frozenset[str]

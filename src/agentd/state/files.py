@@ -23,12 +23,12 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 import structlog
+from msgspec.structs import replace
 
 from agentd.core.devices import Device, Health
 from agentd.core.names import checked, is_name

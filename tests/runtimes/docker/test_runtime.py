@@ -3,9 +3,10 @@
 from collections.abc import AsyncIterator
 
 import pytest
+from msgspec.structs import replace
 
 from agentd.core.kernel import KernelRef
-from agentd.core.plan import kernel_name
+from agentd.core.plan import KernelPlan, kernel_name
 from agentd.errors import InvalidRequest, OutcomeUnknown, RuntimeUnavailable
 from agentd.runtimes.docker.config import DockerRules
 from agentd.runtimes.docker.engine_errors import AnswerLost
@@ -62,22 +63,25 @@ async def test_an_engine_that_was_never_reached_was_asked_nothing(folder) -> Non
     await runtime.close()
 
 
+def of_image(image: str) -> KernelPlan:
+    made = plan("sleep", "1000")
+    return replace(made, spec=replace(made.spec, image=image))
+
+
 async def test_a_failed_create_touches_no_container_of_that_name(
     runtime: DockerRuntime, engine: Engine
 ) -> None:
     name = kernel_name(NODE, "k1")
     made = engine.call("POST", f"/containers/create?name={name}", {"Image": IMAGE, "Cmd": ["true"]})
     for image in ("bad:::name", IMAGE):
-        bad = plan("sleep", "1000")
-        object.__setattr__(bad.spec, "image", image)
+        bad = of_image(image)
         with pytest.raises(Exception, match=r"."):
             await runtime.create(bad, lambda _: None)
     assert [c["Id"] for c in engine.containers()] == [made["Id"]]
 
 
 async def test_what_the_engine_calls_a_bad_request_is_the_caller_s(runtime) -> None:
-    bad = plan("sleep", "1000")
-    object.__setattr__(bad.spec, "image", "BAD::NAME")
+    bad = of_image("BAD::NAME")
     with pytest.raises(InvalidRequest, match="invalid reference format"):
         await runtime.create(bad, lambda _: None)
 

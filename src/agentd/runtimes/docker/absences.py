@@ -13,11 +13,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import structlog
+from msgspec.structs import replace
 
 from agentd.core.kernel import Ending
 from agentd.runtimes.folder import PrivateFolder

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from agentd.core.container_edits import Mount
 from agentd.core.container_options import TOO_LONG, is_too_long, over_ceiling
@@ -40,8 +41,7 @@ UNPUBLISHED = ("none", "host")
 """Networks on which the engine publishes no ports."""
 
 
-@dataclass(frozen=True, slots=True)
-class DockerRules:
+class DockerRules(msgspec.Struct, frozen=True):
     """What the operator lets kernels have; see `[runtime.docker]`."""
 
     network: str
@@ -53,7 +53,7 @@ class DockerRules:
     log_max_files: int = 5
     registry_auth: Path | None = None
     stop_timeout_s: float = 10.0
-    ulimits: Mapping[str, int] = field(default_factory=dict)
+    ulimits: Mapping[str, int] = {}
 
     def network_of(self, spec: KernelSpec) -> str:
         return spec.container.network or self.network

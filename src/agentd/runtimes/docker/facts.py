@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from agentd.core.container_edits import ContainerEdits
 from agentd.errors import RuntimeFailure
@@ -14,8 +15,7 @@ _LIMITS = {"MemoryLimit": "mem", "CPUSet": "cpu", "PidsLimit": "pids_limit"}
 _DEVICE_REQUESTS_SINCE, _READ_ONLY_BELOW_SINCE = (1, 40), (1, 44)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFacts:
+class EngineFacts(msgspec.Struct, frozen=True):
     """Features for plugins, the platform that images are for, and limits that it cannot keep."""
 
     features: Features

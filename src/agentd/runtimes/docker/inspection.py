@@ -44,7 +44,7 @@ def inspected(shown: object) -> Mapping[str, Any]:
     Raises:
         AnswerLost: it is something else.
     """
-    if isinstance(shown, Mapping) and shown.keys() >= _MEMBERS:
+    if isinstance(shown, dict) and shown.keys() >= _MEMBERS:
         container_id(shown["Id"])
         process_id(shown["State"].get("Pid", 0))
         return shown

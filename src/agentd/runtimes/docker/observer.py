@@ -9,6 +9,7 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import msgspec
 import structlog
 
 from agentd.core.kernel import LIVE, Kernel, KernelRef
@@ -187,7 +188,7 @@ class Observer:
         if found.is_alive:
             return found
         ending = self._absences.explained(found.kernel_id, found.ending, found.started_at)
-        return found if ending is found.ending else replace(found, ending=ending)
+        return found if ending is found.ending else msgspec.structs.replace(found, ending=ending)
 
     def _fits(self, shown: Mapping[str, Any]) -> bool:
         """Return whether a container's name is the one that its labels call for."""

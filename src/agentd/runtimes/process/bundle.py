@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import msgspec
+
 from agentd.core.kernel import Ending
 from agentd.core.record import MALFORMED, parse_time
 from agentd.host.processes import Proc
@@ -31,8 +33,7 @@ F_OFD_GETLK = 36
 _FLOCK = "hhqqi4x"
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(msgspec.Struct, frozen=True):
     """What the shim wrote down: the kernel's command, the shim itself, and the boot."""
 
     leader: Proc

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from agentd.core.names import checked, is_name, name_or_empty
 from agentd.core.observation import Leftover, Listing, ObservedKernel, ObservedState
@@ -24,8 +25,7 @@ AGENT, DEVICES = "agent", "devices"
 """Attributes of a kernel's cgroup: the node, and the second statement of its devices."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bundles:
+class Bundles(msgspec.Struct, frozen=True):
     """The bundles in a folder, and the cgroups that bear this node's name; of this boot."""
 
     folder: Path

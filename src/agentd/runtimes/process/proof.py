@@ -20,10 +20,11 @@ import os
 import signal
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import cached_property
 from itertools import chain, repeat
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from agentd.core.kernel import Ending
 from agentd.core.observation import ObservedState

@@ -13,9 +13,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import msgspec
 
 from agentd.core.plan import KernelPlan
 from agentd.errors import AgentdError, InvalidRequest, Problem, RuntimeFailure
@@ -43,8 +44,7 @@ class Account(NamedTuple):
     groups: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessRules:
+class ProcessRules(msgspec.Struct, frozen=True):
     """What the operator lets process kernels have; see `[runtime.process]`.
 
     `accounts` are those of agents that have their own; `default` is everybody else's. None
@@ -57,7 +57,7 @@ class ProcessRules:
     log_max_files: int = 5
     pids_limit: int = 4096
     stop_timeout_s: float = 10.0
-    ulimits: Mapping[str, int] = field(default_factory=dict)
+    ulimits: Mapping[str, int] = {}
 
     def account_of(self, agent_id: str) -> Account | None:
         """Return whom an agent's kernels run as."""

@@ -18,8 +18,10 @@ import signal
 import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+
+import msgspec
+from msgspec.structs import asdict, fields, replace
 
 from agentd.core.kernel import Ending
 from agentd.core.record import MALFORMED, parse_time
@@ -69,8 +71,7 @@ def static_busybox(places: Sequence[str] = ("/bin/busybox", "/usr/bin/busybox"))
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(msgspec.Struct, frozen=True):
     """Which run of the unit is the kernel's, in which boot; `started_at` since the epoch."""
 
     invocation_id: str
@@ -78,8 +79,7 @@ class Identity:
     started_at: float
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(msgspec.Struct, frozen=True):
     """How systemd says that a unit ended: a `result`, and of its process `code` and `status`.
 
     `code` is `exited`, `killed` or `dumped`; `status` a number or the name of a signal

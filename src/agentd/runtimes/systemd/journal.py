@@ -13,8 +13,9 @@ import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
+
+import msgspec
 
 from agentd.errors import RuntimeUnavailable
 from agentd.runtimes.systemd.unit import namespace_name
@@ -24,8 +25,7 @@ _MOST_BYTES = 16 << 20
 SYNC_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(msgspec.Struct, frozen=True):
     """Whose lines: a unit's in one invocation; without an `agent_id`, of the user's manager."""
 
     unit: str

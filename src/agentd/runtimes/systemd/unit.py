@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from agentd.core.container_edits import ContainerEdits, Mount
 from agentd.core.kernel import KernelSpec
@@ -28,8 +29,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 _PLAIN = re.compile(r"[A-Za-z0-9:_.]")
 
 
-@dataclass(frozen=True, slots=True)
-class SystemdRules:
+class SystemdRules(msgspec.Struct, frozen=True):
     """What the operator lets units have; see `[runtime.systemd]`.
 
     `users` are those of agents that have their own, `user` everybody else's; None: each kernel
@@ -38,10 +38,10 @@ class SystemdRules:
 
     is_user: bool = False
     user: str | None = None
-    users: Mapping[str, str] = field(default_factory=dict)
+    users: Mapping[str, str] = {}
     pids_limit: int = 4096
     stop_timeout_s: float = 10.0
-    ulimits: Mapping[str, int] = field(default_factory=dict)
+    ulimits: Mapping[str, int] = {}
 
     def user_of(self, agent_id: str) -> str | None:
         """Return whom an agent's kernels run as; None: each as a user of its own."""
