@@ -28,9 +28,9 @@ MOST_FILES, MOST_BYTES = 2, 600
 """Of one create with its delete: the record of the kernel, which is then renamed."""
 LOADED = {
     "agentd", "aiohappyeyeballs", "aiohttp", "aiosignal", "annotated_types", "attr", "click",
-    "dotenv", "frozenlist", "httptools", "idna", "importlib_metadata", "msgspec", "multidict", "propcache",
-    "pydantic", "pydantic_core", "pydantic_settings", "rich", "structlog", "typing_extensions",
-    "typing_inspection", "yarl", "zipp",
+    "dotenv", "frozenlist", "httptools", "idna", "importlib_metadata", "msgspec", "multidict",
+    "propcache", "pydantic", "pydantic_core", "pydantic_settings", "rich", "structlog",
+    "typing_extensions", "typing_inspection", "yarl", "zipp",
 }  # fmt: skip
 """Distributions of a daemon that runs containers; "rich" is the entry that keeps rich out."""
 BY_CHANCE = {

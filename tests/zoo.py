@@ -138,6 +138,21 @@ class TellsOfChanges(Scripted):
         return True
 
 
+class AlwaysTellsOfChanges(Good):
+    """Tells of a change without an end, and counts its listings in a file."""
+
+    def list_devices(self) -> Sequence[DeviceInfo]:
+        with Path(self.settings["file"]).open("a") as file:
+            file.write("listed\n")
+        return super().list_devices()
+
+    def wait_for_change(self, timeout_s: float) -> bool:
+        del timeout_s
+        with Path(self.settings["file"]).open("a") as file:
+            file.write("told\n")
+        return True
+
+
 class Hears(Good):
     """Writes down what it is told of kernels."""
 

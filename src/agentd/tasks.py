@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator
+from contextlib import suppress
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 _T = TypeVar("_T")
@@ -118,3 +119,12 @@ async def uninterrupted(step: Coroutine[Any, Any, _T]) -> _T:
     has no effect within.
     """
     return await _Uninterrupted(step)
+
+
+async def is_set_within(event: asyncio.Event, seconds: float) -> bool:
+    """Wait for an event so long, and tell whether it has come."""
+    if not event.is_set() and seconds > 0:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await event.wait()
+    return event.is_set()

@@ -12,7 +12,7 @@ from agentd.config.plugins import PluginTable
 from agentd.errors import PluginUnavailable
 from agentd.pluginhost import instance as plugin_instance
 from agentd.pluginhost import process as plugin_process
-from agentd.pluginhost.instance import Pace
+from agentd.pluginhost.instance import MOST_WAKES, Pace, Wakes
 from agentd.services.interfaces import PluginState
 from pluginhost.rig import (
     PROCESS,
@@ -183,6 +183,31 @@ async def test_a_plugin_that_has_events_is_listed_at_once(host, tmp_path, monkey
     await opened(made)
     file.write_text("none")
     await until(made, lambda: made.listings()[0].devices == ())
+
+
+async def test_a_plugin_that_always_tells_of_changes_is_listed_less_often(host, tmp_path) -> None:
+    table, file = scripted(tmp_path, "AlwaysTellsOfChanges")
+    made = host([table], AlwaysTellsOfChanges="AlwaysTellsOfChanges")
+    made._instances["one"]._pace = Pace(health_interval_s=3600)
+    with capture_logs() as logged:
+        await opened(made)
+        told = 0
+        async with asyncio.timeout(30):
+            while told < MOST_WAKES + 5:
+                await asyncio.sleep(0.02)
+                told = file.read_text().count("told")
+    assert file.read_text().count("listed") == 1 + MOST_WAKES
+    assert [line["event"] for line in logged].count("plugin.restless") == 1
+
+
+def test_looks_at_once_come_back_in_time() -> None:
+    now = 0.0
+    wakes = Wakes(10.0, lambda: now)
+    assert [wakes.take() for _ in range(MOST_WAKES + 1)] == [True] * MOST_WAKES + [False]
+    now = 10.0
+    assert [wakes.take(), wakes.take()] == [True, False]
+    now = 1000.0
+    assert sum(wakes.take() for _ in range(100)) == MOST_WAKES
 
 
 async def test_plugins_hear_of_their_kernels_in_order(host, tmp_path) -> None:

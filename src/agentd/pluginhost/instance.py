@@ -36,6 +36,7 @@ from agentd.pluginhost.validation import (
     checked_measurements,
 )
 from agentd.services.interfaces import PluginListing, PluginState, PluginStatus
+from agentd.tasks import is_set_within
 
 log = structlog.get_logger()
 
@@ -45,8 +46,12 @@ LONG_ENOUGH_S = 60.0
 """A process that was ready for so long starts the pauses anew."""
 MAX_EVENTS_WAITING = 16
 """A plugin that is slow to hear of kernels misses what is more than this behind."""
+MOST_WAKES = 8
+"""Looks at once that a plugin can ask for; each returns after a health interval, so one that always
+tells of a change is looked at as often as one that never does."""
 MAX_LEFT_BEHIND = 2
 """No further process is started while so many of one plugin cannot be killed."""
+_RESTLESS = "it tells of changes all the time; it is looked at once in each health-interval"
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,25 @@ class Pauses:
                 await self._is_cut.wait()
         self._is_cut.clear()
         self.next_s = min(2 * self.next_s, LONGEST_PAUSE_S)
+
+
+class Wakes:
+    """The looks at once that a plugin may still ask for: a bucket that is refilled in time."""
+
+    def __init__(self, interval_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._interval_s = interval_s
+        self._clock = clock
+        self._left, self._at = float(MOST_WAKES), clock()
+
+    def take(self) -> bool:
+        """Take one, if there is one."""
+        now = self._clock()
+        since = (now - self._at) / self._interval_s
+        self._left, self._at = min(MOST_WAKES, self._left + since), now
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
 
 
 class PluginInstance:
@@ -256,11 +280,14 @@ class PluginInstance:
 
     async def _follow(self) -> None:
         """Look at the devices now and then, and at once when the plugin tells of a change."""
-        process = self._process
+        process, is_restless = self._process, False
+        wakes = Wakes(self._pace.health_interval_s)
         while process is not None and self.state is PluginState.READY:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._pace.health_interval_s):
-                    await self._woken.wait()
+            if await is_set_within(self._woken, self._pace.health_interval_s) and not wakes.take():
+                if not is_restless:
+                    log.warning("plugin.restless", plugin=self.wanted.name, reason=_RESTLESS)
+                is_restless = True
+                await is_set_within(process.lost, self._pace.health_interval_s)
             self._woken.clear()
             if process.lost.is_set():
                 raise PluginLost(process.reason)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,6 +39,7 @@ from agentd.services.refusals import Refusals
 from agentd.services.selfcheck import SelfCheck
 from agentd.services.state import NodeState
 from agentd.services.statistics import Statistics
+from agentd.tasks import is_set_within
 from agentd.views import NodeView
 
 
@@ -321,9 +321,5 @@ async def until_set(opened: asyncio.Event, patience_s: float) -> None:
     Raises:
         NotReady: it has not come in time.
     """
-    if not opened.is_set() and patience_s > 0:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(patience_s):
-                await opened.wait()
-    if not opened.is_set():
+    if not await is_set_within(opened, patience_s):
         raise NotReady("the daemon has not finished starting")
