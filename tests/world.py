@@ -277,7 +277,8 @@ class World:
 
 
 def _booked(kernel: dict[str, Any]) -> Accounted:
-    handle = kernel["container_id"] or (str(kernel["pid"]) if kernel["pid"] else None)
+    pid = str(kernel["pid"]) if kernel["pid"] and not kernel["unit"] else None
+    handle = kernel["container_id"] or pid
     return Accounted(kernel["agent_id"], KernelState(kernel["state"]), handle)
 
 

@@ -7,6 +7,7 @@ sent to journald itself, with fields of its own: `journalctl AGENTD_KERNEL=k1` f
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
@@ -14,7 +15,6 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
 import structlog
 
 _JOURNAL = "/run/systemd/journal/socket"
@@ -61,8 +61,8 @@ def configure(level: str = "info") -> None:
     )
 
 
-def _json(event: structlog.typing.EventDict, **_: object) -> bytes:
-    return msgspec.json.encode(event, enc_hook=repr)
+def _json(event: structlog.typing.EventDict, default: Callable[[object], object]) -> bytes:
+    return json.dumps(event, default=default).encode()
 
 
 def _drop_below_level(

@@ -29,8 +29,22 @@ class PullView(TypedDict):
     total: int
 
 
+class MountView(TypedDict):
+    """A folder or file of the node inside a kernel, as it was asked for."""
+
+    source: str
+    target: str
+    read_only: bool
+
+
 class KernelView(TypedDict):
-    """A kernel. `allocation` is device name -> slot -> device id -> amount."""
+    """A kernel. `allocation` is device name -> slot -> device id -> amount.
+
+    `image`, `command`, `mounts` and `labels` are as they were sent, and `env` has the names of the
+    variables without their values; one of more than 32 KiB is left empty. `pid` is the kernel's
+    first process on the node (`process`: its own, `systemd`: the unit's main process while it
+    runs), and `unit` the unit of the `systemd` runtime.
+    """
 
     kernel_id: str
     agent_id: str
@@ -45,6 +59,7 @@ class KernelView(TypedDict):
     ports: list[PortView]
     container_id: str | None
     pid: int | None
+    unit: str | None
     created_at: str
     started_at: str | None
     finished_at: str | None
@@ -56,6 +71,8 @@ class KernelView(TypedDict):
     created_by: str
     image: str | None
     command: list[str]
+    env: list[str]
+    mounts: list[MountView]
     labels: dict[str, str]
 
 

@@ -317,6 +317,7 @@ async def test_who_made_a_kernel_stands_on_it_and_in_the_log(node: Daemon) -> No
         "command": ["sleep", "1000"],
         "kernel_id": "mine",
         "labels": {"job": "7"},
+        "env": {"SECRET": "hidden", "OTHER": "x"},
         "slots": {"cpu": 0},
     }
     made = await call(node, "a", "POST", "/v1/agents/team-a/kernels", body)
@@ -329,6 +330,8 @@ async def test_who_made_a_kernel_stands_on_it_and_in_the_log(node: Daemon) -> No
         {"job": "7"},
         None,
     )
+    assert (kernel["env"], kernel["mounts"]) == (["SECRET", "OTHER"], [])
+    assert "hidden" not in json.dumps(kernel)
     await call(node, "reader", "DELETE", "/v1/kernels/mine")
     calls = [line for line in node.log.splitlines() if "rpc.call" in line]
     assert any('"create_kernel"' in line and '"caller": "a"' in line for line in calls)

@@ -32,6 +32,19 @@ async def test_mounts_are_read_only_unless_asked_and_only_below_what_is_allowed(
     assert "does not exist" in answer.json["detail"]
 
 
+async def test_a_kernel_shows_its_mounts_as_they_were_sent(dockered, folder: Path) -> None:
+    (folder / "data").mkdir()
+    await dockered.start(MOUNTABLE.format(folder=folder) + AGENTS)
+    mounts = [
+        {"source": str(folder / "data"), "target": "/data", "read_only": False},
+        {"source": f"{folder}/data/../data", "target": "/again", "read_only": True},
+    ]
+    made = await dockered.running(kernel_id="k1", mounts=mounts)
+    assert made["mounts"] == mounts
+    await dockered.restart()
+    assert (await dockered.get("/v1/kernels/k1"))["mounts"] == mounts
+
+
 async def test_a_folder_that_is_exchanged_before_the_mount_is_found_out(
     proxied: tuple[Daemon, EngineProxy], engine: Engine, folder: Path
 ) -> None:

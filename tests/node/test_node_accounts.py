@@ -24,6 +24,9 @@ def test_a_unit_s_figures_are_systemd_s(node: Node) -> None:
     node.must("systemctl enable --now agentd.socket agentd.service", 300)
     used = loaded(node, "systemd")
     unit = node.unit("of-systemd")
+    kernel = node.ask("GET", "/v1/kernels/of-systemd")[1]
+    main = node.must(f"systemctl show {unit} -p MainPID --value").strip()
+    assert (kernel["unit"], str(kernel["pid"])) == (unit, main)
     wanted = ("CPUUsageNSec", "MemoryCurrent", "IOReadBytes", "IOWriteBytes")
     shown = node.must(f"systemctl show {unit} " + " ".join(f"-p {name}" for name in wanted))
     said = {name: int(value) for name, _, value in (line.partition("=") for line in shown.split())}
@@ -35,6 +38,9 @@ def test_a_unit_s_figures_are_systemd_s(node: Node) -> None:
     node.must(f"systemctl stop {unit}")
     node.until("of-systemd", "terminated")
     ended = node.ask("GET", "/v1/kernels/of-systemd/stats")[1]
+    assert ended["memory_bytes"] is None
+    kernel = node.ask("GET", "/v1/kernels/of-systemd")[1]
+    assert (kernel["unit"], kernel["pid"]) == (unit, None)
     assert ended["cpu_seconds"] >= used["cpu_seconds"]
     assert ended["io_write_bytes"] >= used["io_write_bytes"]
     assert ended["memory_peak_bytes"] >= HELD

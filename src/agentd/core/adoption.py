@@ -67,6 +67,8 @@ def adopt(
         started_at=item.started_at,
         ending=item.ending if item.state is ObservedState.EXITED else Ending(),
         ports=item.ports,
+        pid=item.pid,
+        unit=item.unit,
     )
     if plan and plan.record == item.record:
         recorded, doubt = plan.kernel, ""
@@ -87,6 +89,8 @@ def adopt(
         started_at=seen.started_at,
         ending=seen.ending,
         reason=doubt,
+        pid=item.pid,
+        unit=item.unit,
     )
     return Adoption(_sighted(kernel, item), missing)
 

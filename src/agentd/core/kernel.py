@@ -173,7 +173,8 @@ class Kernel(msgspec.Struct, frozen=True):
 
     `slots` are plain decimals as they were granted, `handle` is what the runtime knows
     it by (a container id, a process id); `created_by` is the caller's name; `degraded` lists the
-    limits that somebody changed since.
+    limits that somebody changed since. `pid` is that of its first process on the node, where its
+    runtime starts processes; `unit` names the unit of the systemd runtime.
     """
 
     kernel_id: str
@@ -195,7 +196,11 @@ class Kernel(msgspec.Struct, frozen=True):
     created_by: str = ""
     image: str | None = None
     command: tuple[str, ...] = ()
+    env_names: tuple[str, ...] = ()
+    mounts: tuple[Mount, ...] = ()
     labels: Mapping[str, str] = {}
+    pid: int | None = None
+    unit: str | None = None
 
     @property
     def holds(self) -> bool:

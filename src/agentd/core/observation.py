@@ -24,7 +24,7 @@ class ObservedKernel(msgspec.Struct, frozen=True):
 
     `cores`, `memory_bytes` and `ports` are what the runtime holds it to, where it can tell;
     they matter only if `record` cannot be read. One that `is_partial` was only listed, and
-    its times and ending are not known.
+    its times and ending are not known. `pid` and `unit` are as in `Kernel`.
     """
 
     kernel_id: str
@@ -40,6 +40,8 @@ class ObservedKernel(msgspec.Struct, frozen=True):
     memory_bytes: int | None = None
     ports: tuple[Port, ...] = ()
     is_partial: bool = False
+    pid: int | None = None
+    unit: str | None = None
 
     def __post_init__(self) -> None:
         checked(self.kernel_id)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from msgspec.structs import asdict
 
+from agentd.core.container_edits import Mount
 from agentd.core.devices import ID_PATTERN, DeviceId
 from agentd.core.kernel import Kernel, KernelState, Port
 from agentd.core.ledger import UNREADABLE_SLOT, Allocation, Share
@@ -67,9 +68,19 @@ def encode(kernel: Kernel, node_id: str) -> str:
             "created_by": kernel.created_by,
             "image": kernel.image,
             "command": list(kernel.command),
+            "env_names": list(kernel.env_names),
+            "mounts": [_encode_mount(mount) for mount in kernel.mounts],
             "labels": dict(kernel.labels),
         }
     )
+
+
+def _encode_mount(mount: Mount) -> dict[str, object]:
+    return {"source": mount.source, "target": mount.target, "read_only": mount.read_only}
+
+
+def _decode_mount(raw: Mapping[str, object]) -> Mount:
+    return Mount(_text(raw["source"]), _text(raw["target"]), raw["read_only"] is not False)
 
 
 def _encode_share(share: Share) -> dict[str, str]:
@@ -109,6 +120,8 @@ def decode(text: str) -> Record:
             created_by=_text(raw.get("created_by", "")),
             image=None if raw.get("image") is None else _text(raw["image"]),
             command=tuple(_text(word) for word in raw.get("command", ())),
+            env_names=tuple(_text(name) for name in raw.get("env_names", ())),
+            mounts=tuple(_decode_mount(item) for item in raw.get("mounts", ())),
             labels={_text(k): _text(v) for k, v in raw.get("labels", {}).items()},
         )
         return Record(_name(raw["node_id"]), kernel)

@@ -60,7 +60,8 @@ def kernel_view(kernel: Kernel, inventory: Inventory) -> KernelView:
             for p in (kernel.ports if kernel.holds else ())
         ],
         "container_id": kernel.handle if kernel.runtime == "docker" else None,
-        "pid": int(kernel.handle) if kernel.runtime == "process" and kernel.handle else None,
+        "pid": kernel.pid,
+        "unit": kernel.unit,
         "created_at": wire_time(kernel.created_at) or "",
         "started_at": wire_time(kernel.started_at),
         "finished_at": wire_time(kernel.ending.finished_at),
@@ -74,6 +75,11 @@ def kernel_view(kernel: Kernel, inventory: Inventory) -> KernelView:
         "created_by": kernel.created_by,
         "image": kernel.image,
         "command": list(kernel.command),
+        "env": list(kernel.env_names),
+        "mounts": [
+            {"source": m.source, "target": m.target, "read_only": m.read_only}
+            for m in kernel.mounts
+        ],
         "labels": dict(kernel.labels),
     }
 

@@ -7,7 +7,8 @@ the outcome is unknown the share stays held until the reconciler settles it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from typing import TypeVar
 
 import structlog
 
@@ -32,7 +33,9 @@ from agentd.tasks import Deadline
 log = structlog.get_logger()
 
 MAX_KEPT = 32 * 1024
-"""Characters of a command that are remembered, and shown; a longer one is not."""
+"""Characters of a command, of the names of variables and of mounts that are remembered, and shown;
+of one that is longer, nothing is."""
+_T = TypeVar("_T")
 
 
 class KernelService:
@@ -266,6 +269,12 @@ def prepared(spec: KernelSpec, decision: Decision, runtime: str, now: float) -> 
         ports=decision.ports,
         created_by=spec.created_by,
         image=spec.image,
-        command=spec.command if sum(map(len, spec.command)) <= MAX_KEPT else (),
+        command=_kept(spec.command, map(len, spec.command)),
+        env_names=_kept(tuple(spec.env), map(len, spec.env)),
+        mounts=_kept(spec.mounts, (len(mount.source) + len(mount.target) for mount in spec.mounts)),
         labels=spec.labels,
     )
+
+
+def _kept(words: tuple[_T, ...], lengths: Iterable[int]) -> tuple[_T, ...]:
+    return words if sum(lengths) <= MAX_KEPT else ()

@@ -9,9 +9,10 @@ from decimal import Decimal
 from typing import TypeAlias
 
 import msgspec
+from msgspec.structs import replace
 
 from agentd.core.devices import Device
-from agentd.core.kernel import Kernel
+from agentd.core.kernel import ENDED, Kernel
 from agentd.core.ledger import Share
 from agentd.core.slots import CPU, MEM
 from agentd.core.usage import UNKNOWN, Accounted, Usage
@@ -160,7 +161,10 @@ class Statistics:
             for share in shares
             if share.device_id.name not in (CPU, MEM)
         )
-        return KernelUse(kernel.kernel_id, kernel.agent_id, now, accounted.usage, devices)
+        usage = accounted.usage
+        if kernel.state in ENDED:  # what its cgroup still has is the page cache that it left
+            usage = replace(usage, memory_bytes=None, processes=None)
+        return KernelUse(kernel.kernel_id, kernel.agent_id, now, usage, devices)
 
 
 def _device_use(

@@ -92,16 +92,18 @@ class Bundles(msgspec.Struct, frozen=True):
             record = ""  # it lives in a cgroup of its own, so this is not its record
         if not (is_bundle or is_alive):
             return None
+        handle = proof.handle()
         return ObservedKernel(
             kernel_id=kernel_id,
             agent_id=name_or_empty(cgroup.attribute(AGENT)) if cgroup else "",
             runtime=RUNTIME,
-            handle=proof.handle(),
+            handle=handle,
             state=state,
             record=record,
             statement=cgroup.attribute(DEVICES) if cgroup else "",
             started_at=proof.identity.started_at if proof.identity else None,
             ending=ending,
+            pid=int(handle) if handle else None,
         )
 
     def _is_own(self, kernel_id: str, record: str) -> bool:

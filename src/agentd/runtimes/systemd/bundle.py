@@ -72,11 +72,15 @@ def static_busybox(places: Sequence[str] = ("/bin/busybox", "/usr/bin/busybox"))
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """Which run of the unit is the kernel's, in which boot; `started_at` since the epoch."""
+    """Which run of the unit is the kernel's, in which boot; `started_at` since the epoch.
+
+    `pid` is that of its main process, 0 where it is not known.
+    """
 
     invocation_id: str
     boot_id: str
     started_at: float
+    pid: int = 0
 
 
 class End(msgspec.Struct, frozen=True):
@@ -131,6 +135,7 @@ class UnitBundle(PrivateFolder):
             "invocation_id": identity.invocation_id,
             "boot_id": identity.boot_id,
             "started_at": identity.started_at,
+            "pid": identity.pid,
         }
         self.replace(IDENTITY, json.dumps(content))
 
@@ -139,7 +144,10 @@ class UnitBundle(PrivateFolder):
         try:
             raw = json.loads(self.read(IDENTITY) or "")
             return Identity(
-                str(raw["invocation_id"]), str(raw["boot_id"]), parse_time(raw["started_at"])
+                str(raw["invocation_id"]),
+                str(raw["boot_id"]),
+                parse_time(raw["started_at"]),
+                int(raw.get("pid", 0)),
             )
         except MALFORMED:
             return None

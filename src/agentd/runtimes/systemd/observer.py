@@ -19,7 +19,7 @@ from agentd.host.accounts import MOUNT, UNIFIED, Account, counted
 from agentd.host.units import Manager, Unit
 from agentd.runtimes.folder import TRASH, looking, names_in
 from agentd.runtimes.systemd.bundle import NODE_RESTARTED, Identity, UnitBundle
-from agentd.runtimes.systemd.seen import SEEN, end_of, fields_of, state_of, usage_of
+from agentd.runtimes.systemd.seen import LIVING, SEEN, end_of, fields_of, state_of, usage_of
 from agentd.runtimes.systemd.unit import kernel_of, slice_name, unit_name
 
 RUNTIME = "systemd"
@@ -68,7 +68,7 @@ class Observer:
             return await self.find(kernel_id)  # what the record does not tell, the manager does
         slice_ = "" if self._is_user else f"/agentd.slice/{slice_name(agent_id)}/"
         state = state_of(unit.active, unit.sub, slice_ and f"{slice_}{unit.name}")
-        if state is not ObservedState.EXITED:
+        if state is not ObservedState.EXITED and identity.pid:
             return self._observed(kernel_id, state, record, identity)
         if (end := bundle.end()) is None:  # nobody has looked whether its processes are gone
             return await self.find(kernel_id)
@@ -88,6 +88,7 @@ class Observer:
                 bytes(seen["Unit.InvocationID"]).hex(),
                 self._boot_id,
                 seen["ExecMainStartTimestamp"] / 1e6,
+                seen["MainPID"],
             )
             if record and identity.started_at and bundle.identity() != identity:
                 with suppress(OSError):  # a full disk; the next look tries again
@@ -183,6 +184,8 @@ class Observer:
             statement=said.get("AGENTD_DEVICES", ""),
             started_at=identity.started_at if identity else None,
             ending=ending or Ending(),
+            pid=(identity.pid or None) if identity and state in LIVING else None,
+            unit=unit_name(self._node_id, kernel_id),
         )
 
     def bundle(self, kernel_id: str) -> UnitBundle:

@@ -17,7 +17,7 @@ from agentd.runtimes.systemd.bundle import End
 SEEN = (
     "Unit.ActiveState", "Unit.SubState", "Unit.InvocationID", "ControlGroup", "LogExtraFields",
     "Result", "ExecMainCode", "ExecMainStatus", "ExecMainStartTimestamp", "ExecMainExitTimestamp",
-    "CPUUsageNSec", "IOReadBytes", "IOWriteBytes",
+    "MainPID", "CPUUsageNSec", "IOReadBytes", "IOWriteBytes",
 )  # fmt: skip
 _EVENTS_BYTES = 4096
 UNSET = 2**64 - 1
