@@ -92,10 +92,14 @@ class DeviceUseView(TypedDict):
 
 
 class KernelUseView(TypedDict):
-    """What a kernel uses; null is not known, and never stands for 0. Memory includes its cache."""
+    """What a kernel uses; null is not known, and never stands for 0. Memory includes its cache.
+
+    `state` is the kernel's; an ended one has the figures of its whole life, and none of now.
+    """
 
     kernel_id: str
     agent_id: str
+    state: str
     at: str
     cpu_seconds: float | None
     cpu_throttled_seconds: float | None

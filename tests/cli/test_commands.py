@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import fork_server
+from agentd.cli.options import event_line
 from daemon import AGENTS, Daemon, gpus
 
 BIN = Path(sys.executable).parent
@@ -202,3 +203,49 @@ def test_check_config_tells_in_one_pass_all_that_a_run_would_be_refused_for(tmp_
     refused = run("agentd", "check-config", "--config", str(file), code=78).stderr
     for place in ("rpc.token-file", "plugins.cuda.counts", "plugins.foo.plugin"):
         assert f"agentd: {file}: {place}: " in refused
+
+
+def test_an_event_is_a_line_with_agent_exit_code_and_caller() -> None:
+    kernel = {"kernel_id": "k1", "agent_id": "a", "state": "terminated", "exit_code": 0}
+    assert event_line("kernel", kernel) == "kernel k1 of a terminated exit code 0"
+    audit = {"kernel_id": "k1", "agent_id": "a", "action": "create_kernel", "caller": "alice"}
+    line = event_line("audit", {**audit, "outcome": "201"})
+    assert line == "audit k1 of a create_kernel by alice 201"
+    refusal = {"kernel_id": "k1", "agent_id": "a", "caller": "alice", "code": "UnknownImage"}
+    line = event_line("refusal", {**refusal, "detail": "no such image"})
+    assert line == "refusal k1 of a by alice UnknownImage no such image"
+
+
+async def test_top_lists_what_runs_and_stats_what_has_run(up: Daemon) -> None:
+    await up.running(kernel_id="runs")
+    await up.running(kernel_id="ended")
+    await up.call("POST", "/v1/kernels/ended/stop", {"timeout": 0})
+    shown = ctl(up, "top", "--count", "1", "--interval", "1.1").stdout
+    assert "runs" in shown
+    assert "ended" not in shown
+    assert "ended" in ctl(up, "stats").stdout
+
+
+def test_a_plan_with_limits_shows_each_agent_what_it_may_have(tmp_path: Path) -> None:
+    config = tmp_path / "agent.toml"
+    config.write_text(
+        f"""[node]
+state-dir = "{tmp_path}/state"
+runtime = "process"
+[plugins.npu]
+plugin = "sim"
+count = 1
+mode = "shares"
+[[agents]]
+id = "team-a"
+resource.limits = {{ npu = "0.25", mem = "1g" }}
+[[agents]]
+id = "team-b"
+resource.limits = {{ npu = "0.75" }}
+"""
+    )
+    lines = run("agentd", "plan", "--config", str(config)).stdout.splitlines()
+    assert any(
+        "team-a" in line and "npu.shares=0.25" in line and "mem=1G" in line for line in lines
+    )
+    assert any("team-b" in line and "npu.shares=0.75" in line for line in lines)

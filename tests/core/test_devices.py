@@ -40,6 +40,15 @@ def test_a_missing_device_stays_as_gone_and_its_id_is_not_given_away() -> None:
     assert ids(result) == {"GPU-new": "cuda2", "GPU-cuda-1": "cuda1"}
 
 
+def test_a_device_without_a_plugin_says_so_and_one_of_a_plugin_that_it_is_not_there() -> None:
+    before = [*cores(1), *gpus(1, 1)]
+    for plugins, reason in (({"cuda"}, "not found"), (set(), "no plugin cuda is installed")):
+        result = {d.device_id.id: d for d in with_remembered([], before, plugins=plugins)}
+        assert reason in result["cuda0"].reason
+        assert result["0"].reason == "not found on the node"
+        assert result["cuda0"].gone
+
+
 def test_a_drain_is_remembered_with_the_physical_device() -> None:
     before = [replace(gpus(1)[0], drained=True)]
     renamed = [replace(gpus(1)[0], device_id=DeviceId("gpu", "gpu0"))]

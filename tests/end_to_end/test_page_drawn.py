@@ -3,7 +3,7 @@
 import pytest
 from playwright.async_api import Browser
 
-from daemon import Daemon
+from daemon import AGENTS, Daemon, gpus
 from end_to_end.browser import STATS_MS, shown, visit
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -65,3 +65,16 @@ async def test_figures_are_drawn_as_curves_beside_a_kernel_and_in_its_details(
         assert await page.text(".kernel .c-cpu span") not in ("", "-")
         await page.page.click("text=busy")
         await page.page.wait_for_function(DRAWN, arg=["#details .curves canvas"])
+
+
+@pytest.mark.parametrize("width", [1024, 1600])
+async def test_what_a_kernel_holds_is_not_cut(plain: Daemon, browser: Browser, width: int) -> None:
+    await plain.start(AGENTS + gpus(8))
+    await plain.running(kernel_id="k1", slots={"cpu": 1, "mem": "64m", "cuda.device": 8})
+    viewport = {"width": width, "height": 800}
+    async with shown(plain) as address, visit(browser, address, viewport=viewport) as page:
+        cell = page.page.locator(".kernel .c-has")
+        await cell.wait_for()
+        assert (await cell.inner_text()).startswith("8 cuda")
+        is_whole = "e => e.scrollWidth <= e.clientWidth && e.scrollHeight <= e.clientHeight + 1"
+        assert await cell.evaluate(is_whole)

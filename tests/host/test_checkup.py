@@ -34,6 +34,7 @@ DRIVER = {"sys/module/nvidia/version": "1\n"}
         (APPARMOR, True, (), ["live-restore", "apparmor_parser is missing"]),
         ({**APPARMOR, "sbin/apparmor_parser": ""}, True, (), ["live-restore"]),
         ({"sys/fs/cgroup/memory/tasks": ""}, False, (), ["cgroup v1"]),
+        ({"sys/fs/cgroup/memory/tasks": ""}, True, (), ["live-restore"]),
         ({"sys/fs/cgroup/cgroup.controllers": "cpu"}, False, (), []),
         (GPU, False, (), []),
         (GPU, False, ("cuda",), ["no driver nvidia"]),

@@ -225,3 +225,26 @@ def test_member_given_twice_is_named_to_its_caller_alone() -> None:
 def test_problem_quotes_a_plain_value_of_other_members() -> None:
     with pytest.raises(InvalidRequest, match=r"pull_policy: .*, not 'sometimes'"):
         read_body(CreateKernelRequest, b'{"pull_policy": "sometimes"}')
+
+
+@pytest.mark.parametrize(
+    ("member", "value", "why"),
+    [
+        ("kernel_id", "no name", "expected a name: at most 63 of A-Z a-z 0-9 _ . -"),
+        ("working_dir", "relative", "expected a path that begins with /, not 'relative'"),
+        ("platform", "Linux", "expected OS/ARCHITECTURE, such as linux/amd64, not 'Linux'"),
+        ("image", "a\0b", "expected text without NUL"),
+        ("command", "sleep", "expected a list"),
+        ("tmpfs", [{"target": "x"}], "expected a path that begins with /, without commas"),
+        ("mounts", [{"source": "/x"}], "is missing"),
+        ("ports", [{"container": "80"}], "expected a whole number, not '80'"),
+        ("env", {"A=B": "x"}, "expected the name of a variable, without ="),
+        ("labels", [], "expected an object"),
+    ],
+)
+def test_what_a_member_takes_is_said_in_words(member: str, value: object, why: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read_body(CreateKernelRequest, json.dumps({member: value}))
+    (problem,) = caught.value.problems
+    assert problem.where.startswith(member)
+    assert problem.why.startswith(why)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -258,12 +259,12 @@ agentctl.add_command(top)
 @json_only_option
 @click.pass_obj
 def events(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes it
-    """Print what happens on the node, until interrupted."""
+    """Print what happens on the node and when it was heard of, until interrupted."""
     for event in client.events():
         if as_json:
             click.echo(json.dumps({"event": event.kind, "data": event.data}))
         else:
-            click.echo(f"{event.kind} {event_line(event.data)}")
+            click.echo(f"{time.strftime('%H:%M:%S')} {event_line(event.kind, event.data)}")
 
 
 @agentctl.command()

@@ -30,7 +30,7 @@ from agentd.views import KernelUseView
 
 GATEWAY = "unix:/run/agentd-fleet/gateway.sock"
 _KERNEL_COLUMNS = ["kernel", "node", *KERNEL_COLUMNS[1:]]
-_NODE_COLUMNS = ["node", "state", "agents", "free", "labels", "seen_at", "reason"]
+_NODE_COLUMNS = ["node", "state", "agents", "free", "labels", "seen", "reason"]
 _UNKNOWN = {"allocation": {}, "degraded": [], "reason": ""}
 node_option = click.option("--node", help="The kernel's node, if the fleet did not place it.")
 
@@ -66,8 +66,11 @@ def _listed(client: Client, call: Call[list[dict[str, Any]]]) -> list[dict[str, 
 
 
 def _node_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    from agentd.cli.tables import age  # noqa: PLC0415 - rich is slow to load
+
     free = [f"{agent}: {_free(slots)}" for agent, slots in row["agents"].items() if _free(slots)]
-    return {**row, "node": row["id"], "agents": list(row["agents"]), "free": free}
+    seen = None if row["seen_at"] is None else f"{age(row['seen_at'])} ago"
+    return {**row, "node": row["id"], "agents": list(row["agents"]), "free": free, "seen": seen}
 
 
 def _free(slots: Mapping[str, Mapping[str, str]]) -> str:

@@ -260,12 +260,22 @@ def for_each(kernels: Sequence[str], act: Callable[[str], object]) -> bool:
     return failed
 
 
-def event_line(content: Mapping[str, Any]) -> str:
-    """Return an event's data in one line: what it is about, its state, and why."""
+def event_line(kind: str, content: Mapping[str, Any]) -> str:
+    """Return an event in one line: what it is about and whose, its state, who did it, and why."""
     subject = content.get("kernel_id") or content.get("name") or content.get("id", "")
-    pull = content.get("pull")
-    done = f"{pull['current']} of {pull['total']} bytes" if pull else ""
-    words = (subject, content.get("state"), content.get("reason"), done)
+    agent, pull, code = (content.get(name) for name in ("agent_id", "pull", "exit_code"))
+    caller = content.get("caller")
+    words = (
+        kind,
+        subject,
+        f"of {agent}" if agent else "",
+        content.get("action") or content.get("state"),
+        f"exit code {code}" if code is not None else "",
+        f"by {caller}" if caller else "",
+        content.get("outcome") or content.get("code"),
+        content.get("reason") or content.get("detail"),
+        f"{pull['current']} of {pull['total']} bytes" if pull else "",
+    )
     return " ".join(word for word in words if word)
 
 

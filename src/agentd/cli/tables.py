@@ -6,12 +6,15 @@ import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from decimal import Decimal
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from agentd.core.slots import device_name_of
 
 _BYTE_SLOTS = {"mem"}
 _UNITS = ("", "K", "M", "G", "T", "P", "E")
@@ -157,6 +160,15 @@ def limit_line(name: str, limit: Mapping[str, Any]) -> str:
     return f"{name} {amount(name, limit['limit'])} ({promise}{held})"
 
 
+def _within_limits(part: Mapping[str, Any]) -> dict[str, str]:
+    """Return the slots of a planned agent: at most its limits, by device name."""
+    limits = {name: limit["limit"] for name, limit in part.get("limits", {}).items()}
+    return {
+        slot: min(total, limits.get(device_name_of(slot), total), key=Decimal)
+        for slot, total in part["slots"].items()
+    }
+
+
 def print_plan(plan: Mapping[str, Any]) -> None:
     """Print a partition: who has which devices, which slots follow, and what is left."""
     screen = console()
@@ -166,7 +178,7 @@ def print_plan(plan: Mapping[str, Any]) -> None:
         {
             "agent": agent,
             **{name: compact(part["devices"][name]) for name in names},
-            "slots": part["slots"],
+            "slots": _within_limits(part),
             "scaling_factors": part["scaling_factors"],
         }
         for agent, part in plan["agents"].items()

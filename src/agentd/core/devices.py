@@ -10,7 +10,7 @@ to another agent, anything else.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from agentd.core.slots import SlotKind, SlotName, SlotType
+from agentd.core.slots import CPU, MEM, SlotKind, SlotName, SlotType
 
 _DIGITS = re.compile(r"([0-9]+)")
 _LAST_NUMBER = re.compile(r"[0-9]+[^0-9]*$")
@@ -310,6 +310,7 @@ def with_remembered(
     listed: Iterable[Device],
     remembered: Iterable[Device],
     late: Mapping[str, str] = MappingProxyType({}),
+    plugins: Collection[str] | None = None,
 ) -> list[Device]:
     """Give listed devices the ids they had before, and add those that are missing as gone.
 
@@ -317,7 +318,8 @@ def with_remembered(
     device whose suggested id is taken gets the next number that is free. A missing device
     that is offered in another form now (a part of a GPU as the GPU, or by another plugin) is
     no device of its own any more: its stable id is a `former` one of what offers it. Of those
-    whose plugin may list them yet (`late`: why) it is not known whether they are there.
+    whose plugin may list them yet (`late`: why) it is not known whether they are there; `plugins`
+    are those that there are (None: all).
     """
     past = {device.stable_id: device for device in remembered}
     listed = _with_former([*listed], past)
@@ -325,7 +327,7 @@ def with_remembered(
     present |= {former for device in listed for former in device.former}
     missing = [device for device in past.values() if device.stable_id not in present]
     taken = {device.device_id for device in missing}
-    result = [_missing(device, late.get(device.device_id.name)) for device in missing]
+    result = [_missing(device, late, plugins) for device in missing]
     fresh = []
     for device in listed:
         before = past.get(device.stable_id)
@@ -341,10 +343,14 @@ def with_remembered(
     return result
 
 
-def _missing(device: Device, why: str | None) -> Device:
-    if why is None:
-        return replace(device, gone=True, health=Health.HEALTHY, reason="not found on the node")
-    return replace(device, gone=True, health=Health.UNKNOWN, reason=why)
+def _missing(device: Device, late: Mapping[str, str], plugins: Collection[str] | None) -> Device:
+    name = device.device_id.name
+    if (why := late.get(name)) is not None:
+        return replace(device, gone=True, health=Health.UNKNOWN, reason=why)
+    why = "not found on the node"
+    if plugins is not None and name not in plugins and name not in (CPU, MEM):
+        why = f"no plugin {name} is installed and allowed"
+    return replace(device, gone=True, health=Health.HEALTHY, reason=why)
 
 
 def _with_former(listed: list[Device], past: Mapping[str, Device]) -> list[Device]:

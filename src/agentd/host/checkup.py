@@ -26,8 +26,10 @@ def node_remarks(
 
     `plugins` are the entry points that are loaded.
     """
-    found = [*_cgroups(root), *_clock(root), *_drivers(root, frozenset(plugins))]
-    if docker_socket is not None and docker_socket.exists():
+    found = [*_clock(root), *_drivers(root, frozenset(plugins))]
+    if docker_socket is None:
+        return [*_cgroups(root), *found]
+    if docker_socket.exists():
         found += [*_engine(root), *_apparmor(root)]
     return found
 

@@ -44,7 +44,7 @@ class DeviceHandlers:
         return answer(rendering.device_view(device, devices.split, self._state.ledger))
 
     async def forget_device(self, request: web.Request) -> web.Response:
-        """Forget a device that is gone, and its seat at the next start."""
+        """Forget a device that is gone, and its place at the next start."""
         match, devices = request.match_info, self._devices
         device = devices.find(match["device_name"], match["id"])
         holders = self._state.ledger.holders(device.device_id)

@@ -13,6 +13,7 @@ def usage_view(use: KernelUse) -> KernelUseView:
     return {
         "kernel_id": use.kernel_id,
         "agent_id": use.agent_id,
+        "state": use.state.value,
         "at": wire_time(use.at) or "",
         "cpu_seconds": usage.cpu_seconds,
         "cpu_throttled_seconds": usage.cpu_throttled_seconds,

@@ -61,13 +61,43 @@ MAX_LABELS = 64 * 1024
 _SHOWN = 80
 """Characters of an invalid value that a problem quotes."""
 
-Text = Annotated[str, Field(max_length=32768, pattern=r"^[^\x00]*$")]
-Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME, pattern=r"^[^\x00]*$")]
-Path = Annotated[str, Field(max_length=MAX_PATH, pattern=r"^/[^\x00]*$")]
+_NO_NUL, _PATH, _NO_EQUALS, _TMPFS, _PLATFORM, _ID = (
+    r"^[^\x00]*$",
+    r"^/[^\x00]*$",
+    r"^[^=\x00]+$",
+    r"^/[^\x00,]*$",
+    r"^[a-z0-9_]+/[a-z0-9_]+(/[a-z0-9_]+)?$",
+    f"^{KERNEL_ID}$",
+)
+_WORDS = {
+    _NO_NUL: "expected text without NUL",
+    _PATH: "expected a path that begins with /",
+    _NO_EQUALS: "expected the name of a variable, without =",
+    _TMPFS: "expected a path that begins with /, without commas",
+    _PLATFORM: "expected OS/ARCHITECTURE, such as linux/amd64",
+    _ID: "expected a name: at most 63 of A-Z a-z 0-9 _ . -, with a letter or digit first",
+}
+"""What each pattern takes, in words."""
+_EXPECTED = {
+    "string_type": "expected a string",
+    "int_type": "expected a whole number",
+    "float_type": "expected a number",
+    "bool_type": "expected true or false",
+    "list_type": "expected a list",
+    "dict_type": "expected an object",
+    "model_type": "expected an object",
+    "model_attributes_type": "expected an object",
+    "missing": "is missing",
+}
+"""What a member takes, by pydantic's type of the error."""
+
+Text = Annotated[str, Field(max_length=32768, pattern=_NO_NUL)]
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME, pattern=_NO_NUL)]
+Path = Annotated[str, Field(max_length=MAX_PATH, pattern=_PATH)]
 Words = Annotated[list[Text], Field(max_length=MAX_WORDS, fail_fast=True)]
 Names = Annotated[list[Name], Field(min_length=1, max_length=MAX_WORDS, fail_fast=True)]
 Labels = Annotated[dict[Name, Text], Field(max_length=MAX_VARIABLES)]
-_Variable = Annotated[str, Field(max_length=MAX_NAME, pattern=r"^[^=\x00]+$")]
+_Variable = Annotated[str, Field(max_length=MAX_NAME, pattern=_NO_EQUALS)]
 Variables = Annotated[dict[_Variable, Text], Field(max_length=MAX_VARIABLES)]
 _Amount = Annotated[
     Any,
@@ -134,7 +164,7 @@ class PortRequest(Body):
 class TmpfsRequest(Body):
     """A folder in memory, which counts as the kernel's memory."""
 
-    target: Annotated[str, Field(max_length=MAX_PATH, pattern=r"^/[^\x00,]*$")]
+    target: Annotated[str, Field(max_length=MAX_PATH, pattern=_TMPFS)]
     size: Size | None = None
 
 
@@ -157,7 +187,7 @@ _Limits = Annotated[
 class CreateKernelRequest(Body):
     """A kernel to create. Slots that are absent are zero; absent cpu and mem take defaults."""
 
-    kernel_id: Annotated[str, Field(max_length=63, pattern=f"^{KERNEL_ID}$")] | None = None
+    kernel_id: Annotated[str, Field(max_length=63, pattern=_ID)] | None = None
     image: Annotated[Text, Field(min_length=1, max_length=MAX_PATH)] | None = None
     command: Command = []
     env: Variables = {}
@@ -174,7 +204,7 @@ class CreateKernelRequest(Body):
     platform: (
         Annotated[
             str,
-            Field(max_length=MAX_NAME, pattern=r"^[a-z0-9_]+/[a-z0-9_]+(/[a-z0-9_]+)?$"),
+            Field(max_length=MAX_NAME, pattern=_PLATFORM),
         ]
         | None
     ) = None
@@ -313,8 +343,11 @@ class _Counted:
 
 
 def _problems(model: type[Body], error: ValidationError) -> Iterator[Problem]:
-    for item in error.errors(include_url=False, include_context=False):
-        yield _problem(model, item["loc"], item["type"], item["msg"], item["input"])
+    for item in error.errors(include_url=False):
+        message = _EXPECTED.get(item["type"], item["msg"])
+        if item["type"] == "string_pattern_mismatch":
+            message = _WORDS[item["ctx"]["pattern"]]
+        yield _problem(model, item["loc"], item["type"], message, item["input"])
 
 
 def _problem(
@@ -329,5 +362,7 @@ def _problem(
         return Problem(where, f"unknown member; {hint}{allowed}".rstrip("; "))
     if kind == "value_error":
         return Problem(where, message.removeprefix("Value error, "))
+    if kind == "missing":
+        return Problem(where, message)
     is_quoted = place[0] not in PRIVATE_MEMBERS and not isinstance(given, (dict, list))
     return Problem(where, f"{message}, not {given!r:.{_SHOWN}}" if is_quoted else message)

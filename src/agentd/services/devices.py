@@ -167,7 +167,7 @@ class NodeDevices:
             listings,
             names=None if known is None else names,
             remembered=remembered,
-            not_ready=_not_ready(self._plugins.statuses()),
+            statuses=self._plugins.statuses(),
         )
         types = known.slot_types.values() if known else self._host_types
         listed_types = (slot for listing in listings for slot in listing.slot_types)
@@ -231,7 +231,7 @@ class NodeDevices:
         return device
 
     def forget(self, name: str, device_id: str, *, holders: Iterable[str]) -> None:
-        """Stop remembering a device that is gone, at the next start with its seat.
+        """Stop remembering a device that is gone, and, at the next start, its place.
 
         Raises:
             UnknownDevice: there is no such device.
@@ -342,7 +342,7 @@ def _together(
     *,
     names: Collection[str] | None,
     remembered: Iterable[Device],
-    not_ready: Mapping[str, str],
+    statuses: Sequence[PluginStatus],
 ) -> tuple[list[Device], list[Device], list[str]]:
     """Bring what plugins list together with what is there, each physical device once.
 
@@ -353,11 +353,12 @@ def _together(
     stays = [d for d in there if names is None or d.device_id.name not in names]
     kept, warnings = served_once([stays, *(listing.devices for listing in listings)])
     listed = with_shared_health(kept)
+    not_ready, plugins = _not_ready(statuses), {status.name for status in statuses}
     if names is None:
-        return kept, with_remembered(listed, remembered, not_ready), warnings
+        return kept, with_remembered(listed, remembered, not_ready, plugins), warnings
     fresh = [device for device in listed if device.device_id.name in names]
     others = [device for device in listed if device.device_id.name not in names]
-    return kept, [*others, *with_remembered(fresh, remembered, not_ready)], warnings
+    return kept, [*others, *with_remembered(fresh, remembered, not_ready, plugins)], warnings
 
 
 def _lasting(inventory: Inventory, names: Collection[str] | None = None) -> list[Device]:

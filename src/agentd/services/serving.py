@@ -1,7 +1,7 @@
 """What this node serves, beside other daemons of the machine: no accelerator twice.
 
 Only what can be given to an agent, or is held, is claimed. What another daemon serves is
-withheld here for as long as it does, with its seat kept; cores and memory that others serve
+withheld here for as long as it does, with its place kept; cores and memory that others serve
 too are a warning alone, as an operator may well want that.
 """
 

@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from agentd.core.devices import Device
-from agentd.core.kernel import ENDED, Kernel
+from agentd.core.kernel import ENDED, Kernel, KernelState
 from agentd.core.ledger import Share
 from agentd.core.slots import CPU, MEM
 from agentd.core.usage import UNKNOWN, Accounted, Usage
@@ -48,6 +48,7 @@ class KernelUse(msgspec.Struct, frozen=True):
 
     kernel_id: str
     agent_id: str
+    state: KernelState
     at: float
     usage: Usage
     devices: tuple[DeviceUse, ...]
@@ -106,7 +107,7 @@ class Statistics:
                 self._looked_at = self._clock.steady()
         now, found = self._clock.wall(), self._found
         return [
-            found.get(_key(k)) or KernelUse(k.kernel_id, k.agent_id, now, UNKNOWN, ())
+            found.get(_key(k)) or KernelUse(k.kernel_id, k.agent_id, k.state, now, UNKNOWN, ())
             for k in wanted
         ]
 
@@ -164,7 +165,7 @@ class Statistics:
         usage = accounted.usage
         if kernel.state in ENDED:  # what its cgroup still has is the page cache that it left
             usage = replace(usage, memory_bytes=None, processes=None)
-        return KernelUse(kernel.kernel_id, kernel.agent_id, now, usage, devices)
+        return KernelUse(kernel.kernel_id, kernel.agent_id, kernel.state, now, usage, devices)
 
 
 def _device_use(

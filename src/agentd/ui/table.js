@@ -148,9 +148,11 @@ function put(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** Say what a kernel holds: how many devices of which name. */
+/** Say what a kernel holds: how many devices of which name, accelerators first. */
 export function holding(kernel) {
-  return Object.entries(kernel.allocation).map(([name, slots]) => {
+  const isOfHost = ([name]) => Number(name === "cpu" || name === "mem");
+  const held = Object.entries(kernel.allocation).sort((one, other) => isOfHost(one) - isOfHost(other));
+  return held.map(([name, slots]) => {
     const ids = new Set(Object.values(slots).flatMap((amounts) => Object.keys(amounts)));
     if (name === "mem") return `mem ${bytes(Number(kernel.slots.mem ?? 0))}`;
     return `${ids.size} ${name}`;
