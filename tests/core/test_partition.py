@@ -269,10 +269,10 @@ def test_outside_shared_mode_no_device_has_two_owners_and_slots_add_up(n_cpu, n_
     else:
         return
     result = split(node, rules)
-    seats = [d for part in result.partitions.values() for d in part.devices if d.name != "mem"]
-    assert len(seats) == len(set(seats))
+    places = [d for part in result.partitions.values() for d in part.devices if d.name != "mem"]
+    assert len(places) == len(set(places))
     total = sum((result.slots_of(name)["cuda.device"] for name in names), 0)
     left = len(result.unassigned.get("cuda", ())) * ONE
     assert total + left == result.node_slots()["cuda.device"]
-    assert all(len(result.agents_of(d)) == 1 for d in seats)
+    assert all(len(result.agents_of(d)) == 1 for d in places)
     assert result.agents_of(DeviceId("cuda", "none")) == []

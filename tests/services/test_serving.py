@@ -90,7 +90,7 @@ async def test_what_another_serves_is_withheld_with_its_name_until_it_is_free() 
     assert (node.free_gpus, node.withheld) == (1, ["cuda0"])
     assert node.neighbours.served == ["cuda/cuda1"]
     assert "cuda0 is withheld: served by agentd other (root, pid 17)" in node.devices.warnings
-    assert node.devices.inventory.listed, "its seat is kept"
+    assert node.devices.inventory.listed, "its place is kept"
     node.neighbours.there = []
     node.serving.update()
     assert (node.free_gpus, node.withheld) == (2, [])

@@ -326,7 +326,7 @@ def undrain(client: Client, device: str, as_json: bool) -> None:  # noqa: FBT001
 @click.argument("device", shell_complete=names.devices)
 @click.pass_obj
 def forget(client: Client, device: str) -> None:
-    """Forget DEVICE, which is gone, and its seat at the next start."""
+    """Forget DEVICE, which is gone, and its place at the next start."""
     client.forget_device(*_device(client, device))
 
 

@@ -2,9 +2,9 @@
 
 Whole devices are divided, never amounts of them, so outside shared mode no device
 has two owners; memory alone is one device that is divided by amount. Devices that
-are gone keep their seat, so that one lost GPU does not move its neighbours.
+are gone keep their place, so that one lost GPU does not move its neighbours.
 
-`split` decides in this order: withhold what is reserved, seat the devices, and
+`split` decides in this order: withhold what is reserved, deal the devices, and
 leave slots to be derived from them (`slots_of`).
 """
 
@@ -148,7 +148,7 @@ def joined(
     rules: SplitRules,
     unlisted: Mapping[str, str] = MappingProxyType({}),
 ) -> Split:
-    """Divide device names that came late; everything else stays where it is seated.
+    """Divide device names that came late; everything else stays where it is.
 
     `inventory` has the late devices, and the memory as `before` left it.
 
@@ -308,11 +308,11 @@ def _split(
     pool: AssignableDevices,
     assignment: Assignment,
 ) -> Split:
-    seated = {device_id for devices in assignment.devices.values() for device_id in devices}
+    dealt = {device_id for devices in assignment.devices.values() for device_id in devices}
     unassigned = {
-        name: tuple(d.device_id.id for d in devices if d.device_id not in seated)
+        name: tuple(d.device_id.id for d in devices if d.device_id not in dealt)
         for name, devices in pool.by_name.items()
-        if any(d.device_id not in seated for d in devices)
+        if any(d.device_id not in dealt for d in devices)
     }
     given = sum(assignment.memory.values())
     shared = rules.mode is AllocationMode.SHARED or not rules.agents
@@ -346,7 +346,7 @@ def _split(
 def _gone_warnings(inventory: Inventory) -> Iterator[str]:
     for device in inventory.devices:
         if device.gone:
-            yield f"{_shown(device.device_id)} is gone ({device.reason}); its seat is kept"
+            yield f"{_shown(device.device_id)} is gone ({device.reason}); its place in the partition is kept"
 
 
 def _left_over(name: str, ids: tuple[str, ...]) -> str:
