@@ -251,7 +251,8 @@ class Daemon:
         self._open(node)
         keeper = Keeper(node.state, node.service, self._settings.node.keep_ended)
         background.run("retention", keeper.run())
-        background.run("status", self._telling(node))
+        if self._notifier.is_heard:
+            background.run("status", self._telling(node))
         reload = Reload(self._loaded, server, node.runtimes, self._weaknesses)
         background.run("reload", self._reloading(reload))
         return node
@@ -351,7 +352,7 @@ class Daemon:
 
     async def _telling(self, node: _Node) -> None:
         """Keep systemd's STATUS= line current, at most `STATUS_PAUSE_S` late."""
-        while self._notifier.is_heard:
+        while True:
             await asyncio.sleep(STATUS_PAUSE_S)
             if (status := node.status()) != self._status:
                 self._status = status

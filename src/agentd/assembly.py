@@ -102,6 +102,31 @@ def refuse_unfit(settings: Settings) -> None:
             systemd_rules(settings)
 
 
+def refuse_unknown_users(settings: Settings) -> None:
+    """Refuse users of kernels that this machine does not have, whoever asks.
+
+    Raises:
+        ConfigRefused: there is no such user.
+    """
+    from agentd.runtimes.process.spawn import find_account
+
+    if settings.node.runtime == "docker":
+        return  # a container's users are its image's
+    runtime = settings.node.runtime
+    default = getattr(settings.runtime, runtime).user
+    named = [(f"runtime.{runtime}.user", default)]
+    named += [(f"agents.{index}.user", agent.user) for index, agent in enumerate(settings.agents)]
+    problems: list[Problem] = []
+    for where, user in named:
+        try:
+            if user is not None:
+                find_account(user, where)
+        except InvalidRequest as error:
+            problems += error.problems
+    if problems:
+        raise ConfigRefused(problems)
+
+
 def docker_rules(docker: DockerSettings) -> DockerRules:
     """Return what containers may have."""
     from agentd.runtimes.docker.config import DockerRules

@@ -1,5 +1,6 @@
 """The commands as a person types them."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -113,6 +114,14 @@ def test_a_partition_that_cannot_be_exits_with_78_and_all_reasons(config: Path) 
         assert all(str(config) in line for line in lines)
 
 
+def test_a_plan_names_users_that_are_not_there(config: Path) -> None:
+    text = config.read_text().replace("[[agents]]", '[[agents]]\nuser = "nobody-such"', 1)
+    config.write_text(text)
+    for command in ("plan", "check-config"):
+        done = run("agentd", command, "--config", str(config), code=78)
+        assert done.stderr.count("agents.0.user: no user 'nobody-such' on this machine") == 1
+
+
 def test_a_wrong_table_of_a_plugin_exits_with_78(config: Path) -> None:
     config.write_text(config.read_text().replace("count = 5", "cuont = 5"))
     done = run("agentd", "check-config", "--config", str(config), code=78)
@@ -216,6 +225,18 @@ def test_an_event_is_a_line_with_agent_exit_code_and_caller() -> None:
     assert line == "refusal k1 of a by alice UnknownImage no such image"
 
 
+async def test_a_daemon_without_a_manager_is_as_well_as_one_that_has_one(folder: Path) -> None:
+    daemon = Daemon(folder, "process")
+    daemon.configure()
+    daemon.process = daemon.spawn(NOTIFY_SOCKET="")
+    async with asyncio.timeout(30):
+        while "daemon.ready" not in daemon.log:
+            await asyncio.sleep(0.02)
+    assert (await daemon.get("/v1/node"))["warnings"] == []
+    assert await daemon.stop() == 0
+    assert '"level": "error"' not in daemon.log
+
+
 async def test_top_lists_what_runs_and_stats_what_has_run(up: Daemon) -> None:
     await up.running(kernel_id="runs")
     await up.running(kernel_id="ended")
@@ -249,3 +270,23 @@ resource.limits = {{ npu = "0.75" }}
         "team-a" in line and "npu.shares=0.25" in line and "mem=1G" in line for line in lines
     )
     assert any("team-b" in line and "npu.shares=0.75" in line for line in lines)
+
+
+async def test_what_others_write_is_shown_and_not_obeyed(up: Daemon) -> None:
+    """By other teams, and by whoever mistypes: escape codes, and bytes that are not UTF-8."""
+    red = "\x1b[31mred\x9b"
+    await up.running(kernel_id="k1", labels={"a": red}, env={red: "x"})
+    for words in (["inspect", "k1"], ["ls", "-o", "wide"], ["ls", "-o", "json"]):
+        printed = ctl(up, *words).stdout
+        assert "red" in printed
+        assert printed.replace("\n", "").isprintable()
+    assert ctl(up, "ls", "--label", "a=\udc9b").stdout.count("\n") == 2, "no kernel has it"
+    for words in (
+        ["explain", "agent-1", "-s", f"{red}=1"],
+        ["inspect", "\udc9b"],
+        ["create", "agent-1", "-e", "A=\udc9b", "--", "x"],
+    ):
+        said = ctl(up, *words, code=1).stderr
+        assert said.startswith("agentctl: ")
+        assert "\n" not in said.rstrip("\n")
+        assert said.replace("\n", "").isprintable()

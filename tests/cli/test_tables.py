@@ -6,7 +6,8 @@ import pytest
 from rich.console import Console
 
 from agentd.cli.options import KERNEL_COLUMNS
-from agentd.cli.tables import age, shown_whole, table_of
+from agentd.cli.tables import age, shown, shown_whole, table_of
+from agentd.core.printable import printable
 
 DEVICES = [
     *("device", "state", "slot", "capacity", "allocated", "free", "agents", "holders", "reason")
@@ -87,3 +88,16 @@ def test_age_is_in_its_largest_unit() -> None:
 )  # fmt: skip
 def test_member_of_a_kernel_is_no_python_text(member: str, value: object, text: str) -> None:
     assert shown_whole(member, value) == text
+
+
+OBEYED = "\x1b]0;title\x07\x1b[31m\x9b2J\r\u202e\udc9b"
+
+
+def test_nothing_that_a_terminal_obeys_is_printed() -> None:
+    kernel = {"command": ["sh", "-c", OBEYED], "labels": {"a": OBEYED}, OBEYED: OBEYED}
+    cells = [shown(OBEYED), shown([OBEYED]), shown(kernel)]
+    cells += [shown_whole(member, value) for member, value in kernel.items()]
+    for text in (*cells, printable(OBEYED)):
+        assert text.isprintable(), text
+    assert printable(OBEYED).startswith("\\x1b]0;title\\x07")
+    assert printable("two\n\tlines") == "two\n\tlines"

@@ -15,6 +15,7 @@ from typing import NoReturn
 import click
 
 from agentd import __version__, log
+from agentd.core.printable import printable
 from agentd.errors import AgentdError, ConfigRefused, Problem
 
 EX_CONFIG = 78
@@ -36,7 +37,7 @@ def agentd_fleet() -> None:
 def _refused(error: AgentdError) -> NoReturn:
     lines = error.lines() if isinstance(error, ConfigRefused) else [str(error)]
     for line in lines:
-        click.echo(f"agentd-fleet: {line}", err=True)
+        click.echo(printable(f"agentd-fleet: {line}"), err=True)
     sys.exit(EX_CONFIG if isinstance(error, ConfigRefused) else 1)
 
 

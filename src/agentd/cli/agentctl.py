@@ -36,6 +36,7 @@ from agentd.cli.options import (
     socket_of,
     token_of,
 )
+from agentd.cli.printing import say
 from agentd.cli.stats import stats, top
 from agentd.cli.token import token
 from agentd.cli.ui import ui
@@ -101,13 +102,13 @@ def status(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passe
         return
     from agentd.cli.tables import print_rows  # noqa: PLC0415
 
-    click.echo(f"node {node['id']}, agentd {node['version']}, generation {node['generation']}")
+    say(f"node {node['id']}, agentd {node['version']}, generation {node['generation']}")
     for runtime in (node["runtime"], *node["other_runtimes"]):
         reason = f": {runtime['reason']}" if runtime["reason"] else ""
-        click.echo(f"runtime {runtime['name']}: {runtime['state']}{reason}")
+        say(f"runtime {runtime['name']}: {runtime['state']}{reason}")
     print_rows(node["plugins"], PLUGIN_COLUMNS)
     for warning in node["warnings"]:
-        click.echo(f"warning: {warning}")
+        say(f"warning: {warning}")
 
 
 @agentctl.command()
@@ -264,7 +265,7 @@ def events(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passe
         if as_json:
             click.echo(json.dumps({"event": event.kind, "data": event.data}))
         else:
-            click.echo(f"{time.strftime('%H:%M:%S')} {event_line(event.kind, event.data)}")
+            say(f"{time.strftime('%H:%M:%S')} {event_line(event.kind, event.data)}")
 
 
 @agentctl.command()
@@ -296,7 +297,7 @@ def rm(client: Client, kernels: Sequence[str], timeout: float | None, as_json: b
         client.delete_kernel(kernel, timeout)
         removed.append(kernel)
         if not as_json:
-            click.echo(kernel)
+            say(kernel)
 
     failed = for_each(kernels, remove)
     if as_json:

@@ -19,6 +19,7 @@ import click
 from msgspec.structs import asdict
 
 from agentd import __version__, failpoints
+from agentd.cli.printing import say
 from agentd.errors import AgentdError, ConfigRefused, DaemonFailed, Problem, StartRefused
 from agentd.host.regular_files import UnusableFile, read_regular
 
@@ -43,7 +44,7 @@ def agentd() -> None:
 def _refused(error: ConfigRefused | DaemonFailed | StartRefused) -> NoReturn:
     lines = error.lines() if isinstance(error, ConfigRefused) else [str(error)]
     for line in lines:
-        click.echo(f"agentd: {line}", err=True)
+        say(f"agentd: {line}", err=True)
     sys.exit(EX_CONFIG if isinstance(error, ConfigRefused) else 1)
 
 
@@ -111,9 +112,9 @@ def reload(config_file: str | None) -> None:
         waiting = ask(loaded.settings, os.environ)
     except StartRefused as error:
         _refused(error)
-    click.echo("reloaded")
+    say("reloaded")
     for key in waiting:
-        click.echo(f"{key} differs, and needs a restart")
+        say(f"{key} differs, and needs a restart")
 
 
 def _with_node(
@@ -133,7 +134,10 @@ def _with_node(
 
     async def look() -> _T:
         problems: list[Problem] = []
-        if is_strict:
+        if not is_strict:
+            with _noting(problems):
+                assembly.refuse_unknown_users(loaded.settings)
+        else:
             with _noting(problems):
                 assembly.refuse_unfit(loaded.settings)
             with _noting(problems):
@@ -196,8 +200,8 @@ def check_config(config_file: str | None, as_json: bool) -> None:  # noqa: FBT00
         click.echo(json.dumps({"ok": True, "warnings": warnings}))
         return
     for warning in warnings:
-        click.echo(f"warning: {warning}", err=True)
-    click.echo("the configuration is fine")
+        say(f"warning: {warning}", err=True)
+    say("the configuration is fine")
 
 
 @agentd.command()
@@ -296,7 +300,7 @@ def check(
         report = tried(wanted, loaded, conformance.files, Ways(image, probe), findings)
         findings = report.findings
     if hardware and not as_json:
-        click.echo(report.text())
+        say(report.text())
         sys.exit(0 if all(finding.passed for finding in findings) else 1)
     rows = [asdict(finding) for finding in findings]
     if as_json:
@@ -348,7 +352,7 @@ def init(file: str | None, force: bool) -> None:  # noqa: FBT001 - click passes 
     proposes = not DockerSettings().socket.exists() and not why_no_systemd()
     text = default_text("systemd" if proposes else None)
     if file is None:
-        click.echo(text, nl=False)
+        say(text, nl=False)
         return
     path = Path(file)
     if path.exists() and not force:
@@ -374,7 +378,7 @@ def migrate(old: Path, output: Path | None, force: bool) -> None:  # noqa: FBT00
         text = migrated(read_regular(old).text, old)
         load_text(text, None, {})
         if output is None:
-            click.echo(text, nl=False)
+            say(text, nl=False)
         elif output.exists() and not force:
             raise click.ClickException(f"{output} exists; --force replaces it")
         else:

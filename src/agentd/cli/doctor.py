@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import click
+from agentd.cli.printing import say
 
 
 def check_row(check: str, promise: str, *findings: str) -> dict[str, Any]:
@@ -35,4 +35,4 @@ def print_checks(rows: Sequence[Mapping[str, Any]], warnings: Sequence[str]) -> 
     ]
     print_rows(shown, ["check", "passed", "detail"])
     for warning in warnings:
-        click.echo(f"warning: {warning}")
+        say(f"warning: {warning}")

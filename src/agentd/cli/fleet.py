@@ -20,6 +20,7 @@ from agentd.cli.options import (
     pairs,
     print_answer,
 )
+from agentd.cli.printing import say
 from agentd.cli.stats import watch, watching
 from agentd.cli.ui import ui
 from agentd.client import Client, fleet
@@ -61,7 +62,7 @@ def _listed(client: Client, call: Call[list[dict[str, Any]]]) -> list[dict[str, 
     response = client.open(call)
     rows: list[dict[str, Any]] = json.loads(response.read())
     if missing := response.headers.get("Fleet-Missing"):
-        click.echo(f"agentctl: no answer from {missing.replace(',', ', ')}", err=True)
+        say(f"agentctl: no answer from {missing.replace(',', ', ')}", err=True)
     return rows
 
 
@@ -168,7 +169,7 @@ def create(client: Client, /, as_json: bool, **options: Any) -> None:  # noqa: A
     if as_json:
         click.echo(json.dumps(content, indent=1))
     elif is_dry:
-        click.echo(f"node {content['node_id']}, agent {content['agent_id']}")
+        say(f"node {content['node_id']}, agent {content['agent_id']}")
         print_decision(content)
     else:
         print_answer(_row(content), _KERNEL_COLUMNS, as_json=False)
@@ -223,7 +224,7 @@ def rm(client: Client, kernels: Sequence[str], node: str | None, timeout: float 
 
     def remove(kernel: str) -> None:
         client.carry_out(fleet.delete_kernel(kernel, node, timeout), timeout_s=CREATE_TIMEOUT_S)
-        click.echo(kernel)
+        say(kernel)
 
     sys.exit(for_each(kernels, remove))
 

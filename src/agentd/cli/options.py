@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 import click
 
+from agentd.cli.printing import say
 from agentd.client.defaults import DEFAULT_SOCKET
 from agentd.errors import AgentdError, Unreachable
 from agentd.host.regular_files import UnusableFile, read_regular
@@ -49,7 +50,7 @@ class RpcProblem(click.ClickException):
         if _is_json([*itertools.takewhile(lambda word: word != "--", sys.argv)]):
             click.echo(json.dumps(self.content), err=True)
         else:
-            click.echo(f"agentctl: {' '.join(self.format_message().split())}", err=True)
+            say(f"agentctl: {' '.join(self.format_message().split())}", err=True)
 
 
 def _is_json(words: Sequence[str]) -> bool:
@@ -199,7 +200,7 @@ def print_answer(
     output = click.get_current_context().meta.get(_OUTPUT)
     if output == "name":
         for row in rows:
-            click.echo(row[columns[0]])
+            say(row[columns[0]])
         return
     from agentd.cli.tables import print_rows  # noqa: PLC0415 - rich is slow to load
 

@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from agentd.cli.printing import say
+from agentd.core.printable import printable
 from agentd.core.slots import device_name_of
 
 _BYTE_SLOTS = {"mem"}
@@ -89,19 +91,19 @@ def shown(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, Mapping):
-        return " ".join(f"{name}={amount(name, text)}" for name, text in value.items())
+        return printable(" ".join(f"{name}={amount(name, text)}" for name, text in value.items()))
     if isinstance(value, (list, tuple)):
-        return ", ".join(str(item) for item in value) or "-"
-    return str(value)
+        return printable(", ".join(str(item) for item in value)) or "-"
+    return printable(str(value))
 
 
 def shown_whole(member: str, value: object) -> str:
     """Return a member of a kernel: its command as a shell reads it, what is nested as JSON."""
     if member == "command" and isinstance(value, list):
-        return shlex.join(value) or "-"
+        return printable(shlex.join(value)) or "-"
     parts = value.values() if isinstance(value, Mapping) else value
     if isinstance(parts, Iterable) and any(isinstance(part, (Mapping, list)) for part in parts):
-        return json.dumps(value, ensure_ascii=False)
+        return printable(json.dumps(value, ensure_ascii=False))
     return shown(value)
 
 
@@ -171,8 +173,7 @@ def _within_limits(part: Mapping[str, Any]) -> dict[str, str]:
 
 def print_plan(plan: Mapping[str, Any]) -> None:
     """Print a partition: who has which devices, which slots follow, and what is left."""
-    screen = console()
-    screen.print(f"allocation mode: {plan['allocation_mode']}")
+    say(f"allocation mode: {plan['allocation_mode']}")
     names = list(next(iter(plan["agents"].values()))["devices"])
     rows = [
         {
@@ -185,15 +186,13 @@ def print_plan(plan: Mapping[str, Any]) -> None:
     ]
     print_rows(rows, ["agent", *names, "slots", "scaling_factors"])
     reserved = plan["reserved"]
-    screen.print(f"reserved: cpu {compact(reserved['cpu'])}, mem {amount('mem', reserved['mem'])}")
+    say(f"reserved: cpu {compact(reserved['cpu'])}, mem {amount('mem', reserved['mem'])}")
     for name, left in plan["unassigned"].items():
-        screen.print(f"unassigned: {name} {left_over(name, left)}")
+        say(f"unassigned: {name} {left_over(name, left)}")
     for agent, part in plan["agents"].items():
         for name, limit in part.get("limits", {}).items():
-            screen.print(f"limit: {agent} {limit_line(name, limit)}")
+            say(f"limit: {agent} {limit_line(name, limit)}")
     for warning in plan["warnings"]:
-        screen.print(f"warning: {warning}")
+        say(f"warning: {warning}")
     for row in plan.get("held", ()):
-        screen.print(
-            f"held: {row['device']} by {row['kernel_id']} of {row['agent_id']}: {row['reason']}"
-        )
+        say(f"held: {row['device']} by {row['kernel_id']} of {row['agent_id']}: {row['reason']}")

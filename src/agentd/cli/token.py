@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 import tomlkit
 
+from agentd.cli.printing import say
 from agentd.core.names import is_name, shortened
 from agentd.errors import ConfigRefused, StartRefused
 
@@ -58,7 +59,7 @@ def create_token(
     lines |= {"agents": list(agents)} if agents else {}
     lines |= {"gateway": True} if gateway else {}
     entry = tomlkit.dumps(lines)
-    click.echo(f"[[rpc.tokens]]\n{entry}", nl=False)
+    say(f"[[rpc.tokens]]\n{entry}", nl=False)
 
 
 @token.command("revoke")
@@ -84,18 +85,18 @@ def revoke_token(name: str, config_file: str | None) -> None:
         text, file = without_token(read_regular(path).text, name, path)
         settings = load_text(text, path, os.environ).settings
         write_file(path, text)
-        click.echo(f"removed {name} from {path}")
+        say(f"removed {name} from {path}")
         try:
             waiting = ask(settings, os.environ)
         except NoDaemon as error:
-            click.echo(f"not reloaded: {error}")
+            say(f"not reloaded: {error}")
         else:
             if late := [key for key in waiting if key.startswith("rpc.")]:
                 why = f"{name} is valid until agentd restarts: {', '.join(late)} differ"
                 raise click.ClickException(why)
-            click.echo("reloaded agentd")
+            say("reloaded agentd")
         file.unlink(missing_ok=True)
-        click.echo(f"deleted {file}")
+        say(f"deleted {file}")
     except ConfigRefused as error:
         raise click.ClickException("; ".join(error.lines())) from None
     except StartRefused as error:

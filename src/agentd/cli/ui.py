@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from agentd.cli.printing import say
 from agentd.client import Client
 from agentd.errors import Unreachable
 
@@ -74,7 +75,7 @@ async def _serve(client: AsyncClient, port: int, *, is_printed: bool) -> None:
             relay.host = f"127.0.0.1:{runner.addresses[0][1]}"
             address = f"http://{relay.host}/ui/#token={relay.token}"
             with contextlib.ExitStack() as stack:
-                click.echo(address if is_printed else f"http://{relay.host}/ui/ (Ctrl-C ends it)")
+                say(address if is_printed else f"http://{relay.host}/ui/ (Ctrl-C ends it)")
                 if not is_printed:
                     page = stack.enter_context(_sent_on(address))
                     # Some browsers run in the terminal, until they are left.

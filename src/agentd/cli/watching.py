@@ -13,6 +13,7 @@ import click
 
 from agentd.cli import names
 from agentd.cli.options import OUT_OF_TIME, for_each
+from agentd.cli.printing import say
 from agentd.client import Client
 from agentd.errors import AgentdError, UnknownKernel
 
@@ -118,7 +119,7 @@ def wait(client: Client, kernels: Sequence[str], wanted: str, timeout: float | N
     def look(kernel: str) -> None:
         if _is_there(client, kernel, wanted):
             waiting.remove(kernel)
-            click.echo(kernel)
+            say(kernel)
 
     while waiting:
         for kernel in tuple(waiting):
@@ -126,7 +127,7 @@ def wait(client: Client, kernels: Sequence[str], wanted: str, timeout: float | N
                 waiting.remove(kernel)
                 failed = True
         if waiting and end is not None and time.monotonic() > end:
-            click.echo(f"agentctl: not {wanted}: {', '.join(waiting)}", err=True)
+            say(f"agentctl: not {wanted}: {', '.join(waiting)}", err=True)
             sys.exit(OUT_OF_TIME)
         if waiting:
             time.sleep(_LOOK_PAUSE_S)

@@ -346,7 +346,7 @@ def _split(
 def _gone_warnings(inventory: Inventory) -> Iterator[str]:
     for device in inventory.devices:
         if device.gone:
-            yield f"{_shown(device.device_id)} is gone ({device.reason}); its place in the partition is kept"
+            yield f"{_shown(device.device_id)} is gone ({device.reason}); its place is kept"
 
 
 def _left_over(name: str, ids: tuple[str, ...]) -> str:
