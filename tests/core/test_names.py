@@ -5,7 +5,7 @@ import json
 import pytest
 from msgspec.structs import replace
 
-from agentd.core.names import checked, is_name, name_or_empty, shortened
+from agentd.core.names import checked, is_name, name_or_empty, repeated, shortened
 from agentd.core.observation import ObservedState
 from agentd.core.plan import kernel_name
 from agentd.core.record import RecordError, decode
@@ -72,3 +72,23 @@ def test_what_is_no_text_is_no_name(value: object) -> None:
 def test_text_from_outside_is_quoted_on_one_short_line() -> None:
     assert shortened("a\nb\x1b[31m") == r"'a\nb\x1b[31m'"
     assert len(shortened("x" * 10_000)) < 100
+
+
+class Compared(str):
+    """Counts how often any is compared with another."""
+
+    __slots__ = ()
+    comparisons = 0
+
+    def __eq__(self, other: object) -> bool:
+        Compared.comparisons += 1
+        return str(self) == other
+
+    __hash__ = str.__hash__
+
+
+def test_what_is_given_twice_is_found_without_comparing_each_with_all() -> None:
+    names = [Compared(f"n{number}") for number in range(1000)]
+    assert repeated(["b", "a", "b", "c", "a"]) == ["a", "b"]
+    assert repeated([*names, Compared("n7")]) == ["n7"]
+    assert Compared.comparisons < 2 * len(names)

@@ -25,6 +25,7 @@ from pydantic_settings import (
 from agentd.config.access import TokenSettings, short_enough
 from agentd.config.loading import problem_of, snake, unknown_variables
 from agentd.config.section import Name, Section, refuse_bool
+from agentd.core.names import repeated
 from agentd.errors import ConfigRefused, Problem
 from agentd.host.regular_files import UnusableFile, read_regular
 from agentd_fleet.candidates import Policy
@@ -76,7 +77,7 @@ class FleetSettings(Section):
     @classmethod
     def _distinct(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         found = tuple(address(item, "https", "http", "unix") for item in value)
-        if twice := sorted({item for item in found if found.count(item) > 1}):
+        if twice := repeated(found):
             raise ValueError(f"{', '.join(twice)} is given twice")
         return found
 

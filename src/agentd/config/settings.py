@@ -33,7 +33,7 @@ from agentd.config.section import (
     SizeBytes,
     refuse_bool,
 )
-from agentd.core.names import is_name
+from agentd.core.names import is_name, repeated
 from agentd.core.partition import DEFAULT_AGENT
 from agentd.core.policy import Affinity, Policy, Strategy
 from agentd.core.rules import AllocationMode, Ids, SplitOrder, SplitRules, parse_device_rule
@@ -97,10 +97,10 @@ class RpcSettings(Section):
         names += [self.token_file.stem] if self.token_file else []
         if odd := [name for name in names[1:] if not is_name(name)]:
             raise ValueError(f"no caller can be called {odd[0]!r}: give the socket a name")
-        if twice := sorted({name for name in names if names.count(name) > 1}):
+        if twice := repeated(names):
             raise ValueError(f"duplicate name {', '.join(twice)} of tokens and sockets")
         paths = [self.socket, *(socket.path for socket in self.sockets)]
-        if twice := sorted({str(path) for path in paths if paths.count(path) > 1}):
+        if twice := repeated(paths):
             raise ValueError(f"socket {', '.join(twice)} is given twice")
         return self
 
@@ -298,7 +298,7 @@ class Settings(BaseSettings):
     @classmethod
     def _distinct(cls, value: tuple[AgentSettings, ...]) -> tuple[AgentSettings, ...]:
         ids = [agent.id for agent in value]
-        if twice := sorted({name for name in ids if ids.count(name) > 1}):
+        if twice := repeated(ids):
             raise ValueError(f"duplicate id {', '.join(twice)}; each agent needs its own id")
         return value
 

@@ -6,8 +6,12 @@ A name is checked where it comes in, and once more where a path is made of it.
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Hashable, Iterable
 from functools import lru_cache
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
+
+_H = TypeVar("_H", bound=Hashable)
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
 """Ids of kernels, agents and nodes; names of callers, runtimes and fleets."""
@@ -39,6 +43,11 @@ def checked(text: str) -> str:
 def name_or_empty(text: object) -> str:
     """Return a name; anything else counts as none."""
     return text if is_name(text) else ""
+
+
+def repeated(items: Iterable[_H]) -> list[str]:
+    """Return what is there more than once, as sorted text."""
+    return sorted(str(item) for item, count in Counter(items).items() if count > 1)
 
 
 def shortened(text: object) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TypeAlias
@@ -87,11 +88,12 @@ def _lowest(protocol: str, taken: Collection[HostPort], allowed: PortRange) -> i
 def _problems(
     requested: Sequence[Port], named: Sequence[HostPort], allowed: PortRange
 ) -> Iterator[Problem]:
+    counts = Counter(named)
     for index, port in enumerate(requested):
         if port.host is None:
             continue
         if port.host not in allowed:
             why = f"{port.host} is outside publish-ports {allowed}"
             yield Problem(f"ports.{index}.host", why)
-        elif named.count((port.protocol, port.host)) > 1:
+        elif counts[port.protocol, port.host] > 1:
             yield Problem(f"ports.{index}.host", f"{port.host} is asked for twice")
