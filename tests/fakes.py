@@ -66,7 +66,7 @@ class FakeRuntime:
         if self.is_down:
             raise RuntimeUnavailable("the fake is down")
 
-    def problems(self, spec: KernelSpec) -> Sequence[Problem]:
+    async def problems(self, spec: KernelSpec) -> Sequence[Problem]:
         return [] if spec.command else [Problem("command", "is empty")]
 
     async def create(self, plan: KernelPlan, progress: Progress) -> ObservedKernel:

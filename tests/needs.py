@@ -66,6 +66,10 @@ NEEDS = {
         _unless((ENGINE_26 / "usr/sbin/dockerd").exists, f"nothing in {ENGINE_26}"), "sudo .ci/run"
     ),
     "cgroups": Need(_unless(find_cgroups, "no cgroup can be written"), "sudo make test"),
+    "fuse": Need(
+        _unless(lambda: os.geteuid() == 0 and Path("/dev/fuse").exists(), "root and /dev/fuse"),
+        "sudo modprobe fuse && sudo make test",
+    ),
     "etcd": Need(_programs("etcd"), "sudo apt-get install etcd-server"),
     "chromium": Need(_programs("chromium"), "sudo apt-get install chromium"),
     "prometheus": Need(_programs("prometheus", "promtool"), "sudo apt-get install prometheus"),

@@ -149,7 +149,7 @@ async def test_a_command_that_does_not_exist_leaves_nothing(rig: Rig) -> None:
 
 
 async def test_an_empty_request_is_refused_before_anything(rig: Rig) -> None:
-    assert rig.runtime.problems(KernelSpec("k1", "agent-1", (), "hash"))
+    assert await rig.runtime.problems(KernelSpec("k1", "agent-1", (), "hash"))
 
 
 async def test_the_exit_code_is_kept(rig: Rig) -> None:

@@ -3,8 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentd.core.kernel import Port
-from agentd.core.ports import FIRST_CHOICE, PortRange, hand_out
-from agentd.errors import InsufficientResource, InvalidRequest
+from agentd.core.ports import FIRST_CHOICE, PortRange, hand_out, port_problems
+from agentd.errors import InsufficientResource
 
 SMALL = PortRange("127.0.0.1", 5000, 5003)
 
@@ -39,10 +39,9 @@ def test_the_lowest_free_port_is_given(ports, holders, busy, expected) -> None:
     ],
 )
 def test_what_can_never_be_is_named(ports, where, why) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        hosts(*ports)
-    assert caught.value.problems[0].where == where
-    assert why in caught.value.problems[0].why
+    problem = next(port_problems(ports, SMALL))
+    assert problem.where == where
+    assert why in problem.why
 
 
 @pytest.mark.parametrize(
@@ -77,9 +76,11 @@ def test_the_choice_begins_between_registered_services_and_the_kernel_s_own() ->
 def test_no_port_is_ever_given_twice(wanted, holders, busy) -> None:
     ports = [Port(80 + n, host, protocol) for n, (protocol, host) in enumerate(wanted)]
     held = {("tcp", port): "k0" for port in holders}
+    if list(port_problems(ports, SMALL)):
+        return
     try:
         given_ports = hand_out(ports, held, busy, SMALL)
-    except (InsufficientResource, InvalidRequest):
+    except InsufficientResource:
         return
     taken = [(port.protocol, port.host) for port in given_ports]
     assert len(taken) == len(set(taken)) == len(ports)

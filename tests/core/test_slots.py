@@ -19,6 +19,7 @@ from agentd.core.slots import (
     parse_base_units,
     parse_quantity,
     parse_slots,
+    read_slots,
 )
 from agentd.errors import (
     InvalidSlotAmount,
@@ -164,7 +165,7 @@ def test_what_comes_in_goes_out_unchanged() -> None:
 def test_unknown_slots_are_dropped_when_zero_and_all_named_when_not() -> None:
     assert parse_slots({"tpu.chip": "0", "x": 0.0, "cpu": 1}, TYPES) == {"cpu": ONE}
     with pytest.raises(UnsupportedResource) as caught:
-        parse_slots(
+        read_slots(
             {"tpu.chip": 1, "npu": "4g", "cpu": 1}, TYPES, failed={"tpu": "no driver", "x": "y"}
         )
     assert json.loads(json.dumps(caught.value.facts())) == {
@@ -176,7 +177,7 @@ def test_unknown_slots_are_dropped_when_zero_and_all_named_when_not() -> None:
 
 def test_an_unknown_slot_of_a_late_plugin_can_be_retried() -> None:
     with pytest.raises(PluginUnavailable):
-        parse_slots({"tpu.chip": 1}, TYPES, pending={"tpu": "has not opened within 5 s"})
+        read_slots({"tpu.chip": 1}, TYPES, pending={"tpu": "has not opened within 5 s"}).accepted()
 
 
 @pytest.mark.parametrize(
@@ -191,7 +192,7 @@ def test_an_unknown_slot_of_a_late_plugin_can_be_retried() -> None:
 )
 def test_refusals_of_slots_come_in_order(raw, error) -> None:
     with pytest.raises(error):
-        parse_slots(raw, TYPES, pending={"tpu": "late"})
+        read_slots(raw, TYPES, pending={"tpu": "late"}).accepted()
 
 
 @pytest.mark.parametrize(
@@ -203,7 +204,7 @@ def test_every_spelling_of_zero_is_zero(zero) -> None:
 
 def test_every_wrong_amount_is_listed_with_its_place() -> None:
     with pytest.raises(InvalidSlotAmount) as caught:
-        parse_slots({"cpu": "x", "mem": -1, "npu": True}, TYPES, pending={"npu": "late"})
+        read_slots({"cpu": "x", "mem": -1, "npu": True}, TYPES, pending={"npu": "late"}).accepted()
     assert [problem.where for problem in caught.value.problems] == [
         "slots.cpu",
         "slots.mem",

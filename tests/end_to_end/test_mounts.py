@@ -1,5 +1,6 @@
 """Folders of the node in containers: only what is allowed, and only what was looked at."""
 
+import asyncio
 import subprocess
 from pathlib import Path
 
@@ -8,6 +9,8 @@ from daemon_pool import Serving
 from end_to_end.containers import MOUNTABLE, printed
 from engine import Engine
 from engine_proxy import EngineProxy
+from needs import require
+from unanswering import unanswering
 
 
 async def test_mounts_are_read_only_unless_asked_and_only_below_what_is_allowed(
@@ -108,3 +111,23 @@ async def test_what_is_mounted_below_a_read_only_folder_cannot_be_written(
         assert not (below / "x").exists()
     finally:
         subprocess.run(["umount", below], check=True)
+
+
+async def test_a_mount_that_gives_no_answer_holds_nobody_up(dockered: Daemon, folder: Path) -> None:
+    require("fuse")
+    dead = folder / "data" / "dead"
+    dead.mkdir(parents=True)
+    dockered.deadlines = {"agentd.host.lookups.ANSWER_TIMEOUT_S": 0.5}
+    await dockered.start(MOUNTABLE.format(folder=folder) + AGENTS)
+    with unanswering(dead):
+        mounts = [{"source": f"{dead}/x", "target": "/data"}]
+        creates = [asyncio.create_task(dockered.create(mounts=mounts)) for _ in range(6)]
+        await asyncio.sleep(0)
+        assert (await dockered.running(kernel_id="beside"))["state"] == "running"
+        for answer in await asyncio.gather(*creates):
+            assert (answer.status, answer.json["code"]) == (503, "RuntimeUnavailable")
+            assert "a mount's source gives no answer within 0.5 s" in answer.json["detail"]
+        assert [k["kernel_id"] for k in await dockered.get("/v1/kernels")] == ["beside"]
+        assert await dockered.stop() == 0, "no thread holds up the end"
+    await dockered.start()
+    assert (await dockered.create(mounts=[{"source": str(dead), "target": "/data"}])).status == 201

@@ -18,7 +18,7 @@ from agentd.config.plugins import PluginTable
 from agentd.core.adoption import located
 from agentd.core.ledger import Allocation
 from agentd.core.rules import AgentRule, AllocationMode, SplitRules
-from agentd.core.slots import BUILT_IN, parse_slots
+from agentd.core.slots import BUILT_IN, read_slots
 from agentd.errors import (
     Conflict,
     PluginUnavailable,
@@ -89,7 +89,7 @@ def test_the_page_has_a_line_for_each_row() -> None:
 def ask(host: PluginHost, devices: NodeDevices, slot: str) -> None:
     """Read a request as the daemon would."""
     statuses = host.statuses()
-    parse_slots(
+    read_slots(
         {slot: 1},
         devices.inventory.slot_types,
         pending={s.name: s.reason for s in statuses if s.state is PluginState.PENDING},
@@ -98,7 +98,7 @@ def ask(host: PluginHost, devices: NodeDevices, slot: str) -> None:
             for s in statuses
             if s.state in (PluginState.FAILED, PluginState.ABSENT)
         },
-    )
+    ).accepted()
 
 
 def discovered(host: PluginHost, remembered: FakeMemory) -> NodeDevices:

@@ -8,7 +8,7 @@ from agentd.errors import RequestTimeout
 from agentd.rpc import queries
 
 
-class Slow:
+class Slow(dict):
     """A request whose body does not come."""
 
     async def read(self) -> bytes:

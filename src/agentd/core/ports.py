@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from agentd.core.kernel import Kernel, Port
-from agentd.errors import InsufficientResource, InvalidRequest, Problem
+from agentd.errors import InsufficientResource, Problem
 
 FIRST_CHOICE = 30_000
 """Where the choice begins if the range allows it: above most registered services, and below
@@ -56,12 +56,9 @@ def hand_out(
     `holders` are ports that kernels hold, `busy` ports that others use.
 
     Raises:
-        InvalidRequest: one lies outside the range, or is asked for twice.
         InsufficientResource: a requested port is in use, or no port is free.
     """
     named = [(port.protocol, port.host) for port in requested if port.host is not None]
-    if problems := list(_problems(requested, named, allowed)):
-        raise InvalidRequest(problems)
     for protocol, host in named:
         if (protocol, host) in holders or (protocol, host) in busy:
             holder = holders.get((protocol, host))
@@ -85,10 +82,9 @@ def _lowest(protocol: str, taken: Collection[HostPort], allowed: PortRange) -> i
     raise InsufficientResource("ports", f"1/{protocol}", "0", [row])
 
 
-def _problems(
-    requested: Sequence[Port], named: Sequence[HostPort], allowed: PortRange
-) -> Iterator[Problem]:
-    counts = Counter(named)
+def port_problems(requested: Sequence[Port], allowed: PortRange) -> Iterator[Problem]:
+    """Yield the host ports that lie outside the range, or are asked for twice."""
+    counts = Counter((port.protocol, port.host) for port in requested)
     for index, port in enumerate(requested):
         if port.host is None:
             continue

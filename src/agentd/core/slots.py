@@ -10,16 +10,17 @@ amounts that can.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import StrEnum
 from fractions import Fraction
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Self, TypeAlias
+from typing import NamedTuple, Self, TypeAlias
 
 from agentd.errors import (
+    InvalidRequest,
     InvalidSlotAmount,
     InvalidSlotCombination,
     PluginUnavailable,
@@ -322,13 +323,55 @@ class ResourceSlots(Mapping[SlotName, int]):
         return f"ResourceSlots({self._amounts!r})"
 
 
-def parse_slots(
+class SlotReading(NamedTuple):
+    """What was read of a request's slots, all of which this node can know."""
+
+    slots: ResourceSlots
+    problems: tuple[Problem, ...] = ()
+    """What is wrong with amounts."""
+    excluded: tuple[Problem, ...] = ()
+    """Which slots exclude each other."""
+    late: Mapping[str, str] = MappingProxyType({})
+    """Device names of slots that are asked for and may be known soon, with the reason."""
+
+    def accepted(self, others: Sequence[Problem] = ()) -> ResourceSlots:
+        """Return the slots of a request with which nothing is wrong.
+
+        Raises:
+            InvalidRequest: there are `others`, problems of the rest of the request; all are listed.
+            InvalidSlotAmount: some amounts cannot be read; every one of them is listed.
+            InvalidSlotCombination: two slots exclude each other.
+            PluginUnavailable: the first unknown slot that is not zero may be known soon.
+        """
+        if others:
+            raise InvalidRequest([*self.problems, *self.excluded, *others])
+        if self.problems:
+            raise InvalidSlotAmount(self.problems)
+        if self.excluded:
+            raise InvalidSlotCombination(self.excluded)
+        if self.late:
+            first = min(self.late)
+            raise PluginUnavailable(f"plugin {first} is pending: {self.late[first]}")
+        return self.slots
+
+
+def parse_slots(raw: Mapping[str, object], types: Mapping[SlotName, SlotType]) -> ResourceSlots:
+    """Read a request's slots where no plugin is pending.
+
+    Raises:
+        UnsupportedResource, InvalidSlotAmount, InvalidSlotCombination: see `read_slots` and
+            `SlotReading.accepted`.
+    """
+    return read_slots(raw, types).accepted()
+
+
+def read_slots(
     raw: Mapping[str, object],
     types: Mapping[SlotName, SlotType],
     *,
     pending: Mapping[str, str] = MappingProxyType({}),
     failed: Mapping[str, str] = MappingProxyType({}),
-) -> ResourceSlots:
+) -> SlotReading:
     """Read a request's slots: first whether this node can know them, then their amounts.
 
     An unknown slot whose amount cannot be read counts as not zero.
@@ -338,20 +381,20 @@ def parse_slots(
 
     Raises:
         UnsupportedResource: some unknown slots of no pending plugin are not zero.
-        InvalidSlotAmount: some cannot be read; every one of them is listed.
-        InvalidSlotCombination: two slots exclude each other.
-        PluginUnavailable: the first unknown slot that is not zero may be known soon.
     """
     amounts: dict[SlotName, int] = {}
     unknown: list[SlotName] = []
-    late: list[SlotName] = []
+    late: dict[str, str] = {}
     problems: list[Problem] = []
     for name, value in raw.items():
         try:
             if name in types:
                 amounts[name] = parse_amount(value, types[name])
             elif parse_quantity(value).value:
-                (late if device_name_of(name) in pending else unknown).append(name)
+                if (why := pending.get(device_name_of(name))) is not None:
+                    late[device_name_of(name)] = why
+                else:
+                    unknown.append(name)
         except AmountError as error:
             if name in types or device_name_of(name) in pending:
                 problems.append(Problem(f"slots.{name}", str(error)))
@@ -362,24 +405,16 @@ def parse_slots(
         raise UnsupportedResource(
             unknown, types, {name: why for name, why in failed.items() if name in names}
         )
-    if problems:
-        raise InvalidSlotAmount(problems)
     slots = ResourceSlots(amounts)
-    _refuse_exclusive(slots, types)
-    if late:
-        first = min(map(device_name_of, late))
-        raise PluginUnavailable(f"plugin {first} is pending: {pending[first]}")
-    return slots
+    return SlotReading(slots, tuple(problems), tuple(_excluded(slots, types)), late)
 
 
-def _refuse_exclusive(slots: ResourceSlots, types: Mapping[SlotName, SlotType]) -> None:
+def _excluded(slots: ResourceSlots, types: Mapping[SlotName, SlotType]) -> Iterator[Problem]:
     groups: dict[tuple[str, str], list[SlotName]] = {}
     for name in slots:
         if group := types[name].exclusive_group:
             groups.setdefault((device_name_of(name), group), []).append(name)
-    if problems := [
-        Problem("slots", f"{' and '.join(names)} exclude each other; ask for one of them")
-        for names in groups.values()
-        if len(names) > 1
-    ]:
-        raise InvalidSlotCombination(problems)
+    for names in groups.values():
+        if len(names) > 1:
+            why = f"{' and '.join(names)} exclude each other; ask for one of them"
+            yield Problem("slots", why)

@@ -18,6 +18,7 @@ BODY_TIMEOUT_S = 30.0
 _TIME = re.compile(
     r"([0-9]{1,12}|[0-9-]{10}T[0-9:]{8})(?:\.([0-9]{1,9}))?(Z|[+-][0-9]{2}:[0-9]{2})?"
 )
+_TOO_LARGE = "agentd.too-large"
 _TRUE, _FALSE = ("true", "1", ""), ("false", "0")
 
 
@@ -27,12 +28,18 @@ async def body_of(request: web.Request) -> bytes:
     Raises:
         InvalidRequest: it cannot be read.
         RequestTimeout: it does not come.
+        HTTPRequestEntityTooLarge: it is too large, as whoever asks again is told too.
     """
+    if (too_large := request.get(_TOO_LARGE)) is not None:
+        raise too_large
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             return await request.read()
     except TimeoutError:
         raise RequestTimeout(f"the body did not come within {BODY_TIMEOUT_S:g} s") from None
+    except web.HTTPRequestEntityTooLarge as error:
+        request[_TOO_LARGE] = error
+        raise
     except web.RequestPayloadError as error:
         raise InvalidRequest([Problem("", f"the body cannot be read: {error}")]) from None
 

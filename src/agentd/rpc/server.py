@@ -293,10 +293,14 @@ class Server:
         return response
 
     async def _identified(self, request: web.Request) -> Caller | None:
-        """Return who calls, once all of the request is there: a token may be gone by then."""
+        """Return who calls, once all of the request is there: a token may be gone by then.
+
+        A body that is too large is refused by whoever wants it, after rights and names.
+        """
         caller = self._callers.identify(request)
         if caller is not None and not request.content.is_eof():
-            await body_of(request)
+            with suppress(web.HTTPRequestEntityTooLarge):
+                await body_of(request)
             caller = self._callers.identify(request)
         return caller
 

@@ -185,8 +185,12 @@ class Runtime(Protocol):
 
     async def close(self) -> None: ...
 
-    def problems(self, spec: KernelSpec) -> Sequence[Problem]:
-        """Return what of a request this runtime cannot do; nothing is decided yet."""
+    async def problems(self, spec: KernelSpec) -> Sequence[Problem]:
+        """Return what of a request this runtime cannot do; nothing is decided yet.
+
+        Raises:
+            RuntimeUnavailable: what it names on the node does not answer.
+        """
         ...
 
     async def support(self, spec: KernelSpec) -> Support:

@@ -7,7 +7,7 @@ the outcome is unknown the share stays held until the reconciler settles it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import structlog
@@ -17,8 +17,8 @@ from agentd.core.kernel import LIVE, STARTING, Kernel, KernelSpec, KernelState, 
 from agentd.core.plan import reserved_problems
 from agentd.core.reconcile import stopped
 from agentd.errors import (
-    InvalidRequest,
     KernelConflict,
+    Problem,
     RuntimeUnavailable,
     UnknownKernel,
 )
@@ -26,7 +26,7 @@ from agentd.failpoints import reach
 from agentd.services.creates import Creates, Drained, is_unresolved
 from agentd.services.devices import NodeDevices
 from agentd.services.interfaces import Clock, LogQuery, Memory, Progress, Runtime
-from agentd.services.planner import Decision, Planner
+from agentd.services.planner import Asked, Decision, Planner
 from agentd.services.state import NodeState
 from agentd.tasks import Deadline
 
@@ -66,11 +66,12 @@ class KernelService:
         Raises:
             RequestError, Unavailable: what the create would be refused with.
         """
-        self._refuse_early(spec)
-        decision = self._planner.decide(spec, self._state, self._default)
+        problems = await self._default.problems(spec)
+        asked = self._asked(spec, problems)
+        decision = self._planner.decide(spec, asked, self._state)
         await self._planner.plan(self._preparing(spec, decision), spec, self._state, self._default)
         ledger = self._state.ledger
-        return decision, self._planner.explain(spec, decision, ledger, self._default)
+        return decision, self._planner.explain(spec, asked, decision, ledger)
 
     async def create(self, spec: KernelSpec, *, wait: bool = True) -> tuple[Kernel, bool]:
         """Create a kernel, or return the one that the same request created before.
@@ -82,10 +83,12 @@ class KernelService:
             RequestError, Unavailable, RuntimeFailure: nothing was created; OutcomeUnknown
                 apart, nothing is held.
         """
-        if (known := self.existing(spec)) is not None:
+        problems = None
+        while (known := self.existing(spec)) is None and problems is None:
+            problems = await self._default.problems(spec)
+        if known is not None:
             return await self._joined(known, wait=wait), False
-        self._refuse_early(spec)
-        decision = self._planner.decide(spec, self._state, self._default)
+        decision = self._planner.decide(spec, self._asked(spec, problems or ()), self._state)
         kernel = self._preparing(spec, decision)
         self._state.put(kernel)
         start = self._start(kernel, spec, keep_failure=not wait)
@@ -117,12 +120,13 @@ class KernelService:
             raise KernelConflict(f"kernel {spec.kernel_id} exists, made by another request")
         return known
 
-    def _refuse_early(self, spec: KernelSpec) -> None:
-        """Refuse what can be refused before anything is decided."""
+    def _asked(self, spec: KernelSpec, problems: Sequence[Problem]) -> Asked:
+        """Read a request, and refuse what can be refused before anything is decided."""
+        problems = [*reserved_problems(spec), *problems]
+        asked = self._planner.read(spec, self._default, problems)
         self._creates.require_open()
         self._state.require_runtime(self._default.name)
-        if problems := [*reserved_problems(spec), *self._default.problems(spec)]:
-            raise InvalidRequest(problems)
+        return asked
 
     def _preparing(self, spec: KernelSpec, decision: Decision) -> Kernel:
         return prepared(spec, decision, self._default.name, self._clock.wall())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -14,9 +15,9 @@ from agentd.core.explain import OTHER, Question, explain
 from agentd.core.kernel import Kernel, KernelSpec, Port, step_between
 from agentd.core.partition import Partition
 from agentd.core.plan import KernelPlan, NodeFacts, build_plan, fence_of
-from agentd.core.ports import HostPort, PortRange, hand_out
-from agentd.core.slots import CPU, MEM, ResourceSlots, device_name_of, parse_slots
-from agentd.errors import MOST_PROBLEMS, InvalidRequest, InvalidSlotAmount, Problem
+from agentd.core.ports import HostPort, PortRange, hand_out, port_problems
+from agentd.core.slots import CPU, MEM, ResourceSlots, SlotReading, device_name_of, read_slots
+from agentd.errors import MOST_PROBLEMS, Problem
 from agentd.services.devices import NodeDevices
 from agentd.services.interfaces import Plugins, PluginState, Runtime
 from agentd.services.state import NodeState
@@ -42,6 +43,13 @@ class Decision(msgspec.Struct, frozen=True):
     ports: tuple[Port, ...] = ()
 
 
+class Asked(NamedTuple):
+    """What a request asks for, with defaults: slots, and devices by name if it names some."""
+
+    slots: ResourceSlots
+    only: Mapping[str, frozenset[DeviceId]]
+
+
 class Planner:
     """Decides over the node's devices as they are now; keeps nothing."""
 
@@ -50,19 +58,31 @@ class Planner:
         self._plugins = plugins
         self._rules = rules
 
-    def decide(self, spec: KernelSpec, state: NodeState, runtime: Runtime) -> Decision:
-        """Choose slots, devices and ports for a request; changes nothing.
+    def read(self, spec: KernelSpec, runtime: Runtime, problems: Sequence[Problem]) -> Asked:
+        """Read what a request asks for; `problems` are what else is wrong with it.
 
         Raises:
-            RequestError, PluginUnavailable: it cannot be granted.
+            UnsupportedResource: this node cannot know a slot.
+            RequestError: something is wrong with it; all of it is listed.
+            PluginUnavailable: a plugin that may know a slot is pending.
         """
-        inventory = self._devices.inventory
-        slots = self._slots(spec, runtime)
+        reading = self._reading(spec, runtime)
+        inventory, partition = self._devices.inventory, self._devices.partition(spec.agent_id)
+        only, unknown = _named(spec, reading, inventory, partition)
+        others = [*unknown, *port_problems(spec.ports, self._rules.ports), *problems]
+        return Asked(reading.accepted(others), only)
+
+    def decide(self, spec: KernelSpec, asked: Asked, state: NodeState) -> Decision:
+        """Choose devices and ports for a request; changes nothing.
+
+        Raises:
+            RequestError: it cannot be granted.
+        """
+        inventory, policy = self._devices.inventory, self._policy(spec)
         partition = self._devices.partition(spec.agent_id)
-        policy, only = self._policy(spec), _named(spec, slots, inventory, partition)
-        allocation = allocate(state.ledger, inventory, partition, slots, policy, only)
+        allocation = allocate(state.ledger, inventory, partition, asked.slots, policy, asked.only)
         ports = self._ports(spec, _holders(spec, state))
-        return Decision(slots.to_wire(inventory.slot_types), allocation, ports)
+        return Decision(asked.slots.to_wire(inventory.slot_types), allocation, ports)
 
     def _policy(self, spec: KernelSpec) -> Policy:
         policy = self._rules.policy
@@ -84,28 +104,26 @@ class Planner:
             busy |= found
 
     def explain(
-        self, spec: KernelSpec, decision: Decision, ledger: Ledger, runtime: Runtime
+        self, spec: KernelSpec, asked: Asked, decision: Decision, ledger: Ledger
     ) -> dict[str, list[dict[str, object]]]:
         """Return for each slot of a decision how every device was looked at."""
         inventory, policy = self._devices.inventory, self._policy(spec)
         partition = self._devices.partition(spec.agent_id)
-        slots = self._slots(spec, runtime)
-        only = _named(spec, slots, inventory, partition)
         rows = {}
-        for slot, amount in slots.items():
+        for slot, amount in asked.slots.items():
             shares = (share for share in decision.allocation.shares if share.slot == slot)
             given = {share.device_id: share.amount for share in shares}
-            slot_type, named = inventory.slot_types[slot], only.get(device_name_of(slot))
+            slot_type, named = inventory.slot_types[slot], asked.only.get(device_name_of(slot))
             rows[slot] = explain(
                 Question(ledger, inventory, partition, slot_type, amount, policy, named, given)
             )
         return rows
 
-    def _slots(self, spec: KernelSpec, runtime: Runtime) -> ResourceSlots:
+    def _reading(self, spec: KernelSpec, runtime: Runtime) -> SlotReading:
         types = self._devices.inventory.slot_types
         asked = {**self._rules.default_slots, **spec.slots}
         statuses = () if asked.keys() <= types.keys() else self._plugins.statuses()
-        slots = parse_slots(
+        reading = read_slots(
             asked,
             types,
             pending={s.name: s.reason for s in statuses if s.state is PluginState.PENDING},
@@ -116,10 +134,12 @@ class Planner:
             },
         )
         least = max(1, runtime.minimum_memory_bytes)
-        if slots[MEM] < least:
-            why = f"{slots[MEM]} bytes are too few; the {runtime.name} runtime needs {least}"
-            raise InvalidSlotAmount([Problem("slots.mem", why)])
-        return slots
+        given = reading.slots[MEM]
+        if given < least and all(problem.where != "slots.mem" for problem in reading.problems):
+            why = f"{given} bytes are too few; the {runtime.name} runtime needs {least}"
+            too_few = Problem("slots.mem", why)
+            return reading._replace(problems=(*reading.problems, too_few))
+        return reading
 
     def notify_plugins(self, before: Kernel | None, now: Kernel | None) -> None:
         """Let the plugins know of the step between two states of a kernel, if it is one."""
@@ -175,18 +195,20 @@ def _holders(spec: KernelSpec, state: NodeState) -> Mapping[HostPort, str]:
 
 
 def _named(
-    spec: KernelSpec, slots: ResourceSlots, inventory: Inventory, partition: Partition
-) -> dict[str, frozenset[DeviceId]]:
+    spec: KernelSpec, reading: SlotReading, inventory: Inventory, partition: Partition
+) -> tuple[dict[str, frozenset[DeviceId]], list[Problem]]:
     """Return the devices that a request names, by device name; a discreet one, of its agent's.
 
-    Raises:
-        InvalidRequest: there are no such devices, or nothing of them is asked for; the first
-            of these mistakes are listed.
+    Beside them the first of these mistakes: there are no such devices, or nothing of them is asked
+    for. Of a plugin that is pending it is not known which devices there are.
     """
     problems: list[Problem] = []
     found = {}
-    asked = {device_name_of(slot) for slot, amount in slots.items() if amount}
+    asked = {device_name_of(slot) for slot, amount in reading.slots.items() if amount}
+    unread = {device_name_of(item.where.removeprefix("slots.")) for item in reading.problems}
     for name, wanted in spec.devices.items():
+        if name in reading.late:
+            continue
         devices = [
             device
             for device in inventory.by_name.get(name, ())
@@ -201,8 +223,6 @@ def _named(
             if key not in by_key
         )
         problems += islice(unknown, MOST_PROBLEMS + 1 - len(problems))
-        if found[name] and name not in asked:
+        if found[name] and name not in asked | unread:
             problems.append(Problem(f"devices.{name}", f"no slot of {name} is asked for"))
-    if problems:
-        raise InvalidRequest(problems)
-    return found
+    return found, problems

@@ -202,7 +202,7 @@ async def test_processes_are_limited(runtime) -> None:
         await anext(runtime.logs(K1, LogQuery(follow=True)))  # the shell complains
     assert len(runtime._bundles.proof("k1").members()) <= 10
     spec = plan("sleep", container=limits(pids_limit=5000)).spec
-    (problem,) = runtime.problems(spec)
+    (problem,) = await runtime.problems(spec)
     assert str(problem) == "pids_limit: 5000 are too many; allowed: up to 4096"
 
 
@@ -300,7 +300,7 @@ async def test_an_agent_can_have_a_user_of_its_own(folder) -> None:
     assert "separation" not in support.not_enforced
     await create(runtime, "sleep", "1000")
     assert Path(f"/proc/{identity(folder)['pid']}").stat().st_uid == daemon.uid
-    assert [str(p) for p in runtime.problems(plan("x", user="nobody").spec)] == [
+    assert [str(p) for p in await runtime.problems(plan("x", user="nobody").spec)] == [
         "user: kernels of agent-1 run as daemon here"
     ]
     await runtime.remove(K1)

@@ -13,6 +13,7 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from agentd.core.usage import Accounted
 from agentd.errors import ImageNotFound, InvalidRequest, Problem, RuntimeUnavailable
 from agentd.failpoints import reach
 from agentd.host.accounts import counted
+from agentd.host.lookups import Lookups
 from agentd.runtimes.docker.absences import Absences
 from agentd.runtimes.docker.config import UNPUBLISHED, DockerRules, container_config
 from agentd.runtimes.docker.engine import CALL_TIMEOUT_S, EngineClient
@@ -73,16 +75,13 @@ class _Attempt:
         self._engine = engine
         self._rules = rules
 
-    def look(self) -> None:
-        """Make the engine's request from how things are now.
-
-        Raises:
-            InvalidRequest: a mount leads elsewhere than it may.
-        """
-        self.sources = resolved(self.plan.spec.mounts, self._rules.allowed_mounts)
+    def take(self, sources: list[Source]) -> None:
+        """Make the engine's request, with the sources of mounts as they are now."""
+        self.sources = sources
         self.config = container_config(self.plan, self._rules, self.sources, self._engine)
 
 
+_SOURCES = "a mount's source"
 MINIMUM_BYTES = 6 * 2**20
 """The engine refuses less (Engine 20.10, "Minimum memory limit allowed is 6MB")."""
 
@@ -104,6 +103,7 @@ class DockerRuntime:
         self._images = Images(self._engine, rules.registry_auth)
         self._facts: EngineFacts | None = None
         self._own = OwnEvents()
+        self._lookups = Lookups()
         self._is_swept = False
         self._absences = absences or Absences(None, "")
         self._observer = Observer(self._engine, node_id, self._absences)
@@ -135,13 +135,25 @@ class DockerRuntime:
             self._facts = engine_facts(info, version)
         return self._facts
 
-    def problems(self, spec: KernelSpec) -> Sequence[Problem]:
+    async def problems(self, spec: KernelSpec) -> Sequence[Problem]:
         problems = list(self._rules.problems(spec))
         try:
-            resolved(spec.mounts, self._rules.allowed_mounts)
+            await self._sources(spec)
         except InvalidRequest as error:
             problems += error.problems
         return problems
+
+    async def _sources(self, spec: KernelSpec) -> list[Source]:
+        """Look up where the mounts of a request really come from.
+
+        Raises:
+            InvalidRequest: with each source that is not below an allowed folder, or not there.
+            RuntimeUnavailable: one does not answer.
+        """
+        if not spec.mounts:
+            return []
+        allowed = self._rules.allowed_mounts
+        return await self._lookups.look(_SOURCES, lambda: resolved(spec.mounts, allowed))
 
     async def create(self, plan: KernelPlan, progress: Progress) -> ObservedKernel:
         facts = await self._known_facts()
@@ -156,7 +168,7 @@ class DockerRuntime:
             await uninterrupted(self._engine.call("POST", f"{container}/start"))
             await reach("create.after_engine_start")
             shown = await self._observer.inspection(attempt.container)
-            verify(shown, attempt.config["HostConfig"], plan, attempt.sources)
+            await self._verify(shown, attempt)
         except BaseException as error:
             self._own.forget(plan.name)
             if attempt.container:
@@ -167,6 +179,14 @@ class DockerRuntime:
                 raise Undone from error
             raise translated(error, plan) from error
         return self._observer.observed(shown)
+
+    async def _verify(self, shown: Mapping[str, Any], attempt: _Attempt) -> None:
+        host = attempt.config["HostConfig"]
+        check = partial(verify, shown, host, attempt.plan, attempt.sources)
+        if attempt.sources:
+            await self._lookups.look(_SOURCES, check)
+        else:
+            check()
 
     async def _create(self, attempt: _Attempt, progress: Progress) -> None:
         """Create a container, its image fetched if need be."""
@@ -189,7 +209,7 @@ class DockerRuntime:
         await self._make(attempt)
 
     async def _make(self, attempt: _Attempt) -> None:
-        attempt.look()
+        attempt.take(await self._sources(attempt.plan.spec))
         await reach("create.before_engine_create")
         await uninterrupted(self._ask_for(attempt))
 

@@ -93,7 +93,7 @@ class ProcessRuntime:
         if self._manager is not None:
             await self._manager.close()
 
-    def problems(self, spec: KernelSpec) -> Sequence[Problem]:
+    async def problems(self, spec: KernelSpec) -> Sequence[Problem]:
         account = self._rules.account_of(spec.agent_id)
         user = account.name if account else pwd.getpwuid(os.geteuid()).pw_name
         rules = self._rules

@@ -83,7 +83,7 @@ class SystemdRuntime:
     async def close(self) -> None:
         await self._manager.close()
 
-    def problems(self, spec: KernelSpec) -> Sequence[Problem]:
+    async def problems(self, spec: KernelSpec) -> Sequence[Problem]:
         return list(request_problems(spec, self._rules))
 
     async def support(self, spec: KernelSpec) -> Support:
