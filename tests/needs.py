@@ -73,6 +73,7 @@ NEEDS = {
     "etcd": Need(_programs("etcd"), "sudo apt-get install etcd-server"),
     "chromium": Need(_programs("chromium"), "sudo apt-get install chromium"),
     "prometheus": Need(_programs("prometheus", "promtool"), "sudo apt-get install prometheus"),
+    "curl": Need(_programs("curl"), "sudo apt-get install curl"),
     "gcc": Need(_programs("gcc"), "sudo apt-get install gcc libc6-dev"),
     "openssl": Need(_programs("openssl"), "sudo apt-get install openssl"),
     "systemd-analyze": Need(_programs("systemd-analyze"), "sudo apt-get install systemd"),

@@ -134,7 +134,8 @@ count = 2
             '[[agents]]\nid = "a"\n[agents.resource]\ncuda.shares = 0.5',
             (
                 "agents.0.resource.cuda: cuda.shares is a slot, not a device name;"
-                ' agents are assigned whole devices: write cuda = ["cuda0"] under devices'
+                ' agents are assigned whole devices: write cuda = ["cuda0"] under devices,'
+                ' or in shared mode limits = { cuda = "0.5" } for a part of them'
             ),
         ),
         (

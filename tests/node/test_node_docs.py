@@ -50,7 +50,7 @@ that is not running."""
 def commands() -> Iterator[str]:
     for page in PAGES:
         text = (DOCS / page).read_text(encoding="utf-8")
-        for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL):
+        for block in re.findall(r"```console node\n(.*?)```", text, re.DOTALL):
             for line in block.splitlines():
                 yield re.split(r"\s{2,}", line.removeprefix("# "))[0]
         prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -163,10 +164,16 @@ def limit_line(name: str, limit: Mapping[str, Any]) -> str:
 
 
 def _within_limits(part: Mapping[str, Any]) -> dict[str, str]:
-    """Return the slots of a planned agent: at most its limits, by device name."""
+    """Return the slots of a planned agent, at most its limits.
+
+    A limit is of a device name; which of several slots of that name it is counted in is not told.
+    """
     limits = {name: limit["limit"] for name, limit in part.get("limits", {}).items()}
+    slots = Counter(map(device_name_of, part["slots"]))
     return {
-        slot: min(total, limits.get(device_name_of(slot), total), key=Decimal)
+        slot: min(total, limits[name], key=Decimal)
+        if (name := device_name_of(slot)) in limits and slots[name] == 1
+        else total
         for slot, total in part["slots"].items()
     }
 

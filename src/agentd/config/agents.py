@@ -90,7 +90,8 @@ def devices_line(name: str, raw: object) -> str | None:
     slot = name if "." in name else f"{name}.{next(iter(raw), '')}"  # type: ignore[call-overload]
     return (
         f"{slot} is a slot, not a device name; agents are assigned whole devices:"
-        f' write {device} = ["{device}0"] under devices'
+        f' write {device} = ["{device}0"] under devices,'
+        f' or in shared mode limits = {{ {device} = "0.5" }} for a part of them'
     )
 
 
