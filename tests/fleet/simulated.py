@@ -175,7 +175,7 @@ class SimulatedNodes:
         if method == "DELETE":
             del kernels[name]
             return Answer(204, {}, b"")
-        return _said({"kernel_id": name, "state": kernels[name]}, 200)
+        return _said({"kernel_id": name, "agent_id": "main", "state": kernels[name]}, 200)
 
     def _created(self, node: str, name: str, path: str) -> Answer:
         kernels, is_dry = self.kernels[node], "dry_run" in path

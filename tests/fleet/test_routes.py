@@ -124,6 +124,21 @@ def test_while_the_store_cannot_be_written_a_delete_asks_no_node(monkeypatch) ->
     run(1, story, monkeypatch)
 
 
+def test_a_kernel_without_a_route_is_removed_only_where_that_can_be_written(monkeypatch) -> None:
+    async def story(fleet: Fleet) -> None:
+        fleet.nodes.kernels["n1"]["k1"] = "running"
+        fleet.store.is_full = True
+        assert await fleet.one.delete("k1", "n1") == (0, "FleetStoreUnavailable")
+        assert not [asked for asked in fleet.nodes.asked if asked[1] == "DELETE"]
+        fleet.store.is_full = False
+        assert (await fleet.one.delete("k1", "n2"))[0] == 404
+        assert await fleet.one.delete("k1", "n1") == (204, "")
+        assert "k1" not in fleet.nodes.kernels["n1"]
+        assert fleet.store.rows == {}
+
+    run(1, story, monkeypatch)
+
+
 @pytest.mark.parametrize(
     ("value", "is_left"),
     [(b"garbage", False), (route("k1", progress="moving"), False), (route("k1", schema=2), True),

@@ -8,15 +8,25 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from typing import Annotated
 
+import msgspec
 from msgspec.structs import replace
 
 from agentd.core.access import Caller
+from agentd.core.names import NAME
+from agentd.errors import NodeUnavailable
 from agentd_fleet.kernels import FleetKernels, is_unknown, path_of, unknown
 from agentd_fleet.nodes import CREATE_PATIENCE_S, Answer, Nodes
 from agentd_fleet.placing import Placer
-from agentd_fleet.route import Kept, Progress, RouteUnreadable, Store
+from agentd_fleet.route import Kept, Progress, Route, RouteUnreadable, Store
 from agentd_fleet.view import FleetNode
+
+
+class _Owned(msgspec.Struct, frozen=True):
+    """Whose a kernel is."""
+
+    agent_id: Annotated[str, msgspec.Meta(pattern=f"^{NAME}$")]
 
 
 class Deleter:
@@ -55,7 +65,7 @@ class Deleter:
     ) -> Answer:
         given: Answer | None = None
         while True:
-            kept = await self._store.route(kernel_id)
+            stored = kept = await self._store.route(kernel_id)
             if kept is not None and not caller.sees(kept.route.agent_id):
                 kept = None
             if given is not None and (kept is None or kept.route.progress is Progress.PLACING):
@@ -63,11 +73,40 @@ class Deleter:
             if kept is None or node_id not in (None, kept.route.node_id):
                 if node_id is None:
                     raise unknown(kernel_id)
-                return await self._asked(self._kernels.seen(caller, node_id), caller, path)
+                node = self._kernels.seen(caller, node_id)
+                if stored is not None:
+                    return await self._asked(node, caller, path)
+                if (missing := await self._routed(caller, kernel_id, node)) is not None:
+                    return missing
+                continue
             answer, is_settled = await self._once(caller, kept, path)
             given = given or answer
             if is_settled and given is not None:
                 return given
+
+    async def _routed(self, caller: Caller, kernel_id: str, node: FleetNode) -> Answer | None:
+        """Write a route to a kernel that the fleet did not place, so that it can be removed by it.
+
+        Returns what the node says if it has no such kernel.
+        """
+        found = await self._nodes.ask(node, caller, "GET", path_of(kernel_id))
+        if found.is_error:
+            return found
+        try:
+            agent_id = msgspec.json.decode(found.body, type=_Owned).agent_id
+        except msgspec.MsgspecError as error:
+            why = f"node {node.node_id} says of kernel {kernel_id} what cannot be read: {error}"
+            raise NodeUnavailable(why) from None
+        route = Route(
+            kernel_id=kernel_id,
+            node_id=node.node_id,
+            agent_id=agent_id,
+            request_hash="",
+            owner=secrets.token_hex(8),
+            progress=Progress.PLACED,
+        )
+        await self._store.keep(route, 0)  # where somebody else wrote one, that is looked at next
+        return None
 
     async def _once(self, caller: Caller, kept: Kept, path: str) -> tuple[Answer | None, bool]:
         """Return what the node says, None if it was not asked, and whether nothing is left to do.
