@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from agentd_fleet.deleting import _patience
 from agentd_fleet.route import Progress, Route
 from fleet.simulated import NODES, Fleet, run
 
@@ -166,3 +167,11 @@ def test_an_unreadable_route_is_that_ids_trouble_alone(monkeypatch, value, is_le
             assert fleet.store.rows["k1"][0] == raw
 
     run(1, story, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("timeout", "patience_s"),
+    [("0", 150), ("30", 180), ("-1", 150), ("1e9", 3600), ("nan", 150), ("x", 3600), (None, 3600)],
+)
+def test_a_node_is_given_what_a_delete_asks_for_and_a_little_more(timeout, patience_s) -> None:
+    assert _patience({} if timeout is None else {"timeout": timeout}) == patience_s

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -21,6 +21,24 @@ from agentd_fleet.nodes import CREATE_PATIENCE_S, Answer, Nodes
 from agentd_fleet.placing import Placer
 from agentd_fleet.route import Kept, Progress, Route, RouteUnreadable, Store
 from agentd_fleet.view import FleetNode
+
+STOP_PATIENCE_S = 150.0
+"""Seconds that a node may take beyond the time that a kernel is given to end."""
+
+
+class _Call(NamedTuple):
+    """What a node is asked, and how long it may take."""
+
+    path: str
+    patience_s: float
+
+
+def _patience(query: Mapping[str, str]) -> float:
+    """Return how long a node may take: by the time that was asked for, else by its own setting."""
+    try:
+        return min(CREATE_PATIENCE_S, max(0.0, float(query["timeout"])) + STOP_PATIENCE_S)
+    except (KeyError, ValueError):
+        return CREATE_PATIENCE_S
 
 
 class _Owned(msgspec.Struct, frozen=True):
@@ -48,20 +66,20 @@ class Deleter:
                 node does not answer.
             UnknownKernel: there is no route, and no node is named.
         """
-        path = path_of(kernel_id, query=query)
+        call = _Call(path_of(kernel_id, query=query), _patience(query))
         await self._placer.noted(kernel_id)
         while True:
             try:
-                return await self._by_route(caller, kernel_id, node_id, path)
+                return await self._by_route(caller, kernel_id, node_id, call)
             except RouteUnreadable as unread:
                 if node_id is None:
                     raise
                 node = self._kernels.seen(caller, node_id)
-                if (answer := await self._by_name(caller, unread, node, path)) is not None:
+                if (answer := await self._by_name(caller, unread, node, call)) is not None:
                     return answer
 
     async def _by_route(
-        self, caller: Caller, kernel_id: str, node_id: str | None, path: str
+        self, caller: Caller, kernel_id: str, node_id: str | None, call: _Call
     ) -> Answer:
         given: Answer | None = None
         while True:
@@ -75,11 +93,11 @@ class Deleter:
                     raise unknown(kernel_id)
                 node = self._kernels.seen(caller, node_id)
                 if stored is not None:
-                    return await self._asked(node, caller, path)
+                    return await self._asked(node, caller, call)
                 if (missing := await self._routed(caller, kernel_id, node)) is not None:
                     return missing
                 continue
-            answer, is_settled = await self._once(caller, kept, path)
+            answer, is_settled = await self._once(caller, kept, call)
             given = given or answer
             if is_settled and given is not None:
                 return given
@@ -108,7 +126,7 @@ class Deleter:
         await self._store.keep(route, 0)  # where somebody else wrote one, that is looked at next
         return None
 
-    async def _once(self, caller: Caller, kept: Kept, path: str) -> tuple[Answer | None, bool]:
+    async def _once(self, caller: Caller, kept: Kept, call: _Call) -> tuple[Answer | None, bool]:
         """Return what the node says, None if it was not asked, and whether nothing is left to do.
 
         A kernel that is being placed is looked for first: if its node has none, a request for it
@@ -124,13 +142,13 @@ class Deleter:
             mine = await self._taken(mine, Progress.PLACED)
         if mine is None:
             return None, False
-        answer = await self._asked(node, caller, path)
+        answer = await self._asked(node, caller, call)
         if answer.is_error and not is_unknown(answer):
             return answer, True
         return answer, await self._store.drop(mine.route.kernel_id, mine.revision)
 
     async def _by_name(
-        self, caller: Caller, unread: RouteUnreadable, node: FleetNode, path: str
+        self, caller: Caller, unread: RouteUnreadable, node: FleetNode, call: _Call
     ) -> Answer | None:
         """Remove a kernel whose route cannot be read; None: the route is another one by now.
 
@@ -138,14 +156,15 @@ class Deleter:
         """
         if (revision := await self._store.rewrite(unread)) is None:
             return None
-        answer = await self._asked(node, caller, path)
+        answer = await self._asked(node, caller, call)
         is_its = unread.node_id in ("", node.node_id) and not unread.is_newer
         if is_its and not answer.is_error:
             await self._store.drop(unread.kernel_id, revision)
         return answer
 
-    async def _asked(self, node: FleetNode, caller: Caller, path: str) -> Answer:
-        return await self._nodes.ask(node, caller, "DELETE", path, patience_s=CREATE_PATIENCE_S)
+    async def _asked(self, node: FleetNode, caller: Caller, call: _Call) -> Answer:
+        patience_s = call.patience_s
+        return await self._nodes.ask(node, caller, "DELETE", call.path, patience_s=patience_s)
 
     async def _taken(self, kept: Kept, progress: Progress) -> Kept | None:
         """Take a route over; None: it has changed."""
