@@ -23,7 +23,9 @@ COUNTED = Path(__file__).with_name("counted.py")
 WARM, PAIRS = 20, 200
 MOST_CALLS, MOST_TURNS = 3700, 26
 ENGINE_CALLS = {"create": 1, "start": 1, "inspect": 2, "stop": 1, "remove": 1}
-"""An end that is heard of before the removal may be looked at as well, a few times in a hundred."""
+MORE_LOOKS = 1.4
+"""An end that is heard of before the removal is looked at as well: the busier the machine, the
+oftener."""
 MOST_FILES, MOST_BYTES = 2, 600
 """Of one create with its delete: the record of the kernel, which is then renamed."""
 LOADED = {
@@ -123,7 +125,7 @@ async def test_create_with_delete_stays_below_its_ceilings(tmp_path: Path) -> No
     assert (after["turns"] - before["turns"]) / PAIRS <= MOST_TURNS
     assert asked.keys() == ENGINE_CALLS.keys()
     for name, count in ENGINE_CALLS.items():
-        assert asked[name] <= 1.1 * count * PAIRS, name
+        assert asked[name] <= (MORE_LOOKS if name == "inspect" else 1) * count * PAIRS, name
     assert written["files"] <= MOST_FILES * PAIRS
     assert written["bytes"] <= MOST_BYTES * PAIRS
     assert written.get("fsyncs", 0) == 0, "of a record: the engine holds the truth"
