@@ -119,3 +119,13 @@ def test_what_was_seen_to_run_did_whatever_is_left_of_it(handle: str) -> None:
     assert action == RemoveNeverRan(other)
     assert stopped(known, item).state is KernelState.TERMINATED
     assert stopped(known, None).state is KernelState.LOST
+
+
+def test_a_unit_that_has_ended_has_no_process_any_more() -> None:
+    units = known(pid=7, unit="u.service")
+    ended = replace(found(ObservedState.EXITED), unit="u.service")
+    (action,) = reconcile(units, [ended], NODE)
+    assert (action.kernel.pid, action.kernel.unit) == (None, "u.service")
+    assert stopped(units["k1"], ended).pid is None
+    (process,) = known(pid=7).values()
+    assert stopped(process, found(ObservedState.EXITED)).pid == 7

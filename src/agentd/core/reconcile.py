@@ -80,7 +80,7 @@ def stopped(before: Kernel, item: ObservedKernel | None) -> Kernel:
     if item is None:
         return before.observed(Sight.ABSENT, reason="removed from outside as it was stopped")
     seen = as_seen_before(before, item)
-    return before.observed(SIGHTS[seen.state], ending=seen.ending)
+    return before.observed(SIGHTS[seen.state], ending=seen.ending, pid=_pid(before, seen))
 
 
 def _difference(
@@ -95,7 +95,14 @@ def _difference(
         item.is_partial or (item.started_at, ending) == (before.started_at, before.ending)
     ):
         return None
-    return Adoption(replace(after, ending=ending, started_at=item.started_at))
+    return Adoption(
+        replace(after, ending=ending, started_at=item.started_at, pid=_pid(before, item))
+    )
+
+
+def _pid(before: Kernel, item: ObservedKernel) -> int | None:
+    """Return the first process: a unit has one as long as it runs, a process kernel is one."""
+    return item.pid if item.unit else before.pid
 
 
 def _sight(before: Kernel, item: ObservedKernel) -> Sight:
