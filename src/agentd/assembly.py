@@ -108,8 +108,6 @@ def refuse_unknown_users(settings: Settings) -> None:
     Raises:
         ConfigRefused: there is no such user.
     """
-    from agentd.runtimes.process.spawn import find_account
-
     if settings.node.runtime == "docker":
         return  # a container's users are its image's
     runtime = settings.node.runtime
@@ -118,11 +116,8 @@ def refuse_unknown_users(settings: Settings) -> None:
     named += [(f"agents.{index}.user", agent.user) for index, agent in enumerate(settings.agents)]
     problems: list[Problem] = []
     for where, user in named:
-        try:
-            if user is not None:
-                find_account(user, where)
-        except InvalidRequest as error:
-            problems += error.problems
+        if user is not None:
+            _account(user, where, problems)
     if problems:
         raise ConfigRefused(problems)
 
@@ -191,6 +186,17 @@ def systemd_rules(settings: Settings) -> SystemdRules:
 _NOT_ROOT = "agentd is not root, and runs kernels as its own user"
 
 
+def _account(user: str, where: str, problems: list[Problem]) -> Account | None:
+    """Return the account of a user; without one, add that to the problems."""
+    from agentd.runtimes.process.spawn import find_account
+
+    try:
+        return find_account(user, where)
+    except InvalidRequest as error:
+        problems += error.problems
+        return None
+
+
 def _accounts(
     settings: Settings, user: str | None, where: str
 ) -> tuple[Account | None, dict[str, Account]]:
@@ -199,25 +205,16 @@ def _accounts(
     Raises:
         ConfigRefused: there is no such user, or agentd may not run anything as another user.
     """
-    from agentd.runtimes.process.spawn import find_account
-
     is_root = os.geteuid() == 0
     problems: list[Problem] = []
     accounts: dict[str, Account] = {}
-    default = None
-    try:
-        default = find_account(user, where) if user is not None and is_root else None
-    except InvalidRequest as error:
-        problems += error.problems
+    default = _account(user, where, problems) if user is not None and is_root else None
     for index, agent in enumerate(settings.agents):
         where = f"agents.{index}.user"
         if agent.user is not None and not is_root:
             problems.append(Problem(where, _NOT_ROOT))
-        elif agent.user is not None:
-            try:
-                accounts[agent.id] = find_account(agent.user, where)
-            except InvalidRequest as error:
-                problems += error.problems
+        elif agent.user is not None and (found := _account(agent.user, where, problems)):
+            accounts[agent.id] = found
     if problems:
         raise ConfigRefused(problems)
     return default, accounts

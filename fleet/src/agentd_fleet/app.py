@@ -23,6 +23,7 @@ from agentd.host.sd_notify import Notifier
 from agentd.rpc.pages import HOME, NODE_HOME, Pages
 from agentd.rpc.server import Server
 from agentd.shutdown import Shutdown
+from agentd.tasks import is_set_within
 from agentd_fleet.asking import Pace
 from agentd_fleet.etcd import Access, Etcd
 from agentd_fleet.gateway import Gateway
@@ -191,10 +192,8 @@ class GatewayDaemon:
         loop = asyncio.get_running_loop()
         end = loop.time() + FIRST_VIEW_S
         while store.why_not_live() and (left_s := end - loop.time()) > 0:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(left_s, LOOK_S)):
-                    await self._shutdown.asked.wait()
-                    return
+            if await is_set_within(self._shutdown.asked, min(left_s, LOOK_S)):
+                return
 
     async def _reloading(self, server: Server) -> None:
         """Read the tokens again whenever that is asked for; what cannot be read changes nothing."""

@@ -11,11 +11,11 @@ import click
 
 from agentd.cli import names
 from agentd.cli.options import json_option, print_answer
+from agentd.cli.watching import ENDED
 from agentd.client import Client
 from agentd.views import DeviceUseView, KernelUseView
 
 COLUMNS = ["kernel", "agent", "cpu_seconds", "memory", "peak", "limit", "read", "written"]
-_ENDED = frozenset({"terminated", "failed", "lost"})
 WIDE = ["processes", "received", "sent", "throttled", "devices"]
 TOP = ["kernel", "agent", "cpu", "memory", "limit", "processes", "read_s", "written_s", "devices"]
 
@@ -96,7 +96,7 @@ def watch(
     screen = console()
     with Live(console=screen, auto_refresh=False) as live:
         while left is None or left >= 0:  # what is used in a while takes two looks
-            now = {row["kernel_id"]: row for row in look() if row.get("state") not in _ENDED}
+            now = {row["kernel_id"]: row for row in look() if row.get("state") not in ENDED}
             if before is not None:
                 rows = [_rates(before.get(name), row) for name, row in now.items()
                         if agent in (None, row["agent_id"])]  # fmt: skip

@@ -87,15 +87,19 @@ def age(time: str | None) -> str | None:
 
 def shown(value: object) -> str:
     """Return a value as a cell: nothing for nothing, lists with commas."""
+    return printable(_text(value))
+
+
+def _text(value: object) -> str:
     if value is None or value in ({}, [], ""):
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, Mapping):
-        return printable(" ".join(f"{name}={amount(name, text)}" for name, text in value.items()))
+        return " ".join(f"{name}={amount(name, text)}" for name, text in value.items())
     if isinstance(value, (list, tuple)):
-        return printable(", ".join(str(item) for item in value)) or "-"
-    return printable(str(value))
+        return ", ".join(str(item) for item in value) or "-"
+    return str(value)
 
 
 def shown_whole(member: str, value: object) -> str:

@@ -83,12 +83,13 @@ class KernelService:
             RequestError, Unavailable, RuntimeFailure: nothing was created; OutcomeUnknown
                 apart, nothing is held.
         """
-        problems = None
-        while (known := self.existing(spec)) is None and problems is None:
+        problems: Sequence[Problem] = ()
+        if (known := self.existing(spec)) is None:
             problems = await self._default.problems(spec)
+            known = self.existing(spec)  # another request may have made it meanwhile
         if known is not None:
             return await self._joined(known, wait=wait), False
-        decision = self._planner.decide(spec, self._asked(spec, problems or ()), self._state)
+        decision = self._planner.decide(spec, self._asked(spec, problems), self._state)
         kernel = self._preparing(spec, decision)
         self._state.put(kernel)
         start = self._start(kernel, spec, keep_failure=not wait)

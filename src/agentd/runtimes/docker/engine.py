@@ -28,11 +28,16 @@ from agentd.runtimes.docker.engine_errors import (
     EngineUnreachable,
     shortly,
 )
-from agentd.runtimes.docker.kept_connections import REFUSED, Bounds, KeptConnections
+from agentd.runtimes.docker.kept_connections import (
+    CONNECT_TIMEOUT_S,
+    REFUSED,
+    Bounds,
+    KeptConnections,
+)
 
 CALL_TIMEOUT_S = 120.0
 """Seconds that the engine may take to answer a call; streams have no limit."""
-_NO_LIMIT = aiohttp.ClientTimeout(sock_connect=10.0)
+_NO_LIMIT = aiohttp.ClientTimeout(sock_connect=CONNECT_TIMEOUT_S)
 _BASE = "http://docker"
 _PATH = re.compile(r"/[A-Za-z0-9/_.:-]*")
 """Of a bounded call: kinds, and ids that were checked."""
@@ -93,7 +98,7 @@ class EngineClient:
         """Call, and return the JSON of the answer; None if it has none.
 
         Raises:
-            EngineError, EngineUnreachable, AnswerLost: see above.
+            EngineError, EngineUnreachable, AnswerLost: see `engine_errors`.
         """
         if not self._prefix:
             await self.version()
@@ -133,7 +138,7 @@ class EngineClient:
         """Call, and read what comes; leaving hangs up.
 
         Raises:
-            EngineError, EngineUnreachable, AnswerLost: see above.
+            EngineError, EngineUnreachable, AnswerLost: see `engine_errors`.
         """
         async with self.answer(method, path, params, headers) as response:
             yield response.content
@@ -149,7 +154,7 @@ class EngineClient:
         """Call, and return the answer as soon as it begins; leaving hangs up.
 
         Raises:
-            EngineError, EngineUnreachable, AnswerLost: see above.
+            EngineError, EngineUnreachable, AnswerLost: see `engine_errors`.
         """
         if not self._prefix:
             await self.version()
@@ -166,7 +171,7 @@ class EngineClient:
         """Yield the objects of a list, each as soon as it was read.
 
         Raises:
-            EngineError, EngineUnreachable, AnswerLost: see above; the list is not complete.
+            EngineError, EngineUnreachable, AnswerLost: see `engine_errors`; it is not complete.
         """
         async with self.stream("GET", path, params) as stream:
             async for item in _objects(stream):
