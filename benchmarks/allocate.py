@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-from agentd.core.allocation import (
+from agentd.core.allocation.allocator import (
     Affinity,
     Allocation,
     Ledger,
@@ -27,8 +27,8 @@ from agentd.core.allocation import (
     release,
 )
 from agentd.core.devices import MEMORY, Device, DeviceId, Inventory
-from agentd.core.partition import Partition, split
-from agentd.core.rules import AgentRule, AllocationMode, SplitRules
+from agentd.core.partition.rules import AgentRule, AllocationMode, SplitRules
+from agentd.core.partition.split import Partition, split
 from agentd.core.slots import ONE, ResourceSlots, SlotKind, SlotType
 
 CENT = ONE // 100

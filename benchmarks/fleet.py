@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from agentd.core.slots import ONE, ResourceSlots, SlotKind, SlotType
-from agentd_fleet.candidates import Candidate, Constraints, Policy, candidates, unfit
-from agentd_fleet.view import FleetNode, FleetView, Offer
+from agentd_fleet.placement.candidates import Candidate, Constraints, Policy, candidates, unfit
+from agentd_fleet.view.fleet_view import FleetNode, FleetView, Offer
 
 CPU, MEM = "cpu", "mem"
 GIB = 2**30

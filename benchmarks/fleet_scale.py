@@ -31,10 +31,10 @@ from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from agentd.core.slots import ONE, ResourceSlots
-from agentd_fleet.candidates import Constraints, Policy, candidates
-from agentd_fleet.etcd import Etcd
-from agentd_fleet.report import published_in, slot_type_in, with_free
-from agentd_fleet.view import FleetView
+from agentd_fleet.placement.candidates import Constraints, Policy, candidates
+from agentd_fleet.store.etcd_client import Etcd
+from agentd_fleet.view.fleet_view import FleetView
+from agentd_fleet.view.reports import published_in, slot_type_in, with_free
 from end_to_end.fleet.fleet_world import Pool, World
 from fleet_reports import free_report, node_report, slot_types
 

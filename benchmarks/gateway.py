@@ -27,8 +27,8 @@ from typing import Any
 import msgspec
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from agentd_fleet.etcd import Etcd
-from agentd_fleet.report import FreeReport, NodeReport, SlotTypeReport
+from agentd_fleet.store.etcd_client import Etcd
+from agentd_fleet.view.reports import FreeReport, NodeReport, SlotTypeReport
 from end_to_end.fleet.fleet_world import SLEEP, GatewayProgram, Pool, World
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from aiohttp import web
 from playwright.async_api import Page, async_playwright
 
-from agentd.rpc.pages import HOME, Pages
+from agentd.http.static import HOME, Pages
 
 GPUS, CORES, KERNELS, SECONDS, CHANGES = 64, 256, 1000, 40, 20
 AGENTS = [f"team-{letter}" for letter in "abcdefgh"]

@@ -16,10 +16,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from agentd.core.allocation import Allocation
-from agentd.core.container_edits import ContainerEdits
-from agentd.core.kernel import Kernel, KernelRef, KernelSpec, KernelState
-from agentd.core.plan import KernelPlan, NodeFacts, build_plan
+from agentd.core.allocation.allocator import Allocation
+from agentd.core.kernel.edits import ContainerEdits
+from agentd.core.kernel.plan import KernelPlan, NodeFacts, build_plan
+from agentd.core.kernel.states import Kernel, KernelRef, KernelSpec, KernelState
 from agentd.host.probe import boot_id
 from agentd.runtimes.systemd.runtime import SystemdRuntime
 from agentd.runtimes.systemd.unit import SystemdRules

@@ -10,7 +10,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 
 from agentd import plugin_api
-from agentd.core.kernel import LIVE, MOVES, OBSERVATIONS, STARTING, KernelState, Sight
+from agentd.core.kernel.states import LIVE, MOVES, OBSERVATIONS, STARTING, KernelState, Sight
 
 STATES = Path(__file__).parent / "reference" / "states.md"
 PLUGIN_API = STATES.with_name("plugin-api.md")
@@ -21,7 +21,7 @@ def states_page() -> str:
     lines = [
         "# Kernel states",
         "",
-        "Made from `agentd.core.kernel` by `docs/generate.py`. Every change of a kernel goes through one of two",
+        "Made from `agentd.core.kernel.states` by `docs/generate.py`. Every change of a kernel goes through one of two",
         "tables: what agentd does (`MOVES`, solid) and what it finds (`OBSERVATIONS`, dotted here by what is seen).",
         "",
         "```mermaid",

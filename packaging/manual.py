@@ -9,10 +9,10 @@ from pathlib import Path
 import click
 from pydantic import BaseModel
 
-from agentd.cli.agentctl import agentctl
-from agentd.cli.agentd import agentd
-from agentd.config.document import default_text
+from agentd.cli.agentctl.main import agentctl
+from agentd.cli.agentd.main import agentd
 from agentd.config.settings import Settings
+from agentd.tomlfile.document import default_text
 from agentd_fleet.cli import agentd_fleet
 
 _DAEMON = "0 done, 1 it cannot run here, 2 wrong usage, 78 the configuration cannot be used."

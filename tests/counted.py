@@ -73,7 +73,7 @@ class Counts:
 def main() -> None:
     file = Path(sys.argv.pop(1))
     Counts(file).begin()
-    from agentd.cli.agentd import agentd
+    from agentd.cli.agentd.main import agentd
 
     agentd(prog_name="agentd")
 

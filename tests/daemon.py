@@ -18,7 +18,7 @@ import aiohttp
 
 import fork_server
 from agentd.host.processes import all_processes, read_env
-from agentd.host.systemd import why_no_systemd
+from agentd.host.systemd.availability import why_no_systemd
 from engine import Engine
 
 Process = subprocess.Popen[bytes] | fork_server.Forked

@@ -5,16 +5,16 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 
 from msgspec.structs import replace
 
-from agentd.core.container_edits import ContainerEdits
 from agentd.core.devices import Device
-from agentd.core.kernel import Ending, Kernel, KernelRef, KernelSpec, KernelState
-from agentd.core.observation import Listing, ObservedKernel, ObservedState
-from agentd.core.plan import KernelPlan
-from agentd.core.session import ExecSpec
-from agentd.core.usage import Accounted
+from agentd.core.kernel.edits import ContainerEdits
+from agentd.core.kernel.exec_spec import ExecSpec
+from agentd.core.kernel.observation import Listing, ObservedKernel, ObservedState
+from agentd.core.kernel.plan import KernelPlan
+from agentd.core.kernel.states import Ending, Kernel, KernelRef, KernelSpec, KernelState
+from agentd.core.kernel.usage import Accounted
 from agentd.errors import CommandNotFound, Problem, RuntimeUnavailable
 from agentd.plugin_api import Features, Measurement
-from agentd.services.interfaces import (
+from agentd.services.protocols import (
     LogQuery,
     Phase,
     PluginListing,

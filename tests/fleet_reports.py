@@ -5,7 +5,7 @@ import random
 import msgspec
 
 from agentd.core.slots import SlotKind
-from agentd_fleet.report import FreeReport, NodeReport, SlotTypeReport
+from agentd_fleet.view.reports import FreeReport, NodeReport, SlotTypeReport
 
 AGENTS = ("agent-1", "agent-2")
 MEMORY = str(512 << 30)

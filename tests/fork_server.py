@@ -36,17 +36,17 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 PROGRAMS = {
-    "agentd": "agentd.cli.agentd:agentd",
-    "agentctl": "agentd.cli.agentctl:agentctl",
+    "agentd": "agentd.cli.agentd.main:agentd",
+    "agentctl": "agentd.cli.agentctl.main:agentctl",
     "agentd-fleet": "agentd_fleet.cli:agentd_fleet",
 }
 PRELOADED = (
-    "agentd.app",
+    "agentd.daemon.lifecycle",
     "agentd.log",
     "agentd.config.loading",
     "agentd.cli.tables",
     "agentd.client",
-    "agentd_fleet.app",
+    "agentd_fleet.daemon",
 )
 MAX_REQUEST_BYTES = 1 << 20
 RUN_TIMEOUT_S = 80.0
@@ -164,7 +164,7 @@ def spawn(
 ) -> Forked:
     """Fork a program from this worker's server.
 
-    `deadlines` replace constants of the product in the fork: `{"agentd.rpc.streams.KEEP_ALIVE_S":
+    `deadlines` replace constants of the product in the fork: `{"agentd.http.streams.KEEP_ALIVE_S":
     1.0}`.
     """
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - a descriptor is wanted

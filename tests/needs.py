@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from agentd.host.cgroups import find_cgroups
+from agentd.host.cgroups.hierarchies import find_cgroups
 
 ROOT = Path(__file__).parents[1]
 ENGINE_26 = Path(os.environ.get("AGENTD_ENGINE_26", "/opt/agentd-engine-26"))

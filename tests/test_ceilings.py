@@ -40,7 +40,7 @@ BY_CHANCE = {
     "pycares", "sitecustomize",
 }  # fmt: skip
 """What libraries import if it happens to be installed, and what an interpreter begins with."""
-NEVER_LOADED = {"agentd.config.migration", "agentd.host.units", "agentd.runtimes.process.runtime",
+NEVER_LOADED = {"agentd.config.migration", "agentd.host.systemd.manager", "agentd.runtimes.process.runtime",
                 "agentd.runtimes.systemd.runtime"}  # fmt: skip
 KERNELS = 20
 MOST_LOOKS = 3

@@ -103,7 +103,7 @@ async def test_forked_daemon_looks_like_a_cold_one(folder: Path) -> None:
 
 async def test_forked_daemon_takes_shorter_deadlines(folder: Path) -> None:
     daemon = Daemon(folder, "process")
-    daemon.deadlines = {"agentd.rpc.connections.HEADER_TIMEOUT_S": 0.2}
+    daemon.deadlines = {"agentd.http.connections.connection.HEADER_TIMEOUT_S": 0.2}
     await daemon.start()
     reader, writer = await asyncio.open_unix_connection(str(folder / "agentd.sock"))
     writer.write(b"GET /livez HTTP/1.1\r\n")

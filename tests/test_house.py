@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from agentd.cli.agentctl import agentctl
-from agentd.cli.agentd import agentd
-from agentd.host.sd_notify import Notifier
+from agentd.cli.agentctl.main import agentctl
+from agentd.cli.agentd.main import agentd
+from agentd.http.problems import STATUSES
 from agentd.pluginhost.conformance import _parsed as parsed
-from agentd.rpc.problems import STATUSES
 from agentd.rpc.routes import ROUTES
+from agentd.service.sd_notify import Notifier
 from needs import require
 
 ROOT = Path(__file__).parents[1]

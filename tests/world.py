@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import aiohttp
 
 from agentd.core.invariants import Accounted, NodeSnapshot, Present, Violation, changes, violations
-from agentd.core.kernel import ENDED, LIVE, STARTING, KernelState
-from agentd.core.plan import kernel_name, name_prefix
+from agentd.core.kernel.plan import kernel_name, name_prefix
+from agentd.core.kernel.states import ENDED, LIVE, STARTING, KernelState
 from daemon import AGENTS, Answer, Daemon, gpus
 
 SEED = int(os.environ["AGENTD_SEED"])

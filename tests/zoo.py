@@ -218,7 +218,7 @@ def __getattr__(name: str) -> type[Good]:
     """Make a plugin that looks into agentd, only where it is asked for."""
     if name != "LooksInside":
         raise AttributeError(name)
-    importlib.import_module("agentd.core.reconcile")
+    importlib.import_module("agentd.core.kernel.reconcile")
     return Good
 
 

@@ -24,7 +24,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar
 
-from agentd.core.container_edits import ContainerEdits, DeviceNode, DeviceRequest, Mount
+from agentd.core.kernel.edits import ContainerEdits, DeviceNode, DeviceRequest, Mount
 
 __all__ = [
     "API_VERSION",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fork_server
-from agentd.cli.options import event_line
+from agentd.cli.agentctl.options import event_line
 from daemon import AGENTS, Daemon, gpus
 
 BIN = Path(sys.executable).parent

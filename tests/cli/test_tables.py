@@ -5,7 +5,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from agentd.cli.options import KERNEL_COLUMNS
+from agentd.cli.agentctl.options import KERNEL_COLUMNS
 from agentd.cli.tables import age, shown, shown_whole, table_of
 from agentd.core.printable import printable
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from agentd.cli.agentd import agentd
+from agentd.cli.agentd.main import agentd
 from agentd.config.loading import load_text
 from agentd.config.migration import migrated
-from agentd.core.rules import AllocationMode
+from agentd.core.partition.rules import AllocationMode
 from agentd.errors import ConfigRefused
 
 BEFORE = """

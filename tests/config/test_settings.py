@@ -3,12 +3,12 @@ from pathlib import Path
 
 import pytest
 
-from agentd.config.document import default_text, with_setting, without_token, write_file
 from agentd.config.loading import find_config, load, load_text
 from agentd.config.settings import Settings
-from agentd.core.policy import Affinity, Strategy
-from agentd.core.rules import AllocationMode, Count, Ids, Size
+from agentd.core.allocation.policy import Affinity, Strategy
+from agentd.core.partition.rules import AllocationMode, Count, Ids, Size
 from agentd.errors import ConfigRefused
+from agentd.tomlfile.document import default_text, with_setting, without_token, write_file
 
 ROOT = Path(__file__).parents[2]
 FILE = Path("agent.toml")

@@ -11,30 +11,30 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agentd.core.allocation import Allocation, Share
-from agentd.core.container_edits import ContainerEdits
+from agentd.core.allocation.allocator import Allocation, Share
 from agentd.core.devices import MEMORY, DeviceId
-from agentd.core.kernel import Kernel, KernelRef, KernelSpec, KernelState
-from agentd.core.observation import ObservedKernel, ObservedState
-from agentd.core.plan import KernelPlan, NodeFacts, build_plan
-from agentd.core.record import statement
-from agentd.core.session import ExecSpec
+from agentd.core.kernel.edits import ContainerEdits
+from agentd.core.kernel.exec_spec import ExecSpec
+from agentd.core.kernel.observation import ObservedKernel, ObservedState
+from agentd.core.kernel.plan import KernelPlan, NodeFacts, build_plan
+from agentd.core.kernel.record import statement
+from agentd.core.kernel.states import Kernel, KernelRef, KernelSpec, KernelState
+from agentd.core.kernel.usage import Accounted, Usage
 from agentd.core.slots import ONE, SlotKind
-from agentd.core.usage import Accounted, Usage
 from agentd.errors import CommandNotFound, KernelConflict, RuntimeFailure, RuntimeUnavailable
-from agentd.host.accounts import groups_of
-from agentd.host.cgroups import MEMORY as MEMORY_CONTROLLER
-from agentd.host.cgroups import PIDS, find_cgroups
+from agentd.host.cgroups.hierarchies import MEMORY as MEMORY_CONTROLLER
+from agentd.host.cgroups.hierarchies import PIDS, find_cgroups
+from agentd.host.cgroups.usage import groups_of
 from agentd.host.probe import boot_id, probe
-from agentd.host.systemd import has_manager
-from agentd.host.units import Manager
-from agentd.runtimes.docker.config import DockerRules
+from agentd.host.systemd.availability import has_manager
+from agentd.host.systemd.manager import Manager
+from agentd.runtimes.docker.container_config import DockerRules
 from agentd.runtimes.docker.runtime import DockerRuntime
 from agentd.runtimes.process.runtime import ProcessRuntime
 from agentd.runtimes.process.spawn import ProcessRules, find_account
 from agentd.runtimes.systemd.runtime import SystemdRuntime
 from agentd.runtimes.systemd.unit import SystemdRules
-from agentd.services.interfaces import LogQuery, Runtime, Undone
+from agentd.services.protocols import LogQuery, Runtime, Undone
 from daemon import UNITS
 from engine import IMAGE
 from fakes import FakeRuntime

@@ -2,11 +2,11 @@
 
 from msgspec.structs import replace
 
+from agentd.core.allocation.ledger import Allocation, Share
 from agentd.core.devices import DeviceId
-from agentd.core.kernel import Ending, Kernel, KernelState
-from agentd.core.ledger import Allocation, Share
-from agentd.core.observation import ObservedKernel, ObservedState
-from agentd.core.record import encode, statement
+from agentd.core.kernel.observation import ObservedKernel, ObservedState
+from agentd.core.kernel.record import encode, statement
+from agentd.core.kernel.states import Ending, Kernel, KernelState
 from agentd.core.slots import ONE, SlotKind
 from core.machines import cores, gpus, machine, memory
 

@@ -1,8 +1,8 @@
 """Named machines for the tables of the core's tests."""
 
 from agentd.core.devices import MEMORY, Device, DeviceId, Inventory
-from agentd.core.partition import Split, split
-from agentd.core.rules import AgentRule, AllocationMode, SplitRules
+from agentd.core.partition.rules import AgentRule, AllocationMode, SplitRules
+from agentd.core.partition.split import Split, split
 from agentd.core.slots import ONE, SlotKind, SlotType
 
 GIB = 2**30

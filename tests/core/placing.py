@@ -1,6 +1,13 @@
 """Policies by short names, and requests placed on machines of a moment."""
 
-from agentd.core.allocation import Affinity, Allocation, Ledger, Policy, Strategy, allocate
+from agentd.core.allocation.allocator import (
+    Affinity,
+    Allocation,
+    Ledger,
+    Policy,
+    Strategy,
+    allocate,
+)
 from agentd.core.slots import ONE, ResourceSlots
 from core.machines import gpus, machine, memory, shared
 

@@ -2,7 +2,7 @@ import pytest
 from msgspec.structs import replace
 
 from agentd.core.invariants import Accounted, NodeSnapshot, Present, changes, violations
-from agentd.core.kernel import KernelState
+from agentd.core.kernel.states import KernelState
 
 RUNNING, ENDED = KernelState.RUNNING, KernelState.TERMINATED
 GOOD = NodeSnapshot(

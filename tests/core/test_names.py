@@ -5,10 +5,10 @@ import json
 import pytest
 from msgspec.structs import replace
 
+from agentd.core.kernel.observation import ObservedState
+from agentd.core.kernel.plan import kernel_name
+from agentd.core.kernel.record import RecordError, decode
 from agentd.core.names import checked, is_name, name_or_empty, repeated, shortened
-from agentd.core.observation import ObservedState
-from agentd.core.plan import kernel_name
-from agentd.core.record import RecordError, decode
 from core.kernels import found
 
 NO_NAMES = [

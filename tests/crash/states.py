@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from agentd.core.plan import name_prefix
+from agentd.core.kernel.plan import name_prefix
 from agentd.failpoints import POINTS
 from world import GROUPS, World, environments, started
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agentd.core.record import SCHEMA
+from agentd.core.kernel.record import SCHEMA
 from daemon import Daemon
 from engine import Engine
 from world import NODE, ONE, World, started

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from agentd.core.record import SCHEMA
+from agentd.core.kernel.record import SCHEMA
 from daemon import AGENTS, Daemon, gpus
 from engine import Engine
 from world import World, started
@@ -112,7 +112,7 @@ NEWER = """
 import sys
 from agentd.core import record
 record.SCHEMA = {schema}
-from agentd.cli.agentd import agentd
+from agentd.cli.agentd.main import agentd
 agentd(sys.argv[1:])
 """
 

@@ -10,7 +10,7 @@ from engine import Engine
 from engine_proxy import EngineProxy
 
 ONE_GPU = AGENTS + gpus(1)
-GRACE = {"agentd.services.creates.GRACE_S": 1.5}
+GRACE = {"agentd.services.kernels.creates.GRACE_S": 1.5}
 
 
 @pytest.fixture(params=["process", *UNITS, pytest.param("docker", marks=pytest.mark.docker)])

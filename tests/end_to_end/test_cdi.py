@@ -10,9 +10,9 @@ from zlib import crc32
 
 import pytest
 
-from agentd.core.container_edits import ContainerEdits, DeviceRequest
+from agentd.core.kernel.edits import ContainerEdits, DeviceRequest
 from agentd.errors import RuntimeFailure
-from agentd.runtimes.docker.facts import engine_facts
+from agentd.runtimes.docker.engine_facts import engine_facts
 from daemon import AGENTS, Daemon
 from end_to_end.containers import printed
 from engine import Engine

@@ -12,14 +12,14 @@ from typing import Any
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from agentd.services.events import KEPT
+from agentd.events import KEPT
 from daemon import AGENTS, Daemon, gpus
 
 DROPPED = re.compile(r"stream\.dropped|rpc\.nobody_reads")
 """Whichever looks first lets go of a reader that takes nothing."""
 IMPATIENT = {
-    "agentd.rpc.connections.READ_TIMEOUT_S": 1.0,
-    "agentd.rpc.streams.WRITE_PATIENCE_S": 1.0,
+    "agentd.http.connections.connection.READ_TIMEOUT_S": 1.0,
+    "agentd.http.streams.WRITE_PATIENCE_S": 1.0,
 }
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from agentd.client import AsyncClient, inside
+from agentd.client import AsyncClient, exec
 from agentd.errors import Unreachable
-from agentd.host.accounts import groups_of
+from agentd.host.cgroups.usage import groups_of
 from agentd.host.processes import read_uids
 from daemon import AGENTS, BASE, Daemon, gone, gpus
 from daemon_pool import Serving
@@ -80,7 +80,7 @@ async def test_a_caller_that_goes_away_leaves_no_command_with_its_input(
     daemon, client, monkeypatch, does: str
 ) -> None:
     """Whoever reads no more does not see that the other side says farewell."""
-    monkeypatch.setattr(inside, "FAREWELL_S", 0.5)
+    monkeypatch.setattr(exec, "FAREWELL_S", 0.5)
     await daemon.running(kernel_id="k1", command=SLEEPER)
     marker = os.urandom(8).hex()
     async with asyncio.timeout(20):
@@ -120,7 +120,7 @@ async def test_a_signal_comes_through_after_input_was_closed_many_times(daemon, 
 
 
 async def test_pings_do_not_replace_the_first_frame(plain: Daemon) -> None:
-    plain.deadlines = {"agentd.rpc.inside.FIRST_FRAME_S": 1.0}
+    plain.deadlines = {"agentd.rpc.exec.FIRST_FRAME_S": 1.0}
     await plain.start(AGENTS)
     await plain.running(kernel_id="k1", command=SLEEPER)
     connector = aiohttp.UnixConnector(str(plain.folder / "agentd.sock"))

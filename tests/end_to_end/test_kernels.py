@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentd.host.cgroups import find_cgroups
+from agentd.host.cgroups.hierarchies import find_cgroups
 from daemon import AGENTS, Daemon, gpus
 from daemon_pool import Serving
 

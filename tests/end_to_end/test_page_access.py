@@ -178,8 +178,8 @@ def read(file: Path) -> bytes:
 
 async def test_half_a_header_or_body_does_not_hold_the_relay(node: Tokens) -> None:
     short = {
-        "agentd.rpc.connections.HEADER_TIMEOUT_S": 0.2,
-        "agentd.cli.ui.BODY_TIMEOUT_S": 0.2,
+        "agentd.http.connections.connection.HEADER_TIMEOUT_S": 0.2,
+        "agentd.cli.agentctl.ui.BODY_TIMEOUT_S": 0.2,
     }
     options = ("--socket", str(node.daemon.folder / "agentd.sock"))
     async with shown_by(*options, deadlines=short) as address:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from agentd.cli.agentctl import agentctl
+from agentd.cli.agentctl.main import agentctl
 from daemon import AGENTS, Daemon, gpus
 from daemon_pool import Serving
 

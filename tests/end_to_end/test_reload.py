@@ -6,20 +6,20 @@ import signal
 import ssl
 
 import pytest
+from test_reload import certificate
 
-from agentd.background import VITAL
+from agentd.service.background import VITAL
 from daemon import Daemon
 from end_to_end.test_tokens import Tokens, tokens
 from fork_server import run
-from test_reload import certificate
 
 __all__ = ["tokens"]
 
 WORK = {
-    "reconciler": "agentd.services.reconciler:Loops.run",
-    "reload": "agentd.app:Daemon._reloading",
-    "retention": "agentd.services.keeping:Keeper.run",
-    "status": "agentd.app:Daemon._telling",
+    "reconciler": "agentd.services.kernels.reconciler:Loops.run",
+    "reload": "agentd.daemon.lifecycle:Daemon._reloading",
+    "retention": "agentd.services.kernels.retention:Keeper.run",
+    "status": "agentd.daemon.lifecycle:Daemon._telling",
 }
 """The work of each background task."""
 KILLED = """
@@ -33,7 +33,7 @@ async def dies(*_):
     raise RuntimeError("killed")
 setattr(getattr(importlib.import_module(module), owner), method, dies)
 sys.argv = ["agentd", *arguments]
-from agentd.cli.agentd import agentd
+from agentd.cli.agentd.main import agentd
 agentd()
 """
 

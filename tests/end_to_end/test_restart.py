@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentd.core.plan import kernel_name
+from agentd.core.kernel.plan import kernel_name
 from daemon import AGENTS, Daemon, end, gpus
 
 

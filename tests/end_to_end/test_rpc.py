@@ -14,9 +14,9 @@ import aiohttp
 import pytest
 from openapi_spec_validator import validate
 
-from agentd.rpc.problems import STATUSES
+from agentd.http.problems import STATUSES
+from agentd.http.server import MAX_BODY
 from agentd.rpc.routes import ROUTES, Media
-from agentd.rpc.server import MAX_BODY
 from daemon import AGENTS, Daemon, gpus
 from daemon_pool import Serving
 

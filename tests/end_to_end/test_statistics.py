@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import fork_server
-from agentd.host.cgroups import find_cgroups
+from agentd.host.cgroups.hierarchies import find_cgroups
 from daemon import AGENTS, Daemon, gpus
 from needs import require
 from world import SOAK_S

@@ -17,16 +17,16 @@ import msgspec
 from agentd.core.access import Caller, Role
 from agentd.core.slots import BUILT_IN, ONE, ResourceSlots, SlotName, SlotType
 from agentd.errors import AgentdError
-from agentd_fleet import asking, placing
-from agentd_fleet.deleting import Deleter
-from agentd_fleet.kernels import FleetKernels
+from agentd_fleet.gateway.kernels import FleetKernels
 from agentd_fleet.nodes import Answer, AnswerLost
-from agentd_fleet.orders import FleetKernelRequest, order_of
-from agentd_fleet.placing import Placer
-from agentd_fleet.route import Kept, Route, RouteUnreadable, StoreAway, read_route
-from agentd_fleet.state import FleetState
-from agentd_fleet.sweep import Sweep
-from agentd_fleet.view import FleetNode, NodeStatus, Offer
+from agentd_fleet.placement import attempts, placer
+from agentd_fleet.placement.deleter import Deleter
+from agentd_fleet.placement.placer import Placer
+from agentd_fleet.placement.requests import FleetKernelRequest, order_of
+from agentd_fleet.placement.sweep import Sweep
+from agentd_fleet.store.route import Kept, Route, RouteUnreadable, StoreAway, read_route
+from agentd_fleet.view.fleet_state import FleetState
+from agentd_fleet.view.fleet_view import FleetNode, NodeStatus, Offer
 
 ADMIN = Caller("somebody", Role.ADMIN)
 NODES = ("n1", "n2")
@@ -209,7 +209,7 @@ def _refusal(code: str, status: int) -> Answer:
 class SimulatedGateway:
     """The parts of one gateway that change routes."""
 
-    def __init__(self, store: SimulatedStore, nodes: Any, pace: asking.Pace) -> None:
+    def __init__(self, store: SimulatedStore, nodes: Any, pace: attempts.Pace) -> None:
         self.store = store
         self.state = FleetState()
         amounts = ResourceSlots({slot.name: 100 * ONE for slot in BUILT_IN})
@@ -249,7 +249,7 @@ class Fleet:
         self.rng = random.Random(seed)
         self.store = SimulatedStore(self.rng)
         self.nodes = SimulatedNodes(self.rng)
-        self.pace = asking.Pace()
+        self.pace = attempts.Pace()
         self.one, self.other = (
             SimulatedGateway(self.store, self.nodes, self.pace) for _ in range(2)
         )
@@ -287,8 +287,8 @@ def run(seed: int, story: Callable[[Fleet], Coroutine[Any, Any, None]], monkeypa
     """Tell a story under a seed, in its own time."""
     loop = VirtualLoop()
     random.seed(seed)
-    monkeypatch.setattr(asking, "now", loop.time)
-    monkeypatch.setattr(placing, "now", loop.time)
+    monkeypatch.setattr(attempts, "now", loop.time)
+    monkeypatch.setattr(placer, "now", loop.time)
 
     async def told() -> None:
         await story(Fleet(seed))

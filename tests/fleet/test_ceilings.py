@@ -8,8 +8,8 @@ import random
 import pytest
 
 from agentd.core.slots import ONE, ResourceSlots
-from agentd_fleet.report import published_in, slot_type_in, with_free
-from agentd_fleet.view import FleetView
+from agentd_fleet.view.fleet_view import FleetView
+from agentd_fleet.view.reports import published_in, slot_type_in, with_free
 from fleet_reports import free_report, node_report, slot_types
 from python_calls import calls_of
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from agentd.config.access import TokenSettings
-from agentd.endpoint import tokens
 from agentd.errors import ConfigRefused
-from agentd_fleet.app import etcd_access, rpc_settings, tls_of
-from agentd_fleet.candidates import Policy
+from agentd.http.endpoint import tokens
+from agentd.http.settings import TokenSettings
+from agentd_fleet.daemon import etcd_access, rpc_settings, tls_of
+from agentd_fleet.placement.candidates import Policy
 from agentd_fleet.settings import Settings, load
 
 ROOT = Path(__file__).parents[2]

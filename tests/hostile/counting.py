@@ -15,11 +15,11 @@ from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
-from agentd.cli.agentd import agentd
-from agentd.http.connections import FairConnection
-from agentd.http.turns import Kind
+from agentd.cli.agentd.main import agentd
+from agentd.http.connections.connection import Connection
+from agentd.http.connections.fair import FairConnection
+from agentd.http.connections.turns import Kind
 from agentd.rpc import handlers
-from agentd.rpc.connections import Connection
 
 served: Counter[tuple[Hashable, str]] = Counter()
 """By caller and kind, since the start; bytes that were read, and all else by numbers."""

@@ -32,9 +32,9 @@ MOST = 400
 PATIENCE_S = 0.05 if SOAK else 1.0
 """Within what `/livez` answers on the unix socket, whatever others do."""
 DEADLINES = {
-    "agentd.rpc.connections.HEADER_TIMEOUT_S": 3.0,
-    "agentd.rpc.connections.READ_TIMEOUT_S": 1.5,
-    "agentd.rpc.streams.WRITE_PATIENCE_S": 1.5,
+    "agentd.http.connections.connection.HEADER_TIMEOUT_S": 3.0,
+    "agentd.http.connections.connection.READ_TIMEOUT_S": 1.5,
+    "agentd.http.streams.WRITE_PATIENCE_S": 1.5,
 }
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from agentd.core.plan import kernel_name
-from agentd.host.cgroups import find_cgroups
+from agentd.core.kernel.plan import kernel_name
+from agentd.host.cgroups.hierarchies import find_cgroups
 from daemon import AGENTS, Daemon, gpus
 from native.libraries import built
 from world import World

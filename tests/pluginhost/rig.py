@@ -7,14 +7,14 @@ from pathlib import Path
 from importlib_metadata import EntryPoint
 
 from agentd.config.plugins import PluginTable
-from agentd.core.allocation import Allocation, Share
+from agentd.core.allocation.allocator import Allocation, Share
 from agentd.core.devices import DeviceId
 from agentd.core.slots import ONE, SlotKind
 from agentd.host.processes import all_processes
 from agentd.plugin_api import Features
 from agentd.pluginhost.host import PluginHost
 from agentd.pluginhost.instance import Pace
-from agentd.services.interfaces import PluginState
+from agentd.services.protocols import PluginState
 
 PROCESS = Features("process")
 

@@ -36,7 +36,7 @@ async def test_a_good_plugin_passes_every_check() -> None:
         ("OddEdits", "it says how to hide its devices", "Expected `str`, got `int`"),
         ("MovesSlots", "slot types are the same in two listings", "they are others"),
         ("Deaf", "it hears of kernels", "RuntimeError: not now"),
-        ("LooksInside", "it imports agentd.plugin_api alone", "agentd.core.reconcile"),
+        ("LooksInside", "it imports agentd.plugin_api alone", "agentd.core.kernel.reconcile"),
     ],
 )
 async def test_what_fails_is_named_with_the_reason(target: str, check: str, why: str) -> None:

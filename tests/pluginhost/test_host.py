@@ -6,7 +6,7 @@ from importlib_metadata import EntryPoint
 from agentd.config.plugins import PluginTable
 from agentd.errors import PluginUnavailable
 from agentd.pluginhost.entry_points import EntryPoints, installed
-from agentd.services.interfaces import PluginState
+from agentd.services.protocols import PluginState
 from pluginhost.rig import PROCESS, Hosts, given, opened, point, scripted, states, until
 
 

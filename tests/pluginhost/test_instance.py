@@ -13,7 +13,7 @@ from agentd.errors import PluginUnavailable
 from agentd.pluginhost import instance as plugin_instance
 from agentd.pluginhost import process as plugin_process
 from agentd.pluginhost.instance import MOST_WAKES, Pace, Wakes
-from agentd.services.interfaces import PluginState
+from agentd.services.protocols import PluginState
 from pluginhost.rig import (
     PROCESS,
     given,

@@ -15,9 +15,9 @@ import pytest
 from importlib_metadata import EntryPoint
 
 from agentd.config.plugins import PluginTable
-from agentd.core.adoption import located
-from agentd.core.ledger import Allocation
-from agentd.core.rules import AgentRule, AllocationMode, SplitRules
+from agentd.core.allocation.ledger import Allocation
+from agentd.core.kernel.adoption import located
+from agentd.core.partition.rules import AgentRule, AllocationMode, SplitRules
 from agentd.core.slots import BUILT_IN, read_slots
 from agentd.errors import (
     Conflict,
@@ -25,11 +25,11 @@ from agentd.errors import (
     UnknownPlugin,
     UnsupportedResource,
 )
+from agentd.events import EventLog
 from agentd.pluginhost import instance
 from agentd.pluginhost.host import PluginHost
 from agentd.services.devices import NodeDevices
-from agentd.services.events import EventLog
-from agentd.services.interfaces import PluginState
+from agentd.services.protocols import PluginState
 from core.machines import GIB, cores, memory
 from fakes import FakeMemory
 from pluginhost.rig import Hosts, given, opened, point, states, until_ready

@@ -9,13 +9,13 @@ import pytest
 from structlog.testing import capture_logs
 
 from agentd.config.plugins import PluginTable
+from agentd.core.allocation.ledger import Allocation, Share
 from agentd.core.devices import Device, DeviceId, Health
-from agentd.core.ledger import Allocation, Share
 from agentd.core.slots import ONE, SlotKind
 from agentd.plugin_api import Features, Measurement, ProcessUse
 from agentd.pluginhost.host import PluginHost
 from agentd.pluginhost.instance import Pace
-from agentd.services.interfaces import PluginState
+from agentd.services.protocols import PluginState
 from agentd_cuda import CudaPlugin, nvml
 from agentd_cuda.files import capability_minors
 from native.libraries import nvml_library

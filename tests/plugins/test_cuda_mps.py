@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from agentd.core.container_edits import ContainerEdits, Mount
+from agentd.core.allocation.ledger import Allocation, Share
 from agentd.core.devices import DeviceId
-from agentd.core.ledger import Allocation, Share
+from agentd.core.kernel.edits import ContainerEdits, Mount
 from agentd.core.slots import SlotKind, parse_base_units
 from agentd.errors import PluginUnavailable
 from agentd.plugin_api import Features
 from agentd.pluginhost.host import PluginHost
-from agentd.services.interfaces import PluginState
+from agentd.services.protocols import PluginState
 from agentd_cuda import CudaPlugin
 from agentd_cuda.mps import Part, Server
 from plugins.test_cuda import HEALTHY, Node, devices, library, node, until

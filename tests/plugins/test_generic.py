@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from agentd.config.plugins import PluginTable
+from agentd.core.allocation.ledger import Allocation, Share
 from agentd.core.devices import DeviceId
-from agentd.core.ledger import Allocation, Share
 from agentd.core.slots import ONE, SlotKind
 from agentd.errors import PluginUnavailable
 from agentd.plugin_api import DeviceNode, Features, Mount

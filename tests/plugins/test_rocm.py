@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from agentd.config.plugins import PluginTable
+from agentd.core.allocation.ledger import Allocation, Share
 from agentd.core.devices import Device, DeviceId
-from agentd.core.ledger import Allocation, Share
 from agentd.core.slots import ONE, SlotKind
 from agentd.plugin_api import Features, Measurement
 from agentd.pluginhost.host import PluginHost
 from agentd.pluginhost.instance import Pace
-from agentd.services.interfaces import PluginState
+from agentd.services.protocols import PluginState
 from agentd_rocm import RocmPlugin, smi
 from native.libraries import built
 

@@ -7,7 +7,7 @@ import pytest
 from openapi_spec_validator import validate
 
 from agentd.rpc.routes import ROUTES, Route, document
-from agentd_fleet.routes import ROUTES as FLEET_ROUTES
+from agentd_fleet.gateway.routes import ROUTES as FLEET_ROUTES
 
 BOTH = [pytest.param(ROUTES, id="node"), pytest.param(FLEET_ROUTES, id="fleet")]
 NEEDS = {

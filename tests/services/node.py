@@ -4,18 +4,18 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 
-from agentd.core.kernel import Kernel, KernelSpec
-from agentd.core.policy import Policy
-from agentd.core.ports import PortRange
-from agentd.core.rules import AgentRule, AllocationMode, SplitRules
+from agentd.core.allocation.policy import Policy
+from agentd.core.allocation.ports import PortRange
+from agentd.core.kernel.states import Kernel, KernelSpec
+from agentd.core.partition.rules import AgentRule, AllocationMode, SplitRules
 from agentd.core.slots import ONE, SlotKind, SlotType
+from agentd.events import EventLog
 from agentd.services.devices import NodeDevices
-from agentd.services.events import EventLog
-from agentd.services.interfaces import Clock, PluginListing
-from agentd.services.kernels import KernelService
+from agentd.services.kernels.lifecycle import KernelService
+from agentd.services.kernels.reconciler import Loops, Reconciler
+from agentd.services.kernels.records import recall, remember
 from agentd.services.planner import NodeRules, Planner
-from agentd.services.reconciler import Loops, Reconciler
-from agentd.services.records import recall, remember
+from agentd.services.protocols import Clock, PluginListing
 from agentd.services.state import NodeState
 from core.machines import CPU, GIB, MEM, cores, gpus, memory
 from fakes import FakeMemory, FakePlugins, FakeRuntime

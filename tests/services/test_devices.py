@@ -2,10 +2,10 @@ import pytest
 from msgspec.structs import replace
 
 from agentd.core.devices import DeviceId, Health
-from agentd.core.rules import AgentRule, AllocationMode, Amount, SplitRules
+from agentd.core.partition.rules import AgentRule, AllocationMode, Amount, SplitRules
 from agentd.core.slots import ONE, SlotKind, SlotType
 from agentd.errors import Conflict, InsufficientResource, UnknownDevice
-from agentd.services.interfaces import PluginListing
+from agentd.services.protocols import PluginListing
 from core.machines import gpus
 from services.node import CUDA, Rig
 

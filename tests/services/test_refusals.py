@@ -1,8 +1,8 @@
 """Refusals are kept for an hour, counted, and told."""
 
 from agentd.errors import CommandNotFound, InsufficientResource, InvalidRequest, Problem
+from agentd.events import EventKind, EventLog
 from agentd.services.counts import Counts
-from agentd.services.events import EventKind, EventLog
 from agentd.services.refusals import KEPT_S, MOST_DETAIL, MOST_KEPT, Refusals
 
 NO_ROOM = InsufficientResource("cuda.device", "2", "1", (), limit="x" * 2 * MOST_DETAIL)

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from agentd.core.allocation.ledger import Allocation, Share
 from agentd.core.devices import DeviceId
-from agentd.core.kernel import Kernel, KernelState, Port
-from agentd.core.ledger import Allocation, Share
+from agentd.core.kernel.states import Kernel, KernelState, Port
 from agentd.core.slots import ONE, SlotKind
 from agentd.errors import NotReady, RuntimeUnavailable, UnknownKernel, UnknownRuntime
-from agentd.services.events import EventLog
+from agentd.events import EventLog
 from agentd.services.state import NodeState, RuntimeState
 
 GPU = Share(DeviceId("cuda", "cuda0"), "GPU-0", "cuda.device", SlotKind.COUNT, ONE)

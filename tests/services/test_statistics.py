@@ -4,8 +4,8 @@ from decimal import Decimal
 
 import pytest
 
-from agentd.core.kernel import KernelState
-from agentd.core.usage import UNKNOWN, Accounted, Usage
+from agentd.core.kernel.states import KernelState
+from agentd.core.kernel.usage import UNKNOWN, Accounted, Usage
 from agentd.plugin_api import Measurement, ProcessUse
 from agentd.services.statistics import FRESH_S, Statistics
 from services.node import Rig

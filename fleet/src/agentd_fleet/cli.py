@@ -46,7 +46,7 @@ def _refused(error: AgentdError) -> NoReturn:
 def gateway(config_file: str | None) -> None:
     """Serve the whole fleet: one view, placement, and every node's kernels."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    from agentd_fleet.app import GatewayDaemon  # noqa: PLC0415 - `--help` stays quick
+    from agentd_fleet.daemon import GatewayDaemon  # noqa: PLC0415 - `--help` stays quick
     from agentd_fleet.settings import load  # noqa: PLC0415
 
     log.configure()
@@ -67,8 +67,8 @@ def join(config_file: str | None) -> None:
     """Tell the fleet of this machine's node, for as long as this runs."""
     import msgspec  # noqa: PLC0415 - `--help` stays quick
 
-    from agentd_fleet.app import etcd_access  # noqa: PLC0415
-    from agentd_fleet.publisher import JoinOptions  # noqa: PLC0415
+    from agentd_fleet.daemon import etcd_access  # noqa: PLC0415
+    from agentd_fleet.join.publisher import JoinOptions  # noqa: PLC0415
     from agentd_fleet.settings import load  # noqa: PLC0415
 
     try:
@@ -97,7 +97,7 @@ def join(config_file: str | None) -> None:
     os.write(handed, msgspec.json.encode(options))
     os.lseek(handed, 0, os.SEEK_SET)
     os.execv(  # noqa: S606 - what read the settings takes 15 MiB that a publisher does not need
-        sys.executable, [sys.executable, "-m", "agentd_fleet.publisher", str(handed)]
+        sys.executable, [sys.executable, "-m", "agentd_fleet.join.publisher", str(handed)]
     )
 
 
@@ -105,7 +105,7 @@ def join(config_file: str | None) -> None:
 @config_option
 def check_config(config_file: str | None) -> None:
     """Say whether a configuration can be used."""
-    from agentd_fleet.app import etcd_access, rpc_settings  # noqa: PLC0415 - see above
+    from agentd_fleet.daemon import etcd_access, rpc_settings  # noqa: PLC0415 - see above
     from agentd_fleet.settings import load  # noqa: PLC0415
 
     try:

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, Self
 import aiohttp
 from yarl import URL
 
-from agentd.client.problems import error_in
+from agentd.client.errors import error_in
 from agentd.core.access import Caller, Role
 from agentd.errors import AgentdError, NodeUnavailable
-from agentd.http.websocket import MAX_FRAME
-from agentd.rpc.callers import NODE, ON_BEHALF
-from agentd.rpc.connections import keep_asking
-from agentd_fleet.view import FleetNode
+from agentd.http.callers import NODE, ON_BEHALF
+from agentd.http.connections.connection import keep_asking
+from agentd.http.connections.websocket import MAX_FRAME
+from agentd_fleet.view.fleet_view import FleetNode
 
 REFUSED: Mapping[int, str] = {
     HTTPStatus.UNAUTHORIZED: "refuses the gateway's token",

@@ -22,13 +22,13 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from agentd.config.access import TokenSettings, short_enough
 from agentd.config.loading import problem_of, snake, unknown_variables
-from agentd.config.section import Name, Section, refuse_bool
 from agentd.core.names import repeated
 from agentd.errors import ConfigRefused, Problem
-from agentd.host.regular_files import UnusableFile, read_regular
-from agentd_fleet.candidates import Policy
+from agentd.http.settings import TokenSettings, short_enough
+from agentd.tomlfile.regular_files import UnusableFile, read_regular
+from agentd.tomlfile.section import Name, Section, refuse_bool
+from agentd_fleet.placement.candidates import Policy
 
 ENV_PREFIX = "AGENTD_FLEET__"
 SEARCHED = Path("/etc/agentd/fleet.toml")

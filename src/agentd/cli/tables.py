@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from agentd.cli.printing import say
+from agentd.cli.output import say
 from agentd.core.printable import printable
 from agentd.core.slots import device_name_of
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from agentd.client.blocking import Client
 from agentd.client.events import NodeEvent
-from agentd.client.http import Client
 
 if TYPE_CHECKING:
-    from agentd.client.aio import AsyncClient
+    from agentd.client.asynchronous import AsyncClient
 
 __all__ = ["AsyncClient", "Client", "NodeEvent"]
 
@@ -19,7 +19,7 @@ __all__ = ["AsyncClient", "Client", "NodeEvent"]
 def __getattr__(name: str) -> object:
     """Load the asyncio client, which needs aiohttp, only where it is asked for."""
     if name == "AsyncClient":
-        from agentd.client.aio import AsyncClient  # noqa: PLC0415
+        from agentd.client.asynchronous import AsyncClient  # noqa: PLC0415
 
         return AsyncClient
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,7 +19,7 @@ from agentd.client.defaults import (
     DEFAULT_SOCKET,
     TIMEOUT_S,
 )
-from agentd.client.problems import content_of, error_in, unreachable
+from agentd.client.errors import content_of, error_in, unreachable
 from agentd.errors import InvalidRequest, Unavailable, Unreachable
 
 T = TypeVar("T")

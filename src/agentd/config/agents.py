@@ -7,8 +7,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from agentd.config.section import AgentId, Section
-from agentd.core.rules import (
+from agentd.core.partition.rules import (
     AgentRule,
     DeviceRule,
     LimitRule,
@@ -18,6 +17,7 @@ from agentd.core.rules import (
     parse_memory_rule,
 )
 from agentd.core.slots import CPU, MEM, device_name_of
+from agentd.tomlfile.section import AgentId, Section
 
 _R = TypeVar("_R")
 

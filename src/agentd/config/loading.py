@@ -22,7 +22,7 @@ from agentd.config.plugins import PluginSettings, table_problems
 from agentd.config.settings import Settings
 from agentd.core.slots import WrittenFloat
 from agentd.errors import ConfigRefused, Problem
-from agentd.host.regular_files import UnusableFile, read_regular
+from agentd.tomlfile.regular_files import UnusableFile, read_regular
 
 ENV_PREFIX = "AGENTD__"
 SEARCHED = Path("/etc/agentd/agent.toml")

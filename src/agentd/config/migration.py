@@ -16,7 +16,7 @@ from typing import Any
 
 import tomlkit
 
-from agentd.core.partition import DEFAULT_AGENT
+from agentd.core.partition.split import DEFAULT_AGENT
 from agentd.core.slots import WrittenFloat, device_name_of
 from agentd.errors import ConfigRefused, Problem
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agentd.config.section import DEVICE_NAME, Section
 from agentd.core.slots import CPU, MEM
+from agentd.tomlfile.section import DEVICE_NAME, Section
 
 
 class PluginTable(Section):

@@ -9,9 +9,9 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from agentd.config.section import Section, SizeBytes, refuse_bool
-from agentd.core.container_options import ULIMITS
-from agentd.core.ports import PortRange
+from agentd.core.allocation.ports import PortRange
+from agentd.core.kernel.options import ULIMITS
+from agentd.tomlfile.section import Section, SizeBytes, refuse_bool
 
 CAPABILITIES = (
     "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL",

@@ -22,22 +22,28 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from agentd.config.access import SocketSettings, TokenSettings, short_enough
 from agentd.config.agents import AgentSettings
 from agentd.config.plugins import PluginSettings
 from agentd.config.runtimes import RuntimeSettings
-from agentd.config.section import (
+from agentd.core.allocation.policy import Affinity, Policy, Strategy
+from agentd.core.names import is_name, repeated
+from agentd.core.partition.rules import (
+    AllocationMode,
+    Ids,
+    SplitOrder,
+    SplitRules,
+    parse_device_rule,
+)
+from agentd.core.partition.split import DEFAULT_AGENT
+from agentd.core.slots import BUILT_IN, MEM, AmountError, WrittenFloat, parse_amount
+from agentd.http.settings import SocketSettings, TokenSettings, short_enough
+from agentd.tomlfile.section import (
     DEFAULT_SLOTS,
     Name,
     Section,
     SizeBytes,
     refuse_bool,
 )
-from agentd.core.names import is_name, repeated
-from agentd.core.partition import DEFAULT_AGENT
-from agentd.core.policy import Affinity, Policy, Strategy
-from agentd.core.rules import AllocationMode, Ids, SplitOrder, SplitRules, parse_device_rule
-from agentd.core.slots import BUILT_IN, MEM, AmountError, WrittenFloat, parse_amount
 
 
 class NodeSettings(Section):

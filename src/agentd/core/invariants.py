@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from agentd.core.kernel import ENDED, LIVE, STARTING, KernelState
+from agentd.core.kernel.states import ENDED, LIVE, STARTING, KernelState
 
 Holdings = Mapping[str, Mapping[str, int]]
 """By device, by kernel: how much of it, in base units; 0 keeps back the whole device."""

@@ -1,36 +1,158 @@
-"""Server-sent events, encoded once for all readers that see the same.
+"""Answers that go on: a kernel's log, byte for byte, and the node's events.
 
-See https://html.spec.whatwg.org/multipage/server-sent-events.html.
+Events are server-sent (https://html.spec.whatwg.org/multipage/server-sent-events.html): `event`
+says what the JSON in `data` is, `id` is what a client sends back as `Last-Event-ID`. Whoever
+hangs up, or takes nothing, is let go of with everything that was opened for it.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 
-import msgspec
+import structlog
+from aiohttp import web
 
-MAX_KEPT = 256
-"""Encoded events that are kept for readers that come to them later."""
+from agentd.core.access import Caller
+from agentd.errors import AgentdError, TooManyStreams
+from agentd.events import Event, EventLog, TooSlow
+from agentd.http.callers import caller_of
+from agentd.http.connections.connection import Complaints, Connection
+from agentd.http.connections.fair import turn_to_write
+
+log = structlog.get_logger()
+complain = Complaints()
+
+LOG_PATIENCE_S = 1.0
+"""How long a follower waits for the first bytes before its answer begins."""
+KEEP_ALIVE_S = 15.0
+WRITE_PATIENCE_S = 10.0
+"""A reader that takes nothing for so long is dropped."""
+MAX_AT_ONCE = 32
+"""Events that are written at once to a reader that is behind."""
+MOST_STREAMS = 64
+"""How many streams one caller may have open."""
 
 
-def encode_event(event_id: str, kind: str, content: object) -> bytes:
-    """Return a server-sent event with JSON data."""
-    head = f"id: {event_id}\nevent: {kind}\ndata: "
-    return head.encode() + msgspec.json.encode(content) + b"\n\n"
-
-
-class EncodedEvents:
-    """The latest events as they are sent to each audience."""
+class Streams:
+    """The streams that are open, by who reads them."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[Hashable, bytes] = OrderedDict()
+        self._open: dict[asyncio.Task[object], Caller] = {}
 
-    def of(self, event: Hashable, audience: Hashable, encode: Callable[[], bytes]) -> bytes:
-        """Return an event as an audience sees it; `encode` is called if that is not known yet."""
-        key = event, audience
-        if (known := self._kept.get(key)) is None:
-            known = self._kept[key] = encode()
-            if len(self._kept) > MAX_KEPT:
-                self._kept.popitem(last=False)
-        return known
+    @contextmanager
+    def opened(self, request: web.Request, *, may_pause: bool = False) -> Iterator[None]:
+        """Count a stream for as long as it is open; it ends as soon as its reader hangs up.
+
+        One that `may_pause` stays open while its reader takes nothing.
+
+        Raises:
+            TooManyStreams: its caller has as many as one may have.
+        """
+        caller, task = caller_of(request), asyncio.current_task()
+        mine = sum(1 for other in self._open.values() if other.name == caller.name)
+        if mine >= MOST_STREAMS:
+            raise TooManyStreams(f"{caller.name} has {mine} streams open, which is the most")
+        if task is not None:
+            self._open[task] = caller
+            if isinstance(request.protocol, Connection):
+                request.protocol.carries(task, may_pause=may_pause)
+        try:
+            yield
+        finally:
+            if task is not None:
+                del self._open[task]
+
+    def cut(self, name: str) -> None:
+        """End every stream of a caller now, those included that it opened for others."""
+        for task, caller in self._open.items():
+            if name in (caller.name, caller.via):
+                task.cancel()
+
+    def end(self) -> None:
+        """End every stream: nobody is served any more."""
+        for task in self._open:
+            task.cancel()
+
+
+async def stream_log(request: web.Request, chunks: AsyncGenerator[bytes]) -> web.StreamResponse:
+    """Answer with the bytes of a log, as they come."""
+    async with aclosing(chunks):
+        return await _stream_log(request, chunks)
+
+
+async def _stream_log(request: web.Request, chunks: AsyncGenerator[bytes]) -> web.StreamResponse:
+    reading = asyncio.ensure_future(anext(chunks, b""))
+    try:
+        await asyncio.wait([reading], timeout=LOG_PATIENCE_S)
+        if reading.done():
+            reading.result()  # a runtime that does not answer is still a problem here
+    except BaseException:
+        await _given_up(reading)
+        raise
+    response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+    try:
+        await response.prepare(request)
+        while chunk := await reading:
+            await _write(request, response, chunk)
+            reading = asyncio.ensure_future(anext(chunks, b""))
+    except AgentdError as error:
+        log.warning("logs.cut", path=request.path, reason=str(error))
+        raise ConnectionResetError from error  # the stream is cut: too late for a problem
+    finally:
+        await _given_up(reading)
+    await response.write_eof()
+    return response
+
+
+async def _given_up(reading: asyncio.Future[bytes]) -> None:
+    """Cancel a read, and wait until it has let go of what it reads from."""
+    reading.cancel()
+    await asyncio.wait([reading])
+
+
+async def stream_events(
+    request: web.Request, events: EventLog, encoded: Callable[[Event], bytes]
+) -> web.StreamResponse:
+    """Answer with events until the client hangs up, is too slow, or the daemon stops.
+
+    `encoded` returns an event as it is sent; empty if this client does not see it.
+    """
+    last_id = request.headers.get("Last-Event-ID") or request.query.get("last_event_id")
+    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
+    response = web.StreamResponse(headers=headers)
+    with events.listener(last_id) as listener:
+        await response.prepare(request)
+        await _write(request, response, b": agentd\n\n")
+        try:
+            async for event in listener.follow(KEEP_ALIVE_S):
+                if event is None:
+                    await _write(request, response, b": still here\n\n")
+                elif data := b"".join(map(encoded, (event, *listener.more(MAX_AT_ONCE)))):
+                    await _write(request, response, data)
+        except TooSlow as error:
+            _dropped(request, str(error))
+    await response.write_eof()
+    return response
+
+
+async def _write(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+    """Write to a reader in its turn.
+
+    Raises:
+        ConnectionResetError: it has gone, or takes nothing.
+    """
+    await turn_to_write(request, len(data))
+    try:
+        async with asyncio.timeout(WRITE_PATIENCE_S):
+            await response.write(data)
+    except TimeoutError:
+        _dropped(request, f"it took nothing for {WRITE_PATIENCE_S:g} s")
+
+
+def _dropped(request: web.Request, why: str) -> None:
+    complain("stream.dropped", path=request.path, reason=why)
+    if request.transport is not None:
+        request.transport.abort()
+    raise ConnectionResetError(why)

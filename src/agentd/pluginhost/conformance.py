@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
-from agentd.core.container_edits import ContainerEdits
+from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.slots import format_amount
 from agentd.plugin_api import AllocatedDevice, Features, KernelEvent
 from agentd.pluginhost.instance import (
@@ -34,7 +34,7 @@ from agentd.pluginhost.validation import (
     checked_edits,
     checked_listing,
 )
-from agentd.services.interfaces import PluginListing
+from agentd.services.protocols import PluginListing
 
 _T = TypeVar("_T")
 MEASURES = "it measures"

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import structlog
 from importlib_metadata import EntryPoint
 
-from agentd.core.allocation import Allocation
-from agentd.core.container_edits import ContainerEdits, merged
+from agentd.core.allocation.allocator import Allocation
+from agentd.core.kernel.edits import ContainerEdits, merged
 from agentd.core.slots import CPU, MEM, format_amount
 from agentd.errors import Conflict, PluginUnavailable, Problem, UnknownPlugin
 from agentd.plugin_api import (
@@ -30,7 +30,7 @@ from agentd.plugin_api import (
 from agentd.pluginhost.descendants import end_left_over
 from agentd.pluginhost.entry_points import EntryPoints, installed
 from agentd.pluginhost.instance import Pace, PluginInstance, Wanted
-from agentd.services.interfaces import PluginListing, PluginState, PluginStatus, PluginVitals
+from agentd.services.protocols import PluginListing, PluginState, PluginStatus, PluginVitals
 
 log = structlog.get_logger()
 

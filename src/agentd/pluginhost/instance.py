@@ -22,7 +22,8 @@ from typing import Any
 import structlog
 from msgspec.structs import replace
 
-from agentd.core.container_edits import ContainerEdits
+from agentd.concurrency import is_set_within
+from agentd.core.kernel.edits import ContainerEdits
 from agentd.errors import PluginUnavailable, Problem
 from agentd.failpoints import reach
 from agentd.plugin_api import AllocatedDevice, Features, KernelEvent, Measurement
@@ -35,8 +36,7 @@ from agentd.pluginhost.validation import (
     checked_listing,
     checked_measurements,
 )
-from agentd.services.interfaces import PluginListing, PluginState, PluginStatus
-from agentd.tasks import is_set_within
+from agentd.services.protocols import PluginListing, PluginState, PluginStatus
 
 log = structlog.get_logger()
 

@@ -32,7 +32,7 @@ from agentd.plugin_api import (
     SlotTypeInfo,
 )
 from agentd.pluginhost.output import one_line
-from agentd.services.interfaces import PluginListing
+from agentd.services.protocols import PluginListing
 
 MAX_DEVICES = 4096
 MAX_SLOT_TYPES = 256

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from agentd.http.answers import answer
+from agentd.http.callers import caller_of
 from agentd.rpc import rendering
-from agentd.rpc.answers import answer
-from agentd.rpc.callers import caller_of
-from agentd.rpc.visible import Visible
+from agentd.rpc.visibility import Visible
 from agentd.services.access import Access
 from agentd.services.devices import NodeDevices
 from agentd.services.state import NodeState

@@ -9,37 +9,37 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
+from agentd.concurrency import is_set_within
 from agentd.core.access import Caller, Right
 from agentd.core.devices import DeviceId
-from agentd.core.kernel import Kernel
-from agentd.core.session import ExecSpec
+from agentd.core.kernel.exec_spec import ExecSpec
+from agentd.core.kernel.states import Kernel
 from agentd.errors import NotReady
-from agentd.http.streams import EncodedEvents, encode_event
+from agentd.events import Event, EventLog
+from agentd.http.answers import answer
+from agentd.http.audit import Auditor
+from agentd.http.callers import caller_of, note_kernel
+from agentd.http.queries import body_of, prefers_async, read_flag, read_log_query, read_timeout
+from agentd.http.server_sent_events import EncodedEvents, encode_event
+from agentd.http.streams import Streams, stream_events, stream_log
 from agentd.rpc import rendering
-from agentd.rpc.answers import answer
-from agentd.rpc.audit import Auditor
-from agentd.rpc.callers import caller_of, note_kernel
 from agentd.rpc.devices import DeviceHandlers
-from agentd.rpc.figures import usage_view
-from agentd.rpc.inside import run_over
-from agentd.rpc.listing import Encodings, Order, Removed
+from agentd.rpc.exec import run_over
 from agentd.rpc.metrics import CONTENT_TYPE, Metrics
-from agentd.rpc.queries import body_of, prefers_async, read_flag, read_log_query, read_timeout
-from agentd.rpc.schemas import CreateKernelRequest, StopRequest, read_body
-from agentd.rpc.streams import Streams, stream_events, stream_log
-from agentd.rpc.visible import Visible
+from agentd.rpc.pages import Encodings, Order, Removed
+from agentd.rpc.requests import CreateKernelRequest, StopRequest, read_body
+from agentd.rpc.usage import usage_view
+from agentd.rpc.visibility import Visible
 from agentd.services.access import Access
 from agentd.services.devices import NodeDevices
-from agentd.services.events import Event, EventLog
-from agentd.services.inside import Insides
-from agentd.services.interfaces import Plugins, Session
-from agentd.services.kernels import KernelService
-from agentd.services.reconciler import Reconciler
+from agentd.services.kernels.exec import Insides
+from agentd.services.kernels.lifecycle import KernelService
+from agentd.services.kernels.reconciler import Reconciler
+from agentd.services.protocols import Plugins, Session
 from agentd.services.refusals import Refusals
 from agentd.services.selfcheck import SelfCheck
 from agentd.services.state import NodeState
 from agentd.services.statistics import Statistics
-from agentd.tasks import is_set_within
 from agentd.views import NodeView
 
 

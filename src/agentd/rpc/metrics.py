@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 from agentd import __version__
 from agentd.core.access import Caller
 from agentd.core.devices import Device
-from agentd.core.kernel import Kernel
-from agentd.core.partition import Split
+from agentd.core.kernel.states import Kernel
+from agentd.core.partition.split import Split
 from agentd.core.slots import CPU, MEM, SlotName
 from agentd.errors import InsufficientResource
+from agentd.http.problems import CREATE_CODES
 from agentd.rpc import rendering
-from agentd.rpc.problems import CREATE_CODES
 from agentd.services.access import Access
 from agentd.services.counts import CREATED, FAILED, REFUSED, Counts
 from agentd.services.devices import NodeDevices
-from agentd.services.interfaces import Plugins, PluginState
+from agentd.services.protocols import Plugins, PluginState
 from agentd.services.state import NodeState, RuntimeState
 from agentd.services.statistics import KernelUse, Statistics
 

@@ -1,96 +1,160 @@
-"""The status page: files of the package, which need no token; all that they ask for does.
-
-No request of theirs goes anywhere else (Content-Security-Policy, https://www.w3.org/TR/CSP3/).
-"""
+"""Lists of kernels: which of them, in what order, and page by page."""
 
 from __future__ import annotations
 
-import hashlib
-import re
-from collections.abc import Mapping
-from importlib.resources import files
-from ipaddress import ip_address
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple, Protocol
 
-from aiohttp import web
+import msgspec
+from multidict import MultiMapping
 
-HOME, NODE_HOME = "/ui/", "/ui/node/"
-"""Where a site's own page is, and at a gateway the page of one of its nodes."""
-_INDEX = "index.html"
-_PORT = re.compile(r":[0-9]*$")
-_TYPES = {
-    "html": "text/html; charset=utf-8",
-    "css": "text/css; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-    "svg": "image/svg+xml",
-}
-_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
-    "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-cache",
-}
+from agentd.core.access import Caller
+from agentd.core.devices import Inventory
+from agentd.core.kernel.states import STARTING, Kernel, KernelState, RemovedKernel
+from agentd.errors import InvalidRequest, Problem
+from agentd.rpc.rendering import kernel_view
+
+MAX_PAGE = 1000
+MOST_REMOVED = 16_384
+"""Removed kernels that a page can still begin after."""
 
 
-class Pages:
-    """The files of pages, read once; a package has them in a folder `ui`."""
+class Page(NamedTuple):
+    """A part of a list; `next_after` is where the next one begins, None at the end."""
 
-    def __init__(self, packages: Mapping[str, str]) -> None:
-        """`packages` by the path that their files are at."""
-        self._files: dict[str, tuple[bytes, str, str]] = {}
-        for home, package in packages.items():
-            for file in files(package).joinpath("ui").iterdir():
-                if (media := _TYPES.get(file.name.rpartition(".")[2])) is not None:
-                    content = file.read_bytes()
-                    tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
-                    self._files[home + file.name] = (content, media, tag)
-
-    def answer(self, request: web.BaseRequest) -> web.Response | None:
-        """Return a file; None where the request is for none."""
-        if request.method not in ("GET", "HEAD"):
-            return None
-        if request.path in ("/", HOME.rstrip("/")):
-            return web.Response(status=307, headers={"Location": HOME})
-        path = request.path
-        found = self._files.get(path + _INDEX if path.endswith("/") else path)
-        if found is None:
-            return None
-        content, media, tag = found
-        headers = {**_HEADERS, "Content-Type": media, "ETag": tag}
-        if request.headers.get("If-None-Match") == tag:
-            return web.Response(status=304, headers=headers)
-        return web.Response(body=content, headers=headers)
+    kernels: Sequence[Kernel]
+    next_after: str | None
 
 
-def is_foreign(request: web.BaseRequest) -> bool:
-    """Tell whether a page of another origin asks, or one under a name that is not this machine's.
+class Removed(Protocol):
+    """The places of removed kernels, kept over restarts."""
 
-    A browser sends the origin (https://fetch.spec.whatwg.org/#origin-header). An attacker's name
-    that resolves to the loopback address makes the two equal, so a connection without TLS, which
-    is one from this machine, takes no name of the public DNS; with TLS the certificate decides.
+    def load(self) -> Sequence[RemovedKernel]: ...
+
+    def add(self, kernel: RemovedKernel) -> None: ...
+
+
+class Order:
+    """The order of creation; it knows the places of removed kernels, too."""
+
+    def __init__(self, lasting: Removed | None = None) -> None:
+        self._lasting = lasting
+        places = lasting.load() if lasting is not None else ()
+        self._removed = OrderedDict((place.kernel_id, place) for place in places)
+
+    def note(self, before: Kernel | None, now: Kernel | None) -> None:
+        """Keep the place of a kernel that is removed; a create that failed has none."""
+        if now is not None or before is None or before.state in STARTING:
+            return
+        place = RemovedKernel(before.created_at, before.kernel_id, before.agent_id)
+        self._removed[place.kernel_id] = place
+        self._removed.move_to_end(place.kernel_id)
+        if len(self._removed) > MOST_REMOVED:
+            self._removed.popitem(last=False)
+        if self._lasting is not None:
+            self._lasting.add(place)
+
+    def page(self, kernels: Iterable[Kernel], query: MultiMapping[str], caller: Caller) -> Page:
+        """Return the kernels that a query asks for: `state`, `label`, `limit`, `after`.
+
+        Raises:
+            InvalidRequest: a parameter cannot be read, or `after` names an unknown kernel.
+        """
+        states, labels = _states(query), read_labels(query)
+        limit = read_limit(query)
+        found = sorted(kernels, key=_place)
+        after = query.get("after")
+        if after is not None:
+            place = self._place_of(after, found, caller)
+            found = [kernel for kernel in found if _place(kernel) > place]
+        found = [
+            kernel
+            for kernel in found
+            if (not states or kernel.state in states)
+            and all(kernel.labels.get(name) == value for name, value in labels)
+        ]
+        if limit is None or len(found) <= limit:
+            return Page(found, None)
+        return Page(found[:limit], found[limit - 1].kernel_id)
+
+    def _place_of(
+        self, kernel_id: str, visible: Iterable[Kernel], caller: Caller
+    ) -> tuple[float, str]:
+        for kernel in visible:
+            if kernel.kernel_id == kernel_id:
+                return _place(kernel)
+        removed = self._removed.get(kernel_id)
+        if removed is not None and caller.sees(removed.agent_id):
+            return removed.created_at, removed.kernel_id
+        why = f"unknown kernel {kernel_id!r} (also among the last {MOST_REMOVED} removed ones)"
+        raise InvalidRequest([Problem("after", why)])
+
+
+def _place(kernel: Kernel) -> tuple[float, str]:
+    return kernel.created_at, kernel.kernel_id
+
+
+def _states(query: MultiMapping[str]) -> frozenset[KernelState]:
+    given = query.getall("state", [])
+    known = {state.value for state in KernelState}
+    if unknown := sorted(set(given) - known):
+        why = f"invalid state {', '.join(unknown)}: expected one of {', '.join(sorted(known))}"
+        raise InvalidRequest([Problem("state", why)])
+    return frozenset(KernelState(value) for value in given)
+
+
+def read_labels(query: MultiMapping[str]) -> list[tuple[str, str]]:
+    """Read `label`: KEY=VALUE, any number of times.
+
+    Raises:
+        InvalidRequest: one is something else.
     """
-    host = request.headers.get("Host", "")
-    origin = request.headers.get("Origin")
-    if origin is not None and origin.partition("://")[2] != host:
-        return True
-    return "." in host and _is_plain_tcp(request) and _is_public_name(host)
+    found = []
+    for given in query.getall("label", []):
+        name, has_value, value = given.partition("=")
+        if not has_value or not name:
+            raise InvalidRequest([Problem("label", f"invalid value {given!r}: expected KEY=VALUE")])
+        found.append((name, value))
+    return found
 
 
-def _is_plain_tcp(request: web.BaseRequest) -> bool:
-    transport = request.transport
-    if transport is None or transport.get_extra_info("sslcontext") is not None:
-        return False
-    return not isinstance(transport.get_extra_info("sockname"), str)
+def read_limit(query: MultiMapping[str]) -> int | None:
+    """Read `limit`; None if it is not given.
+
+    Raises:
+        InvalidRequest: it is not 1 to `MAX_PAGE`.
+    """
+    text = query.get("limit")
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < len("10000")) or not (
+        1 <= int(text) <= MAX_PAGE
+    ):
+        why = f"invalid number {text!r}: expected 1 to {MAX_PAGE}"
+        raise InvalidRequest([Problem("limit", why)])
+    return int(text)
 
 
-def _is_public_name(host: str) -> bool:
-    """Tell whether a Host with a dot is a name, and not one of this machine's."""
-    name = _PORT.sub("", host).strip("[]")
-    try:
-        ip_address(name)
-    except ValueError:
-        return not name.lower().rstrip(".").endswith(".localhost")
-    return False
+class Encodings:
+    """Kernels as JSON; most are as they were when the list was last asked for."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[Kernel, Inventory, bytes]] = {}
+
+    def of(self, kernels: Iterable[Kernel], inventory: Inventory) -> bytes:
+        """Return an array of kernels."""
+        return b"[%s]" % b",".join(self._encoded(kernel, inventory) for kernel in kernels)
+
+    def keep_only(self, kernels: Collection[str]) -> None:
+        """Forget those of other kernels."""
+        for gone in self._kept.keys() - set(kernels):
+            del self._kept[gone]
+
+    def _encoded(self, kernel: Kernel, inventory: Inventory) -> bytes:
+        known = self._kept.get(kernel.kernel_id)
+        if known is not None and known[0] is kernel and known[1] is inventory:
+            return known[2]
+        encoded = msgspec.json.encode(kernel_view(kernel, inventory))
+        self._kept[kernel.kernel_id] = (kernel, inventory, encoded)
+        return encoded

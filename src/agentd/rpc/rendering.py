@@ -10,14 +10,14 @@ from msgspec.structs import asdict
 
 from agentd import __version__
 from agentd.core.access import Caller
-from agentd.core.allocation import Ledger
+from agentd.core.allocation.allocator import Ledger
 from agentd.core.devices import Device, Health, Inventory
-from agentd.core.kernel import ENDED, LIVE, Kernel
-from agentd.core.partition import Split
+from agentd.core.kernel.states import ENDED, LIVE, Kernel
+from agentd.core.partition.split import Split
 from agentd.core.slots import CPU, MEM, SlotName, SlotType, device_name_of, format_amount
+from agentd.events import Audit, Event, EventKind
 from agentd.services.devices import NodeDevices
-from agentd.services.events import Audit, Event, EventKind
-from agentd.services.interfaces import Plugins, PluginStatus
+from agentd.services.protocols import Plugins, PluginStatus
 from agentd.services.refusals import Refusal
 from agentd.services.selfcheck import Check
 from agentd.services.state import NodeState, RuntimeStatus

@@ -11,12 +11,12 @@ from pydantic import TypeAdapter
 
 from agentd import __version__
 from agentd.core.access import Right
-from agentd.core.kernel import KERNEL_ID, KernelState
+from agentd.core.kernel.states import KERNEL_ID, KernelState
+from agentd.http.path_names import schema_of
+from agentd.http.queries import MAX_TIMEOUT_S
 from agentd.rpc.handlers import Handlers
-from agentd.rpc.listing import MAX_PAGE
-from agentd.rpc.path_names import schema_of
-from agentd.rpc.queries import MAX_TIMEOUT_S
-from agentd.rpc.schemas import Body, CreateKernelRequest, StopRequest
+from agentd.rpc.pages import MAX_PAGE
+from agentd.rpc.requests import Body, CreateKernelRequest, StopRequest
 from agentd.views import (
     AgentView,
     CallerView,

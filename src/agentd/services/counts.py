@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
-from agentd.core.kernel import ENDED, STARTING, Kernel, KernelState
+from agentd.core.kernel.states import ENDED, STARTING, Kernel, KernelState
 from agentd.errors import AgentdError
 
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)

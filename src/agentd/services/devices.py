@@ -22,8 +22,8 @@ from agentd.core.devices import (
     with_remembered,
     with_shared_health,
 )
-from agentd.core.partition import Partition, Split, joined, split
-from agentd.core.rules import SplitRules
+from agentd.core.partition.rules import SplitRules
+from agentd.core.partition.split import Partition, Split, joined, split
 from agentd.core.slots import SlotType
 from agentd.errors import (
     ConfigRefused,
@@ -32,9 +32,9 @@ from agentd.errors import (
     UnknownAgent,
     UnknownDevice,
 )
+from agentd.events import EventKind, EventLog
 from agentd.failpoints import hit
-from agentd.services.events import EventKind, EventLog
-from agentd.services.interfaces import Memory, PluginListing, Plugins, PluginState, PluginStatus
+from agentd.services.protocols import Memory, PluginListing, Plugins, PluginState, PluginStatus
 
 log = structlog.get_logger()
 

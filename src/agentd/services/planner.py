@@ -9,17 +9,17 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from agentd.core.allocation import Allocation, Ledger, Policy, allocate
+from agentd.core.allocation.allocator import Allocation, Ledger, Policy, allocate
+from agentd.core.allocation.explain import OTHER, Question, explain
+from agentd.core.allocation.ports import HostPort, PortRange, hand_out, port_problems
 from agentd.core.devices import DeviceId, Inventory
-from agentd.core.explain import OTHER, Question, explain
-from agentd.core.kernel import Kernel, KernelSpec, Port, step_between
-from agentd.core.partition import Partition
-from agentd.core.plan import KernelPlan, NodeFacts, build_plan, fence_of
-from agentd.core.ports import HostPort, PortRange, hand_out, port_problems
+from agentd.core.kernel.plan import KernelPlan, NodeFacts, build_plan, fence_of
+from agentd.core.kernel.states import Kernel, KernelSpec, Port, step_between
+from agentd.core.partition.split import Partition
 from agentd.core.slots import CPU, MEM, ResourceSlots, SlotReading, device_name_of, read_slots
 from agentd.errors import MOST_PROBLEMS, Problem
 from agentd.services.devices import NodeDevices
-from agentd.services.interfaces import Plugins, PluginState, Runtime
+from agentd.services.protocols import Plugins, PluginState, Runtime
 from agentd.services.state import NodeState
 
 

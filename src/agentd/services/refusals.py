@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from agentd.errors import AgentdError
+from agentd.events import EventKind, EventLog
 from agentd.services.counts import Counts
-from agentd.services.events import EventKind, EventLog
 
 KEPT_S = 3600.0
 MOST_KEPT = 1024

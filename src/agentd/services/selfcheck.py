@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 
-from agentd.core.adoption import adopt
 from agentd.core.devices import MEMORY, DeviceId, Inventory
 from agentd.core.invariants import (
     RULES,
@@ -21,12 +20,13 @@ from agentd.core.invariants import (
     Violation,
     violations,
 )
-from agentd.core.kernel import KernelState
-from agentd.core.observation import ObservedKernel
-from agentd.core.rules import AllocationMode
+from agentd.core.kernel.adoption import adopt
+from agentd.core.kernel.observation import ObservedKernel
+from agentd.core.kernel.states import KernelState
+from agentd.core.partition.rules import AllocationMode
 from agentd.core.slots import CPU, ONE
 from agentd.services.devices import NodeDevices
-from agentd.services.interfaces import Memory, Runtime
+from agentd.services.protocols import Memory, Runtime
 from agentd.services.state import NodeState
 
 SECOND_LOOK_S = 0.5

@@ -20,12 +20,12 @@ from weakref import WeakValueDictionary
 import msgspec
 from msgspec.structs import replace
 
-from agentd.core.kernel import Kernel, KernelState
-from agentd.core.ledger import Holding, Ledger
-from agentd.core.ports import HostPort, host_ports
+from agentd.core.allocation.ledger import Holding, Ledger
+from agentd.core.allocation.ports import HostPort, host_ports
+from agentd.core.kernel.states import Kernel, KernelState
 from agentd.errors import NotReady, RuntimeUnavailable, UnknownKernel, UnknownRuntime
-from agentd.services.events import EventKind, EventLog
-from agentd.services.kernel_log import has_ended, log_end
+from agentd.events import EventKind, EventLog
+from agentd.services.kernels.log import has_ended, log_end
 
 Changed: TypeAlias = Callable[[Kernel | None, Kernel | None], None]
 """Is told of every change: the kernel before and after; None if it did not or does not exist."""

@@ -11,15 +11,15 @@ from typing import TypeAlias
 import msgspec
 from msgspec.structs import replace
 
+from agentd.core.allocation.ledger import Share
 from agentd.core.devices import Device
-from agentd.core.kernel import ENDED, Kernel, KernelState
-from agentd.core.ledger import Share
+from agentd.core.kernel.states import ENDED, Kernel, KernelState
+from agentd.core.kernel.usage import UNKNOWN, Accounted, Usage
 from agentd.core.slots import CPU, MEM
-from agentd.core.usage import UNKNOWN, Accounted, Usage
 from agentd.errors import RuntimeFailure, RuntimeUnavailable
 from agentd.plugin_api import Measurement
 from agentd.services.devices import NodeDevices
-from agentd.services.interfaces import Clock, Plugins, Runtime
+from agentd.services.protocols import Clock, Plugins, Runtime
 from agentd.services.state import NodeState
 
 FRESH_S = 1.0

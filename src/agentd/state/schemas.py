@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from agentd.core.devices import Device
-from agentd.core.record import MALFORMED
+from agentd.core.kernel.record import MALFORMED
 
 SCHEMA = 1
 UNREADABLE = (*MALFORMED, msgspec.MsgspecError)

@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from agentd_fleet.etcd import Access, Etcd
+from agentd_fleet.store.etcd_client import Access, Etcd
 from daemon import AGENTS, BASE, Answer, Daemon, Process, gpus
 from end_to_end.fleet.etcd_server import EtcdServers
 from fork_server import spawn

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from agentd_fleet.etcd import (
+from agentd_fleet.store.etcd_client import (
     Access,
     Change,
     Compacted,
@@ -18,7 +18,7 @@ from agentd_fleet.etcd import (
     EtcdUnavailable,
     LeaseGone,
 )
-from agentd_fleet.etcd_gateway import Stream
+from agentd_fleet.store.etcd_transport import Stream
 from end_to_end.fleet.etcd_server import EtcdServers, Proxy
 
 PASSWORD = "a b:ü"  # noqa: S105

@@ -15,20 +15,20 @@ from typing import Any
 import aiohttp
 import pytest
 
-from agentd_fleet.asking import Pace
-from agentd_fleet.etcd import EtcdRefused, EtcdUnavailable
-from agentd_fleet.route import read_route
+from agentd_fleet.placement.attempts import Pace
+from agentd_fleet.store.etcd_client import EtcdRefused, EtcdUnavailable
+from agentd_fleet.store.route import read_route
 from end_to_end.fleet.etcd_server import Proxy
 from end_to_end.fleet.fleet_world import GatewayProgram, World
 
 SOAK = bool(os.environ.get("AGENTD_SOAK"))
 CREATES, CALLERS, TROUBLES = (10_000, 24, 500) if SOAK else (60, 3, 6)
 QUICK = {
-    "agentd_fleet.asking.Pace.insist_s": 2.0,
-    "agentd_fleet.asking.Pace.fresh_s": 5.0,
-    "agentd_fleet.asking.Pace.sweep_s": 1.0,
-    "agentd_fleet.asking.Pace.settled_s": 10.0,
-    "agentd_fleet.store_etcd.SILENCE_S": 1.0,
+    "agentd_fleet.placement.attempts.Pace.insist_s": 2.0,
+    "agentd_fleet.placement.attempts.Pace.fresh_s": 5.0,
+    "agentd_fleet.placement.attempts.Pace.sweep_s": 1.0,
+    "agentd_fleet.placement.attempts.Pace.settled_s": 10.0,
+    "agentd_fleet.store.etcd_store.SILENCE_S": 1.0,
 }
 """A gateway's deadlines here: longer than a freeze and what may be in a frozen node's socket."""
 TRUE_WITHIN_S = 180.0

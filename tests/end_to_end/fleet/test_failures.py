@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from agentd_fleet.etcd import Access, Etcd, EtcdRefused, EtcdUnavailable
+from agentd_fleet.store.etcd_client import Access, Etcd, EtcdRefused, EtcdUnavailable
 from end_to_end.fleet.fleet_world import GatewayProgram, World
 
 SOON_S = 1.0 if not os.environ.get("AGENTD_SOAK") else 0.3
@@ -48,7 +48,7 @@ async def test_nodes_join_by_themselves_and_every_gateway_sees_the_same(world: W
 
 
 async def test_without_etcd_the_last_view_is_shown_and_nothing_is_placed(world: World) -> None:
-    silence = {"agentd_fleet.store_etcd.SILENCE_S": 1.0}
+    silence = {"agentd_fleet.store.etcd_store.SILENCE_S": 1.0}
     gateway, (cuda,) = await joined(world, "cuda", is_own=True, deadlines=silence)
     assert world.etcd is not None
     await gateway.create(kernel_id="k1")
@@ -105,7 +105,7 @@ async def test_a_node_that_is_lost_keeps_its_kernels(world: World) -> None:
 
 
 async def test_a_daemon_that_is_down_is_told_at_once(world: World) -> None:
-    patience = {"agentd_fleet.reading.PROBE_PATIENCE_S": 1.0}
+    patience = {"agentd_fleet.join.reader.PROBE_PATIENCE_S": 1.0}
     gateway, (cuda,) = await joined(world, "cuda", deadlines=patience)
     await world.nodes[cuda].stop(signal.SIGKILL)
     await gateway.until({cuda: "daemon-down"}, within_s=SOON_S)

@@ -12,17 +12,17 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from agentd.http.websocket import MAX_FRAME
-from agentd_fleet.asking import Pace
-from agentd_fleet.etcd import Access, Etcd
+from agentd.http.connections.websocket import MAX_FRAME
 from agentd_fleet.nodes import GATEWAY, AnswerLost, Nodes
-from agentd_fleet.placing import Placer
-from agentd_fleet.report import unreachable
-from agentd_fleet.route import RouteUnreadable
-from agentd_fleet.state import FleetState
-from agentd_fleet.store_etcd import EtcdStore
-from agentd_fleet.sweep import Sweep
-from agentd_fleet.view import FleetNode
+from agentd_fleet.placement.attempts import Pace
+from agentd_fleet.placement.placer import Placer
+from agentd_fleet.placement.sweep import Sweep
+from agentd_fleet.store.etcd_client import Access, Etcd
+from agentd_fleet.store.etcd_store import EtcdStore
+from agentd_fleet.store.route import RouteUnreadable
+from agentd_fleet.view.fleet_state import FleetState
+from agentd_fleet.view.fleet_view import FleetNode
+from agentd_fleet.view.reports import unreachable
 from end_to_end.fleet.fleet_world import GatewayProgram, World
 
 SAID = {"schema": 1, "install_id": "i", "boot_id": "b", "version": "9"}
@@ -74,7 +74,7 @@ async def with_liar(world: World, liar: Liar) -> tuple[GatewayProgram, str]:
     await world.start_etcd()
     (honest,) = await world.start_nodes("none")
     world.join(honest)
-    gateway = world.gateway(deadlines={"agentd_fleet.asking.Pace.insist_s": 1.0})
+    gateway = world.gateway(deadlines={"agentd_fleet.placement.attempts.Pace.insist_s": 1.0})
     async with world.client() as etcd:
         await tell(etcd, "liar", f"unix:{liar.path}")
     await gateway.until({honest: "ready", "liar": "ready"})

@@ -9,16 +9,16 @@ import pytest
 
 from agentd.core.access import Caller, Role
 from agentd.errors import AgentdError, KernelConflict
-from agentd_fleet.asking import OutcomeUnknown, Pace
 from agentd_fleet.nodes import Nodes
-from agentd_fleet.orders import FleetKernelRequest, Order, order_of
-from agentd_fleet.placing import Placer
-from agentd_fleet.report import reading_of
-from agentd_fleet.route import Progress, Route
-from agentd_fleet.state import FleetState
-from agentd_fleet.store_sqlite import SqliteStore
-from agentd_fleet.sweep import Sweep
-from agentd_fleet.view import NodeStatus
+from agentd_fleet.placement.attempts import OutcomeUnknown, Pace
+from agentd_fleet.placement.placer import Placer
+from agentd_fleet.placement.requests import FleetKernelRequest, Order, order_of
+from agentd_fleet.placement.sweep import Sweep
+from agentd_fleet.store.route import Progress, Route
+from agentd_fleet.store.sqlite_store import SqliteStore
+from agentd_fleet.view.fleet_state import FleetState
+from agentd_fleet.view.fleet_view import NodeStatus
+from agentd_fleet.view.reports import reading_of
 from end_to_end.fleet.fleet_world import SLEEP, World
 from end_to_end.fleet.node_proxy import NodeProxy
 

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from agentd_fleet.etcd import Access, Etcd, EtcdUnavailable
-from agentd_fleet.report import NodeReport, SlotTypeReport
-from agentd_fleet.state import FleetState
-from agentd_fleet.store_etcd import EtcdStore
+from agentd_fleet.store.etcd_client import Access, Etcd, EtcdUnavailable
+from agentd_fleet.store.etcd_store import EtcdStore
+from agentd_fleet.view.fleet_state import FleetState
+from agentd_fleet.view.reports import NodeReport, SlotTypeReport
 from end_to_end.fleet.etcd_server import EtcdServers
 
 NODES, TYPES = 400, 41

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agentd.core.kernel import Ending
+from agentd.core.kernel.states import Ending
 from agentd.runtimes.docker.absences import ENGINE, NODE, Absences
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from agentd.core.kernel import Pull
+from agentd.core.kernel.states import Pull
 from agentd.errors import ImageNotFound, RuntimeUnavailable
 from agentd.runtimes.docker import engine as module
 from agentd.runtimes.docker.engine import EngineClient

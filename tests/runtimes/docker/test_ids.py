@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from agentd.core.kernel import KernelRef
+from agentd.core.kernel.states import KernelRef
 from agentd.errors import OutcomeUnknown, RuntimeUnavailable
 from agentd.runtimes.docker.absences import Absences
-from agentd.runtimes.docker.config import DockerRules
+from agentd.runtimes.docker.container_config import DockerRules
 from agentd.runtimes.docker.engine_errors import AnswerLost
 from agentd.runtimes.docker.ids import container_id, exec_id, image_id, process_id
 from agentd.runtimes.docker.inspection import inspected, observed_kernel, summarized

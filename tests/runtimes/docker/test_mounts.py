@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentd.core.container_edits import Mount
+from agentd.core.kernel.edits import Mount
 from agentd.runtimes.docker.mounts import Source, verify_mounts
 
 

@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator
 import pytest
 from msgspec.structs import replace
 
-from agentd.core.kernel import KernelRef
-from agentd.core.plan import KernelPlan, kernel_name
+from agentd.core.kernel.plan import KernelPlan, kernel_name
+from agentd.core.kernel.states import KernelRef
 from agentd.errors import InvalidRequest, OutcomeUnknown, RuntimeUnavailable
-from agentd.runtimes.docker.config import DockerRules
+from agentd.runtimes.docker.container_config import DockerRules
 from agentd.runtimes.docker.engine_errors import AnswerLost
 from agentd.runtimes.docker.runtime import DockerRuntime
 from contracts.test_runtime import NODE, plan

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentd.runtimes.process.logs import LogReader, read_log
-from agentd.services.interfaces import LogQuery
+from agentd.services.protocols import LogQuery
 from contracts.test_runtime import process_runtime
 from runtimes.process.rig import K1, bundle, create
 

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from agentd.core.observation import Leftover, ObservedState
-from agentd.core.plan import kernel_name
-from agentd.core.record import parse_statement
+from agentd.core.kernel.observation import Leftover, ObservedState
+from agentd.core.kernel.plan import kernel_name
+from agentd.core.kernel.record import parse_statement
 from agentd.errors import KernelConflict, RuntimeUnavailable
-from agentd.host.cgroups import find_cgroups
+from agentd.host.cgroups.hierarchies import find_cgroups
 from agentd.host.probe import boot_id
 from agentd.host.processes import all_processes, read_stat
 from agentd.runtimes.process.runtime import ProcessRuntime
 from agentd.runtimes.process.spawn import find_account
-from agentd.services.interfaces import LogQuery
+from agentd.services.protocols import LogQuery
 from contracts.test_runtime import NODE, SHARES, plan, process_runtime
 from native.libraries import built
 from runtimes.process.rig import K1, bundle, command, create, found, identity, is_running, shim
@@ -212,7 +212,7 @@ def without_cgroups(folder: Path) -> ProcessRuntime:
 
 
 def limits(**options):
-    from agentd.core.container_options import ContainerOptions
+    from agentd.core.kernel.options import ContainerOptions
 
     return ContainerOptions(**options)
 

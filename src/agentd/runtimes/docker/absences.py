@@ -19,8 +19,8 @@ import msgspec
 import structlog
 from msgspec.structs import replace
 
-from agentd.core.kernel import Ending
-from agentd.runtimes.folder import PrivateFolder
+from agentd.core.kernel.states import Ending
+from agentd.runtimes.host.private_folder import PrivateFolder
 
 log = structlog.get_logger()
 NODE, ENGINE = "the node restarted", "the Docker Engine was stopped"

@@ -20,9 +20,8 @@ from typing import Any, TypeAlias
 
 import structlog
 
-from agentd.core.kernel import Pull
+from agentd.core.kernel.states import Pull
 from agentd.errors import ImageNotFound, RuntimeFailure, RuntimeUnavailable
-from agentd.host.regular_files import read_regular
 from agentd.runtimes.docker.engine import EngineClient
 from agentd.runtimes.docker.engine_errors import (
     AnswerLost,
@@ -30,6 +29,7 @@ from agentd.runtimes.docker.engine_errors import (
     EngineUnreachable,
     presentable,
 )
+from agentd.tomlfile.regular_files import read_regular
 
 log = structlog.get_logger()
 

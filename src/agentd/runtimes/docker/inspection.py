@@ -9,14 +9,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from agentd.core.container_edits import DeviceNode
-from agentd.core.kernel import Ending, Port
+from agentd.core.kernel.edits import DeviceNode
+from agentd.core.kernel.observation import ObservedKernel, ObservedState
+from agentd.core.kernel.plan import KernelPlan
+from agentd.core.kernel.states import Ending, Port
 from agentd.core.names import is_name, name_or_empty
-from agentd.core.observation import ObservedKernel, ObservedState
-from agentd.core.plan import KernelPlan
 from agentd.errors import RuntimeFailure
 from agentd.host.probe import parse_cpu_list
-from agentd.runtimes.docker.config import (
+from agentd.runtimes.docker.container_config import (
     AGENT_LABEL,
     DEVICES_LABEL,
     KERNEL_LABEL,

@@ -57,7 +57,7 @@ class KeptConnections:
         """Send a request, and return its answer; whoever is cancelled meanwhile hangs up.
 
         `target` is a path and a query as they are sent. No wait is ended by cancelling the task
-        (see `agentd.tasks.uninterrupted`).
+        (see `agentd.concurrency.uninterrupted`).
 
         Raises:
             EngineUnreachable, AnswerLost: as `engine_errors` says.

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from agentd.core.container_edits import ContainerEdits, Mount
+from agentd.core.kernel.edits import ContainerEdits, Mount
 from agentd.errors import InvalidRequest, Problem, RuntimeFailure
 
 _OCTAL = re.compile(r"\\([0-7]{3})")

@@ -12,15 +12,16 @@ from typing import Any, NamedTuple
 import msgspec
 import structlog
 
-from agentd.core.kernel import LIVE, Kernel, KernelRef
+from agentd.core.kernel.observation import Listing, ObservedKernel, ObservedState
+from agentd.core.kernel.plan import kernel_name
+from agentd.core.kernel.states import LIVE, Kernel, KernelRef
 from agentd.core.names import shortened
-from agentd.core.observation import Listing, ObservedKernel, ObservedState
-from agentd.core.plan import kernel_name
-from agentd.host.accounts import COUNTED_V1, MOUNT, UNIFIED, Account, account_of, is_v2
+from agentd.host.cgroups.usage import COUNTED_V1, MOUNT, UNIFIED, Account, account_of, is_v2
 from agentd.runtimes.docker.absences import Absences
-from agentd.runtimes.docker.config import KERNEL_LABEL, NODE_LABEL, RECORD_LABEL
+from agentd.runtimes.docker.container_config import KERNEL_LABEL, NODE_LABEL, RECORD_LABEL
 from agentd.runtimes.docker.engine import EngineClient
 from agentd.runtimes.docker.engine_errors import AnswerLost, EngineError
+from agentd.runtimes.docker.error_translation import NOT_FOUND, absent_is_fine, proving
 from agentd.runtimes.docker.ids import image_id, process_id
 from agentd.runtimes.docker.inspection import (
     identified,
@@ -31,7 +32,6 @@ from agentd.runtimes.docker.inspection import (
     summarized,
 )
 from agentd.runtimes.docker.streams import DESTROY, ContainerEvent
-from agentd.runtimes.docker.translation import NOT_FOUND, absent_is_fine, proving
 
 log = structlog.get_logger()
 

@@ -17,24 +17,34 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentd.core.container_options import PullPolicy
-from agentd.core.kernel import Kernel, KernelRef, KernelSpec, KernelState
-from agentd.core.observation import Listing, ObservedKernel
-from agentd.core.plan import KernelPlan, kernel_name
-from agentd.core.session import ExecSpec
-from agentd.core.usage import Accounted
+from agentd.concurrency import uninterrupted
+from agentd.core.kernel.exec_spec import ExecSpec
+from agentd.core.kernel.observation import Listing, ObservedKernel
+from agentd.core.kernel.options import PullPolicy
+from agentd.core.kernel.plan import KernelPlan, kernel_name
+from agentd.core.kernel.states import Kernel, KernelRef, KernelSpec, KernelState
+from agentd.core.kernel.usage import Accounted
 from agentd.errors import ImageNotFound, InvalidRequest, Problem, RuntimeUnavailable
 from agentd.failpoints import reach
-from agentd.host.accounts import counted
+from agentd.host.cgroups.usage import counted
 from agentd.host.lookups import Lookups
 from agentd.runtimes.docker.absences import Absences
-from agentd.runtimes.docker.config import UNPUBLISHED, DockerRules, container_config
+from agentd.runtimes.docker.container_config import UNPUBLISHED, DockerRules, container_config
 from agentd.runtimes.docker.engine import CALL_TIMEOUT_S, EngineClient
 from agentd.runtimes.docker.engine_errors import EngineError, EngineUnreachable
-from agentd.runtimes.docker.facts import EngineFacts, engine_facts
+from agentd.runtimes.docker.engine_facts import EngineFacts, engine_facts
+from agentd.runtimes.docker.error_translation import (
+    CONFLICT,
+    absent_is_fine,
+    is_no_image,
+    proving,
+    translated,
+    translating,
+    unknown,
+)
+from agentd.runtimes.docker.exec import end_left_behind, run_inside
 from agentd.runtimes.docker.ids import container_id
 from agentd.runtimes.docker.images import Images
-from agentd.runtimes.docker.inside import end_left_behind, run_inside
 from agentd.runtimes.docker.inspection import verify
 from agentd.runtimes.docker.mounts import Source, refuse_missing, resolved
 from agentd.runtimes.docker.observer import ASK_TIMEOUT_S, LIST_TIMEOUT_S, Observer
@@ -46,17 +56,7 @@ from agentd.runtimes.docker.streams import (
     events,
     printed,
 )
-from agentd.runtimes.docker.translation import (
-    CONFLICT,
-    absent_is_fine,
-    is_no_image,
-    proving,
-    translated,
-    translating,
-    unknown,
-)
-from agentd.services.interfaces import LogQuery, Progress, Session, Support, Undone
-from agentd.tasks import uninterrupted
+from agentd.services.protocols import LogQuery, Progress, Session, Support, Undone
 
 
 class _Attempt:
@@ -87,7 +87,7 @@ MINIMUM_BYTES = 6 * 2**20
 
 
 class DockerRuntime:
-    """Runs containers; see `agentd.services.interfaces.Runtime`."""
+    """Runs containers; see `agentd.services.protocols.Runtime`."""
 
     name = "docker"
     minimum_memory_bytes = MINIMUM_BYTES

@@ -12,12 +12,12 @@ import aiohttp
 import msgspec
 
 from agentd.core.names import name_or_empty
-from agentd.runtimes.docker.config import KERNEL_LABEL, NODE_LABEL
+from agentd.runtimes.docker.container_config import KERNEL_LABEL, NODE_LABEL
 from agentd.runtimes.docker.engine import EngineClient
 from agentd.runtimes.docker.engine_errors import AnswerLost
+from agentd.runtimes.docker.error_translation import translating
 from agentd.runtimes.docker.ids import container_id
-from agentd.runtimes.docker.translation import translating
-from agentd.services.interfaces import LogQuery, LogStream
+from agentd.services.protocols import LogQuery, LogStream
 
 _EXPECTED_S = 600.0
 SILENCE_S = 10.0

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from agentd.core.kernel import Ending
-from agentd.core.record import MALFORMED, parse_time
+from agentd.core.kernel.record import MALFORMED, parse_time
+from agentd.core.kernel.states import Ending
 from agentd.host.processes import Proc
-from agentd.runtimes.folder import PASSING, PrivateFolder, names_in
+from agentd.runtimes.host.private_folder import PASSING, PrivateFolder, names_in
 from agentd.runtimes.process.shim import F_OFD_SETLK, SHIM_BYTE
 
 LOCK, RECORD, IDENTITY, EXIT, LOG = (

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import msgspec
 
+from agentd.core.kernel.observation import Leftover, Listing, ObservedKernel, ObservedState
+from agentd.core.kernel.plan import kernel_name, name_prefix
+from agentd.core.kernel.record import MALFORMED
 from agentd.core.names import checked, is_name, name_or_empty
-from agentd.core.observation import Leftover, Listing, ObservedKernel, ObservedState
-from agentd.core.plan import kernel_name, name_prefix
-from agentd.core.record import MALFORMED
 from agentd.errors import RuntimeFailure
 from agentd.failpoints import reach
-from agentd.host.accounts import Account
-from agentd.host.cgroups import Cgroup, Cgroups
-from agentd.runtimes.folder import TRASH, names_in
+from agentd.host.cgroups.hierarchies import Cgroup, Cgroups
+from agentd.host.cgroups.usage import Account
+from agentd.runtimes.host.private_folder import TRASH, names_in
 from agentd.runtimes.process.bundle import Bundle
 from agentd.runtimes.process.proof import Proof
 

@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 from agentd.errors import Problem
 from agentd.runtimes.process.bundle import Bundle
-from agentd.services.interfaces import LogQuery, LogStream
+from agentd.services.protocols import LogQuery, LogStream
 
 _CHUNK = 64 * 1024
 PAUSE_S = 0.2

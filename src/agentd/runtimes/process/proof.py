@@ -26,9 +26,9 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from agentd.core.kernel import Ending
-from agentd.core.observation import ObservedState
-from agentd.host.cgroups import Cgroup
+from agentd.core.kernel.observation import ObservedState
+from agentd.core.kernel.states import Ending
+from agentd.host.cgroups.hierarchies import Cgroup
 from agentd.host.processes import Proc, all_processes, children, descendants, read_stat, strike
 from agentd.runtimes.process.bundle import LOCK, Bundle, Identity
 from agentd.runtimes.process.shim import COMMAND_BYTE, SHIM_BYTE

@@ -18,13 +18,13 @@ from typing import Any
 
 import structlog
 
-from agentd.core.container_edits import ContainerEdits
-from agentd.core.kernel import Kernel, KernelRef, KernelSpec, KernelState
-from agentd.core.observation import Listing, ObservedKernel
-from agentd.core.plan import KernelPlan, kernel_name
-from agentd.core.record import STATEMENT
-from agentd.core.session import ExecSpec
-from agentd.core.usage import Accounted
+from agentd.core.kernel.edits import ContainerEdits
+from agentd.core.kernel.exec_spec import ExecSpec
+from agentd.core.kernel.observation import Listing, ObservedKernel
+from agentd.core.kernel.plan import KernelPlan, kernel_name
+from agentd.core.kernel.record import STATEMENT
+from agentd.core.kernel.states import Kernel, KernelRef, KernelSpec, KernelState
+from agentd.core.kernel.usage import Accounted
 from agentd.errors import (
     InvalidRequest,
     KernelConflict,
@@ -34,18 +34,18 @@ from agentd.errors import (
     RuntimeUnavailable,
 )
 from agentd.failpoints import reach
-from agentd.host.accounts import Account, counted
-from agentd.host.cgroups import MEMORY, PIDS, Cgroup, Cgroups
-from agentd.host.units import Manager
+from agentd.host.cgroups.hierarchies import MEMORY, PIDS, Cgroup, Cgroups
+from agentd.host.cgroups.usage import Account, counted
+from agentd.host.systemd.manager import Manager
 from agentd.plugin_api import Features
-from agentd.runtimes.entering import Place, enter, exec_unit
-from agentd.runtimes.folder import looking
+from agentd.runtimes.host.exec import Place, enter, exec_unit
+from agentd.runtimes.host.private_folder import looking
+from agentd.runtimes.host.request_limits import uncontained_problems
 from agentd.runtimes.process.bundle import LOG, Bundle
 from agentd.runtimes.process.bundles import AGENT, DEVICES, Bundles
 from agentd.runtimes.process.logs import read_log, unkept
 from agentd.runtimes.process.spawn import ProcessRules, failure, order_of, spawn, spawn_unit
-from agentd.runtimes.uncontained import uncontained_problems
-from agentd.services.interfaces import LogQuery, Progress, Session, Support, Undone
+from agentd.services.protocols import LogQuery, Progress, Session, Support, Undone
 
 log = structlog.get_logger()
 
@@ -55,7 +55,7 @@ WATCH_PAUSE_S = 1.0
 
 
 class ProcessRuntime:
-    """Runs commands under shims; see `agentd.services.interfaces.Runtime`."""
+    """Runs commands under shims; see `agentd.services.protocols.Runtime`."""
 
     name = "process"
     minimum_memory_bytes = 1

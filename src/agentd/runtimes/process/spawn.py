@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from agentd.core.plan import KernelPlan
+from agentd.core.kernel.plan import KernelPlan
 from agentd.errors import AgentdError, InvalidRequest, Problem, RuntimeFailure
 from agentd.failpoints import inherited
-from agentd.host.cgroups import Cgroup
-from agentd.host.units import Manager, Property, UnitExists, UnitRefused
-from agentd.runtimes.environment import environment
-from agentd.runtimes.exec_errors import refusal_of
+from agentd.host.cgroups.hierarchies import Cgroup
+from agentd.host.systemd.manager import Manager, Property, UnitExists, UnitRefused
+from agentd.runtimes.host.environment import environment
+from agentd.runtimes.host.execve_errors import refusal_of
 from agentd.runtimes.process import shim
 from agentd.runtimes.process.bundle import LOG
 

@@ -23,11 +23,11 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import asdict, fields, replace
 
-from agentd.core.kernel import Ending
-from agentd.core.record import MALFORMED, parse_time
-from agentd.core.usage import UNKNOWN, Usage
-from agentd.host.accounts import counted_in
-from agentd.runtimes.folder import PrivateFolder
+from agentd.core.kernel.record import MALFORMED, parse_time
+from agentd.core.kernel.states import Ending
+from agentd.core.kernel.usage import UNKNOWN, Usage
+from agentd.host.cgroups.usage import counted_in
+from agentd.runtimes.host.private_folder import PrivateFolder
 
 RECORD, ENVIRONMENT, IDENTITY, EXIT = "record.json", "environment", "identity.json", "exit"
 USAGE, COUNTED, GROUP = "usage.json", "counted", "cgroup"

@@ -19,7 +19,7 @@ import msgspec
 
 from agentd.errors import RuntimeUnavailable
 from agentd.runtimes.systemd.unit import namespace_name
-from agentd.services.interfaces import LogQuery
+from agentd.services.protocols import LogQuery
 
 _MOST_BYTES = 16 << 20
 SYNC_S = 5.0

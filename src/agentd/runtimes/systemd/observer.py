@@ -8,18 +8,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from agentd.core.kernel import ENDED, Ending, Kernel
+from agentd.core.kernel.observation import Leftover, Listing, ObservedKernel, ObservedState
+from agentd.core.kernel.plan import name_prefix
+from agentd.core.kernel.record import MALFORMED, RecordError, decode
+from agentd.core.kernel.states import ENDED, Ending, Kernel
+from agentd.core.kernel.usage import Accounted
 from agentd.core.names import checked, is_name, name_or_empty
-from agentd.core.observation import Leftover, Listing, ObservedKernel, ObservedState
-from agentd.core.plan import name_prefix
-from agentd.core.record import MALFORMED, RecordError, decode
-from agentd.core.usage import Accounted
 from agentd.errors import RuntimeUnavailable
-from agentd.host.accounts import MOUNT, UNIFIED, Account, counted
-from agentd.host.units import Manager, Unit
-from agentd.runtimes.folder import TRASH, looking, names_in
+from agentd.host.cgroups.usage import MOUNT, UNIFIED, Account, counted
+from agentd.host.systemd.manager import Manager, Unit
+from agentd.runtimes.host.private_folder import TRASH, looking, names_in
 from agentd.runtimes.systemd.bundle import NODE_RESTARTED, Identity, UnitBundle
-from agentd.runtimes.systemd.seen import LIVING, SEEN, end_of, fields_of, state_of, usage_of
+from agentd.runtimes.systemd.properties import LIVING, SEEN, end_of, fields_of, state_of, usage_of
 from agentd.runtimes.systemd.unit import kernel_of, slice_name, unit_name
 
 RUNTIME = "systemd"

@@ -13,12 +13,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from agentd.core.kernel import Kernel, KernelRef, KernelSpec, KernelState
+from agentd.core.kernel.exec_spec import ExecSpec
+from agentd.core.kernel.observation import Listing, ObservedKernel
+from agentd.core.kernel.plan import KernelPlan, kernel_name
+from agentd.core.kernel.states import Kernel, KernelRef, KernelSpec, KernelState
+from agentd.core.kernel.usage import Accounted
 from agentd.core.names import shortened
-from agentd.core.observation import Listing, ObservedKernel
-from agentd.core.plan import KernelPlan, kernel_name
-from agentd.core.session import ExecSpec
-from agentd.core.usage import Accounted
 from agentd.errors import (
     AgentdError,
     CommandNotFound,
@@ -30,18 +30,18 @@ from agentd.errors import (
     RuntimeUnavailable,
 )
 from agentd.failpoints import reach
-from agentd.host.accounts import MOUNT
+from agentd.host.cgroups.usage import MOUNT
 from agentd.host.probe import numa_nodes_of
 from agentd.host.processes import Proc, read_stat
-from agentd.host.units import Manager, UnitExists, UnitRefused
+from agentd.host.systemd.manager import Manager, UnitExists, UnitRefused
 from agentd.plugin_api import Features
-from agentd.runtimes.entering import Place, enter, exec_unit
-from agentd.runtimes.environment import environment
-from agentd.runtimes.folder import TRASH, looking, names_in
+from agentd.runtimes.host.environment import environment
+from agentd.runtimes.host.exec import Place, enter, exec_unit
+from agentd.runtimes.host.private_folder import TRASH, looking, names_in
 from agentd.runtimes.systemd.bundle import UnitBundle
 from agentd.runtimes.systemd.journal import Source, read_lines
 from agentd.runtimes.systemd.observer import RUNTIME, Observer, agent_of
-from agentd.runtimes.systemd.seen import LIVING, state_of
+from agentd.runtimes.systemd.properties import LIVING, state_of
 from agentd.runtimes.systemd.slices import Ends, Slices
 from agentd.runtimes.systemd.unit import (
     SystemdRules,
@@ -50,7 +50,7 @@ from agentd.runtimes.systemd.unit import (
     request_problems,
     unit_name,
 )
-from agentd.services.interfaces import LogQuery, LogStream, Progress, Session, Support, Undone
+from agentd.services.protocols import LogQuery, LogStream, Progress, Session, Support, Undone
 
 ENDING = frozenset({"stop-post", "final-sigterm", "final-sigkill"})
 """Sub-states of a unit whose command is over, and whose `ExecStopPost=` may be running."""
@@ -62,7 +62,7 @@ _EXIT_CHDIR, _EXIT_EXEC, _EXIT_LIMITS = 200, 203, 205
 
 
 class SystemdRuntime:
-    """Runs commands as units; see `agentd.services.interfaces.Runtime`."""
+    """Runs commands as units; see `agentd.services.protocols.Runtime`."""
 
     name = RUNTIME
     minimum_memory_bytes = 1 << 20

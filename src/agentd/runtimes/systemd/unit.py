@@ -11,15 +11,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from agentd.core.container_edits import ContainerEdits, Mount
-from agentd.core.kernel import KernelSpec
+from agentd.core.kernel.edits import ContainerEdits, Mount
+from agentd.core.kernel.plan import KernelPlan, kernel_name, name_prefix
+from agentd.core.kernel.states import KernelSpec
 from agentd.core.names import checked, is_name
-from agentd.core.plan import KernelPlan, kernel_name, name_prefix
 from agentd.errors import Problem, RuntimeFailure
-from agentd.host.units import Property
-from agentd.runtimes.environment import own_variables
+from agentd.host.systemd.manager import Property
+from agentd.runtimes.host.environment import own_variables
+from agentd.runtimes.host.request_limits import uncontained_problems
 from agentd.runtimes.systemd.bundle import RESERVED
-from agentd.runtimes.uncontained import uncontained_problems
 
 INFINITY = 2**64 - 1
 _RECURSIVE = 16384

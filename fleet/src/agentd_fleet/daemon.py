@@ -1,0 +1,231 @@
+"""A gateway as a daemon: its parts, started in order and stopped in reverse."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import signal
+import ssl
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+
+import structlog
+from pydantic import ValidationError
+
+from agentd.client.asynchronous import AsyncClient
+from agentd.concurrency import is_set_within
+from agentd.config.loading import problem_of
+from agentd.config.settings import RpcSettings
+from agentd.errors import ConfigRefused, Problem
+from agentd.http.certificates import load_chain, read_named
+from agentd.http.endpoint import endpoint, guarded_secret_in, tokens
+from agentd.http.server import Server
+from agentd.http.static import HOME, NODE_HOME, Pages
+from agentd.service.sd_notify import Notifier
+from agentd.service.shutdown import Shutdown
+from agentd_fleet.gateway.handlers import Gateway
+from agentd_fleet.gateway.routes import ROUTES
+from agentd_fleet.nodes import UNIX, Nodes
+from agentd_fleet.placement.attempts import Pace
+from agentd_fleet.placement.placer import Placer
+from agentd_fleet.placement.sweep import Sweep
+from agentd_fleet.settings import FleetSettings, Settings
+from agentd_fleet.store.etcd_client import Access, Etcd
+from agentd_fleet.store.etcd_store import EtcdStore
+from agentd_fleet.store.route import Store
+from agentd_fleet.store.sqlite_store import SqliteStore
+from agentd_fleet.view.fleet_state import FleetState
+
+log = structlog.get_logger()
+
+FIRST_VIEW_S, LOOK_S = 5.0, 0.05
+AFTER_SERVER_S, AFTER_PLACING_S = 15.0, 3.0
+"""Seconds of a stop reserved for the steps after the server and the placements."""
+COLLECT = 100_000, 50, 100
+"""When garbage is looked for: views come and go without cycles."""
+
+
+def etcd_access(fleet: FleetSettings) -> Access:
+    """Return how etcd is asked.
+
+    Raises:
+        ConfigRefused: the password or a certificate cannot be used.
+    """
+    password = _secret("fleet.etcd-password-file", fleet.etcd_password_file)
+    return Access(fleet.etcd, fleet.etcd_user, password, tls_of(fleet))
+
+
+def tls_of(fleet: FleetSettings) -> ssl.SSLContext | None:
+    """Return whom etcd and nodes are believed to be, and who this is; None: as the system says.
+
+    Raises:
+        ConfigRefused: a file cannot be used.
+    """
+    if fleet.ca is None and fleet.cert is None:
+        return None
+    try:
+        ca = read_named(fleet.ca).text if fleet.ca is not None else None
+        context = ssl.create_default_context(cadata=ca)
+        if fleet.cert is not None and fleet.key is not None:
+            load_chain(context, fleet.cert, fleet.key)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        files = ", ".join(str(f) for f in (fleet.ca, fleet.cert, fleet.key) if f is not None)
+        raise ConfigRefused([Problem("fleet.ca", f"{files}: {error}")]) from None
+    return context
+
+
+def _secret(where: str, file: Path | None) -> str:
+    if file is None:
+        return ""
+    try:
+        return guarded_secret_in(file)
+    except ValueError as error:
+        raise ConfigRefused([Problem(where, f"{file} {error}")]) from None
+
+
+def rpc_settings(settings: Settings) -> RpcSettings:
+    """Return where the gateway answers, and whom, as a node's settings say it.
+
+    Raises:
+        ConfigRefused: they do not go together.
+    """
+    gateway, rpc = settings.gateway, settings.rpc
+    try:
+        return RpcSettings(
+            socket=gateway.socket,
+            socket_group=gateway.socket_group,
+            listen=gateway.listen,
+            tls_cert=gateway.tls_cert,
+            tls_key=gateway.tls_key,
+            token_file=rpc.token_file,
+            tokens=rpc.tokens,
+        )
+    except ValidationError as error:
+        found = [problem_of(dict(item), {}, RpcSettings) for item in error.errors()]
+        raise ConfigRefused(
+            [Problem(f"gateway.{p.where}".rstrip("."), p.why) for p in found]
+        ) from None
+
+
+class GatewayDaemon:
+    """Runs one gateway; `reread` reads the settings again."""
+
+    def __init__(
+        self, settings: Settings, reread: Callable[[], Settings], pace: Pace | None = None
+    ) -> None:
+        self._settings = settings
+        self._reread = reread
+        self._pace = pace or Pace()
+        self._shutdown, self._reload = Shutdown(), asyncio.Event()
+        self._notifier = Notifier()
+
+    async def run(self) -> None:
+        """Run until SIGTERM or SIGINT.
+
+        Raises:
+            ConfigRefused, StartRefused, AgentdError: it cannot run like this, or here.
+        """
+        self._shutdown.listen({signal.SIGHUP: self._reload.set})
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                await self._serve(stack)
+        finally:
+            self._shutdown.finish()
+        log.info("gateway.stopped", late=self._shutdown.late)
+
+    async def _serve(self, stack: contextlib.AsyncExitStack) -> None:
+        """Start part after part, and serve until the stop."""
+        step = self._shutdown.step
+        settings = self._settings
+        where = endpoint(rpc_settings(settings))
+        token = _secret("gateway.node-token-file", settings.gateway.node_token_file)
+        state, tls = FleetState(), tls_of(settings.fleet)
+        nodes = await stack.enter_async_context(Nodes(token, tls))
+        store = await self._store(stack, state, token, tls)
+        placer = Placer(store, state, nodes, settings.gateway.policy, self._pace)
+        stack.push_async_callback(step, "placements", lambda _: placer.close(), AFTER_PLACING_S)
+        gateway = Gateway(store, state, nodes, placer)
+        await stack.enter_async_context(self._running(store.run()))
+        server = Server(
+            "agentd-fleet",
+            ROUTES,
+            gateway,
+            where,
+            pages=Pages({HOME: "agentd_fleet", NODE_HOME: "agentd"}),
+        )
+        stack.push_async_callback(step, "server", server.stop, AFTER_SERVER_S)
+        await server.start()
+        sweep = Sweep(store, state, nodes, placer, self._pace)
+        await stack.enter_async_context(self._running(sweep.run()))
+        await stack.enter_async_context(self._running(self._reloading(server)))
+        await self._until_seen(store)
+        gc.freeze()  # a full collection would look at every node each time
+        gc.set_threshold(*COLLECT)
+        log.info("gateway.ready", fleet=settings.fleet.name, nodes=len(state.view.nodes))
+        self._notifier.ready(f"fleet {settings.fleet.name}")
+        await self._notifier.keep_alive_until(self._shutdown.asked)
+        self._notifier.stopping()
+
+    async def _store(
+        self,
+        stack: contextlib.AsyncExitStack,
+        state: FleetState,
+        token: str,
+        tls: ssl.SSLContext | None,
+    ) -> Store:
+        fleet = self._settings.fleet
+        if fleet.etcd:
+            etcd = await stack.enter_async_context(Etcd(etcd_access(fleet)))
+            return EtcdStore(etcd, fleet.name, state)
+        if not fleet.nodes:
+            why = 'name etcd = ["https://…"], or for a handful of nodes nodes = ["unix:/…"]'
+            raise ConfigRefused([Problem("fleet", why)])
+        clients = [(item, _client(item, token, tls)) for item in fleet.nodes]
+        store = SqliteStore(self._settings.gateway.state_dir / "fleet.sqlite", clients, state)
+        await store.open()
+        stack.push_async_callback(store.close)
+        return store
+
+    async def _until_seen(self, store: Store) -> None:
+        """Wait a while for the first view: without it everything would be refused."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + FIRST_VIEW_S
+        while store.why_not_live() and (left_s := end - loop.time()) > 0:
+            if await is_set_within(self._shutdown.asked, min(left_s, LOOK_S)):
+                return
+
+    async def _reloading(self, server: Server) -> None:
+        """Read the tokens again whenever that is asked for; what cannot be read changes nothing."""
+        while True:
+            await self._reload.wait()
+            self._reload.clear()
+            try:
+                found = await asyncio.to_thread(lambda: tokens(rpc_settings(self._reread())))
+                server.renew_tokens(found)
+            except ConfigRefused as error:
+                log.warning("gateway.not_reloaded", reasons=error.lines())
+            except Exception as error:  # noqa: BLE001 - a fault here must not end all reloads
+                reasons = [f"{type(error).__name__}: {error}"]
+                log.warning("gateway.not_reloaded", reasons=reasons)
+            else:
+                log.info("gateway.reloaded")
+
+    @contextlib.asynccontextmanager
+    async def _running(self, work: Coroutine[object, object, None]) -> AsyncIterator[None]:
+        """Have something go on meanwhile; a gateway of which a part has failed stops."""
+        task = asyncio.create_task(work)
+        task.add_done_callback(lambda _: self._shutdown.asked.set())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+            if not task.cancelled():
+                task.result()
+
+
+def _client(address: str, token: str, tls: ssl.SSLContext | None) -> AsyncClient:
+    if address.startswith(UNIX):
+        return AsyncClient(address.removeprefix(UNIX), timeout_s=10.0)
+    return AsyncClient(url=address, token=token, tls=tls, timeout_s=10.0)

@@ -1,0 +1,1 @@
+"""The gateway: routes, lists, and calls that are passed on to nodes."""

@@ -1,0 +1,275 @@
+"""The gateway's side of every route: a node's shapes and problems, over the whole fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import structlog
+from aiohttp import web
+
+from agentd.core.access import Caller, Right, roles_with
+from agentd.errors import AgentdError, Forbidden, InvalidRequest, Problem, UnknownSlotType
+from agentd.errors import SlotTypeInUse as InUse
+from agentd.events import EventLog
+from agentd.http.answers import answer
+from agentd.http.audit import Auditor
+from agentd.http.callers import caller_of, note_kernel
+from agentd.http.queries import body_of, prefers_async, read_flag
+from agentd.http.streams import Streams
+from agentd.rpc.rendering import caller_view
+from agentd.rpc.requests import StopRequest, read_body
+from agentd_fleet.gateway import views
+from agentd_fleet.gateway.kernels import FleetKernels, path_of, unknown_kernel
+from agentd_fleet.gateway.lists import Lists
+from agentd_fleet.gateway.metrics import CONTENT_TYPE, Counts, exposition
+from agentd_fleet.gateway.proxy import pass_on, pass_socket
+from agentd_fleet.nodes import Answer, Nodes
+from agentd_fleet.placement.deleter import Deleter
+from agentd_fleet.placement.placer import Placer
+from agentd_fleet.placement.requests import FleetKernelRequest, order_of
+from agentd_fleet.store.route import Store
+from agentd_fleet.view.fleet_state import FleetState
+from agentd_fleet.view.fleet_view import FleetView, NodeStatus
+
+log = structlog.get_logger()
+
+REVISION = "Fleet-Revision"
+
+
+class Gateway:
+    """One gateway of a fleet; `agentd.http.server.Site`."""
+
+    def __init__(self, store: Store, state: FleetState, nodes: Nodes, placer: Placer) -> None:
+        self._store = store
+        self._state = state
+        self._nodes = nodes
+        self._placer = placer
+        self._kernels = FleetKernels(store, state, nodes, placer)
+        self._deleter = Deleter(store, nodes, placer, self._kernels)
+        self._lists = Lists(self._kernels, state)
+        self._streams = Streams()
+        self._events = EventLog()
+        self._counts = Counts()
+        self._describe: Callable[[], Mapping[str, Any]] = dict
+
+    @property
+    def streams(self) -> Streams:
+        return self._streams
+
+    def describe(self, openapi: Callable[[], dict[str, Any]]) -> None:
+        self._describe = openapi
+
+    async def until_open(self, patience_s: float) -> None:
+        """Answer always: what is not known yet is said by each route."""
+
+    def require(self, request: web.Request, caller: Caller, right: Right) -> None:
+        """Refuse what a role may not do; what a caller can see is looked up with it."""
+        del request
+        if not caller.may(right):
+            raise Forbidden(caller.name, caller.role.value, right.value, roles_with(right))
+
+    def auditor(self, request: web.Request, action: str) -> Auditor:
+        return Auditor(self._events, None, request, action, "")
+
+    async def livez(self, _: web.Request) -> web.Response:
+        """Tell that the process answers."""
+        return answer({"status": "ok"})
+
+    async def readyz(self, _: web.Request) -> web.Response:
+        """Tell whether what is shown of nodes is current."""
+        why = self._store.why_not_live()
+        return answer({"status": why or "ok"}, 503 if why else 200)
+
+    async def whoami(self, request: web.Request) -> web.Response:
+        """Show who calls, and as what."""
+        return answer(caller_view(caller_of(request)))
+
+    async def get_openapi(self, _: web.Request) -> web.Response:
+        """Describe this API."""
+        return answer(self._describe())
+
+    async def list_nodes(self, request: web.Request) -> web.Response:
+        """List the nodes as they were heard of last."""
+        caller, view = caller_of(request), self._state.view
+        shown = [
+            views.node_view(view, node, caller.agents)
+            for node in view.nodes.values()
+            if caller.agents is None or not caller.agents.isdisjoint(node.offers)
+        ]
+        return self._answer(shown, view.revision)
+
+    async def get_node(self, request: web.Request) -> web.Response:
+        """Show one node."""
+        caller, view = caller_of(request), self._state.view
+        node = self._lists.node(caller, request.match_info["node"])
+        return self._answer(views.node_view(view, node, caller.agents), view.revision)
+
+    async def forget_node(self, request: web.Request) -> web.Response:
+        """Drop a node that is gone for good, and the routes to it."""
+        caller = caller_of(request)
+        node = self._lists.node(caller, request.match_info["node"])
+        if node.status is not NodeStatus.LOST:
+            why = f"node {node.node_id} is {node.status.value}; only a lost one can be forgotten"
+            raise InvalidRequest([Problem("node", why)])
+        if not await self._store.forget(node):
+            why = f"node {node.node_id} has just come back; only a lost one can be forgotten"
+            raise InvalidRequest([Problem("node", why)])
+        return web.Response(status=204)
+
+    async def list_slot_types(self, _: web.Request) -> web.Response:
+        """List every slot type that any node ever offered."""
+        view = self._state.view
+        shown = [views.slot_type_view(slot) for slot in view.slot_types.values()]
+        return self._answer(shown, view.revision)
+
+    async def forget_slot_type(self, request: web.Request) -> web.Response:
+        """Forget a slot type that no node offers any more."""
+        name, view = request.match_info["slot"], self._state.view
+        if name not in view.slot_types:
+            raise UnknownSlotType(f"the fleet knows no slot {name}")
+        try:
+            view.without_slot_type(name, view.revision)
+        except ValueError as error:
+            raise InUse(str(error)) from None
+        await self._store.unlearn(name)
+        return web.Response(status=204)
+
+    async def get_stats(self, request: web.Request) -> web.Response:
+        """Show capacity, allocated and free of every slot, over the fleet and by node."""
+        caller, view = caller_of(request), self._state.view
+        content = await asyncio.to_thread(self._lists.stats, view, caller, request.query)
+        return self._answer(content, view.revision)
+
+    async def list_devices(self, request: web.Request) -> web.Response:
+        """List the devices of all nodes that answer."""
+        return self._revised(await self._lists.devices(request))
+
+    async def create_kernel(self, request: web.Request) -> web.Response:
+        """Create a kernel on a node that has what it asks for."""
+        body = read_body(FleetKernelRequest, await body_of(request))
+        view = self._state.view
+        try:
+            return await self._created(request, body, view)
+        except AgentdError as error:
+            error.headers = {REVISION: str(view.revision)}
+            raise
+
+    async def _created(
+        self, request: web.Request, body: FleetKernelRequest, view: FleetView
+    ) -> web.Response:
+        caller = caller_of(request)
+        headers = {"Prefer": "respond-async"} if prefers_async(request) else {}
+        order = order_of(body, caller, headers)
+        note_kernel(request, order.kernel_id)
+        if read_flag(request.query, "dry_run"):
+            placed = await self._placer.explain(caller, order, view)
+            content = {"agent_id": placed.agent_id, **json.loads(placed.answer.body)}
+            return self._answer({**content, "node_id": placed.node_id}, view.revision)
+        with self._counts.create():
+            placed = await self._placer.create(caller, order, view)
+        given = placed.answer
+        kept = {
+            k: given.headers[k] for k in ("Location", "Preference-Applied") if k in given.headers
+        }
+        response = self._kernel(given, placed.node_id)
+        response.headers.update({**kept, REVISION: str(view.revision)})
+        return response
+
+    async def list_kernels(self, request: web.Request) -> web.Response:
+        """List the kernels of all nodes, node by node; of lost nodes those that were placed."""
+        return self._revised(await self._lists.kernels(request))
+
+    async def get_kernel(self, request: web.Request) -> web.Response:
+        """Show one kernel."""
+        caller, kernel_id = caller_of(request), request.match_info["kernel"]
+        place = await self._kernels.place(caller, kernel_id, request.query.get("node"))
+        if place.node.status is NodeStatus.LOST and place.kept is not None:
+            return self._revised(answer(unknown_kernel(place.kept.route)))
+        found = await self._kernels.ask(caller, place, "GET", path_of(kernel_id))
+        return self._kernel(found, place.node.node_id)
+
+    async def stop_kernel(self, request: web.Request) -> web.Response:
+        """End a kernel and keep it listed: TERM, then KILL."""
+        read_body(StopRequest, await body_of(request))
+        caller, kernel_id = caller_of(request), request.match_info["kernel"]
+        place = await self._kernels.place(caller, kernel_id, request.query.get("node"))
+        body, path = await body_of(request), path_of(kernel_id, "stop")
+        found = await self._kernels.ask(caller, place, "POST", path, body)
+        return self._kernel(found, place.node.node_id)
+
+    async def delete_kernel(self, request: web.Request) -> web.Response:
+        """Stop a kernel if need be, and remove it."""
+        caller, kernel_id = caller_of(request), request.match_info["kernel"]
+        query = {k: v for k, v in request.query.items() if k != "node"}
+        named = request.query.get("node")
+        return self._raw(await self._deleter.delete(caller, kernel_id, named, query))
+
+    async def get_logs(self, request: web.Request) -> web.StreamResponse:
+        """Stream what a kernel printed, byte for byte."""
+        caller, kernel_id = caller_of(request), request.match_info["kernel"]
+        place = await self._kernels.place(caller, kernel_id, request.query.get("node"))
+        query = {k: v for k, v in request.query.items() if k != "node"}
+        path = path_of(kernel_id, "logs", query=query)
+        with self._streams.opened(request):
+            return await pass_on(self._nodes, place.node, request, path)
+
+    async def get_use(self, request: web.Request) -> web.Response:
+        """Show what a kernel uses."""
+        caller, kernel_id = caller_of(request), request.match_info["kernel"]
+        place = await self._kernels.place(caller, kernel_id, request.query.get("node"))
+        found = await self._kernels.ask(caller, place, "GET", path_of(kernel_id, "stats"))
+        return self._kernel(found, place.node.node_id)
+
+    async def exec_kernel(self, request: web.Request) -> web.StreamResponse:
+        """Run a command inside a kernel, over a WebSocket."""
+        caller, kernel_id = caller_of(request), request.match_info["kernel"]
+        place = await self._kernels.place(caller, kernel_id, request.query.get("node"))
+        with self._streams.opened(request, may_pause=True):
+            path = path_of(kernel_id, "exec")
+            return await pass_socket(self._nodes, place.node, request, path)
+
+    async def pass_to_node(self, request: web.Request) -> web.StreamResponse:
+        """Pass a call on to one node, for everything that it serves below /v1."""
+        caller, rest = caller_of(request), request.match_info["rest"]
+        if request.method == "POST" and rest.endswith("/kernels"):
+            why = "kernels are created with POST /v1/kernels; name the node in placement.nodes"
+            raise InvalidRequest([Problem("rest", why)])
+        if not {"", ".", ".."}.isdisjoint(rest.split("/")):
+            raise InvalidRequest([Problem("rest", "expected a path without empty parts, . and ..")])
+        node = self._lists.node(caller, request.match_info["node"])
+        path = request.rel_url.raw_path_qs.split("/", 4)[4]
+        is_socket = "Upgrade" in request.headers
+        pass_it = pass_socket if is_socket else pass_on
+        with self._streams.opened(request, may_pause=is_socket):
+            return await pass_it(self._nodes, node, request, f"/v1/{path}")
+
+    async def get_metrics(self, request: web.Request) -> web.Response:
+        """Show the fleet in the Prometheus exposition format."""
+        caller, view = caller_of(request), self._state.view
+        text = exposition(view, caller, self._counts, is_live=not self._store.why_not_live())
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
+
+    def _answer(self, content: object, revision: int) -> web.Response:
+        headers = {REVISION: str(revision)}
+        if why := self._store.why_not_live():
+            headers["Fleet-Stale"] = why.replace("\n", " ")[:200]
+        return answer(content, headers=headers)
+
+    def _kernel(self, given: Answer, node_id: str) -> web.Response:
+        """Return a node's answer with the node's id in it; a problem as it is."""
+        if given.is_error:
+            return self._raw(given)
+        shown = answer({**msgspec.json.decode(given.body), "node_id": node_id}, given.status)
+        return self._revised(shown)
+
+    def _revised(self, response: web.Response) -> web.Response:
+        response.headers[REVISION] = str(self._state.view.revision)
+        return response
+
+    def _raw(self, given: Answer) -> web.Response:
+        kept = {k: given.headers[k] for k in ("Content-Type", "Retry-After") if k in given.headers}
+        return web.Response(body=given.body, status=given.status, headers=kept)

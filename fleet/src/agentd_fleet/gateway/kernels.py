@@ -1,0 +1,197 @@
+"""Kernels that are there: found by their route, or by the node that is named, and asked there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from http import HTTPStatus
+from typing import Any, NamedTuple
+from urllib.parse import quote, urlencode
+
+import msgspec
+
+from agentd.core.access import Caller
+from agentd.errors import (
+    InvalidRequest,
+    NodeUnavailable,
+    Problem,
+    Unavailable,
+    UnknownKernel,
+    UnknownNode,
+)
+from agentd_fleet.nodes import CREATE_PATIENCE_S, PATIENCE_S, Answer, Nodes
+from agentd_fleet.placement.placer import Placer
+from agentd_fleet.store.route import Kept, Progress, Route, Store
+from agentd_fleet.view.fleet_state import FleetState
+from agentd_fleet.view.fleet_view import FleetNode, NodeStatus
+
+LIST = msgspec.json.Decoder(list[dict[str, Any]])
+LIST_PATIENCE_S = 5.0
+AT_ONCE = 32
+"""How many nodes are asked for a list at the same time."""
+
+
+class Place(NamedTuple):
+    """The node that a kernel is on, and the route that says so, if it was made by the fleet."""
+
+    node: FleetNode
+    kept: Kept | None
+
+
+class FleetKernels:
+    """What can be done to kernels of any node."""
+
+    def __init__(self, store: Store, state: FleetState, nodes: Nodes, placer: Placer) -> None:
+        self._placer = placer
+        self._store = store
+        self._state = state
+        self._nodes = nodes
+
+    def node(self, node_id: str) -> FleetNode:
+        """Return a node.
+
+        Raises:
+            UnknownNode: the fleet has not heard of it.
+        """
+        node = self._state.node(node_id)
+        if node is None:
+            raise UnknownNode(f"no node {node_id} in this fleet")
+        return node
+
+    def seen(self, caller: Caller, node_id: str) -> FleetNode:
+        """Return a node that a caller sees: one that has an agent of its own.
+
+        Raises:
+            UnknownNode: exactly as if it did not exist.
+        """
+        node = self.node(node_id)
+        if caller.agents is not None and caller.agents.isdisjoint(node.offers):
+            raise UnknownNode(f"no node {node_id} in this fleet")
+        return node
+
+    async def place(self, caller: Caller, kernel_id: str, node_id: str | None) -> Place:
+        """Return where a kernel is, as far as the caller may know.
+
+        Raises:
+            UnknownKernel: the fleet made none of that id, and no node is named.
+            UnknownNode: the named one is not there.
+        """
+        try:
+            await self._placer.noted(kernel_id)
+            kept = await self._store.route(kernel_id)
+        except Unavailable:
+            if node_id is None:
+                raise
+            kept = None
+        if kept is not None and not caller.sees(kept.route.agent_id):
+            kept = None
+        if node_id is not None:
+            if kept is None or kept.route.node_id != node_id:
+                return Place(self.seen(caller, node_id), None)
+            return Place(self.node(node_id), kept)
+        if kept is None:
+            raise unknown(kernel_id)
+        return Place(self.node(kept.route.node_id), kept)
+
+    async def ask(
+        self, caller: Caller, place: Place, method: str, path: str, body: bytes | None = None
+    ) -> Answer:
+        """Ask the node of a kernel; a route to a kernel that is not there any more is dropped.
+
+        Raises:
+            NodeUnavailable: it does not answer.
+        """
+        patience_s = PATIENCE_S if method == "GET" else CREATE_PATIENCE_S
+        answer = await self._nodes.ask(
+            place.node, caller, method, path, body=body, patience_s=patience_s
+        )
+        kept = place.kept
+        if is_unknown(answer) and kept is not None and kept.route.progress is Progress.PLACED:
+            await self._store.drop(kept.route.kernel_id, kept.revision)
+        return answer
+
+    async def lists(
+        self, caller: Caller, nodes: Sequence[FleetNode], path: str, missing: list[str]
+    ) -> AsyncIterator[tuple[FleetNode, list[dict[str, Any]]]]:
+        """Yield the lists of nodes in their order; `missing` gains those that do not answer."""
+        turn = asyncio.Semaphore(AT_ONCE)
+
+        async def asked(node: FleetNode) -> list[dict[str, Any]] | None:
+            async with turn:
+                return await self._list(caller, node, path)
+
+        answers = await asyncio.gather(*map(asked, nodes))
+        for node, found in zip(nodes, answers, strict=True):
+            if found is None:
+                missing.append(node.node_id)
+            else:
+                yield node, found
+
+    async def list_of(
+        self, caller: Caller, node: FleetNode, query: Sequence[tuple[str, str]]
+    ) -> list[dict[str, Any]] | None:
+        """Return the kernels of one node; None: it does not answer."""
+        return await self._list(caller, node, f"/v1/kernels?{urlencode(query)}")
+
+    async def _list(
+        self, caller: Caller, node: FleetNode, path: str
+    ) -> list[dict[str, Any]] | None:
+        if node.status is not NodeStatus.READY:
+            return None
+        try:
+            answer = await self._nodes.ask(node, caller, "GET", path, patience_s=LIST_PATIENCE_S)
+        except NodeUnavailable:
+            return None
+        if answer.status == HTTPStatus.UNPROCESSABLE_ENTITY:
+            raise InvalidRequest([Problem("", str(answer.error()))])
+        if answer.is_error:
+            return None
+        try:
+            rows = LIST.decode(answer.body)
+        except msgspec.MsgspecError:
+            return None
+        return [{**row, "node_id": node.node_id} for row in rows]
+
+    async def routed_to(
+        self, caller: Caller, nodes: Collection[str], past: tuple[str, str] = ("", "")
+    ) -> list[Route]:
+        """Return the routes to some nodes, which cannot be asked, in the order of node and id."""
+        found: list[Route] = []
+        if nodes:
+            async for page in self._store.routes():
+                for route, _ in page:
+                    if route.node_id in nodes and caller.sees(route.agent_id):
+                        found.append(route)
+        ordered = sorted(found, key=lambda route: (route.node_id, route.kernel_id))
+        return [route for route in ordered if (route.node_id, route.kernel_id) > past]
+
+
+def unknown(kernel_id: str) -> UnknownKernel:
+    """Return the error of a kernel id that the fleet has no route for."""
+    return UnknownKernel(
+        f"no kernel {kernel_id} was created through this fleet; one that was created at a node is"
+        " named with ?node=ID"
+    )
+
+
+def is_unknown(answer: Answer) -> bool:
+    """Tell whether a node says that it has no such kernel."""
+    return answer.is_error and answer.error().code == "UnknownKernel"
+
+
+def unknown_kernel(route: Route) -> dict[str, Any]:
+    """Return what is shown of a kernel whose node cannot be asked."""
+    return {
+        "kernel_id": route.kernel_id,
+        "agent_id": route.agent_id,
+        "node_id": route.node_id,
+        "state": "unknown",
+        "created_by": route.created_by,
+        "reason": f"node {route.node_id} does not answer",
+    }
+
+
+def path_of(kernel_id: str, *more: str, query: Mapping[str, str] | None = None) -> str:
+    """Return the path of a kernel at its node."""
+    path = "/".join(["/v1/kernels", quote(kernel_id, safe=""), *more])
+    return f"{path}?{urlencode(query)}" if query else path

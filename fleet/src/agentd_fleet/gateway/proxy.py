@@ -1,0 +1,119 @@
+"""A node's answers passed through as they come: logs, events, exec, and all else that it serves."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import aiohttp
+import structlog
+from aiohttp import web
+
+from agentd.client.exec import hang_up
+from agentd.concurrency import to_the_end
+from agentd.errors import NodeUnavailable
+from agentd.http.callers import caller_of
+from agentd.http.connections.fair import turn_to_write
+from agentd.http.connections.websocket import FairSocket, TooManyControlFrames
+from agentd.http.queries import body_of
+from agentd.rpc.exec import probe
+from agentd_fleet.nodes import CREATE_PATIENCE_S, PATIENCE_S, Nodes
+from agentd_fleet.view.fleet_view import FleetNode
+
+log = structlog.get_logger()
+
+SENT = ("Content-Type", "Last-Event-ID", "Prefer", "Accept")
+KEPT = ("Content-Type", "Cache-Control", "Location", "Link", "Retry-After", "Preference-Applied")
+
+
+async def pass_on(
+    nodes: Nodes, node: FleetNode, request: web.Request, path: str
+) -> web.StreamResponse:
+    """Ask a node what the gateway was asked, and answer what it answers, byte for byte.
+
+    Raises:
+        NodeUnavailable: it does not answer.
+    """
+    body = await body_of(request) if request.can_read_body else None
+    headers = {name: request.headers[name] for name in SENT if name in request.headers}
+    asked = nodes.opened(node, caller_of(request), request.method, path, body=body, headers=headers)
+    patience_s = PATIENCE_S if request.method == "GET" else CREATE_PATIENCE_S
+    async with AsyncExitStack() as stack:
+        try:
+            async with asyncio.timeout(patience_s):
+                given = await stack.enter_async_context(asked)
+        except TimeoutError:
+            why = f"node {node.node_id} does not answer within {patience_s:g} s"
+            raise NodeUnavailable(why) from None
+        kept = {name: given.headers[name] for name in KEPT if name in given.headers}
+        response = web.StreamResponse(status=given.status, headers=kept)
+        await response.prepare(request)
+        try:
+            async for chunk in given.content.iter_any():
+                await turn_to_write(request, len(chunk))
+                await response.write(chunk)
+        except aiohttp.ClientError as error:
+            raise ConnectionResetError(str(error)) from None  # the stream is cut here, too
+        await response.write_eof()
+    return response
+
+
+async def pass_socket(
+    nodes: Nodes, node: FleetNode, request: web.Request, path: str
+) -> web.StreamResponse:
+    """Connect a caller's WebSocket with a node's, frame by frame; either one's end is both's.
+
+    A node that refuses is asked plainly: a refused WebSocket does not say why.
+
+    Raises:
+        NodeUnavailable: the node does not answer.
+    """
+    near = FairSocket(request)
+    far = None
+    if near.can_prepare(request).ok:
+        far = await nodes.connected(node, caller_of(request), path)
+    if far is None:
+        return await pass_on(nodes, node, request, path)
+    flood: TooManyControlFrames | None = None
+    try:
+        await near.prepare(request)
+        given = asyncio.create_task(_pass_to_node(near, far))
+        told = asyncio.create_task(_pass_to_caller(far, near))
+        probing = asyncio.create_task(probe(near))
+        try:
+            await asyncio.wait([given, told, probing], return_when=asyncio.FIRST_COMPLETED)
+            if given.done():
+                error = given.exception()
+                flood = error if isinstance(error, TooManyControlFrames) else None
+                if error is not None and flood is None:
+                    await asyncio.wait([told])  # the node takes no more, and may have said why
+        finally:
+            for task in (given, told, probing):
+                task.cancel()
+            await asyncio.gather(given, told, probing, return_exceptions=True)
+        if far.close_code == aiohttp.WSCloseCode.POLICY_VIOLATION:
+            flood = TooManyControlFrames()
+        if flood is not None:
+            log.warning("exec.cut_off", path=request.path, reason=str(flood))
+        await near.end(flood)
+    finally:
+        await to_the_end(hang_up(far))
+    return near
+
+
+async def _pass_to_node(near: FairSocket, far: aiohttp.ClientWebSocketResponse) -> None:
+    async for frame in near.frames():
+        if frame.type is aiohttp.WSMsgType.BINARY:
+            await far.send_bytes(frame.data)
+        else:
+            await far.send_str(frame.data)
+
+
+async def _pass_to_caller(far: aiohttp.ClientWebSocketResponse, near: FairSocket) -> None:
+    async for frame in far:
+        if frame.type in (aiohttp.WSMsgType.BINARY, aiohttp.WSMsgType.TEXT):
+            await near.send_fairly(frame.data)
+            continue
+        await near.turn_to_write(0)
+        if frame.type is aiohttp.WSMsgType.PING:
+            await far.pong(frame.data)

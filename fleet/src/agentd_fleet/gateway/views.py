@@ -1,0 +1,137 @@
+"""The wire types of the gateway: a node's, with `node_id`, and the fleet's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Literal, NotRequired
+
+from typing_extensions import TypedDict
+
+from agentd.core.slots import SlotName, SlotType, format_amount
+from agentd.views import (
+    Amount,
+    DecisionView,
+    DeviceView,
+    KernelUseView,
+    KernelView,
+    SlotTypeView,
+    SlotUseView,
+)
+from agentd_fleet.view.fleet_view import FleetNode, FleetView, Use
+
+
+class FleetKernelView(KernelView):
+    """A kernel of a node of the fleet."""
+
+    node_id: str
+
+
+class FleetKernelUseView(KernelUseView):
+    """What a kernel of a node of the fleet uses."""
+
+    node_id: str
+
+
+class UnknownKernelView(TypedDict):
+    """A kernel whose node does not answer: what the fleet knows of it."""
+
+    kernel_id: str
+    agent_id: str
+    node_id: str
+    state: Literal["unknown"]
+    created_by: str
+    reason: str
+
+
+class FleetDecisionView(DecisionView):
+    """What a create would be given now, and where."""
+
+    node_id: str
+    agent_id: str
+
+
+class FleetDeviceView(DeviceView):
+    """A device of a node of the fleet."""
+
+    node_id: str
+
+
+class FleetNodeView(TypedDict):
+    """A node as it was heard of last; `reason` says why nothing is placed on it."""
+
+    id: str
+    state: Literal["ready", "daemon-down", "lost", "conflicting", "newer-schema"]
+    url: str
+    labels: dict[str, str]
+    agents: dict[str, dict[str, SlotUseView]]
+    slot_types: list[str]
+    conflicting: list[str]
+    generation: int
+    seen_at: str
+    reason: str
+
+
+class StatsView(TypedDict):
+    """Slots over the fleet at one revision; nodes that are lost do not count."""
+
+    revision: int
+    slots: dict[str, SlotUseView]
+    nodes: NotRequired[dict[str, dict[str, SlotUseView]]]
+
+
+def node_view(view: FleetView, node: FleetNode, agents: frozenset[str] | None) -> FleetNodeView:
+    """Return a node as a caller sees it, with its own agents."""
+    strange = view.conflicts.get(node.node_id, frozenset())
+    shown = {
+        agent: _uses(
+            node.slot_types,
+            {n: Use(offer.capacity[n], offer.free[n], offer.allocated[n]) for n in node.slot_types},
+        )
+        for agent, offer in node.offers.items()
+        if agents is None or agent in agents
+    }
+    return {
+        "id": node.node_id,
+        "state": view.state_of(node.node_id),  # type: ignore[typeddict-item]
+        "url": node.url,
+        "labels": dict(node.labels),
+        "agents": shown,
+        "slot_types": sorted(node.slot_types),
+        "conflicting": sorted(strange),
+        "generation": node.generation,
+        "seen_at": datetime.fromtimestamp(node.seen_at, UTC).isoformat(),
+        "reason": node.remark,
+    }
+
+
+def uses_view(view: FleetView, uses: Mapping[SlotName, Use]) -> dict[str, SlotUseView]:
+    """Return sums in the fleet's slots."""
+    return _uses(view.slot_types, uses)
+
+
+def _uses(
+    types: Mapping[SlotName, SlotType], uses: Mapping[SlotName, Use]
+) -> dict[str, SlotUseView]:
+    shown: dict[str, SlotUseView] = {}
+    for name, use in uses.items():
+        kind = types[name].kind
+        shown[name] = {
+            "capacity": format_amount(use.capacity, kind),
+            "allocated": format_amount(use.allocated, kind),
+            "free": format_amount(use.free, kind),
+        }
+    return shown
+
+
+def slot_type_view(slot: SlotType) -> SlotTypeView:
+    """Return a slot type as a node shows it."""
+    quantum: Amount = format_amount(slot.quantum, slot.kind)
+    return {
+        "name": slot.name,
+        "device_name": slot.name.partition(".")[0],
+        "kind": slot.kind.value,
+        "quantum": quantum,
+        "exclusive_group": slot.exclusive_group,
+        "unit": slot.unit,
+    }

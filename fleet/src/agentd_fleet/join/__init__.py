@@ -1,0 +1,1 @@
+"""The publisher: one node, reported to its fleet."""

@@ -1,0 +1,267 @@
+"""The publisher: tells the fleet of one node, under a lease that ends when it does not.
+
+    python -m agentd_fleet.join.publisher     started by `agentd-fleet join`, with its settings in a file
+                                         descriptor that it inherits
+
+Settings are read by the program that starts it, so that what reads them takes no memory here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import ssl
+import sys
+import uuid
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from agentd import log as logs
+from agentd.client.asynchronous import AsyncClient
+from agentd.errors import AgentdError
+from agentd.host.probe import boot_id
+from agentd.service.sd_notify import Notifier
+from agentd_fleet.join.reader import NodeReader
+from agentd_fleet.store.etcd_client import Access, Etcd, EtcdRefused, LeaseGone
+from agentd_fleet.store.keys import key_of, prefix_of
+from agentd_fleet.view.reports import KnownNode, NodeReport, Reading, first_seen
+
+log = structlog.get_logger()
+
+FREE_PAUSE_S = 1.0
+"""What is free is published at most once in this time."""
+COMPLAINT_S = 30.0
+
+
+class JoinOptions(msgspec.Struct, frozen=True):
+    """What a publisher needs to know; files are paths."""
+
+    fleet: str
+    endpoints: tuple[str, ...]
+    user: str
+    password: str
+    ca: str | None
+    cert: str | None
+    key: str | None
+    socket: str
+    url: str
+    labels: dict[str, str]
+    lease_s: int
+    state_dir: str
+
+
+class Taken(AgentdError):
+    """The node's id is another one's in this fleet."""
+
+    code = "DuplicateNode"
+
+
+class Publisher:
+    """Publishes what a node says of itself, for as long as it has the node's id in the fleet."""
+
+    def __init__(self, etcd: Etcd, options: JoinOptions, install_id: str, boot_id: str) -> None:
+        self._etcd = etcd
+        self._options = options
+        self._install_id, self._boot_id = install_id, boot_id
+        self._reading: Reading | None = None
+        self._changed = asyncio.Event()
+        self._lease = 0
+        self._revision = 0
+        self._said: tuple[bytes, bytes] = (b"", b"")
+        self._known = b""
+        self._free_at = 0.0
+        self._notifier = Notifier()
+        self._quiet_until = 0.0
+
+    async def told(self, reading: Reading) -> None:
+        """Take what the node says now."""
+        self._reading = reading
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Publish until cancelled; whatever goes wrong is tried again."""
+        self._notifier.ready("not in the fleet yet")
+        loop = asyncio.get_running_loop()
+        keep_at = 0.0
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(max(keep_at, loop.time() + 0.01)):
+                    await self._changed.wait()
+            self._changed.clear()
+            if self._reading is None:
+                keep_at = loop.time() + 1.0
+                continue
+            try:
+                if self._lease and loop.time() >= keep_at:
+                    keep_at = loop.time() + self._options.lease_s / 3
+                    await self._keep_alive()
+                if not self._lease:
+                    keep_at = loop.time() + self._options.lease_s / 3
+                    await self._join(self._reading)
+                await self._publish(self._reading)
+            except AgentdError as error:
+                self._complain(error)
+                if isinstance(error, (LeaseGone, Taken)):
+                    self._lease = 0
+                self._changed.set()
+                await asyncio.sleep(random.uniform(0.2, 1.0))  # noqa: S311 - so that not all come at once
+
+    async def _keep_alive(self) -> None:
+        if not await self._etcd.keep_alive(self._lease):
+            self._lease = 0
+
+    async def _join(self, reading: Reading) -> None:
+        """Take the node's id under a new lease.
+
+        Raises:
+            Taken: another install has it, or this one had it before a restart of the machine; it
+                is free when that one's lease has ended.
+        """
+        key = self._key("nodes", reading)
+        before = await self._etcd.get(key)
+        if before is not None and not self._is_mine(before.value):
+            raise Taken(_taken(reading.node_id, before.value, self._options.url))
+        lease = await self._etcd.grant(self._options.lease_s)
+        value = self._report(reading)
+        expected = before.mod_revision if before is not None else 0
+        revision = await self._etcd.put_if(key, value, expected=expected, lease=lease)
+        if revision is None:
+            raise Taken(f"node {reading.node_id} was taken by another at the same moment")
+        self._lease, self._revision, self._said = lease, revision, (value, b"")
+        self._known = b""
+        log.info("join.joined", node_id=reading.node_id, fleet=self._options.fleet)
+        self._notifier.status(f"node {reading.node_id} is in fleet {self._options.fleet}")
+
+    def _is_mine(self, value: bytes) -> bool:
+        try:
+            said = msgspec.json.decode(value, type=NodeReport)
+        except msgspec.MsgspecError:
+            return False
+        return (said.install_id, said.boot_id) == (self._install_id, self._boot_id)
+
+    async def _publish(self, reading: Reading) -> None:
+        """Write what has changed since it was last written."""
+        report, free = self._report(reading), msgspec.json.encode(reading.free)
+        if report != self._said[0]:
+            key = self._key("nodes", reading)
+            revision = await self._etcd.put_if(
+                key, report, expected=self._revision, lease=self._lease
+            )
+            if revision is None:
+                raise Taken(f"node {reading.node_id} is published by another")
+            self._revision, self._said = revision, (report, self._said[1])
+        await self._make_known(reading)
+        if free != self._said[1]:
+            loop = asyncio.get_running_loop()
+            if (wait_s := self._free_at - loop.time()) > 0:
+                loop.call_later(wait_s, self._changed.set)
+                return
+            await self._etcd.put(self._key("free", reading), free, lease=self._lease)
+            self._free_at, self._said = loop.time() + FREE_PAUSE_S, (report, free)
+
+    async def _make_known(self, reading: Reading) -> None:
+        """Have it stay known that this node is here, and by which slots, when its lease ends."""
+        what = msgspec.json.encode([self._options.url, reading.slot_types])
+        if what == self._known:
+            return
+        key = self._key("known", reading)
+        try:
+            before = await self._etcd.get(key)
+            known = KnownNode(
+                first_seen=first_seen(before.value if before is not None else None),
+                url=self._options.url,
+                slot_types=reading.slot_types,
+            )
+            await self._etcd.put(key, msgspec.json.encode(known))
+        except EtcdRefused as error:  # of a user who may not: the node is in the fleet all the same
+            log.warning("join.not_known", key=key, reason=str(error))
+        self._known = what
+
+    def _report(self, reading: Reading) -> bytes:
+        options = self._options
+        said = reading.reported(
+            install_id=self._install_id,
+            boot_id=self._boot_id,
+            url=options.url,
+            labels=options.labels,
+        )
+        return msgspec.json.encode(said)
+
+    def _key(self, part: str, reading: Reading) -> str:
+        return key_of(prefix_of(self._options.fleet), part, reading.node_id)
+
+    def _complain(self, error: AgentdError) -> None:
+        now = asyncio.get_running_loop().time()
+        if now >= self._quiet_until:
+            log.error("join.not_published", code=error.code, reason=str(error))
+            self._notifier.status(f"not in the fleet: {error}")
+            self._quiet_until = now + COMPLAINT_S
+
+
+def _taken(node_id: str, value: bytes, mine: str) -> str:
+    try:
+        other = msgspec.json.decode(value, type=NodeReport).url or "an unknown address"
+    except msgspec.MsgspecError:
+        other = "something that cannot be read"
+    return (
+        f"node id {node_id} is taken by {other}; this one is at {mine or 'no address'}. If that was"
+        " this machine before it was restarted or installed anew, the id is free in a few seconds;"
+        " else give one of both another id"
+    )
+
+
+def install_id(folder: Path) -> str:
+    """Return what tells this install from another of the same name; made once.
+
+    Raises:
+        OSError: it cannot be kept.
+    """
+    file = folder / "install-id"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not file.exists():
+        fresh = file.with_suffix(".new")
+        fresh.write_text(f"{uuid.uuid4().hex}\n")
+        fresh.replace(file)
+    return file.read_text().strip()
+
+
+async def publish(options: JoinOptions) -> None:
+    """Publish the node of a socket until SIGTERM or SIGINT.
+
+    What was published stays until the lease ends: a restart of the publisher is no loss of the
+    node.
+    """
+    tls = None
+    if options.ca or options.cert:
+        tls = ssl.create_default_context(cafile=options.ca)
+        if options.cert:
+            tls.load_cert_chain(options.cert, options.key)
+    endpoints = random.sample(options.endpoints, len(options.endpoints))
+    access = Access(tuple(endpoints), options.user, options.password, tls)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with Etcd(access) as etcd:
+        publisher = Publisher(etcd, options, install_id(Path(options.state_dir)), boot_id())
+        async with AsyncClient(options.socket, timeout_s=5.0) as client:
+            reader = NodeReader(client, publisher.told)
+            work = [asyncio.create_task(part) for part in (publisher.run(), reader.run())]
+            ends = [*work, asyncio.create_task(stop.wait())]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for task in ends:
+                task.cancel()
+            await asyncio.wait(ends)
+            for task in work:
+                if not task.cancelled():
+                    task.result()  # a part ends by what it did not expect alone: so does the whole
+
+
+if __name__ == "__main__":
+    logs.configure()
+    with os.fdopen(int(sys.argv[1]), "rb") as file:
+        asyncio.run(publish(msgspec.json.decode(file.read(), type=JoinOptions)))

@@ -1,0 +1,241 @@
+"""Where a request may go: some agents that can give it, and why the others cannot.
+
+1. Of the slots asked for, the scarcest is the one that the fewest agents have so much of.
+2. Those agents, and no others, are gone through: at random, or from the least upwards.
+3. The first few that can give the other slots too, and that the constraints allow, are chosen.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import groupby, islice
+from operator import itemgetter
+from typing import NamedTuple
+
+from agentd.core.slots import ResourceSlots, SlotName, SlotType, parse_slots
+from agentd.errors import UnsupportedResource
+from agentd_fleet.view.fleet_view import FleetNode, FleetView, NodeStatus
+from agentd_fleet.view.ranking import AGENT, AgentKey, Place, Ranking, Row, ranked
+
+
+class Policy(StrEnum):
+    """Which of those that can give a request is asked first."""
+
+    RANDOM = "random"
+    PACK = "pack"
+
+
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """Where a request may go at all; None means everywhere.
+
+    Of `models`, an agent must have a device of one at least.
+    """
+
+    nodes: frozenset[str] | None = None
+    agents: frozenset[str] | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    models: frozenset[str] | None = None
+
+
+class Candidate(NamedTuple):
+    """An agent of a node that has what is asked for free, as far as the view tells."""
+
+    node_id: str
+    agent_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unfit:
+    """A class of agents that cannot give a request: how many, and some of their nodes."""
+
+    reason: str
+    count: int
+    nodes: tuple[str, ...]
+
+
+MOST_NAMED = 5
+NEWER = "newer schema"
+"""The class of nodes whose reports this gateway cannot read."""
+HIDDEN = {NodeStatus.NEWER: NEWER, NodeStatus.LOST: NodeStatus.LOST.value}
+"""The classes of nodes of which it may not be known which agents they have: each counts once."""
+
+TIES = 32
+"""How many agents with equally much of a slot `pack` compares by what else they have."""
+
+FEW_NODES = 128
+"""So many nodes are looked at one by one, if a request names them."""
+
+
+def asked(view: FleetView, raw: Mapping[str, object]) -> ResourceSlots:
+    """Return a request's amounts in the fleet's slots.
+
+    Raises:
+        UnsupportedResource: it names slots that no node ever had, with amounts that are not zero.
+        InvalidSlotAmount, InvalidSlotCombination: see `agentd.core.slots.parse_slots`.
+    """
+    try:
+        return parse_slots(raw, view.slot_types)
+    except UnsupportedResource as error:
+        raise UnsupportedResource(error.slots, error.known, {}, "this fleet") from None
+
+
+def candidates(
+    view: FleetView,
+    request: ResourceSlots,
+    constraints: Constraints,
+    policy: Policy,
+    choice: random.Random,
+    most: int = 8,
+) -> list[Candidate]:
+    """Return `most` agents at most that can give a request, the first to be asked first.
+
+    `random` takes any of them, each as likely as the other, which keeps gateways, whose views are
+    all a little old, from herding to one node. `pack` takes those with least left over, which
+    leaves whole nodes free: of the scarcest slot that is asked for, then of all slots in the order
+    of their names, then by the ids. Of agents with equally much of the scarcest slot, `TIES` are
+    compared.
+    """
+    columns = view.tables.columns
+    if not all(name in columns for name in request):
+        return []
+    asks = [(columns[name], amount) for name, amount in request.items()] or [(AGENT, 1)]
+    column, amount = min(asks, key=lambda ask: _having(view.tables.rankings[ask[0]], ask[1]))
+    ranking = view.tables.rankings[column]
+    if constraints.nodes is not None and len(constraints.nodes) <= FEW_NODES:
+        ranking = ranked(view.rows(constraints.nodes), column)
+    first, rows = ranking.first_with(amount), view.tables.rows
+    is_allowed = _allowed(view, constraints)
+
+    def fits(key: AgentKey) -> bool:
+        row = rows[key]
+        return all(row[at] >= least for at, least in asks) and is_allowed(*key)
+
+    if policy is Policy.RANDOM:
+        found: Iterator[AgentKey] = filter(fits, (key for _, key in _drawn(ranking, first, choice)))
+    elif column == AGENT:
+        found = filter(fits, (key for _, key in ranking.upwards(first)))
+    else:
+        found = _packed(ranking.upwards(first), fits, rows)
+    return [Candidate(*key) for key in islice(found, most)]
+
+
+def _packed(
+    places: Iterator[Place], fits: Callable[[AgentKey], bool], rows: Mapping[AgentKey, Row]
+) -> Iterator[AgentKey]:
+    """Yield the agents that fit in the order of their places; among equals by all that is free."""
+    for _, equal in groupby(places, key=itemgetter(0)):
+        fitting = filter(fits, (key for _, key in equal))
+        yield from sorted(islice(fitting, TIES), key=lambda key: (rows[key], key))
+        yield from fitting
+
+
+def _having(ranking: Ranking, amount: int) -> int:
+    return len(ranking) - ranking.first_with(amount)
+
+
+def _drawn(ranking: Ranking, first: int, choice: random.Random) -> Iterator[Place]:
+    """Yield the places from a position on in an order of chance, each once.
+
+    A shuffle of which only so much is done as is asked for: where it takes a position out of the
+    middle, the last one moves there.
+    """
+    moved: dict[int, int] = {}
+    for end in range(len(ranking) - 1, first - 1, -1):
+        position = choice.randint(first, end)
+        yield ranking[moved.get(position, position)]
+        moved[position] = moved.get(end, end)
+
+
+def _allowed(view: FleetView, wanted: Constraints) -> Callable[[str, str], bool]:
+    def is_allowed(node_id: str, agent_id: str) -> bool:
+        if wanted.nodes is not None and node_id not in wanted.nodes:
+            return False
+        if wanted.agents is not None and agent_id not in wanted.agents:
+            return False
+        node = view.nodes[node_id]
+        return node.has(wanted.labels) and _has_model(node, agent_id, wanted.models)
+
+    return is_allowed
+
+
+def unfit(view: FleetView, request: ResourceSlots, constraints: Constraints) -> list[Unfit]:
+    """Return why agents cannot give a request, by class, the largest first."""
+    counts: Counter[str] = Counter()
+    named: defaultdict[str, set[str]] = defaultdict(set)
+    asks, conflicts = list(request.items()), view.conflicts
+    for node in _nodes(view, constraints):
+        if (hidden := HIDDEN.get(node.status)) and not node.offers:
+            counts[hidden] += 1
+            if constraints.agents is None and len(named[hidden]) < MOST_NAMED:
+                named[hidden].add(node.node_id)
+            continue
+        why_not = _why_not(node, asks, conflicts.get(node.node_id, frozenset()), view.slot_types)
+        for agent in _agents(node, constraints):
+            if reason := why_not or _why_not_of(node, agent, asks, constraints.models):
+                counts[reason] += 1
+                if len(nodes := named[reason]) < MOST_NAMED:
+                    nodes.add(node.node_id)
+    return [
+        Unfit(reason, count, tuple(sorted(named[reason]))) for reason, count in counts.most_common()
+    ]
+
+
+def _nodes(view: FleetView, constraints: Constraints) -> list[FleetNode]:
+    chosen = view.nodes if constraints.nodes is None else constraints.nodes & view.nodes.keys()
+    nodes = [view.nodes[node_id] for node_id in sorted(chosen)]
+    if not constraints.labels:
+        return nodes
+    return [node for node in nodes if node.has(constraints.labels)]
+
+
+def _agents(node: FleetNode, constraints: Constraints) -> Collection[str]:
+    if constraints.agents is None:
+        return node.offers
+    return [agent for agent in node.offers if agent in constraints.agents]
+
+
+def _why_not(
+    node: FleetNode,
+    asks: Sequence[tuple[SlotName, int]],
+    strange: frozenset[SlotName],
+    known: Mapping[SlotName, SlotType],
+) -> str:
+    """Return why no agent of a node can give a request, or nothing."""
+    if node.status is not NodeStatus.READY:
+        return node.status.value
+    if node.remark:
+        return node.remark
+    for name, _ in asks:
+        if name in strange:
+            return "conflicting"
+        if name not in node.slot_types or name not in known:
+            return f"lack {name}"
+    return ""
+
+
+def _why_not_of(
+    node: FleetNode,
+    agent: str,
+    asks: Sequence[tuple[SlotName, int]],
+    models: frozenset[str] | None,
+) -> str:
+    """Return why an agent cannot give what its node can, the reason that lasts longest first."""
+    offer = node.offers[agent]
+    is_full = False
+    for name, amount in asks:
+        if offer.free[name] < amount:
+            is_full = True
+            if offer.capacity[name] < amount:
+                return f"too small for {name}"
+    if not _has_model(node, agent, models):
+        return f"no device of model {', '.join(sorted(models or ()))}"
+    return "full" if is_full else ""
+
+
+def _has_model(node: FleetNode, agent: str, models: frozenset[str] | None) -> bool:
+    return models is None or not models.isdisjoint(node.models.get(agent, ()))

@@ -1,0 +1,173 @@
+"""Removing a kernel at its node, by which its id is free at every gateway.
+
+The route is written before the node is asked: what cannot be noted is not done, and nobody places
+by that route meanwhile.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from agentd.core.access import Caller
+from agentd.core.names import NAME
+from agentd.errors import NodeUnavailable
+from agentd_fleet.gateway.kernels import FleetKernels, is_unknown, path_of, unknown
+from agentd_fleet.nodes import CREATE_PATIENCE_S, Answer, Nodes
+from agentd_fleet.placement.placer import Placer
+from agentd_fleet.store.route import Kept, Progress, Route, RouteUnreadable, Store
+from agentd_fleet.view.fleet_view import FleetNode
+
+STOP_PATIENCE_S = 150.0
+"""Seconds that a node may take beyond the time that a kernel is given to end."""
+
+
+class _Call(NamedTuple):
+    """What a node is asked, and how long it may take."""
+
+    path: str
+    patience_s: float
+
+
+def _patience(query: Mapping[str, str]) -> float:
+    """Return how long a node may take: by the time that was asked for, else by its own setting."""
+    try:
+        return min(CREATE_PATIENCE_S, max(0.0, float(query["timeout"])) + STOP_PATIENCE_S)
+    except (KeyError, ValueError):
+        return CREATE_PATIENCE_S
+
+
+class _Owned(msgspec.Struct, frozen=True):
+    """Whose a kernel is."""
+
+    agent_id: Annotated[str, msgspec.Meta(pattern=f"^{NAME}$")]
+
+
+class Deleter:
+    """Removes kernels of any node."""
+
+    def __init__(self, store: Store, nodes: Nodes, placer: Placer, kernels: FleetKernels) -> None:
+        self._store = store
+        self._nodes = nodes
+        self._placer = placer
+        self._kernels = kernels
+
+    async def delete(
+        self, caller: Caller, kernel_id: str, node_id: str | None, query: Mapping[str, str]
+    ) -> Answer:
+        """Remove a kernel, of the node that is named or else of its route's.
+
+        Raises:
+            Unavailable: the store cannot be read or written, and the node was not asked; or the
+                node does not answer.
+            UnknownKernel: there is no route, and no node is named.
+        """
+        call = _Call(path_of(kernel_id, query=query), _patience(query))
+        await self._placer.noted(kernel_id)
+        while True:
+            try:
+                return await self._by_route(caller, kernel_id, node_id, call)
+            except RouteUnreadable as unread:
+                if node_id is None:
+                    raise
+                node = self._kernels.seen(caller, node_id)
+                if (answer := await self._by_name(caller, unread, node, call)) is not None:
+                    return answer
+
+    async def _by_route(
+        self, caller: Caller, kernel_id: str, node_id: str | None, call: _Call
+    ) -> Answer:
+        given: Answer | None = None
+        while True:
+            stored = kept = await self._store.route(kernel_id)
+            if kept is not None and not caller.sees(kept.route.agent_id):
+                kept = None
+            if given is not None and (kept is None or kept.route.progress is Progress.PLACING):
+                return given  # the id was free, and may be in use again
+            if kept is None or node_id not in (None, kept.route.node_id):
+                if node_id is None:
+                    raise unknown(kernel_id)
+                node = self._kernels.seen(caller, node_id)
+                if stored is not None:
+                    return await self._asked(node, caller, call)
+                if (missing := await self._routed(caller, kernel_id, node)) is not None:
+                    return missing
+                continue
+            answer, is_settled = await self._once(caller, kept, call)
+            given = given or answer
+            if is_settled and given is not None:
+                return given
+
+    async def _routed(self, caller: Caller, kernel_id: str, node: FleetNode) -> Answer | None:
+        """Write a route to a kernel that the fleet did not place, so that it can be removed by it.
+
+        Returns what the node says if it has no such kernel.
+        """
+        found = await self._nodes.ask(node, caller, "GET", path_of(kernel_id))
+        if found.is_error:
+            return found
+        try:
+            agent_id = msgspec.json.decode(found.body, type=_Owned).agent_id
+        except msgspec.MsgspecError as error:
+            why = f"node {node.node_id} says of kernel {kernel_id} what cannot be read: {error}"
+            raise NodeUnavailable(why) from None
+        route = Route(
+            kernel_id=kernel_id,
+            node_id=node.node_id,
+            agent_id=agent_id,
+            request_hash="",
+            owner=secrets.token_hex(8),
+            progress=Progress.PLACED,
+        )
+        await self._store.keep(route, 0)  # where somebody else wrote one, that is looked at next
+        return None
+
+    async def _once(self, caller: Caller, kept: Kept, call: _Call) -> tuple[Answer | None, bool]:
+        """Return what the node says, None if it was not asked, and whether nothing is left to do.
+
+        A kernel that is being placed is looked for first: if its node has none, a request for it
+        may be on its way, and the sweep settles that.
+        """
+        node = self._kernels.node(kept.route.node_id)
+        mine = await self._taken(kept, kept.route.progress)
+        if mine is not None and mine.route.progress is Progress.PLACING:
+            kernel = path_of(mine.route.kernel_id)
+            found = await self._nodes.ask(node, caller, "GET", kernel)
+            if found.is_error:
+                return found, True
+            mine = await self._taken(mine, Progress.PLACED)
+        if mine is None:
+            return None, False
+        answer = await self._asked(node, caller, call)
+        if answer.is_error and not is_unknown(answer):
+            return answer, True
+        return answer, await self._store.drop(mine.route.kernel_id, mine.revision)
+
+    async def _by_name(
+        self, caller: Caller, unread: RouteUnreadable, node: FleetNode, call: _Call
+    ) -> Answer | None:
+        """Remove a kernel whose route cannot be read; None: the route is another one by now.
+
+        What a newer gateway wrote is left to it.
+        """
+        if (revision := await self._store.rewrite(unread)) is None:
+            return None
+        answer = await self._asked(node, caller, call)
+        is_its = unread.node_id in ("", node.node_id) and not unread.is_newer
+        if is_its and not answer.is_error:
+            await self._store.drop(unread.kernel_id, revision)
+        return answer
+
+    async def _asked(self, node: FleetNode, caller: Caller, call: _Call) -> Answer:
+        patience_s = call.patience_s
+        return await self._nodes.ask(node, caller, "DELETE", call.path, patience_s=patience_s)
+
+    async def _taken(self, kept: Kept, progress: Progress) -> Kept | None:
+        """Take a route over; None: it has changed."""
+        mine = replace(kept.route, owner=secrets.token_hex(8), progress=progress)
+        revision = await self._store.keep(mine, kept.revision)
+        return None if revision is None else Kept(mine, revision)

@@ -1,0 +1,345 @@
+"""Placing a kernel: candidates from one view, a route before each try, and the node decides.
+
+Exactly one: a node is asked only after the route that leads to it was written, by whoever owns
+that route, and an answer that is lost is asked for at that node again, never made up for at
+another. So a kernel id never runs on two nodes, whoever dies in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+import structlog
+from msgspec.structs import replace
+
+from agentd.core.access import Caller
+from agentd.core.slots import ResourceSlots
+from agentd.errors import AgentdError, KernelConflict, NodeUnavailable
+from agentd_fleet.nodes import GATEWAY, Answer, NeverAsked, Nodes
+from agentd_fleet.placement.attempts import Asker, Overtaken, Pace, now, path_of
+from agentd_fleet.placement.candidates import Candidate, Policy, asked, candidates
+from agentd_fleet.placement.refusals import refusal
+from agentd_fleet.placement.requests import Order
+from agentd_fleet.store.route import Kept, Progress, Route, Store, StoreAway
+from agentd_fleet.view.fleet_state import FleetState
+from agentd_fleet.view.fleet_view import FleetView
+
+log = structlog.get_logger()
+
+LOOK_PATIENCE_S = 3.0
+"""How long a node may take to say what it would do, or whether it has a kernel."""
+TRIES = 8
+"""At how many nodes a kernel is tried."""
+ELSEWHERE = frozenset(
+    {"InsufficientResource", "UnsupportedResource", "PluginUnavailable", "UnknownAgent"}
+    | {"UnknownDevice", "Draining", "NotReady", "StateUnavailable"}
+)
+"""Refusals of one node that say nothing about the next, and leave nothing behind."""
+MAY_YET = frozenset({"RuntimeUnavailable", "Internal"})
+"""Answers after which the node may have the kernel, or get it."""
+
+
+class Placed(NamedTuple):
+    """A node's answer to a create, and where that was."""
+
+    answer: Answer
+    node_id: str
+    agent_id: str
+
+
+class Placer:
+    """Carries out orders."""
+
+    def __init__(
+        self,
+        store: Store,
+        state: FleetState,
+        nodes: Nodes,
+        policy: Policy = Policy.RANDOM,
+        pace: Pace | None = None,
+    ) -> None:
+        self._store = store
+        self._state = state
+        self._nodes = nodes
+        self._policy = policy
+        self._pace = pace or Pace()
+        self._asker = Asker(store, state, nodes, self._pace)
+        self._choice = random.Random()  # noqa: S311 - spreads load, hides nothing
+        self._noting: dict[str, asyncio.Task[None]] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    @asynccontextmanager
+    async def alone(self, kernel_id: str) -> AsyncIterator[None]:
+        """Have nobody else in this gateway at work on a kernel id."""
+        lock = self._locks.setdefault(kernel_id, asyncio.Lock())
+        async with lock:
+            yield
+
+    async def create(self, caller: Caller, order: Order, view: FleetView) -> Placed:
+        """Create a kernel somewhere, or find the one that the same order created before.
+
+        Raises:
+            AgentdError: nobody can have it now, or a node refuses it; `OutcomeUnknown` if neither
+                is known.
+        """
+        request = self._asked_for(order, view)
+        async with self.alone(order.kernel_id):
+            kept, end = None, now() + self._pace.insist_s
+            if not order.is_new:
+                kept = await self._store.route(order.kernel_id)
+            while True:
+                try:
+                    if kept is None:
+                        return await self._place(caller, order, view, request)
+                    if found := await self._again(caller, order, kept):
+                        return found
+                except Overtaken:
+                    if now() > end:
+                        raise
+                kept = await self._store.route(order.kernel_id)
+
+    async def explain(self, caller: Caller, order: Order, view: FleetView) -> Placed:
+        """Ask nodes what a create would be given, and change nothing.
+
+        Raises:
+            AgentdError: see `create`.
+        """
+        request = self._asked_for(order, view)
+        choices = self._choices(order, view, request)
+        answers = await self._looks(caller, order, choices)
+        for candidate, answer in zip(choices, answers, strict=True):
+            if isinstance(answer, Answer) and not answer.is_error:
+                return Placed(answer, candidate.node_id, candidate.agent_id)
+        raise refusal(view, request, order.constraints, _refusals(choices, answers))
+
+    def _asked_for(self, order: Order, view: FleetView) -> ResourceSlots:
+        """Return what is asked for in the fleet's slots.
+
+        Raises:
+            StoreAway: what the fleet has cannot be seen now.
+            AgentdError: no fleet like this one can ever give it.
+        """
+        if why := self._store.why_not_live():
+            raise StoreAway(f"nothing is placed while the fleet cannot be seen: {why}")
+        return asked(view, order.slots)
+
+    def _choices(self, order: Order, view: FleetView, request: ResourceSlots) -> list[Candidate]:
+        policy = order.policy or self._policy
+        return candidates(view, request, order.constraints, policy, self._choice, TRIES)
+
+    async def _place(
+        self, caller: Caller, order: Order, view: FleetView, request: ResourceSlots
+    ) -> Placed:
+        """Try one candidate after the other, each only after the one before refused for certain."""
+        choices = self._choices(order, view, request)
+        queue = deque(choices or self._choices(order, self._state.undebited(), request))
+        refused: list[tuple[str, AgentdError]] = []
+        revision = 0
+        while queue:
+            candidate = queue.popleft()
+            route, began = self._route(caller, order, candidate), now()
+            written = await self._store.keep(route, revision)
+            if written is None:  # another gateway was asked for the same kernel
+                why = "another gateway is at work on it"
+                raise Overtaken(order.kernel_id, candidate.node_id, why)
+            revision = written
+            self._state.debit(*candidate, request)
+            try:
+                tried = await self._asker.ask(caller, order, Kept(route, revision), began)
+            except NeverAsked as error:
+                self._state.undebit(candidate.node_id)
+                refused.append((candidate.node_id, error))
+                continue
+            if not tried.answer.is_error:
+                self._note_soon(tried.kept)
+                return Placed(tried.answer, *candidate)
+            refusal_here = tried.answer.error()
+            if not tried.is_certain or refusal_here.code in MAY_YET:
+                raise refusal_here
+            self._state.undebit(candidate.node_id)
+            refused.append((candidate.node_id, refusal_here))
+            if refusal_here.code not in ELSEWHERE:
+                break
+            if len(refused) == 1 and queue:
+                answers = await self._looks(caller, order, queue)
+                refused += _refusals(queue, answers)
+                looked = zip(queue, answers, strict=True)
+                queue = deque(c for c, a in looked if isinstance(a, Answer) and not a.is_error)
+        if revision:
+            await self._store.drop(order.kernel_id, revision)
+        if refused and refused[-1][1].code not in ELSEWHERE | {"NodeUnavailable"}:
+            raise refused[-1][1]
+        raise refusal(view, request, order.constraints, refused)
+
+    def _route(self, caller: Caller, order: Order, candidate: Candidate) -> Route:
+        return Route(
+            kernel_id=order.kernel_id,
+            node_id=candidate.node_id,
+            agent_id=candidate.agent_id,
+            request_hash=order.request_hash,
+            owner=secrets.token_hex(8),
+            created_by=caller.name,
+        )
+
+    async def _looks(
+        self, caller: Caller, order: Order, choices: Sequence[Candidate]
+    ) -> list[Answer | NodeUnavailable]:
+        """Ask for decisions, of all at once."""
+
+        async def look(candidate: Candidate) -> Answer | NodeUnavailable:
+            node = self._state.node(candidate.node_id)
+            path = f"{path_of(candidate.agent_id)}?dry_run=true"
+            if node is None:
+                return NodeUnavailable(f"node {candidate.node_id} is away")
+            try:
+                return await self._nodes.ask(
+                    node, caller, "POST", path, body=order.body, patience_s=LOOK_PATIENCE_S
+                )
+            except NodeUnavailable as error:
+                return error
+
+        return list(await asyncio.gather(*(look(candidate) for candidate in choices)))
+
+    async def _again(self, caller: Caller, order: Order, kept: Kept) -> Placed | None:
+        """Find what an order for this kernel id came to; None: nothing, and the id is free.
+
+        Raises:
+            KernelConflict: it was another order's.
+            AgentdError: the node's refusal, or it does not answer.
+        """
+        route = kept.route
+        if why := _why_other(caller, order, route):
+            if await self._is_gone(kept):
+                return None
+            raise KernelConflict(why)
+        if route.progress is Progress.PLACED:
+            node = self._asker.known(route)
+            answer = await self._nodes.ask(node, caller, "GET", f"/v1/kernels/{route.kernel_id}")
+            if answer.is_error and answer.error().code == "UnknownKernel":
+                await self._store.drop(route.kernel_id, kept.revision)
+                return None
+            return _found(answer, route)
+        if not await self._stands_still(kept):
+            return None
+        mine, began = replace(route, owner=secrets.token_hex(8)), now()
+        revision = await self._store.keep(mine, kept.revision)
+        if revision is None:
+            return None
+        tried = await self._asker.ask(caller, order, Kept(mine, revision), began)
+        if not tried.answer.is_error:
+            self._note_soon(tried.kept)
+        return _found(tried.answer, route)
+
+    async def _stands_still(self, kept: Kept) -> bool:
+        """Wait a while for whoever may be at work on a route; False: it has changed meanwhile."""
+        end = now() + self._pace.join_s
+        while now() < end:
+            await asyncio.sleep(self._pace.again_s)
+            if await self._store.route(kept.route.kernel_id) != kept:
+                return False
+        return True
+
+    async def _is_gone(self, kept: Kept) -> bool:
+        """Tell whether a placed kernel is not at its node any more; then its id is free."""
+        route = kept.route
+        node = self._state.node(route.node_id)
+        if route.progress is not Progress.PLACED or node is None or not node.is_asked:
+            return False
+        path = f"/v1/kernels/{route.kernel_id}"
+        try:
+            answer = await self._nodes.ask(node, GATEWAY, "GET", path, patience_s=LOOK_PATIENCE_S)
+        except NodeUnavailable:
+            return False
+        if not answer.is_error or answer.error().code != "UnknownKernel":
+            return False
+        await self._store.drop(route.kernel_id, kept.revision)
+        return True
+
+    def _note_soon(self, kept: Kept) -> None:
+        """Write that a kernel is where its route leads, while the caller has its answer already.
+
+        Whoever asks here for that kernel waits for it; if it fails, the sweep finds it.
+        """
+        kernel_id = kept.route.kernel_id
+        task = asyncio.create_task(self._note(kept))
+        self._noting[kernel_id] = task
+        task.add_done_callback(lambda _: self._noting.pop(kernel_id, None))
+
+    async def _note(self, kept: Kept) -> None:
+        placed = replace(kept.route, progress=Progress.PLACED)
+        async with self.alone(placed.kernel_id):
+            try:
+                if await self._store.keep(placed, kept.revision) is None:
+                    await self._reconcile(placed)
+            except AgentdError as error:
+                log.warning("fleet.not_noted", kernel_id=placed.kernel_id, reason=str(error))
+
+    async def _reconcile(self, placed: Route) -> None:
+        """See to a kernel whose route was taken over while its node was asked.
+
+        If the id was freed in the meantime, this kernel came after that and is the id's; if the id
+        is another node's by now, this one is too many.
+        """
+        kernel_id = placed.kernel_id
+        kept = await self._store.route(kernel_id)
+        if kept is None and await self._store.keep(placed, 0) is None:
+            kept = await self._store.route(kernel_id)
+        node = self._state.node(placed.node_id)
+        if kept is None or kept.route.node_id == placed.node_id or node is None:
+            return
+        path = f"/v1/kernels/{kernel_id}"
+        if not (await self._nodes.ask(node, GATEWAY, "GET", path)).is_error:
+            log.warning("fleet.kernel_too_many", kernel_id=kernel_id, node_id=placed.node_id)
+            await self._nodes.ask(node, GATEWAY, "DELETE", f"{path}?timeout=0")
+
+    async def close(self) -> None:
+        """Wait until all that was placed is noted."""
+        await asyncio.gather(*self._noting.values())
+
+    async def noted(self, kernel_id: str) -> None:
+        """Wait until it is noted where a kernel was placed, if that is being done."""
+        if (task := self._noting.get(kernel_id)) is not None:
+            await asyncio.wait([task])
+
+    def is_busy(self, kernel_id: str) -> bool:
+        """Tell whether an order for a kernel id is being carried out here."""
+        lock = self._locks.get(kernel_id)
+        return lock is not None and lock.locked()
+
+
+def _refusals(
+    choices: Sequence[Candidate], answers: Sequence[Answer | NodeUnavailable]
+) -> list[tuple[str, AgentdError]]:
+    """Return who of those that were looked at said no, and how."""
+    return [
+        (candidate.node_id, answer.error() if isinstance(answer, Answer) else answer)
+        for candidate, answer in zip(choices, answers, strict=True)
+        if not isinstance(answer, Answer) or answer.is_error
+    ]
+
+
+def _why_other(caller: Caller, order: Order, route: Route) -> str:
+    """Return why an order is refused whose kernel id another order has; empty if none has it.
+
+    Whoever may not see that kernel learns only that it is there.
+    """
+    if not caller.sees(route.agent_id):
+        return f"kernel {route.kernel_id} exists already"
+    if route.request_hash != order.request_hash:
+        return f"kernel {route.kernel_id} exists on node {route.node_id} with another request"
+    return ""
+
+
+def _found(answer: Answer, route: Route) -> Placed:
+    if answer.is_error:
+        raise answer.error()
+    status = HTTPStatus.OK if answer.status == HTTPStatus.CREATED else answer.status
+    return Placed(answer._replace(status=status), route.node_id, route.agent_id)

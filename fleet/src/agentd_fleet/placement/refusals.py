@@ -1,0 +1,127 @@
+"""A refusal of the whole fleet: the nodes' own problem, and who could not by class."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from agentd.core.slots import ResourceSlots, format_amount
+from agentd.errors import (
+    AgentdError,
+    InsufficientResource,
+    NodeUnavailable,
+    UnknownAgent,
+    UnknownNode,
+)
+from agentd_fleet.placement.candidates import MOST_NAMED, NEWER, Constraints, Unfit, unfit
+from agentd_fleet.view.fleet_view import FleetView
+
+PASSING = frozenset(
+    {"lost", "daemon-down", NEWER, "said NodeUnavailable", "said NotReady", "said Draining"}
+)
+"""Classes that say nothing of what there is."""
+
+
+class NoNode(NodeUnavailable):
+    """No node that comes into question answers."""
+
+    def __init__(self, classes: Sequence[Unfit]) -> None:
+        self.classes = tuple(classes)
+        super().__init__(f"no node answers that could be asked: {_told(classes)}")
+
+    def facts(self) -> Mapping[str, object]:
+        return {"classes": _wire(self.classes)}
+
+
+class NoPlace(InsufficientResource):
+    """No agent of the fleet can give this now; `classes` says why: reason, count, some nodes."""
+
+    def __init__(
+        self, slot: str, requested: str, free: str, classes: Sequence[Unfit], explain: object
+    ) -> None:
+        rows = explain if isinstance(explain, (list, tuple)) else ()
+        super().__init__(slot, requested, free, rows)
+        self.classes = tuple(classes)
+        self.args = (f"{slot}: {requested} asked for; {_told(classes)}",)
+
+    def facts(self) -> Mapping[str, object]:
+        return {**super().facts(), "classes": _wire(self.classes)}
+
+
+def _told(classes: Sequence[Unfit]) -> str:
+    return ", ".join(f"{row.count} {row.reason}" for row in classes)
+
+
+def _wire(classes: Sequence[Unfit]) -> list[dict[str, object]]:
+    return [{"reason": row.reason, "count": row.count, "nodes": list(row.nodes)} for row in classes]
+
+
+def refusal(
+    view: FleetView,
+    request: ResourceSlots,
+    constraints: Constraints,
+    refused: Sequence[tuple[str, AgentdError]],
+) -> AgentdError:
+    """Return why nobody can give a request: what nodes said, and what the view says of others."""
+    asked = {node_id for node_id, _ in refused}
+    classes = [*_said(refused), *_others(view, request, constraints, asked)]
+    if not classes:
+        return _nowhere(view, constraints)
+    if {row.reason for row in classes} <= PASSING:
+        return NoNode(classes)
+    slot, free = _scarcest(view, request, constraints)
+    kind = view.slot_types[slot].kind
+    explain = next((getattr(e, "explain", ()) for _, e in reversed(refused)), ())
+    return NoPlace(
+        slot, format_amount(request[slot], kind), format_amount(free, kind), classes, explain
+    )
+
+
+def _said(refused: Sequence[tuple[str, AgentdError]]) -> list[Unfit]:
+    """Return the classes of those that were asked."""
+    counts = Counter(_class(error) for _, error in refused)
+    return [
+        Unfit(reason, count, tuple(n for n, e in refused if _class(e) == reason)[:MOST_NAMED])
+        for reason, count in counts.most_common()
+    ]
+
+
+def _class(error: AgentdError) -> str:
+    return "full when asked" if error.code == "InsufficientResource" else f"said {error.code}"
+
+
+def _others(
+    view: FleetView, request: ResourceSlots, constraints: Constraints, asked: set[str]
+) -> list[Unfit]:
+    if asked:
+        left = (constraints.nodes or view.nodes.keys()) - asked
+        constraints = replace(constraints, nodes=frozenset(left))
+    return unfit(view, request, constraints)
+
+
+def _nowhere(view: FleetView, constraints: Constraints) -> AgentdError:
+    """Return the error of a request that no agent is there for at all."""
+    named = constraints.nodes or frozenset()
+    if constraints.agents is None and (unknown := sorted(named - view.nodes.keys())):
+        return UnknownNode(f"no node {', '.join(unknown)} in this fleet")
+    agents = ", ".join(sorted(constraints.agents or ())) or "any"
+    labels = ", ".join(f"{k}={v}" for k, v in constraints.labels.items())
+    return UnknownAgent(
+        f"no agent in this fleet is one of {agents}"
+        + (f" on a node with {labels}" if labels else "")
+    )
+
+
+def _scarcest(view: FleetView, request: ResourceSlots, constraints: Constraints) -> tuple[str, int]:
+    """Return the slot that is furthest from being had, and the most that one agent has free."""
+    names = list(request) or ["cpu"]
+    most = dict.fromkeys(names, 0)
+    for node_id in constraints.nodes or view.nodes:
+        node = view.nodes.get(node_id)
+        for agent, offer in node.offers.items() if node is not None else ():
+            if constraints.agents is None or agent in constraints.agents:
+                for name in names:
+                    most[name] = max(most[name], offer.free[name])
+    slot = min(names, key=lambda name: (most[name] / (request[name] or 1), name))
+    return slot, most[slot]

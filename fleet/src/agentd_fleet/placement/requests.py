@@ -1,0 +1,93 @@
+"""What is asked of the fleet: a node's request for a kernel, and where it may go."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Annotated, Any
+
+import msgspec
+from pydantic import Field
+
+from agentd.core.access import Caller
+from agentd.core.slots import WrittenFloat
+from agentd.errors import InvalidRequest, Problem
+from agentd.rpc.requests import Body, CreateKernelRequest, Labels, Names
+from agentd_fleet.placement.candidates import Constraints, Policy
+
+
+class Placement(Body):
+    """Where a kernel may go; what is absent does not narrow."""
+
+    nodes: Names | None = None
+    agents: Names | None = None
+    labels: Labels = Field(default_factory=dict)
+    models: Names | None = None
+    policy: Annotated[Policy, Field(strict=False)] | None = None
+
+
+class FleetKernelRequest(CreateKernelRequest):
+    """A node's request for a kernel, and `placement`."""
+
+    placement: Placement = Placement()
+
+
+@dataclass(frozen=True)
+class Order:
+    """A request for a kernel, as the fleet carries it out: once for its `kernel_id`."""
+
+    kernel_id: str
+    request_hash: str
+    slots: Mapping[str, object]
+    constraints: Constraints
+    policy: Policy | None
+    body: bytes
+    is_new: bool
+    """Whether the kernel id was made here, so that nobody can have used it."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+def order_of(
+    request: FleetKernelRequest, caller: Caller, headers: Mapping[str, str] | None = None
+) -> Order:
+    """Return what a caller asks for; only its own agents come into question.
+
+    Raises:
+        InvalidRequest: it names devices, which are ones of a single node, and not that node.
+    """
+    wanted = request.placement
+    if request.devices and (wanted.nodes is None or len(wanted.nodes) != 1):
+        why = "devices are those of one node: name it, and it alone, in placement.nodes"
+        raise InvalidRequest([Problem("devices", why)])
+    agents = None if wanted.agents is None else frozenset(wanted.agents)
+    if caller.agents is not None:
+        agents = caller.agents if agents is None else agents & caller.agents
+    kernel_id = request.kernel_id or f"k-{uuid.uuid4().hex[:12]}"
+    content = request.model_dump(mode="json", exclude_unset=True, exclude={"placement", "slots"})
+    content |= {"kernel_id": kernel_id, "slots": dict(request.slots)}
+    where = wanted.model_dump(mode="json", exclude_defaults=True)
+    said = msgspec.json.encode([request.digest(""), where], order="deterministic")
+    return Order(
+        kernel_id=kernel_id,
+        request_hash=sha256(said).hexdigest()[:32],
+        slots=request.slots,
+        constraints=Constraints(
+            nodes=None if wanted.nodes is None else frozenset(wanted.nodes),
+            agents=agents,
+            labels=wanted.labels,
+            models=None if wanted.models is None else frozenset(wanted.models),
+        ),
+        policy=wanted.policy,
+        body=msgspec.json.encode(content, enc_hook=_text),
+        is_new=request.kernel_id is None,
+        headers=headers or {},
+    )
+
+
+def _text(amount: Any) -> str:  # noqa: ANN401 - JSON
+    """Return an amount as it was written, wherever in `slots` it stands."""
+    if isinstance(amount, WrittenFloat):
+        return amount.text
+    raise NotImplementedError(type(amount))

@@ -1,0 +1,159 @@
+"""Routes held to what their nodes have: creates nobody saw the end of, and kernels that went."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+
+import structlog
+from msgspec.structs import replace
+
+from agentd.errors import AgentdError, NodeUnavailable, Unavailable
+from agentd_fleet.gateway.kernels import LIST
+from agentd_fleet.nodes import GATEWAY, Nodes
+from agentd_fleet.placement.attempts import Pace
+from agentd_fleet.placement.placer import Placer
+from agentd_fleet.store.route import Kept, Progress, Store
+from agentd_fleet.view.fleet_state import FleetState
+from agentd_fleet.view.fleet_view import FleetNode, NodeStatus
+
+log = structlog.get_logger()
+
+REST, MOST_REST_S = 20.0, 30.0
+"""How much longer than the work of a sweep the pause after it is, at most so long."""
+PATIENCE_S = 5.0
+AT_ONCE = 8
+"""How many nodes are asked at the same time."""
+COMING = ("preparing", "pulling", "creating")
+"""States of kernels that may yet come to nothing."""
+_Key = tuple[str, int]
+
+
+class Sweep:
+    """Looks at all routes now and then; any number of gateways may do so at once.
+
+    Each node that is ready is asked for one list. A route that has just changed is somebody's at
+    work. One is dropped only if its node said twice that it has no such kernel, with more time in
+    between than a request can be under way to it, and did not fail to answer meanwhile. How long
+    is told by this process's own clock, which nobody sets. What leads to a node that is not ready
+    waits for its return.
+    """
+
+    def __init__(
+        self, store: Store, state: FleetState, nodes: Nodes, placer: Placer, pace: Pace
+    ) -> None:
+        self._store = store
+        self._state = state
+        self._nodes = nodes
+        self._placer = placer
+        self._pace = pace
+        self._seen: dict[_Key, float] = {}
+        self._absent: dict[_Key, float] = {}
+        self._only_routed: set[str] = set()
+
+    async def run(self) -> None:
+        """Sweep until cancelled."""
+        while True:
+            began = time.thread_time()
+            try:
+                await self.once()
+            except AgentdError as error:
+                log.info("fleet.sweep_later", reason=str(error))
+            worked_s = time.thread_time() - began
+            pause_s = max(self._pace.sweep_s, min(MOST_REST_S, REST * worked_s))
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
+
+    async def once(self) -> None:
+        """Look at every route once: nodes that routes lead to are known, and routes are true."""
+        now = asyncio.get_running_loop().time()
+        routes: defaultdict[str, list[Kept]] = defaultdict(list)
+        async for page in self._store.routes():
+            for kept in page:
+                routes[kept.route.node_id].append(kept)
+        self._know(routes.keys())
+        keys = [_key(kept) for some in routes.values() for kept in some]
+        self._seen = {key: self._seen.get(key, now) for key in keys}
+        self._absent = {key: at for key, at in self._absent.items() if key in self._seen}
+        turn = asyncio.Semaphore(AT_ONCE)
+
+        async def settled(node_id: str, some: Sequence[Kept]) -> None:
+            async with turn:
+                await self._settled(node_id, some, now)
+
+        await asyncio.gather(*(settled(*item) for item in routes.items()))
+
+    def _know(self, routed: Collection[str]) -> None:
+        """List the nodes that routes lead to as lost, for as long as nothing else tells of them."""
+        for node_id in routed:
+            if self._state.node(node_id) is None:
+                self._state.lose(node_id, time.time())
+                self._only_routed.add(node_id)
+        for node_id in list(self._only_routed):
+            node = self._state.node(node_id)
+            if node is None or node.status is not NodeStatus.LOST or node.url:
+                self._only_routed.discard(node_id)
+            elif node_id not in routed:
+                self._only_routed.discard(node_id)
+                self._state.forget(node_id)
+
+    async def _settled(self, node_id: str, some: Sequence[Kept], now: float) -> None:
+        """Settle the routes to a node; whatever is wrong with one stops no other node's."""
+        node = self._state.node(node_id)
+        grown = [
+            kept
+            for kept in some
+            if kept.route.progress is Progress.PLACED
+            or now - self._seen[_key(kept)] >= 2 * self._pace.insist_s
+        ]
+        if node is None or not grown:
+            return
+        try:
+            states = await self._states(node)
+            if states is None:
+                for kept in some:
+                    self._absent.pop(_key(kept), None)
+                return
+            for kept in grown:
+                await self._settle(kept, states)
+        except (Unavailable, NodeUnavailable) as error:
+            log.info("fleet.sweep_later", node_id=node_id, reason=str(error))
+        except Exception as error:  # noqa: BLE001 - what a node answers is anything
+            log.warning("fleet.not_settled", node_id=node_id, reason=repr(error))
+
+    async def _states(self, node: FleetNode) -> Mapping[str, str] | None:
+        """Return the states of a node's kernels; None: it cannot be asked, or does not tell."""
+        if not node.is_asked:
+            return None
+        try:
+            answer = await self._nodes.ask(
+                node, GATEWAY, "GET", "/v1/kernels", patience_s=PATIENCE_S
+            )
+        except NodeUnavailable:
+            return None
+        if answer.is_error:
+            return None
+        return {row["kernel_id"]: row["state"] for row in LIST.decode(answer.body)}
+
+    async def _settle(self, kept: Kept, states: Mapping[str, str]) -> None:
+        route, key = kept.route, _key(kept)
+        if self._placer.is_busy(route.kernel_id):
+            return
+        async with self._placer.alone(route.kernel_id):
+            if (state := states.get(route.kernel_id)) is not None:
+                self._absent.pop(key, None)
+                if route.progress is Progress.PLACING and state not in COMING:
+                    await self._store.keep(replace(route, progress=Progress.PLACED), kept.revision)
+                    log.info("fleet.settled", kernel_id=route.kernel_id, node_id=route.node_id)
+                return
+            now = asyncio.get_running_loop().time()
+            since = self._absent.setdefault(key, now)
+            if now - since >= self._pace.settled_s:
+                await self._store.drop(route.kernel_id, kept.revision)
+                log.info("fleet.not_there", kernel_id=route.kernel_id, node_id=route.node_id)
+
+
+def _key(kept: Kept) -> _Key:
+    return kept.route.kernel_id, kept.revision

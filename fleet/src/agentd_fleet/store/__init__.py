@@ -1,0 +1,1 @@
+"""The store: routes and nodes, in etcd or in one SQLite file."""

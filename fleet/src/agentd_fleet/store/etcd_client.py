@@ -1,0 +1,313 @@
+"""A client of etcd v3 over its HTTP/JSON gateway: keys, leases and watches, and no gRPC.
+
+A write whose answer is lost may have been done. It is sent again, so each method says what it
+takes the second answer for; and a call that ends in `EtcdUnavailable` may have been done, or may
+be done yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from base64 import b64decode, b64encode
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from agentd_fleet.store.etcd_transport import (
+    Access,
+    Compacted,
+    EtcdRefused,
+    EtcdUnavailable,
+    Gateway,
+    LeaseGone,
+)
+
+__all__ = [
+    "Access",
+    "Change",
+    "Compacted",
+    "Etcd",
+    "EtcdRefused",
+    "EtcdUnavailable",
+    "KeyValue",
+    "LeaseGone",
+]
+
+MOST_CREATED = 100
+"""Keys of one `create_all`: etcd takes 128 operations in a transaction by default."""
+_RANGE = "/v3/kv/range"
+_TXN = "/v3/kv/txn"
+_ONE_KEY: Mapping[str, object] = {"limit": "1", "keys_only": True}
+
+
+@dataclass(frozen=True, slots=True)
+class KeyValue:
+    """A key as it is at one revision; `lease` is 0 where it has none."""
+
+    key: str
+    value: bytes
+    mod_revision: int
+    create_revision: int
+    lease: int
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A key that was written, or deleted where `value` is None."""
+
+    key: str
+    value: bytes | None
+    mod_revision: int
+
+
+class Etcd:
+    """One store, asked as one user; each call takes `timeout_s` seconds at most.
+
+    Every method raises `EtcdUnavailable` or `EtcdRefused` where etcd does not do as asked.
+    """
+
+    def __init__(self, access: Access, *, timeout_s: float = 3.0) -> None:
+        self._gateway = Gateway(access, timeout_s)
+
+    async def __aenter__(self) -> Self:
+        await self._gateway.open()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._gateway.close()
+
+    async def get(self, key: str) -> KeyValue | None:
+        """Return the key as it is now, None where there is none."""
+        answer, _ = await self._gateway.call(_RANGE, {"key": _coded(key)})
+        return next(_key_values(answer), None)
+
+    async def range(self, prefix: str, *, page: int = 1000) -> tuple[list[KeyValue], int]:
+        """Return all keys below a prefix, in order, and the one revision at which they were read.
+
+        Raises:
+            Compacted: the store gave that revision up in the meantime.
+        """
+        found: list[KeyValue] = []
+        at = 0
+        async for items, revision in self._pages(prefix, page, at):
+            found += items
+            at = revision
+        return found, at
+
+    async def pages(
+        self, prefix: str, *, page: int = 1000, at: int = 0
+    ) -> AsyncGenerator[list[KeyValue], None]:
+        """Yield what `range` returns page by page; `at` is the revision to read, 0 for now.
+
+        Raises:
+            Compacted: the store gave that revision up in the meantime.
+        """
+        async for items, _ in self._pages(prefix, page, at):
+            if items:
+                yield items
+
+    async def _pages(
+        self, prefix: str, page: int, at: int
+    ) -> AsyncGenerator[tuple[list[KeyValue], int], None]:
+        span = _span(prefix)
+        more = True
+        while more:
+            body = {**span, "limit": str(page), "revision": str(at)}
+            answer, _ = await self._gateway.call(_RANGE, body)
+            at = at or _revision_of(answer)
+            yield list(_key_values(answer)), at
+            if more := answer.get("more", False):
+                last = b64decode(answer["kvs"][-1]["key"])
+                span["key"] = b64encode(last + b"\0").decode()
+
+    async def revision(self, key: str = "\0") -> int:
+        """Return the store's revision now; `key` is one that the user may read."""
+        answer, _ = await self._gateway.call(_RANGE, {**_ONE_KEY, "key": _coded(key)})
+        return _revision_of(answer)
+
+    async def put(self, key: str, value: bytes, *, lease: int = 0) -> int:
+        """Write a key whatever it was, and return its new revision.
+
+        Raises:
+            LeaseGone: there is no such lease.
+        """
+        answer, _ = await self._gateway.call("/v3/kv/put", _written(key, value, lease))
+        return _revision_of(answer)
+
+    async def put_if(self, key: str, value: bytes, *, expected: int, lease: int = 0) -> int | None:
+        """Write a key whose revision is `expected` (0: there is none), and return its new one.
+
+        None says that it has another. Where an answer was lost and the key is found with this
+        very value and lease, it is taken for written by this call: values must be unique.
+
+        Raises:
+            LeaseGone: there is no such lease.
+        """
+        write = {"request_put": _written(key, value, lease)}
+        answer, is_repeat = await self._compared(key, expected, write)
+        if answer.get("succeeded", False):
+            return _revision_of(answer)
+        found = _found(answer)
+        is_ours = is_repeat and found is not None and (found.value, found.lease) == (value, lease)
+        return found.mod_revision if is_ours and found is not None else None
+
+    async def create_all(self, values: Mapping[str, bytes]) -> None:
+        """Write those of the keys that do not exist, in one transaction; the others stay.
+
+        At most `MOST_CREATED` keys.
+        """
+        creates = [
+            {
+                "request_txn": {
+                    "compare": [_revision_is(key, 0)],
+                    "success": [{"request_put": _written(key, value, 0)}],
+                }
+            }
+            for key, value in values.items()
+        ]
+        await self._gateway.call(_TXN, {"success": creates})
+
+    async def delete_without(self, without: str, *keys: str) -> bool:
+        """Delete keys if there is no key `without`, all at once, and tell whether that was so."""
+        deletes = [{"request_delete_range": {"key": _coded(key)}} for key in keys]
+        body = {"compare": [_revision_is(without, 0)], "success": deletes}
+        answer, _ = await self._gateway.call(_TXN, body)
+        return bool(answer.get("succeeded", False))
+
+    async def delete_if(self, key: str, *, expected: int, without: str = "") -> bool:
+        """Delete a key whose revision is `expected`, and tell whether that was so.
+
+        With `without` only while there is no such key. Where an answer was lost, True says that
+        what had that revision is gone, by whomever.
+        """
+        write = {"request_delete_range": {"key": _coded(key)}}
+        absent = [_revision_is(without, 0)] if without else []
+        answer, is_repeat = await self._compared(key, expected, write, absent)
+        found = _found(answer)
+        is_gone = found is None or found.create_revision > expected
+        return answer.get("succeeded", False) or (is_repeat and is_gone)
+
+    async def _compared(
+        self,
+        key: str,
+        expected: int,
+        write: Mapping[str, object],
+        also: Sequence[Mapping[str, object]] = (),
+    ) -> tuple[dict[str, Any], bool]:
+        """Write if the key has this revision, else read it; and tell whether it was sent before."""
+        read = {"request_range": {"key": _coded(key)}}
+        compare = [_revision_is(key, expected), *also]
+        body = {"compare": compare, "success": [write], "failure": [read]}
+        return await self._gateway.call(_TXN, body)
+
+    async def delete(self, key: str) -> bool:
+        """Delete a key, and tell whether there was one; True too where an answer was lost."""
+        answer, is_repeat = await self._gateway.call("/v3/kv/deleterange", {"key": _coded(key)})
+        return is_repeat or "deleted" in answer
+
+    async def grant(self, ttl_s: int) -> int:
+        """Return a new lease, which ends `ttl_s` seconds after it was last kept alive."""
+        answer, _ = await self._gateway.call("/v3/lease/grant", {"TTL": str(ttl_s)})
+        return int(answer["ID"])
+
+    async def keep_alive(self, lease: int) -> int:
+        """Prolong a lease, and return the seconds that it has from now; 0: it is gone."""
+        answer, _ = await self._gateway.call("/v3/lease/keepalive", {"ID": str(lease)})
+        return int(answer["result"].get("TTL", 0))
+
+    async def watch(
+        self, prefix: str, *, after: int, silence_s: float | None = None
+    ) -> AsyncGenerator[tuple[list[Change], int], None]:
+        """Yield the changes below a prefix since `after`, in order, and how far they reach.
+
+        That revision is the `after` of the next watch; it may come without a change. After
+        `silence_s` seconds without a word the endpoint is asked whether it is still there and has
+        a leader. Close the iterator (`contextlib.aclosing`) to end the watch.
+
+        Raises:
+            EtcdUnavailable: the connection ended, or its endpoint no longer answers.
+            Compacted: the revisions are gone, or the store has not come as far as `after`.
+        """
+        request = {**_span(prefix), "start_revision": str(after + 1), "progress_notify": True}
+        stream = await self._gateway.stream("/v3/watch", {"create_request": request})
+        try:
+            if silence_s is not None:
+                stream.keep_alive(silence_s)
+            while True:
+                try:
+                    async with asyncio.timeout(silence_s):
+                        message = await stream.next()
+                except TimeoutError:
+                    await self._still_there(stream.endpoint, prefix, after)
+                    continue
+                changes = [_change(event) for event in message.get("events", ())]
+                # A header may be ahead of the events with it, where etcd tells them in parts.
+                reached = changes[-1].mod_revision if changes else _revision_of(message)
+                after = max(after, reached)
+                yield changes, after
+        finally:
+            stream.close()
+
+    async def _still_there(self, endpoint: str, prefix: str, after: int) -> None:
+        body = {**_ONE_KEY, "key": _coded(prefix or "\0")}
+        if (now := _revision_of(await self._gateway.call_at(endpoint, _RANGE, body))) < after:
+            raise Compacted(f"{endpoint}: the store is at revision {now}, before {after}")
+
+
+def _coded(key: str) -> str:
+    return b64encode(key.encode(errors="surrogateescape")).decode()
+
+
+def _span(prefix: str) -> dict[str, object]:
+    """Return the members that name all keys below a prefix; an empty one has all there are."""
+    start = prefix.encode(errors="surrogateescape")
+    end = start[:-1] + bytes([start[-1] + 1]) if start else b"\0"
+    return {"key": b64encode(start or b"\0").decode(), "range_end": b64encode(end).decode()}
+
+
+def _revision_is(key: str, revision: int) -> dict[str, object]:
+    """Return a condition: a key is at this revision; 0 says that there is none."""
+    return {"target": "MOD", "key": _coded(key), "mod_revision": str(revision)}
+
+
+def _written(key: str, value: bytes, lease: int) -> dict[str, object]:
+    return {"key": _coded(key), "value": b64encode(value).decode(), "lease": str(lease)}
+
+
+def _key(member: Mapping[str, Any]) -> str:
+    return b64decode(member["key"]).decode(errors="surrogateescape")
+
+
+def _key_values(answer: Mapping[str, Any]) -> Iterator[KeyValue]:
+    """Read the keys of an answer, in which whatever is zero or empty is left out."""
+    for member in answer.get("kvs", ()):
+        yield KeyValue(
+            key=_key(member),
+            value=b64decode(member.get("value", "")),
+            mod_revision=int(member["mod_revision"]),
+            create_revision=int(member["create_revision"]),
+            lease=int(member.get("lease", 0)),
+        )
+
+
+def _found(answer: Mapping[str, Any]) -> KeyValue | None:
+    """Return the key that a transaction read because it did not write."""
+    read = answer.get("responses", [{}])[0].get("response_range", {})
+    return next(_key_values(read), None)
+
+
+def _change(event: Mapping[str, Any]) -> Change:
+    member = event["kv"]
+    is_deleted = event.get("type") == "DELETE"
+    value = None if is_deleted else b64decode(member.get("value", ""))
+    return Change(_key(member), value, int(member["mod_revision"]))
+
+
+def _revision_of(answer: Mapping[str, Any]) -> int:
+    return int(answer["header"]["revision"])

@@ -1,0 +1,319 @@
+"""The fleet in etcd: nodes publish under a lease, gateways watch, routes change one by one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections import defaultdict
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from dataclasses import replace
+from itertools import islice
+
+import msgspec
+import structlog
+
+from agentd.core.names import is_name, shortened
+from agentd.core.slots import SlotName, SlotType
+from agentd.errors import AgentdError
+from agentd_fleet.store.etcd_client import MOST_CREATED, Compacted, Etcd, KeyValue
+from agentd_fleet.store.keys import key_of, prefix_of
+from agentd_fleet.store.route import Kept, Route, RouteUnreadable, StoreAway, read_route
+from agentd_fleet.view.fleet_state import FleetState
+from agentd_fleet.view.fleet_view import FleetNode, NodeStatus
+from agentd_fleet.view.reports import (
+    KnownNode,
+    Published,
+    SlotTypeReport,
+    known_in,
+    published_in,
+    slot_type_in,
+    slot_type_report,
+    with_free,
+)
+
+log = structlog.get_logger()
+
+SILENCE_S = 5.0
+"""A watch that says nothing for so long is asked whether it is still there."""
+AGAIN_S = (0.2, 2.0)
+"""How long to wait before etcd is asked anew, drawn by chance so that not all come at once."""
+
+
+class EtcdStore:
+    """`Store` in etcd; implements what `route.Store` promises."""
+
+    def __init__(self, etcd: Etcd, fleet: str, state: FleetState) -> None:
+        self._etcd = etcd
+        self._prefix = prefix_of(fleet)
+        self._state = state
+        self._reports: dict[str, Published] = {}
+        self._free: dict[str, bytes] = {}
+        self._known: dict[str, bytes] = {}
+        self._forgotten: dict[str, int] = {}
+        self._have_nodes = asyncio.Event()
+        self._away: dict[str, str] = dict.fromkeys(
+            ("slot-types/", "nodes/", "free/", "known/"), "etcd has not answered yet"
+        )
+        self._unwritten: dict[SlotName, SlotType] = {}
+        self._awaited: set[SlotName] = set()
+        """Slot types that this gateway writes, or wrote and has not heard of yet."""
+        self._has_unwritten = asyncio.Event()
+        self._unreadable: set[tuple[str, int]] = set()
+        self._writing: set[asyncio.Task[None]] = set()
+
+    def why_not_live(self) -> str:
+        return next((why for why in self._away.values() if why), "")
+
+    async def route(self, kernel_id: str) -> Kept | None:
+        found = await self._etcd.get(key_of(self._prefix, "routes", kernel_id))
+        return None if found is None else self._kept(found)
+
+    async def keep(self, route: Route, expected: int) -> int | None:
+        key = key_of(self._prefix, "routes", route.kernel_id)
+        return await self._etcd.put_if(key, msgspec.json.encode(route), expected=expected)
+
+    async def rewrite(self, unread: RouteUnreadable) -> int | None:
+        key = key_of(self._prefix, "routes", unread.kernel_id)
+        return await self._etcd.put_if(key, unread.value, expected=unread.revision)
+
+    async def drop(self, kernel_id: str, expected: int) -> bool:
+        key = key_of(self._prefix, "routes", kernel_id)
+        return await self._etcd.delete_if(key, expected=expected)
+
+    async def routes(self) -> AsyncIterator[list[Kept]]:
+        try:
+            async for page in self._etcd.pages(f"{self._prefix}routes/"):
+                yield [kept for found in page if (kept := self._read(found)) is not None]
+        except Compacted as error:
+            raise StoreAway(f"the routes changed too much while they were read: {error}") from None
+
+    def _kept(self, found: KeyValue) -> Kept:
+        kernel_id = found.key.removeprefix(f"{self._prefix}routes/")
+        return read_route(kernel_id, found.value, found.mod_revision)
+
+    def _read(self, found: KeyValue) -> Kept | None:
+        try:
+            return self._kept(found)
+        except RouteUnreadable as error:
+            if (what := (found.key, found.mod_revision)) not in self._unreadable:
+                self._unreadable.add(what)
+                log.warning("fleet.route_unreadable", key=found.key, reason=str(error))
+            return None
+
+    async def unlearn(self, name: SlotName) -> None:
+        await self._etcd.delete(f"{self._prefix}slot-types/{name}")
+
+    async def forget(self, node: FleetNode) -> bool:
+        nodes, free, known = (
+            key_of(self._prefix, part, node.node_id) for part in ("nodes", "free", "known")
+        )
+        if not await self._etcd.delete_without(nodes, known, free):
+            return False
+        async for page in self.routes():
+            for route, revision in page:
+                if route.node_id == node.node_id:
+                    key = key_of(self._prefix, "routes", route.kernel_id)
+                    await self._etcd.delete_if(key, expected=revision, without=nodes)
+        self._state.forget(node.node_id)
+        return True
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._follow("slot-types/", self._slot_types_are, self._slot_type))
+            group.create_task(self._follow("nodes/", self._nodes_are, self._node))
+            group.create_task(self._follow("free/", self._free_are, self._freed))
+            group.create_task(self._follow("known/", self._known_are, self._knows))
+            group.create_task(self._write())
+
+    async def _follow(
+        self,
+        part: str,
+        are: Callable[[Mapping[str, KeyValue], int], Awaitable[None]],
+        changed: Callable[[str, bytes | None, int], Awaitable[None]],
+    ) -> None:
+        """Read all keys below a part, then every change, for ever."""
+        prefix, after = f"{self._prefix}{part}", 0
+        while True:
+            try:
+                if not after:
+                    found, after = await self._etcd.range(prefix)
+                    await are({pair.key.removeprefix(prefix): pair for pair in found}, after)
+                self._away[part] = ""
+                watch = self._etcd.watch(prefix, after=after, silence_s=SILENCE_S)
+                async with contextlib.aclosing(watch) as changes:
+                    async for batch, revision in changes:
+                        self._away[part] = ""
+                        for change in batch:
+                            name = change.key.removeprefix(prefix)
+                            await changed(name, change.value, change.mod_revision)
+                        after = max(after, revision)
+            except Compacted:
+                after = 0
+                continue
+            except AgentdError as error:
+                if not self._away[part]:
+                    log.warning("fleet.store_away", part=part, reason=str(error))
+                self._away[part] = str(error)
+            await asyncio.sleep(random.uniform(*AGAIN_S))  # noqa: S311 - no secret
+
+    async def _slot_types_are(self, found: Mapping[str, KeyValue], _: int) -> None:
+        pairs = sorted(found.items(), key=lambda item: item[1].create_revision)
+        read = (self._slot_type_in(name, pair.value) for name, pair in pairs)
+        self._state.know([slot for slot in read if slot is not None])
+        self._awaited.intersection_update(self._unwritten)
+        offered: defaultdict[SlotName, list[tuple[str, SlotType]]] = defaultdict(list)
+        for node_id, report in self._reports.items():
+            for slot in self._state.learned(report.node):
+                offered[slot.name].append((node_id, slot))
+        self._soon(self._teach_offered(list(offered.values())))
+
+    async def _slot_type(self, name: str, value: bytes | None, _: int) -> None:
+        if value is None:
+            self._awaited.discard(name)
+            self._state.unlearn(name)
+        elif (slot := self._slot_type_in(name, value)) is not None:
+            self._awaited.discard(name)
+            self._state.learn(slot)
+
+    def _slot_type_in(self, name: str, value: bytes) -> SlotType | None:
+        try:
+            return slot_type_in(msgspec.json.decode(value, type=SlotTypeReport))
+        except (msgspec.MsgspecError, ValueError) as error:
+            log.warning("fleet.slot_type_unreadable", name=name, reason=str(error))
+            return None
+
+    async def _nodes_are(self, found: Mapping[str, KeyValue], _: int) -> None:
+        for node_id in self._reports.keys() - found.keys():
+            await self._node(node_id, None, 0)  # when it went is not known any more
+        for node_id, pair in found.items():
+            await self._node(node_id, pair.value, pair.mod_revision)
+        self._have_nodes.set()
+
+    async def _node(self, node_id: str, value: bytes | None, revision: int) -> None:
+        if not is_name(node_id):
+            log.warning("fleet.node_ignored", key=shortened(node_id))
+            return
+        if value is not None:
+            if self._forgotten.get(node_id, 0) < revision:
+                self._forgotten.pop(node_id, None)
+            self._reports[node_id] = published_in(node_id, value, seen_at=time.time())
+            self._note(node_id)
+        elif self._reports.pop(node_id, None) is not None:
+            if self._forgotten.get(node_id, 0) > revision:
+                self._state.forget(node_id)
+                return
+            self._state.lose(node_id, time.time())
+            if node_id not in self._known:
+                self._soon(self._make_known(node_id))
+
+    async def _known_are(self, found: Mapping[str, KeyValue], revision: int) -> None:
+        await self._have_nodes.wait()
+        for node_id in self._known.keys() - found.keys():
+            await self._knows(node_id, None, revision)
+        for node_id, pair in found.items():
+            await self._knows(node_id, pair.value, pair.mod_revision)
+
+    async def _knows(self, node_id: str, value: bytes | None, revision: int) -> None:
+        """Take in that a node was here once: it is lost, not unknown. None: it is forgotten."""
+        if not is_name(node_id):
+            return
+        if value is None:
+            self._known.pop(node_id, None)
+            self._forgotten[node_id] = revision
+            if node_id not in self._reports:
+                self._state.forget(node_id)
+            return
+        self._known[node_id] = value
+        if node_id not in self._reports and not self._is_listed(node_id):
+            self._state.note(replace(known_in(node_id, value), seen_at=time.time()))
+
+    def _is_listed(self, node_id: str) -> bool:
+        """Tell whether more is known of a node than that it was here."""
+        node = self._state.node(node_id)
+        return node is not None and bool(node.url)
+
+    async def _free_are(self, found: Mapping[str, KeyValue], _: int) -> None:
+        self._free = {}
+        for node_id, pair in found.items():
+            await self._freed(node_id, pair.value, pair.mod_revision)
+
+    async def _freed(self, node_id: str, value: bytes | None, _: int) -> None:
+        if value is None:
+            self._free.pop(node_id, None)
+            return
+        self._free[node_id] = value
+        if node_id in self._reports:
+            self._note(node_id)
+
+    def _note(self, node_id: str) -> None:
+        """Take in a node, and have what it teaches of slots known to all."""
+        node = with_free(self._reports[node_id], self._free.get(node_id))
+        node = replace(node, seen_at=time.time())
+        before = self._state.node(node_id)
+        if node.status is NodeStatus.NEWER and (before is None or before.remark != node.remark):
+            log.warning("fleet.node_newer", node_id=node_id, reason=node.remark)
+        self._state.note(node)
+        self._teach(self._state.learned(node))
+
+    def _teach(self, slots: Iterable[SlotType]) -> None:
+        """Have slot types written that are neither known nor about to be."""
+        new = {slot.name: slot for slot in slots if slot.name not in self._awaited}
+        self._awaited |= new.keys()
+        self._unwritten |= new
+        if new:
+            self._has_unwritten.set()
+
+    def _soon(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.create_task(work)
+        self._writing.add(task)
+        task.add_done_callback(self._writing.discard)
+
+    async def _write(self) -> None:
+        """Write new slot types, many in one transaction, and repeat what etcd did not take."""
+        reason = ""
+        while await self._has_unwritten.wait():
+            some = dict(islice(self._unwritten.items(), MOST_CREATED))
+            values = {
+                f"{self._prefix}slot-types/{name}": msgspec.json.encode(slot_type_report(slot))
+                for name, slot in some.items()
+            }
+            try:
+                await self._etcd.create_all(values)
+            except AgentdError as error:
+                if str(error) != reason:
+                    reason = str(error)
+                    log.warning("slot_types.write_failed", reason=reason)
+                await asyncio.sleep(random.uniform(*AGAIN_S))  # noqa: S311 - not a secret
+                continue
+            for name in some:
+                del self._unwritten[name]
+            if not self._unwritten:
+                self._has_unwritten.clear()
+
+    async def _teach_offered(self, offered: Sequence[Sequence[tuple[str, SlotType]]]) -> None:
+        """Make known what nodes offer, if the node is still there."""
+        with contextlib.suppress(AgentdError):
+            for offers in offered:
+                for node_id, slot in offers:
+                    if await self._etcd.get(key_of(self._prefix, "nodes", node_id)) is not None:
+                        self._teach([slot])
+                        break
+
+    async def _make_known(self, node_id: str) -> None:
+        """Remember a lost node whose publisher did not do so: an older one's, say."""
+        node = self._state.node(node_id)
+        if node is None or node.status is not NodeStatus.LOST:
+            return
+        value = msgspec.json.encode(KnownNode.of(node))
+        with contextlib.suppress(AgentdError):
+            await self._etcd.put_if(key_of(self._prefix, "known", node_id), value, expected=0)

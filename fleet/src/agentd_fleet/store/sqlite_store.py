@@ -1,0 +1,253 @@
+"""A handful of nodes without etcd: one gateway follows them itself, and remembers in one file."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import msgspec.structs
+import structlog
+
+from agentd.client.asynchronous import AsyncClient
+from agentd.core.names import is_name
+from agentd.core.slots import SlotName, SlotType
+from agentd.errors import StateUnavailable
+from agentd_fleet.join.reader import NodeReader
+from agentd_fleet.store.route import Kept, Route, RouteUnreadable, read_route
+from agentd_fleet.view.fleet_state import FleetState
+from agentd_fleet.view.fleet_view import FleetNode
+from agentd_fleet.view.reports import (
+    KnownNode,
+    Reading,
+    SlotTypeReport,
+    first_seen,
+    known_in,
+    published_in,
+    slot_type_in,
+    slot_type_report,
+    with_free,
+)
+
+log = structlog.get_logger()
+
+PAGE = 1000
+FIRST_WORD_S = 4.0
+"""How long nodes have to say a first word before the others are taken for the fleet."""
+_T = TypeVar("_T")
+_SCHEMA = """
+PRAGMA journal_mode = WAL;
+PRAGMA synchronous = FULL;
+CREATE TABLE IF NOT EXISTS routes (kernel_id TEXT PRIMARY KEY, value BLOB, revision INTEGER);
+CREATE TABLE IF NOT EXISTS slot_types (place INTEGER PRIMARY KEY, name TEXT UNIQUE, value BLOB);
+CREATE TABLE IF NOT EXISTS known (node_id TEXT PRIMARY KEY, value BLOB);
+CREATE TABLE IF NOT EXISTS revisions (last INTEGER);
+INSERT INTO revisions SELECT 0 WHERE NOT EXISTS (SELECT * FROM revisions);
+"""
+
+
+class SqliteStore:
+    """`Store` in a file of this gateway's own, with the nodes asked one by one."""
+
+    def __init__(
+        self, file: Path, nodes: Sequence[tuple[str, AsyncClient]], state: FleetState
+    ) -> None:
+        self._file = file
+        self._nodes = nodes
+        self._state = state
+        self._address: dict[str, str] = {}
+        self._known: dict[str, bytes] = {}
+        self._unreadable: set[tuple[str, int]] = set()
+        self._unheard = {address for address, _ in nodes}
+        self._until = time.monotonic() + FIRST_WORD_S
+        self._thread = ThreadPoolExecutor(1, "routes")
+        self._base: sqlite3.Connection | None = None
+
+    async def open(self) -> None:
+        """Open the file, and know the slot types and the nodes that it remembers.
+
+        Raises:
+            StateUnavailable: it cannot be used.
+        """
+        await self._do(self._opened)
+        query = "SELECT value FROM slot_types ORDER BY place"
+        for (value,) in await self._do(lambda: self._rows(query)):
+            try:
+                slot = slot_type_in(msgspec.json.decode(value, type=SlotTypeReport))
+            except (msgspec.MsgspecError, ValueError, TypeError) as error:
+                log.warning("fleet.slot_type_unreadable", reason=str(error))
+            else:
+                self._state.learn(slot)
+        for node_id, value in await self._do(
+            lambda: self._rows("SELECT node_id, value FROM known")
+        ):
+            if is_name(node_id):
+                self._known[node_id] = _bytes(value)
+                node = known_in(node_id, self._known[node_id])
+                self._state.note(dataclasses.replace(node, seen_at=time.time()))
+
+    async def close(self) -> None:
+        """Close the file."""
+        if self._base is not None:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._base.close)
+        self._thread.shutdown()
+
+    def why_not_live(self) -> str:
+        if not self._unheard or time.monotonic() > self._until:
+            return ""
+        return f"{', '.join(sorted(self._unheard))} did not answer yet"
+
+    async def route(self, kernel_id: str) -> Kept | None:
+        query = "SELECT value, revision FROM routes WHERE kernel_id = ?"
+        row = await self._do(lambda: self._sql(query, kernel_id).fetchone())
+        return None if row is None else read_route(kernel_id, _bytes(row[0]), row[1])
+
+    async def keep(self, route: Route, expected: int) -> int | None:
+        value = msgspec.json.encode(route)
+        return await self._do(lambda: self._swapped(route.kernel_id, value, expected))
+
+    async def rewrite(self, unread: RouteUnreadable) -> int | None:
+        work = partial(self._swapped, unread.kernel_id, unread.value, unread.revision)
+        return await self._do(work)
+
+    def _swapped(self, kernel_id: str, value: bytes, expected: int) -> int | None:
+        (revision,) = self._sql("UPDATE revisions SET last = last + 1 RETURNING last").fetchone()
+        if expected:
+            query = "UPDATE routes SET value = ?, revision = ? WHERE kernel_id = ? AND revision = ?"
+            done = self._sql(query, value, revision, kernel_id, expected)
+        else:
+            query = "INSERT OR IGNORE INTO routes VALUES (?, ?, ?)"
+            done = self._sql(query, kernel_id, value, revision)
+        return revision if done.rowcount else None
+
+    async def drop(self, kernel_id: str, expected: int) -> bool:
+        query = "DELETE FROM routes WHERE kernel_id = ? AND revision = ?"
+        return await self._do(lambda: self._sql(query, kernel_id, expected).rowcount > 0)
+
+    async def routes(self) -> AsyncIterator[list[Kept]]:
+        query = (
+            "SELECT kernel_id, value, revision FROM routes WHERE kernel_id > ? ORDER BY 1 LIMIT ?"
+        )
+        after = ""
+        while rows := await self._do(partial(self._rows, query, after, PAGE)):
+            yield [kept for row in rows if (kept := self._read(*row)) is not None]
+            after = rows[-1][0]
+
+    def _read(self, kernel_id: str, value: object, revision: int) -> Kept | None:
+        try:
+            return read_route(kernel_id, _bytes(value), revision)
+        except RouteUnreadable as error:
+            if (what := (kernel_id, revision)) not in self._unreadable:
+                self._unreadable.add(what)
+                log.warning("fleet.route_unreadable", key=kernel_id, reason=str(error))
+            return None
+
+    def _rows(self, query: str, *values: object) -> list[Any]:
+        return self._sql(query, *values).fetchall()
+
+    async def _learn(self, slots: Sequence[SlotType]) -> None:
+        """Keep slot types whose names are not known yet, in one transaction."""
+        query = "INSERT OR IGNORE INTO slot_types (name, value) VALUES (?, ?)"
+
+        def insert() -> None:
+            for slot in slots:
+                self._sql(query, slot.name, msgspec.json.encode(slot_type_report(slot)))
+
+        await self._do(insert)
+        for slot in slots:
+            self._state.learn(slot)
+
+    async def unlearn(self, name: SlotName) -> None:
+        await self._do(lambda: self._sql("DELETE FROM slot_types WHERE name = ?", name))
+        self._state.unlearn(name)
+
+    async def forget(self, node: FleetNode) -> bool:
+        if self._address.get(node.node_id) is not None:
+            return False
+        await self._do(lambda: self._forgot(node.node_id, list(self._leading_to(node.node_id))))
+        self._known.pop(node.node_id, None)
+        self._state.forget(node.node_id)
+        return True
+
+    def _leading_to(self, node_id: str) -> Iterator[str]:
+        for row in self._rows("SELECT kernel_id, value, revision FROM routes"):
+            kept = self._read(*row)
+            if kept is not None and kept.route.node_id == node_id:
+                yield kept.route.kernel_id
+
+    def _forgot(self, node_id: str, routes: Sequence[str]) -> None:
+        self._sql("DELETE FROM known WHERE node_id = ?", node_id)
+        for kernel_id in routes:
+            self._sql("DELETE FROM routes WHERE kernel_id = ?", kernel_id)
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for address, client in self._nodes:
+                group.create_task(self._follow(address, client))
+
+    async def _follow(self, address: str, client: AsyncClient) -> None:
+        async def told(reading: Reading) -> None:
+            await self.heard(address, reading)
+
+        async with client:
+            await NodeReader(client, told).run()
+
+    async def heard(self, address: str, reading: Reading) -> None:
+        """Take in what a node says that is followed at an address."""
+        node_id = reading.node_id
+        self._unheard.discard(address)
+        first = self._address.setdefault(node_id, address)
+        if first != address:
+            log.error("fleet.duplicate_node", node_id=node_id, first=first, second=address)
+            return
+        report = reading.reported(install_id="", boot_id="", url=address, labels={})
+        said, free = msgspec.json.encode(report), msgspec.json.encode(reading.free)
+        node = with_free(published_in(node_id, said, seen_at=time.time()), free)
+        if new := self._state.learned(node):
+            await self._learn(new)
+        self._state.note(node)
+        await self._make_known(node)
+
+    async def _make_known(self, node: FleetNode) -> None:
+        before = self._known.get(node.node_id)
+        seen = first_seen(before)
+        value = msgspec.json.encode(msgspec.structs.replace(KnownNode.of(node), first_seen=seen))
+        if value != before:
+            query = "INSERT OR REPLACE INTO known VALUES (?, ?)"
+            await self._do(lambda: self._sql(query, node.node_id, value))
+            self._known[node.node_id] = value
+
+    def _opened(self) -> None:
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._base = sqlite3.connect(self._file, check_same_thread=False)
+        self._base.executescript(_SCHEMA)
+
+    def _sql(self, query: str, *values: object) -> sqlite3.Cursor:
+        if self._base is None:
+            raise RuntimeError("the store has not been opened")
+        return self._base.execute(query, values)
+
+    async def _do(self, work: Callable[[], _T]) -> _T:
+        """Do something with the file off the event loop, as one transaction."""
+
+        def done() -> _T:
+            with self._base or contextlib.nullcontext():
+                return work()
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, done)
+        except (sqlite3.Error, OSError) as error:
+            raise StateUnavailable(f"{self._file}: {error}") from None
+
+
+def _bytes(value: object) -> bytes:
+    """Return what stands in a column, in which anybody may have written anything."""
+    return value if isinstance(value, bytes) else str(value).encode()

@@ -1,0 +1,1 @@
+"""The view: nodes and slot types of the fleet as one value."""

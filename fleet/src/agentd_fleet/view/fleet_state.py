@@ -1,0 +1,137 @@
+"""What one gateway has heard of the fleet, made a view whenever one is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+from agentd.core.slots import BUILT_IN, ResourceSlots, SlotName, SlotType
+from agentd_fleet.view.fleet_view import FleetNode, FleetView, NodeStatus
+
+DEBIT_S = 3.0
+FOLD_S = 0.005
+"""For how long reports are collected before they are made part of the view."""
+
+
+class FleetState:
+    """Collects what is heard, and makes it one view at a time; all on one event loop."""
+
+    def __init__(self) -> None:
+        self._view = FleetView(slot_types={slot.name: slot for slot in BUILT_IN})
+        self._changed: dict[str, FleetNode] = {}
+        self._gone: set[str] = set()
+        self._told: dict[str, FleetNode] = {}
+        self._heard = 0
+        self._debits: dict[str, asyncio.TimerHandle] = {}
+        self._folding: asyncio.TimerHandle | None = None
+        self._leaving: dict[str, set[asyncio.Future[None]]] = {}
+
+    @property
+    def view(self) -> FleetView:
+        """The fleet as of now; a request takes it once and keeps it."""
+        if self._changed or self._gone:
+            self._view = self._view.changed(self._changed.values(), self._gone, self._next())
+            self._changed, self._gone = {}, set()
+        return self._view
+
+    def node(self, node_id: str) -> FleetNode | None:
+        """Return a node as it was heard of last."""
+        if node_id in self._gone:
+            return None
+        return self._changed.get(node_id) or self._view.nodes.get(node_id)
+
+    def note(self, node: FleetNode) -> None:
+        """Take in how a node is now."""
+        self._changed[node.node_id] = self._told[node.node_id] = node
+        self._fold_soon()
+        self._gone.discard(node.node_id)
+        if node.status is not NodeStatus.READY:
+            self._tell(node.node_id)
+
+    def lose(self, node_id: str, seen_at: float) -> None:
+        """Note that a node is not heard of any more; it stays listed."""
+        known = self.node(node_id) or FleetNode(node_id, {}, {})
+        if known.status is not NodeStatus.LOST:
+            self.note(replace(known, status=NodeStatus.LOST, seen_at=seen_at))
+
+    def forget(self, node_id: str) -> None:
+        """Drop a node for good."""
+        self._changed.pop(node_id, None)
+        self._told.pop(node_id, None)
+        self._gone.add(node_id)
+        self._tell(node_id)
+
+    def learned(self, node: FleetNode) -> list[SlotType]:
+        """Return the slot types of a node that the fleet does not know yet."""
+        return self._view.learned(node)
+
+    def learn(self, slot: SlotType) -> None:
+        """Know a slot type; the first definition that was noted stays."""
+        self._view = self.view.with_slot_type(slot, self._next())
+
+    def know(self, slots: Sequence[SlotType]) -> None:
+        """Know these slot types and no others, but for what every node has."""
+        known = {slot.name: slot for slot in reversed((*BUILT_IN, *slots))}
+        self._view = self.view.with_slot_types(known, self._next())
+
+    def unlearn(self, name: SlotName) -> None:
+        """Forget a slot type that no node offers; one that some do stays for as long as they do."""
+        with contextlib.suppress(ValueError):
+            self._view = self.view.without_slot_type(name, self._next())
+
+    def debit(self, node_id: str, agent_id: str, slots: ResourceSlots) -> None:
+        """Count as given away what a node is about to be asked for, until it tells of it itself.
+
+        If it tells nothing it was not asked, refused, or has let go of it again.
+        """
+        self._view = self.view.debited(node_id, agent_id, slots)
+        if (timer := self._debits.pop(node_id, None)) is not None:
+            timer.cancel()
+        loop = asyncio.get_running_loop()
+        self._debits[node_id] = loop.call_later(DEBIT_S, self.undebit, node_id)
+
+    def undebit(self, node_id: str) -> None:
+        """Believe what a node told last."""
+        if (timer := self._debits.pop(node_id, None)) is not None:
+            timer.cancel()
+        if (told := self._told.get(node_id)) is not None:
+            self._changed[node_id] = told
+            self._fold_soon()
+
+    def undebited(self) -> FleetView:
+        """Return the view as nodes told it: what was only guessed is no reason to refuse."""
+        for node_id in list(self._debits):
+            self.undebit(node_id)
+        return self.view
+
+    def leaving(self, node_id: str) -> asyncio.Future[None]:
+        """Return what is done as soon as a node is not ready any more; cancel it after use."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        node = self.node(node_id)
+        if node is None or node.status is not NodeStatus.READY:
+            future.set_result(None)
+            return future
+        waiting = self._leaving.setdefault(node_id, set())
+        waiting.add(future)
+        future.add_done_callback(waiting.discard)
+        return future
+
+    def _fold_soon(self) -> None:
+        """Have reports made part of the view before a request has to."""
+        if self._folding is None:
+            self._folding = asyncio.get_running_loop().call_later(FOLD_S, self._fold)
+
+    def _fold(self) -> None:
+        self._folding = None
+        _ = self.view
+
+    def _tell(self, node_id: str) -> None:
+        for future in list(self._leaving.pop(node_id, ())):
+            if not future.done():
+                future.set_result(None)
+
+    def _next(self) -> int:
+        self._heard += 1
+        return self._heard

@@ -1,0 +1,359 @@
+"""What a node tells the fleet of itself, and how it is written down.
+
+Two values, since one changes seldom and the other with every kernel: `NodeReport` (what there is)
+and `FreeReport` (what is free). Whoever may write them is a node, and a node may say anything:
+what cannot be read or is of a newer schema is listed, and nothing is placed there.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+
+from agentd.core.names import is_name, shortened
+from agentd.core.slots import (
+    AmountError,
+    ResourceSlots,
+    SlotKind,
+    SlotName,
+    SlotType,
+    format_amount,
+    is_slot_name,
+    parse_base_units,
+)
+from agentd.views import AgentView, DeviceView, NodeView, SlotTypeView
+from agentd_fleet.view.fleet_view import NOTHING, FleetNode, NodeStatus, Offer
+
+SCHEMA = 1
+MOST_SLOT_TYPES = 256
+"""How many slots one node can have the fleet know."""
+MAX_SLOT_NAME = 128
+UNREADABLE = (msgspec.MsgspecError, AmountError, ValueError, RecursionError)
+NOT_THERE = ("gone", "unhealthy", "withheld")
+"""States of devices that have no capacity."""
+
+
+class SlotTypeReport(msgspec.Struct, frozen=True):
+    """A slot as a node knows it; `quantum` is a plain decimal, in bytes or in wholes."""
+
+    name: str
+    kind: SlotKind
+    quantum: str
+    exclusive_group: str | None = None
+    unit: str = ""
+
+
+class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What there is on a node; amounts are plain decimals by agent and slot.
+
+    `capacity` is the whole node's, in which a device that several agents share counts once.
+    """
+
+    schema: int = SCHEMA
+    install_id: str
+    boot_id: str
+    version: str
+    url: str
+    labels: dict[str, str] = {}
+    state: NodeStatus = NodeStatus.READY
+    generation: int = 0
+    agents: dict[str, dict[str, str]] = {}
+    capacity: dict[str, str] = {}
+    models: dict[str, list[str]] = {}
+    slot_types: list[SlotTypeReport] = []
+
+
+class FreeReport(msgspec.Struct, frozen=True):
+    """What each agent of a node could be given now, what it holds, and what is free in all."""
+
+    agents: dict[str, dict[str, str]] = {}
+    allocated: dict[str, dict[str, str]] = {}
+    node: dict[str, str] = {}
+
+
+class KnownNode(msgspec.Struct, frozen=True, kw_only=True):
+    """What stays of a node when its lease has ended, until it is forgotten."""
+
+    schema: int = SCHEMA
+    first_seen: str
+    url: str
+    slot_types: list[SlotTypeReport] = []
+
+    @classmethod
+    def of(cls, node: FleetNode) -> KnownNode:
+        """Return what is to stay of a node that has just been lost."""
+        types = [slot_type_report(slot) for slot in node.slot_types.values()]
+        seen = datetime.fromtimestamp(node.seen_at, UTC).isoformat()
+        return cls(first_seen=seen, url=node.url, slot_types=types)
+
+
+def first_seen(known: bytes | None) -> str:
+    """Return when a node was first seen by what stayed of it, which is now if nothing did."""
+    try:
+        if known is not None:
+            return msgspec.json.decode(known, type=KnownNode).first_seen
+    except UNREADABLE:
+        pass
+    return datetime.now(UTC).isoformat()
+
+
+def known_in(node_id: str, value: bytes) -> FleetNode:
+    """Return a lost node by what stayed of it; one that cannot be read is lost all the same."""
+    try:
+        if msgspec.json.decode(value, type=_Header).schema > SCHEMA:
+            return FleetNode(node_id, {}, {}, NodeStatus.LOST)
+        known = msgspec.json.decode(value, type=KnownNode)
+        types = _slot_types(tuple(known.slot_types))
+        return FleetNode(
+            node_id, types, {}, NodeStatus.LOST, known.url, remark=unreachable(known.url)
+        )
+    except UNREADABLE:
+        return FleetNode(node_id, {}, {}, NodeStatus.LOST)
+
+
+class _Header(msgspec.Struct, frozen=True):
+    schema: int
+    url: str = ""
+    version: str = ""
+
+
+class Reading(msgspec.Struct, frozen=True, kw_only=True):
+    """What a daemon says of its node; with `is_down` it says nothing, and the rest is the last."""
+
+    node_id: str
+    version: str
+    generation: int
+    agents: dict[str, dict[str, str]]
+    capacity: dict[str, str]
+    free: FreeReport
+    models: dict[str, list[str]]
+    slot_types: list[SlotTypeReport]
+    is_down: bool = False
+
+    def reported(
+        self, *, install_id: str, boot_id: str, url: str, labels: Mapping[str, str]
+    ) -> NodeReport:
+        """Return it as it is published."""
+        return NodeReport(
+            install_id=install_id,
+            boot_id=boot_id,
+            version=self.version,
+            url=url,
+            labels=dict(labels),
+            state=NodeStatus.DAEMON_DOWN if self.is_down else NodeStatus.READY,
+            generation=self.generation,
+            agents=self.agents,
+            capacity=self.capacity,
+            models=self.models,
+            slot_types=self.slot_types,
+        )
+
+
+def reading_of(
+    node: NodeView,
+    slot_types: list[SlotTypeView],
+    agents: list[AgentView],
+    devices: list[DeviceView],
+) -> Reading:
+    """Put together what a daemon answered."""
+    kinds = {slot["name"]: SlotKind(slot["kind"]) for slot in slot_types}
+    shown = {
+        what: {a["agent_id"]: _amounts(a, what) for a in agents}
+        for what in ("capacity", "allocated", "free")
+    }
+    return Reading(
+        node_id=node["id"],
+        version=node["version"],
+        generation=node["generation"],
+        agents=shown["capacity"],
+        capacity=_whole(kinds, shown["capacity"], devices, "capacity"),
+        free=FreeReport(
+            shown["free"], shown["allocated"], _whole(kinds, shown["free"], devices, "free")
+        ),
+        models={
+            agent["agent_id"]: sorted(
+                {d["model"] for d in devices if d["model"] and agent["agent_id"] in d["agents"]}
+            )
+            for agent in agents
+        },
+        slot_types=[
+            SlotTypeReport(
+                t["name"], SlotKind(t["kind"]), t["quantum"], t["exclusive_group"], t["unit"]
+            )
+            for t in slot_types
+        ],
+    )
+
+
+def _whole(
+    kinds: Mapping[str, SlotKind],
+    agents: Mapping[str, Mapping[str, str]],
+    devices: list[DeviceView],
+    what: Literal["capacity", "free"],
+) -> dict[str, str]:
+    """Return the amounts of a whole node.
+
+    No more than its agents have together, of which several may share a device, and no more than
+    its devices have, of which some parts may be no agent's.
+    """
+    of_agents, of_devices = Counter[str](), Counter[str]()
+    for amounts in agents.values():
+        for name, amount in amounts.items():
+            of_agents[name] += parse_base_units(amount, kinds[name])
+    for device in devices:
+        slot = device["slot"]
+        if device["agents"] and slot in kinds and device["state"] not in NOT_THERE:
+            of_devices[slot] += parse_base_units(device[what], kinds[slot])
+    return {
+        name: format_amount(min(amount, of_devices[name]), kinds[name])
+        for name, amount in of_agents.items()
+    }
+
+
+def _amounts(agent: AgentView, what: str) -> dict[str, str]:
+    slots: Mapping[str, Any] = agent["slots"]
+    return {name: use[what] for name, use in slots.items()}
+
+
+class Published(NamedTuple):
+    """What a node published of what there is, read once for all that it tells of what is free."""
+
+    node: FleetNode
+    capacity: ResourceSlots | None = None
+
+
+def published_in(node_id: str, report: bytes, *, seen_at: float) -> Published:
+    """Read what a node published; one that cannot be read has a `remark`."""
+    try:
+        header = msgspec.json.decode(report, type=_Header)
+        if header.schema > SCHEMA:
+            why = f"schema {header.schema} is newer than this gateway's, {SCHEMA}"
+            listed = _listed(node_id, why, url=header.url, seen_at=seen_at)
+            return listed._replace(node=replace(listed.node, status=NodeStatus.NEWER))
+        said = msgspec.json.decode(report, type=NodeReport)
+        node = _node(node_id, said, seen_at)
+        return Published(node, _slots(said.capacity, node.slot_types) if said.capacity else None)
+    except UNREADABLE as error:
+        return _listed(node_id, f"what it published cannot be read: {error}", seen_at=seen_at)
+
+
+def with_free(published: Published, free: bytes | None) -> FleetNode:
+    """Return a node with what it says is free."""
+    node = published.node
+    if free is None or node.remark:
+        return node
+    try:
+        left = msgspec.json.decode(free, type=FreeReport)
+        types = node.slot_types
+        offers = {
+            agent: Offer(
+                offer.capacity,
+                _slots(left.agents.get(agent, {}), types),
+                _slots(left.allocated.get(agent, {}), types),
+            )
+            for agent, offer in node.offers.items()
+        }
+        capacity = published.capacity
+        whole = None if capacity is None else Offer(capacity, _slots(left.node, types))
+    except UNREADABLE as error:
+        return replace(node, remark=f"what it has free cannot be read: {error}")
+    return replace(node, offers=offers, whole=whole)
+
+
+def _listed(node_id: str, remark: str, *, seen_at: float, url: str = "") -> Published:
+    return Published(FleetNode(node_id, {}, {}, url=url, seen_at=seen_at, remark=remark))
+
+
+def _node(node_id: str, said: NodeReport, seen_at: float) -> FleetNode:
+    if odd := [agent for agent in said.agents if not is_name(agent)]:
+        raise ValueError(f"invalid agent id {shortened(odd[0])}")
+    types = _slot_types(tuple(said.slot_types))
+    return FleetNode(
+        node_id,
+        types,
+        {agent: Offer(_slots(held, types), NOTHING) for agent, held in said.agents.items()},
+        said.state,
+        said.url,
+        said.labels,
+        said.generation,
+        seen_at,
+        unreachable(said.url),
+        {agent: frozenset(names) for agent, names in said.models.items()},
+    )
+
+
+@lru_cache(maxsize=256)
+def _slot_types(said: tuple[SlotTypeReport, ...]) -> Mapping[SlotName, SlotType]:
+    """Return slot types by name; nodes of one kind have one mapping among them."""
+    if len(said) > MOST_SLOT_TYPES:
+        raise ValueError(f"{len(said)} slot types, of which at most {MOST_SLOT_TYPES} are taken")
+    return MappingProxyType({item.name: slot_type_in(item) for item in said})
+
+
+def unreachable(url: str) -> str:
+    """Return why a gateway does not call a node there; empty if it does.
+
+    What it would send there is its token.
+    """
+    if not url:
+        return "it has published no address"
+    if url.startswith("unix:/"):
+        return "" if url.isprintable() else "its address cannot be read"
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname or "", parts.port
+    except ValueError:
+        return "its address cannot be read"
+    if not host or not url.isprintable() or parts.path.strip("/") or parts.username is not None:
+        return "its address is not https://host:port"
+    if parts.scheme == "https" or (parts.scheme == "http" and _is_near(host)):
+        return ""
+    return "its address is not https"
+
+
+def _is_near(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def slot_type_in(item: SlotTypeReport) -> SlotType:
+    """Read a slot type.
+
+    Raises:
+        ValueError: it is none that there can be.
+    """
+    if not is_slot_name(item.name) or len(item.name) > MAX_SLOT_NAME:
+        raise ValueError(f"{item.name[:MAX_SLOT_NAME]!r} is no name of a slot")
+    quantum = parse_base_units(item.quantum, item.kind)
+    if quantum < 1:
+        raise ValueError(f"the quantum of {item.name} is {item.quantum}")
+    return SlotType(item.name, item.kind, quantum, item.exclusive_group, item.unit)
+
+
+def slot_type_report(slot: SlotType) -> SlotTypeReport:
+    """Return a slot type as it is written down."""
+    quantum = format_amount(slot.quantum, slot.kind)
+    return SlotTypeReport(slot.name, slot.kind, quantum, slot.exclusive_group, slot.unit)
+
+
+def _slots(raw: Mapping[str, str], types: Mapping[SlotName, SlotType]) -> ResourceSlots:
+    return ResourceSlots(
+        {name: _amount(raw[name], types[name].kind) for name in raw if name in types}
+    )
+
+
+@lru_cache(maxsize=4096)
+def _amount(text: str, kind: SlotKind) -> int:
+    """Return an amount in base units; nearly all are among a few hundred."""
+    return parse_base_units(text, kind)

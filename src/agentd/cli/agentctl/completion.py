@@ -1,0 +1,41 @@
+"""Names for the shell to complete, asked of the live node; where none answers, there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import click
+from click.shell_completion import CompletionItem
+
+from agentd.cli.agentctl.options import socket_of, token_of
+from agentd.client import Client
+from agentd.errors import AgentdError
+
+TIMEOUT_S = 1.0
+Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
+
+
+def _asked(names: Callable[[Client], Iterable[str]]) -> Completer:
+    def complete(
+        context: click.Context, parameter: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        del parameter
+        options = context.find_root().params
+        try:
+            socket = options.get("socket_path") or socket_of(options.get("config"))
+            token = token_of(options.get("token_file"))
+            url = options.get("url")
+            node = Client(socket, url=url, token=token, timeout_s=TIMEOUT_S, retry_s=0)
+            found = names(node)
+            return [CompletionItem(name) for name in found if name.startswith(incomplete)]
+        except (AgentdError, click.ClickException):
+            return []
+
+    return complete
+
+
+kernels = _asked(lambda node: (kernel["kernel_id"] for kernel in node.kernels()))
+agents = _asked(lambda node: (agent["agent_id"] for agent in node.agents()))
+devices = _asked(lambda node: (device["id"] for device in node.devices()))
+plugins = _asked(lambda node: (plugin["name"] for plugin in node.plugins()))
+runtimes = _asked(lambda node: (runtime["name"] for runtime in node.runtimes()))

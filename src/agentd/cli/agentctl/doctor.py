@@ -1,0 +1,38 @@
+"""What `agentctl doctor` shows: a row for each check, and what was found against it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentd.cli.output import say
+
+
+def check_row(check: str, promise: str, *findings: str) -> dict[str, Any]:
+    """Return a row; it passed if nothing was found."""
+    row = {"check": check, "promise": promise, "passed": not findings}
+    return {**row, "findings": list(findings)}
+
+
+def runtimes_row(node: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row for the node's runtimes."""
+    runtimes = [
+        f"{runtime['name']}: {runtime['reason']}"
+        for runtime in (node["runtime"], *node["other_runtimes"])
+        if runtime["state"] != "available"
+    ]
+    return check_row("runtimes", "every runtime answers", *runtimes)
+
+
+def print_checks(rows: Sequence[Mapping[str, Any]], warnings: Sequence[str]) -> None:
+    """Print the checks as a table, and the node's warnings below it."""
+    from agentd.cli.tables import print_rows  # noqa: PLC0415 - rich is slow to load
+
+    shown = [
+        {"check": row["check"], "passed": "yes" if row["passed"] else "NO", "detail": detail}
+        for row in rows
+        for detail in row["findings"] or [row["promise"]]
+    ]
+    print_rows(shown, ["check", "passed", "detail"])
+    for warning in warnings:
+        say(f"warning: {warning}")

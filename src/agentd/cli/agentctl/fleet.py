@@ -1,0 +1,267 @@
+"""The commands `agentctl fleet …`: many nodes as one, through a gateway."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+
+from agentd.cli.agentctl.create import kernel_body, kernel_options, print_decision
+from agentd.cli.agentctl.exec import run_inside
+from agentd.cli.agentctl.options import (
+    KERNEL_COLUMNS,
+    for_each,
+    json_option,
+    kernel_row,
+    pairs,
+    print_answer,
+)
+from agentd.cli.agentctl.stats import watch, watching
+from agentd.cli.agentctl.ui import ui
+from agentd.cli.output import say
+from agentd.client import Client, fleet_calls
+from agentd.client.calls import Call
+from agentd.client.defaults import CHUNK, CREATE_TIMEOUT_S
+from agentd.errors import AgentdError
+from agentd.views import KernelUseView
+
+GATEWAY = "unix:/run/agentd-fleet/gateway.sock"
+_KERNEL_COLUMNS = ["kernel", "node", *KERNEL_COLUMNS[1:]]
+_NODE_COLUMNS = ["node", "state", "agents", "free", "labels", "seen", "reason"]
+_UNKNOWN = {"allocation": {}, "degraded": [], "reason": ""}
+node_option = click.option("--node", help="The kernel's node, if the fleet did not place it.")
+
+
+@click.group("fleet")
+def fleet_group() -> None:
+    """Look at a whole fleet, and run kernels on it (agentctl --fleet, $AGENTCTL_FLEET)."""
+
+
+@fleet_group.group(invoke_without_command=True)
+@json_option
+@click.pass_context
+def nodes(context: click.Context, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """List the nodes, how they do, and what they have free."""
+    if context.invoked_subcommand is not None:
+        return
+    rows = context.obj.carry_out(fleet_calls.nodes())
+    print_answer(
+        rows if as_json else [_node_row(row) for row in rows],
+        _NODE_COLUMNS,
+        as_json=as_json,
+        wide=["url", "generation", "conflicting"],
+    )
+
+
+def _listed(client: Client, call: Call[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return a list over nodes, and say which of them did not answer."""
+    response = client.open(call)
+    rows: list[dict[str, Any]] = json.loads(response.read())
+    if missing := response.headers.get("Fleet-Missing"):
+        say(f"agentctl: no answer from {missing.replace(',', ', ')}", err=True)
+    return rows
+
+
+def _node_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    from agentd.cli.tables import age  # noqa: PLC0415 - rich is slow to load
+
+    free = [f"{agent}: {_free(slots)}" for agent, slots in row["agents"].items() if _free(slots)]
+    seen = None if row["seen_at"] is None else f"{age(row['seen_at'])} ago"
+    return {**row, "node": row["id"], "agents": list(row["agents"]), "free": free, "seen": seen}
+
+
+def _free(slots: Mapping[str, Mapping[str, str]]) -> str:
+    from agentd.cli.tables import amount  # noqa: PLC0415 - rich is slow to load
+
+    parts = [f"{name}={amount(name, use['free'])}" for name, use in slots.items()]
+    return " ".join(part for part in parts if not part.endswith("=0"))
+
+
+@nodes.command("forget")
+@click.argument("node")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.pass_obj
+def forget_node(client: Client, node: str, yes: bool) -> None:  # noqa: FBT001 - click passes it
+    """Forget NODE, which is lost for good, and which kernels were on it."""
+    if not yes:
+        click.confirm(f"Forget {node} and the routes to its kernels?", abort=True)
+    client.carry_out(fleet_calls.forget_node(node))
+
+
+@fleet_group.group(invoke_without_command=True)
+@json_option
+@click.pass_context
+def slots(context: click.Context, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """List the slots that any node ever offered, and their sums over the fleet_calls."""
+    if context.invoked_subcommand is not None:
+        return
+    from agentd.cli.tables import amount  # noqa: PLC0415 - rich is slow to load
+
+    rows: list[Mapping[str, Any]] = [*context.obj.slot_types()]
+    sums = context.obj.carry_out(fleet_calls.stats())["slots"]
+    rows = [{**row, **sums.get(row["name"], {})} for row in rows]
+    if not as_json:
+        rows = [{key: amount(row["name"], value) for key, value in row.items()} for row in rows]
+    columns = ["name", "kind", "quantum", "capacity", "allocated", "free"]
+    print_answer(rows, columns, as_json=as_json)
+
+
+@slots.command("forget")
+@click.argument("name")
+@click.pass_obj
+def forget_slot(client: Client, name: str) -> None:
+    """Forget slot NAME, which no node offers any more."""
+    client.carry_out(fleet_calls.forget_slot_type(name))
+
+
+@fleet_group.command()
+@click.option("--node", multiple=True, help="Only of this node; may be repeated.")
+@json_option
+@click.pass_obj
+def devices(client: Client, node: Sequence[str], as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """List the devices of the nodes, and who holds them."""
+    rows = _listed(client, fleet_calls.devices(tuple(node)))
+    if not as_json:
+        rows = [
+            {
+                **row,
+                "device": f"{row['device_name']}/{row['id']}",
+                "node": row["node_id"],
+                "holders": [f"{h['kernel_id']}={h['amount']}" for h in row["holders"]],
+            }
+            for row in rows
+        ]
+    columns = ["device", "node", "state", "slot", "capacity", "free", "agents", "holders"]
+    print_answer(rows, columns, as_json=as_json)
+
+
+@fleet_group.command(context_settings={"ignore_unknown_options": True})
+@kernel_options
+@click.option("--node", multiple=True, help="One of these nodes.")
+@click.option("--agent", multiple=True, help="One of these agents.")
+@click.option("--on", multiple=True, metavar="LABEL=VALUE", help="Nodes with this label.")
+@click.option("--model", multiple=True, help="An agent with a device of this model.")
+@click.option("--policy", type=click.Choice(["random", "pack"]), help="Which node is asked first.")
+@json_option
+@click.pass_obj
+def create(client: Client, /, as_json: bool, **options: Any) -> None:  # noqa: ANN401, FBT001 - click passes them
+    """Create a kernel that runs COMMAND (after `--`) on a node that has what it asks for.
+
+    \b
+    agentctl fleet create -s cuda.device=2 -- python train.py
+    agentctl fleet create --on zone=a --policy pack -s tpu.chip=4 -- ./train
+    """  # noqa: D301 - click reads \b as "keep these lines"
+    wanted = {
+        "nodes": list(options["node"]),
+        "agents": list(options["agent"]),
+        "labels": pairs(options["on"]),
+        "models": list(options["model"]),
+        "policy": options["policy"],
+    }
+    body = kernel_body(options) | {"placement": {k: v for k, v in wanted.items() if v}}
+    is_dry = options["dry_run"]
+    call = fleet_calls.create_kernel(body, wait=not options["is_async"], dry_run=is_dry)
+    content = client.carry_out(call, timeout_s=CREATE_TIMEOUT_S)
+    if as_json:
+        click.echo(json.dumps(content, indent=1))
+    elif is_dry:
+        say(f"node {content['node_id']}, agent {content['agent_id']}")
+        print_decision(content)
+    else:
+        print_answer(_row(content), _KERNEL_COLUMNS, as_json=False)
+
+
+def _row(kernel: Mapping[str, Any]) -> dict[str, Any]:
+    return kernel_row({**_UNKNOWN, **kernel}) | {"node": kernel["node_id"]}
+
+
+@fleet_group.command()
+@click.option("--node", multiple=True, help="Only of this node; may be repeated.")
+@click.option("--state", multiple=True, help="Only in this state; may be repeated.")
+@click.option("--label", "-l", multiple=True, metavar="KEY=VALUE", help="Only with this label.")
+@json_option
+@click.pass_obj
+def ls(
+    client: Client,
+    node: Sequence[str],
+    state: Sequence[str],
+    label: Sequence[str],
+    as_json: bool,  # noqa: FBT001 - click passes it
+) -> None:
+    """List the kernels of all nodes."""
+    call = fleet_calls.kernels(tuple(node), state=tuple(state), label=tuple(label))
+    found = _listed(client, call)
+    shown = found if as_json else [_row(row) for row in found]
+    print_answer(shown, _KERNEL_COLUMNS, as_json=as_json)
+
+
+@fleet_group.command()
+@click.argument("kernel")
+@node_option
+@click.option("--follow", "-f", is_flag=True, help="Go on until the kernel ends.")
+@click.option("--tail", type=click.IntRange(min=0), help="The last lines.")
+@click.pass_obj
+def logs(client: Client, kernel: str, node: str | None, follow: bool, tail: int | None) -> None:  # noqa: FBT001 - click passes it
+    """Print what KERNEL printed."""
+    call = fleet_calls.logs(kernel, node, follow=follow, tail=tail)
+    response = client.open(call, CREATE_TIMEOUT_S if follow else None)
+    while chunk := response.read1(CHUNK):
+        sys.stdout.buffer.write(chunk)
+        sys.stdout.buffer.flush()
+
+
+@fleet_group.command()
+@click.argument("kernels", nargs=-1, required=True)
+@node_option
+@click.option("--timeout", type=float, help="Seconds between TERM and KILL.")
+@click.pass_obj
+def rm(client: Client, kernels: Sequence[str], node: str | None, timeout: float | None) -> None:
+    """Stop kernels if need be, and remove them."""
+
+    def remove(kernel: str) -> None:
+        client.carry_out(
+            fleet_calls.delete_kernel(kernel, node, timeout), timeout_s=CREATE_TIMEOUT_S
+        )
+        say(kernel)
+
+    sys.exit(for_each(kernels, remove))
+
+
+@fleet_group.command()
+@watching
+@click.pass_obj
+def top(client: Client, agent: str | None, interval: float, count: int | None) -> None:
+    """Show what kernels of all nodes use now (NODE/KERNEL), the busiest first."""
+
+    def look() -> list[KernelUseView]:
+        ready = [
+            node["id"] for node in client.carry_out(fleet_calls.nodes()) if node["state"] == "ready"
+        ]
+        return [
+            {**use, "kernel_id": f"{node}/{use['kernel_id']}"}
+            for node in ready
+            for use in _uses(client, node)
+        ]
+
+    watch(look, agent, interval, count)
+
+
+def _uses(client: Client, node: str) -> list[KernelUseView]:
+    """Return what a node's kernels use; nothing if it does not answer just now."""
+    with contextlib.suppress(AgentdError):
+        return client.carry_out(fleet_calls.uses(node))
+    return []
+
+
+inside = [
+    *run_inside.params,
+    click.Option(["--node"], help="Where KERNEL is, if the fleet did not place it."),
+]
+fleet_group.add_command(
+    click.Command("exec", params=inside, callback=run_inside.callback, help=run_inside.help)
+)
+fleet_group.add_command(ui)

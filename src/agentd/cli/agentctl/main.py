@@ -1,0 +1,403 @@
+"""The commands `agentctl …`: everything the RPC offers, for people and for scripts.
+
+Errors are one line with the problem's detail. Exit status: 0 done; 1 refused, or nobody answers;
+2 wrong usage; 3 `wait` ran out of time.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from agentd import __version__
+from agentd.cli.agentctl import completion
+from agentd.cli.agentctl.create import create, explain
+from agentd.cli.agentctl.doctor import check_row, print_checks, runtimes_row
+from agentd.cli.agentctl.exec import run_inside
+from agentd.cli.agentctl.fleet import GATEWAY, fleet_group
+from agentd.cli.agentctl.follow import logs, wait
+from agentd.cli.agentctl.options import (
+    KERNEL_COLUMNS,
+    WIDE_KERNEL_COLUMNS,
+    RpcGroup,
+    RpcProblem,
+    event_line,
+    for_each,
+    json_only_option,
+    json_option,
+    kernel_row,
+    pairs,
+    print_answer,
+    socket_of,
+    token_of,
+)
+from agentd.cli.agentctl.stats import stats, top
+from agentd.cli.agentctl.token import token
+from agentd.cli.agentctl.ui import ui
+from agentd.cli.output import say
+from agentd.client import Client
+from agentd.errors import AgentdError
+from agentd.views import KernelView
+
+PLUGIN_COLUMNS = ["name", "plugin", "state", "slots", "reason"]
+
+
+@click.group(cls=RpcGroup)
+@click.version_option(__version__, prog_name="agentctl")
+@click.option(
+    "--socket", "socket_path", envvar="AGENTD_SOCKET", metavar="PATH", help="Unix socket."
+)
+@click.option("--config", metavar="FILE", help="agent.toml that names the socket.")
+@click.option("--url", envvar="AGENTD_URL", help="http://127.0.0.1:6001, in place of the socket.")
+@click.option(
+    "--fleet",
+    "fleet_address",
+    envvar="AGENTCTL_FLEET",
+    metavar="ADDRESS",
+    help="A fleet's gateway: unix:/run/agentd-fleet/gateway.sock, or https://host:7001.",
+)
+@click.option(
+    "--token-file",
+    envvar="AGENTD_TOKEN_FILE",
+    metavar="FILE",
+    type=click.Path(),
+    help="Token for --url, or --fleet.",
+)
+@click.pass_context
+def agentctl(
+    context: click.Context,
+    socket_path: str | None,
+    config: str | None,
+    url: str | None,
+    fleet_address: str | None,
+    token_file: str | None,
+) -> None:
+    """Look at a node, and run kernels on it; or at a whole fleet."""
+    token = token_of(token_file)
+    is_named = ParameterSource.COMMANDLINE
+    if (socket_path or url) and context.get_parameter_source("fleet_address") is not is_named:
+        fleet_address = fleet_address if context.invoked_subcommand == fleet_group.name else None
+    if fleet_address or context.invoked_subcommand == fleet_group.name:
+        address = fleet_address or GATEWAY
+        path = address.removeprefix("unix:") if address.startswith("unix:") else None
+        context.obj = Client(path, url=None if path else address, token=token, retry_s=0)
+        return
+    context.obj = Client(socket_path or socket_of(config), url=url, token=token, retry_s=0)
+
+
+@agentctl.command()
+@json_only_option
+@click.pass_obj
+def status(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """Show the node, its runtime and its plugins."""
+    node = client.node()
+    if as_json:
+        click.echo(json.dumps(node, indent=1))
+        return
+    from agentd.cli.tables import print_rows  # noqa: PLC0415
+
+    say(f"node {node['id']}, agentd {node['version']}, generation {node['generation']}")
+    for runtime in (node["runtime"], *node["other_runtimes"]):
+        reason = f": {runtime['reason']}" if runtime["reason"] else ""
+        say(f"runtime {runtime['name']}: {runtime['state']}{reason}")
+    print_rows(node["plugins"], PLUGIN_COLUMNS)
+    for warning in node["warnings"]:
+        say(f"warning: {warning}")
+
+
+@agentctl.command()
+@json_only_option
+@click.pass_obj
+def doctor(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """Check the node by its own rules; exit status 1 if one does not hold, or cannot be told."""
+    node = client.node()
+    rows: list[Mapping[str, Any]] = [runtimes_row(node)]
+    try:
+        node = client.node(check=True)
+        rows += node["checks"]
+    except AgentdError as error:
+        rows.append(check_row("books", "the books can be compared", str(error)))
+    if as_json:
+        click.echo(json.dumps(rows, indent=1))
+    else:
+        print_checks(rows, node["warnings"])
+    sys.exit(0 if all(row["passed"] for row in rows) else 1)
+
+
+@agentctl.command()
+@json_option
+@click.pass_obj
+def devices(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """List the devices and who holds them."""
+    rows: list[Mapping[str, Any]] = [*client.devices()]
+    if not as_json:
+        rows = [
+            {**row, "device": f"{row['device_name']}/{row['id']}"} | _holders(row) for row in rows
+        ]
+    columns = [
+        "device",
+        "state",
+        "slot",
+        "capacity",
+        "allocated",
+        "free",
+        "agents",
+        "holders",
+        "reason",
+    ]
+    wide = ["stable_id", "model", "numa_node", "aliases"]
+    print_answer(rows, columns, as_json=as_json, wide=wide)
+
+
+def _holders(row: Mapping[str, Any]) -> dict[str, Any]:
+    from agentd.cli.tables import amount  # noqa: PLC0415
+
+    sizes = {key: amount(row["slot"], row[key]) for key in ("capacity", "allocated", "free")}
+    holders = [f"{h['kernel_id']}={amount(row['slot'], h['amount'])}" for h in row["holders"]]
+    return {**sizes, "holders": holders}
+
+
+@agentctl.command()
+@json_option
+@click.pass_obj
+def agents(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """List the agents and their partitions."""
+    rows: list[Mapping[str, Any]] = [*client.agents()]
+    if not as_json:
+        from agentd.cli.tables import compact, limit_line  # noqa: PLC0415
+
+        rows = [
+            {
+                "agent": row["agent_id"],
+                "devices": [f"{name} {compact(ids)}" for name, ids in row["devices"].items()],
+                "free": {name: use["free"] for name, use in row["slots"].items()},
+                "capacity": {name: use["capacity"] for name, use in row["slots"].items()},
+                "scaling_factors": row["scaling_factors"],
+                "limits": [limit_line(name, limit) for name, limit in row["limits"].items()],
+            }
+            for row in rows
+        ]
+    columns = ["agent", "devices", "free", "capacity", "scaling_factors"]
+    columns += ["limits"] if any(row["limits"] for row in rows) else []
+    print_answer(rows, columns, as_json=as_json)
+
+
+@agentctl.command()
+@json_option
+@click.pass_obj
+def slots(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """List the slots that the node knows."""
+    rows = client.slot_types()
+    print_answer(rows, ["name", "kind", "quantum", "exclusive_group", "unit"], as_json=as_json)
+
+
+agentctl.add_command(fleet_group)
+agentctl.add_command(create)
+agentctl.add_command(explain)
+
+
+@agentctl.command()
+@click.option("--agent", help="Of this agent only.", shell_complete=completion.agents)
+@click.option("--state", multiple=True, help="Only in this state; may be repeated.")
+@click.option("--label", "-l", multiple=True, metavar="KEY=VALUE", help="Only with this label.")
+@json_option
+@click.pass_obj
+def ls(
+    client: Client,
+    agent: str | None,
+    state: Sequence[str],
+    label: Sequence[str],
+    as_json: bool,  # noqa: FBT001 - click passes it
+) -> None:
+    """List kernels.
+
+    \b
+    agentctl ls --state running --label queue=night
+    agentctl rm $(agentctl ls --state terminated -o name)
+    """  # noqa: D301 - click reads \b as "keep these lines"
+    rows = client.kernels(agent, state=state, labels=pairs(label))
+    shown = rows if as_json else [kernel_row(row) for row in rows]
+    print_answer(shown, KERNEL_COLUMNS, as_json=as_json, wide=WIDE_KERNEL_COLUMNS)
+
+
+@agentctl.command()
+@click.argument("kernels", nargs=-1, required=True, shell_complete=completion.kernels)
+@json_only_option
+@click.pass_obj
+def inspect(client: Client, kernels: Sequence[str], as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """Show everything about kernels."""
+    found: list[KernelView] = []
+
+    def show(kernel: str) -> None:
+        from agentd.cli.tables import print_rows, shown_whole  # noqa: PLC0415
+
+        found.append(client.kernel(kernel))
+        if not as_json:
+            rows = [{"member": k, "value": shown_whole(k, v)} for k, v in found[-1].items()]
+            print_rows(rows, ["member", "value"])
+
+    failed = for_each(kernels, show)
+    if as_json and found:
+        click.echo(json.dumps(found if len(kernels) > 1 else found[0], indent=1))
+    sys.exit(failed)
+
+
+agentctl.add_command(logs)
+agentctl.add_command(wait)
+agentctl.add_command(run_inside)
+agentctl.add_command(stats)
+agentctl.add_command(ui)
+agentctl.add_command(top)
+
+
+@agentctl.command()
+@json_only_option
+@click.pass_obj
+def events(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """Print what happens on the node and when it was heard of, until interrupted."""
+    for event in client.events():
+        if as_json:
+            click.echo(json.dumps({"event": event.kind, "data": event.data}))
+        else:
+            say(f"{time.strftime('%H:%M:%S')} {event_line(event.kind, event.data)}")
+
+
+@agentctl.command()
+@click.argument("kernels", nargs=-1, required=True, shell_complete=completion.kernels)
+@click.option("--timeout", type=float, help="Seconds between TERM and KILL.")
+@json_option
+@click.pass_obj
+def stop(client: Client, kernels: Sequence[str], timeout: float | None, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """End kernels, and keep them listed."""
+    ended: list[KernelView] = []
+    failed = for_each(kernels, lambda kernel: ended.append(client.stop_kernel(kernel, timeout)))
+    if ended:
+        shown: Any = ended if as_json else [kernel_row(kernel) for kernel in ended]
+        content = shown if len(kernels) > 1 else shown[0]
+        print_answer(content, KERNEL_COLUMNS, as_json=as_json)
+    sys.exit(failed)
+
+
+@agentctl.command()
+@click.argument("kernels", nargs=-1, required=True, shell_complete=completion.kernels)
+@click.option("--timeout", type=float, help="Seconds between TERM and KILL.")
+@json_option
+@click.pass_obj
+def rm(client: Client, kernels: Sequence[str], timeout: float | None, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """Stop kernels if need be, and remove them."""
+    removed: list[str] = []
+
+    def remove(kernel: str) -> None:
+        client.delete_kernel(kernel, timeout)
+        removed.append(kernel)
+        if not as_json:
+            say(kernel)
+
+    failed = for_each(kernels, remove)
+    if as_json:
+        click.echo(json.dumps({"removed": removed}))
+    sys.exit(failed)
+
+
+@agentctl.command()
+@click.argument("device", shell_complete=completion.devices)
+@json_option
+@click.pass_obj
+def drain(client: Client, device: str, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """Give nothing new from DEVICE (cuda3, or cuda/cuda3)."""
+    _print_device(client.drain(*_device(client, device)), as_json=as_json)
+
+
+@agentctl.command()
+@click.argument("device", shell_complete=completion.devices)
+@json_option
+@click.pass_obj
+def undrain(client: Client, device: str, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """Give from DEVICE again."""
+    _print_device(client.undrain(*_device(client, device)), as_json=as_json)
+
+
+@agentctl.command()
+@click.argument("device", shell_complete=completion.devices)
+@click.pass_obj
+def forget(client: Client, device: str) -> None:
+    """Forget DEVICE, which is gone, and its place at the next start."""
+    client.forget_device(*_device(client, device))
+
+
+@agentctl.group(invoke_without_command=True)
+@json_option
+@click.pass_context
+def runtimes(context: click.Context, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """List the runtimes that may have kernels of this node, and whether they answer."""
+    if context.invoked_subcommand is None:
+        rows = context.obj.runtimes()
+        print_answer(rows, ["name", "state", "reason"], as_json=as_json)
+
+
+@runtimes.command("forget")
+@click.argument("name")
+@click.pass_obj
+def forget_runtime(client: Client, name: str) -> None:
+    """Drop what runtime NAME, which does not answer, was last known to hold, for good."""
+    client.forget_runtime(name)
+
+
+@agentctl.group(invoke_without_command=True)
+@json_option
+@click.pass_context
+def plugins(context: click.Context, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """List the accelerator plugins, and how they do."""
+    if context.invoked_subcommand is None:
+        rows = context.obj.plugins()
+        print_answer(rows, PLUGIN_COLUMNS, as_json=as_json)
+
+
+@plugins.command("retry")
+@json_option
+@click.argument("name")
+@click.pass_obj
+def retry_plugin(client: Client, name: str, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """Have plugin NAME, which is not ready, tried again now; exit status 1 if it is not then."""
+    row = client.retry_plugin(name)
+    print_answer(row, PLUGIN_COLUMNS, as_json=as_json)
+    sys.exit(0 if row["state"] == "ready" else 1)
+
+
+@agentctl.command()
+@json_option
+@click.pass_obj
+def whoami(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """Show as whom the node takes this call."""
+    row = client.whoami()
+    print_answer(row, ["name", "role", "agents", "uid"], as_json=as_json)
+
+
+agentctl.add_command(token)
+
+
+def _print_device(row: Mapping[str, Any], *, as_json: bool) -> None:
+    shown = row if as_json else {**row, "device": f"{row['device_name']}/{row['id']}"}
+    print_answer(shown, ["device", "state", "agents", "reason"], as_json=as_json)
+
+
+def _device(client: Client, device: str) -> tuple[str, str]:
+    name, found, device_id = device.partition("/")
+    if not found:
+        name, device_id = "", device
+    names = [
+        (row["device_name"], row["id"])
+        for row in client.devices()
+        if device_id in (row["id"], row["stable_id"], *row["aliases"])
+        and name in ("", row["device_name"])
+    ]
+    if len(names) != 1:
+        why = "no such device" if not names else f"more than one: {', '.join(n for n, _ in names)}"
+        raise RpcProblem({"code": "UnknownDevice", "detail": f"{device}: {why}"})
+    return names[0]

@@ -1,0 +1,106 @@
+"""`agentctl token`: tokens for callers over TCP, in the files that a daemon reads."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+import click
+import tomlkit
+
+from agentd.cli.output import say
+from agentd.core.names import is_name, shortened
+from agentd.errors import ConfigRefused, StartRefused
+
+FOLDER = Path("/etc/agentd/tokens")
+_BYTES = 32
+
+
+@click.group()
+def token() -> None:
+    """Make and revoke tokens for callers over TCP."""
+
+
+@token.command("create")
+@click.argument("name")
+@click.option("--role", type=click.Choice(["admin", "agent", "read"]), help="Default: agent.")
+@click.option("--agent", "agents", multiple=True, help="Whose agents; may be repeated.")
+@click.option("--file", type=click.Path(path_type=Path), help=f"Default: {FOLDER}/NAME.")
+@click.option("--gateway", is_flag=True, help="For a fleet's gateway: acts for its callers.")
+def create_token(
+    name: str,
+    role: str | None,
+    agents: tuple[str, ...],
+    file: Path | None,
+    gateway: bool,  # noqa: FBT001 - click passes it
+) -> None:
+    """Write a new token for NAME, and print the lines that let it in."""
+    if odd := [word for word in (name, *agents) if not is_name(word)]:
+        raise click.UsageError(f"invalid name {shortened(odd[0])}")
+    chosen = role or ("admin" if gateway else "agent")
+    if gateway and chosen != "admin":
+        raise click.UsageError("a gateway's token is an admin's; leave --role out")
+    if chosen == "agent" and not agents:
+        raise click.UsageError("--agent AGENT is needed: whose kernels NAME may create")
+    if chosen == "admin" and agents:
+        raise click.UsageError("an admin is for all agents; leave --agent out")
+    path = (file or FOLDER / name).absolute()
+    try:
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        with os.fdopen(os.open(path, flags, 0o600), "w", encoding="ascii") as new:
+            new.write(f"{secrets.token_urlsafe(_BYTES)}\n")
+    except FileExistsError:
+        raise click.ClickException(f"{path} exists; remove it first, or name another") from None
+    except OSError as error:
+        raise click.ClickException(f"{path}: {error.strerror}") from None
+    lines: dict[str, object] = {"name": name, "file": str(path), "role": chosen}
+    lines |= {"agents": list(agents)} if agents else {}
+    lines |= {"gateway": True} if gateway else {}
+    entry = tomlkit.dumps(lines)
+    say(f"[[rpc.tokens]]\n{entry}", nl=False)
+
+
+@token.command("revoke")
+@click.argument("name")
+@click.option("--config", "config_file", metavar="FILE", help="Default: as for agentd.")
+def revoke_token(name: str, config_file: str | None) -> None:
+    """Take away the token NAME, and end its connections.
+
+    Removes its entry from the configuration, has the running daemon reload, and deletes the
+    token's file. Where the daemon does not take that, the file stays.
+
+    Exit status: 0 the token is dead, 1 it is not.
+    """
+    from agentd.config.loading import find_config, load_text  # noqa: PLC0415
+    from agentd.daemon.reload import NoDaemon, ask  # noqa: PLC0415
+    from agentd.tomlfile.document import without_token, write_file  # noqa: PLC0415 - slow to load
+    from agentd.tomlfile.regular_files import read_regular  # noqa: PLC0415
+
+    path = find_config(config_file, os.environ)
+    if path is None:
+        raise click.ClickException("no configuration file found; name it with --config")
+    try:
+        text, file = without_token(read_regular(path).text, name, path)
+        settings = load_text(text, path, os.environ).settings
+        write_file(path, text)
+        say(f"removed {name} from {path}")
+        try:
+            waiting = ask(settings, os.environ)
+        except NoDaemon as error:
+            say(f"not reloaded: {error}")
+        else:
+            if late := [key for key in waiting if key.startswith("rpc.")]:
+                why = f"{name} is valid until agentd restarts: {', '.join(late)} differ"
+                raise click.ClickException(why)
+            say("reloaded agentd")
+        file.unlink(missing_ok=True)
+        say(f"deleted {file}")
+    except ConfigRefused as error:
+        raise click.ClickException("; ".join(error.lines())) from None
+    except StartRefused as error:
+        raise click.ClickException(f"{name} is still valid: {error}") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise click.ClickException(f"{path}: {reason}") from None

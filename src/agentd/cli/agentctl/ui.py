@@ -1,0 +1,186 @@
+"""The command `agentctl ui`: the status page on a loopback port, over whatever agentctl talks to.
+
+The port takes a token that holds while the command runs. It is on no command line: the browser is
+opened at a file that only the caller can read, which sends it on; or the address is printed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import secrets
+import signal
+import tempfile
+import webbrowser
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from agentd.cli.output import say
+from agentd.client import Client
+from agentd.errors import Unreachable
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from agentd.client.asynchronous import AsyncClient
+
+_TAKEN = ("If-None-Match", "Last-Event-ID", "Content-Type", "Accept", "Prefer", "Idempotency-Key")
+"""Headers of the page's requests that go on to the daemon."""
+_OWN = ("connection", "content-length", "date", "keep-alive", "server", "transfer-encoding")
+"""Headers of its answers that are about the connection, and do not go back."""
+MOST_CONNECTIONS = 256
+"""Connections that the relay serves at once; a browser opens six."""
+BODY_TIMEOUT_S = 30.0
+_FILE = re.compile(r"/|/ui|/ui/(node/)?[a-z0-9.]*")
+"""The files of the page, which need no token."""
+
+
+@click.command("ui")
+@click.option("--port", type=int, default=0, help="The loopback port; a free one if not given.")
+@click.option("--print", "is_printed", is_flag=True, help="Print the address; open no browser.")
+@click.pass_obj
+def ui(client: Client, port: int, is_printed: bool) -> None:  # noqa: FBT001 - click passes it
+    """Show the node, or the fleet, in a browser, for as long as this runs.
+
+    \b
+    agentctl ui
+    agentctl ui --print --port 8080     # on a node; then: ssh -L 8080:127.0.0.1:8080 NODE
+    """  # noqa: D301 - click reads \b as "keep these lines"
+    asyncio.run(_serve(client.asynchronous(), port, is_printed=is_printed))
+
+
+async def _serve(client: AsyncClient, port: int, *, is_printed: bool) -> None:
+    from aiohttp import web  # noqa: PLC0415 - slow to load, for the commands that do without
+
+    done = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, done.set)
+    async with client:
+        await client.whoami()
+        relay = Relay(client)
+        runner = web.ServerRunner(_server_of(relay), shutdown_timeout=0.1)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, "127.0.0.1", port)
+            try:
+                await site.start()
+            except OSError as error:
+                raise click.ClickException(f"127.0.0.1:{port}: {error.strerror}") from None
+            relay.host = f"127.0.0.1:{runner.addresses[0][1]}"
+            address = f"http://{relay.host}/ui/#token={relay.token}"
+            with contextlib.ExitStack() as stack:
+                say(address if is_printed else f"http://{relay.host}/ui/ (Ctrl-C ends it)")
+                if not is_printed:
+                    page = stack.enter_context(_sent_on(address))
+                    # Some browsers run in the terminal, until they are left.
+                    if not await asyncio.to_thread(webbrowser.open, page.as_uri()):
+                        why = "no browser could be opened; --print shows the address"
+                        raise click.ClickException(why)
+                await done.wait()
+        finally:
+            await runner.cleanup()
+
+
+def _server_of(relay: Relay) -> web.Server:
+    """Return a server whose connections have the deadlines of the daemon's own."""
+    from aiohttp import web  # noqa: PLC0415 - see `_serve`
+
+    from agentd.http.connections.connection import Connection, Limits, Newcomers  # noqa: PLC0415
+    from agentd.http.connections.turns import Kind, Turns  # noqa: PLC0415
+    from agentd.http.problems import problem  # noqa: PLC0415
+
+    limits, turns, newcomers = Limits(MOST_CONNECTIONS, 0.5), Turns(), Newcomers()
+
+    class RelayServer(web.Server):
+        def __call__(self) -> Connection:
+            def broken(why: str) -> web.Response:
+                return problem("BadRequest", f"malformed HTTP/1.1 request: {why}")
+
+            return Connection(self, limits, turns, lambda _: relay, newcomers, broken)
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        connection = request.protocol
+        if not isinstance(connection, Connection):
+            raise TypeError("a relay is for its own connections")
+        await connection.began(Kind.REQUESTS)
+        try:
+            return await relay.answer(request)
+        finally:
+            connection.ended()
+
+    return RelayServer(answer, handler_cancellation=True)
+
+
+@contextlib.contextmanager
+def _sent_on(address: str) -> Iterator[Path]:
+    """Make a file that sends a browser on, which only the caller can read."""
+    with tempfile.TemporaryDirectory(prefix="agentctl-ui-") as folder:
+        page = Path(folder) / "open.html"
+        goes_on = f'<meta http-equiv="refresh" content="0; url={escape(address)}">'
+        page.touch(mode=0o600)
+        page.write_text(f"<!doctype html><title>agentd</title>{goes_on}", encoding="utf-8")
+        yield page
+
+
+class Relay:
+    """Answers the page as the daemon does; what is not its files takes the token."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self.host = ""
+        self.token = secrets.token_urlsafe(32)
+        self._client = client
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request."""
+        from agentd.http.problems import problem  # noqa: PLC0415 - see `_serve`
+        from agentd.http.static import is_foreign  # noqa: PLC0415 - see `_serve`
+
+        port = self.host.rpartition(":")[2]
+        if request.headers.get("Host") not in (self.host, f"localhost:{port}"):
+            return problem("Forbidden", f"this is {self.host}")
+        if is_foreign(request):
+            return problem("Forbidden", "a page of another origin asks")
+        path, is_file = request.raw_path, False
+        if not path.startswith("/"):
+            return problem("BadRequest", "a path is asked for, and nothing else")
+        if request.method == "GET" and _FILE.fullmatch(name := path.partition("?")[0]):
+            path, is_file = name, True
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if not is_file and not secrets.compare_digest(given, f"Bearer {self.token}".encode()):
+            return problem("Unauthorized", "the token of this `agentctl ui` is needed")
+        return await self._passed_on(request, path)
+
+    async def _passed_on(self, request: web.BaseRequest, path: str) -> web.StreamResponse:
+        from aiohttp import web  # noqa: PLC0415 - see `_serve`
+
+        from agentd.http.problems import problem  # noqa: PLC0415 - see `_serve`
+
+        headers = {name: request.headers[name] for name in _TAKEN if name in request.headers}
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                body = await request.read() or None
+        except TimeoutError:
+            return problem("RequestTimeout", f"the body did not come within {BODY_TIMEOUT_S:g} s")
+        response: web.StreamResponse | None = None
+        try:
+            async with self._client.passing(
+                request.method, path, headers=headers, body=body
+            ) as answer:
+                kept = {n: v for n, v in answer.headers.items() if n.lower() not in _OWN}
+                response = web.StreamResponse(status=answer.status, headers=kept)
+                await response.prepare(request)
+                async for chunk in answer.content.iter_any():
+                    await response.write(chunk)
+                await response.write_eof()
+                return response
+        except Unreachable as error:
+            if response is None:
+                return problem("RuntimeFailure", str(error))
+            request.protocol.force_close()  # too late for a problem
+            return response

@@ -1,0 +1,1 @@
+"""The command `agentd`: the daemon, its configuration and its plugins."""

@@ -1,0 +1,44 @@
+"""What `agentd plan --live` adds: what running kernels would hold back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from agentd.client import Client
+from agentd.core.devices import DeviceId
+from agentd.core.partition.split import Split
+from agentd.core.slots import MEM
+
+
+def held_under(split: Split, socket_path: Path) -> list[dict[str, Any]]:
+    """Return what running kernels would hold back if `split` were in force."""
+    client = Client(socket_path, retry_s=0)
+    owners = {k["kernel_id"]: k for k in client.kernels()}
+    held = []
+    for row in client.devices():
+        device = split.inventory.by_stable_id.get(row["stable_id"])
+        device_id = device.device_id if device else DeviceId(row["device_name"], row["id"])
+        for holder in row["holders"]:
+            kernel = owners[holder["kernel_id"]]
+            slots = kernel["allocation"].get(row["device_name"], {})
+            slot = next((s for s, ids in slots.items() if row["id"] in ids), row["slot"])
+            agents = split.agents_of(device_id)
+            if device is None or device.gone:
+                reason = "the device is gone"
+            elif device.slot != slot:
+                reason = f"holds {slot}; the device would offer {device.slot}"
+            elif kernel["agent_id"] not in agents and row["device_name"] != MEM:
+                reason = f"the device would belong to {', '.join(agents) or 'no agent'}"
+            else:
+                continue
+            held.append(
+                {
+                    "device": str(device_id),
+                    "kernel_id": holder["kernel_id"],
+                    "agent_id": kernel["agent_id"],
+                    "slot": slot,
+                    "reason": reason,
+                }
+            )
+    return held

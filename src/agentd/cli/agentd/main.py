@@ -1,0 +1,417 @@
+"""The commands `agentd …`: run the daemon, and look at a configuration without running it.
+
+Exit status: 0 done, 1 it cannot run here, 2 wrong usage, 78 the configuration cannot be
+used (EX_CONFIG of sysexits.h).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import click
+from msgspec.structs import asdict
+
+from agentd import __version__, failpoints
+from agentd.cli.output import say
+from agentd.errors import AgentdError, ConfigRefused, DaemonFailed, Problem, StartRefused
+from agentd.tomlfile.regular_files import UnusableFile, read_regular
+
+EX_CONFIG = 78
+_T = TypeVar("_T")
+
+config_option = click.option(
+    "--config",
+    "config_file",
+    metavar="FILE",
+    help="Default: $AGENTD_CONFIG, else /etc/agentd/agent.toml, else the defaults.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@click.group()
+@click.version_option(__version__, prog_name="agentd")
+def agentd() -> None:
+    """The node agent that divides a machine's devices among logical agents."""
+
+
+def _refused(error: ConfigRefused | DaemonFailed | StartRefused) -> NoReturn:
+    lines = error.lines() if isinstance(error, ConfigRefused) else [str(error)]
+    for line in lines:
+        say(f"agentd: {line}", err=True)
+    sys.exit(EX_CONFIG if isinstance(error, ConfigRefused) else 1)
+
+
+def _settings(config_file: str | None) -> Any:  # noqa: ANN401 - Loaded, imported late
+    from agentd.config.loading import find_config, load  # noqa: PLC0415 - `--help` stays quick
+
+    try:
+        return load(find_config(config_file, os.environ))
+    except ConfigRefused as error:
+        _refused(error)
+
+
+def _log_from(level: str) -> None:
+    from agentd import log  # noqa: PLC0415 - `--version` stays quick
+
+    log.configure(level)
+
+
+def _run(work: Coroutine[Any, Any, _T]) -> _T:
+    import asyncio  # noqa: PLC0415 - the same
+
+    try:
+        return asyncio.run(work)
+    except (ConfigRefused, DaemonFailed, StartRefused) as error:
+        _refused(error)
+
+
+@agentd.command()
+@config_option
+@click.option(
+    "--log-level",
+    help="Default: node.log-level.",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+)
+def run(config_file: str | None, log_level: str | None) -> None:
+    """Run the daemon in the foreground."""
+    sys.modules.setdefault("rich", None)  # type: ignore[arg-type] # see docs/adr/0019
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it asks for a reload, and never ends a daemon
+    loaded = _settings(config_file)
+    try:
+        failpoints.arm(os.environ.get(failpoints.VARIABLE, ""))
+    except ValueError as error:
+        _refused(ConfigRefused([Problem(failpoints.VARIABLE, str(error))]))
+    _log_from(log_level or loaded.settings.node.log_level)
+    from agentd.daemon.lifecycle import Daemon  # noqa: PLC0415 - only this command needs the daemon
+
+    async def daemon() -> None:
+        await Daemon(loaded).run()
+
+    _run(daemon())
+
+
+@agentd.command()
+@config_option
+def reload(config_file: str | None) -> None:
+    """Have the running daemon read its configuration again, and wait for the outcome.
+
+    It takes tokens, certificates, what runtimes let kernels have, and the log's level. What needs
+    a restart is named. A file that is wrong changes nothing, and fails this command.
+    """
+    loaded = _settings(config_file)
+    from agentd.daemon.reload import ask  # noqa: PLC0415 - only this command needs it
+
+    try:
+        waiting = ask(loaded.settings, os.environ)
+    except StartRefused as error:
+        _refused(error)
+    say("reloaded")
+    for key in waiting:
+        say(f"{key} differs, and needs a restart")
+
+
+def _with_node(
+    config_file: str | None, show: Callable[[Any, Any], _T], *, is_strict: bool = False
+) -> _T:
+    """Open the plugins and divide the devices as the daemon would, and change nothing.
+
+    Where that is strict, all that a daemon would be refused for is told at once.
+    """
+    loaded = _settings(config_file)
+    _log_from("error")
+    from agentd.daemon import lifecycle, runtime_factory
+    from agentd.events import EventLog  # noqa: PLC0415
+    from agentd.host.probe import probe  # noqa: PLC0415
+    from agentd.http.endpoint import endpoint  # noqa: PLC0415
+    from agentd.state.folder import ReadOnlyState  # noqa: PLC0415
+
+    async def look() -> _T:
+        problems: list[Problem] = []
+        if not is_strict:
+            with _noting(problems):
+                runtime_factory.refuse_unknown_users(loaded.settings)
+        else:
+            with _noting(problems):
+                runtime_factory.refuse_unfit(loaded.settings)
+            with _noting(problems):
+                endpoint(loaded.settings.rpc)
+        plugins = lifecycle.plugin_host(loaded.settings)
+        try:
+            await plugins.open(loaded.settings.plugins.open_timeout)
+            memory = ReadOnlyState(loaded.settings.node.state_dir)
+            with _noting(problems):
+                devices = lifecycle.discover(
+                    loaded, probe(), plugins, memory, EventLog(), is_strict=is_strict
+                )
+            if problems:
+                raise ConfigRefused(problems, str(loaded.path or "defaults"))
+            _withhold_what_others_serve(loaded.settings, devices)
+            return show(devices, plugins)
+        finally:
+            await plugins.close()
+
+    return _run(look())
+
+
+@contextlib.contextmanager
+def _noting(problems: list[Problem]) -> Iterator[None]:
+    """Add what a configuration is refused for to the problems, and go on."""
+    try:
+        yield
+    except ConfigRefused as error:
+        problems += error.problems
+
+
+def _withhold_what_others_serve(settings: Any, devices: Any) -> None:  # noqa: ANN401 - imported late
+    """Withhold the devices that other daemons of this host serve.
+
+    Without a node id, a daemon of this node could not be told from the others.
+    """
+    from agentd.daemon.lifecycle import node_id_of  # noqa: PLC0415
+    from agentd.host.probe import boot_id  # noqa: PLC0415
+    from agentd.services.peers import claimable, taken_by_others  # noqa: PLC0415
+    from agentd.state.peers import MachineNeighbours, Places  # noqa: PLC0415
+
+    with contextlib.suppress(ConfigRefused):
+        places = Places.of(os.geteuid())
+        others = MachineNeighbours(node_id_of(settings), boot_id(), places).others()
+        devices.withhold(taken_by_others(claimable(devices), others))
+
+
+@agentd.command("check-config")
+@config_option
+@json_option
+def check_config(config_file: str | None, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """Check the configuration, the plugins' tables and the partition."""
+    warnings = _with_node(config_file, lambda devices, _: list(devices.warnings), is_strict=True)
+    from agentd.http.endpoint import Weaknesses, weaknesses  # noqa: PLC0415 - see above
+
+    weak = Weaknesses()
+    weak.replace(weaknesses(_settings(config_file).settings.rpc))
+    warnings += weak.warnings()
+    if as_json:
+        click.echo(json.dumps({"ok": True, "warnings": warnings}))
+        return
+    for warning in warnings:
+        say(f"warning: {warning}", err=True)
+    say("the configuration is fine")
+
+
+@agentd.command()
+@config_option
+@json_option
+@click.option("--live", is_flag=True, help="Also: what it would leave held, given the kernels now.")
+def plan(config_file: str | None, as_json: bool, live: bool) -> None:  # noqa: FBT001 - click passes them
+    """Print the partition without starting anything."""
+    from agentd.rpc.plan import plan_view  # noqa: PLC0415
+
+    split = _with_node(config_file, lambda devices, _: devices.split)
+    content = plan_view(split)
+    if live:
+        from agentd.cli.agentd.live_plan import held_under  # noqa: PLC0415
+
+        try:
+            content["held"] = held_under(split, _settings(config_file).settings.rpc.socket)
+        except AgentdError as error:
+            why = f"what kernels hold is not known: {error}"
+            content["warnings"] = [*split.warnings, why]
+    if as_json:
+        click.echo(json.dumps(content, indent=1))
+        return
+    from agentd.cli.tables import print_plan  # noqa: PLC0415
+
+    print_plan(content)
+
+
+@agentd.command()
+@config_option
+@json_option
+def plugins(config_file: str | None, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """List the accelerator plugins, opened as the daemon would."""
+    loaded = _settings(config_file)
+    _log_from("error")
+    from agentd.daemon import lifecycle
+
+    async def look() -> list[dict[str, Any]]:
+        host = lifecycle.plugin_host(loaded.settings)
+        await host.open(loaded.settings.plugins.open_timeout)
+        rows = [asdict(status) for status in host.statuses(everything=True)]
+        await host.close()
+        return rows
+
+    rows = _run(look())
+    if as_json:
+        click.echo(json.dumps(rows))
+        return
+    from agentd.cli.tables import print_rows  # noqa: PLC0415
+
+    print_rows(rows, ["name", "plugin", "state", "slots", "reason"])
+
+
+@agentd.group()
+def plugin() -> None:
+    """Try a plugin."""
+
+
+@plugin.command()
+@config_option
+@json_option
+@click.argument("name")
+@click.option("--hardware", is_flag=True, help="Also: try its devices, and print a report.")
+@click.option("--image", help="With --hardware: try containers of this image too.")
+@click.option("--probe", default="", help="With --hardware: a shell command that sees a device.")
+def check(
+    config_file: str | None,
+    as_json: bool,  # noqa: FBT001 - click passes it
+    name: str,
+    hardware: bool,  # noqa: FBT001 - the same
+    image: str | None,
+    probe: str,
+) -> None:
+    """Run the conformance suite against plugin NAME: a table of the file, or an entry point.
+
+    With --hardware a daemon of its own then gives each device to a real kernel. The probe is to
+    end with 0 in a kernel that has a device, and with another status in one that has none; if it
+    prints anything, it is to name the devices that it sees.
+    """
+    loaded = _settings(config_file)
+    _log_from("error")
+    from agentd.cli.tables import print_rows  # noqa: PLC0415
+    from agentd.daemon import lifecycle
+    from agentd.pluginhost.conformance import Conformance  # noqa: PLC0415
+
+    host = lifecycle.plugin_host(loaded.settings)
+    try:
+        wanted = host.wanted(name)
+    except LookupError as error:
+        raise click.ClickException(str(error)) from None
+    conformance = Conformance(wanted, lifecycle.pace_of(loaded.settings))
+    findings = _run(conformance.run())
+    if hardware:
+        from agentd.cli.agentd.hardware_check import Ways, tried  # noqa: PLC0415
+
+        report = tried(wanted, loaded, conformance.files, Ways(image, probe), findings)
+        findings = report.findings
+    if hardware and not as_json:
+        say(report.text())
+        sys.exit(0 if all(finding.passed for finding in findings) else 1)
+    rows = [asdict(finding) for finding in findings]
+    if as_json:
+        click.echo(json.dumps(rows, indent=1))
+    else:
+        words = {True: "yes", False: "NO"}
+        shown = [{**row, "passed": words[row["passed"]] if row["tried"] else "-"} for row in rows]
+        print_rows(shown, ["check", "passed", "detail"])
+    sys.exit(0 if all(row["passed"] for row in rows) else 1)
+
+
+@agentd.group()
+def config() -> None:
+    """Show, write and change the configuration."""
+
+
+@config.command()
+@config_option
+@json_option
+def show(config_file: str | None, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+    """Print the effective settings and where each comes from."""
+    loaded = _settings(config_file)
+    rows = [
+        {"key": ".".join(keys), "value": value, "origin": loaded.origin(keys)}
+        for keys, value in loaded.effective()
+    ]
+    if as_json:
+        content = {row["key"]: {"value": row["value"], "origin": row["origin"]} for row in rows}
+        click.echo(json.dumps(content, indent=1, default=str))
+        return
+    from agentd.cli.tables import print_rows  # noqa: PLC0415
+
+    shown = [{**row, "value": json.dumps(row["value"], default=str)} for row in rows]
+    print_rows(shown, ["key", "value", "origin"])
+
+
+@config.command()
+@click.argument("file", type=click.Path(), required=False)
+@click.option("--force", is_flag=True, help="Replace a file that is there.")
+def init(file: str | None, force: bool) -> None:  # noqa: FBT001 - click passes it
+    """Write the commented default, to FILE or to standard output.
+
+    On a node with systemd and without a Docker Engine it proposes the runtime systemd.
+    """
+    from agentd.config.runtimes import DockerSettings  # noqa: PLC0415
+    from agentd.host.systemd.availability import why_no_systemd  # noqa: PLC0415
+    from agentd.tomlfile.document import default_text, write_file  # noqa: PLC0415
+
+    proposes = not DockerSettings().socket.exists() and not why_no_systemd()
+    text = default_text("systemd" if proposes else None)
+    if file is None:
+        say(text, nl=False)
+        return
+    path = Path(file)
+    if path.exists() and not force:
+        raise click.ClickException(f"{file} exists; --force replaces it")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, text)
+    except OSError as error:
+        raise click.ClickException(f"{file}: {error.strerror}") from None
+
+
+@config.command()
+@click.argument("old", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--output", type=click.Path(path_type=Path), help="Write it there; default: print.")
+@click.option("--force", is_flag=True, help="Replace a file that is there.")
+def migrate(old: Path, output: Path | None, force: bool) -> None:  # noqa: FBT001 - click passes it
+    """Bring OLD, a slot-based configuration of an older agent, into today's form."""
+    from agentd.config.loading import load_text  # noqa: PLC0415
+    from agentd.config.migration import migrated  # noqa: PLC0415
+    from agentd.tomlfile.document import write_file  # noqa: PLC0415
+
+    try:
+        text = migrated(read_regular(old).text, old)
+        load_text(text, None, {})
+        if output is None:
+            say(text, nl=False)
+        elif output.exists() and not force:
+            raise click.ClickException(f"{output} exists; --force replaces it")
+        else:
+            write_file(output, text)
+    except (OSError, UnusableFile) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise click.ClickException(f"{old} to {output or 'standard output'}: {why}") from None
+    except ConfigRefused as error:
+        _refused(error)
+
+
+@config.command("set")
+@config_option
+@click.argument("key")
+@click.argument("value")
+def set_(config_file: str | None, key: str, value: str) -> None:
+    """Change one setting in the file; its comments and order stay.
+
+    KEY is a dotted path such as resource.allocation-mode, VALUE a TOML value or plain text.
+    """
+    from agentd.config.loading import find_config  # noqa: PLC0415
+    from agentd.tomlfile.document import with_setting, write_file  # noqa: PLC0415
+
+    path = find_config(config_file, os.environ)
+    if path is None:
+        raise click.ClickException(
+            "there is no file to change; write one with `agentd config init`"
+        )
+    try:
+        text = read_regular(path).text if path.exists() else ""
+        write_file(path, with_setting(text, key, value, path))
+    except (OSError, UnusableFile) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise click.ClickException(f"{path}: {why}") from None
+    except ConfigRefused as error:
+        _refused(error)

@@ -1,0 +1,268 @@
+"""The client without asyncio, on the standard library's HTTP: it is loaded in a few milliseconds.
+
+For command lines and scripts; programs that do more than one thing at a time take `AsyncClient`.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+from urllib.parse import urlsplit
+
+from agentd.client import calls
+from agentd.client.calls import Call
+from agentd.client.defaults import (
+    CHUNK,
+    CREATE_TIMEOUT_S,
+    DEFAULT_SOCKET,
+    SILENCE_S,
+    TIMEOUT_S,
+    patience_s,
+)
+from agentd.client.errors import content_of, error_in, unreachable
+from agentd.client.events import Frames, NodeEvent
+from agentd.errors import Unavailable
+from agentd.views import (
+    AgentView,
+    CallerView,
+    DecisionView,
+    DeviceView,
+    KernelUseView,
+    KernelView,
+    NodeView,
+    PluginView,
+    RefusalView,
+    RuntimeView,
+    SlotTypeView,
+)
+
+if TYPE_CHECKING:
+    from agentd.client.asynchronous import AsyncClient
+
+T = TypeVar("T")
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+class Client:
+    """Calls one daemon, over its socket (default: the system's) or over TCP with a token.
+
+    Refusals are raised as the classes of `agentd.errors`; a daemon that does not answer is
+    `Unreachable`. Answers of 503 are tried again, as they ask for, for up to `retry_s`.
+    """
+
+    def __init__(
+        self,
+        socket: str | os.PathLike[str] | None = None,
+        *,
+        url: str | None = None,
+        token: str | None = None,
+        timeout_s: float = TIMEOUT_S,
+        retry_s: float = TIMEOUT_S,
+    ) -> None:
+        self._socket_path = os.fspath(socket) if socket is not None else DEFAULT_SOCKET
+        self._url = url
+        self._token = token
+        self._timeout_s = timeout_s
+        self._retry_s = retry_s
+
+    def asynchronous(self) -> AsyncClient:
+        """Return the asyncio client of the same daemon."""
+        from agentd.client.asynchronous import AsyncClient  # noqa: PLC0415 - aiohttp is slow to load
+
+        return AsyncClient(self._socket_path, url=self._url, token=self._token)
+
+    def open(self, call: Call[Any], timeout_s: float | None = None) -> http.client.HTTPResponse:
+        """Carry out a call, and return the answer to be read.
+
+        Raises:
+            AgentdError: the daemon refused, or cannot be reached.
+        """
+        sent = dict(call.headers)
+        if self._token:
+            sent["Authorization"] = f"Bearer {self._token}"
+        data = None
+        if call.body is not None:
+            data, sent["Content-Type"] = json.dumps(call.body).encode(), "application/json"
+        try:
+            connection = self._connection(timeout_s or self._timeout_s)
+            base = urlsplit(self._url or "").path.rstrip("/")
+            connection.request(call.method, f"{base}{call.path}", data, sent)
+            response = connection.getresponse()
+            if response.status >= http.client.BAD_REQUEST:
+                retry_after = response.headers.get("Retry-After")
+                raise error_in(response.status, response.read(), retry_after)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise unreachable(self._where, error) from None
+        return response
+
+    def carry_out(self, call: Call[T], *, timeout_s: float | None = None) -> T:
+        """Carry out a call, again as long as the daemon is not ready for it.
+
+        Raises:
+            AgentdError: the daemon refused, or cannot be reached.
+        """
+        end = time.monotonic() + self._retry_s
+        while True:
+            try:
+                content = self.open(call, timeout_s).read()
+            except Unavailable as error:
+                if not call.is_worth_another(error, end - time.monotonic()):
+                    raise
+                time.sleep(error.retry_after_s)
+            except (OSError, http.client.HTTPException) as error:
+                raise unreachable(self._where, error) from None
+            else:
+                return cast("T", content_of(content))
+
+    def node(self, *, check: bool = False) -> NodeView:
+        return self.carry_out(calls.node(check=check))
+
+    def whoami(self) -> CallerView:
+        return self.carry_out(calls.whoami())
+
+    def runtimes(self) -> list[RuntimeView]:
+        return self.carry_out(calls.runtimes())
+
+    def forget_runtime(self, name: str) -> None:
+        self.carry_out(calls.forget_runtime(name))
+
+    def refusals(self) -> list[RefusalView]:
+        return self.carry_out(calls.refusals())
+
+    def plugins(self) -> list[PluginView]:
+        return self.carry_out(calls.plugins())
+
+    def retry_plugin(self, name: str) -> PluginView:
+        return self.carry_out(calls.retry_plugin(name))
+
+    def slot_types(self) -> list[SlotTypeView]:
+        return self.carry_out(calls.slot_types())
+
+    def devices(self) -> list[DeviceView]:
+        return self.carry_out(calls.devices())
+
+    def drain(self, device_name: str, device_id: str) -> DeviceView:
+        return self.carry_out(calls.drain(device_name, device_id))
+
+    def undrain(self, device_name: str, device_id: str) -> DeviceView:
+        return self.carry_out(calls.undrain(device_name, device_id))
+
+    def forget_device(self, device_name: str, device_id: str) -> None:
+        self.carry_out(calls.forget_device(device_name, device_id))
+
+    def agents(self) -> list[AgentView]:
+        return self.carry_out(calls.agents())
+
+    def agent(self, agent_id: str) -> AgentView:
+        return self.carry_out(calls.agent(agent_id))
+
+    def create_kernel(
+        self,
+        agent_id: str,
+        request: Mapping[str, Any],
+        *,
+        wait: bool = True,
+        timeout_s: float = CREATE_TIMEOUT_S,
+    ) -> KernelView:
+        return self.carry_out(
+            calls.create_kernel(agent_id, request, wait=wait), timeout_s=timeout_s
+        )
+
+    def explain(self, agent_id: str, request: Mapping[str, Any]) -> DecisionView:
+        return self.carry_out(calls.explain(agent_id, request))
+
+    def kernels(
+        self,
+        agent_id: str | None = None,
+        *,
+        state: str | Sequence[str] | None = None,
+        labels: Mapping[str, str] | None = None,
+        limit: int | None = None,
+        after: str | None = None,
+    ) -> list[KernelView]:
+        call = calls.kernels(agent_id, state=state, labels=labels, limit=limit, after=after)
+        return self.carry_out(call)
+
+    def kernel(self, kernel_id: str) -> KernelView:
+        return self.carry_out(calls.kernel(kernel_id))
+
+    def stop_kernel(self, kernel_id: str, timeout: float | None = None) -> KernelView:
+        call = calls.stop_kernel(kernel_id, timeout)
+        return self.carry_out(call, timeout_s=patience_s(self._timeout_s, timeout))
+
+    def delete_kernel(self, kernel_id: str, timeout: float | None = None) -> None:
+        call = calls.delete_kernel(kernel_id, timeout)
+        self.carry_out(call, timeout_s=patience_s(self._timeout_s, timeout))
+
+    @overload
+    def stats(self) -> list[KernelUseView]: ...
+
+    @overload
+    def stats(self, kernel_id: str) -> KernelUseView: ...
+
+    def stats(self, kernel_id: str | None = None) -> list[KernelUseView] | KernelUseView:
+        if kernel_id is None:
+            return self.carry_out(calls.stats())
+        return self.carry_out(calls.kernel_stats(kernel_id))
+
+    def logs(self, kernel_id: str, **options: Any) -> Iterator[bytes]:  # noqa: ANN401 - those of `calls.logs`
+        """Yield what a kernel printed; `follow`, `tail`, `since`, `timestamps`, `stream`."""
+        endless_s = CREATE_TIMEOUT_S if options.get("follow") else None
+        response = self.open(calls.logs(kernel_id, **options), endless_s)
+        try:
+            while chunk := response.read1(CHUNK):
+                yield chunk
+        except (OSError, http.client.HTTPException) as error:
+            raise unreachable(self._where, error) from None
+
+    def events(self, *, after: str | None = None) -> Iterator[NodeEvent]:
+        """Yield what happens on the node, from the event after `after` on, until it stops."""
+        frames = Frames()
+        try:
+            for line in self.open(calls.events(after), SILENCE_S):
+                if (event := frames.read(line)) is not None:
+                    yield event
+        except (OSError, http.client.HTTPException) as error:
+            raise unreachable(self._where, error) from None
+
+    def metrics(self) -> str:
+        return self.open(calls.metrics()).read().decode()
+
+    def openapi(self) -> dict[str, Any]:
+        return self.carry_out(calls.openapi())
+
+    def alive(self) -> None:
+        self.carry_out(calls.alive())
+
+    def ready(self) -> None:
+        self.carry_out(calls.ready())
+
+    @property
+    def _where(self) -> str:
+        return self._url or self._socket_path
+
+    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        if self._url is None:
+            return _UnixConnection(self._socket_path, timeout_s)
+        parts = urlsplit(self._url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("invalid address: expected http://HOST:PORT or https://HOST:PORT")
+        kind = (
+            http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        )
+        return kind(parts.hostname, parts.port, timeout=timeout_s)

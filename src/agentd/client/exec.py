@@ -1,0 +1,95 @@
+"""A command inside a kernel, from the caller's side of the WebSocket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+
+from agentd.client.defaults import CHUNK
+from agentd.client.errors import error_in
+from agentd.errors import Unreachable
+
+FAREWELL_S = 2.0
+"""How long the other side may take to say farewell."""
+
+
+async def hang_up(wire: aiohttp.ClientWebSocketResponse) -> None:
+    """Close a WebSocket, also one whose other side reads no more; what it has not read is lost."""
+    connection = wire.get_extra_info("socket")
+    with suppress(TimeoutError):
+        async with asyncio.timeout(FAREWELL_S):
+            await wire.close()
+    with suppress(OSError):
+        if connection is not None:
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+class Execution:
+    """A command that runs inside a kernel; leaving the context ends it.
+
+        async with client.exec("train-1", ["sh", "-c", "nvidia-smi"]) as command:
+            async for stream, data in command:
+                ...
+        print(command.exit_code)
+
+    Iteration yields the stream (1 standard output, 2 standard error) and bytes; with a terminal all
+    of it is 1. A command that did not start raises the daemon's refusal at the first step.
+    """
+
+    def __init__(self, wire: aiohttp.ClientWebSocketResponse, where: str) -> None:
+        self._wire = wire
+        self._where = where
+        self._exit_code: int | None = None
+
+    @property
+    def exit_code(self) -> int | None:
+        """How it ended, once it has; of a signal, 128 and its number."""
+        return self._exit_code
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await hang_up(self._wire)
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, bytes]]:
+        async for frame in self._wire:
+            if frame.type is aiohttp.WSMsgType.BINARY:
+                yield frame.data[0], frame.data[1:]
+            elif frame.type is aiohttp.WSMsgType.TEXT:
+                content = json.loads(frame.data)
+                if "problem" in content:
+                    problem = content["problem"]
+                    raise error_in(problem["status"], json.dumps(problem).encode(), None)
+                self._exit_code = int(content["exit_code"])
+                return
+        raise Unreachable(f"{self._where}: the connection ended before the command did")
+
+    async def write(self, data: bytes) -> None:
+        """Give it input; returns when there is room for more."""
+        for start in range(0, len(data), CHUNK):
+            await self._wire.send_bytes(data[start : start + CHUNK])
+
+    async def close_input(self) -> None:
+        """Let its input end."""
+        await self._wire.send_str(json.dumps({"stdin": "closed"}))
+
+    async def resize(self, columns: int, rows: int) -> None:
+        """Tell its terminal how large it is."""
+        await self._wire.send_str(json.dumps({"resize": [columns, rows]}))
+
+    async def send_signal(self, name: str) -> None:
+        """Send it a signal by its name, such as INT."""
+        await self._wire.send_str(json.dumps({"signal": name}))

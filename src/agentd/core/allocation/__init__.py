@@ -1,0 +1,1 @@
+"""Allocation: the choice of devices for one kernel, and the ledger of what is held."""

@@ -1,0 +1,95 @@
+"""Host ports, handed out like any other share: one holder each, the lowest free one first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import TypeAlias
+
+import msgspec
+from msgspec.structs import replace
+
+from agentd.core.kernel.states import Kernel, Port
+from agentd.errors import InsufficientResource, Problem
+
+FIRST_CHOICE = 30_000
+"""Where the choice begins if the range allows it: above most registered services, and below
+the ports that Linux gives to outgoing connections (ip(7), ip_local_port_range)."""
+
+HostPort: TypeAlias = tuple[str, int]
+"""A protocol and a port of the node."""
+
+
+def host_ports(kernel: Kernel) -> list[HostPort]:
+    """Return the node's ports that were handed out to a kernel."""
+    return [(port.protocol, port.host) for port in kernel.ports if port.host is not None]
+
+
+class PortRange(msgspec.Struct, frozen=True):
+    """The address on which ports are published, and which; both ends belong to it."""
+
+    address: str = "127.0.0.1"
+    first: int = 1024
+    last: int = 65535
+
+    def __contains__(self, port: int) -> bool:
+        return self.first <= port <= self.last
+
+    def __str__(self) -> str:
+        return f"{self.first}-{self.last}"
+
+    def in_order(self) -> Iterator[int]:
+        """Yield every port, in the order in which they are chosen."""
+        start = FIRST_CHOICE if FIRST_CHOICE in self else self.first
+        return chain(range(start, self.last + 1), range(self.first, start))
+
+
+def hand_out(
+    requested: Sequence[Port],
+    holders: Mapping[HostPort, str],
+    busy: Collection[HostPort],
+    allowed: PortRange,
+) -> tuple[Port, ...]:
+    """Return the ports of a request with their host ports.
+
+    `holders` are ports that kernels hold, `busy` ports that others use.
+
+    Raises:
+        InsufficientResource: a requested port is in use, or no port is free.
+    """
+    named = [(port.protocol, port.host) for port in requested if port.host is not None]
+    for protocol, host in named:
+        if (protocol, host) in holders or (protocol, host) in busy:
+            holder = holders.get((protocol, host))
+            why = f"held by kernel {holder}" if holder else "in use outside agentd"
+            row = {"device": f"{host}/{protocol}", "free": "0", "reason": why}
+            raise InsufficientResource("ports", f"{host}/{protocol}", "0", [row])
+    given = set(named)
+    ports = []
+    for port in requested:
+        host = port.host or _lowest(port.protocol, {*given, *holders, *busy}, allowed)
+        given.add((port.protocol, host))
+        ports.append(replace(port, host=host, address=allowed.address))
+    return tuple(ports)
+
+
+def _lowest(protocol: str, taken: Collection[HostPort], allowed: PortRange) -> int:
+    for host in allowed.in_order():
+        if (protocol, host) not in taken:
+            return host
+    row = {"device": f"{allowed}/{protocol}", "free": "0", "reason": "every port is in use"}
+    raise InsufficientResource("ports", f"1/{protocol}", "0", [row])
+
+
+def port_problems(requested: Sequence[Port], allowed: PortRange) -> Iterator[Problem]:
+    """Yield the host ports that lie outside the range, or are asked for twice."""
+    counts = Counter((port.protocol, port.host) for port in requested)
+    for index, port in enumerate(requested):
+        if port.host is None:
+            continue
+        if port.host not in allowed:
+            why = f"{port.host} is outside publish-ports {allowed}"
+            yield Problem(f"ports.{index}.host", why)
+        elif counts[port.protocol, port.host] > 1:
+            yield Problem(f"ports.{index}.host", f"{port.host} is asked for twice")

@@ -1,0 +1,305 @@
+"""Adopting: from what a runtime found to a kernel, charged to the physical devices.
+
+A kernel holds the devices of its record and those of its second statement; where they differ,
+its reason names both. A record never creates, renames, moves or frees a device. Where only one
+of the two can be read, that one counts; where neither can, everything that the kernel might
+hold is charged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import msgspec
+from msgspec.structs import replace
+
+from agentd.core.allocation.ledger import UNREADABLE_SLOT, Allocation, Share
+from agentd.core.devices import MEMORY, Device, DeviceId, Inventory
+from agentd.core.kernel.observation import ObservedKernel, ObservedState
+from agentd.core.kernel.plan import KernelPlan
+from agentd.core.kernel.record import (
+    STATEMENT,
+    NewerRecordError,
+    RecordError,
+    decode,
+    parse_statement,
+    statement,
+)
+from agentd.core.kernel.states import Ending, Kernel, KernelState, Sight
+from agentd.core.slots import CPU, MEM, ONE, SlotKind, format_amount
+
+SIGHTS = {
+    ObservedState.RUNNING: Sight.RUNNING,
+    ObservedState.PAUSED: Sight.PAUSED,
+    ObservedState.EXITED: Sight.EXITED,
+}
+
+
+class Adoption(msgspec.Struct, frozen=True):
+    """A kernel as it is to be taken, and devices that only its record knows, as gone."""
+
+    kernel: Kernel
+    missing: tuple[Device, ...] = ()
+
+
+def adopt(
+    item: ObservedKernel,
+    inventory: Inventory,
+    before: Kernel | None = None,
+    plan: KernelPlan | None = None,
+) -> Adoption:
+    """Describe an observed kernel by its record and its second statement, or what it might hold.
+
+    `before` is the kernel as it was known, if it was; `plan` what it was created from just now:
+    a record that is the plan's need not be read.
+    """
+    state = KernelState.CREATING
+    if before is not None and item.state is not ObservedState.CREATED:
+        state = before.state
+    seen = Kernel(
+        kernel_id=item.kernel_id,
+        agent_id=item.agent_id,
+        state=state,
+        spec_hash="",
+        created_at=item.started_at or 0.0,
+        runtime=item.runtime,
+        handle=item.handle,
+        started_at=item.started_at,
+        ending=item.ending if item.state is ObservedState.EXITED else Ending(),
+        ports=item.ports,
+        pid=item.pid,
+        unit=item.unit,
+    )
+    if plan and plan.record == item.record:
+        recorded, doubt = plan.kernel, ""
+        allocation, missing = located(recorded.allocation, inventory)
+    else:
+        try:
+            recorded = _recorded(item)
+        except RecordError as error:
+            return _without_record(seen, item, inventory, error)
+        allocation, missing, doubt = _united(recorded, item, inventory)
+    kernel = replace(
+        recorded,
+        state=state,
+        runtime=item.runtime,
+        allocation=allocation,
+        ports=recorded.ports or item.ports,
+        handle=item.handle,
+        started_at=seen.started_at,
+        ending=seen.ending,
+        reason=doubt,
+        pid=item.pid,
+        unit=item.unit,
+    )
+    return Adoption(_sighted(kernel, item), missing)
+
+
+def _united(
+    recorded: Kernel, item: ObservedKernel, inventory: Inventory
+) -> tuple[Allocation, tuple[Device, ...], str]:
+    """Return the devices of a record and of the second statement, and how the two differ."""
+    allocation, missing = located(recorded.allocation, inventory)
+    in_record = statement(recorded.allocation)
+    if in_record == item.statement:
+        return allocation, missing, ""
+    if not item.statement and (not item.is_alive or STATEMENT in recorded.not_enforced):
+        return allocation, missing, ""
+    if not item.statement:
+        doubt = f"its second statement is missing; its record says {in_record}"
+        return allocation, missing, doubt
+    try:
+        stated = parse_statement(item.statement)
+    except RecordError as error:
+        doubt = f"its second statement is unreadable ({error}); its record says {in_record}"
+        return allocation, missing, doubt
+    for device in missing:
+        inventory = inventory.with_device(device)
+    also, unknown = located(stated, inventory)
+    one, two = set(in_record.split()), set(statement(stated).split())
+    doubt = (
+        f"its record says {_listed(one - two)} and its second statement {_listed(two - one)};"
+        " the devices of both are charged"
+    )
+    held = _one_for_each_device((*allocation.shares, *also.shares), _larger)
+    return Allocation(held), (*missing, *unknown), doubt
+
+
+def _listed(words: Iterable[str]) -> str:
+    return ", ".join(sorted(words)) or "nothing else"
+
+
+def _larger(one: Share, other: Share) -> Share:
+    return max(one, other, key=lambda share: share.amount)
+
+
+def _sum(one: Share, other: Share) -> Share:
+    return other._replace(amount=one.amount + other.amount)
+
+
+def _sighted(kernel: Kernel, item: ObservedKernel) -> Kernel:
+    if item.state not in SIGHTS:
+        return kernel
+    return kernel.observed(SIGHTS[item.state], degraded=changed_limits(kernel, item))
+
+
+def changed_limits(kernel: Kernel, item: ObservedKernel) -> tuple[str, ...]:
+    """Return the limits of a kernel that are not what it was given, as far as its runtime tells.
+
+    One that was given no cores, or no memory, has those of its agent, and is not compared.
+    """
+    if item.is_partial:
+        return kernel.degraded
+    cores: list[str] = []
+    memory = 0
+    for share in kernel.allocation.shares:
+        if share.slot == CPU:
+            cores.append(share.device_id.id)
+        elif share.slot == MEM:
+            memory += share.amount
+    found = []
+    pinned = item.cores if cores and CPU not in kernel.not_enforced else None
+    if pinned is not None and set(pinned) != set(cores):
+        found.append(f"cpu: runs on {', '.join(pinned)} instead of {', '.join(cores)}")
+    if memory and item.memory_bytes not in (None, memory) and MEM not in kernel.not_enforced:
+        limit = f"limited to {item.memory_bytes}" if item.memory_bytes else "not limited"
+        found.append(f"mem: {limit} instead of {memory} bytes")
+    return tuple(found)
+
+
+def _recorded(item: ObservedKernel) -> Kernel:
+    kernel = decode(item.record).kernel
+    if kernel.kernel_id != item.kernel_id:
+        raise RecordError(f"it is the record of {kernel.kernel_id}")
+    return kernel
+
+
+def _without_record(
+    seen: Kernel, item: ObservedKernel, inventory: Inventory, why: RecordError
+) -> Adoption:
+    """Recover a kernel from the second statement; one that a newer agentd made is not ours to.
+
+    There its devices are charged all the same: they are what the statement is for.
+    """
+    try:
+        stated = parse_statement(item.statement)
+        if not stated.shares:
+            raise RecordError("the second statement is empty")
+    except RecordError as error:
+        reason = f"unreadable record ({why}) and devices ({error})"
+        held = Allocation(tuple(_might_hold(item, inventory)))
+        return Adoption(_unreadable(replace(seen, reason=reason, allocation=held), item))
+    allocation, missing = located(stated, inventory)
+    kernel = replace(seen, slots=_slots_of(stated), allocation=allocation)
+    if isinstance(why, NewerRecordError):
+        reason = f"its record is of a newer agentd ({why}); its devices are charged"
+        return Adoption(_unreadable(replace(kernel, reason=reason), item), missing)
+    reason = f"unreadable record ({why}); recovered from the second statement of its devices"
+    return Adoption(_sighted(replace(kernel, reason=reason), item), missing)
+
+
+def _unreadable(kernel: Kernel, item: ObservedKernel) -> Kernel:
+    return kernel.observed(Sight.UNREADABLE) if item.is_alive else _sighted(kernel, item)
+
+
+def _slots_of(stated: Allocation) -> dict[str, str]:
+    amounts: dict[str, int] = {}
+    kinds = {share.slot: share.kind for share in stated.shares}
+    for share in stated.shares:
+        amounts[share.slot] = amounts.get(share.slot, 0) + share.amount
+    return {name: format_amount(amount, kinds[name]) for name, amount in amounts.items()}
+
+
+def recalled(kernel_id: str, text: str, runtime: str, inventory: Inventory, now: float) -> Adoption:
+    """Return a kernel (`creating`) as it is remembered, while its runtime was not asked yet.
+
+    One whose record cannot be read holds everything back that there is.
+    """
+    try:
+        record = decode(text)
+    except RecordError as error:
+        kernel = Kernel(
+            kernel_id=kernel_id,
+            agent_id="",
+            state=KernelState.CREATING,
+            spec_hash="",
+            created_at=now,
+            runtime=runtime,
+            allocation=kept_back(inventory),
+            reason=f"its record cannot be read: {error}",
+        )
+        return Adoption(kernel)
+    allocation, missing = located(record.kernel.allocation, inventory)
+    return Adoption(replace(record.kernel, kernel_id=kernel_id, allocation=allocation), missing)
+
+
+def located(recorded: Allocation, inventory: Inventory) -> tuple[Allocation, tuple[Device, ...]]:
+    """Charge recorded shares to the physical devices, by stable id.
+
+    Devices that the inventory does not know come back beside the allocation, as gone. One
+    that was taken apart since holds back all of its parts.
+    """
+    placed: list[Share] = []
+    missing: dict[str, Device] = {}
+    for share in recorded.shares:
+        stable_id = share.stable_id
+        device = inventory.by_identity.get(stable_id) or missing.get(stable_id)
+        if device is None:
+            device = _gone(share, inventory)
+            missing[stable_id] = device
+        placed.append(share._replace(device_id=device.device_id, stable_id=device.stable_id))
+        placed += (_whole(part) for part in inventory.parts_of(stable_id))
+    return Allocation(_one_for_each_device(placed, _sum)), tuple(missing.values())
+
+
+def _whole(device: Device) -> Share:
+    return Share(device.device_id, device.stable_id, UNREADABLE_SLOT, device.kind, 0)
+
+
+def _one_for_each_device(
+    shares: Iterable[Share], merge: Callable[[Share, Share], Share]
+) -> tuple[Share, ...]:
+    """Merge the shares of one device; it is held whole where they are of two slots."""
+    merged: dict[DeviceId, Share] = {}
+    for share in shares:
+        other = merged.get(share.device_id)
+        if other is not None and other.slot == share.slot:
+            share = merge(other, share)  # noqa: PLW2901 - of both
+        elif other is not None:
+            share = share._replace(slot=UNREADABLE_SLOT, amount=0)  # noqa: PLW2901 - the whole
+        merged[share.device_id] = share
+    return tuple(merged.values())
+
+
+def _gone(share: Share, inventory: Inventory) -> Device:
+    """Return a missing device under an id that no plugin gave: its stable id."""
+    device_id = DeviceId(share.device_id.name, share.stable_id)
+    if device_id in inventory.by_id:
+        device_id = DeviceId(device_id.name, f"missing-{share.stable_id}")
+    return Device(
+        device_id=device_id,
+        stable_id=share.stable_id,
+        slot=share.slot,
+        kind=share.kind,
+        capacity=share.amount,
+        gone=True,
+        reason="known only from a kernel that holds it",
+        is_hearsay=True,
+    )
+
+
+def kept_back(inventory: Inventory) -> Allocation:
+    """Return what keeps every device back: the holdings of one of whom nothing is known."""
+    return Allocation(tuple(_whole(device) for device in inventory.devices))
+
+
+def _might_hold(item: ObservedKernel, inventory: Inventory) -> Iterable[Share]:
+    for device in inventory.devices:
+        whole = _whole(device)
+        if device.device_id == MEMORY:
+            size = item.memory_bytes
+            yield whole._replace(slot=MEM, amount=size) if size else whole
+        elif device.device_id.name != CPU or item.cores is None:
+            yield whole
+        elif device.device_id.id in item.cores:
+            yield whole._replace(slot=CPU, kind=SlotKind.COUNT, amount=ONE)

@@ -1,0 +1,184 @@
+"""The last step before the world is touched: everything a runtime needs, as one value.
+
+Edits win. A request that sets a variable which a plugin sets is refused; what an
+image sets is overridden, because the plan's environment is given explicitly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from hashlib import sha256
+
+import msgspec
+from msgspec.structs import replace
+
+from agentd.core.allocation.ledger import Ledger
+from agentd.core.kernel.edits import ContainerEdits
+from agentd.core.kernel.record import encode, statement
+from agentd.core.kernel.states import Kernel, KernelSpec, Port
+from agentd.core.names import checked
+from agentd.core.slots import CPU, MEM
+from agentd.errors import InvalidRequest, Problem
+
+LABEL_PREFIX = "io.agentd."
+ENV_PREFIX = "AGENTD_"
+
+DEVICE_HOOKS: Mapping[str, str] = {
+    "NVIDIA_VISIBLE_DEVICES": "void",
+    "NVIDIA_MIG_CONFIG_DEVICES": "",
+    "NVIDIA_MIG_MONITOR_DEVICES": "",
+    "NVIDIA_IMEX_CHANNELS": "",
+    "AMD_VISIBLE_DEVICES": "void",
+    "ASCEND_VISIBLE_DEVICES": "void",
+    "HABANA_VISIBLE_DEVICES": "void",
+}
+"""Variables by which the hooks of container runtimes give devices, and the values that give
+none. An image may ask for all of them; only a plugin's edits decide, also where the plugin
+is not there. (NVIDIA Container Toolkit, "Specialized Configurations"; the others follow it.)"""
+
+
+class Fence(msgspec.Struct, frozen=True):
+    """The most that all kernels of an agent may take together; 0 and none mean no limit.
+
+    It is the agent's partition and what its living kernels hold, some of an older partition.
+    """
+
+    cores: tuple[str, ...] = ()
+    memory_bytes: int = 0
+
+
+def fence_of(
+    agent_id: str, cores: Collection[str], memory_bytes: int, real: frozenset[str], ledger: Ledger
+) -> Fence:
+    """Return the fence around an agent: its cores that can be pinned, its memory, its kernels'."""
+    held = (device_id.id for device_id in ledger.devices_held_by(agent_id, CPU))
+    all_cores = {*cores, *held}
+    if not real or not all_cores <= real:
+        all_cores = set()
+    return Fence(tuple(sorted(all_cores)), memory_bytes + ledger.held_of(agent_id, MEM))
+
+
+class NodeFacts(msgspec.Struct, frozen=True):
+    """What a plan depends on besides the request; cores are ids of the `cpu` devices.
+
+    `agent_cores` are those of the agent's partition, `real_cores` those that can be
+    pinned, `not_enforced` what the runtime cannot hold a kernel to on this node.
+    """
+
+    node_id: str
+    agent_cores: tuple[str, ...]
+    real_cores: frozenset[str]
+    not_enforced: frozenset[str] = frozenset()
+    fence: Fence = msgspec.field(default_factory=Fence)
+
+
+class KernelPlan(msgspec.Struct, frozen=True):
+    """A kernel ready to be created; `memory_bytes` 0 means no limit.
+
+    `record` (of `kernel`) and `statement` are to be written on it (see `agentd.core.kernel.record`).
+    """
+
+    spec: KernelSpec
+    kernel: Kernel
+    name: str
+    node_id: str
+    env: Mapping[str, str]
+    cpus: tuple[str, ...]
+    memory_bytes: int
+    edits: ContainerEdits
+    record: str
+    statement: str
+    ports: tuple[Port, ...] = ()
+    fence: Fence = msgspec.field(default_factory=Fence)
+
+
+def name_prefix(node_id: str) -> str:
+    """Return the first part of the names of a node's kernels.
+
+    The node stands in it as a digest: ids may contain any separator, and two nodes must never
+    mean the same container.
+    """
+    return f"agentd-{sha256(node_id.encode()).hexdigest()[:10]}-"
+
+
+def kernel_name(node_id: str, kernel_id: str) -> str:
+    """Return the name of a kernel's container, cgroup or unit.
+
+    Raises:
+        ValueError: the kernel id is not a name.
+    """
+    return f"{name_prefix(node_id)}{checked(kernel_id)}"
+
+
+def reserved_problems(spec: KernelSpec) -> list[Problem]:
+    """Return every variable and label of a request that only agentd may set."""
+    return [
+        *reserved_variables(spec.env),
+        *(
+            Problem(f"labels.{name}", f"labels that start with {LABEL_PREFIX} are agentd's own")
+            for name in spec.labels
+            if name.startswith(LABEL_PREFIX)
+        ),
+    ]
+
+
+def reserved_variables(names: Iterable[str]) -> list[Problem]:
+    """Return the variables that only agentd may set."""
+    ours = f"names that start with {ENV_PREFIX} are agentd's own"
+    hook = "gives devices past what is allocated; ask for slots instead"
+    return [
+        Problem(f"env.{name}", hook if name in DEVICE_HOOKS else ours)
+        for name in names
+        if name in DEVICE_HOOKS or name.startswith(ENV_PREFIX)
+    ]
+
+
+def overridden_variables(names: Iterable[str], edits: ContainerEdits) -> list[Problem]:
+    """Return the variables that a plugin sets."""
+    why = "is set by a plugin for the devices it gives"
+    return [Problem(f"env.{name}", why) for name in names if name in edits.env]
+
+
+def build_plan(
+    spec: KernelSpec, kernel: Kernel, edits: ContainerEdits, node: NodeFacts
+) -> KernelPlan:
+    """Bring request, devices and edits together.
+
+    A kernel without cores of its own runs on all cores of its agent.
+
+    Raises:
+        InvalidRequest: the request sets what only a plugin may set.
+    """
+    if problems := overridden_variables(spec.env, edits):
+        raise InvalidRequest(problems)
+    allocation = kernel.allocation
+    cores = tuple(share.device_id.id for share in allocation.devices_of(CPU)) or node.agent_cores
+    pinned = tuple(core for core in cores if core in node.real_cores)
+    missing = set(node.not_enforced)
+    if len(pinned) < len(cores):
+        missing.add(CPU)
+    written = replace(kernel, not_enforced=tuple(sorted(missing)))
+    return KernelPlan(
+        spec=spec,
+        kernel=written,
+        name=kernel_name(node.node_id, spec.kernel_id),
+        node_id=node.node_id,
+        env={**_hooks(spec, edits), **spec.env, **edits.env},
+        cpus=pinned,
+        memory_bytes=sum(share.amount for share in allocation.devices_of(MEM)),
+        edits=edits,
+        record=encode(written, node.node_id),
+        statement=statement(allocation),
+        ports=kernel.ports,
+        fence=node.fence,
+    )
+
+
+def _hooks(spec: KernelSpec, edits: ContainerEdits) -> Mapping[str, str]:
+    """Return what closes the hooks that no plugin's edits use; the engine fills in its own."""
+    if spec.image is None:
+        return {}
+    used = {request.driver.upper() for request in edits.device_requests}
+    return {
+        name: value for name, value in DEVICE_HOOKS.items() if name.partition("_")[0] not in used
+    }

@@ -1,0 +1,110 @@
+"""Comparing the kernels agentd knows with those that are there.
+
+The answer is a list of actions; nothing here stops, restarts or removes a kernel that
+ever ran. What was created and never started belongs to a create that was cut short and
+is removed. What cannot be read keeps back every device that it might hold.
+
+A kernel whose create has an unknown outcome counts as absent only when its grace has
+passed (`expired`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import TypeAlias
+
+import msgspec
+from msgspec.structs import replace
+
+from agentd.core.devices import Inventory
+from agentd.core.kernel.adoption import SIGHTS, Adoption, adopt, changed_limits
+from agentd.core.kernel.observation import ObservedKernel, ObservedState
+from agentd.core.kernel.states import ENDED, PRESENT, STARTING, Ending, Kernel, Sight
+
+
+class RemoveNeverRan(msgspec.Struct, frozen=True):
+    """Remove what was created and never started."""
+
+    found: ObservedKernel
+
+
+class MarkAbsent(msgspec.Struct, frozen=True):
+    """It is not there: it is lost if it ran, and was never born if its create was cut short."""
+
+    kernel_id: str
+
+
+Action: TypeAlias = Adoption | RemoveNeverRan | MarkAbsent
+
+
+def reconcile(
+    known: Mapping[str, Kernel],
+    found: Iterable[ObservedKernel],
+    inventory: Inventory,
+    *,
+    expired: Collection[str] = (),
+) -> list[Action]:
+    """Return what to do about every difference between `known` and a complete list."""
+    by_id = {item.kernel_id: item for item in found}
+    actions: list[Action] = []
+    for kernel_id, item in by_id.items():
+        before = known.get(kernel_id)
+        shown = as_seen_before(before, item) if before else item
+        if shown.state is ObservedState.CREATED:
+            actions.append(RemoveNeverRan(shown))
+        elif action := _difference(before, shown, inventory):
+            actions.append(action)
+            for device in action.missing:
+                inventory = inventory.with_device(device)
+    for kernel_id in known.keys() - by_id.keys():
+        state = known[kernel_id].state
+        if state in PRESENT or (state in STARTING and kernel_id in expired):
+            actions.append(MarkAbsent(kernel_id))
+    return actions
+
+
+def as_seen_before(before: Kernel, item: ObservedKernel) -> ObservedKernel:
+    """Return what was found; a kernel that was seen to run did, whatever is left of its traces."""
+    is_same = before.state in PRESENT and item.handle in ("", before.handle or "")
+    if item.state is not ObservedState.CREATED or not is_same:
+        return item
+    ending = Ending(reason="it has ended, and what it left is damaged")
+    handle, started_at = before.handle or "", before.started_at
+    return replace(
+        item, state=ObservedState.EXITED, handle=handle, started_at=started_at, ending=ending
+    )
+
+
+def stopped(before: Kernel, item: ObservedKernel | None) -> Kernel:
+    """Return a kernel after a stop, from what was found of it then."""
+    if item is None:
+        return before.observed(Sight.ABSENT, reason="removed from outside as it was stopped")
+    seen = as_seen_before(before, item)
+    return before.observed(SIGHTS[seen.state], ending=seen.ending, pid=_pid(before, seen))
+
+
+def _difference(
+    before: Kernel | None, item: ObservedKernel, inventory: Inventory
+) -> Adoption | None:
+    if before is None or before.state in STARTING or before.handle != item.handle:
+        return adopt(item, inventory, before)
+    after = before.observed(_sight(before, item), degraded=changed_limits(before, item))
+    ending = item.ending if after.state in ENDED else Ending()
+    is_same = (after.state, after.degraded) == (before.state, before.degraded)
+    if is_same and (
+        item.is_partial or (item.started_at, ending) == (before.started_at, before.ending)
+    ):
+        return None
+    return Adoption(
+        replace(after, ending=ending, started_at=item.started_at, pid=_pid(before, item))
+    )
+
+
+def _pid(before: Kernel, item: ObservedKernel) -> int | None:
+    """Return the first process: a unit has one as long as it runs, a process kernel is one."""
+    return item.pid if item.unit else before.pid
+
+
+def _sight(before: Kernel, item: ObservedKernel) -> Sight:
+    is_unreadable = before.state.value == Sight.UNREADABLE and item.is_alive
+    return Sight.UNREADABLE if is_unreadable else SIGHTS[item.state]

@@ -1,0 +1,235 @@
+"""What is written down about a kernel, where it survives everything: on the kernel.
+
+The record is JSON with a schema number; the statement says the devices plainly a
+second time, so that a damaged record does not lose them:
+
+    cuda/cuda0/cuda.device=1@GPU-5f2c cpu/3/cpu=1@cpu-3
+
+A reader accepts its own schema and older ones and ignores members that it does not know.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from msgspec.structs import asdict
+
+from agentd.core.allocation.ledger import UNREADABLE_SLOT, Allocation, Share
+from agentd.core.devices import ID_PATTERN, DeviceId
+from agentd.core.kernel.edits import Mount
+from agentd.core.kernel.states import Kernel, KernelState, Port
+from agentd.core.names import is_name, shortened
+from agentd.core.slots import AmountError, SlotKind, format_amount, is_slot_name, parse_base_units
+
+SCHEMA = 1
+STATEMENT = "statement"
+"""Stands in `not_enforced` where the second statement cannot be written."""
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
+"""What reading JSON of any shape, into values of ours, can raise."""
+LAST_SECOND = 253_402_300_799
+"""The end of the year 9999, the last that can be shown."""
+
+
+_WRITER = json.JSONEncoder(separators=(",", ":"))
+
+
+class RecordError(ValueError):
+    """A record or statement that cannot be read, and why."""
+
+
+class NewerRecordError(RecordError):
+    """A record of a schema that only a newer agentd knows."""
+
+
+class Record(NamedTuple):
+    """A kernel as its runtime was asked for it (`creating`, without a handle), and its node."""
+
+    node_id: str
+    kernel: Kernel
+
+
+def encode(kernel: Kernel, node_id: str) -> str:
+    """Return a kernel's record as one line of JSON; what changes while it runs is left out."""
+    return _WRITER.encode(
+        {
+            "schema": SCHEMA,
+            "node_id": node_id,
+            "runtime": kernel.runtime,
+            "kernel_id": kernel.kernel_id,
+            "agent_id": kernel.agent_id,
+            "spec_hash": kernel.spec_hash,
+            "created_at": kernel.created_at,
+            "slots": dict(kernel.slots),
+            "allocation": [_encode_share(share) for share in kernel.allocation.shares],
+            "not_enforced": list(kernel.not_enforced),
+            "ports": [asdict(port) for port in kernel.ports],
+            "created_by": kernel.created_by,
+            "image": kernel.image,
+            "command": list(kernel.command),
+            "env_names": list(kernel.env_names),
+            "mounts": [_encode_mount(mount) for mount in kernel.mounts],
+            "labels": dict(kernel.labels),
+        }
+    )
+
+
+def _encode_mount(mount: Mount) -> dict[str, object]:
+    return {"source": mount.source, "target": mount.target, "read_only": mount.read_only}
+
+
+def _decode_mount(raw: Mapping[str, object]) -> Mount:
+    return Mount(_text(raw["source"]), _text(raw["target"]), raw["read_only"] is not False)
+
+
+def _encode_share(share: Share) -> dict[str, str]:
+    return {
+        "device_name": share.device_id.name,
+        "id": share.device_id.id,
+        "stable_id": share.stable_id,
+        "slot": share.slot,
+        "kind": share.kind.value,
+        "amount": format_amount(share.amount, share.kind),
+    }
+
+
+def decode(text: str) -> Record:
+    """Read a record.
+
+    Raises:
+        RecordError: not JSON, a newer schema, or members missing or of another shape.
+    """
+    try:
+        raw = json.loads(text)
+        if not isinstance(raw, dict) or not isinstance(raw.get("schema"), int):
+            raise RecordError("it has no schema number")
+        if raw["schema"] > SCHEMA:
+            raise NewerRecordError(f"its schema {raw['schema']} is newer than {SCHEMA}")
+        kernel = Kernel(
+            kernel_id=_name(raw["kernel_id"]),
+            agent_id="" if raw["agent_id"] == "" else _name(raw["agent_id"]),
+            state=KernelState.CREATING,
+            spec_hash=_text(raw["spec_hash"]),
+            created_at=parse_time(raw["created_at"]),
+            runtime=_text(raw["runtime"]),
+            slots={_text(name): _text(amount) for name, amount in raw["slots"].items()},
+            allocation=Allocation(tuple(_decode_share(item) for item in raw["allocation"])),
+            not_enforced=tuple(_text(item) for item in raw["not_enforced"]),
+            ports=tuple(_decode_port(item) for item in raw["ports"]),
+            created_by=_text(raw.get("created_by", "")),
+            image=None if raw.get("image") is None else _text(raw["image"]),
+            command=tuple(_text(word) for word in raw.get("command", ())),
+            env_names=tuple(_text(name) for name in raw.get("env_names", ())),
+            mounts=tuple(_decode_mount(item) for item in raw.get("mounts", ())),
+            labels={_text(k): _text(v) for k, v in raw.get("labels", {}).items()},
+        )
+        return Record(_name(raw["node_id"]), kernel)
+    except RecordError:
+        raise
+    except KeyError as error:
+        raise RecordError(f"it has no {error.args[0]}") from None
+    except MALFORMED as error:
+        raise RecordError(str(error) or type(error).__name__) from None
+
+
+def _decode_share(raw: Mapping[str, object]) -> Share:
+    kind = SlotKind(_text(raw["kind"]))
+    return _checked(
+        Share(
+            device_id=DeviceId(_text(raw["device_name"]), _text(raw["id"])),
+            stable_id=_text(raw["stable_id"]),
+            slot=_text(raw["slot"]),
+            kind=kind,
+            amount=parse_base_units(_text(raw["amount"]), kind),
+        )
+    )
+
+
+def _checked(share: Share) -> Share:
+    """Return a share that can be held: some of a slot, or all of a device without saying of what.
+
+    Raises:
+        RecordError: its ids or its slot are malformed, or its amount is zero or negative.
+    """
+    for name in (*share.device_id, share.stable_id):
+        if not ID_PATTERN.fullmatch(name):
+            raise RecordError(f"invalid device id {shortened(name)}")
+    is_whole = share.slot == UNREADABLE_SLOT and share.amount == 0
+    if not is_whole and not is_slot_name(share.slot):
+        raise RecordError(f"invalid slot {shortened(share.slot)}")
+    if not is_whole and share.amount <= 0:
+        amount = format_amount(share.amount, share.kind)
+        raise RecordError(f"invalid amount of {share.device_id}: got {amount}, expected more")
+    return share
+
+
+def _decode_port(raw: Mapping[str, object]) -> Port:
+    host = raw["host"]
+    return Port(
+        _number(raw["container"]),
+        None if host is None else _number(host),
+        _text(raw["protocol"]),
+        _text(raw["address"]),
+    )
+
+
+def _number(raw: object) -> int:
+    if isinstance(raw, bool) or not isinstance(raw, int):
+        raise RecordError(f"invalid number {raw!r}: expected an integer")
+    return raw
+
+
+def parse_time(raw: object) -> float:
+    """Read seconds since the epoch, from 1970 to 9999.
+
+    Raises:
+        RecordError: it is something else.
+    """
+    if isinstance(raw, (int, float)) and 0 <= raw <= LAST_SECOND:
+        return float(raw)
+    raise RecordError(f"invalid time {raw!r}: expected seconds since 1970")
+
+
+def _text(raw: object) -> str:
+    if not isinstance(raw, str):
+        raise RecordError(f"invalid text {raw!r}: expected a string")
+    return raw
+
+
+def _name(raw: object) -> str:
+    if not is_name(raw):
+        raise RecordError(f"invalid name {shortened(raw)}")
+    return raw
+
+
+def statement(allocation: Allocation) -> str:
+    """Return the devices plainly: `name/id/slot=amount@stable-id`, separated by blanks."""
+    return " ".join(
+        f"{share.device_id}/{share.slot}={format_amount(share.amount, share.kind)}"
+        f"{'B' if share.kind is SlotKind.BYTES else ''}@{share.stable_id}"
+        for share in allocation.shares
+    )
+
+
+def parse_statement(text: str) -> Allocation:
+    """Read a statement back.
+
+    Raises:
+        RecordError: a word of it is damaged, or gives nothing of a device.
+    """
+    return Allocation(tuple(_parse_word(word) for word in text.split()))
+
+
+def _parse_word(word: str) -> Share:
+    place, _, rest = word.partition("=")
+    amount, _, stable_id = rest.partition("@")
+    parts = place.split("/", 2)
+    if len(parts) != 3 or not is_slot_name(parts[2]) or not ID_PATTERN.fullmatch(stable_id):  # noqa: PLR2004 - name, id, slot
+        raise RecordError(f"invalid statement {word!r}: expected name/id/slot=amount@stable-id")
+    kind = SlotKind.BYTES if amount.endswith("B") else SlotKind.COUNT
+    try:
+        units = parse_base_units(amount.removesuffix("B"), kind)
+    except AmountError as error:
+        raise RecordError(f"{word!r}: {error}") from None
+    return _checked(Share(DeviceId(parts[0], parts[1]), stable_id, parts[2], kind, units))

@@ -1,0 +1,251 @@
+"""Kernels: what was asked for, what runs, and the moves between states.
+
+Two tables are the state machine, and every change of a kernel goes through one of them:
+`MOVES` is what agentd does (`Kernel.moved_to`), `OBSERVATIONS` is what it finds
+(`Kernel.observed`). An illegal change is refused before anything changes. The drawing in
+docs/reference/states.md is made from the two tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from agentd.core.allocation.ledger import Allocation
+from agentd.core.kernel.edits import Mount
+from agentd.core.kernel.options import ContainerOptions
+from agentd.core.names import NAME
+
+KERNEL_ID = NAME
+"""What kernel ids look like: they stand in names of containers, folders and cgroups."""
+
+
+class KernelState(StrEnum):
+    """Where a kernel is in its life.
+
+    `failed` is a create that never ran, `lost` was proved gone from outside, and an
+    `unreadable` one lives, but its record cannot be read.
+    """
+
+    PREPARING = "preparing"
+    PULLING = "pulling"
+    CREATING = "creating"
+    RUNNING = "running"
+    PAUSED = "paused"
+    STOPPING = "stopping"
+    TERMINATED = "terminated"
+    FAILED = "failed"
+    LOST = "lost"
+    UNREADABLE = "unreadable"
+
+
+class Sight(StrEnum):
+    """What is seen of a kernel where it should run; `unreadable` lives without its record."""
+
+    RUNNING = "running"
+    PAUSED = "paused"
+    UNREADABLE = "unreadable"
+    EXITED = "exited"
+    ABSENT = "absent"
+
+
+S = KernelState
+
+STARTING = frozenset({S.PREPARING, S.PULLING, S.CREATING})
+LIVE = frozenset({S.RUNNING, S.PAUSED, S.STOPPING, S.UNREADABLE})
+PRESENT = LIVE | {S.TERMINATED}
+"""States in which the runtime has something of the kernel."""
+
+ENDED = frozenset({S.TERMINATED, S.FAILED, S.LOST})
+
+MOVES: Mapping[KernelState, frozenset[KernelState]] = {
+    S.PREPARING: frozenset({S.PULLING, S.CREATING, S.FAILED}),
+    S.PULLING: frozenset({S.CREATING, S.FAILED}),
+    S.CREATING: frozenset({S.PULLING, S.FAILED}),
+    S.RUNNING: frozenset({S.STOPPING}),
+    S.PAUSED: frozenset({S.STOPPING}),
+    S.UNREADABLE: frozenset({S.STOPPING}),
+    S.STOPPING: frozenset({S.RUNNING, S.PAUSED, S.UNREADABLE}),
+    S.TERMINATED: frozenset(),
+    S.FAILED: frozenset(),
+    S.LOST: frozenset(),
+}
+"""What agentd does. A stop that failed leaves the kernel as it was."""
+
+_ALIVE = {
+    Sight.RUNNING: S.RUNNING,
+    Sight.PAUSED: S.PAUSED,
+    Sight.UNREADABLE: S.UNREADABLE,
+    Sight.EXITED: S.TERMINATED,
+    Sight.ABSENT: S.LOST,
+}
+_STOPPING = dict.fromkeys((Sight.RUNNING, Sight.PAUSED, Sight.UNREADABLE), S.STOPPING)
+
+OBSERVATIONS: Mapping[KernelState, Mapping[Sight, KernelState]] = {
+    S.PREPARING: {},
+    S.PULLING: {},
+    S.CREATING: {**_ALIVE, Sight.ABSENT: S.FAILED},
+    S.RUNNING: _ALIVE,
+    S.PAUSED: _ALIVE,
+    S.UNREADABLE: _ALIVE,
+    S.STOPPING: {**_ALIVE, **_STOPPING},
+    S.TERMINATED: _ALIVE,
+    S.FAILED: {**_ALIVE, Sight.ABSENT: S.FAILED},
+    S.LOST: _ALIVE,
+}
+"""What agentd finds. Nothing is asked of a runtime before `creating`, so nothing is found."""
+
+
+class Port(msgspec.Struct, frozen=True):
+    """A port of the kernel that the node forwards; `host` None leaves the choice to the node.
+
+    `address` is where it is published, once it is.
+    """
+
+    container: int
+    host: int | None = None
+    protocol: str = "tcp"
+    address: str = ""
+
+
+class KernelSpec(msgspec.Struct, frozen=True):
+    """A create request after it was read; `spec_hash` is equal for equal requests.
+
+    `devices` narrows the choice, by device name: ids, stable ids or aliases.
+    """
+
+    kernel_id: str
+    agent_id: str
+    command: tuple[str, ...]
+    spec_hash: str
+    image: str | None = None
+    env: Mapping[str, str] = {}
+    slots: Mapping[str, object] = {}
+    devices: Mapping[str, tuple[str, ...]] = {}
+    mounts: tuple[Mount, ...] = ()
+    ports: tuple[Port, ...] = ()
+    labels: Mapping[str, str] = {}
+    working_dir: str | None = None
+    user: str | None = None
+    container: ContainerOptions = msgspec.field(default_factory=ContainerOptions)
+    created_by: str = ""
+    is_discreet: bool = False
+    """Whether whoever asks is not to know of other agents."""
+
+
+class Pull(msgspec.Struct, frozen=True):
+    """How far the download of an image is, in bytes; the total grows as layers are learnt of."""
+
+    current: int = 0
+    total: int = 0
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """How a kernel's command ended; times are seconds since the epoch."""
+
+    exit_code: int | None = None
+    oom_killed: bool = False
+    finished_at: float | None = None
+    reason: str = ""
+
+
+class RemovedKernel(NamedTuple):
+    """A kernel that was removed: its place in the order of creation, and its agent."""
+
+    created_at: float
+    kernel_id: str
+    agent_id: str
+
+
+class KernelRef(NamedTuple):
+    """Names a kernel to its runtime: its id, and the handle that the runtime gave it, if it did."""
+
+    kernel_id: str
+    handle: str | None = None
+
+
+class Kernel(msgspec.Struct, frozen=True):
+    """One kernel as agentd knows it; times are seconds since the epoch.
+
+    `slots` are plain decimals as they were granted, `handle` is what the runtime knows
+    it by (a container id, a process id); `created_by` is the caller's name; `degraded` lists the
+    limits that somebody changed since. `pid` is that of its first process on the node, where its
+    runtime starts processes; `unit` names the unit of the systemd runtime.
+    """
+
+    kernel_id: str
+    agent_id: str
+    state: KernelState
+    spec_hash: str
+    created_at: float
+    runtime: str
+    slots: Mapping[str, str] = {}
+    allocation: Allocation = msgspec.field(default_factory=Allocation)
+    ports: tuple[Port, ...] = ()
+    handle: str | None = None
+    started_at: float | None = None
+    ending: Ending = msgspec.field(default_factory=Ending)
+    not_enforced: tuple[str, ...] = ()
+    degraded: tuple[str, ...] = ()
+    reason: str = ""
+    pull: Pull | None = None
+    created_by: str = ""
+    image: str | None = None
+    command: tuple[str, ...] = ()
+    env_names: tuple[str, ...] = ()
+    mounts: tuple[Mount, ...] = ()
+    labels: Mapping[str, str] = {}
+    pid: int | None = None
+    unit: str | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether its devices are charged to it."""
+        return self.state not in ENDED
+
+    @property
+    def ref(self) -> KernelRef:
+        """What its runtime knows it by."""
+        return KernelRef(self.kernel_id, self.handle)
+
+    def moved_to(self, state: KernelState, **changes: Any) -> Kernel:  # noqa: ANN401 - the fields of Kernel
+        """Return the kernel in a state that agentd brought it into.
+
+        Raises:
+            ValueError: `MOVES` has no such move.
+        """
+        if state is not self.state and state not in MOVES[self.state]:
+            raise ValueError(f"kernel {self.kernel_id} cannot move from {self.state} to {state}")
+        return replace(self, state=state, **changes)
+
+    def observed(self, sight: Sight, **changes: Any) -> Kernel:  # noqa: ANN401 - the fields of Kernel
+        """Return the kernel in the state that a sight of it means.
+
+        Raises:
+            ValueError: `OBSERVATIONS` does not know what that means.
+        """
+        if sight not in OBSERVATIONS[self.state]:
+            raise ValueError(f"kernel {self.kernel_id} is {self.state} and cannot be seen {sight}")
+        return replace(self, state=OBSERVATIONS[self.state][sight], **changes)
+
+
+def step_between(before: Kernel | None, now: Kernel | None) -> str | None:
+    """Return the step in a kernel's life that lies between two looks at it, if there is one.
+
+    `before-create`, `after-start`, `before-stop` or `after-stop`; an adopted kernel took its
+    first steps earlier.
+    """
+    was, state = before.state if before else None, now.state if now else None
+    if was is None and state is KernelState.PREPARING:
+        return "before-create"
+    if was in STARTING and state is KernelState.RUNNING:
+        return "after-start"
+    if was in LIVE and state is KernelState.STOPPING and was is not state:
+        return "before-stop"
+    if was in LIVE and (state is None or state in ENDED):
+        return "after-stop"
+    return None

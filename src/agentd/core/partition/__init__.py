@@ -1,0 +1,1 @@
+"""Partition: the division of physical devices among the agents of a node."""

@@ -1,0 +1,156 @@
+"""Limits: the most that an agent may hold of the node in shared mode, by device name.
+
+An amount counts in the device name's own units (half a GPU is 0.5, of all of its slots together),
+a percentage is of what the node has after the reservation. Where every agent has a limit
+and they add up to no more than the node has, each agent's is *guaranteed*: nobody else can hold
+so much that it could not have its own. What a limit says is checked when something is given;
+what runs already is never touched by one that shrank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from fractions import Fraction
+
+import msgspec
+
+from agentd.core.devices import Device, Inventory
+from agentd.core.partition.rules import AgentRule, Amount, LimitRule
+from agentd.core.slots import (
+    MEM,
+    ONE,
+    AmountError,
+    SlotKind,
+    device_name_of,
+    format_amount,
+    is_divisible,
+    parse_base_units,
+)
+from agentd.errors import Problem
+
+
+class Limit(msgspec.Struct, frozen=True):
+    """The most that an agent may hold of one device name, in base units."""
+
+    amount: int
+    kind: SlotKind
+
+    def __str__(self) -> str:
+        return format_amount(self.amount, self.kind)
+
+
+class Limitable(msgspec.Struct, frozen=True):
+    """What there is of one device name: how much, how it is counted, and in which steps."""
+
+    name: str
+    total: int
+    present: int
+    kind: SlotKind
+    is_whole: bool
+    devices: int
+    is_mixed: bool
+
+    @classmethod
+    def of(cls, name: str, devices: Iterable[Device], inventory: Inventory) -> Limitable:
+        """Return what these devices of one name are together."""
+        devices = tuple(devices)
+        types = [t for slot, t in inventory.slot_types.items() if device_name_of(slot) == name]
+        are_bytes = {slot.kind is SlotKind.BYTES for slot in types}
+        is_bytes = are_bytes == {True}
+        return cls(
+            name,
+            sum(device.capacity for device in devices),
+            sum(_in_steps(device, inventory) for device in devices),
+            SlotKind.BYTES if is_bytes else SlotKind.COUNT,
+            not is_bytes and not any(is_divisible(slot) for slot in types),
+            len(devices),
+            len(are_bytes) > 1,
+        )
+
+
+def _in_steps(device: Device, inventory: Inventory) -> int:
+    """Return what can be given of a device, in whole steps of its slot."""
+    slot = inventory.slot_types.get(device.slot)
+    return device.offered // slot.quantum * slot.quantum if slot else 0
+
+
+def resolved(
+    rules: Iterable[AgentRule], available: Mapping[str, Limitable], align: int
+) -> tuple[dict[str, dict[str, Limit]], list[Problem]]:
+    """Return each agent's limits by device name, and every one that cannot be.
+
+    A name that is not `available` is left out: its plugin may still open.
+    """
+    limits: dict[str, dict[str, Limit]] = {}
+    problems = []
+    for index, rule in enumerate(rules):
+        mine = limits.setdefault(rule.agent_id, {})
+        for name, limit in rule.limits.items():
+            if name in available:
+                try:
+                    mine[name] = Limit(_amount(limit, available[name], align), available[name].kind)
+                except AmountError as error:
+                    problems.append(Problem(f"agents.{index}.resource.limits.{name}", str(error)))
+    return limits, problems
+
+
+def guaranteed(
+    limits: Mapping[str, Mapping[str, Limit]], available: Mapping[str, Limitable]
+) -> set[str]:
+    """Return the device names of which everybody can have as much as the limits say."""
+    names = set()
+    for name, what in available.items():
+        given = [mine[name].amount for mine in limits.values() if name in mine]
+        if given and len(given) == len(limits) and sum(given) <= what.present:
+            names.add(name)
+    return names
+
+
+def _amount(limit: LimitRule, what: Limitable, align: int) -> int:
+    if what.is_mixed:
+        raise AmountError(f"slots of {what.name} are in units and in bytes; one limit has one unit")
+    if isinstance(limit, Amount):
+        amount = parse_base_units(limit.written, what.kind)
+        if what.is_whole and amount % ONE:
+            raise AmountError(f"{limit.written} {what.name}: these devices are given whole")
+        return amount
+    exact = what.total * limit.percent / 100
+    if what.name == MEM:
+        return int(exact // align) * align
+    step = ONE if what.is_whole else 1
+    if exact % step:
+        low = int(exact // step) * step
+        nearest = " and ".join(_with_percent(n, what) for n in (low, low + step))
+        raise AmountError(
+            f"{limit} of {format_amount(what.total, what.kind)} {what.name} is not a whole number;"
+            f" the nearest are {nearest}"
+        )
+    return int(exact)
+
+
+def _with_percent(amount: int, what: Limitable) -> str:
+    percent = float(Fraction(100 * amount, what.total)) if what.total else 0.0
+    return f"{format_amount(amount, what.kind)} ({percent:g}%)"
+
+
+def remarks(
+    limits: Mapping[str, Mapping[str, Limit]], available: Mapping[str, Limitable]
+) -> Iterator[str]:
+    """Yield what an operator should know of the limits that are set."""
+    sure = guaranteed(limits, available)
+    for name, what in available.items():
+        given = {agent: mine[name] for agent, mine in limits.items() if name in mine}
+        if not given:
+            continue
+        if unlimited := [agent for agent in limits if agent not in given]:
+            yield f"{name}: {', '.join(unlimited)} has no limit, so no part of it is guaranteed"
+            continue
+        if name not in sure:
+            have = format_amount(what.present, what.kind)
+            summed = format_amount(sum(limit.amount for limit in given.values()), what.kind)
+            yield f"{name}: the limits add up to {summed} of {have}, so none of them is guaranteed"
+        elif not what.is_whole and what.devices > 1 and len(given) > 1:
+            yield (
+                f"{name}: the amounts are guaranteed, not in one piece: what others leave"
+                f" on {what.devices} devices may be in parts"
+            )

@@ -1,0 +1,378 @@
+"""Dividing the node's devices among its agents.
+
+Whole devices are divided, never amounts of them, so outside shared mode no device
+has two owners; memory alone is one device that is divided by amount. Devices that
+are gone keep their place, so that one lost GPU does not move its neighbours.
+
+`split` decides in this order: withhold what is reserved, deal the devices, and
+leave slots to be derived from them (`slots_of`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from decimal import ROUND_HALF_EVEN, Decimal
+from functools import cached_property
+from types import MappingProxyType
+
+import msgspec
+
+from agentd.core.devices import MEMORY, Device, DeviceId, Inventory
+from agentd.core.partition.auto_split import deal, split_units, torn_cores
+from agentd.core.partition.limits import Limit, Limitable, guaranteed, remarks, resolved
+from agentd.core.partition.manual import AssignableDevices, Assignment, assign_manually
+from agentd.core.partition.rules import AllocationMode, SplitRules
+from agentd.core.slots import CPU, MEM, ResourceSlots, SlotName, device_name_of
+from agentd.errors import ConfigRefused, Problem
+
+DEFAULT_AGENT = "main"
+_SCALE = Decimal("0.000001")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Partition:
+    """The devices one agent may use, and how much of the memory; compared by identity.
+
+    `is_exclusive` outside shared mode: nobody else is given anything of its devices; in shared
+    mode `limits` are the most that it may hold, by device name.
+    """
+
+    agent_id: str
+    devices: tuple[DeviceId, ...]
+    memory_bytes: int
+    is_exclusive: bool = False
+    limits: Mapping[str, Limit] = field(default_factory=dict)
+    members: frozenset[DeviceId] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "members", frozenset(self.devices))
+
+    def limit(self, device: Device) -> int:
+        """Return the most that this agent may hold of `device`, in base units."""
+        if device.device_id not in self.members:
+            return 0
+        return min(device.offered, self.memory_bytes) if _is_memory(device) else device.offered
+
+
+@dataclass(frozen=True)
+class Split:
+    """A partition of the node: its agents', and what no agent has."""
+
+    mode: AllocationMode
+    inventory: Inventory
+    partitions: Mapping[str, Partition]
+    reserved_cpu: tuple[str, ...]
+    reserved_mem: int
+    unassigned: Mapping[str, tuple[str, ...]]
+    unassigned_memory: int
+    warnings: tuple[str, ...]
+
+    def agents_of(self, device_id: DeviceId) -> list[str]:
+        """Return the agents whose partition holds this device."""
+        return [agent for agent, part in self.partitions.items() if device_id in part.members]
+
+    def slots_of(self, agent_id: str) -> ResourceSlots:
+        """Return the amounts that an agent's healthy devices offer; never configured."""
+        part = self.partitions[agent_id]
+        return _slots(self.inventory.devices, part.limit)
+
+    def node_slots(self) -> ResourceSlots:
+        """Return what the whole node offers after the reservation."""
+        withheld = {DeviceId(CPU, core) for core in self.reserved_cpu}
+        return _slots(
+            (d for d in self.inventory.devices if d.device_id not in withheld),
+            lambda device: device.offered,
+        )
+
+    @cached_property
+    def guaranteed(self) -> frozenset[str]:
+        """The device names of which every agent can have its limit, with the devices of now."""
+        limits = {agent: part.limits for agent, part in self.partitions.items()}
+        members = next(iter(self.partitions.values())).members
+        by_name = {
+            name: Limitable.of(name, [d for d in found if d.device_id in members], self.inventory)
+            for name, found in self.inventory.by_name.items()
+        }
+        return frozenset(guaranteed(limits, by_name))
+
+    def scaling_factors(self, agent_id: str) -> dict[SlotName, Decimal]:
+        """Return, for each known slot, the agent's part of the node's amount.
+
+        Between 0 and 1, with six decimals at most; 1 with a single agent, 0 where the node
+        has none.
+        """
+        mine, total = self.slots_of(agent_id), self.node_slots()
+        if len(self.partitions) == 1:
+            mine = total
+        return {
+            slot: (Decimal(mine[slot]) / total[slot]).quantize(_SCALE, ROUND_HALF_EVEN).normalize()
+            if total[slot]
+            else Decimal(0)
+            for slot in self.inventory.slot_types
+        }
+
+    def with_inventory(self, inventory: Inventory) -> Split:
+        """Return the same assignment over devices whose health or presence changed.
+
+        Devices that are new belong to everybody in shared mode, and to an agent that is alone;
+        else to nobody yet.
+        """
+        new = sorted(inventory.listed - self.inventory.listed, key=str)
+        if not new:
+            return replace(self, inventory=inventory)
+        is_alone = self.mode is AllocationMode.AUTO_SPLIT and len(self.partitions) == 1
+        if is_alone or self.mode is AllocationMode.SHARED:
+            partitions = {
+                agent: replace(part, devices=(*part.devices, *new))
+                for agent, part in self.partitions.items()
+            }
+            return replace(self, inventory=inventory, partitions=partitions)
+        unassigned, warnings = dict(self.unassigned), []
+        for device_id in new:
+            unassigned[device_id.name] = (*unassigned.get(device_id.name, ()), device_id.id)
+            name = _shown(device_id)
+            warnings.append(f"{name} appeared, and is assigned to no agent before a restart")
+        return replace(
+            self,
+            inventory=inventory,
+            unassigned=unassigned,
+            warnings=(*self.warnings, *warnings),
+        )
+
+
+def joined(
+    before: Split,
+    names: Collection[str],
+    inventory: Inventory,
+    rules: SplitRules,
+    unlisted: Mapping[str, str] = MappingProxyType({}),
+) -> Split:
+    """Divide device names that came late; everything else stays where it is.
+
+    `inventory` has the late devices, and the memory as `before` left it.
+
+    Raises:
+        ConfigRefused: the rules do not fit the devices.
+    """
+    memory = inventory.by_id[MEMORY]
+    whole = msgspec.structs.replace(memory, capacity=memory.capacity + before.reserved_mem)
+    fresh = split(inventory.with_device(whole), rules, unlisted)
+
+    def merged(old: Iterable[DeviceId], new: Iterable[DeviceId]) -> tuple[DeviceId, ...]:
+        kept = (device_id for device_id in old if device_id.name not in names)
+        return (*kept, *(device_id for device_id in new if device_id.name in names))
+
+    late = {name: ids for name, ids in fresh.unassigned.items() if name in names}
+    return replace(
+        fresh,
+        partitions={
+            agent: replace(
+                fresh.partitions[agent],
+                devices=merged(part.devices, fresh.partitions[agent].devices),
+            )
+            for agent, part in before.partitions.items()
+        },
+        unassigned={k: v for k, v in before.unassigned.items() if k not in names} | late,
+    )
+
+
+def _slots(devices: Iterable[Device], limit: Callable[[Device], int]) -> ResourceSlots:
+    amounts: dict[SlotName, int] = {}
+    for device in devices:
+        amounts[device.slot] = amounts.get(device.slot, 0) + limit(device)
+    return ResourceSlots(amounts)
+
+
+def _is_memory(device: Device) -> bool:
+    return device.device_id == MEMORY
+
+
+def split(
+    inventory: Inventory,
+    rules: SplitRules,
+    unlisted: Mapping[str, str] = MappingProxyType({}),
+) -> Split:
+    """Divide the node; `unlisted` holds device names whose plugin listed nothing, and why.
+
+    The split's inventory has the reserved memory taken off its memory device. No agents
+    in `rules` means one, `main`, that owns everything.
+
+    Raises:
+        ConfigRefused: the rules do not fit the devices; every reason is listed.
+    """
+    reserved, problems = _reservation(inventory, rules)
+    memory = inventory.by_id[MEMORY]
+    left = max(0, memory.capacity - rules.reserved_mem)
+    inventory = inventory.with_device(msgspec.structs.replace(memory, capacity=left))
+    pool = AssignableDevices(
+        tuple(
+            device
+            for device in inventory.devices
+            if not _is_memory(device) and device.device_id not in reserved
+        ),
+        left,
+        frozenset(reserved),
+        unlisted,
+        frozenset(device_name_of(slot) for slot in inventory.slot_types),
+    )
+    if not rules.agents or rules.mode is AllocationMode.SHARED:
+        agents = [rule.agent_id for rule in rules.agents] or [DEFAULT_AGENT]
+        everything = [device.device_id for device in pool.devices]
+        assignment = Assignment(dict.fromkeys(agents, everything), dict.fromkeys(agents, left))
+    elif rules.mode is AllocationMode.AUTO_SPLIT:
+        assignment = _deal(pool, rules)
+    else:
+        assignment, wrong = assign_manually(pool, rules)
+        problems += wrong
+    available = _limitable(pool, inventory)
+    limits, wrong = resolved(rules.agents, available, rules.align)
+    problems += [*wrong, *_unknown_limits(rules, pool)]
+    if problems:
+        raise ConfigRefused(problems)
+    divided = _split(inventory, rules, reserved, pool, assignment)
+    return _limited(divided, limits, available) if rules.mode is AllocationMode.SHARED else divided
+
+
+def _limitable(pool: AssignableDevices, inventory: Inventory) -> dict[str, Limitable]:
+    """Return what there is of each device name whose slots are known; others may still open."""
+    names = {**pool.by_name, MEM: [inventory.by_id[MEMORY]]}
+    return {
+        name: Limitable.of(name, devices, inventory)
+        for name, devices in names.items()
+        if name in pool.known_names
+    }
+
+
+def _unknown_limits(rules: SplitRules, pool: AssignableDevices) -> Iterator[Problem]:
+    known = {*pool.by_name, *pool.known_names, MEM}
+    for index, rule in enumerate(rules.agents):
+        for name in rule.limits:
+            if name not in known and name not in pool.unlisted:
+                have = ", ".join(sorted(known))
+                where = f"agents.{index}.resource.limits.{name}"
+                yield Problem(where, f"unknown device name {name!r}; available: {have}")
+
+
+def _limited(
+    divided: Split, limits: Mapping[str, Mapping[str, Limit]], available: Mapping[str, Limitable]
+) -> Split:
+    return replace(
+        divided,
+        partitions={
+            agent: replace(part, limits=limits.get(agent, {}))
+            for agent, part in divided.partitions.items()
+        },
+        warnings=(*divided.warnings, *remarks(limits, available)),
+    )
+
+
+def _reservation(inventory: Inventory, rules: SplitRules) -> tuple[list[DeviceId], list[Problem]]:
+    problems = []
+    cores = [d for d in inventory.by_name.get(CPU, ()) if not d.gone]
+    wanted = rules.reserved_cpu
+    if isinstance(wanted, int):
+        reserved = [d.device_id for d in cores[:wanted]]
+    else:
+        known = {name: d.device_id for d in cores for name in (d.device_id.id, d.stable_id)}
+        named = {known[name] for name in wanted if name in known}
+        reserved = [d.device_id for d in cores if d.device_id in named]
+        if unknown := [name for name in wanted if name not in known]:
+            have = ", ".join(d.device_id.id for d in cores)
+            why = f"no core {', '.join(unknown)}; the node has {have}"
+            problems.append(Problem("resource.reserved-cpu", why))
+    if len(reserved) >= len(cores) or (isinstance(wanted, int) and wanted >= len(cores)):
+        why = f"leaves no core; the node has {len(cores)}, reserve fewer"
+        problems.append(Problem("resource.reserved-cpu", why))
+    total = inventory.by_id[MEMORY].capacity
+    if rules.reserved_mem >= total:
+        why = f"{rules.reserved_mem} bytes leave no memory; the node has {total}"
+        problems.append(Problem("resource.reserved-mem", why))
+    return reserved, problems
+
+
+def _deal(pool: AssignableDevices, rules: SplitRules) -> Assignment:
+    agents = [rule.agent_id for rule in rules.agents]
+    dealt = deal(pool.by_name, agents, rules.order)
+    if len(agents) == 1:
+        return Assignment(dealt, {agents[0]: pool.memory_bytes})
+    units = split_units(pool.memory_bytes // rules.align, len(agents))
+    sizes = {agent: unit * rules.align for agent, unit in zip(agents, units, strict=True)}
+    return Assignment(dealt, sizes)
+
+
+def _split(
+    inventory: Inventory,
+    rules: SplitRules,
+    reserved: list[DeviceId],
+    pool: AssignableDevices,
+    assignment: Assignment,
+) -> Split:
+    dealt = {device_id for devices in assignment.devices.values() for device_id in devices}
+    unassigned = {
+        name: tuple(d.device_id.id for d in devices if d.device_id not in dealt)
+        for name, devices in pool.by_name.items()
+        if any(d.device_id not in dealt for d in devices)
+    }
+    given = sum(assignment.memory.values())
+    shared = rules.mode is AllocationMode.SHARED or not rules.agents
+    return Split(
+        mode=rules.mode,
+        inventory=inventory,
+        partitions={
+            agent: Partition(
+                agent,
+                (*devices, MEMORY),
+                assignment.memory[agent],
+                is_exclusive=rules.mode is not AllocationMode.SHARED,
+            )
+            for agent, devices in assignment.devices.items()
+        },
+        reserved_cpu=tuple(device_id.id for device_id in reserved),
+        reserved_mem=rules.reserved_mem,
+        unassigned=unassigned,
+        unassigned_memory=0 if shared else pool.memory_bytes - given,
+        warnings=(
+            *(f"{name}: {why}" for name, why in sorted(pool.unlisted.items())),
+            *_gone_warnings(inventory),
+            *(_left_over(name, ids) for name, ids in unassigned.items()),
+            *_ignored_rules(rules),
+            *_idle_agents(assignment),
+            *(() if shared else torn_cores(assignment.devices, pool.by_name.get(CPU, ()))),
+        ),
+    )
+
+
+def _gone_warnings(inventory: Inventory) -> Iterator[str]:
+    for device in inventory.devices:
+        if device.gone:
+            yield f"{_shown(device.device_id)} is gone ({device.reason}); its place is kept"
+
+
+def _left_over(name: str, ids: tuple[str, ...]) -> str:
+    lead = f"{name} " if name == CPU else ""
+    return f"{lead}{', '.join(ids)} {'is' if len(ids) == 1 else 'are'} assigned to no agent"
+
+
+def _ignored_rules(rules: SplitRules) -> Iterator[str]:
+    if rules.mode is not AllocationMode.MANUAL:
+        for rule in rules.agents:
+            if rule.described:
+                mode = rules.mode.value
+                yield f"[agents.resource] of {rule.agent_id} is not used in {mode} mode"
+    for rule in rules.agents:
+        if rule.limits and rules.mode is not AllocationMode.SHARED:
+            mode = rules.mode.value
+            yield f"limits of {rule.agent_id} are not used in {mode} mode: it has devices"
+
+
+def _idle_agents(assignment: Assignment) -> Iterator[str]:
+    for agent, devices in assignment.devices.items():
+        if not any(device_id.name == CPU for device_id in devices):
+            yield f"agent {agent} has no core: there are more agents than cores"
+        if not assignment.memory[agent]:
+            yield f"agent {agent} has no memory: there is less than one aligned unit for it"
+
+
+def _shown(device_id: DeviceId) -> str:
+    return str(device_id) if device_id.name == CPU else device_id.id

@@ -1,0 +1,401 @@
+"""The composition root: builds the parts, starts them in order, stops them in reverse.
+
+Order of the start: state folder and locks, plugins, partition, socket, kernels, ready.
+Nothing on the way down touches a kernel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import structlog
+from msgspec.structs import replace
+
+from agentd import failpoints
+from agentd.concurrency import Deadline
+from agentd.config.loading import Loaded
+from agentd.config.settings import Settings
+from agentd.core.slots import BUILT_IN
+from agentd.daemon import runtime_factory
+from agentd.daemon.reload import Reload
+from agentd.errors import (
+    ConfigRefused,
+    DaemonFailed,
+    Problem,
+    StartRefused,
+)
+from agentd.events import EventLog
+from agentd.failpoints import reach
+from agentd.host.cgroups.usage import groups_of
+from agentd.host.probe import Host, boot_id, derived_node_id, is_port_free, probe
+from agentd.http.endpoint import Weaknesses, endpoint, weaknesses
+from agentd.http.server import Server
+from agentd.http.static import HOME, Pages
+from agentd.plugin_api import NODE_ID_VARIABLE, Features
+from agentd.pluginhost.host import PluginHost
+from agentd.pluginhost.instance import Pace
+from agentd.rpc.handlers import Handlers, NodeParts
+from agentd.rpc.metrics import Metrics
+from agentd.rpc.rendering import status_line
+from agentd.rpc.routes import ROUTES
+from agentd.service.background import Background
+from agentd.service.sd_listen import passed_sockets
+from agentd.service.sd_notify import Notifier
+from agentd.service.shutdown import Shutdown
+from agentd.services.access import Access
+from agentd.services.counts import Counts
+from agentd.services.devices import NodeDevices
+from agentd.services.kernels.exec import Insides
+from agentd.services.kernels.lifecycle import KernelService
+from agentd.services.kernels.reconciler import Loops, Reconciler
+from agentd.services.kernels.records import recall, recorded_runtimes, remember
+from agentd.services.kernels.retention import Keeper
+from agentd.services.peers import Serving
+from agentd.services.planner import NodeRules, Planner
+from agentd.services.protocols import Clock, Memory, Runtime, SavedRecord
+from agentd.services.refusals import Refusals
+from agentd.services.selfcheck import SelfCheck
+from agentd.services.state import NodeState
+from agentd.services.statistics import Statistics
+from agentd.state.folder import StateFolder
+from agentd.state.peers import MachineNeighbours, Places
+
+log = structlog.get_logger()
+
+FIRST_LIST_TIMEOUT_S = 20.0
+AFTER_DRAIN_S, AFTER_SERVER_S, AFTER_RUNTIMES_S = 10.0, 7.0, 6.0
+"""Seconds of a stop reserved for the steps after the drain, the server and the runtimes."""
+START_PATIENCE_S = 2.0
+STATUS_PAUSE_S = 1.0
+COLLECT = 20_000, 20, 50
+"""When garbage is looked for: of a create's objects nearly all go without being looked for."""
+
+
+def pace_of(settings: Settings) -> Pace:
+    """Return the deadlines and intervals that plugins are held to."""
+    return Pace(settings.plugins.call_timeout, settings.plugins.health_interval)
+
+
+def plugin_host(settings: Settings) -> PluginHost:
+    """Return the plugins that the configuration asks for, none of them started.
+
+    They find the node's id in their environment, which is this process's.
+    """
+    with contextlib.suppress(ConfigRefused):
+        os.environ[NODE_ID_VARIABLE] = node_id_of(settings)
+    plugins, features = settings.plugins, Features(settings.node.runtime)
+    return PluginHost(
+        plugins.tables, plugins.allow, plugins.block, features=features, pace=pace_of(settings)
+    )
+
+
+def discover(
+    loaded: Loaded,
+    host: Host,
+    plugins: PluginHost,
+    memory: Memory,
+    events: EventLog,
+    *,
+    is_strict: bool = False,
+) -> NodeDevices:
+    """Find the devices and divide them.
+
+    With `is_strict`, entry points that are not installed are errors of the configuration too.
+
+    Raises:
+        ConfigRefused: the configuration does not fit what was found.
+        StartRefused: it does, and a required plugin is not ready.
+    """
+    declared = loaded.settings.host
+    devices = NodeDevices(
+        plugins,
+        memory,
+        loaded.settings.split_rules(),
+        BUILT_IN,
+        host.devices(declared.cpus, declared.mem),
+        events,
+    )
+    problems = plugins.problems() + (plugins.doubts() if is_strict else [])
+    try:
+        devices.discover()
+    except ConfigRefused as error:
+        problems += error.problems
+    if problems:
+        raise ConfigRefused(problems, str(loaded.path or "defaults"))
+    if missing := plugins.failed_required():
+        raise StartRefused("; ".join(missing))
+    return devices
+
+
+def node_id_of(settings: Settings) -> str:
+    """Return the configured node id, or one derived from the machine's.
+
+    Raises:
+        ConfigRefused: there is neither.
+    """
+    if settings.node.id is not None:
+        return settings.node.id
+    try:
+        return derived_node_id()
+    except OSError as error:
+        why = f"is not set, and cannot be derived: {error}"
+        raise ConfigRefused([Problem("node.id", why)]) from None
+
+
+class Daemon:
+    """One running agentd."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        self._loaded = loaded
+        self._settings = loaded.settings
+        self._node_id = node_id_of(loaded.settings)
+        state_dir = loaded.settings.node.state_dir.absolute()
+        self._memory = StateFolder(state_dir, self._node_id)
+        self._neighbours = MachineNeighbours(self._node_id, boot_id(), Places.of(os.geteuid()))
+        self._clock = Clock(time.time, time.monotonic)
+        self._notifier = Notifier()
+        self._shutdown, self._reload = Shutdown(), asyncio.Event()
+        self._passed = passed_sockets()
+        self._status = ""
+        self._weaknesses = Weaknesses()
+
+    async def run(self) -> None:
+        """Run until SIGTERM or SIGINT.
+
+        Raises:
+            ConfigRefused, StartRefused: it cannot run like this, or here.
+            DaemonFailed: a part that it cannot do without has failed.
+        """
+        shutdown = self._shutdown
+        shutdown.listen({signal.SIGHUP: self._reload.set})
+        cancelled: dict[str, list[str]] = {}
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                node = await self._unless_stopped(self._start(stack, cancelled))
+                if node is not None:
+                    await self._notifier.keep_alive_until(shutdown.asked)
+                self._notifier.stopping()
+                log.info("daemon.stopping")
+                await reach("shutdown.before_drain")
+                if node is not None:
+                    node.events.close()
+                    drained = await node.service.drain(shutdown.deadline.earlier(AFTER_DRAIN_S))
+                    cancelled["creates"], cancelled["unresolved"] = drained
+                await reach("shutdown.after_drain")
+        finally:
+            shutdown.finish()
+        facts = {**cancelled, "late": shutdown.late}
+        log.info("daemon.stopped", **{name: found for name, found in facts.items() if found})
+        if facts.get("unresolved") or shutdown.late:
+            shutdown.end_process()  # the locks are gone: nothing may be undone or written any more
+        if shutdown.failure:
+            raise DaemonFailed(shutdown.failure)
+
+    async def _unless_stopped(self, start: Coroutine[Any, Any, _Node]) -> _Node | None:
+        """Return the parts of a daemon that has started; None if it is to stop before."""
+        starting = asyncio.create_task(start)
+        asked = asyncio.create_task(self._shutdown.asked.wait())
+        await asyncio.wait([starting, asked], return_when=asyncio.FIRST_COMPLETED)
+        asked.cancel()
+        if starting.done():
+            return starting.result()
+
+        async def given_up(_: Deadline) -> None:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+
+        await self._shutdown.step("start", given_up, AFTER_DRAIN_S)
+        return None
+
+    async def _start(
+        self, stack: contextlib.AsyncExitStack, cancelled: dict[str, list[str]]
+    ) -> _Node:
+        """Start part after part; each adds to the stack how it stops."""
+        step = self._shutdown.step
+        runtime_factory.refuse_unfit(self._settings)
+        self._memory.open(runtime_factory.lock_folder())
+        stack.callback(self._memory.close)
+        self._neighbours.open()
+        stack.callback(self._neighbours.close)
+        if points := failpoints.armed():
+            log.warning("failpoints.armed", points=points)
+        await reach("start.after_locks")
+        await runtime_factory.refuse_changed_id(self._loaded, self._node_id, self._memory)
+        plugins = plugin_host(self._settings)
+        stack.push_async_callback(reach, "shutdown.after_plugins")
+        stack.push_async_callback(step, "plugins", lambda _: plugins.close())
+        await plugins.open(self._settings.plugins.open_timeout)
+        background = Background(self._shutdown.fail)
+        node = await self._assembled(stack, plugins, background)
+        where = replace(endpoint(self._settings.rpc), passed=self._passed)
+        self._weaknesses.replace(weaknesses(self._settings.rpc))
+        server = Server(
+            "agentd", ROUTES, node.handlers, where, self._node_id, Pages({HOME: "agentd"})
+        )
+        cancelled["requests"] = server.cancelled
+        stack.push_async_callback(reach, "shutdown.after_server")
+        stack.push_async_callback(step, "server", server.stop, AFTER_SERVER_S)
+        await server.start()
+        await reach("start.after_server")
+        stack.push_async_callback(step, "background tasks", background.close, AFTER_SERVER_S)
+        background.run("reconciler", node.loops.run())
+        await self._until_listed(node)
+        await reach("start.before_ready")
+        self._open(node)
+        keeper = Keeper(node.state, node.service, self._settings.node.keep_ended)
+        background.run("retention", keeper.run())
+        if self._notifier.is_heard:
+            background.run("status", self._telling(node))
+        reload = Reload(self._loaded, server, node.runtimes, self._weaknesses)
+        background.run("reload", self._reloading(reload))
+        return node
+
+    def _open(self, node: _Node) -> None:
+        """Answer all requests from now on, and say so."""
+        gc.freeze()  # what is there now stays: a full collection need not look at it again
+        gc.set_threshold(*COLLECT)
+        node.handlers.open()
+        log.info("daemon.ready", node_id=self._node_id, kernels=len(node.state.kernels))
+        self._status = node.status()
+        self._notifier.ready(self._status)
+
+    async def _assembled(
+        self, stack: contextlib.AsyncExitStack, plugins: PluginHost, background: Background
+    ) -> _Node:
+        """Build the parts and bring in what is remembered; nothing is asked of a runtime yet."""
+        host, events, memory = probe(), EventLog(), self._memory
+        devices = discover(self._loaded, host, plugins, memory, events)
+        _log_what_is_not_ready(plugins)
+        records = memory.load_records()
+        names = self._used_runtimes(records)
+        runtimes = {n: self._runtime(n, stack) for n in names if n in runtime_factory.RUNTIMES}
+        await reach("start.after_discover")
+        default, clock = self._settings.node.runtime, self._clock
+        state = NodeState(names, events)
+        planner = Planner(devices, plugins, self._rules(host))
+        remember(state, memory, self._node_id)
+        recall(state, devices, records, default, clock)
+        state.listen(planner.notify_plugins)
+        counts = Counts(clock.steady)
+        state.listen(counts.note)
+        await reach("start.after_recall")
+        service = KernelService(state, devices, planner, runtimes, default, memory, clock)
+        reconciler = Reconciler(state, devices, runtimes, default, memory, clock)
+        serving = Serving(devices, state, self._neighbours, *self._real(host))
+        serving.update(patience_s=START_PATIENCE_S)
+        stack.callback(serving.close)
+        for warning in devices.warnings:
+            log.warning("node.warning", warning=warning)
+        check = SelfCheck(state, devices, runtimes, memory)
+        access = Access(state, devices)
+        statistics = Statistics(state, devices, runtimes, plugins, clock, groups_of)
+        settings, node_id = self._settings, self._node_id
+        checkup = partial(runtime_factory.checkup, settings, plugins)
+        remarks = runtime_factory.remarks(settings)
+        figures = (self._node_id, state, devices, plugins, access, statistics, counts)
+        metrics = Metrics(*figures, is_per_kernel=settings.metrics.per_kernel)
+        parts = NodeParts(
+            state, devices, plugins, service, reconciler, check, events, access, statistics,
+            Refusals(counts, events, clock.wall), metrics, Insides(state, runtimes, plugins),
+            lambda: [*remarks, *self._weaknesses.warnings(), *background.warnings], checkup,
+            memory.removed,
+        )  # fmt: skip
+        handlers = Handlers(self._node_id, default, parts)
+        loops = Loops(reconciler, state, devices, runtimes, plugins, serving)
+
+        def say() -> str:
+            return status_line(node_id, state, devices)
+
+        return _Node(state, service, reconciler, loops, handlers, events, runtimes, say)
+
+    def _real(self, host: Host) -> tuple[frozenset[str], int | None]:
+        """Return the cores and the memory that are the machine's own, not declared ones."""
+        declared = self._settings.host
+        cores = host.real_cores if declared.cpus is None else frozenset[str]()
+        return cores, host.memory_bytes if declared.mem is None else None
+
+    def _rules(self, host: Host) -> NodeRules:
+        return NodeRules(
+            self._node_id,
+            self._settings.policy(),
+            self._settings.resource.default_slots,
+            host.real_cores,
+            self._settings.runtime.docker.ports,
+            is_port_free,
+        )
+
+    async def _until_listed(self, node: _Node) -> None:
+        """Wait until every runtime gave its first list, or could not."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_LIST_TIMEOUT_S):
+                await node.reconciler.first_try()
+        node.reconciler.give_up_waiting(f"gave no list within {FIRST_LIST_TIMEOUT_S:g} s")
+        used = {kernel.runtime for kernel in node.state}
+        used |= {name for name, status in node.state.runtimes.items() if not status.is_listed}
+        self._memory.save_runtimes(sorted(used | {self._settings.node.runtime}))
+
+    async def _reloading(self, reload: Reload) -> None:
+        """Read the configuration again whenever that is asked for."""
+        while True:
+            await self._reload.wait()
+            self._reload.clear()
+            self._notifier.reloading()
+            await reload.once(self._settings.node.state_dir)
+            self._notifier.ready(self._status)
+
+    async def _telling(self, node: _Node) -> None:
+        """Keep systemd's STATUS= line current, at most `STATUS_PAUSE_S` late."""
+        while True:
+            await asyncio.sleep(STATUS_PAUSE_S)
+            if (status := node.status()) != self._status:
+                self._status = status
+                self._notifier.status(status)
+
+    def _used_runtimes(self, records: Sequence[SavedRecord]) -> list[str]:
+        """Return the configured runtime, and the others that may have kernels of ours.
+
+        Where it is not remembered which ones had some, an engine that can be asked may have.
+        """
+        node = self._memory.load_node()
+        used = {self._settings.node.runtime, *(node.runtimes if node else ())}
+        used |= recorded_runtimes(records) | self._memory.bundled()
+        if node is None and os.access(self._settings.runtime.docker.socket, os.W_OK):
+            used.add("docker")
+        self._memory.save_runtimes(sorted(used))
+        return sorted(used)
+
+    def _runtime(self, name: str, stack: contextlib.AsyncExitStack) -> Runtime:
+        made = runtime_factory.runtime(name, self._settings, self._node_id, self._memory.bundles)
+        step = f"runtime {name}"
+        stack.push_async_callback(
+            self._shutdown.step, step, lambda _: made.close(), AFTER_RUNTIMES_S
+        )
+        return made
+
+
+class _Node(NamedTuple):
+    """The parts that a daemon drives."""
+
+    state: NodeState
+    service: KernelService
+    reconciler: Reconciler
+    loops: Loops
+    handlers: Handlers
+    events: EventLog
+    runtimes: Mapping[str, Runtime]
+    status: Callable[[], str]
+
+
+def _log_what_is_not_ready(plugins: PluginHost) -> None:
+    for status in plugins.statuses():
+        if status.reason:
+            tell = log.warning if status.has_table else log.info
+            tell("plugin.not_ready", plugin=status.name, reason=status.reason)

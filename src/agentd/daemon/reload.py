@@ -1,0 +1,252 @@
+"""Reading the configuration again while the daemon runs: all of it is taken, or nothing.
+
+Everything is read and checked first, off the event loop, and what was checked is what is taken. A
+key counts as taken only if a step read it; every other one is named, and waits for a restart.
+Keys that belong together wait together: tokens and the certificate with `listen`, user accounts
+with the agents.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
+
+import structlog
+from pydantic import BaseModel
+
+from agentd import log as logging
+from agentd.config.loading import Loaded, load
+from agentd.config.settings import Settings
+from agentd.daemon import runtime_factory
+from agentd.errors import ConfigRefused, StartRefused
+from agentd.http.endpoint import Weaknesses, certificate_of, tokens, weaknesses
+from agentd.http.server import Server
+from agentd.services.protocols import Runtime
+from agentd.tomlfile.regular_files import read_regular
+
+log = structlog.get_logger()
+
+OUTCOME = "reload.json"
+READ_TIMEOUT_S = 20.0
+"""Seconds that reading all files together may take."""
+_PAUSE_S, _PATIENCE_S = 0.05, 30.0
+_M = TypeVar("_M", bound=BaseModel)
+
+
+class NoDaemon(StartRefused):
+    """No daemon runs that could reload."""
+
+
+class Reading:
+    """Settings that note which of their keys are read."""
+
+    def __init__(self, section: BaseModel, keys: set[str], path: str = "") -> None:
+        self._section, self._keys, self._path = section, keys, path
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - what the section has
+        value = getattr(self._section, name)
+        key = f"{self._path}{name.replace('_', '-')}"
+        if isinstance(value, BaseModel):
+            return Reading(value, self._keys, f"{key}.")
+        if name in type(self._section).model_fields:
+            self._keys.add(key)
+        return value
+
+
+class Step(NamedTuple):
+    """Takes the keys that it was made from; cannot fail."""
+
+    keys: AbstractSet[str]
+    take: Callable[[], object]
+
+
+def differing(one: BaseModel, other: BaseModel, path: str = "") -> Iterator[str]:
+    """Yield the keys by which two configurations differ, tables of plugins included."""
+    for name, was, now in _pairs(one, other):
+        key = f"{path}{name.replace('_', '-')}"
+        if isinstance(was, BaseModel) and isinstance(now, BaseModel):
+            yield from differing(was, now, f"{key}.")
+        elif was != now:
+            yield key
+
+
+def _pairs(one: BaseModel, other: BaseModel) -> Iterator[tuple[str, Any, Any]]:
+    for name in type(one).model_fields:
+        yield name, getattr(one, name), getattr(other, name)
+    before, after = one.model_extra or {}, other.model_extra or {}
+    for name in before.keys() | after.keys():
+        yield name, before.get(name), after.get(name)
+
+
+def with_keys(one: _M, other: BaseModel, keys: AbstractSet[str], path: str = "") -> _M:
+    """Return a configuration with some keys of another one."""
+    updates: dict[str, Any] = {}
+    for name in type(one).model_fields:
+        was, now = getattr(one, name), getattr(other, name)
+        key = f"{path}{name.replace('_', '-')}"
+        if isinstance(was, BaseModel):
+            updates[name] = with_keys(was, now, keys, f"{key}.")
+        elif key in keys:
+            updates[name] = now
+    return one.model_copy(update=updates)
+
+
+class Reload:
+    """Takes the configuration again, for a daemon that began with `loaded`."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        server: Server,
+        runtimes: Mapping[str, Runtime],
+        known: Weaknesses,
+    ) -> None:
+        self._loaded = loaded
+        self._in_force = loaded.settings
+        self._server = server
+        self._runtimes = runtimes
+        self._known = known
+
+    def prepare(self) -> tuple[Settings, Settings, list[Step]]:
+        """Read the configuration; return it, the part that can be taken, and the steps.
+
+        Raises:
+            ConfigRefused: it cannot be used.
+        """
+        settings = load(self._loaded.path, self._loaded.environ).settings
+        wanted = settings.model_copy(update={"agents": self._in_force.agents})
+        if settings.rpc.listen != self._in_force.rpc.listen:
+            wanted = wanted.model_copy(update={"rpc": self._in_force.rpc})
+        made = (step(wanted) for step in (self._tokens, self._certificate, self._level))
+        steps = [step for step in made if step is not None]
+        steps += [self._rules(wanted, runtime) for runtime in self._runtimes.values()]
+        weak = weaknesses(wanted.rpc)
+        steps.append(Step(frozenset(), lambda: self._known.replace(weak)))
+        return settings, wanted, steps
+
+    def _tokens(self, wanted: Settings) -> Step | None:
+        if wanted.rpc.listen is None:
+            return None
+        seen, keys = _reading(wanted)
+        found = tokens(seen.rpc)
+        return Step(keys, lambda: self._server.renew_tokens(found))
+
+    def _certificate(self, wanted: Settings) -> Step | None:
+        seen, keys = _reading(wanted)
+        if not self._server.has_tls or (found := certificate_of(seen.rpc)) is None:
+            return None
+        return Step(keys, lambda: self._server.renew_tls(found.context))
+
+    def _level(self, wanted: Settings) -> Step:
+        seen, keys = _reading(wanted)
+        level = seen.node.log_level
+        return Step(keys, lambda: logging.set_level(level))
+
+    def _rules(self, wanted: Settings, runtime: Runtime) -> Step:
+        seen, keys = _reading(wanted)
+        return Step(keys, runtime_factory.renewal(runtime, seen))
+
+    async def take(self) -> list[str]:
+        """Read the configuration and take it; return the keys that wait for a restart.
+
+        Raises:
+            ConfigRefused: it cannot be used; nothing has changed.
+            TimeoutError: its files could not be read in time; nothing has changed.
+        """
+        async with asyncio.timeout(READ_TIMEOUT_S):
+            settings, wanted, steps = await asyncio.to_thread(self.prepare)
+        for step in steps:
+            step.take()
+            self._in_force = with_keys(self._in_force, wanted, step.keys)
+        return list(differing(self._in_force, settings))
+
+    async def once(self, folder: Path) -> None:
+        """Take the configuration, and report the outcome in the log and in a file of the folder."""
+        waiting, reasons = list[str](), list[str]()
+        try:
+            waiting = await self.take()
+        except ConfigRefused as error:
+            reasons = error.lines()
+        except TimeoutError:
+            reasons = [f"the files could not be read within {READ_TIMEOUT_S:g} s"]
+        except Exception as error:  # a fault here must not end all reloads
+            log.exception("daemon.reload_failed")
+            reasons = [f"{type(error).__name__}: {error}"]
+        if reasons:
+            log.warning("daemon.not_reloaded", reasons=reasons)
+        else:
+            log.info("daemon.reloaded", needs_restart=waiting)
+        _write(folder, {"at": time.time(), "needs_restart": waiting, "reasons": reasons})
+
+
+def _reading(settings: Settings) -> tuple[Settings, set[str]]:
+    """Return settings, and the set in which they note what is read."""
+    keys: set[str] = set()
+    return cast("Settings", Reading(settings, keys)), keys
+
+
+def _write(folder: Path, outcome: Mapping[str, Any]) -> None:
+    unfinished = folder / f".{OUTCOME}.new"
+    with suppress(OSError):
+        unfinished.write_text(json.dumps(outcome), encoding="utf-8")
+        unfinished.replace(folder / OUTCOME)
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """Return how the last reload went; empty if there was none."""
+    try:
+        content = json.loads(read_regular(folder / OUTCOME).content)
+    except ValueError:  # UnusableFile is one
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def ask(settings: Settings, environ: Mapping[str, str]) -> list[str]:
+    """Have the running daemon reload, wait for it, and return what waits for a restart.
+
+    Raises:
+        StartRefused: there is none, or it refused; the message has its reasons.
+    """
+    folder = settings.node.state_dir
+    pid = environ.get("MAINPID") or _holder(folder)
+    before = outcome(folder)
+    try:
+        if (number := int(pid)) <= 1:
+            raise ValueError
+        os.kill(number, signal.SIGHUP)
+    except (ValueError, OSError):
+        raise NoDaemon(f"no daemon of the state folder {folder} runs") from None
+    end = time.monotonic() + _PATIENCE_S
+    while (now := outcome(folder)) == before:
+        if time.monotonic() > end:
+            raise StartRefused(
+                f"agentd did not finish reloading within {_PATIENCE_S:g} s"
+            ) from None
+        time.sleep(_PAUSE_S)
+    if now["reasons"]:
+        raise StartRefused("not reloaded: " + "; ".join(now["reasons"]))
+    return list(now["needs_restart"])
+
+
+def _holder(folder: Path) -> str:
+    """Return the process that holds the lock of a state folder, as it wrote it."""
+    try:
+        with (folder / "lock").open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:  # held: the number in it is its holder's
+                return file.read(32).decode(errors="replace").strip()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise StartRefused(f"{folder / 'lock'}: {error.strerror}") from None
+    raise NoDaemon(f"no daemon of the state folder {folder} runs")

@@ -1,0 +1,305 @@
+"""Building runtimes from the settings.
+
+The modules of a runtime are imported where one is made, so that a start does not pay for the
+runtimes that its node does not use: with those of units and processes comes D-Bus.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from agentd.config.loading import Loaded
+from agentd.config.runtimes import DockerSettings
+from agentd.config.settings import Settings
+from agentd.errors import ConfigRefused, InvalidRequest, Problem, RuntimeUnavailable
+from agentd.host.cgroups.hierarchies import find_cgroups
+from agentd.host.node_warnings import node_remarks
+from agentd.host.probe import boot_id
+from agentd.host.systemd.availability import (
+    failed_units,
+    has_manager,
+    is_booted,
+    lingers,
+    why_no_systemd,
+)
+from agentd.http.endpoint import weaknesses
+from agentd.services.protocols import Plugins, Runtime
+from agentd.state.folder import StateFolder
+
+if TYPE_CHECKING:
+    from agentd.runtimes.docker.container_config import DockerRules
+    from agentd.runtimes.process.spawn import Account, ProcessRules
+    from agentd.runtimes.systemd.unit import SystemdRules
+
+RUNTIMES = frozenset({"docker", "systemd", "process"})
+
+
+def runtime(name: str, settings: Settings, node_id: str, bundles: Mapping[str, Path]) -> Runtime:
+    """Return one of `RUNTIMES`; `bundles` says where each keeps what it knows of kernels.
+
+    Raises:
+        ConfigRefused: its settings do not fit this machine.
+    """
+    if name == "docker":
+        from agentd.runtimes.docker.absences import Absences
+        from agentd.runtimes.docker.runtime import DockerRuntime
+
+        docker = settings.runtime.docker
+        absences = Absences(bundles[name] / "absences.json", boot_id())
+        return DockerRuntime(docker.socket, node_id, docker_rules(docker), absences)
+    if name == "systemd":
+        from agentd.runtimes.systemd.runtime import SystemdRuntime
+
+        return SystemdRuntime(bundles[name], node_id, boot_id(), systemd_rules(settings))
+    from agentd.host.systemd.manager import Manager
+    from agentd.runtimes.process.runtime import ProcessRuntime
+
+    rules = process_rules(settings)
+    # What a user's manager runs ends when the user logs out, unless that lingers.
+    stays = os.geteuid() == 0 or lingers(os.geteuid())
+    manager = Manager(is_user=os.geteuid() != 0) if stays and has_manager() else None
+    return ProcessRuntime(bundles[name], node_id, boot_id(), rules, find_cgroups(), manager)
+
+
+def renewal(runtime: Runtime, settings: Settings) -> Callable[[], object]:
+    """Return what has a runtime take its settings anew; the engine's socket stays.
+
+    Raises:
+        ConfigRefused: they do not fit this machine.
+    """
+    match runtime.name:
+        case "docker":
+            from agentd.runtimes.docker.runtime import DockerRuntime
+
+            docker = docker_rules(settings.runtime.docker)
+            return partial(DockerRuntime.renew, cast("DockerRuntime", runtime), docker)
+        case "systemd":
+            from agentd.runtimes.systemd.runtime import SystemdRuntime
+
+            systemd = systemd_rules(settings)
+            return partial(SystemdRuntime.renew, cast("SystemdRuntime", runtime), systemd)
+        case "process":
+            from agentd.runtimes.process.runtime import ProcessRuntime
+
+            process = process_rules(settings)
+            return partial(ProcessRuntime.renew, cast("ProcessRuntime", runtime), process)
+    return lambda: None
+
+
+def refuse_unfit(settings: Settings) -> None:
+    """Refuse settings of the runtime that do not fit this machine.
+
+    Raises:
+        ConfigRefused: they do not.
+    """
+    match settings.node.runtime:
+        case "process":
+            process_rules(settings)
+        case "systemd":
+            if problems := why_no_systemd():
+                found = [Problem("node.runtime", why) for why in problems]
+                raise ConfigRefused(found)
+            systemd_rules(settings)
+
+
+def refuse_unknown_users(settings: Settings) -> None:
+    """Refuse users of kernels that this machine does not have, whoever asks.
+
+    Raises:
+        ConfigRefused: there is no such user.
+    """
+    if settings.node.runtime == "docker":
+        return  # a container's users are its image's
+    runtime = settings.node.runtime
+    default = getattr(settings.runtime, runtime).user
+    named = [(f"runtime.{runtime}.user", default)]
+    named += [(f"agents.{index}.user", agent.user) for index, agent in enumerate(settings.agents)]
+    problems: list[Problem] = []
+    for where, user in named:
+        if user is not None:
+            _account(user, where, problems)
+    if problems:
+        raise ConfigRefused(problems)
+
+
+def docker_rules(docker: DockerSettings) -> DockerRules:
+    """Return what containers may have."""
+    from agentd.runtimes.docker.container_config import DockerRules
+
+    return DockerRules(
+        network=docker.network,
+        allowed_networks=docker.allowed_networks,
+        allowed_mounts=docker.allowed_mounts,
+        capabilities=docker.capabilities,
+        pids_limit=docker.pids_limit,
+        log_max_size=docker.log_max_size,
+        log_max_files=docker.log_max_files,
+        registry_auth=docker.registry_auth,
+        stop_timeout_s=docker.stop_timeout,
+        ulimits=docker.ulimits,
+    )
+
+
+def process_rules(settings: Settings) -> ProcessRules:
+    """Return what process kernels may have, with every user looked up.
+
+    Raises:
+        ConfigRefused: there is no such user, or agentd may not run processes as another user.
+    """
+    from agentd.runtimes.process.spawn import ProcessRules
+
+    process = settings.runtime.process
+    default, accounts = _accounts(settings, process.user, "runtime.process.user")
+    return ProcessRules(
+        default,
+        accounts,
+        log_max_size=process.log_max_size,
+        log_max_files=process.log_max_files,
+        pids_limit=process.pids_limit,
+        stop_timeout_s=process.stop_timeout,
+        ulimits=process.ulimits,
+    )
+
+
+def systemd_rules(settings: Settings) -> SystemdRules:
+    """Return what units may have, with every user looked up.
+
+    Raises:
+        ConfigRefused: there is no such user, or agentd may not run units as another user.
+    """
+    from agentd.runtimes.systemd.unit import SystemdRules
+
+    systemd, is_root = settings.runtime.systemd, os.geteuid() == 0
+    default, accounts = _accounts(settings, systemd.user, "runtime.systemd.user")
+    if systemd.user is not None and not is_root:
+        raise ConfigRefused([Problem("runtime.systemd.user", _NOT_ROOT)])
+    return SystemdRules(
+        is_user=not is_root,
+        user=default.name if default else None,
+        users={agent: account.name for agent, account in accounts.items()},
+        pids_limit=systemd.pids_limit,
+        stop_timeout_s=systemd.stop_timeout,
+        ulimits=systemd.ulimits,
+    )
+
+
+_NOT_ROOT = "agentd is not root, and runs kernels as its own user"
+
+
+def _account(user: str, where: str, problems: list[Problem]) -> Account | None:
+    """Return the account of a user; without one, add that to the problems."""
+    from agentd.runtimes.process.spawn import find_account
+
+    try:
+        return find_account(user, where)
+    except InvalidRequest as error:
+        problems += error.problems
+        return None
+
+
+def _accounts(
+    settings: Settings, user: str | None, where: str
+) -> tuple[Account | None, dict[str, Account]]:
+    """Return the account of all agents, and those of agents that have their own.
+
+    Raises:
+        ConfigRefused: there is no such user, or agentd may not run anything as another user.
+    """
+    is_root = os.geteuid() == 0
+    problems: list[Problem] = []
+    accounts: dict[str, Account] = {}
+    default = _account(user, where, problems) if user is not None and is_root else None
+    for index, agent in enumerate(settings.agents):
+        where = f"agents.{index}.user"
+        if agent.user is not None and not is_root:
+            problems.append(Problem(where, _NOT_ROOT))
+        elif agent.user is not None and (found := _account(agent.user, where, problems)):
+            accounts[agent.id] = found
+    if problems:
+        raise ConfigRefused(problems)
+    return default, accounts
+
+
+def checkup(settings: Settings, plugins: Plugins, used: Collection[str]) -> list[str]:
+    """Return what an operator should know of this machine, where kernels of `used` runtimes are."""
+    runtimes = {*used, settings.node.runtime}
+    loaded = {status.plugin for status in plugins.statuses()}
+    engine = settings.runtime.docker.socket if "docker" in runtimes else None
+    now = time.time()
+    found = [weak.text for weak in weaknesses(settings.rpc) if weak.since <= now]
+    found += node_remarks(engine, loaded)
+    if "systemd" in runtimes and is_booted():
+        from agentd.runtimes.systemd.slices import journal_remarks
+
+        found += journal_remarks(failed_units("systemd-journald@*"))
+    return found
+
+
+async def refuse_changed_id(loaded: Loaded, node_id: str, memory: StateFolder) -> None:
+    """Refuse another node id while kernels of the old one live.
+
+    Raises:
+        ConfigRefused: some do, or it cannot be told.
+    """
+    node = memory.load_node()
+    if node is None or node.node_id == node_id:
+        return
+    old = node.node_id
+    for name in RUNTIMES & {*node.runtimes, *memory.bundled()}:
+        old_runtime = runtime(name, loaded.settings, old, memory.bundles)
+        try:
+            listing = await old_runtime.list()
+        except RuntimeUnavailable as error:
+            why = f"the {name} runtime does not say whether kernels of {old} live: {error}"
+            raise ConfigRefused([Problem("node.id", why)]) from None
+        finally:
+            await old_runtime.close()
+        if live := sorted(k.kernel_id for k in listing.kernels if k.is_alive):
+            why = (
+                f"was {old}, whose kernels {', '.join(live)} live;"
+                f" go back to it, or remove them first"
+            )
+            raise ConfigRefused([Problem("node.id", why)], str(loaded.path or ""))
+
+
+def remarks(settings: Settings) -> list[str]:
+    """Return what an operator should know of what these settings let kernels do."""
+    wanted = os.ST_NOSUID | os.ST_NODEV
+    found = _systemd_remarks() if settings.node.runtime == "systemd" else []
+    for folder in settings.runtime.docker.allowed_mounts:
+        with suppress(OSError):
+            if os.statvfs(folder).f_flag & wanted != wanted:
+                found.append(
+                    f"{folder} (allowed-mounts) is not mounted nosuid,nodev: root of a container"
+                    " can leave setuid programs and devices there, and the engine cannot prevent it"
+                )
+    return found
+
+
+def _systemd_remarks() -> list[str]:
+    from agentd.runtimes.systemd.bundle import static_busybox
+
+    found = []
+    if static_busybox() is None:
+        found.append(
+            "there is no static BusyBox (install busybox-static): how a kernel ended is lost where"
+            " only systemd sees it, as when the machine goes down"
+        )
+    if (uid := os.geteuid()) != 0 and not lingers(uid):
+        found.append(
+            "kernels end when this user logs out (loginctl enable-linger): its systemd ends then"
+        )
+    return found
+
+
+def lock_folder() -> Path:
+    """Return where a lock is held for each node id, by the daemons of this user."""
+    if os.geteuid() == 0:
+        return Path("/run/agentd")
+    return Path(os.environ.get("XDG_RUNTIME_DIR", "/tmp"))  # noqa: S108 - a lock, with the user's mode

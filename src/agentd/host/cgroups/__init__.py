@@ -1,0 +1,1 @@
+"""Cgroups of the host: their hierarchies, and what they count."""

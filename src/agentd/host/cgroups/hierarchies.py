@@ -1,0 +1,238 @@
+"""Limits for process kernels, and who is in them, by cgroup v1 or v2, where one can be written.
+
+Kernel groups live in a folder of agentd's own at the top of each hierarchy, as those of the
+Docker Engine's cgroupfs driver do, and not below the service's own group: kernels outlive the
+service, and a v2 group that hands controllers down can hold no process
+(Documentation/admin-guide/cgroup-v2.rst, "No Internal Process Constraint").
+
+A group is known by its full path: a user to whom a subtree was delegated can make groups of
+any name there, and none here. What is written on it stands in `trusted.*` attributes, which
+only root can set (xattr(7)).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from agentd.host.cgroups.usage import UNIFIED, Account
+
+_PARENT = "agentd-kernels"
+_ATTRIBUTE = "trusted.agentd."
+_REMOVE_TRIES, _REMOVE_PAUSE_S = 40, 0.025
+
+MEMORY, PIDS = "memory", "pids"
+"""The controllers that are used: bytes of memory, and number of processes."""
+
+COUNTED = frozenset({"cpuacct", "blkio", "io"})
+"""Controllers that only count: processor time of v1 (v2 counts it by itself), and blocks."""
+
+_LIMIT_FILES: Mapping[int, Mapping[str, tuple[str, ...]]] = {
+    1: {MEMORY: ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"), PIDS: ("pids.max",)},
+    2: {MEMORY: ("memory.max",), PIDS: ("pids.max",)},
+}
+_NO_SWAP = ("memory.swap.max", "memory.swappiness")
+"""Of v2, and of v1, where the limit with swap is missing unless the kernel counts that; 0: none."""
+
+
+class Hierarchy(msgspec.Struct, frozen=True):
+    """A folder in which groups are made, and the controllers that hold there."""
+
+    folder: Path
+    version: int
+    controllers: frozenset[str]
+    keeps_attributes: bool
+    """Whether `trusted.*` attributes can be set there; needs CAP_SYS_ADMIN."""
+
+
+class Cgroup(msgspec.Struct, frozen=True):
+    """The cgroup of one kernel: a folder in each hierarchy; the first one tells who is in it."""
+
+    folders: tuple[Path, ...]
+
+    @property
+    def procs_files(self) -> list[Path]:
+        """The files that a process's id is written into to put it there."""
+        return [folder / "cgroup.procs" for folder in self.folders]
+
+    @property
+    def oom_file(self) -> Path:
+        """The file that counts out-of-memory kills."""
+        for name in ("memory.oom_control", "memory.events"):
+            for folder in self.folders:
+                if (folder / name).exists():
+                    return folder / name
+        return self.folders[0] / "memory.events"
+
+    def members(self) -> set[int]:
+        """Return the processes in it; none if it is not there.
+
+        Raises:
+            OSError: that cannot be told now.
+        """
+        try:
+            text = (self.folders[0] / "cgroup.procs").read_text(encoding="ascii")
+        except (FileNotFoundError, ProcessLookupError):
+            return set()
+        except OSError as error:
+            if error.errno == errno.ENODEV:  # removed between the open and the read
+                return set()
+            raise
+        return {int(pid) for pid in text.split()}
+
+    def kill(self) -> None:
+        """Kill everybody in it at once, where the kernel can do that (v2, since Linux 5.14)."""
+        file = self.folders[0] / "cgroup.kill"
+        if file.exists():
+            file.write_text("1", encoding="ascii")
+
+    def attribute(self, name: str) -> str:
+        """Return its attributes; empty if there are none or they are not supported."""
+        try:
+            return os.getxattr(self.folders[0], _ATTRIBUTE + name).decode(errors="replace")
+        except OSError:
+            return ""
+
+    async def remove(self) -> None:
+        """Remove the group; one whose last process is still on its way out is waited for."""
+        for folder in self.folders:
+            for _ in range(_REMOVE_TRIES):
+                try:
+                    folder.rmdir()
+                except FileNotFoundError:
+                    break
+                except OSError:
+                    await asyncio.sleep(_REMOVE_PAUSE_S)
+
+
+class Cgroups(msgspec.Struct, frozen=True):
+    """Where groups are made on this machine."""
+
+    hierarchies: tuple[Hierarchy, ...]
+
+    @property
+    def controllers(self) -> frozenset[str]:
+        """What a kernel can be held to."""
+        return frozenset[str]().union(*(item.controllers for item in self.hierarchies))
+
+    @property
+    def keeps_attributes(self) -> bool:
+        """Whether attributes of a group can be set."""
+        return self.hierarchies[0].keeps_attributes
+
+    def group(self, name: str) -> Cgroup:
+        """Return a group, which need not be there."""
+        return Cgroup(tuple(item.folder / name for item in self.hierarchies))
+
+    def account(self, name: str) -> Account:
+        """Return where a group is counted."""
+        return Account(
+            {
+                UNIFIED if item.version != 1 else controller: f"{item.folder}/{name}"
+                for item in self.hierarchies
+                for controller in sorted(item.controllers)
+            }
+        )
+
+    def names(self) -> list[str]:
+        """Return the names of all existing groups."""
+        found: set[str] = set()
+        for hierarchy in self.hierarchies:
+            with suppress(FileNotFoundError):
+                found |= {path.name for path in hierarchy.folder.iterdir() if path.is_dir()}
+        return sorted(found)
+
+    def create(
+        self, group: Cgroup, limits: Mapping[str, int], attributes: Mapping[str, str]
+    ) -> None:
+        """Make a group with hard limits by controller; attributes stay unset without the right to.
+
+        Raises:
+            OSError: the kernel refused.
+        """
+        for hierarchy, folder in zip(self.hierarchies, group.folders, strict=True):
+            folder.mkdir(parents=True, exist_ok=True)
+            for controller in hierarchy.controllers & limits.keys():
+                for name in _LIMIT_FILES[hierarchy.version][controller]:
+                    _write(folder / name, str(limits[controller]), name.startswith("memory.memsw"))
+            if MEMORY in hierarchy.controllers:
+                for name in _NO_SWAP:
+                    _write(folder / name, "0", may_miss=True)
+        if self.keeps_attributes:
+            for name, value in attributes.items():
+                os.setxattr(group.folders[0], _ATTRIBUTE + name, value.encode())
+
+
+def _write(file: Path, text: str, may_miss: bool = False) -> None:  # noqa: FBT001, FBT002 - of two kinds
+    if not may_miss or file.exists():
+        file.write_text(text, encoding="ascii")
+
+
+def find_cgroups(root: Path = Path("/")) -> Cgroups | None:
+    """Return where groups with limits can be made; None if nowhere."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    mount = root / "sys/fs/cgroup"
+    on_v1 = {name for line in lines for name in line.split(":", 2)[1].split(",")}
+    names = [name for name in (MEMORY, PIDS, *sorted(COUNTED)) if name in on_v1]
+    wanted = [(mount / name, 1, frozenset({name})) for name in names]
+    if not on_v1 & {MEMORY, PIDS}:
+        wanted = [(mount, 2, frozenset({MEMORY, PIDS, *COUNTED}))]
+    found = [_usable(top, version, controllers) for top, version, controllers in wanted]
+    hierarchies = tuple(item for item in found if item is not None and item.controllers)
+    has_limits = any(item.controllers - COUNTED for item in hierarchies)
+    return Cgroups(hierarchies) if has_limits else None
+
+
+def _usable(top: Path, version: int, controllers: frozenset[str]) -> Hierarchy | None:
+    """Make agentd's folder in a hierarchy; return it with the controllers that hold there."""
+    parent = top / _PARENT
+    try:
+        if version != 1:
+            controllers &= frozenset((top / "cgroup.controllers").read_text("ascii").split())
+            controllers = _hand_down(top, controllers)
+        parent.mkdir(mode=0o755, exist_ok=True)
+        if version != 1:
+            controllers = _hand_down(parent, controllers)
+        probe = parent / f"probe-{os.getpid()}"
+        probe.mkdir(exist_ok=True)
+        try:
+            for controller in controllers - COUNTED:
+                _write(probe / _LIMIT_FILES[version][controller][0], str(2**20))
+            keeps_attributes = _takes_attributes(probe)
+        finally:
+            probe.rmdir()
+    except OSError:
+        return None
+    return Hierarchy(parent, version, controllers, keeps_attributes)
+
+
+def _takes_attributes(folder: Path) -> bool:
+    try:
+        os.setxattr(folder, f"{_ATTRIBUTE}probe", b"1")
+    except OSError:
+        return False
+    return True
+
+
+def _hand_down(group: Path, controllers: frozenset[str]) -> frozenset[str]:
+    """Hand controllers to the groups below; return those that are, for want of one that counts."""
+    control = group / "cgroup.subtree_control"
+    missing = controllers - set(control.read_text(encoding="ascii").split())
+    for some in (missing - COUNTED, missing & COUNTED):
+        try:
+            if some:
+                control.write_text(" ".join(f"+{name}" for name in sorted(some)), encoding="ascii")
+        except OSError:
+            if not some <= COUNTED:
+                raise
+            controllers -= some
+    return controllers

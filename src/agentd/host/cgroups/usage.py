@@ -1,0 +1,298 @@
+"""What the kernel counts for a cgroup: processor time, memory, blocks, processes, network.
+
+Files of v2: Documentation/admin-guide/cgroup-v2.rst; of v1: Documentation/admin-guide/cgroup-v1/
+(cpuacct, memory, blkio-controller, pids). What has no file, or cannot be read, is not known.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from agentd.core.kernel.usage import Accounted, Usage
+
+MOUNT = Path("/sys/fs/cgroup")
+UNIFIED = ""
+"""The name of the one hierarchy of v2, where v1 has one for each controller."""
+COUNTED_V1 = ("memory", "cpuacct", "cpu", "blkio", "pids")
+"""The controllers of v1 that count; the first one tells who is there."""
+_NOWHERE = "/nonexistent"
+_NO_LIMIT = 1 << 60
+_PAGE, _MOST_BYTES = 4096, 1 << 20
+"""What is read first, and then: a buffer of the second size takes longer than most files."""
+_MOST_BELOW = 1000
+"""Groups below a kernel's that are looked into; of one that made more, processes are not known."""
+_NO_FOLDERS = 2
+_FULL = 2048
+"""Such files come by the page: after less than half of one there is no more."""
+_NANO, _MICRO = 1e9, 1e6
+_counting: set[Path] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Where one kernel is counted: the path of its folder in each hierarchy, by controller.
+
+    One that `has_network` may have a network namespace of its own.
+    """
+
+    folders: Mapping[str, str] = field(default_factory=dict)
+    has_network: bool = False
+    groups: frozenset[str] = field(init=False)
+    """The same as hierarchies and paths, as `Accounted` has them."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", frozenset(_paths(self.folders)))
+
+
+def counted(accounts: Mapping[str, Account]) -> dict[str, Accounted]:
+    """Return what is counted now for each kernel, and its cgroups."""
+    is_counting = counts_blocks()
+    return {name: _counted(account, is_counting) for name, account in accounts.items()}
+
+
+def _counted(account: Account, is_counting: bool) -> Accounted:  # noqa: FBT001 - of the machine
+    if not account.folders:
+        return Accounted()
+    unified = account.folders.get(UNIFIED)
+    usage = _of_v1(account.folders) if unified is None else _of_v2(unified)
+    usage = usage if is_counting else _without_blocks(usage)
+    if account.has_network and (pid := _somebody(account)) is not None:
+        received, sent = _network(pid)
+        usage = replace(usage, network_rx_bytes=received, network_tx_bytes=sent)
+    return Accounted(usage, account.groups)
+
+
+def counted_in(text: str) -> Usage:
+    """Return what `cpu.stat`, `io.stat` and `memory.peak` (v2) say, one after the other."""
+    lines = text.splitlines()
+    cpu = _pairs(lines)
+    read, written = _sums(lines) if "rbytes=" in text else (None, None)
+    usage = Usage(
+        cpu_seconds=_seconds(cpu.get("usage_usec"), _MICRO),
+        cpu_throttled_seconds=_seconds(cpu.get("throttled_usec"), _MICRO),
+        memory_peak_bytes=next((int(line) for line in lines if line.isdecimal()), None),
+        io_read_bytes=read,
+        io_write_bytes=written,
+    )
+    return usage if counts_blocks() else _without_blocks(usage)
+
+
+def _without_blocks(usage: Usage) -> Usage:
+    return replace(usage, io_read_bytes=None, io_write_bytes=None)
+
+
+def _somebody(account: Account) -> int | None:
+    processes = _lines(f"{next(iter(account.folders.values()))}/cgroup.procs")
+    return int(processes[0]) if processes else None
+
+
+def _paths(folders: Mapping[str, str]) -> Iterator[str]:
+    for name, folder in folders.items():
+        top = f"{MOUNT}/{name}" if name else f"{MOUNT}"
+        if folder.startswith(top):
+            yield f"{name}:{folder[len(top) :]}"
+
+
+def is_v2(root: Path = MOUNT) -> bool:
+    """Tell whether this machine has the one hierarchy of v2 where limits hold."""
+    return (root / "cgroup.controllers").exists()
+
+
+def groups_of(pid: int) -> set[str]:
+    """Return the cgroups of a process, each as a hierarchy and a path; none if it is gone.
+
+    Their names are bytes, which whoever has a group of his own may choose.
+    """
+    found = set()
+    with suppress(OSError, ValueError):
+        for line in os.fsdecode(Path(f"/proc/{pid}/cgroup").read_bytes()).splitlines():
+            number, names, path = line.split(":", 2)
+            if number == "0":
+                found.add(f"{UNIFIED}:{path}")
+            found |= {f"{name}:{path}" for name in names.split(",") if name}
+    return found
+
+
+def account_of(pid: int, mark: str) -> Account:
+    """Return where a process is counted; only groups whose path has `mark` in it are its own."""
+    parts = (group.partition(":") for group in groups_of(pid))
+    groups = {name: path for name, _, path in parts}
+    names = (UNIFIED,) if is_v2() else COUNTED_V1
+    return Account(
+        {
+            name: f"{MOUNT / name / groups[name].lstrip('/')}"
+            for name in names
+            if mark in groups.get(name, "")
+        }
+    )
+
+
+def _of_v2(folder: str) -> Usage:
+    cpu = _table(f"{folder}/cpu.stat")
+    read, written = _blocks_v2(folder)
+    return Usage(
+        cpu_seconds=_seconds(cpu.get("usage_usec"), _MICRO),
+        cpu_throttled_seconds=_seconds(cpu.get("throttled_usec"), _MICRO),
+        memory_bytes=_number(f"{folder}/memory.current"),
+        memory_peak_bytes=_number(f"{folder}/memory.peak"),
+        memory_limit_bytes=_limit(f"{folder}/memory.max"),
+        io_read_bytes=read,
+        io_write_bytes=written,
+        processes=_processes(folder),
+    )
+
+
+def _of_v1(folders: Mapping[str, str]) -> Usage:
+    memory = folders.get("memory", _NOWHERE)
+    cpuacct, cpu = folders.get("cpuacct", _NOWHERE), folders.get("cpu", _NOWHERE)
+    read, written = _blocks_v1(folders.get("blkio", _NOWHERE))
+    return Usage(
+        cpu_seconds=_seconds(_number(f"{cpuacct}/cpuacct.usage"), _NANO),
+        cpu_throttled_seconds=_seconds(_table(f"{cpu}/cpu.stat").get("throttled_time"), _NANO),
+        memory_bytes=_number(f"{memory}/memory.usage_in_bytes"),
+        memory_peak_bytes=_number(f"{memory}/memory.max_usage_in_bytes"),
+        memory_limit_bytes=_limit(f"{memory}/memory.limit_in_bytes"),
+        io_read_bytes=read,
+        io_write_bytes=written,
+        processes=_processes(next(iter(folders.values()))),
+    )
+
+
+def _blocks_v2(folder: str) -> tuple[int | None, int | None]:
+    lines = _lines(f"{folder}/io.stat")
+    if lines is None:
+        return None, None
+    return _sums(lines)
+
+
+def _sums(lines: Iterable[str]) -> tuple[int, int]:
+    """Add up what `io.stat` says of each disk: bytes that were read, and written."""
+    pairs = [pair.partition("=") for line in lines for pair in line.split()[1:]]
+    return (
+        sum(int(value) for name, _, value in pairs if name == "rbytes"),
+        sum(int(value) for name, _, value in pairs if name == "wbytes"),
+    )
+
+
+def _blocks_v1(folder: str) -> tuple[int | None, int | None]:
+    lines = _lines(f"{folder}/blkio.throttle.io_service_bytes")
+    if lines is None:
+        return None, None
+    words = [line.split() for line in lines]
+    return (
+        sum(int(word[2]) for word in words if word[1:2] == ["Read"]),
+        sum(int(word[2]) for word in words if word[1:2] == ["Write"]),
+    )
+
+
+def counts_blocks() -> bool:
+    """Tell whether blocks are counted here at all: a machine that has a disk has read some.
+
+    What was counted once stays counted.
+    """
+    if MOUNT in _counting:
+        return True
+    v2 = _lines(f"{MOUNT}/io.stat") or ()
+    v1 = _lines(f"{MOUNT}/blkio/blkio.throttle.io_service_bytes") or ()
+    is_v1 = any(line.startswith("Total ") and not line.endswith(" 0") for line in v1)
+    if is_v1 or any("rbytes" in line for line in v2):
+        _counting.add(MOUNT)
+    return MOUNT in _counting
+
+
+def _processes(folder: str) -> int | None:
+    """Count processes, those in groups below too, as a kernel may make some."""
+    listed = _content(f"{folder}/cgroup.procs")
+    if listed is None:
+        return None
+    count, below = listed.count(b"\n"), _groups_in(folder)
+    for _ in range(_MOST_BELOW):
+        if not below:
+            return count
+        group = below.pop()
+        count += (_content(f"{group}/cgroup.procs") or b"").count(b"\n")
+        below += _groups_in(group)
+    return None
+
+
+def _groups_in(folder: str) -> list[str]:
+    """Return the groups in one; a folder without any has two names, its own and its `.`."""
+    try:
+        if os.stat(folder).st_nlink == _NO_FOLDERS:  # noqa: PTH116 - of thousands
+            return []
+        return [entry.path for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []
+
+
+def _network(pid: int) -> tuple[int | None, int | None]:
+    """Return what a process's network namespace received and sent, the loopback left out."""
+    lines = _lines(f"/proc/{pid}/net/dev")
+    if lines is None or _namespace(pid) in (None, _namespace("self")):
+        return None, None
+    rows = [line.partition(":") for line in lines[2:]]
+    numbers = [row[2].split() for row in rows if row[0].strip() != "lo"]
+    return sum(int(row[0]) for row in numbers), sum(int(row[8]) for row in numbers)
+
+
+def _namespace(pid: int | str) -> str | None:
+    with suppress(OSError):
+        return str(Path(f"/proc/{pid}/ns/net").readlink())
+    return None
+
+
+def _content(file: str) -> bytes | None:
+    """Read a file of the kernel's; None if it is not there, or cannot be read."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        content = chunk = os.read(descriptor, _PAGE)
+        while len(chunk) >= _FULL:
+            content += (chunk := os.read(descriptor, _MOST_BYTES))
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    return content
+
+
+def _lines(file: str) -> list[str] | None:
+    content = _content(file)
+    if content is None or not content.isascii():
+        return None
+    return content.decode("ascii").splitlines()
+
+
+def _number(file: str) -> int | None:
+    content = _content(file)
+    if content is None:
+        return None
+    with suppress(ValueError):
+        return int(content)
+    return None
+
+
+def _seconds(count: int | None, unit: float) -> float | None:
+    return None if count is None else count / unit
+
+
+def _limit(file: str) -> int | None:
+    number = _number(file)
+    return None if number is None or number >= _NO_LIMIT else number
+
+
+def _table(file: str) -> dict[str, int]:
+    return _pairs(_lines(file) or ())
+
+
+def _pairs(lines: Iterable[str]) -> dict[str, int]:
+    words = (line.split() for line in lines)
+    return {word[0]: int(word[1]) for word in words if len(word) > 1 and word[1].isdecimal()}

@@ -1,0 +1,101 @@
+"""What an operator should know of this machine, whatever agentd's own books say."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from agentd.host.systemd.availability import is_booted
+
+_NOT_BEFORE = 1_760_000_000
+"""October 2025, in seconds since the epoch: no clock that is right was before this was written."""
+_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
+_DISPLAY = "0x03"
+"""Class of display and 3D controllers in PCI configuration space."""
+_DRIVERS = {"NVIDIA": "nvidia", "AMD": "amdgpu"}
+_PLUGINS = {"NVIDIA": "cuda", "AMD": "rocm"}
+
+
+def node_remarks(
+    docker_socket: Path | None, plugins: Iterable[str], root: Path = Path("/")
+) -> list[str]:
+    """Return what is odd about the machine; `docker_socket` None where no engine is used.
+
+    `plugins` are the entry points that are loaded.
+    """
+    found = [*_clock(root), *_drivers(root, frozenset(plugins))]
+    if docker_socket is None:
+        return [*_cgroups(root), *found]
+    if docker_socket.exists():
+        found += [*_engine(root), *_apparmor(root)]
+    return found
+
+
+def _engine(root: Path) -> Iterator[str]:
+    with suppress(OSError, ValueError):
+        said = json.loads((root / "etc/docker/daemon.json").read_text(encoding="utf-8"))
+        if said.get("live-restore") is True:
+            return
+    for folder in (root / "proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            if words[0].endswith(b"dockerd") and b"--live-restore" in words:
+                return
+    yield (
+        "the Docker Engine has no live-restore: restarting it ends its kernels"
+        ' ({"live-restore": true} in /etc/docker/daemon.json)'
+    )
+
+
+def _apparmor(root: Path) -> Iterator[str]:
+    with suppress(OSError):
+        is_on = (root / "sys/module/apparmor/parameters/enabled").read_text("ascii") == "Y\n"
+        parsers = ("sbin/apparmor_parser", "usr/sbin/apparmor_parser")
+        if is_on and not any((root / parser).exists() for parser in parsers):
+            yield (
+                "AppArmor is on and apparmor_parser is missing: the engine cannot start containers"
+                " (install the package apparmor)"
+            )
+
+
+def _cgroups(root: Path) -> Iterator[str]:
+    if (root / "sys/fs/cgroup").is_dir() and not (
+        root / "sys/fs/cgroup/cgroup.controllers"
+    ).exists():
+        yield (
+            "this machine has cgroup v1: the systemd runtime cannot be used, and kernels of one"
+            " service cannot be ended at once"
+        )
+
+
+def _clock(root: Path) -> Iterator[str]:
+    if time.time() < _NOT_BEFORE:
+        yield f"the clock is wrong: it shows {time.strftime('%Y-%m-%d', time.gmtime())}"
+    elif is_booted(root) and not (root / "run/systemd/timesync/synchronized").exists():
+        servers = ("chronyd", "ntpd", "systemd-timesyncd")
+        names = []
+        for folder in (root / "proc").glob("[0-9]*"):
+            with suppress(OSError):
+                names.append((folder / "comm").read_text("utf-8").strip())
+        if not any(name.startswith(server[:15]) for name in names for server in servers):
+            yield "nothing keeps this machine's clock right (chrony, systemd-timesyncd)"
+
+
+def _drivers(root: Path, plugins: frozenset[str]) -> Iterator[str]:
+    """Compare what is on the PCI bus with drivers and plugins."""
+    vendors = set()
+    for device in (root / "sys/bus/pci/devices").glob("*"):
+        with suppress(OSError):
+            vendor = (device / "vendor").read_text("ascii").strip()
+            if (device / "class").read_text("ascii").startswith(_DISPLAY):
+                vendors.add(_VENDORS.get(vendor, ""))
+    for vendor, driver in _DRIVERS.items():
+        is_loaded = (root / "sys/module" / driver).exists()
+        plugin = _PLUGINS[vendor]
+        if is_loaded and vendor in vendors and plugin not in plugins:
+            yield f"the driver {driver} is loaded, and no plugin {plugin} serves its GPUs"
+        elif vendor in vendors and plugin in plugins and not is_loaded:
+            yield f"there is a GPU of {vendor} and a plugin {plugin}, but no driver {driver}"

@@ -1,0 +1,393 @@
+"""systemd's manager over D-Bus: starting, ending and looking at units, and hearing of them.
+
+Methods, properties and signals are those of org.freedesktop.systemd1(5). One connection serves
+all calls; where it breaks every call that waits says so, and the next call makes another.
+
+Signals count only from whom the bus says is systemd: any local user may send one to a connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from dbus_fast import BusType, Message, MessageType, Variant
+from dbus_fast.aio import MessageBus
+
+from agentd.errors import AgentdError, RuntimeUnavailable
+from agentd.host.systemd.unit_paths import UNIT_PATH, is_there, unit_of
+
+_NAME = "org.freedesktop.systemd1"
+_PATH = "/org/freedesktop/systemd1"
+_MANAGER, _UNIT, _SERVICE = f"{_NAME}.Manager", f"{_NAME}.Unit", f"{_NAME}.Service"
+_PROPERTIES = "org.freedesktop.DBus.Properties"
+_BUS = "org.freedesktop.DBus"
+_LOST = frozenset(f"{_BUS}.Error.{why}" for why in ("NoReply", "Timeout", "Disconnected"))
+_ABSENT = (f"{_NAME}.NoSuchUnit", f"{_BUS}.Error.UnknownObject")
+AT_ONCE = 64
+"""Calls that wait for an answer; a system's bus allows 128 for each connection."""
+CALL_S = 30.0
+"""For how long one call may take; a start is waited for apart."""
+JOB_S = 120.0
+"""Seconds that the start or the stop of a unit may take."""
+
+Property = tuple[str, str, Any]
+"""A property of a unit: its name, its D-Bus type, its value."""
+
+
+class UnitExists(AgentdError):
+    """There is a unit of that name already."""
+
+
+class UnitRefused(AgentdError):
+    """systemd does not do as asked; the message is its own."""
+
+
+class NoSuchUnit(UnitRefused):
+    """There is no unit of that name."""
+
+
+class CallLost(RuntimeUnavailable):
+    """A call was sent and its answer never came: it may have been done."""
+
+
+class Unit(NamedTuple):
+    """A unit in a list: its name, and the states by which systemd knows it."""
+
+    name: str
+    active: str
+    sub: str
+
+
+@dataclass
+class _Connection:
+    """One connection, and who waits for what it tells; `lost` is done once it is broken."""
+
+    bus: MessageBus
+    lost: asyncio.Future[None]
+    owner: str = ""
+    places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
+    changes: set[asyncio.Queue[str | None]] = field(default_factory=set)
+    _jobs: dict[str, asyncio.Future[str]] = field(default_factory=dict)
+    _waiting: int = 0
+
+    async def ended(self, job: Awaitable[list[Any]]) -> str:
+        """Wait for the end of the job that a call answers with; it may be told before the answer.
+
+        Raises:
+            CallLost: the connection broke, or the job takes too long.
+        """
+        self._waiting += 1
+        try:
+            (path,) = await job
+            result = self._job(path)
+            ends: set[asyncio.Future[Any]] = {result, self.lost}
+            await asyncio.wait(ends, timeout=JOB_S, return_when=asyncio.FIRST_COMPLETED)
+            if not self.lost.done() and not result.done():
+                raise CallLost(f"a job of systemd did not end within {JOB_S:g} s")
+            if not result.done():
+                raise CallLost("the connection to systemd broke while a job was under way")
+            return result.result()
+        finally:
+            self._waiting -= 1
+            if not self._waiting:
+                self._jobs.clear()
+
+    def job_ended(self, path: str, result: str) -> None:
+        """Take in that a job has ended, for who waits for one."""
+        if self._waiting and not (job := self._job(path)).done():
+            job.set_result(result)
+
+    def _job(self, path: str) -> asyncio.Future[str]:
+        return self._jobs.setdefault(path, asyncio.get_running_loop().create_future())
+
+
+class Manager:
+    """The system's manager, or with `is_user` the one of this user."""
+
+    def __init__(self, *, is_user: bool) -> None:
+        self.is_user = is_user
+        self._connection: _Connection | None = None
+        self._connecting = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """Let go of the connection."""
+        if self._connection is not None:
+            self._connection.bus.disconnect()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def start(
+        self, unit: str, properties: Iterable[Property], descriptors: Sequence[int] = ()
+    ) -> str:
+        """Make a transient unit, and return how its start ended: `done`, or `failed`, say.
+
+        Properties of type `h` are places in `descriptors`.
+
+        Raises:
+            UnitExists: there is one of that name.
+            UnitRefused: it is not to be, as it is described.
+            CallLost: it may have been started.
+        """
+        body = [unit, "fail", _variants(properties), []]
+        connection = await self._connected()
+        signature = "ssa(sv)a(sa(sv))"
+        call = self._called("StartTransientUnit", signature, body, descriptors)
+        return await connection.ended(call)
+
+    async def set(self, unit: str, properties: Iterable[Property]) -> None:
+        """Change properties of a unit until the machine's next boot."""
+        await self._called("SetUnitProperties", "sba(sv)", [unit, True, _variants(properties)])
+
+    async def kill(self, unit: str, number: int) -> None:
+        """Send a signal to everybody in a unit; one that is not there has nobody."""
+        with suppress(UnitRefused):
+            await self._called("KillUnit", "ssi", [unit, "all", number])
+
+    async def drop(self, unit: str) -> None:
+        """End a unit, failed or not, and return when the manager knows nothing of it any more.
+
+        Raises:
+            RuntimeUnavailable: it is still there.
+        """
+        changes = self.changes()
+        try:
+            async with asyncio.timeout(CALL_S):
+                async for changed in changes:
+                    if changed in ("", unit) and await self._is_dropped(unit):
+                        return
+        except TimeoutError:
+            raise RuntimeUnavailable(f"{unit} is still there after {CALL_S:g} s") from None
+        finally:
+            await changes.aclose()
+
+    async def _is_dropped(self, unit: str) -> bool:
+        seen = await self.properties(unit, ("Unit.ActiveState",))
+        if seen is None:
+            return True
+        with suppress(UnitRefused):
+            if seen["Unit.ActiveState"] == "failed":
+                await self._called("ResetFailedUnit", "s", [unit])
+            elif seen["Unit.ActiveState"] != "inactive":
+                await self._stop(unit)
+        return False
+
+    async def _stop(self, unit: str) -> None:
+        connection = await self._connected()
+        await connection.ended(self._called("StopUnit", "ss", [unit, "replace"]))
+
+    async def units(self, pattern: str) -> list[Unit]:
+        """Return all units whose names match a pattern."""
+        (rows,) = await self._called("ListUnitsByPatterns", "asas", [[], [pattern]])
+        return [Unit(row[0], row[3], row[4]) for row in rows if is_there(row[2], row[3])]
+
+    async def properties(
+        self, unit: str, names: Sequence[str], *, loading: bool = False
+    ) -> Mapping[str, Any] | None:
+        """Return properties of a unit as they are now; None if there is no such unit.
+
+        A name is that of a property of a service, or `Unit.` and that of any unit. With `loading`
+        one that nobody uses is read from its files.
+        """
+        try:
+            # A question to the path of a unit that is not there would have it made, and dropped.
+            (path,) = await self._called("LoadUnit" if loading else "GetUnit", "s", [unit])
+            connection = await self._connected()
+            asked = [
+                self._answered(connection, path, _PROPERTIES, "Get", "ss", [*_place(name)])
+                for name in ("Unit.LoadState", "Unit.ActiveState", *names)
+            ]
+            answers = await asyncio.gather(*asked)
+        except NoSuchUnit:
+            return None
+        except UnitRefused as error:  # which says nothing of the unit
+            raise RuntimeUnavailable(f"systemd does not tell of {unit}: {error}") from None
+        load, active, *values = (answer[0].value for answer in answers)
+        return dict(zip(names, values, strict=True)) if is_there(load, active) else None
+
+    async def reload(self) -> None:
+        """Have the manager read unit files and drop-ins anew."""
+        await self._called("Reload", "", [])
+
+    async def changes(self) -> AsyncGenerator[str]:
+        """Yield the name of each unit that something happened to; "" once that is heard.
+
+        Raises:
+            RuntimeUnavailable: the connection could not be made, or broke.
+        """
+        connection = await self._connected()
+        queue: asyncio.Queue[str | None] = asyncio.Queue()
+        connection.changes.add(queue)
+        try:
+            yield ""
+            while (unit := await queue.get()) is not None:
+                yield unit
+            raise RuntimeUnavailable("the connection to systemd broke")
+        finally:
+            connection.changes.discard(queue)
+
+    async def _called(
+        self, member: str, signature: str, body: list[Any], descriptors: Sequence[int] = ()
+    ) -> list[Any]:
+        made = await self._connected()
+        return await self._answered(made, _PATH, _MANAGER, member, signature, body, descriptors)
+
+    @staticmethod
+    async def _answered(
+        connection: _Connection,
+        path: str,
+        interface: str,
+        member: str,
+        signature: str,
+        body: list[Any],
+        descriptors: Sequence[int] = (),
+    ) -> list[Any]:
+        message = Message(
+            destination=_NAME,
+            path=path,
+            interface=interface,
+            member=member,
+            signature=signature,
+            body=body,
+            unix_fds=list(descriptors),
+        )
+        async with connection.places:
+            call = asyncio.ensure_future(connection.bus.call(message))
+            call.add_done_callback(_heed)
+            ends: set[asyncio.Future[Any]] = {call, connection.lost}
+            await asyncio.wait(ends, timeout=CALL_S, return_when=asyncio.FIRST_COMPLETED)
+        if not call.done() or call.cancelled() or call.exception() or not (reply := call.result()):
+            call.cancel()
+            raise CallLost(f"systemd did not answer {member}")
+        if reply.message_type is MessageType.ERROR:
+            text = str(reply.body[0]) if reply.body else str(reply.error_name)
+            if reply.error_name in _LOST:
+                raise CallLost(f"{member}: {text}")
+            if reply.error_name == f"{_NAME}.UnitExists":
+                raise UnitExists(text)
+            raise NoSuchUnit(text) if reply.error_name in _ABSENT else UnitRefused(text)
+        return list(reply.body)
+
+    async def _connected(self) -> _Connection:
+        async with self._connecting:
+            if self._connection is None or self._connection.lost.done():
+                self._connection = await self._made()
+            return self._connection
+
+    async def _made(self) -> _Connection:
+        kind = BusType.SESSION if self.is_user else BusType.SYSTEM
+        try:
+            address = _user_bus() if self.is_user else None
+            bus = MessageBus(bus_address=address, bus_type=kind, negotiate_unix_fd=True)
+            async with asyncio.timeout(CALL_S):
+                await bus.connect()
+        except Exception as error:  # noqa: BLE001 - the library raises whatever a socket does
+            raise RuntimeUnavailable(f"systemd cannot be asked over D-Bus: {error}") from None
+        connection = _Connection(bus, asyncio.get_running_loop().create_future())
+
+        def hear(message: Message) -> None:
+            if message.message_type is MessageType.SIGNAL:
+                self._heard(connection, message)
+
+        bus.add_message_handler(hear)
+        self._run(self._until_lost(connection))
+        try:
+            async with asyncio.timeout(CALL_S):
+                for rule in _RULES:
+                    await _ask_bus(connection, "AddMatch", rule)
+                (connection.owner,) = await _ask_bus(connection, "GetNameOwner", _NAME)
+                await self._answered(connection, _PATH, _MANAGER, "Subscribe", "", [])
+        except BaseException as error:
+            bus.disconnect()
+            if isinstance(error, (UnitRefused, TimeoutError)):
+                raise RuntimeUnavailable(f"systemd cannot be listened to: {error}") from None
+            raise
+        return connection
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    @staticmethod
+    async def _until_lost(connection: _Connection) -> None:
+        with suppress(Exception):
+            await connection.bus.wait_for_disconnect()  # type: ignore[no-untyped-call]
+        connection.lost.set_result(None)
+        for queue in connection.changes:
+            queue.put_nowait(None)
+
+    @staticmethod
+    def _heard(connection: _Connection, message: Message) -> None:
+        if message.sender == _BUS and message.member == "NameOwnerChanged":
+            connection.bus.disconnect()  # another systemd, which has to be listened to anew
+            return
+        if message.sender != connection.owner:
+            return
+        if message.member == "JobRemoved":
+            _, job, unit, result = message.body
+            connection.job_ended(job, result)
+        elif message.member == "UnitRemoved":
+            unit = message.body[0]
+        elif (path := message.path or "").startswith(UNIT_PATH):
+            unit = unit_of(path)
+        else:
+            return
+        for queue in connection.changes:
+            queue.put_nowait(unit)
+
+
+_RULES = (
+    f"type='signal',sender='{_NAME}',interface='{_MANAGER}',member='JobRemoved'",
+    f"type='signal',sender='{_NAME}',interface='{_MANAGER}',member='UnitRemoved'",
+    f"type='signal',sender='{_NAME}',member='PropertiesChanged',path_namespace='{_PATH}/unit'",
+    f"type='signal',sender='{_BUS}',member='NameOwnerChanged',arg0='{_NAME}'",
+)
+"""The signals that are wanted (D-Bus Specification, "Match Rules")."""
+
+
+async def _ask_bus(connection: _Connection, member: str, argument: str) -> list[Any]:
+    """Ask the bus itself.
+
+    Raises:
+        RuntimeUnavailable: it refuses.
+    """
+    message = Message(
+        destination=_BUS,
+        path="/org/freedesktop/DBus",
+        interface=_BUS,
+        member=member,
+        signature="s",
+        body=[argument],
+    )
+    reply = await connection.bus.call(message)
+    if reply is None or reply.message_type is MessageType.ERROR:
+        why = reply.body[0] if reply is not None and reply.body else "no answer"
+        raise RuntimeUnavailable(f"the message bus refuses {member}: {why}")
+    return list(reply.body)
+
+
+def _heed(call: asyncio.Future[Any]) -> None:
+    """Take note of how a call ended that nobody waits for any more."""
+    if not call.cancelled():
+        call.exception()
+
+
+def _user_bus() -> str:
+    folder = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
+    return os.environ.get("DBUS_SESSION_BUS_ADDRESS") or f"unix:path={folder}/bus"
+
+
+def _variants(properties: Iterable[Property]) -> list[list[Any]]:
+    return [[name, Variant(signature, value)] for name, signature, value in properties]
+
+
+def _place(name: str) -> tuple[str, str]:
+    interface, _, member = name.rpartition(".")
+    return (_UNIT if interface else _SERVICE), member

@@ -1,0 +1,72 @@
+"""One line for every call that was to change something: who, what, and what came of it."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import structlog
+from aiohttp import web
+
+from agentd.errors import AgentdError
+from agentd.events import Audit, EventKind, EventLog
+from agentd.http.callers import caller_of, kernel_of
+from agentd.services.refusals import Refusals
+
+log = structlog.get_logger()
+
+
+class Auditor:
+    """One call that changes something; used as a context around it."""
+
+    def __init__(
+        self,
+        events: EventLog,
+        refusals: Refusals | None,
+        request: web.Request,
+        action: str,
+        agent_id: str,
+    ) -> None:
+        """`refusals` are told of errors, if there are any."""
+        self._events = events
+        self._refusals = refusals
+        self._request = request
+        self._action = action
+        self._agent_id = agent_id
+        self._outcome = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def answered(self, outcome: str) -> None:
+        """Note what the call was answered with: a status, say."""
+        self._outcome = outcome
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self._outcome = error.code if isinstance(error, AgentdError) else type(error).__name__
+        caller, kernel_id = caller_of(self._request), kernel_of(self._request)
+        is_its_own = caller.sees(self._agent_id)
+        if self._refusals is not None and is_its_own and isinstance(error, AgentdError):
+            self._refusals.note(caller.name, self._agent_id, kernel_id, error)
+        audit = Audit(
+            caller.name,
+            caller.via,
+            caller.uid,
+            self._action,
+            self._agent_id,
+            kernel_id,
+            self._outcome,
+        )
+        log.info(
+            "rpc.call",
+            caller=audit.caller,
+            via=audit.via,
+            uid=audit.uid,
+            action=audit.action,
+            path=self._request.path,
+            agent_id=audit.agent_id,
+            kernel_id=kernel_id,
+            outcome=audit.outcome,
+        )
+        if kernel_id:
+            self._events.publish(EventKind.AUDIT, audit)

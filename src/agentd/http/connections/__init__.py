@@ -1,0 +1,1 @@
+"""Connections: admission, deadlines, fair turns and WebSockets."""

@@ -1,0 +1,323 @@
+"""One connection: how long a caller may take to say what it wants, and how many there may be.
+
+What is no HTTP is answered with a problem like every other error, and logged without a
+traceback, at a bounded rate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import select
+import socket
+import ssl
+import time
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from typing import Any
+
+import structlog
+from aiohttp import web
+
+from agentd.http.connections.fair import FairConnection
+from agentd.http.connections.turns import Kind, Turns
+
+log = structlog.get_logger()
+
+HEADER_TIMEOUT_S = 10.0
+KEEP_ALIVE_S = 75.0
+READ_TIMEOUT_S = 10.0
+LOOK_PAUSE_S = 0.5
+ACCEPT_ROUNDS = 3
+"""Rounds of the event loop until what was accepted is a connection."""
+KEEP_ASKING = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
+"""Seconds of silence until it asks, seconds between questions, and how many stay unanswered."""
+LOG_PAUSE_S = 1.0
+"""At most one line of log in this time says what was wrong with requests."""
+
+
+class Limits:
+    """How many connections of one kind there are, and may be: a part of all descriptors at most."""
+
+    def __init__(self, most: int, part: float) -> None:
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most = min(most, int(descriptors * part))
+        self._open = 0
+
+    def admit(self) -> bool:
+        """Count one more, if there may be one more."""
+        if self._open >= self._most:
+            complain("rpc.too_many_connections", most=self._most)
+            return False
+        self._open += 1
+        return True
+
+    def release(self) -> None:
+        """Count one less."""
+        self._open -= 1
+
+
+class Newcomers:
+    """Connections whose first request has not come: a caller that was let in is about to ask."""
+
+    def __init__(self) -> None:
+        self._waiting: set[object] = set()
+        self._are_gone = asyncio.Event()
+
+    def add(self, connection: object) -> None:
+        """Take in one that was accepted."""
+        self._waiting.add(connection)
+
+    def discard(self, connection: object) -> None:
+        """Leave out one that has asked, or hung up."""
+        self._waiting.discard(connection)
+        if not self._waiting:
+            self._are_gone.set()
+
+    async def heard(self, patience_s: float) -> None:
+        """Wait until all have asked or hung up, or have had their time."""
+        if self._waiting:
+            self._are_gone.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(patience_s):
+                    await self._are_gone.wait()
+
+
+def keep_asking(connection: socket.socket | None) -> None:
+    """Have the system find out about a TCP caller that is gone without a word (tcp(7))."""
+    if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
+        for option, value in KEEP_ASKING:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+class Complaints:
+    """Lines of log about callers, of which a flood is not said one by one."""
+
+    def __init__(self) -> None:
+        self._quiet_until = 0.0
+        self._unsaid = 0
+
+    def __call__(self, event: str, **facts: object) -> None:
+        now = time.monotonic()
+        if now < self._quiet_until:
+            self._unsaid += 1
+            return
+        log.warning(event, further=self._unsaid, **facts)
+        self._quiet_until, self._unsaid = now + LOG_PAUSE_S, 0
+
+
+complain = Complaints()
+
+
+class Gate(asyncio.Protocol):
+    """A TCP connection before its TLS handshake: counted, in turns, and with a deadline for that.
+
+    Callers that have not said yet who they are share the turns of one caller.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        limits: Limits,
+        tls: ssl.SSLContext,
+        turns: Turns,
+        tasks: set[Any],
+    ) -> None:
+        self._connection = connection
+        self._turns = turns
+        self._limits = limits
+        self._tls = tls
+        self._tasks = tasks
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if not isinstance(transport, asyncio.Transport):
+            raise TypeError("a gate is for streams")
+        if not self._limits.admit():
+            transport.abort()
+            return
+        transport.pause_reading()  # whatever comes before `start_tls` would be lost
+        task = asyncio.get_running_loop().create_task(self._handshake(transport))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        self._connection.comes()
+
+    async def _handshake(self, transport: asyncio.Transport) -> None:
+        loop = asyncio.get_running_loop()
+        await self._turns.wait(None, Kind.REQUESTS)
+        try:
+            secured = await loop.start_tls(
+                transport,
+                self._connection,
+                self._tls,
+                server_side=True,
+                ssl_handshake_timeout=HEADER_TIMEOUT_S,
+            )
+        except (OSError, ssl.SSLError) as error:
+            complain("rpc.no_tls", reason=str(error)[:200])
+            transport.abort()
+            secured = None
+        if secured is None:
+            self._limits.release()
+            self._connection.stays_away()
+        else:
+            self._connection.take_over(secured)
+
+
+class Connection(FairConnection):
+    """A connection that is closed if a request's header does not come in time, or nobody reads.
+
+    It counts among `limits`, if there are some.
+    """
+
+    def __init__(
+        self,
+        server: web.Server,
+        limits: Limits | None,
+        turns: Turns,
+        payer: Callable[[asyncio.BaseTransport], Hashable],
+        newcomers: Newcomers,
+        broken: Callable[[str], web.Response],
+    ) -> None:
+        super().__init__(server, turns, payer, keepalive_timeout=KEEP_ALIVE_S)
+        self._limits = limits
+        self._newcomers = newcomers
+        self._broken = broken
+        self._is_counted = False
+        self._in_request = False
+        self._is_next_begun = False
+        self._deadline: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+        self._looking: asyncio.TimerHandle | None = None
+        self._stream: asyncio.Task[object] | None = None
+        self._may_pause = False
+
+    def comes(self) -> None:
+        """Note that a caller was let in and is about to ask."""
+        self._newcomers.add(self)
+
+    def stays_away(self) -> None:
+        """Note that it has asked, or never will."""
+        self._newcomers.discard(self)
+
+    def take_over(self, transport: asyncio.BaseTransport) -> None:
+        """Begin on a connection that has been counted already."""
+        self._is_counted = True
+        self.connection_made(transport)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        keep_asking(transport.get_extra_info("socket"))
+        if self._limits is not None and not self._is_counted:
+            self._is_counted = self._limits.admit()
+            if not self._is_counted:
+                self.force_close()
+                return
+        self.comes()
+        self._expect_header()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self.stays_away()
+        if self._is_counted and self._limits is not None:
+            self._limits.release()
+            self._is_counted = False
+        for timer in (self._deadline, self._unread, self._looking):
+            if timer is not None:
+                timer.cancel()
+        if self._stream is not None:
+            self._stream.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._in_request:
+            self._is_next_begun = True
+        elif self._deadline is None:
+            self._expect_header()
+        super().data_received(data)
+
+    async def began(self, kind: Kind) -> None:
+        """Note that all of a request's header is there, and wait for the caller's turn."""
+        self.stays_away()
+        self._in_request, self._is_next_begun = True, False
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        await self.turn_to_ask(kind)
+
+    def ended(self) -> None:
+        """Note that a request was answered; the next one may take its time to begin."""
+        self._in_request = False
+        self._stream, self._may_pause = None, False
+        if self.transport is not None and self.transport.get_write_buffer_size():
+            self._expect_reading()
+        if self._is_next_begun and self._deadline is None:
+            self._expect_header()
+
+    def _expect_header(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._deadline = loop.call_later(HEADER_TIMEOUT_S, self.force_close)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if not self._may_pause:
+            self._expect_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def _expect_reading(self, before: int | None = None) -> None:
+        """Drop the connection if, after a while, nothing more of an answer has been taken."""
+        transport = self.transport
+        if transport is None:
+            return
+        left = transport.get_write_buffer_size()
+        if before is not None and left >= before:
+            complain("rpc.nobody_reads", unread_bytes=left)
+            transport.abort()
+            return
+        loop = asyncio.get_running_loop()
+        self._unread = loop.call_later(READ_TIMEOUT_S, self._expect_reading, left)
+
+    def carries(self, stream: asyncio.Task[object], *, may_pause: bool = False) -> None:
+        """Have what answers without an end cancelled as soon as the caller hangs up.
+
+        A caller that `may_pause` is not dropped for taking nothing for a while.
+        """
+        self._stream, self._may_pause = stream, may_pause
+        self._look()
+
+    def _look(self) -> None:
+        """See whether the caller is there, also where nothing is read: requests may be queued."""
+        sock = self.transport.get_extra_info("socket") if self.transport is not None else None
+        if self._stream is None or sock is None:
+            return
+        poll = select.poll()
+        poll.register(sock.fileno(), select.POLLRDHUP | select.POLLHUP | select.POLLERR)
+        if poll.poll(0):
+            self._stream.cancel()
+            if self.transport is not None:
+                self.transport.abort()  # what is unread has nobody to read it
+            return
+        self._looking = asyncio.get_running_loop().call_later(LOOK_PAUSE_S, self._look)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer what is no request with a problem."""
+        why = (message or str(exc) or "it is no HTTP").splitlines()
+        complain("rpc.broken_request", status=status, reason=why[0][:200])
+        if request.writer.output_size > 0:
+            raise ConnectionError("the answer has begun already")
+        response = self._broken(" ".join(part.strip() for part in why)[:500])
+        response.force_close()
+        return response
+
+    def log_exception(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - the parent's signature
+        """Leave out what the parent would say of callers that go away; `handle_error` says more."""
+        del args, kwargs

@@ -1,0 +1,403 @@
+"""The HTTP server: who may call, what an error looks like, and where it listens.
+
+A unix socket's mode and group decide who may connect, and the socket what they may do; on TCP a
+bearer token does both. Every error is a problem (RFC 9457) with a stable code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import msgspec
+import structlog
+from aiohttp import web
+
+from agentd.concurrency import Deadline
+from agentd.core.access import Caller, Right
+from agentd.errors import AgentdError, InvalidRequest, Problem, StartRefused, Unavailable
+from agentd.http.audit import Auditor
+from agentd.http.callers import NODE, Callers, Token, note_caller
+from agentd.http.connections.connection import (
+    ACCEPT_ROUNDS,
+    Connection,
+    Gate,
+    Limits,
+    Newcomers,
+)
+from agentd.http.connections.turns import Kind, Turns
+from agentd.http.connections.unix_sockets import unix_socket, with_a_queue
+from agentd.http.path_names import require_names
+from agentd.http.problems import HTTP_CODES, MEMBERS, problem
+from agentd.http.queries import body_of, is_true
+from agentd.http.static import Pages, is_foreign
+from agentd.http.streams import Streams
+from agentd.rpc.routes import OPEN_PATHS, PROBE_PATHS, Route, document
+
+log = structlog.get_logger()
+
+MAX_BODY = 1024 * 1024
+ACCEPTED_AT_ONCE = 8
+"""How many connections are accepted in one round of the event loop; the others stay queued."""
+TCP_PART, FURTHER_PART = 0.5, 0.125
+"""How much of all descriptors TCP connections, and those of further sockets, may have."""
+SHUTDOWN_TIMEOUT_S, CANCEL_TIMEOUT_S = 3.0, 0.5
+"""Seconds that a stop waits for open requests to end, and then for their cancellation."""
+FIRST_REQUEST_S = 1.0
+"""How long a stop waits for the first request of whom it let in: it would be reset."""
+OPEN_PATIENCE_S = 30.0
+"""How long a request waits for the end of the start, where somebody holds the sockets."""
+SERVER_ERROR = 500
+
+_Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Door(msgspec.Struct, frozen=True):
+    """A unix socket: where it is, who may connect, and as what."""
+
+    path: Path
+    group: str | None
+    caller: Caller
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """Where to listen: unix sockets, and TCP for callers with a token if `host` is set.
+
+    `passed` are sockets that listen already, by address: somebody else holds them, and who asks
+    there while this process is started anew waits.
+    """
+
+    doors: tuple[Door, ...]
+    host: str | None = None
+    port: int = 0
+    tokens: tuple[Token, ...] = ()
+    tls: ssl.SSLContext | None = None
+    max_connections: int = 1024
+    passed: Mapping[str, socket.socket] = {}
+
+    @property
+    def tcp_address(self) -> str | None:
+        """Where it listens on TCP, as `host:port`."""
+        if self.host is None:
+            return None
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class Site(Protocol):
+    """What is served: handlers of routes, and who may call them."""
+
+    @property
+    def streams(self) -> Streams:
+        """The answers that go on."""
+
+    def describe(self, openapi: Callable[[], dict[str, Any]]) -> None:
+        """Take what makes the document that describes the routes."""
+
+    async def until_open(self, patience_s: float) -> None:
+        """Refuse what has to wait for the end of the start, if that does not come in time."""
+
+    def require(self, request: web.Request, caller: Caller, right: Right) -> None:
+        """Refuse what a caller cannot see, or may not do."""
+
+    def auditor(self, request: web.Request, action: str) -> Auditor:
+        """Return what writes down a call that is to change something."""
+
+
+class Server:
+    """Serves the routes of a site at an endpoint."""
+
+    def __init__(
+        self,
+        title: str,
+        routes: Sequence[Route],
+        site: Site,
+        endpoint: Endpoint,
+        node_id: str | None = None,
+        pages: Pages | None = None,
+    ) -> None:
+        self._title = title
+        self._node_id = node_id
+        self._routes = {(route.method, route.path): route for route in routes}
+        self._site = site
+        self._endpoint = endpoint
+        self._tls = endpoint.tls
+        self._callers = Callers(
+            endpoint.tokens, {str(door.path): door.caller for door in endpoint.doors}
+        )
+        self._tcp = Limits(endpoint.max_connections, TCP_PART)
+        self._further = Limits(endpoint.max_connections, FURTHER_PART)
+        self._pages = pages
+        self._turns, self._newcomers = Turns(), Newcomers()
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self._bound: list[Path] = []
+        self._runner: web.AppRunner | None = None
+        self._listeners: list[asyncio.Server] = []
+        self._open: dict[int, web.Request] = {}
+        self._cancelled: list[str] = []
+        self._stopping: asyncio.Event | None = None
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            StartRefused: a socket or the address cannot be had.
+        """
+        self._site.describe(cache(lambda: document(self._title, self._routes.values())))
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[self._answer])
+        app.on_response_prepare.append(self._sign)
+        for route in self._routes.values():
+            bound = route.handler.__get__(self._site)
+            path = route.path.replace("{rest}", "{rest:.+}") if route.passes else route.path
+            app.router.add_route(route.method, path, bound, expect_handler=_expected)
+        self._runner = web.AppRunner(app, shutdown_timeout=CANCEL_TIMEOUT_S)
+        await self._runner.setup()
+        loop = asyncio.get_running_loop()
+        passed = dict(self._endpoint.passed)
+        main, *others = self._endpoint.doors
+        known = {str(door.path) for door in self._endpoint.doors} | {self._endpoint.tcp_address}
+        if strange := sorted(passed.keys() - known):
+            raise StartRefused(f"systemd passed {', '.join(strange)}, where nothing is to listen")
+        for door, limits in ((main, None), *((other, self._further) for other in others)):
+            if (listening := passed.get(str(door.path))) is None:
+                listening = unix_socket(door.path, door.group)
+                self._bound.append(door.path)
+            listener = await loop.create_unix_server(
+                self._connection(limits), sock=listening, backlog=ACCEPTED_AT_ONCE
+            )
+            self._listeners.append(with_a_queue(listener))
+        if self._endpoint.host is not None:
+            self._listeners.append(await self._listen_on_tcp(loop))
+
+    async def _listen_on_tcp(self, loop: asyncio.AbstractEventLoop) -> asyncio.Server:
+        end = self._endpoint
+        made: Callable[[], asyncio.BaseProtocol] = self._connection(self._tcp)
+        if end.tls is not None:
+            plain = self._connection(self._tcp)
+            made = lambda: Gate(  # noqa: E731 - a factory
+                plain(), self._tcp, self._context(), self._turns, self._handshakes
+            )
+        try:
+            if (passed := end.passed.get(end.tcp_address or "")) is not None:
+                listener = await loop.create_server(made, sock=passed, backlog=ACCEPTED_AT_ONCE)
+            else:
+                listener = await loop.create_server(
+                    made, end.host, end.port, backlog=ACCEPTED_AT_ONCE, reuse_address=True
+                )
+        except OSError as error:
+            raise StartRefused(
+                f"cannot listen on {end.host}:{end.port}: {error.strerror}"
+            ) from None
+        return with_a_queue(listener)
+
+    def _connection(self, limits: Limits | None) -> Callable[[], Connection]:
+        """Return what makes the protocol of a new connection."""
+        server = self._runner.server if self._runner is not None else None
+        if server is None:
+            raise RuntimeError("the server has not been set up")
+        return lambda: Connection(
+            server, limits, self._turns, self._callers.payer, self._newcomers, _broken
+        )
+
+    @property
+    def cancelled(self) -> list[str]:
+        """The requests that a stop cancels, as `METHOD /path`; filled by `stop`."""
+        return self._cancelled
+
+    @property
+    def has_tls(self) -> bool:
+        """Whether TLS is spoken over TCP."""
+        return self._tls is not None
+
+    def _context(self) -> ssl.SSLContext:
+        if self._tls is None:
+            raise RuntimeError("this server does not speak TLS")
+        return self._tls
+
+    def renew_tls(self, context: ssl.SSLContext) -> None:
+        """Show another certificate to new connections."""
+        self._tls = context
+
+    def renew_tokens(self, tokens: Sequence[Token]) -> None:
+        """Take other tokens from now on; who has one that is gone is cut off at once."""
+        for name in self._callers.renew(tokens):
+            self._site.streams.cut(name)
+
+    async def stop(self, deadline: Deadline) -> None:
+        """Stop accepting, remove the sockets, let open requests end, and cancel the others."""
+        await self._stop_accepting()
+        for path in self._bound:
+            path.unlink(missing_ok=True)
+        await self._newcomers.heard(deadline.left_s(FIRST_REQUEST_S))
+        self._site.streams.end()
+        for handshake in self._handshakes:
+            handshake.cancel()
+        patience = deadline.earlier(2 * CANCEL_TIMEOUT_S)  # aiohttp waits before and after it
+        await self._until_answered(patience.left_s(SHUTDOWN_TIMEOUT_S))
+        self._cancelled += sorted(f"{open_.method} {open_.path}" for open_ in self._open.values())
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _until_answered(self, timeout_s: float) -> None:
+        if self._open:
+            self._stopping = asyncio.Event()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._stopping.wait()
+
+    async def _stop_accepting(self) -> None:
+        """Let nobody in any more; whoever was accepted becomes a connection first.
+
+        asyncio drops without a word what it has accepted for a server that is closed meanwhile.
+        """
+        loop = asyncio.get_running_loop()
+        for listener in self._listeners:
+            for listening in listener.sockets:
+                loop.remove_reader(listening.fileno())
+        for _ in range(ACCEPT_ROUNDS):
+            await asyncio.sleep(0)
+        for listener in self._listeners:
+            listener.close()
+
+    async def _sign(self, _: web.Request, response: web.StreamResponse) -> None:
+        if self._node_id is not None:
+            response.headers[NODE] = self._node_id
+
+    @web.middleware
+    async def _answer(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        """Refuse who may not call, or what cannot be asked; turn every error into a problem."""
+        connection = request.protocol
+        self._open[id(request)] = request
+        try:
+            if isinstance(connection, Connection):
+                if not connection.is_local:
+                    connection.belongs_to(self._callers.payer_of(request))
+                kind = Kind.PROBES if request.path in PROBE_PATHS else Kind.REQUESTS
+                await connection.began(kind)
+            response = await self._answered(request, handler)
+        except ConnectionError:
+            raise  # the caller has gone; there is nobody to answer
+        except Exception as error:  # noqa: BLE001 - what has no code of its own is logged
+            response = self._refusal(request, error)
+        finally:
+            del self._open[id(request)]
+            if self._stopping is not None and not self._open:
+                self._stopping.set()
+            if isinstance(connection, Connection):
+                connection.ended()
+        return response
+
+    async def _identified(self, request: web.Request) -> Caller | None:
+        """Return who calls, once all of the request is there: a token may be gone by then.
+
+        A body that is too large is refused by whoever wants it, after rights and names.
+        """
+        caller = self._callers.identify(request)
+        if caller is not None and not request.content.is_eof():
+            with suppress(web.HTTPRequestEntityTooLarge):
+                await body_of(request)
+            caller = self._callers.identify(request)
+        return caller
+
+    async def _answered(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        """Carry out a call that may be made.
+
+        Raises:
+            AgentdError, web.HTTPException: it may not, or cannot.
+        """
+        if (told := self._told_anybody(request)) is not None:
+            return told
+        caller = await self._identified(request)
+        route = self._route_of(request)
+        needs_nobody = route is not None and route.right is None
+        if caller is None and not needs_nobody:
+            challenge = {"WWW-Authenticate": 'Bearer realm="agentd"'}
+            return problem("Unauthorized", "a bearer token is needed", None, challenge)
+        if request.path not in OPEN_PATHS:
+            await self._site.until_open(OPEN_PATIENCE_S if self._endpoint.passed else 0)
+        if route is None or caller is None or route.right is None:
+            return await handler(request)
+        note_caller(request, caller)
+        require_names(request.match_info)
+        _refuse_unknown_query(request, route)
+        if not route.is_audited or is_true(request.query, "dry_run"):
+            self._site.require(request, caller, route.right)
+            return await handler(request)
+        with self._site.auditor(request, route.action) as auditor:
+            self._site.require(request, caller, route.right)
+            response = await handler(request)
+            auditor.answered(str(response.status))
+        return response
+
+    def _told_anybody(self, request: web.Request) -> web.Response | None:
+        """Return what is answered whoever asks: a page, or that this is the wrong place to ask."""
+        if is_foreign(request):
+            return problem("Forbidden", "a page of another origin, or under a foreign name, asks")
+        if self._pages is not None and (page := self._pages.answer(request)) is not None:
+            return page
+        if self._node_id is not None and request.headers.get(NODE, self._node_id) != self._node_id:
+            return problem("WrongNode", f"this is node {self._node_id}")
+        return None
+
+    def _route_of(self, request: web.Request) -> Route | None:
+        resource = request.match_info.route.resource
+        return self._routes.get((request.method, resource.canonical)) if resource else None
+
+    def _refusal(self, request: web.Request, error: Exception) -> web.Response:
+        """Return the problem that an error is."""
+        if isinstance(error, AgentdError):
+            headers = dict(error.headers)
+            if isinstance(error, Unavailable):
+                headers["Retry-After"] = str(error.retry_after_s)
+            told = {k: v for k, v in error.content.items() if k not in MEMBERS}
+            return problem(error.code, str(error), told or dict(error.facts()), headers)
+        if isinstance(error, web.HTTPException):
+            unnamed = "InvalidRequest" if error.status < SERVER_ERROR else "Internal"
+            code = HTTP_CODES.get(error.status, unnamed)
+            allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+            detail = f"{request.method} {request.path}: {error.reason}"
+            if code == "BodyTooLarge":
+                detail = f"the body is larger than {MAX_BODY} bytes"
+            return problem(code, detail, None, allow)
+        log.error("rpc.failed", method=request.method, path=request.path, exc_info=error)
+        return problem("Internal", f"{type(error).__name__}; the log has more")
+
+
+def _broken(why: str) -> web.Response:
+    return problem("BadRequest", f"this is no request of HTTP/1.1: {why}")
+
+
+async def _expected(request: web.Request) -> web.StreamResponse | None:
+    """Answer an Expect header (RFC 9110): go on, or a problem."""
+    if request.headers.get("Expect", "").lower() != "100-continue":
+        return problem("ExpectationFailed", "only 100-continue can be expected")
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    return None
+
+
+def _refuse_unknown_query(request: web.Request, route: Route) -> None:
+    """Refuse query parameters that a route does not know, or knows once: a typo is no order.
+
+    Raises:
+        InvalidRequest: every one of them is named.
+    """
+    if not request.query_string or route.passes:
+        return
+    given = [name for name, _ in request.query.items()]
+    allowed = ", ".join(route.parameters) or "none"
+    problems = [
+        Problem(name, f"unknown query parameter {name}; allowed: {allowed}")
+        for name in sorted(set(given) - route.parameters.keys())
+    ]
+    problems += [
+        Problem(name, "given more than once")
+        for name, parameter in route.parameters.items()
+        if given.count(name) > 1 and not parameter.is_repeatable
+    ]
+    if problems:
+        raise InvalidRequest(problems)

@@ -1,0 +1,96 @@
+"""The status page: files of the package, which need no token; all that they ask for does.
+
+No request of theirs goes anywhere else (Content-Security-Policy, https://www.w3.org/TR/CSP3/).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from importlib.resources import files
+from ipaddress import ip_address
+
+from aiohttp import web
+
+HOME, NODE_HOME = "/ui/", "/ui/node/"
+"""Where a site's own page is, and at a gateway the page of one of its nodes."""
+_INDEX = "index.html"
+_PORT = re.compile(r":[0-9]*$")
+_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+
+
+class Pages:
+    """The files of pages, read once; a package has them in a folder `ui`."""
+
+    def __init__(self, packages: Mapping[str, str]) -> None:
+        """`packages` by the path that their files are at."""
+        self._files: dict[str, tuple[bytes, str, str]] = {}
+        for home, package in packages.items():
+            for file in files(package).joinpath("ui").iterdir():
+                if (media := _TYPES.get(file.name.rpartition(".")[2])) is not None:
+                    content = file.read_bytes()
+                    tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+                    self._files[home + file.name] = (content, media, tag)
+
+    def answer(self, request: web.BaseRequest) -> web.Response | None:
+        """Return a file; None where the request is for none."""
+        if request.method not in ("GET", "HEAD"):
+            return None
+        if request.path in ("/", HOME.rstrip("/")):
+            return web.Response(status=307, headers={"Location": HOME})
+        path = request.path
+        found = self._files.get(path + _INDEX if path.endswith("/") else path)
+        if found is None:
+            return None
+        content, media, tag = found
+        headers = {**_HEADERS, "Content-Type": media, "ETag": tag}
+        if request.headers.get("If-None-Match") == tag:
+            return web.Response(status=304, headers=headers)
+        return web.Response(body=content, headers=headers)
+
+
+def is_foreign(request: web.BaseRequest) -> bool:
+    """Tell whether a page of another origin asks, or one under a name that is not this machine's.
+
+    A browser sends the origin (https://fetch.spec.whatwg.org/#origin-header). An attacker's name
+    that resolves to the loopback address makes the two equal, so a connection without TLS, which
+    is one from this machine, takes no name of the public DNS; with TLS the certificate decides.
+    """
+    host = request.headers.get("Host", "")
+    origin = request.headers.get("Origin")
+    if origin is not None and origin.partition("://")[2] != host:
+        return True
+    return "." in host and _is_plain_tcp(request) and _is_public_name(host)
+
+
+def _is_plain_tcp(request: web.BaseRequest) -> bool:
+    transport = request.transport
+    if transport is None or transport.get_extra_info("sslcontext") is not None:
+        return False
+    return not isinstance(transport.get_extra_info("sockname"), str)
+
+
+def _is_public_name(host: str) -> bool:
+    """Tell whether a Host with a dot is a name, and not one of this machine's."""
+    name = _PORT.sub("", host).strip("[]")
+    try:
+        ip_address(name)
+    except ValueError:
+        return not name.lower().rstrip(".").endswith(".localhost")
+    return False

@@ -1,0 +1,193 @@
+"""A command inside a kernel, over a WebSocket (RFC 6455).
+
+The caller says in a first text frame what to run; binary frames from it are input, as they are.
+Those to it begin with a byte, 1 or 2, for the stream. Text frames are JSON: `{"resize": [columns,
+rows]}`, `{"stdin": "closed"}` and `{"signal": "INT"}` from the caller; at the end to it
+`{"exit_code": 0}`, or `{"problem": …}` (RFC 9457) where the command did not start. Whoever goes
+away ends the command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing, suppress
+from typing import Annotated, Any
+
+import msgspec
+import structlog
+from aiohttp import WSMessage, WSMsgType, web
+from pydantic import Field
+
+from agentd.concurrency import to_the_end
+from agentd.core.kernel.exec_spec import ExecSpec
+from agentd.errors import AgentdError, InvalidRequest, Problem
+from agentd.http.connections.connection import complain
+from agentd.http.connections.websocket import FairSocket, TooManyControlFrames
+from agentd.http.problems import problem_content
+from agentd.rpc.requests import Body, Command, Path, Variables, read_body
+from agentd.services.protocols import Session
+
+log = structlog.get_logger()
+
+FIRST_FRAME_S = 10.0
+PROBE_S = 1.0
+"""Seconds between heartbeats."""
+QUEUED = 4
+"""Frames of input that wait while the command takes none: signals overtake them."""
+MOST_SIZE = 10_000
+NO_SOCKET = "expected a WebSocket (RFC 6455): Upgrade: websocket"
+
+
+class _Asked(Body):
+    """The first frame."""
+
+    command: Annotated[Command, Field(min_length=1)]
+    tty: bool = False
+    env: Variables = Field(default_factory=dict)
+    working_dir: Path | None = None
+
+
+async def run_over(
+    request: web.Request, begin: Callable[[ExecSpec], Awaitable[Session]]
+) -> web.WebSocketResponse:
+    """Have a caller's command run, and pass on what goes in and comes out."""
+    wire = FairSocket(request)
+    if not wire.can_prepare(request).ok:
+        raise InvalidRequest([Problem("Upgrade", NO_SOCKET)])
+    await wire.prepare(request)
+    session: Session | None = None
+    flood: TooManyControlFrames | None = None
+    frames = wire.frames()
+    try:
+        session = await begin(await _asked(frames))
+        await _converse(wire, frames, session)
+    except TooManyControlFrames as error:
+        flood = error
+        complain("exec.cut_off", path=request.path, reason=str(error))
+    except AgentdError as error:
+        told = problem_content(error.code, str(error), error.facts())
+        with suppress(ConnectionError):
+            await wire.send_str(json.dumps({"problem": told}))
+    except ConnectionError:
+        pass  # the caller has gone
+    except Exception as error:
+        log.exception("exec.failed", path=request.path)
+        told = problem_content("Internal", f"{type(error).__name__}; the log has more")
+        with suppress(ConnectionError):
+            await wire.send_str(json.dumps({"problem": told}))
+    finally:
+        if session is not None:
+            await to_the_end(session.close())
+        await wire.end(flood)
+    return wire
+
+
+async def _asked(frames: AsyncGenerator[WSMessage]) -> ExecSpec:
+    """Read the first frame.
+
+    Raises:
+        InvalidRequest: it is not what it should be, or does not come.
+    """
+    try:
+        async with asyncio.timeout(FIRST_FRAME_S):
+            frame = await anext(frames, None)
+    except TimeoutError:
+        raise InvalidRequest([Problem("", f"no first frame in {FIRST_FRAME_S:g} s")]) from None
+    if frame is None or frame.type is not WSMsgType.TEXT:
+        why = 'expected a text frame: {"command": [...], "tty": false, "env": {}}'
+        raise InvalidRequest([Problem("", why)])
+    asked = read_body(_Asked, frame.data)
+    return ExecSpec(tuple(asked.command), asked.tty, asked.env, asked.working_dir)
+
+
+async def _converse(wire: FairSocket, frames: AsyncGenerator[WSMessage], session: Session) -> None:
+    """Pass on both ways, until the command has ended or the caller has gone."""
+    given: asyncio.Queue[bytes | None] = asyncio.Queue(QUEUED)
+    feeding = asyncio.create_task(_feed(session, given))
+    listening = asyncio.create_task(_listen(frames, session, given))
+    telling = asyncio.create_task(_tell(wire, session))
+    probing = asyncio.create_task(probe(wire))
+    try:
+        ends = [telling, listening, probing]
+        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in (feeding, listening, telling, probing):
+            task.cancel()
+        await asyncio.gather(feeding, listening, telling, probing, return_exceptions=True)
+
+
+async def probe(wire: web.WebSocketResponse) -> None:
+    """Send a client heartbeats until its connection fails.
+
+    Nothing arrives from a client that closed a TCP connection behind input that is not read, since
+    the receive window is full. Its system resets the connection when it receives something. A pong
+    that nobody asked for is a heartbeat without an answer (RFC 6455, section 5.5.3): a client
+    whose input is not read could not send one.
+    """
+    while True:
+        await asyncio.sleep(PROBE_S)
+        await wire.pong()
+
+
+async def _tell(wire: FairSocket, session: Session) -> None:
+    """Pass on what it prints, and how it ends."""
+    async with aclosing(session.output()) as output:
+        async for stream, data in output:
+            await wire.send_fairly(bytes([stream]) + data)
+    await wire.send_str(json.dumps({"exit_code": await session.ended()}))
+
+
+async def _feed(session: Session, given: asyncio.Queue[bytes | None]) -> None:
+    while (data := await given.get()) is not None:
+        await session.write(data)
+    await session.close_input()
+
+
+async def _listen(
+    frames: AsyncGenerator[WSMessage], session: Session, given: asyncio.Queue[bytes | None]
+) -> None:
+    is_closed = False
+    async for frame in frames:
+        if frame.type is WSMsgType.BINARY:
+            if frame.data and not is_closed:
+                await given.put(frame.data)
+        elif (order := _order(frame.data)) != {"stdin": "closed"}:
+            await _obey(session, order)
+        elif not is_closed:
+            is_closed = True  # nothing takes what comes after it
+            await given.put(None)
+
+
+def _order(text: str) -> Mapping[str, Any]:
+    """Read what a caller wants meanwhile.
+
+    Raises:
+        InvalidRequest: it is nothing that is known.
+    """
+    with suppress(msgspec.MsgspecError, RecursionError):
+        order = msgspec.json.decode(text)
+        if isinstance(order, Mapping):
+            return order
+    raise InvalidRequest([Problem("", "expected a JSON object")])
+
+
+def _number_of(name: str) -> int | None:
+    """Return the number of a signal: INT, or SIGINT."""
+    known = signal.Signals.__members__.get(f"SIG{name.removeprefix('SIG')}")
+    return None if known is None else known.value
+
+
+async def _obey(session: Session, order: Mapping[str, Any]) -> None:
+    match order:
+        case {"resize": [int(columns), int(rows)]} if 0 < columns < MOST_SIZE > rows > 0:
+            await session.resize(columns, rows)
+        case {"signal": str(name)} if (number := _number_of(name)) is not None:
+            await session.send_signal(number)
+        case _:
+            known = '{"resize": [columns, rows]}, {"stdin": "closed"}, {"signal": "INT"}'
+            raise InvalidRequest([Problem("", f"expected one of {known}")])

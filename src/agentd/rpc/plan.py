@@ -1,0 +1,53 @@
+"""A partition, as `agentd plan --json` prints it."""
+
+from __future__ import annotations
+
+from agentd.core.partition.split import Partition, Split
+from agentd.core.slots import MEM, SlotKind, format_amount
+from agentd.rpc.rendering import amounts, partition_devices
+
+
+def plan_view(split: Split) -> dict[str, object]:
+    """Return the partition as `agentd plan --json` prints it."""
+    return {
+        "allocation_mode": split.mode.value,
+        "agents": {
+            agent_id: {
+                "devices": partition_devices(split, agent_id),
+                "slots": amounts(split.slots_of(agent_id).items(), split.inventory),
+                "scaling_factors": {
+                    name: format(factor, "f")
+                    for name, factor in split.scaling_factors(agent_id).items()
+                },
+                **_planned_limits(partition, split),
+            }
+            for agent_id, partition in split.partitions.items()
+        },
+        "reserved": {
+            "cpu": list(split.reserved_cpu),
+            "mem": format_amount(split.reserved_mem, SlotKind.BYTES),
+        },
+        "unassigned": {
+            **{name: list(ids) for name, ids in split.unassigned.items()},
+            **({MEM: str(split.unassigned_memory)} if split.unassigned_memory else {}),
+        },
+        "warnings": [
+            *split.warnings,
+            *(
+                f"{d.device_id.id} is withheld: {d.withheld}"
+                for d in split.inventory.devices
+                if d.withheld
+            ),
+        ],
+    }
+
+
+def _planned_limits(partition: Partition, split: Split) -> dict[str, object]:
+    if not partition.limits:
+        return {}
+    return {
+        "limits": {
+            name: {"limit": str(limit), "guaranteed": name in split.guaranteed}
+            for name, limit in partition.limits.items()
+        }
+    }

@@ -1,0 +1,66 @@
+"""What a caller is shown: nobody is named whom it cannot see."""
+
+from __future__ import annotations
+
+from agentd.core.access import Caller
+from agentd.core.devices import Device
+from agentd.core.kernel.states import Kernel
+from agentd.events import Audit, Event, EventKind
+from agentd.rpc import rendering
+from agentd.services.access import OTHER, Access
+from agentd.services.devices import NodeDevices
+from agentd.services.refusals import Refusal
+from agentd.services.state import NodeState
+from agentd.views import DeviceView, NodeView
+
+
+class Visible:
+    """The views of a node, as each caller may see them."""
+
+    def __init__(self, state: NodeState, devices: NodeDevices, access: Access) -> None:
+        self._state = state
+        self._devices = devices
+        self._access = access
+
+    def device(self, device: Device, caller: Caller) -> DeviceView:
+        """Return a device that the caller sees, with the kernels of others as `other`."""
+        split, ledger = self._devices.split, self._state.ledger
+        if caller.agents is None:
+            return rendering.device_view(device, split, ledger)
+
+        def named(kernel_id: str) -> str:
+            holding = ledger.holdings.get(kernel_id)
+            return kernel_id if holding and caller.sees(holding.agent_id) else OTHER
+
+        view = rendering.device_view(device, split, ledger, named)
+        view["agents"] = [agent for agent in view["agents"] if caller.sees(agent)]
+        return view
+
+    def node(self, view: NodeView, caller: Caller) -> NodeView:
+        """Return the node without warnings that name others."""
+        if caller.agents is not None:
+            view["warnings"] = self._access.about_nobody_else(caller, view["warnings"])
+        return view
+
+    def event(self, event: Event, caller: Caller) -> tuple[EventKind, object] | None:
+        """Return an event and what it carries; None if it is nothing for this caller.
+
+        Of a kernel that it cannot see there is only that it took, or gave back, what is its too.
+        """
+        match event.value:
+            case Kernel(agent_id=agent) as kernel if not caller.sees(agent):
+                return (EventKind.FREE, {}) if self._frees(event, kernel, caller) else None
+            case Audit(agent_id=agent) | Refusal(agent_id=agent) if not caller.sees(agent):
+                return None
+            case Device() as device:
+                if not self._access.sees_device(caller, device.device_id):
+                    return None
+                if event.kind is EventKind.DEVICE:
+                    return event.kind, self.device(device, caller)
+        return event.kind, rendering.event_view(event, self._devices.split, self._state.ledger)
+
+    def _frees(self, event: Event, kernel: Kernel, caller: Caller) -> bool:
+        """Tell whether a kernel took, or gave back, part of a device that the caller sees."""
+        return event.is_of_shares and any(
+            self._access.sees_device(caller, share.device_id) for share in kernel.allocation.shares
+        )

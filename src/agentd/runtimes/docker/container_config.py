@@ -1,0 +1,244 @@
+"""From a plan to the JSON that creates a container; pure.
+
+Source of the members: the Engine API's ContainerCreate.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from agentd.core.kernel.edits import Mount
+from agentd.core.kernel.options import TOO_LONG, is_too_long, over_ceiling
+from agentd.core.kernel.plan import LABEL_PREFIX, KernelPlan
+from agentd.core.kernel.record import SCHEMA
+from agentd.core.kernel.states import KernelSpec, Port
+from agentd.core.names import shortened
+from agentd.errors import Problem
+from agentd.runtimes.docker.engine_facts import EngineFacts
+from agentd.runtimes.docker.mounts import Source
+
+SCHEMA_LABEL = f"{LABEL_PREFIX}schema"
+NODE_LABEL = f"{LABEL_PREFIX}node"
+AGENT_LABEL = f"{LABEL_PREFIX}agent"
+KERNEL_LABEL = f"{LABEL_PREFIX}kernel"
+RECORD_LABEL = f"{LABEL_PREFIX}record"
+DEVICES_LABEL = f"{LABEL_PREFIX}devices"
+
+LOG_DRIVER = "local"
+"""Keeps bytes as they are and rotates by itself; the engine's default, json-file, does neither."""
+
+_OWN = ("/proc", "/sys", "/dev", "/dev/null")
+"""Places that the engine fills itself, and without which no container starts."""
+_MOST_ID = 2**31 - 1
+"""The largest id of a user or group that an engine takes."""
+
+UNPUBLISHED = ("none", "host")
+"""Networks on which the engine publishes no ports."""
+
+
+class DockerRules(msgspec.Struct, frozen=True):
+    """What the operator lets kernels have; see `[runtime.docker]`."""
+
+    network: str
+    allowed_networks: tuple[str, ...] = ()
+    allowed_mounts: tuple[Path, ...] = ()
+    capabilities: tuple[str, ...] = ()
+    pids_limit: int = 4096
+    log_max_size: int = 20 * 2**20
+    log_max_files: int = 5
+    registry_auth: Path | None = None
+    stop_timeout_s: float = 10.0
+    ulimits: Mapping[str, int] = {}
+
+    def network_of(self, spec: KernelSpec) -> str:
+        return spec.container.network or self.network
+
+    def problems(self, spec: KernelSpec) -> Iterator[Problem]:
+        """Yield what of a request these rules, or any engine, refuse."""
+        if not spec.image:
+            yield Problem("image", "is missing; the docker runtime runs images")
+        networks = (self.network, *self.allowed_networks)
+        if self.network_of(spec) not in networks:
+            why = (
+                f"invalid network {spec.container.network!r}: expected one of {', '.join(networks)}"
+            )
+            yield Problem("network", why)
+        if (spec.container.pids_limit or 0) > self.pids_limit:
+            why = f"{spec.container.pids_limit} are too many; allowed: up to {self.pids_limit}"
+            yield Problem("pids_limit", why)
+        for name, why in over_ceiling(spec.container.ulimits, self.ulimits):
+            yield Problem(f"ulimits.{name}", why)
+        yield from _problems_of_targets(spec)
+        if is_too_long(spec.working_dir or ""):
+            yield Problem("working_dir", TOO_LONG)
+        if spec.user and not _has_ids(spec.user):
+            yield Problem(
+                "user", f"invalid user {shortened(spec.user)}: expected ids from 0 to {_MOST_ID}"
+            )
+        targets = [mount.target for mount in spec.mounts]
+        targets += [tmpfs.target for tmpfs in spec.container.tmpfs]
+        for target in sorted({target for target in targets if targets.count(target) > 1}):
+            yield Problem("mounts", f"{target} is mounted twice")
+
+
+def _problems_of_targets(spec: KernelSpec) -> Iterator[Problem]:
+    """Yield the places in a container that an engine refuses, in words of its own."""
+    named = [(f"mounts.{n}.target", mount.target) for n, mount in enumerate(spec.mounts)]
+    named += [(f"tmpfs.{n}.target", tmpfs.target) for n, tmpfs in enumerate(spec.container.tmpfs)]
+    for where, target in named:
+        path = os.path.normpath(f"/{target.strip('/')}")
+        if is_too_long(target):
+            yield Problem(where, TOO_LONG)
+        elif ".." in target.split("/") or path == "/":
+            yield Problem(where, f"invalid path {target!r}: expected a folder below /, without ..")
+        elif path in _OWN or path.startswith(("/proc/", "/sys/")):
+            yield Problem(where, f"{path} is the container's own; nothing can be mounted there")
+
+
+def _has_ids(user: str) -> bool:
+    """Return whether the numbers in a user (`1000:100`) are such that an engine takes them."""
+    ids = [part for part in user.split(":") if part.removeprefix("-").isdecimal()]
+    return all(len(part) <= len(str(_MOST_ID)) and 0 <= int(part) <= _MOST_ID for part in ids)
+
+
+def container_config(
+    plan: KernelPlan, rules: DockerRules, sources: Sequence[Source], engine: EngineFacts
+) -> dict[str, Any]:
+    """Return the body of the engine's create call; `sources` are those of the spec's mounts."""
+    spec = plan.spec
+    config: dict[str, Any] = {
+        "Image": spec.image,
+        "Env": [f"{name}={value}" for name, value in plan.env.items()],
+        "Labels": {
+            **spec.labels,
+            SCHEMA_LABEL: str(SCHEMA),
+            NODE_LABEL: plan.node_id,
+            AGENT_LABEL: spec.agent_id,
+            KERNEL_LABEL: spec.kernel_id,
+            RECORD_LABEL: plan.record,
+            DEVICES_LABEL: plan.statement,
+        },
+        "ExposedPorts": {_port(port): {} for port in plan.ports},
+        "HostConfig": {
+            **_limits(plan, rules),
+            **_devices(plan),
+            "NetworkMode": rules.network_of(spec),
+            "IpcMode": "private",
+            "CgroupnsMode": "private",
+            "Mounts": _mounts(plan, sources, engine),
+            "PortBindings": _bindings(plan.ports),
+            "CapDrop": ["ALL"],
+            "CapAdd": list(rules.capabilities),
+            "SecurityOpt": ["no-new-privileges"],
+            "RestartPolicy": {"Name": "no"},
+            "LogConfig": {
+                "Type": LOG_DRIVER,
+                "Config": {
+                    "max-size": str(rules.log_max_size),
+                    "max-file": str(rules.log_max_files),
+                    "compress": str(rules.log_max_files > 1).lower(),
+                },
+            },
+        },
+    }
+    if spec.command:
+        config["Cmd"] = list(spec.command)
+    if spec.working_dir:
+        config["WorkingDir"] = spec.working_dir
+    if spec.user:
+        config["User"] = spec.user
+    return config
+
+
+def _limits(plan: KernelPlan, rules: DockerRules) -> dict[str, Any]:
+    options = plan.spec.container
+    limits: dict[str, Any] = {
+        "CpusetCpus": ",".join(plan.cpus),
+        "Memory": plan.memory_bytes,
+        "MemorySwap": plan.memory_bytes,
+        "PidsLimit": options.pids_limit or rules.pids_limit,
+        "Ulimits": [
+            {"Name": name, "Soft": limit.soft, "Hard": limit.hard}
+            for name, limit in options.ulimits.items()
+        ],
+    }
+    if options.shm_size is not None:
+        limits["ShmSize"] = options.shm_size
+    return limits
+
+
+def _devices(plan: KernelPlan) -> dict[str, Any]:
+    edits = plan.edits
+    return {
+        "Devices": [
+            {
+                "PathOnHost": node.host_path,
+                "PathInContainer": node.container_path,
+                "CgroupPermissions": node.permissions,
+            }
+            for node in edits.device_nodes
+        ],
+        "DeviceRequests": [
+            *({"Driver": "cdi", "DeviceIDs": list(edits.cdi)} for _ in edits.cdi[:1]),
+            *(
+                {
+                    "Driver": request.driver,
+                    "DeviceIDs": list(request.device_ids),
+                    "Capabilities": [list(request.capabilities)],
+                }
+                for request in edits.device_requests
+            ),
+        ],
+        "GroupAdd": list(edits.groups),
+    }
+
+
+def _mounts(
+    plan: KernelPlan, sources: Sequence[Source], engine: EngineFacts
+) -> list[dict[str, Any]]:
+    wanted = [
+        *zip((source.path for source in sources), plan.spec.mounts, strict=True),
+        *((mount.source, mount) for mount in plan.edits.mounts),
+    ]
+    return [
+        *(_bind(source, mount, engine) for source, mount in wanted),
+        *(
+            {
+                "Type": "tmpfs",
+                "Target": tmpfs.target,
+                "TmpfsOptions": {"SizeBytes": tmpfs.size} if tmpfs.size else {},
+            }
+            for tmpfs in plan.spec.container.tmpfs
+        ),
+    ]
+
+
+def _bind(source: str, mount: Mount, engine: EngineFacts) -> dict[str, Any]:
+    """Return a bind mount; what else is mounted below a read-only one is read-only, or left out."""
+    bound: dict[str, Any] = {
+        "Type": "bind",
+        "Source": source,
+        "Target": mount.target,
+        "ReadOnly": mount.read_only,
+    }
+    if mount.read_only:
+        member = "ReadOnlyForceRecursive" if engine.reads_recursively else "NonRecursive"
+        bound["BindOptions"] = {member: True}
+    return bound
+
+
+def _bindings(ports: Sequence[Port]) -> dict[str, list[dict[str, str]]]:
+    bindings: dict[str, list[dict[str, str]]] = {}
+    for port in ports:
+        bound = {"HostIp": port.address, "HostPort": str(port.host or "")}
+        bindings.setdefault(_port(port), []).append(bound)
+    return bindings
+
+
+def _port(port: Port) -> str:
+    return f"{port.container}/{port.protocol}"

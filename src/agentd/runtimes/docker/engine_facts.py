@@ -1,0 +1,64 @@
+"""What an engine can do, from what it says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from agentd.core.kernel.edits import ContainerEdits
+from agentd.errors import RuntimeFailure
+from agentd.plugin_api import Features
+
+_LIMITS = {"MemoryLimit": "mem", "CPUSet": "cpu", "PidsLimit": "pids_limit"}
+_DEVICE_REQUESTS_SINCE, _READ_ONLY_BELOW_SINCE = (1, 40), (1, 44)
+
+
+class EngineFacts(msgspec.Struct, frozen=True):
+    """Features for plugins, the platform that images are for, and limits that it cannot keep."""
+
+    features: Features
+    platform: str
+    not_enforced: frozenset[str]
+    restores_live: bool = False
+    """Whether its containers outlive it."""
+    reads_recursively: bool = False
+    """Whether a read-only mount can be made to hold for what is mounted below it, too."""
+
+    def refuse_what_it_cannot(self, edits: ContainerEdits) -> None:
+        """Refuse, before anything is created, ways to devices that this engine does not know.
+
+        Raises:
+            RuntimeFailure: it would start the kernel without them, or fail late.
+        """
+        if edits.cdi and not self.features.cdi:
+            names = ", ".join(edits.cdi)
+            raise RuntimeFailure(
+                f"this engine takes no CDI names ({names}); that needs Engine 25 or later"
+                " with CDI enabled"
+            )
+        if edits.device_requests and not self.features.device_requests:
+            drivers = ", ".join(request.driver for request in edits.device_requests)
+            raise RuntimeFailure(f"this engine takes no device requests ({drivers})")
+
+
+def engine_facts(info: Mapping[str, Any], version: Mapping[str, Any]) -> EngineFacts:
+    """Read the answers of `/info` and `/version`."""
+    cdi_spec_dirs = tuple(map(str, info.get("CDISpecDirs") or ()))
+    api = tuple(int(part) for part in str(version.get("ApiVersion", "1.40")).split("."))
+    features = Features(
+        "docker",
+        cdi=bool(cdi_spec_dirs),
+        device_requests=api >= _DEVICE_REQUESTS_SINCE,
+        cdi_spec_dirs=cdi_spec_dirs,
+    )
+    platform = f"{version.get('Os', 'linux')}/{version.get('Arch', '')}".rstrip("/")
+    missing = {slot for member, slot in _LIMITS.items() if info.get(member) is False}
+    return EngineFacts(
+        features,
+        platform,
+        frozenset(missing),
+        restores_live=info.get("LiveRestoreEnabled") is True,
+        reads_recursively=api >= _READ_ONLY_BELOW_SINCE,
+    )

@@ -1,0 +1,1 @@
+"""What kernels that are processes of the host share: exec, folders, limits."""

@@ -1,0 +1,22 @@
+"""Variables of a kernel that runs on the node itself, beside what its request and plugins set."""
+
+from __future__ import annotations
+
+from agentd.core.kernel.plan import KernelPlan
+
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def own_variables(plan: KernelPlan) -> dict[str, str]:
+    """Return what is said of a kernel to itself."""
+    return {
+        "AGENTD_NODE": plan.node_id,
+        "AGENTD_KERNEL": plan.spec.kernel_id,
+        "AGENTD_AGENT": plan.spec.agent_id,
+        "AGENTD_DEVICES": plan.statement,
+    }
+
+
+def environment(plan: KernelPlan) -> dict[str, str]:
+    """Return all variables of a kernel; agentd's own win."""
+    return {"PATH": PATH, **plan.env, **own_variables(plan)}

@@ -1,0 +1,352 @@
+"""Running a command inside a kernel that is processes of this machine: see `inside`."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+import termios
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from io import FileIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from agentd.concurrency import to_the_end
+from agentd.core.kernel.exec_spec import STDERR, STDOUT, ExecSpec
+from agentd.errors import (
+    AgentdError,
+    InvalidRequest,
+    KernelConflict,
+    Problem,
+    RuntimeFailure,
+)
+from agentd.host.processes import Proc
+from agentd.runtimes.host import exec_program
+from agentd.runtimes.host.execve_errors import refusal_of
+
+if TYPE_CHECKING:
+    from agentd.host.systemd.manager import Manager, Property
+
+CHUNK = 64 * 1024
+START_TIMEOUT_S = 30.0
+DRAIN_S = 0.2
+"""How long the streams of a command that has ended may be silent."""
+MOST_DRAIN_S = 2.0
+"""How long they are waited for in all."""
+MOST_TARGETS = 16
+KILLED = 128 + signal.SIGKILL
+END_OF_INPUT = b"\x04"
+"""What a terminal takes for it (termios(3), VEOF)."""
+SLICE = "agentd.slice"
+_COMMAND = [sys.executable, "-I", "-m", exec_program.__name__]
+
+
+class Place(NamedTuple):
+    """A kernel to be entered: its processes, and the files that put others into its cgroups."""
+
+    members: Sequence[Proc]
+    cgroup_procs: Sequence[Path]
+
+
+class Entered:
+    """A command inside a kernel, by the program that started it; see `Session`."""
+
+    def __init__(self, spec: ExecSpec) -> None:
+        self._spec = spec
+        self._control, self._theirs = socket.socketpair()
+        self._control.setblocking(False)  # noqa: FBT003 - the library's
+        self._ends = _Ends(is_terminal=spec.tty)
+        self._exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._outputs: list[tuple[int, asyncio.StreamReader]] = []
+        self._input: asyncio.StreamWriter | None = None
+        self._transports: list[asyncio.BaseTransport] = []
+        self._unread = b""
+        self._watch: asyncio.Task[None] | None = None
+
+    async def begin(self, place: Place, manager: Manager | None, unit: str) -> None:
+        """Have the command started.
+
+        Raises:
+            AgentdError: it was not.
+            OSError: this process lacks something.
+        """
+        with self._theirs:
+            await _started(self._theirs, manager, unit)
+        loop = asyncio.get_running_loop()
+        told = json.dumps(_order(place, self._spec)).encode() + b"\n"
+        socket.send_fds(self._control, [told[:1]], [end.fileno() for end in self._ends.theirs])
+        await loop.sock_sendall(self._control, told[1:])
+        self._ends.hand_over()
+        for number, end in self._ends.outputs:
+            self._outputs.append((number, await self._reading(end)))
+        self._input = await self._writing(self._ends.input)
+        answer = await self._said()
+        if "pid" not in answer:
+            raise _failure(self._spec, answer)
+        self._watch = asyncio.create_task(self._wait())
+
+    async def _said(self) -> dict[str, Any]:
+        """Return what the program says next; that it has gone, if it has."""
+        loop = asyncio.get_running_loop()
+        while b"\n" not in self._unread:
+            try:
+                chunk = await loop.sock_recv(self._control, CHUNK)
+            except OSError:
+                chunk = b""
+            if not chunk:
+                return {"step": "helper", "why": "it has gone"}
+            self._unread += chunk
+        line, _, self._unread = self._unread.partition(b"\n")
+        content: dict[str, Any] = json.loads(line)
+        return content
+
+    async def _wait(self) -> None:
+        answer = await self._said()
+        self._exit_code.set_result(int(answer.get("exit_code", KILLED)))
+
+    async def _reading(self, end: FileIO) -> asyncio.StreamReader:
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(limit=CHUNK)
+        transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), end
+        )
+        self._transports.append(transport)
+        return reader
+
+    async def _writing(self, end: FileIO) -> asyncio.StreamWriter:
+        loop = asyncio.get_running_loop()
+        transport, protocol = await loop.connect_write_pipe(
+            lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader()), end
+        )
+        self._transports.append(transport)
+        return asyncio.StreamWriter(transport, protocol, None, loop)
+
+    async def output(self) -> AsyncGenerator[tuple[int, bytes]]:
+        found: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue(maxsize=1)
+
+        async def read(number: int, reader: asyncio.StreamReader) -> None:
+            waited = _Patience()
+            while chunk := await self._chunk(reader, waited):
+                await found.put((number, chunk))
+
+        tasks = [asyncio.create_task(read(*output)) for output in self._outputs]
+        reading = asyncio.gather(*tasks)
+        try:
+            while not reading.done() or not found.empty():
+                taking = asyncio.ensure_future(found.get())
+                first: list[asyncio.Future[Any]] = [taking, reading]
+                await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+                if taking.done():
+                    yield taking.result()
+                else:
+                    taking.cancel()
+        finally:
+            reading.cancel()
+            with suppress(asyncio.CancelledError, OSError):
+                await reading
+
+    async def _chunk(self, reader: asyncio.StreamReader, patience: _Patience) -> bytes:
+        """Return what comes next; nothing at the end, or where nothing follows the command's."""
+        waiting = asyncio.ensure_future(reader.read(CHUNK))
+        try:
+            first: list[asyncio.Future[Any]] = [waiting, self._exit_code]
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            if self._exit_code.done():
+                await patience.wait(waiting)
+            return waiting.result() if waiting.done() else b""
+        except OSError:
+            return b""  # a terminal that everybody has let go of
+        finally:
+            waiting.cancel()
+
+    async def write(self, data: bytes) -> None:
+        if self._input is not None:
+            await feed(self._input, data)
+
+    async def close_input(self) -> None:
+        if self._ends.terminal is not None:
+            await self.write(END_OF_INPUT)
+        elif self._input is not None:
+            self._input.close()
+
+    async def resize(self, columns: int, rows: int) -> None:
+        if self._ends.terminal is not None:
+            size = struct.pack("HHHH", rows, columns, 0, 0)
+            with suppress(OSError, ValueError):
+                fcntl.ioctl(self._ends.terminal, termios.TIOCSWINSZ, size)
+
+    async def send_signal(self, number: int) -> None:
+        if not self._exit_code.done():
+            told = json.dumps({"signal": number}).encode() + b"\n"
+            with suppress(OSError):
+                await asyncio.get_running_loop().sock_sendall(self._control, told)
+
+    async def ended(self) -> int:
+        return await asyncio.shield(self._exit_code)
+
+    async def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait([self._watch])
+        for transport in self._transports:
+            transport.close()
+        if self._input is not None and self._input.transport.get_write_buffer_size():
+            self._input.transport.abort()  # what the command has not taken is lost
+        self._control.close()  # which ends the command
+        self._theirs.close()
+        self._ends.close()
+        if not self._exit_code.done():
+            self._exit_code.set_result(KILLED)
+
+
+async def feed(writer: asyncio.StreamWriter, data: bytes) -> None:
+    """Write in slices, so that no more is buffered than one; to a closed end nothing."""
+    with suppress(OSError):
+        for start in range(0, len(data), CHUNK):
+            if writer.is_closing():
+                return
+            writer.write(data[start : start + CHUNK])
+            await writer.drain()
+
+
+class _Patience:
+    """How long more is waited for after a command has ended: others may hold its streams open."""
+
+    def __init__(self) -> None:
+        self._left_s = MOST_DRAIN_S
+
+    async def wait(self, waiting: asyncio.Future[bytes]) -> None:
+        """Wait for more, for a while and not for ever."""
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        await asyncio.wait([waiting], timeout=max(0, min(DRAIN_S, self._left_s)))
+        self._left_s -= loop.time() - begun
+
+
+class _Ends:
+    """Our ends of a command's streams, and the command's own."""
+
+    def __init__(self, *, is_terminal: bool) -> None:
+        self.terminal: FileIO | None = None
+        if is_terminal:
+            master, slave = os.openpty()
+            reading, self.terminal = FileIO(master, "r"), FileIO(slave, "r+")
+            # One end of theirs stays open: a terminal that nobody has any more is an error to
+            # read, which would hide what was printed last.
+            self.outputs = [(STDOUT, reading)]
+            self.input = FileIO(os.dup(master), "w")
+            self.theirs = [FileIO(os.dup(slave), "r") for _ in range(3)]
+            return
+        (stdin, self.input), *printed = [_pipe() for _ in range(3)]
+        self.outputs = [(STDOUT, printed[0][0]), (STDERR, printed[1][0])]
+        self.theirs = [stdin, *(writing for _, writing in printed)]
+
+    def hand_over(self) -> None:
+        """Close the command's ends, which it has by now."""
+        for end in self.theirs:
+            end.close()
+
+    def close(self) -> None:
+        """Close what is still open."""
+        self.hand_over()
+        for end in (self.input, self.terminal, *(end for _, end in self.outputs)):
+            if end is not None:
+                end.close()
+
+
+def _pipe() -> tuple[FileIO, FileIO]:
+    """Return both ends of a pipe; whoever drops them closes them."""
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    return FileIO(reading, "r"), FileIO(writing, "w")
+
+
+def exec_unit(name: str) -> str:
+    """Return a name for the unit of a command inside a kernel, which has this name itself."""
+    return f"{name.replace('agentd-', 'agentd-exec-', 1)}-{uuid.uuid4().hex[:8]}.service"
+
+
+async def enter(place: Place, spec: ExecSpec, manager: Manager | None, unit: str) -> Entered:
+    """Run a command beside a process of a kernel, by a unit of systemd's where there is a manager.
+
+    Raises:
+        AgentdError: it did not start.
+    """
+    made = None
+    try:
+        made = Entered(spec)
+        async with asyncio.timeout(START_TIMEOUT_S):
+            await made.begin(place, manager, unit)
+    except BaseException as error:
+        if made is not None:
+            await to_the_end(made.close())
+        if isinstance(error, (OSError, TimeoutError)):
+            why = str(error) or f"nothing came of it in {START_TIMEOUT_S:g} s"
+            raise RuntimeFailure(f"the command did not start: {why}") from error
+        raise
+    return made
+
+
+def _order(place: Place, spec: ExecSpec) -> dict[str, Any]:
+    """Return what the program is told."""
+    eldest = sorted(place.members, key=lambda process: process.start_time)
+    return {
+        "targets": [list(process) for process in eldest[:MOST_TARGETS]],
+        "cgroup_procs": [str(file) for file in place.cgroup_procs],
+        "command": list(spec.command),
+        "tty": spec.tty,
+        "env": {**({"TERM": "xterm"} if spec.tty else {}), **spec.env},
+        "working_dir": spec.working_dir,
+    }
+
+
+async def _started(control: socket.socket, manager: Manager | None, unit: str) -> None:
+    if manager is None:
+        await asyncio.create_subprocess_exec(
+            *_COMMAND,
+            stdin=control.fileno(),
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+            env={},
+            start_new_session=True,
+        )
+        return
+    from agentd.host.systemd.manager import UnitExists, UnitRefused  # noqa: PLC0415 - where D-Bus is used
+
+    properties: list[Property] = [
+        ("Description", "s", "a command inside a kernel (agentd)"),
+        ("Slice", "s", SLICE),
+        ("Type", "s", "exec"),
+        ("CollectMode", "s", "inactive-or-failed"),
+        ("ExecStart", "a(sasb)", [[_COMMAND[0], _COMMAND, False]]),
+        ("StandardInputFileDescriptor", "h", 0),
+        ("StandardOutput", "s", "null"),
+        ("StandardError", "s", "null"),
+    ]
+    try:
+        # The descriptor must not be another one's by the time that it is sent.
+        await to_the_end(manager.start(unit, properties, [control.fileno()]))
+    except (UnitExists, UnitRefused) as error:
+        raise RuntimeFailure(f"systemd: {error}") from error
+
+
+def _failure(spec: ExecSpec, answer: dict[str, Any]) -> AgentdError:
+    number = int(answer.get("errno", 0))
+    why = os.strerror(number) if number else str(answer.get("why", "it was killed"))
+    step = answer.get("step")
+    if step == "command" and (refusal := refusal_of(spec.command[0], number, why)) is not None:
+        return refusal
+    match step:
+        case "working_dir":
+            return InvalidRequest([Problem("working_dir", f"{spec.working_dir!r}: {why}")])
+        case "kernel":
+            why = str(answer.get("why", why))
+            return KernelConflict(f"the kernel has nothing that a command could join: {why}")
+        case _:
+            return RuntimeFailure(f"the command did not start; {step}: {why}")

@@ -1,0 +1,205 @@
+"""Runs a command inside a kernel. A program of its own, as root where the daemon is root.
+
+Standard input is a socket. It takes an order (one line of JSON) with the command's three streams
+over it, answers with one line (`{"pid": …}`, or why it did not start), then takes lines
+(`{"signal": …}`) until the command has ended, which it says with its exit code. Whoever hangs up
+ends the command.
+
+The command gets what one process of the kernel has, and no more: its cgroups, namespaces, user,
+limits, cores and capabilities. That process has to run with no_new_privs, so none of it can have
+been widened by the kernel itself. The command's process gives up everything first and is put into
+the kernel's cgroups then, by its parent, which stays outside: whatever is in a cgroup can be taken
+for one of the kernel's, so nothing of root's is ever in there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from typing import Any
+
+from agentd.runtimes.host.exec_target import READY, become, lend, reason, stat_of, target_of
+
+CHUNK = 64 * 1024
+KILL_ROUNDS = 100
+
+
+def main() -> None:
+    """Start the command that the order describes, and stay until it has ended."""
+    control = socket.socket(fileno=os.dup(0))
+    order, streams = received(control)
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        target = target_of(order)
+        lend(streams, target, is_terminal=order["tty"])
+        groups = [os.open(path, os.O_WRONLY | os.O_CLOEXEC) for path in order["cgroup_procs"]]
+    except OSError as error:
+        tell(control, reason("kernel", error))
+        return
+    wakeup, told = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    said, says = os.pipe2(os.O_CLOEXEC)
+    waits, go = os.pipe2(os.O_CLOEXEC)
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        for descriptor in (control.detach(), said, go, *groups):
+            os.close(descriptor)
+        become(order, target, streams, libc, (says, waits, parent))
+    for descriptor in (says, waits, 0, *streams):
+        os.close(descriptor)
+    Keeper(control, pid, groups, go, target.pidfd).stay(said, wakeup)
+
+
+def received(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Take the order, and the three streams."""
+    data, streams, _, _ = socket.recv_fds(control, CHUNK, 3)
+    while not data.endswith(b"\n"):
+        if not (more := control.recv(CHUNK)):
+            os._exit(1)  # whoever asked is gone
+        data += more
+    for stream in streams:
+        os.set_inheritable(stream, False)
+    return json.loads(data), streams
+
+
+def tell(control: socket.socket, answer: dict[str, Any]) -> None:
+    """Tell whoever asked, if that one is still there."""
+    try:
+        control.sendall(json.dumps(answer).encode() + b"\n")
+    except OSError:
+        pass
+
+
+class Keeper:
+    """What stays outside of the kernel: it lets the command in, and is told how it ends.
+
+    The command is put into the kernel's cgroups from here, once it has said that it has nothing
+    of root's any more: from then on the kernel's processes can reach it.
+    """
+
+    def __init__(
+        self, control: socket.socket, pid: int, groups: list[int], go: int, target: int
+    ) -> None:
+        self._control = control
+        self._pid = pid
+        self._groups = groups
+        self._go = go
+        self._target = target
+        self._unread = b""
+        self._failure: dict[str, Any] = {}
+        self._is_told = False
+
+    def stay(self, said: int, wakeup: int) -> None:
+        """Serve until the command has ended, and say how; it may be held up at any time."""
+        poll = select.poll()
+        for source in (self._control.fileno(), said, wakeup, self._target):
+            poll.register(source, select.POLLIN)
+        while True:
+            ready = dict(poll.poll())
+            if said in ready and not self.hear(os.read(said, CHUNK)):
+                poll.unregister(said)
+            if self._control.fileno() in ready and not self.obey():
+                poll.unregister(self._control)
+                end_session(self._pid)
+            if self._target in ready:  # the kernel's own process has ended
+                poll.unregister(self._target)
+                end_session(self._pid)
+            if wakeup in ready:
+                os.read(wakeup, 4096)
+                ended, status = os.waitpid(self._pid, os.WNOHANG)
+                if ended:
+                    break
+        if (words := os.read(said, CHUNK)) != READY:
+            self.hear(words)
+        code = os.waitstatus_to_exitcode(status)
+        how = {"exit_code": code if code >= 0 else 128 - code}
+        tell(self._control, self._failure or how)
+
+    def hear(self, words: bytes) -> bool:
+        """Let the command in when it is ready; say that it runs when it has been executed."""
+        if words == READY:
+            self.let_in()
+        elif words:
+            self._failure = json.loads(words)
+        elif not self._failure and not self._is_told:
+            tell(self._control, {"pid": self._pid})
+            self._is_told = True
+        return bool(words)
+
+    def let_in(self) -> None:
+        """Put the command into the kernel's cgroups, and have it go on."""
+        try:
+            for group in self._groups:
+                os.write(group, str(self._pid).encode())
+            if has_ended(self._target):
+                raise ProcessLookupError(3, "its process has ended")
+            os.write(self._go, READY)
+        except OSError as error:
+            self._failure = reason("kernel", error)
+            os.kill(self._pid, signal.SIGKILL)
+
+    def obey(self) -> bool:
+        """Send the signals that are asked for; False when whoever asks has hung up."""
+        try:
+            chunk = self._control.recv(CHUNK)
+        except OSError:
+            return False
+        *lines, self._unread = (self._unread + chunk).split(b"\n")
+        for line in lines:
+            try:
+                os.killpg(self._pid, int(json.loads(line)["signal"]))
+            except OSError:
+                pass  # it has ended
+        return bool(chunk)
+
+
+def end_session(leader: int) -> None:
+    """Kill everything in a session; its leader has not been reaped, so the number is its own."""
+    os.kill(leader, signal.SIGKILL)
+    for _ in range(KILL_ROUNDS):
+        alive = [
+            pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if is_in(pid, leader)
+        ]
+        if not alive:
+            return
+        for pid in alive:
+            try:
+                descriptor = os.pidfd_open(pid)
+            except OSError:
+                continue
+            if is_in(pid, leader):
+                try:
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+            os.close(descriptor)
+
+
+def has_ended(pidfd: int) -> bool:
+    """Tell whether a process has ended (pidfd_open(2): its descriptor can be read then)."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def is_in(pid: int, session: int) -> bool:
+    """Tell whether a process is in a session, and has not ended."""
+    try:
+        fields = stat_of(pid)
+    except (OSError, IndexError):
+        return False
+    return fields[0] not in "ZX" and int(fields[3]) == session
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(1)

@@ -1,0 +1,83 @@
+"""What the manager's properties say of a kernel."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentd.core.kernel.observation import ObservedState
+from agentd.core.kernel.usage import Usage
+from agentd.host.cgroups.usage import MOUNT, counts_blocks
+from agentd.runtimes.systemd.bundle import End
+
+SEEN = (
+    "Unit.ActiveState", "Unit.SubState", "Unit.InvocationID", "ControlGroup", "LogExtraFields",
+    "Result", "ExecMainCode", "ExecMainStatus", "ExecMainStartTimestamp", "ExecMainExitTimestamp",
+    "MainPID", "CPUUsageNSec", "IOReadBytes", "IOWriteBytes",
+)  # fmt: skip
+_EVENTS_BYTES = 4096
+UNSET = 2**64 - 1
+"""What systemd says of a figure that it does not have."""
+LIVING = frozenset({ObservedState.RUNNING, ObservedState.PAUSED})
+_CLD = {1: "exited", 2: "killed", 3: "dumped"}
+"""How a process ended, by the `CLD_` numbers of sigaction(2)."""
+
+
+def state_of(active: str, sub: str, control_group: str = "", root: Path = MOUNT) -> ObservedState:
+    """Return what the manager's states, and a unit's cgroup where it is known, mean.
+
+    A unit that is being stopped lives until it has. What is stuck in the kernel survives even
+    systemd's last SIGKILL: the unit is `failed` then, and its devices are still open.
+    """
+    if sub.startswith("auto-restart"):
+        return ObservedState.RUNNING
+    if active == "activating":
+        return ObservedState.CREATED
+    events = _events(f"{root}/{control_group.lstrip('/')}") if control_group else b""
+    if b"populated 1" in events:
+        return ObservedState.PAUSED if b"frozen 1" in events else ObservedState.RUNNING
+    if active in ("failed", "inactive") or (active, sub) == ("active", "exited"):
+        return ObservedState.EXITED
+    return ObservedState.RUNNING
+
+
+def _events(cgroup: str) -> bytes:
+    """Return a cgroup's `cgroup.events` (cgroups(7)); nothing if it is not there."""
+    try:
+        descriptor = os.open(f"{cgroup}/cgroup.events", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.read(descriptor, _EVENTS_BYTES)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENODEV):  # it goes while somebody looks
+            return b""
+        raise
+
+
+def end_of(seen: Mapping[str, Any]) -> End:
+    """Return how the manager says that a unit's process ended."""
+    code = _CLD.get(seen["ExecMainCode"], "")
+    finished_at = seen["ExecMainExitTimestamp"] / 1e6 or time.time()
+    return End(seen["Result"], code, str(seen["ExecMainStatus"]), finished_at)
+
+
+def usage_of(seen: Mapping[str, Any]) -> Usage:
+    """Return what the manager says that a unit has used, whose cgroup is gone."""
+    cpu, read, written = (
+        None if seen[name] == UNSET else int(seen[name])
+        for name in ("CPUUsageNSec", "IOReadBytes", "IOWriteBytes")
+    )
+    if not counts_blocks():
+        read = written = None
+    return Usage(None if cpu is None else cpu / 1e9, io_read_bytes=read, io_write_bytes=written)
+
+
+def fields_of(raw: Sequence[bytes]) -> dict[str, str]:
+    """Return the fields that PID 1 has every line of a unit carry."""
+    pairs = (bytes(item).decode(errors="replace").partition("=") for item in raw)
+    return {name: value for name, _, value in pairs}

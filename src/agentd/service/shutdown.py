@@ -1,0 +1,116 @@
+"""The stop of a daemon: one deadline for all of it, and an end that nothing can hold up.
+
+    SIGTERM ──> steps in order, each with the time that is left ──> stopped
+         └────> a thread that ends the process after LIMIT_S, whatever the event loop does
+
+A step that is late is left behind, and named. Its work is then as after a SIGKILL: the next start
+finds it by the records.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+
+import structlog
+
+from agentd.concurrency import Deadline
+
+log = structlog.get_logger()
+
+STOP_TIMEOUT_S = 25.0
+"""Seconds that all steps together may take."""
+LIMIT_S = 28.0
+"""Seconds after which a stuck process is ended, as on a dead disk."""
+EXIT_PATIENCE_S = 1.0
+"""Seconds for the interpreter to end, and for the last line of the log."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Shutdown:
+    """Hears of the stop, bounds its steps, and knows which of them were late."""
+
+    def __init__(self, exit_process: Callable[[int], None] = os._exit) -> None:
+        self.asked = asyncio.Event()
+        self.failure = ""
+        self.late: list[str] = []
+        self._exit = exit_process
+        self._deadline: Deadline | None = None
+        self._step = "start"
+        self._is_over = threading.Event()
+
+    @property
+    def deadline(self) -> Deadline:
+        """When the stop has to be over; its time runs from the first use."""
+        if self._deadline is None:
+            self._deadline = Deadline.after(STOP_TIMEOUT_S)
+        return self._deadline
+
+    def listen(self, others: Mapping[int, Callable[[], object]]) -> None:
+        """Stop at SIGTERM and SIGINT, and call `others` at their signals.
+
+        A thread reads the signals, so the limit holds while the event loop is stuck.
+        """
+        loop = asyncio.get_running_loop()
+        reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)  # noqa: FBT003 - the library's
+        for number in (*SIGNALS, *others):
+            signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+
+        def hear() -> None:
+            while (number := reader.recv(1)[0]) not in SIGNALS:
+                if number in others:
+                    loop.call_soon_threadsafe(others[number])
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self.asked.set)
+            self.limit()
+
+        threading.Thread(target=hear, name="shutdown", daemon=True).start()
+
+    def fail(self, reason: str) -> None:
+        """Stop because of an error."""
+        self.failure = reason
+        signal.raise_signal(signal.SIGTERM)
+
+    def limit(self) -> None:
+        """End the process when the stop is over, or has taken too long."""
+        if not self._is_over.wait(LIMIT_S):
+            self.failure = f"{self._step} did not end within {LIMIT_S:g} s"
+            facts = {"during": self._step, "late": self.late}
+            last = threading.Thread(target=log.error, args=("daemon.cut_off",), kwargs=facts)
+            last.daemon = True
+            last.start()
+        threading.Event().wait(EXIT_PATIENCE_S)
+        self.end_process()
+
+    def end_process(self) -> None:
+        """End the process now, with its tasks and threads, as a SIGKILL would."""
+        self._exit(1 if self.failure else 0)
+
+    async def step(
+        self, name: str, work: Callable[[Deadline], Awaitable[object]], reserve_s: float = 0.0
+    ) -> None:
+        """Take one step of the stop; one that is late is cancelled, and not waited for.
+
+        `reserve_s` is what later steps may need.
+        """
+        self._step = name
+        deadline = self.deadline.earlier(reserve_s)
+        task = asyncio.ensure_future(work(deadline))
+        done, _ = await asyncio.wait([task], timeout=deadline.left_s())
+        if done:
+            task.result()
+        else:
+            self.late.append(name)
+            task.cancel()
+
+    def finish(self) -> None:
+        """Note that all steps have been taken."""
+        self._step = "exit"
+        self._is_over.set()

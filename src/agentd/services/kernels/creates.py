@@ -1,0 +1,165 @@
+"""Creates under way: their tasks, what a failed one leaves, and their end when the daemon stops.
+
+A create that failed gives back what it held only if nothing of it is left, which the runtime has
+to prove (`agentd.services.protocols.Runtime.create`). Until then its outcome is unknown: its
+share stays held and its intent on disk, and the reconciler resolves it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, NamedTuple
+
+import structlog
+
+from agentd.concurrency import Deadline
+from agentd.core.kernel.states import STARTING, Kernel, KernelState
+from agentd.errors import AgentdError, Draining, KernelConflict, OutcomeUnknown
+from agentd.services.protocols import Clock, Undone
+from agentd.services.state import NodeState
+
+log = structlog.get_logger()
+
+GRACE_S = 10.0
+"""Seconds after which absence from a list proves that an unresolved create left nothing."""
+BEFORE_CREATE = frozenset({KernelState.PREPARING, KernelState.PULLING})
+"""States of a create in which the runtime has nothing to undo."""
+
+
+class Drained(NamedTuple):
+    """Creates that a stop ended: `cancelled` left nothing, `unresolved` may have."""
+
+    cancelled: list[str]
+    unresolved: list[str]
+
+
+class Creates:
+    """The creates under way, by kernel id."""
+
+    def __init__(self, state: NodeState, clock: Clock) -> None:
+        self._is_draining = False
+        self._state = state
+        self._clock = clock
+        self._tasks: dict[str, asyncio.Task[Kernel]] = {}
+        self._given_up: asyncio.Future[None] | None = None
+
+    def __contains__(self, kernel_id: str) -> bool:
+        return kernel_id in self._tasks
+
+    def require_open(self) -> None:
+        """Refuse a create while the daemon stops.
+
+        Raises:
+            Draining: it does.
+        """
+        if self._is_draining:
+            raise Draining("the daemon is stopping")
+
+    def begin(self, kernel_id: str, create: Coroutine[Any, Any, Kernel]) -> None:
+        """Run a create; it goes on without its caller."""
+        task = asyncio.create_task(create)
+        self._tasks[kernel_id] = task
+        task.add_done_callback(lambda done: self._ended(kernel_id, done))
+
+    async def outcome(self, kernel_id: str) -> Kernel:
+        """Wait for a create.
+
+        Raises:
+            OutcomeUnknown: the daemon stops without waiting for it.
+            Draining, KernelConflict: it was cancelled.
+        """
+        task = self._tasks[kernel_id]
+        if self._given_up is None:
+            self._given_up = asyncio.get_running_loop().create_future()
+        ends: set[asyncio.Future[Any]] = {task, self._given_up}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise OutcomeUnknown(f"the daemon stopped during the create; {kernel_id} may exist")
+        if not task.cancelled():
+            return task.result()
+        if self._is_draining:
+            raise Draining("the daemon stopped before the kernel ran")
+        raise KernelConflict("the kernel was deleted while it was being created")
+
+    async def cancel(self, kernel_id: str) -> None:
+        """Cancel a create, and wait for its end.
+
+        A second cancellation would interrupt the clean-up after the first, so there is only one.
+        """
+        task = self._tasks[kernel_id]
+        if not task.cancelling():
+            task.cancel()
+        await asyncio.wait([task])
+
+    def note_failure(self, kernel_id: str, error: BaseException, *, keep: bool) -> None:
+        """Release what a create held that left nothing; `keep` the kernel as `failed`."""
+        if keep and not isinstance(error, asyncio.CancelledError):
+            now = self._state.get(kernel_id)
+            self._state.put(now.moved_to(KernelState.FAILED, reason=str(error)))
+        else:
+            self._state.drop(kernel_id)
+        reason = _published(error)
+        if isinstance(error, asyncio.CancelledError):
+            reason = "agentd is stopping" if self._is_draining else "the kernel was deleted"
+        log.warning("kernel.create_failed", kernel_id=kernel_id, reason=reason)
+
+    def left(self, kernel_id: str, error: BaseException, *, keep: bool) -> BaseException:
+        """Mark a create as unresolved; return the error that its caller gets."""
+        self._leave_unsettled(kernel_id, keep=keep)
+        is_known = isinstance(error, (OutcomeUnknown, asyncio.CancelledError))
+        cause = None if is_known else error
+        reason = _published(error) or type(error).__name__
+        log.warning("kernel.unresolved", kernel_id=kernel_id, reason=reason, exc_info=cause)
+        if is_known:
+            return error
+        return OutcomeUnknown(f"kernel {kernel_id} may exist: {type(error).__name__}: {error}")
+
+    def _ended(self, kernel_id: str, task: asyncio.Task[Kernel]) -> None:
+        self._tasks.pop(kernel_id, None)
+        if not task.cancelled():
+            task.exception()  # a caller that went away does not make it an unseen one
+        if kernel_id in self._state.unsettled:
+            return
+        state = kernel.state if (kernel := self._state.kernels.get(kernel_id)) else None
+        if state is KernelState.PREPARING:
+            self._state.drop(kernel_id)  # cancelled before a runtime was asked for anything
+        elif state in STARTING:
+            self._leave_unsettled(kernel_id)
+
+    def _leave_unsettled(self, kernel_id: str, *, keep: bool = False) -> None:
+        now = self._state.get(kernel_id)
+        if now.state in BEFORE_CREATE:
+            self._state.put(now.moved_to(KernelState.CREATING))
+        until = self._clock.steady() + GRACE_S
+        self._state.leave_unsettled(kernel_id, until, keep=keep)
+
+    async def drain(self, deadline: Deadline) -> Drained:
+        """Refuse further creates, and end those under way.
+
+        Those that have not reached the runtime are cancelled. The others are waited for; one that
+        is late is left as a crash leaves it, with its intent.
+        """
+        self._is_draining = True
+        tasks = dict(self._tasks)
+        early = [k for k in tasks if self._state.get(k).state in BEFORE_CREATE]
+        for kernel_id in early:
+            if not tasks[kernel_id].cancelling():
+                tasks[kernel_id].cancel()
+        if tasks:
+            await asyncio.wait(tasks.values(), timeout=deadline.left_s())
+        if self._given_up is not None:
+            self._given_up.set_result(None)
+        unresolved = [k for k in tasks if k in self._tasks or k in self._state.unsettled]
+        return Drained([k for k in early if k not in unresolved], unresolved)
+
+
+def _published(error: BaseException) -> str:
+    return error.published() if isinstance(error, AgentdError) else str(error)
+
+
+def is_unresolved(error: BaseException, kernel: Kernel) -> bool:
+    """Return whether a create that failed may have left something: see `Runtime.create`."""
+    if isinstance(error, OutcomeUnknown):
+        return True
+    return kernel.state not in BEFORE_CREATE and not isinstance(error, (AgentdError, Undone))

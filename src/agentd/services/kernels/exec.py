@@ -1,0 +1,74 @@
+"""Commands inside kernels, whatever runs these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from agentd.concurrency import to_the_end
+from agentd.core.kernel.exec_spec import ExecSpec
+from agentd.core.kernel.plan import overridden_variables, reserved_variables
+from agentd.core.kernel.states import Kernel, KernelSpec, KernelState
+from agentd.errors import AgentdError, InvalidRequest, KernelConflict, UnknownKernel
+from agentd.services.protocols import Plugins, Runtime, Session
+from agentd.services.state import NodeState
+
+
+class Insides:
+    """Runs commands inside the kernels of a node."""
+
+    def __init__(self, state: NodeState, runtimes: Mapping[str, Runtime], plugins: Plugins) -> None:
+        self._state = state
+        self._runtimes = runtimes
+        self._plugins = plugins
+
+    async def begin(self, kernel: Kernel, spec: ExecSpec) -> Session:
+        """Run a command inside a kernel that was found; another one of its id is not it.
+
+        Raises:
+            UnknownKernel: it is not there any more.
+            KernelConflict: it does not run.
+            RequestError, Unavailable, RuntimeFailure: the command did not start.
+        """
+        self._require(kernel)
+        if spec.env:
+            await self._refuse_reserved(kernel, spec)
+        session = await self._runtimes[kernel.runtime].run_inside(kernel, spec)
+        try:
+            self._require(kernel)
+        except AgentdError:
+            await to_the_end(session.close())
+            raise
+        return session
+
+    async def _refuse_reserved(self, kernel: Kernel, spec: ExecSpec) -> None:
+        """Refuse variables that a create could not set either.
+
+        Raises:
+            InvalidRequest: agentd or a plugin sets them.
+            PluginUnavailable: the plugin of the kernel's devices cannot be asked.
+        """
+        asked = KernelSpec(kernel.kernel_id, kernel.agent_id, spec.command, "")
+        support = await self._runtimes[kernel.runtime].support(asked)
+        edits = await self._plugins.container_edits(kernel.allocation, support.features)
+        problems = reserved_variables(spec.env) + overridden_variables(spec.env, edits)
+        if problems:
+            raise InvalidRequest(problems)
+
+    def find(self, kernel_id: str) -> Kernel:
+        """Return a kernel that runs.
+
+        Raises:
+            UnknownKernel, KernelConflict: there is none.
+        """
+        kernel = self._state.get(kernel_id)
+        self._require(kernel)
+        return kernel
+
+    def _require(self, kernel: Kernel) -> None:
+        now = self._state.get(kernel.kernel_id)
+        if (now.agent_id, now.created_at) != (kernel.agent_id, kernel.created_at):
+            raise UnknownKernel(kernel.kernel_id)
+        self._state.require_runtime(now.runtime)
+        if now.state is not KernelState.RUNNING:
+            why = f"kernel {now.kernel_id} is {now.state}: nothing runs inside it"
+            raise KernelConflict(why)

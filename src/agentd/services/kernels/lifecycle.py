@@ -1,0 +1,285 @@
+"""Creating, stopping and removing kernels.
+
+Deciding and committing happen with no `await` between them, so two requests can never be
+given the same share. A failure gives the share back and leaves nothing behind; where
+the outcome is unknown the share stays held until the reconciler settles it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import structlog
+
+from agentd.concurrency import Deadline
+from agentd.core.kernel.adoption import adopt
+from agentd.core.kernel.plan import reserved_problems
+from agentd.core.kernel.reconcile import stopped
+from agentd.core.kernel.states import LIVE, STARTING, Kernel, KernelSpec, KernelState, Pull
+from agentd.errors import (
+    KernelConflict,
+    Problem,
+    RuntimeUnavailable,
+    UnknownKernel,
+)
+from agentd.failpoints import reach
+from agentd.services.devices import NodeDevices
+from agentd.services.kernels.creates import Creates, Drained, is_unresolved
+from agentd.services.planner import Asked, Decision, Planner
+from agentd.services.protocols import Clock, LogQuery, Memory, Progress, Runtime
+from agentd.services.state import NodeState
+
+log = structlog.get_logger()
+
+MAX_KEPT = 32 * 1024
+"""Characters of a command, of the names of variables and of mounts that are remembered, and shown;
+of one that is longer, nothing is."""
+_T = TypeVar("_T")
+
+
+class KernelService:
+    """What a caller can have done to kernels; new ones run on the default runtime."""
+
+    def __init__(
+        self,
+        state: NodeState,
+        devices: NodeDevices,
+        planner: Planner,
+        runtimes: Mapping[str, Runtime],
+        default: str,
+        memory: Memory,
+        clock: Clock,
+    ) -> None:
+        self._state = state
+        self._devices = devices
+        self._planner = planner
+        self._runtimes = runtimes
+        self._default = runtimes[default]
+        self._memory = memory
+        self._clock = clock
+        self._creates = Creates(state, clock)
+
+    async def decide(self, spec: KernelSpec) -> tuple[Decision, dict[str, list[dict[str, object]]]]:
+        """Return what a create would be given now, and why; changes nothing.
+
+        Raises:
+            RequestError, Unavailable: what the create would be refused with.
+        """
+        problems = await self._default.problems(spec)
+        asked = self._asked(spec, problems)
+        decision = self._planner.decide(spec, asked, self._state)
+        await self._planner.plan(self._preparing(spec, decision), spec, self._state, self._default)
+        ledger = self._state.ledger
+        return decision, self._planner.explain(spec, asked, decision, ledger)
+
+    async def create(self, spec: KernelSpec, *, wait: bool = True) -> tuple[Kernel, bool]:
+        """Create a kernel, or return the one that the same request created before.
+
+        Returns the kernel, running if `wait`, and whether this call created it. A caller
+        that goes away does not stop the create.
+
+        Raises:
+            RequestError, Unavailable, RuntimeFailure: nothing was created; OutcomeUnknown
+                apart, nothing is held.
+        """
+        problems: Sequence[Problem] = ()
+        if (known := self.existing(spec)) is None:
+            problems = await self._default.problems(spec)
+            known = self.existing(spec)  # another request may have made it meanwhile
+        if known is not None:
+            return await self._joined(known, wait=wait), False
+        decision = self._planner.decide(spec, self._asked(spec, problems), self._state)
+        kernel = self._preparing(spec, decision)
+        self._state.put(kernel)
+        start = self._start(kernel, spec, keep_failure=not wait)
+        self._creates.begin(spec.kernel_id, start)
+        return (await self._creates.outcome(spec.kernel_id) if wait else kernel), True
+
+    async def _joined(self, known: Kernel, *, wait: bool) -> Kernel:
+        """Return a kernel that is there, or wait for the create that is under way."""
+        if known.kernel_id in self._creates:
+            return await self._creates.outcome(known.kernel_id) if wait else known
+        if known.state in STARTING:
+            raise RuntimeUnavailable(
+                f"what became of an earlier create of {known.kernel_id} is not known yet"
+            )
+        return known
+
+    def existing(self, spec: KernelSpec) -> Kernel | None:
+        """Return the kernel that the same request made before.
+
+        Raises:
+            UnknownAgent: there is no such agent.
+            KernelConflict: another request made it.
+        """
+        self._devices.partition(spec.agent_id)
+        known = self._state.kernels.get(spec.kernel_id)
+        if known is not None and known.spec_hash != spec.spec_hash:
+            if known.agent_id != spec.agent_id:
+                raise KernelConflict(f"kernel id {spec.kernel_id} is taken")
+            raise KernelConflict(f"kernel {spec.kernel_id} exists, made by another request")
+        return known
+
+    def _asked(self, spec: KernelSpec, problems: Sequence[Problem]) -> Asked:
+        """Read a request, and refuse what can be refused before anything is decided."""
+        problems = [*reserved_problems(spec), *problems]
+        asked = self._planner.read(spec, self._default, problems)
+        self._creates.require_open()
+        self._state.require_runtime(self._default.name)
+        return asked
+
+    def _preparing(self, spec: KernelSpec, decision: Decision) -> Kernel:
+        return prepared(spec, decision, self._default.name, self._clock.wall())
+
+    async def _start(self, kernel: Kernel, spec: KernelSpec, *, keep_failure: bool) -> Kernel:
+        kernel_id = kernel.kernel_id
+        async with self._state.lock(kernel_id):
+            try:
+                await reach("create.after_commit")
+                plan = await self._planner.plan(kernel, spec, self._state, self._default)
+                await reach("create.after_plan")
+                self._memory.save_intent(kernel_id, plan.record)
+                found = await self._default.create(plan, self._progress(kernel_id))
+            except BaseException as error:
+                if is_unresolved(error, self._state.get(kernel_id)):
+                    raise self._creates.left(kernel_id, error, keep=keep_failure) from error
+                self._creates.note_failure(kernel_id, error, keep=keep_failure)
+                raise
+            await reach("create.after_runtime")
+            now = self._state.get(kernel_id)
+            running = adopt(found, self._devices.inventory, now, plan).kernel
+            log.info("kernel.created", kernel_id=kernel_id, agent_id=kernel.agent_id)
+            self._state.put(running)
+        return running
+
+    def _progress(self, kernel_id: str) -> Progress:
+        def moved(state: KernelState, pull: Pull | None = None) -> None:
+            self._state.put(self._state.get(kernel_id).moved_to(state, pull=pull))
+
+        return moved
+
+    async def stop(self, kernel_id: str, timeout_s: float | None = None) -> Kernel:
+        """End a kernel and keep it listed; stopping an ended one changes nothing.
+
+        Raises:
+            UnknownKernel: there is no such kernel.
+            KernelConflict: it has not started yet.
+            RuntimeUnavailable: the runtime cannot be asked; the kernel stays as it was.
+        """
+        await self._overtake(kernel_id, timeout_s)
+        async with self._state.lock(kernel_id):
+            kernel = self._state.get(kernel_id)
+            if kernel.state in LIVE:
+                await self._stop(kernel, timeout_s)
+        return self._state.get(kernel_id)
+
+    async def _overtake(self, kernel_id: str, timeout_s: float | None) -> None:
+        """Cut a stop short that is under way, if a time is asked for explicitly.
+
+        Raises:
+            UnknownKernel: there is no such kernel.
+            KernelConflict: it has not started yet.
+        """
+        kernel = self._state.get(kernel_id)
+        if kernel.state in STARTING:
+            raise KernelConflict(f"kernel {kernel_id} is {kernel.state}; it can be deleted")
+        if kernel.state is KernelState.STOPPING and timeout_s is not None:
+            await self._runtime_of(kernel).stop(kernel.ref, timeout_s)
+
+    async def _stop(self, kernel: Kernel, timeout_s: float | None) -> None:
+        runtime = self._runtime_of(kernel)
+        self._state.put(kernel.moved_to(KernelState.STOPPING))
+        try:
+            await reach("stop.before_runtime")
+            await runtime.stop(kernel.ref, timeout_s)
+            await reach("stop.after_runtime")
+            found = await runtime.find(kernel.ref)
+        except BaseException:
+            self._state.put(self._state.get(kernel.kernel_id).moved_to(kernel.state))
+            raise
+        now = stopped(self._state.get(kernel.kernel_id), found)
+        self._state.put(now)
+        log.info("kernel.stopped", kernel_id=kernel.kernel_id, exit_code=now.ending.exit_code)
+
+    async def remove(
+        self, kernel_id: str, timeout_s: float | None = None, *, only: Kernel | None = None
+    ) -> None:
+        """Stop a kernel if need be, and remove all that is left of it.
+
+        With `only`, an ended one, nothing else of that id is touched.
+
+        Raises:
+            UnknownKernel: there is no such kernel.
+            KernelConflict: it is not known yet whether its create left anything.
+            RuntimeUnavailable: the runtime cannot be asked; the kernel stays listed.
+        """
+        if only is not None and self._state.kernels.get(kernel_id) is not only:
+            return
+        if kernel_id in self._creates:
+            await self._creates.cancel(kernel_id)
+            if kernel_id not in self._state.kernels:
+                return
+        if kernel_id in self._state.unsettled:
+            raise KernelConflict(f"the create of {kernel_id} has an unknown outcome; try later")
+        await self._overtake(kernel_id, timeout_s)
+        async with self._state.lock(kernel_id):
+            kernel = self._state.get(kernel_id)
+            if only is not None and kernel is not only:
+                return
+            if kernel.state in LIVE:
+                await self._stop(kernel, timeout_s)
+            await reach("delete.before_runtime")
+            if kernel.state is not KernelState.FAILED:
+                await self._runtime_of(kernel).remove(kernel.ref)
+            await reach("delete.after_runtime")
+            self._state.drop(kernel_id)
+        await reach("delete.before_answer")
+        log.info("kernel.removed", kernel_id=kernel_id)
+
+    def logs(self, kernel_id: str, query: LogQuery) -> AsyncGenerator[bytes]:
+        """Return what a kernel printed, to be closed by whoever reads it.
+
+        Raises:
+            UnknownKernel: there is no such kernel, it has not started, or it is lost.
+        """
+        kernel = self._state.get(kernel_id)
+        if kernel.handle is None:
+            raise UnknownKernel(f"kernel {kernel_id} has not started and has no logs")
+        if kernel.state is KernelState.LOST:
+            raise UnknownKernel(f"kernel {kernel_id} is lost, and its logs with it")
+        return self._runtime_of(kernel).logs(kernel.ref, query)
+
+    def _runtime_of(self, kernel: Kernel) -> Runtime:
+        if (runtime := self._runtimes.get(kernel.runtime)) is None:
+            raise RuntimeUnavailable(f"this agentd has no runtime {kernel.runtime}")
+        return runtime
+
+    async def drain(self, deadline: Deadline) -> Drained:
+        """Refuse further creates, and end those under way: see `Creates.drain`."""
+        return await self._creates.drain(deadline)
+
+
+def prepared(spec: KernelSpec, decision: Decision, runtime: str, now: float) -> Kernel:
+    """Return the kernel of a request that has been decided, before anything is asked for it."""
+    return Kernel(
+        kernel_id=spec.kernel_id,
+        agent_id=spec.agent_id,
+        state=KernelState.PREPARING,
+        spec_hash=spec.spec_hash,
+        created_at=now,
+        runtime=runtime,
+        slots=decision.slots,
+        allocation=decision.allocation,
+        ports=decision.ports,
+        created_by=spec.created_by,
+        image=spec.image,
+        command=_kept(spec.command, map(len, spec.command)),
+        env_names=_kept(tuple(spec.env), map(len, spec.env)),
+        mounts=_kept(spec.mounts, (len(mount.source) + len(mount.target) for mount in spec.mounts)),
+        labels=spec.labels,
+    )
+
+
+def _kept(words: tuple[_T, ...], lengths: Iterable[int]) -> tuple[_T, ...]:
+    return words if sum(lengths) <= MAX_KEPT else ()

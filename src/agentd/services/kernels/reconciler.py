@@ -1,0 +1,404 @@
+"""Keeping the node's state true to what its runtimes have: adopt, relist, settle.
+
+`agentd.core.kernel.reconcile` decides; this carries it out. Nothing that ever ran is stopped,
+restarted or removed here. A runtime that cannot be asked is a state of the runtime, and holds
+up nobody else. What was seen counts only if nothing happened to the kernel meanwhile; else
+the kernel is requeued and looked at alone, when nobody works on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Protocol
+
+import structlog
+from msgspec.structs import replace
+
+from agentd.concurrency import is_being_cancelled
+from agentd.core.kernel.adoption import Adoption, adopt, located
+from agentd.core.kernel.observation import ObservedKernel
+from agentd.core.kernel.reconcile import Action, MarkAbsent, RemoveNeverRan, reconcile
+from agentd.core.kernel.states import PRESENT, Kernel, KernelRef, Sight
+from agentd.errors import Conflict, RuntimeFailure, RuntimeUnavailable
+from agentd.failpoints import hit, reach
+from agentd.services.devices import NodeDevices
+from agentd.services.kernels.creates import GRACE_S
+from agentd.services.kernels.log import log_found
+from agentd.services.protocols import Clock, Memory, Plugins, Runtime
+from agentd.services.state import NodeState, RuntimeState
+
+log = structlog.get_logger()
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+RETRY_PAUSE_S = 1.0
+PARTIAL_PAUSE_S = 10.0
+"""How often kernels that a runtime only listed are looked at again."""
+NEIGHBOURS_PAUSE_S = 2.0
+"""How often it is looked at what other daemons of the machine serve."""
+LOOKS_AT_ONCE = 16
+
+
+class Reconciler:
+    """Compares what is known with what is there, for every runtime of the node."""
+
+    def __init__(
+        self,
+        state: NodeState,
+        devices: NodeDevices,
+        runtimes: Mapping[str, Runtime],
+        default: str,
+        memory: Memory,
+        clock: Clock,
+    ) -> None:
+        self._state = state
+        self._devices = devices
+        self._runtimes = runtimes
+        self._default = default
+        self._memory = memory
+        self._clock = clock
+        self._tried = {name: asyncio.Event() for name in runtimes}
+        self._following: set[str] = set()
+        self._queue: asyncio.Queue[str] = asyncio.Queue()
+        self._queued: set[str] = set()
+        self._once: set[str] = set()
+        """Of these, kernels that were known then, and of which nothing else was heard since."""
+        self._places = asyncio.Semaphore(LOOKS_AT_ONCE)
+        self._partial: set[str] = set()
+        self._partial_again = 0.0
+
+    def relocate(self) -> None:
+        """Charge what kernels hold to devices that were known only from their records so far."""
+        for kernel in list(self._state):
+            allocation, missing = located(kernel.allocation, self._devices.inventory)
+            self._devices.add_missing(missing)
+            if allocation != kernel.allocation:
+                self._state.put(replace(kernel, allocation=allocation))
+
+    async def first_try(self) -> None:
+        """Wait until every runtime gave its first list, or could not."""
+        for tried in self._tried.values():
+            await tried.wait()
+
+    def give_up_waiting(self, reason: str) -> None:
+        """Mark runtimes that have not answered yet as unavailable."""
+        for name, tried in self._tried.items():
+            if not tried.is_set():
+                self.note_unavailable(name, reason)
+
+    def note_unavailable(self, name: str, reason: str) -> None:
+        """Note that a runtime does not answer; says nothing about its kernels."""
+        if name not in self._state.runtimes:
+            return
+        if self._state.runtime(name).state is not RuntimeState.UNAVAILABLE:
+            log.warning("runtime.unavailable", runtime=name, reason=reason)
+        self._state.note_unavailable(name, reason)
+        if name in self._tried:
+            self._tried[name].set()
+
+    async def relist(self, runtime: Runtime) -> None:
+        """Compare everything that a runtime has with everything that is known of it.
+
+        Raises:
+            RuntimeUnavailable: the list was not complete; nothing changed.
+        """
+        state = self._state
+        since = state.snapshot()
+        await reach("adopt.before_list")
+        try:
+            listing = await runtime.list()
+            found = [*listing.kernels, *await self._renamed(runtime, listing.kernels)]
+        except RuntimeUnavailable as error:
+            self.note_unavailable(runtime.name, str(error))
+            raise
+        await reach("adopt.after_list")
+        known = {kernel.kernel_id: kernel for kernel in state if kernel.runtime == runtime.name}
+        seen = {item.kernel_id: item for item in found if not self._is_second(item)}
+        changed = {k for k in known.keys() | seen if not state.is_unchanged(k, since)}
+        now = self._clock.steady()
+        actions = reconcile(
+            {kernel_id: known[kernel_id] for kernel_id in known.keys() - changed},
+            [item for kernel_id, item in seen.items() if kernel_id not in changed],
+            self._devices.inventory,
+            expired=[k for k, create in state.unsettled.items() if create.until <= now],
+        )
+        await self._settle(actions)
+        self._partial |= {item.kernel_id for item in found if item.is_partial}
+        for kernel_id in changed:
+            self.requeue(kernel_id)
+        if state.runtime(runtime.name).state is not RuntimeState.AVAILABLE:
+            log.info("runtime.listed", runtime=runtime.name, kernels=len(found))
+        state.note_available(runtime.name, listing.ignored)
+        self._tried[runtime.name].set()
+
+    def _is_second(self, item: ObservedKernel) -> bool:
+        """Tell whether another runtime has a kernel of that name; that one is left alone."""
+        is_second = self._state.is_second(item.kernel_id, item.runtime)
+        if is_second:
+            log.error("kernel.second_of_its_name", kernel_id=item.kernel_id, handle=item.handle)
+        return is_second
+
+    async def _renamed(
+        self, runtime: Runtime, listed: Iterable[ObservedKernel]
+    ) -> list[ObservedKernel]:
+        """Look up by handle the kernels that a list lacks: a missing name proves nothing."""
+        names = {item.kernel_id for item in listed}
+        missing = [
+            kernel.ref
+            for kernel in self._state
+            if kernel.runtime == runtime.name
+            and kernel.state in PRESENT
+            and kernel.handle is not None
+            and kernel.kernel_id not in names
+        ]
+        return [item for ref in missing if (item := await runtime.find(ref)) is not None]
+
+    def note_following(self, name: str, *, is_following: bool) -> None:
+        """Record whether a runtime's events arrive; without them its list is not current."""
+        (self._following.add if is_following else self._following.discard)(name)
+
+    async def next_queued(self) -> str:
+        """Wait for a kernel that is to be looked at."""
+        return await self._queue.get()
+
+    def requeue(self, kernel_id: str) -> None:
+        """Queue a kernel for observation.
+
+        It is left out if it is removed meanwhile and nothing else happened to it: that was its end.
+        """
+        if kernel_id in self._queued:
+            self._once.discard(kernel_id)
+            return
+        if kernel_id in self._state.kernels:
+            self._once.add(kernel_id)
+        self._queued.add(kernel_id)
+        self._queue.put_nowait(kernel_id)
+
+    async def observe(self, kernel_id: str) -> None:
+        """Look at one kernel after something happened to it, when nobody works on it."""
+        async with self._state.lock(kernel_id), self._places:
+            self._queued.discard(kernel_id)
+            known = self._state.kernels.get(kernel_id)
+            everywhere = [] if kernel_id in self._once else list(self._state.runtimes)
+            self._once.discard(kernel_id)
+            names = [known.runtime] if known else everywhere
+            for name in names:
+                if name in self._runtimes:
+                    await self._observe_on(self._runtimes[name], kernel_id, known)
+
+    async def _observe_on(self, runtime: Runtime, kernel_id: str, known: Kernel | None) -> None:
+        await reach("reconcile.before_find")
+        try:
+            found = await runtime.find(known.ref if known else KernelRef(kernel_id))
+        except RuntimeUnavailable as error:
+            self.note_unavailable(runtime.name, str(error))
+            return
+        await reach("reconcile.after_find")
+        if self._state.kernels.get(kernel_id) is not known:
+            self.requeue(kernel_id)
+            return
+        before = {kernel_id: known} if known else {}
+        items = [found] if found and not self._is_second(found) else []
+        await self._settle(reconcile(before, items, self._devices.inventory), is_locked=True)
+        await reach("reconcile.after_settle")
+
+    async def retry(self) -> None:
+        """Ask again where a runtime did not answer, or a create has an unknown outcome."""
+        self._devices.retry()
+        names = self._following & self._state.runtimes.keys()
+        await asyncio.gather(*(self._retry_runtime(name) for name in names))
+        if self._partial and self._clock.steady() >= self._partial_again:
+            self._partial_again = self._clock.steady() + PARTIAL_PAUSE_S
+            partial, self._partial = self._partial, set()
+            for kernel_id in partial:
+                self.requeue(kernel_id)
+
+    async def _retry_runtime(self, name: str) -> None:
+        is_down = self._state.runtime(name).state is RuntimeState.UNAVAILABLE
+        if is_down or self._state.unsettled:
+            with suppress(RuntimeUnavailable):
+                await self.relist(self._runtimes[name])
+
+    async def forget_runtime(self, name: str) -> None:
+        """Drop what a runtime that does not answer was last known to hold, for good.
+
+        The default runtime stays, and is listed anew when it answers again.
+
+        Raises:
+            UnknownRuntime: there is none of that name.
+            Conflict: it answers, or something is under way with one of its kernels.
+        """
+        self._state.runtime(name)
+        try:
+            if name in self._runtimes:
+                await self._runtimes[name].list()
+                raise Conflict(f"runtime {name} answers; remove its kernels one by one")
+        except RuntimeUnavailable as error:
+            self.note_unavailable(name, str(error))
+        kernels = [kernel.kernel_id for kernel in self._state if kernel.runtime == name]
+        if busy := [kernel_id for kernel_id in kernels if self._state.is_busy(kernel_id)]:
+            raise Conflict(f"something is under way with {', '.join(busy)}; try later")
+        for kernel_id in kernels:
+            log.warning("kernel.forgotten", kernel_id=kernel_id, runtime=name)
+            self._state.drop(kernel_id)
+        if name != self._default:
+            self._state.forget_runtime(name)
+        self._memory.save_runtimes(sorted(self._state.runtimes))
+
+    async def _settle(self, actions: Iterable[Action], *, is_locked: bool = False) -> None:
+        removals = []
+        for action in actions:
+            match action:
+                case Adoption(kernel, missing):
+                    before = self._state.kernels.get(kernel.kernel_id)
+                    self._devices.add_missing(missing)
+                    self._state.put(kernel)
+                    self._state.settle(kernel.kernel_id)
+                    log_found(before, kernel)
+                case MarkAbsent(kernel_id):
+                    self._mark_absent(self._state.get(kernel_id))
+                case RemoveNeverRan(found):
+                    removals.append(found)
+            hit("adopt.after_action")
+        for found in removals:
+            # a list is out of date by now: look again, alone
+            await (self._remove_never_ran(found) if is_locked else self.observe(found.kernel_id))
+
+    def _mark_absent(self, kernel: Kernel) -> None:
+        create = self._state.unsettled.get(kernel.kernel_id)
+        if create is None:
+            reason = "not found any more; removed from outside"
+            self._state.put(kernel.observed(Sight.ABSENT, reason=reason))
+            log.warning("kernel.lost", kernel_id=kernel.kernel_id)
+            return
+        if create.keep:
+            reason = "the runtime lost it before it ran"
+            self._state.put(kernel.observed(Sight.ABSENT, reason=reason))
+            self._state.settle(kernel.kernel_id)
+        else:
+            self._state.drop(kernel.kernel_id)
+        log.info("kernel.never_born", kernel_id=kernel.kernel_id)
+
+    async def _remove_never_ran(self, found: ObservedKernel) -> None:
+        """Remove what was cut short; its share is held until that is confirmed."""
+        kernel_id = found.kernel_id
+        held = adopt(found, self._devices.inventory)
+        self._devices.add_missing(held.missing)
+        self._state.put(held.kernel)
+        self._state.leave_unsettled(kernel_id, self._clock.steady() + GRACE_S)
+        await reach("adopt.before_discard")
+        try:
+            is_gone = await self._runtimes[found.runtime].remove(found.ref, unless_alive=True)
+        except (RuntimeUnavailable, RuntimeFailure) as error:
+            log.warning("kernel.not_removed", kernel_id=kernel_id, reason=str(error))
+            return
+        await reach("adopt.after_discard")
+        if is_gone:
+            self._state.drop(kernel_id)
+            log.info("kernel.never_ran_removed", kernel_id=kernel_id)
+        else:
+            self.requeue(kernel_id)
+
+
+class Decides(Protocol):
+    """What decides which devices this node serves, beside others of the machine."""
+
+    def update(self) -> None: ...
+
+    async def look(self) -> None: ...
+
+
+class Loops:
+    """The background loops; a loop that fails is logged and continues."""
+
+    def __init__(
+        self,
+        reconciler: Reconciler,
+        state: NodeState,
+        devices: NodeDevices,
+        runtimes: Mapping[str, Runtime],
+        plugins: Plugins,
+        serving: Decides,
+    ) -> None:
+        self._reconciler = reconciler
+        self._state = state
+        self._devices = devices
+        self._runtimes = runtimes
+        self._plugins = plugins
+        self._serving = serving
+
+    async def run(self) -> None:
+        """Follow runtimes and plugins, settle, and look at what was requeued; until cancelled."""
+        for name in self._state.runtimes.keys() - self._runtimes.keys():
+            self._reconciler.note_unavailable(name, "this agentd has no runtime of that name")
+        async with asyncio.TaskGroup() as group:
+            for name, runtime in self._runtimes.items():
+                group.create_task(self._follow(runtime), name=f"follow-{name}")
+            group.create_task(self._forever(lambda: self._work(group)), name="work")
+            group.create_task(self._forever(self._retry), name="retry")
+            group.create_task(self._forever(self._watch_neighbours), name="watch-neighbours")
+            watching = self._forever(self._watch_plugins)
+            group.create_task(watching, name="watch-plugins")
+
+    async def _watch_plugins(self) -> None:
+        async for name in self._plugins.changes():
+            if self._devices.refresh(name):
+                self._reconciler.relocate()
+            self._serving.update()
+
+    async def _watch_neighbours(self) -> None:
+        while True:
+            await asyncio.sleep(NEIGHBOURS_PAUSE_S)
+            await self._serving.look()
+
+    async def _forever(self, loop: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            try:
+                await loop()
+            except (Exception, asyncio.CancelledError):
+                if is_being_cancelled():
+                    raise
+                log.exception("reconciler.failed")
+                await asyncio.sleep(LONGEST_PAUSE_S)
+
+    async def _follow(self, runtime: Runtime) -> None:
+        pause_s = FIRST_PAUSE_S
+        while runtime.name in self._state.runtimes:
+            try:
+                async for kernel_id in runtime.follow():
+                    if kernel_id:
+                        self._reconciler.requeue(kernel_id)
+                    else:
+                        self._reconciler.note_following(runtime.name, is_following=True)
+                        await self._reconciler.relist(runtime)
+                        pause_s = FIRST_PAUSE_S
+                reason = "its events ended"
+            except RuntimeUnavailable as error:
+                reason = str(error)
+            except (Exception, asyncio.CancelledError) as error:
+                if is_being_cancelled():
+                    raise
+                log.exception("reconciler.failed", runtime=runtime.name)
+                reason = f"{type(error).__name__}: {error}"
+            self._reconciler.note_following(runtime.name, is_following=False)
+            self._reconciler.note_unavailable(runtime.name, reason)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _work(self, group: asyncio.TaskGroup) -> None:
+        while True:
+            group.create_task(self._observe_or_requeue(await self._reconciler.next_queued()))
+
+    async def _observe_or_requeue(self, kernel_id: str) -> None:
+        try:
+            await self._reconciler.observe(kernel_id)
+        except Exception:
+            log.exception("reconciler.failed", kernel_id=kernel_id)
+            await asyncio.sleep(LONGEST_PAUSE_S)
+            self._reconciler.requeue(kernel_id)
+
+    async def _retry(self) -> None:
+        while True:
+            await asyncio.sleep(RETRY_PAUSE_S)
+            await self._reconciler.retry()

@@ -1,0 +1,334 @@
+"""The node's state folder: what is remembered besides the kernels themselves.
+
+    lock                    held while a daemon runs; a second one refuses
+    node.json               the node id that the kernels here carry, and the runtimes with some
+    devices.json            the last inventory: stable ids, ids, drains
+    removed.jsonl           the places of removed kernels in lists (see `agentd.state.removed_kernels`)
+    intents/ID.json         the record of a kernel whose create is under way
+    records/ID.json         the record of a kernel that lives
+    ended/ID.json           the record of a kernel that has ended, and is not removed yet
+    kernels/ID/             the bundle of a process kernel (see `agentd.runtimes.process.bundle`)
+    units/ID/               the folder of a kernel's unit (see `agentd.runtimes.systemd.bundle`)
+    docker/absences.json    when the engine was away (see `agentd.runtimes.docker.absences`)
+
+Files are replaced in one step, and only their owner can read them. What cannot be read is set
+aside and reported; of what a newer agentd wrote, the members that are known are read, and a
+copy is kept. A folder that cannot be written (read-only, full) keeps nobody from being served:
+only what has to be remembered before it is done is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import structlog
+from msgspec.structs import replace
+
+from agentd.core.devices import Device, Health
+from agentd.core.names import checked, is_name
+from agentd.errors import StartRefused, StateUnavailable
+from agentd.failpoints import hit
+from agentd.services.protocols import Phase, SavedRecord
+from agentd.state.locks import UNWRITABLE, Locks
+from agentd.state.removed_kernels import RemovedFile
+from agentd.state.schemas import SCHEMA, UNREADABLE, SavedDevices, SavedNode
+from agentd.tomlfile.regular_files import MissingFile, UnusableFile, read_regular
+
+log = structlog.get_logger()
+_MOST_STATE_BYTES = 64 << 20
+_FOLDERS = {Phase.INTENT: "intents", Phase.HELD: "records", Phase.ENDED: "ended"}
+_S = TypeVar("_S", SavedNode, SavedDevices)
+
+
+class StateFolder:
+    """One state folder, locked for this daemon."""
+
+    def __init__(self, folder: Path, node_id: str = "") -> None:
+        self.folder = folder
+        self._node_id = node_id
+        self._folders = {phase: folder / name for phase, name in _FOLDERS.items()}
+        self.removed = RemovedFile(folder / "removed.jsonl")
+        self._paths = {phase: str(path) for phase, path in self._folders.items()}
+        self._locks = Locks()
+        self._complaints: dict[str, str] = {}
+        self._phases: dict[str, Phase] = {}
+        self._behind: dict[str, Callable[[], None]] = {}
+
+    @property
+    def bundles(self) -> Mapping[str, Path]:
+        """Where runtimes that have no store of their own keep what they know, by runtime."""
+        return {
+            "process": self.folder / "kernels",
+            "systemd": self.folder / "units",
+            "docker": self.folder / "docker",
+        }
+
+    def open(self, lock_folder: Path) -> None:
+        """Make the folder, and lock it and the node id.
+
+        Raises:
+            StartRefused: it is not ours to write, or another daemon uses it or the node id.
+        """
+        try:
+            self._make()
+        except OSError as error:
+            if error.errno not in UNWRITABLE:
+                raise StartRefused(f"state folder {self.folder}: {error.strerror}") from None
+            self._complain(self.folder, f"cannot be made: {error.strerror}")
+        self._lock(self.folder / "lock", f"state folder {self.folder} is used by another agentd")
+        with suppress(OSError):
+            lock_folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        why = f"another agentd serves node id {self._node_id} on this machine"
+        self._lock(lock_folder / f"node-{self._node_id}.lock", why)
+        for folder in (self.folder, *self._folders.values()):
+            for unfinished in folder.glob(".*.new"):
+                with suppress(OSError):
+                    unfinished.unlink()
+        self._phases = {kernel_id: phase for kernel_id, (phase, _) in self._saved().items()}
+
+    def _lock(self, path: Path, refusal: str) -> None:
+        if complaint := self._locks.take(path, refusal):
+            self._complain(path, complaint)
+
+    def close(self) -> None:
+        """Let go of the locks."""
+        self._locks.close()
+
+    def _make(self) -> None:
+        self.folder.mkdir(mode=0o711, parents=True, exist_ok=True)
+        for folder in (*self.bundles.values(), *self._folders.values()):
+            folder.mkdir(mode=0o700, exist_ok=True)
+
+    def _complain(self, what: Path | str, why: str) -> None:
+        if self._complaints.get(str(what)) != why:
+            self._complaints[str(what)] = why
+            log.warning("state.trouble", file=str(what), reason=why)
+
+    def warnings(self) -> Sequence[str]:
+        """Return what an operator should know of this folder."""
+        return [f"{what} {why}" for what, why in self._complaints.items()]
+
+    def bundled(self) -> set[str]:
+        """Return the runtimes that have something of kernels here."""
+        found = set()
+        for name, folder in self.bundles.items():
+            with suppress(OSError):
+                if any(path.is_dir() for path in folder.iterdir()):
+                    found.add(name)
+        return found
+
+    def load_node(self) -> SavedNode | None:
+        """Return what stands in node.json; None where nothing does that can be read."""
+        return self._load("node.json", SavedNode)
+
+    def save_runtimes(self, names: Sequence[str]) -> None:
+        with suppress(StateUnavailable):  # nothing is created either, so it stays true
+            self._save_lasting("node", SavedNode(self._node_id, list(names)))
+
+    def load_devices(self) -> Sequence[Device]:
+        saved = self._load("devices.json", SavedDevices)
+        devices = saved.devices if saved else ()
+        return [
+            replace(device, health=Health.UNKNOWN, gone=False, reason="", withheld="")
+            for device in devices
+        ]
+
+    def save_devices(self, devices: Sequence[Device]) -> None:
+        self._save_lasting("devices", SavedDevices(list(devices)))
+
+    def load_records(self) -> Sequence[SavedRecord]:
+        return [
+            SavedRecord(kernel_id, phase, _text(path))
+            for kernel_id, (phase, path) in self._saved().items()
+        ]
+
+    def _saved(self) -> dict[str, tuple[Phase, Path]]:
+        """Return where each record is; one that was being moved, or made anew, where it began."""
+        found: dict[str, tuple[Phase, Path]] = {}
+        for phase in Phase:
+            for path in sorted(self._folders[phase].glob("[!.]*.json")):
+                if is_name(path.stem):
+                    found.setdefault(path.stem, (phase, path))
+        return found
+
+    def save_intent(self, kernel_id: str, text: str) -> None:
+        if self._behind.pop(kernel_id, None):  # of an earlier kernel of that name
+            for phase in Phase:
+                with suppress(OSError):
+                    os.unlink(self._path(kernel_id, phase))
+        self._phases[kernel_id] = Phase.INTENT
+        self._write(self._path(kernel_id, Phase.INTENT), text.encode(), "intent")
+
+    def save_phase(self, kernel_id: str, phase: Phase, text: Callable[[], str]) -> None:
+        before = self._phases.get(kernel_id)
+        if before is phase:
+            return
+        self._phases[kernel_id] = phase
+        self._try(kernel_id, lambda: self._move(kernel_id, before, phase, text))
+
+    def _move(
+        self, kernel_id: str, before: Phase | None, phase: Phase, text: Callable[[], str]
+    ) -> None:
+        path = self._path(kernel_id, phase)
+        try:
+            if before is None:
+                raise FileNotFoundError
+            hit("record.before_move")
+            os.rename(self._path(kernel_id, before), path)
+            hit("record.after_move")
+        except FileNotFoundError:
+            self._write(path, text().encode(), "record")
+
+    def save_record(self, kernel_id: str, text: str) -> None:
+        path = self._path(kernel_id, self._phases[kernel_id])
+        self._try(kernel_id, lambda: self._write(path, text.encode(), "record"))
+
+    def drop_record(self, kernel_id: str) -> None:
+        if (phase := self._phases.pop(kernel_id, None)) is not None:
+            self._try(kernel_id, lambda: self._unlink(kernel_id, phase))
+
+    def _unlink(self, kernel_id: str, phase: Phase) -> None:
+        hit("record.before_drop")
+        with suppress(FileNotFoundError):
+            os.unlink(self._path(kernel_id, phase))
+        hit("record.after_drop")
+
+    def _try(self, kernel_id: str, step: Callable[[], None]) -> None:
+        """Do what follows a change; where it cannot be done, say so and keep it for `retry`."""
+        what = f"{self.folder}/record of {kernel_id}"
+        if late := self._behind.pop(kernel_id, None):
+            step = _both(late, step)
+        try:
+            step()
+        except (OSError, StateUnavailable) as error:
+            self._behind[kernel_id] = step
+            self._complain(what, f"is out of date and cannot be written: {error}")
+        else:
+            self._complaints.pop(what, None)
+
+    def retry(self) -> None:
+        """Try again what could not be written."""
+        for kernel_id, step in list(self._behind.items()):
+            del self._behind[kernel_id]
+            self._try(kernel_id, step)
+
+    def _path(self, kernel_id: str, phase: Phase) -> str:
+        return f"{self._paths[phase]}/{checked(kernel_id)}.json"
+
+    def _load(self, name: str, shape: type[_S]) -> _S | None:
+        path = self.folder / name
+        try:
+            saved = msgspec.json.decode(read_regular(path, _MOST_STATE_BYTES).content, type=shape)
+        except MissingFile:
+            return None
+        except UnusableFile as error:
+            self._complain(path, str(error))
+        except UNREADABLE as error:
+            why = f"cannot be read ({type(error).__name__}: {error}); it is set aside as"
+            self._complain(path, f"{why} {path.name}.unreadable")
+            self._set_aside(path)
+        else:
+            self._keep_newer(path, saved.schema)
+            return saved
+        return None
+
+    def _keep_newer(self, path: Path, schema: int) -> None:
+        if schema > SCHEMA:
+            copy = path.with_name(f"{path.name}.schema-{schema}")
+            self._complain(path, f"is of a newer agentd; it is kept as {copy.name}")
+            self._copy(path, copy)
+
+    def _copy(self, path: Path, copy: Path) -> None:
+        with suppress(OSError):
+            shutil.copyfile(path, copy)
+
+    def _set_aside(self, path: Path) -> None:
+        with suppress(OSError):
+            path.rename(path.with_name(f"{path.name}.unreadable"))
+
+    def _save_lasting(self, what: str, content: msgspec.Struct) -> None:
+        path = f"{self.folder}/{what}.json"
+        self._write(path, msgspec.json.encode(content), what, is_lasting=True)
+
+    def _write(self, path: str, content: bytes, what: str, *, is_lasting: bool = False) -> None:
+        """Replace a file; one that is lasting survives a loss of power.
+
+        Raises:
+            StateUnavailable: it could not be.
+        """
+        folder, _, name = path.rpartition("/")
+        temporary = f"{folder}/.{name}.new"
+        try:
+            _fill(temporary, content, self._make, is_lasting=is_lasting)
+            hit(f"{what}.before_replace")
+            os.replace(temporary, path)
+            if is_lasting:
+                _flush(folder)
+            hit(f"{what}.after_replace")
+            self._complaints.pop(folder, None)
+        except OSError as error:
+            self._complain(folder, f"cannot be written: {error.strerror}")
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise StateUnavailable(f"{path} cannot be written: {error.strerror}") from error
+
+
+class ReadOnlyState(StateFolder):
+    """The same folder, looked at beside a daemon that may be running: writes nothing."""
+
+    def save_devices(self, devices: Sequence[Device]) -> None:
+        del devices
+
+    def _set_aside(self, path: Path) -> None:
+        del path
+
+    def _copy(self, path: Path, copy: Path) -> None:
+        del path, copy
+
+
+def _fill(path: str, content: bytes, make: Callable[[], None], *, is_lasting: bool) -> None:
+    """Write a new file for its owner alone; the folders are made if somebody removed them."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        descriptor = os.open(path, flags, 0o600)
+    except FileNotFoundError:
+        make()
+        descriptor = os.open(path, flags, 0o600)
+    try:
+        while content:
+            content = content[os.write(descriptor, content) :]
+        if is_lasting:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    def steps() -> None:
+        first()
+        second()
+
+    return steps
+
+
+def _text(path: Path) -> str:
+    """Return a record's text; empty if it cannot be read."""
+    try:
+        return read_regular(path, follows_links=False).content.decode(errors="replace")
+    except UnusableFile:
+        return ""
+
+
+def _flush(folder: str) -> None:
+    """Have a folder's names survive a loss of power; fsync(2) of a file says nothing of them."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,356 @@
+"""Which daemon of this machine serves which accelerator: each is served by one.
+
+Root's daemons decide it among themselves, and users' among themselves and below root's:
+
+    /run/agentd/serving/              root's alone; locked while it is decided
+    /run/agentd/serving/NODE.lock     held while that daemon runs
+    /run/agentd/served/NODE.json      what it serves, for everybody to read
+    /tmp/agentd-served-UID/NODE.json  what a user's daemon serves; decided under a lock on /tmp
+
+Root's daemons believe root's files alone, so that no user can keep a device from them. A file
+stays when its daemon dies: what kernels hold then is served by nobody else before that
+daemon is back, or the machine restarts.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pwd
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import structlog
+
+from agentd.core.devices import ID_PATTERN
+from agentd.host.processes import Proc, read_stat
+from agentd.services.protocols import Neighbour, Served
+
+log = structlog.get_logger()
+MOST_PIDS = 1 << 22
+"""The largest process id there is (proc(5), pid_max)."""
+_MOST_BYTES, _MOST_FILES, _MOST_FOLDERS = 128 << 10, 4, 64
+_MOST_MEMORY = 1 << 62
+_LOCK_PAUSE_S = 0.01
+_OTHERS_MAY_WRITE = 0o022
+_FOLDER, _DIGITS = "agentd-served-", 11
+
+
+class _Published(msgspec.Struct):
+    """The content of a NODE.json; a file of an earlier boot says nothing."""
+
+    node_id: str
+    boot_id: str
+    pid: Annotated[int, msgspec.Meta(gt=0, le=MOST_PIDS)]
+    start_time: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    served: Served
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the daemons of one user publish and decide, and whom they believe besides."""
+
+    uid: int
+    own: Path
+    lock: Path
+    root: Path | None = None
+    users: Path | None = None
+
+    @classmethod
+    def of(cls, uid: int, run: Path = Path("/run/agentd"), tmp: Path = Path("/tmp")) -> Places:  # noqa: S108 - the folder that every user can write
+        if uid == 0:
+            return cls(uid, run / "served", run / "serving")
+        return cls(uid, tmp / f"{_FOLDER}{uid}", tmp, run / "served", tmp)
+
+    def folders(self) -> Iterator[tuple[Path, int]]:
+        """Yield every folder to look into, with the user whose it must be."""
+        if self.root is not None:
+            yield self.root, 0
+        if self.users is None:
+            yield self.own, self.uid
+            return
+        names = (name for name in os.listdir(self.users) if name.startswith(_FOLDER))  # noqa: PTH208 - the names alone
+        for name in islice(sorted(names), _MOST_FOLDERS):
+            owner = name.removeprefix(_FOLDER)
+            if len(owner) < _DIGITS and owner.isdecimal() and str(int(owner)) == owner:
+                yield self.users / name, int(owner)
+
+
+@dataclass
+class MachineNeighbours:
+    """The other daemons of this machine, as one of them sees them; `open` before the rest."""
+
+    node_id: str
+    boot_id: str
+    places: Places
+    _complaint: str = field(default="", init=False)
+    _alive: int | None = field(default=None, init=False)
+    _unread: str = field(default="", init=False)
+    _published: bytes = field(default=b"", init=False)
+    _writing: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def open(self) -> None:
+        """Make the folders, and be seen to run."""
+        try:
+            self._be_seen()
+        except OSError as error:
+            self._complaint = f"{error.filename or self.places.lock}: {error.strerror}"
+        if self._complaint:
+            log.warning("neighbours.not_told", reason=self._complaint)
+
+    def _be_seen(self) -> None:
+        """Make what is not there, or not there any more, whatever the umask is."""
+        own = self.places.own
+        own.mkdir(mode=0o755, parents=True, exist_ok=True)
+        self._complaint = self._not_mine()
+        if self._complaint:
+            return
+        if self.places.root is not None:
+            own.chmod(0o755)
+            return
+        for folder in (own.parent, own):
+            if folder.stat().st_uid == self.places.uid:
+                folder.chmod(folder.stat().st_mode | 0o755)
+        self.places.lock.mkdir(mode=0o700, exist_ok=True)
+        mine = self._lock_of(self.node_id)
+        if self._alive is None or not _is_same(self._alive, mine):
+            self._let_go()
+            self._alive = _open_lock(mine, os.O_CREAT)
+            fcntl.flock(self._alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def warnings(self) -> list[str]:
+        """Return why others may serve what this daemon does, if they may."""
+        said = []
+        if self._complaint:
+            why = self._complaint
+            said.append(f"other daemons of this machine are not told what is served: {why}")
+        if self._unread:
+            said.append(f"what others of this machine serve cannot be read: {self._unread}")
+        return said
+
+    def close(self) -> None:
+        """Be seen to have ended; what was published last stays."""
+        if self._alive is not None:
+            with self.deciding(1):
+                if _is_same(self._alive, self._lock_of(self.node_id)):
+                    self._lock_of(self.node_id).unlink(missing_ok=True)
+                self._let_go()
+
+    def _let_go(self) -> None:
+        if self._alive is not None:
+            os.close(self._alive)
+            self._alive = None
+
+    @contextmanager
+    def deciding(self, patience_s: float) -> Iterator[bool]:
+        """Keep others of the same rank from deciding meanwhile; False if one does for long."""
+        try:
+            descriptor = os.open(self.places.lock, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:  # nobody can decide there: `open` has complained
+            yield True
+            return
+        try:
+            yield _locked(descriptor, patience_s)
+        finally:
+            os.close(descriptor)
+
+    def own(self) -> Served | None:
+        """Return what this node published last, in this boot."""
+        content = self._read(self._file, self.places.uid)
+        return content.served if content else None
+
+    def others(self) -> list[Neighbour]:
+        """Return what the others serve; of those that ended, what they published last."""
+        found = []
+        self._unread = ""
+        for folder, uid in self.places.folders():
+            for path in self._files(folder, uid):
+                content = self._read(path, uid)
+                if content is not None and not self._is_own(content, uid):
+                    found.append(self._neighbour(content, uid))
+        return found
+
+    def _files(self, folder: Path, uid: int) -> list[Path]:
+        try:
+            if not _is_of(folder, uid):
+                return []
+            names = sorted(name for name in os.listdir(folder) if name.endswith(".json"))  # noqa: PTH208 - see above
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            if uid == 0:  # root's word counts; what another user hides is its own loss
+                self._unread = f"{folder}: {error.strerror}"
+            return []
+        most = len(names) if uid == 0 else _MOST_FILES
+        return [folder / name for name in names[:most] if not name.startswith(".")]
+
+    def publish(self, served: Served) -> None:
+        """Say what this node serves now; without any device, nothing."""
+        path = self._file
+        me = read_stat(os.getpid())
+        content = msgspec.json.encode(
+            _Published(self.node_id, self.boot_id, os.getpid(), me.start_time if me else 0, served)
+        )
+        with self._writing:
+            self._publish(path, served, content)
+
+    def _publish(self, path: Path, served: Served, content: bytes) -> None:
+        try:
+            self._be_seen()
+            if self._complaint:
+                return
+            if not served.devices and not served.cores:
+                path.unlink(missing_ok=True)
+            elif content != self._published or not path.exists():
+                _replace(path, content)
+            else:
+                os.utime(path)  # what is used is not cleaned away, as old files of /tmp are
+            self._published = content
+        except OSError as error:
+            self._complaint = f"{path}: {error.strerror}"
+
+    def _is_own(self, content: _Published, uid: int) -> bool:
+        return content.node_id == self.node_id and uid == self.places.uid
+
+    def _read(self, path: Path, uid: int) -> _Published | None:
+        text = _text(path, uid)
+        try:
+            content = msgspec.json.decode(text, type=_Published) if text else None
+        except (msgspec.MsgspecError, RecursionError):
+            return None
+        if content is None or content.boot_id != self.boot_id:
+            return None
+        is_sound = ID_PATTERN.fullmatch(content.node_id) and (
+            0 <= content.served.memory < _MOST_MEMORY
+        )
+        return content if is_sound else None
+
+    def _neighbour(self, content: _Published, uid: int) -> Neighbour:
+        with_lock = uid == 0 and self.places.root is None
+        is_alive = (
+            _is_held(self._lock_of(content.node_id))
+            if with_lock
+            else _may_run(Proc(content.pid, content.start_time))
+        )
+        return Neighbour(content.node_id, _user_name(uid), content.pid, is_alive, content.served)
+
+    @property
+    def _file(self) -> Path:
+        return self.places.own / f"{self.node_id}.json"
+
+    def _not_mine(self) -> str:
+        own = self.places.own
+        return "" if _is_of(own, self.places.uid) else f"{own} is somebody else's to write"
+
+    def _lock_of(self, node_id: str) -> Path:
+        return self.places.lock / f"{node_id}.lock"
+
+
+def _locked(descriptor: int, patience_s: float) -> bool:
+    end = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if time.monotonic() > end:
+                return False
+            time.sleep(_LOCK_PAUSE_S)
+        else:
+            return True
+
+
+def _open_lock(path: Path, flags: int = 0) -> int:
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
+
+
+def _is_held(lock: Path) -> bool:
+    """Tell whether a daemon of root runs; asked while nobody else decides, and so starts."""
+    try:
+        descriptor = _open_lock(lock)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _may_run(process: Proc) -> bool:
+    """Tell whether a process runs; also if all that is told of it is that its number is taken."""
+    if read_stat(process.pid) is not None:
+        return process.is_alive()
+    try:
+        os.kill(process.pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _is_of(folder: Path, uid: int) -> bool:
+    """Tell whether what is in a folder can only have been written by one user, or by root."""
+    found = folder.lstat()
+    return (
+        stat.S_ISDIR(found.st_mode)
+        and found.st_uid == uid
+        and not (found.st_mode & _OTHERS_MAY_WRITE)
+    )
+
+
+def _is_same(descriptor: int, path: Path) -> bool:
+    """Tell whether a path still names the file that is open."""
+    try:
+        there, held = path.stat(), os.fstat(descriptor)
+    except OSError:
+        return False
+    return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
+
+
+def _text(path: Path, uid: int) -> bytes:
+    """Return the content of a regular file of a user; empty if it is none, or too large."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return b""
+    try:
+        found = os.fstat(descriptor)
+        is_theirs = stat.S_ISREG(found.st_mode) and found.st_uid == uid
+        is_theirs = is_theirs and (uid == 0 or found.st_size <= _MOST_BYTES)
+        return os.read(descriptor, found.st_size) if is_theirs else b""
+    except OSError:
+        return b""
+    finally:
+        os.close(descriptor)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.new")
+    with suppress(FileNotFoundError):
+        temporary.unlink()
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(temporary, flags, 0o644)
+    try:
+        os.fchmod(descriptor, 0o644)
+        os.write(descriptor, content)
+    finally:
+        os.close(descriptor)
+    temporary.replace(path)
+
+
+def _user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"

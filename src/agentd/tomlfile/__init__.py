@@ -1,0 +1,1 @@
+"""Settings from TOML files and the environment, with the origin of each."""

@@ -1,0 +1,331 @@
+"""The client library on a real node: every call, typed answers, errors, streams that go on."""
+
+import asyncio
+import inspect
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from agentd.client import AsyncClient, Client, NodeEvent, calls
+from agentd.client.errors import error_in, error_of
+from agentd.client.paths import at
+from agentd.errors import (
+    AgentdError,
+    Forbidden,
+    InsufficientResource,
+    InvalidRequest,
+    NotReady,
+    Refused,
+    UnknownKernel,
+    Unreachable,
+    UnsupportedResource,
+)
+from agentd.http.problems import STATUSES
+from agentd.rpc.routes import ROUTES
+from daemon import AGENTS, Daemon, gpus
+
+
+@pytest.fixture
+async def plain(folder) -> AsyncIterator[Daemon]:
+    made = Daemon(folder, "process")
+    await made.start(AGENTS + gpus())
+    yield made
+    await made.close()
+
+
+SLEEP = {"command": ["sleep", "1000"], "slots": {"cpu": 0, "cuda.device": 1}}
+
+
+async def test_the_life_of_a_kernel_with_types(plain: Daemon) -> None:
+    async with AsyncClient(plain.folder / "agentd.sock") as node:
+        assert (await node.whoami())["role"] == "admin"
+        made = await node.create_kernel("agent-1", {**SLEEP, "labels": {"job": "7"}})
+        assert made["state"] == "running"
+        assert [k["kernel_id"] for k in await node.kernels(labels={"job": "7"})] == [
+            made["kernel_id"]
+        ]
+        assert await node.kernels(state=["failed", "lost"]) == []
+        assert await node.kernels("agent-2") == []
+        assert (await node.kernel(made["kernel_id"])) == made
+        decision = await node.explain("agent-1", SLEEP)
+        assert list(decision["allocation"]["cuda"]["cuda.device"]) == ["cuda1"]
+        stopped = await node.stop_kernel(made["kernel_id"], 0)
+        assert stopped["state"] == "terminated"
+        await node.delete_kernel(made["kernel_id"])
+        with pytest.raises(UnknownKernel):
+            await node.kernel(made["kernel_id"])
+
+
+async def test_everything_else_can_be_asked(plain: Daemon) -> None:
+    async with AsyncClient(plain.folder / "agentd.sock") as node:
+        assert (await node.node(check=True))["checks"]
+        assert [d["id"] for d in await node.devices() if d["device_name"] == "cuda"] == [
+            "cuda0",
+            "cuda1",
+        ]
+        assert (await node.drain("cuda", "cuda0"))["state"] == "drained"
+        assert (await node.undrain("cuda", "cuda0"))["state"] == "ok"
+        assert {agent["agent_id"] for agent in await node.agents()} == {"agent-1", "agent-2"}
+        assert (await node.agent("agent-1"))["slots"]["cuda.device"]["free"] == "2"
+        assert "cuda.device" in {slot["name"] for slot in await node.slot_types()}
+        assert (await node.runtimes())[0]["name"] == "process"
+        assert "cuda" in {plugin["name"] for plugin in await node.plugins()}
+        assert "agentd_info" in await node.metrics()
+        assert (await node.openapi())["openapi"] == "3.1.0"
+
+
+async def test_logs_come_byte_for_byte_and_follow(plain: Daemon) -> None:
+    async with AsyncClient(plain.folder / "agentd.sock") as node:
+        script = "printf 'a\\nb\\n\\377'; sleep 0.2; echo end"
+        command = {"command": ["sh", "-c", script], "kernel_id": "k1", "slots": {"cpu": 0}}
+        await node.create_kernel("agent-1", command)
+        followed = b"".join([chunk async for chunk in node.logs("k1", follow=True)])
+        assert followed == b"a\nb\n\xffend\n"
+        assert b"".join([chunk async for chunk in node.logs("k1", tail=1)]) == b"\xffend\n"
+
+
+async def test_refusals_are_raised_as_what_they_are(plain: Daemon) -> None:
+    async with AsyncClient(plain.folder / "agentd.sock") as node:
+        with pytest.raises(InsufficientResource) as refused:
+            await node.create_kernel("agent-1", {**SLEEP, "slots": {"cuda.device": 3}})
+        assert (refused.value.slot, refused.value.free) == ("cuda.device", "2")
+        assert [row["device"] for row in refused.value.explain] == ["cuda0", "cuda1"]
+        with pytest.raises(UnsupportedResource) as unsupported:
+            await node.create_kernel("agent-1", {**SLEEP, "slots": {"tpu.chip": 1}})
+        assert unsupported.value.slots == ["tpu.chip"]
+        assert "cuda.device" in unsupported.value.known
+        with pytest.raises(InvalidRequest) as invalid:
+            await node.create_kernel("agent-1", {"comand": ["true"]})
+        assert invalid.value.problems[0].where == "comand"
+
+
+async def test_a_daemon_that_is_away_is_unreachable_and_one_that_starts_is_waited_for(
+    plain: Daemon,
+) -> None:
+    async with AsyncClient(plain.folder / "agentd.sock", timeout_s=20) as node:
+        await plain.stop()
+        with pytest.raises(Unreachable):
+            await node.node()
+        starting = asyncio.create_task(plain.start())
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    assert (await node.node())["id"] == plain.node
+                    break
+                except Unreachable:
+                    await asyncio.sleep(0.02)
+        await starting
+
+
+async def first_event(node: AsyncClient, events: AsyncIterator[NodeEvent]) -> NodeEvent:
+    """Have something happen until the stream, which is then open, tells of it."""
+    first = asyncio.ensure_future(anext(events))
+    async with asyncio.timeout(20):
+        while not first.done():
+            await node.drain("cuda", "cuda0")
+            await node.undrain("cuda", "cuda0")
+            await asyncio.wait([first], timeout=0.05)
+    return await first
+
+
+async def test_events_go_on_over_a_restart(plain: Daemon) -> None:
+    async with (
+        AsyncClient(plain.folder / "agentd.sock") as node,
+        aclosing(node.events()) as events,
+    ):
+        event = await first_event(node, events)
+        assert (event.kind, event.data["id"]) == ("device", "cuda0")
+        await plain.restart(number=signal.SIGKILL)
+        async with asyncio.timeout(20):
+            kinds = [(await anext(events)).kind]
+        assert kinds == ["reset"]
+        await node.drain("cuda", "cuda1")
+        async with asyncio.timeout(20):
+            async for event in events:
+                if event.kind == "device" and event.data["id"] == "cuda1":
+                    break
+        assert event.data["state"] == "drained"
+
+
+async def test_events_may_be_as_long_as_a_kernel_says(plain: Daemon) -> None:
+    async with (
+        AsyncClient(plain.folder / "agentd.sock") as node,
+        aclosing(node.events()) as events,
+    ):
+        await first_event(node, events)
+        long = {
+            "command": ["sleep", "1000", "\u20ac" * 32000],
+            "labels": dict.fromkeys("xy", "\u20ac" * 30000),
+        }
+        await node.create_kernel("agent-1", {**SLEEP, **long, "kernel_id": "long"})
+        async with asyncio.timeout(10):
+            async for event in events:
+                if event.kind == "kernel":
+                    break
+        assert event.data["labels"] == long["labels"]
+
+
+async def test_all_kernels_come_page_by_page(plain: Daemon) -> None:
+    async with AsyncClient(plain.folder / "agentd.sock") as node:
+        for number in range(5):
+            await node.create_kernel("agent-1", {"kernel_id": f"k{number}", "command": ["true"],
+                                                 "slots": {"cpu": 0}})  # fmt: skip
+        assert [k["kernel_id"] async for k in node.all_kernels(page=2)] == [
+            f"k{number}" for number in range(5)
+        ]
+        await node.delete_kernel("k1")
+        assert [k["kernel_id"] for k in await node.kernels(after="k1", limit=1)] == ["k2"]
+
+
+async def test_a_server_that_says_nothing_or_something_else_is_an_error_of_ours() -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\nConnection: close\r\n\r\n<html/>")
+        writer.close()
+
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+        async with AsyncClient(url=url, timeout_s=0.3) as node:
+            with pytest.raises(Unreachable):
+                await node.node()
+            with pytest.raises(Unreachable):
+                await anext(node.logs("k1", follow=True))
+    async with await asyncio.start_server(other, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with AsyncClient(url=url) as node:
+            with pytest.raises(Refused, match="no JSON"):
+                await node.node()
+        with pytest.raises(Refused, match="no JSON"):
+            await asyncio.to_thread(Client(url=url).node)
+
+
+async def test_the_client_without_asyncio_has_the_same_calls(plain: Daemon) -> None:
+    def life() -> None:
+        node = Client(plain.folder / "agentd.sock")
+        made = node.create_kernel("agent-1", {**SLEEP, "kernel_id": "k1"})
+        assert node.kernels(state="running") == [made]
+        assert node.agent("agent-1")["agent_id"] == "agent-1"
+        assert b"".join(node.logs("k1")) == b""
+        node.delete_kernel("k1", 0)
+        with pytest.raises(UnknownKernel):
+            node.kernel("k1")
+        assert "agentd_info" in node.metrics()
+
+    await asyncio.to_thread(life)
+    shared = {name for name, _ in inspect.getmembers(Client, inspect.isfunction)}
+    others = {name for name, _ in inspect.getmembers(AsyncClient, inspect.isfunction)}
+    assert {n for n in shared if n[0] != "_"} - {"open", "asynchronous"} <= others
+
+
+async def test_a_loop_of_503_ends_at_the_deadline(plain: Daemon) -> None:
+    pace = "[plugins]\nopen-timeout = 0.5\n"
+    await plain.restart(AGENTS + pace + gpus() + 'fault = "hang"\nfault-at = "open"\n')
+    async with AsyncClient(plain.folder / "agentd.sock", timeout_s=1.5) as node:
+        with pytest.raises(AgentdError) as refused:
+            await node.create_kernel("agent-1", SLEEP)
+    assert refused.value.code == "PluginUnavailable"
+
+
+async def test_a_command_waits_for_a_daemon_that_is_not_ready_and_not_for_ever(
+    folder: Path,
+) -> None:
+    asked = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        asked.append("Upgrade" in request.headers)
+        if len(asked) < 3:  # the WebSocket is refused, and so is what asks why
+            problem = {"code": "NotReady", "detail": "not yet", "status": 503}
+            return web.json_response(problem, status=503, headers={"Retry-After": "0"})
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        await socket.receive()
+        await socket.send_json({"exit_code": 7})
+        await socket.close()
+        return socket
+
+    app = web.Application()
+    app.router.add_get("/{rest:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.UnixSite(runner, str(folder / "slow.sock")).start()
+    deaf = await asyncio.start_unix_server(lambda *_: asyncio.sleep(60), folder / "deaf.sock")
+    try:
+        async with AsyncClient(folder / "slow.sock") as node, node.exec("k1", ["true"]) as running:
+            assert [item async for item in running] == []
+        assert (running.exit_code, asked) == (7, [True, False, True])
+        async with AsyncClient(folder / "deaf.sock", timeout_s=0.2) as node:
+            with pytest.raises(Unreachable, match="no answer within"):
+                async with node.exec("k1", ["true"]):
+                    pass
+    finally:
+        deaf.close()
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("name", ["", ".", ".."])
+def test_a_step_in_a_path_is_no_name_of_anything(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="invalid name"):
+        at("kernels", name, "stop")
+    assert at("kernels", "a/..") == "/v1/kernels/a%2F.."
+
+
+def test_every_route_has_a_call() -> None:
+    made = {
+        name: function
+        for name, function in inspect.getmembers(calls, inspect.isfunction)
+        if name[0] != "_" and function.__module__ == calls.__name__
+    }
+    described = {(function.__doc__ or "").split("`")[1] for function in made.values()}
+    described |= {"GET /v1/agents/{agent}/kernels"}
+    missing = {
+        f"{route.method} {route.path}"
+        for route in ROUTES
+        if not any(text.split("?")[0] == f"{route.method} {route.path}" for text in described)
+    }
+    assert missing == set()
+
+
+@pytest.mark.parametrize("code", sorted(STATUSES))
+def test_every_code_of_the_daemon_is_an_error_of_the_client(code: str) -> None:
+    error = error_of({"code": code, "detail": "why", "status": STATUSES[code]})
+    assert (error.code, str(error)) == (code, "why")
+    assert error.content["code"] == code
+
+
+def test_answers_that_are_no_problems_are_errors_all_the_same() -> None:
+    assert isinstance(error_in(502, b"<html>"), Refused)
+    assert isinstance(error_of({"code": "FromTheFuture", "detail": "x"}), Refused)
+    assert isinstance(error_of({"code": "NotReady", "detail": "x"}), NotReady)
+    forbidden = error_of({"code": "Forbidden", "detail": "x", "roles": ["admin"]})
+    assert isinstance(forbidden, Forbidden)
+    assert forbidden.roles == ["admin"]
+
+
+async def test_the_page_for_schedulers_does_what_it_says(plain: Daemon) -> None:
+    page = Path(__file__).parents[2] / "docs/how-to/drive-from-a-scheduler.md"
+    script = page.read_text().split("```python\n")[1].split("```")[0]
+    socket = str(plain.folder / "agentd.sock")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, socket, stdout=asyncio.subprocess.PIPE
+    )
+    output, _ = await asyncio.wait_for(process.communicate(), 40)
+    assert process.returncode == 0
+    assert output.decode().splitlines() == [
+        "free: 2 GPUs",
+        "elsewhere belongs elsewhere: this node does not know tpu.chip",
+        "too-large waits: 2 of cuda.device free",
+        "job-7 runs on {'cuda0': '1'}",
+        "job-7 runs on {'cuda0': '1'}",
+        "mine: job-7",
+        "job-7 ended with 3",
+        "job-7 is gone",
+    ]

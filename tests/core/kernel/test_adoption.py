@@ -1,0 +1,185 @@
+import pytest
+from msgspec.structs import replace
+
+from agentd.core.allocation.ledger import UNREADABLE_SLOT, Allocation, Ledger, Share
+from agentd.core.devices import DeviceId
+from agentd.core.kernel.adoption import adopt, located, recalled
+from agentd.core.kernel.observation import ObservedState
+from agentd.core.kernel.reconcile import reconcile
+from agentd.core.kernel.record import encode, statement
+from agentd.core.kernel.states import KernelState
+from agentd.core.slots import ONE, SlotKind
+from core.kernels import GPU, HELD, KERNEL, MEM, NODE, encoded, found
+from core.machines import cores, gpus, machine, memory
+
+
+def test_a_share_is_charged_to_the_physical_device_whatever_it_is_called_now() -> None:
+    swapped = [
+        replace(d, device_id=DeviceId("cuda", "cuda1" if n == 0 else "cuda0"))
+        for n, d in enumerate(gpus(1, 1))
+    ]
+    node = machine(*cores(4), memory(), *swapped)
+    kernel = adopt(found(), node).kernel
+    assert kernel.allocation.shares[0].device_id.id == "cuda1"
+
+
+def test_a_device_that_nobody_knows_joins_as_gone_without_taking_a_name() -> None:
+    node = machine(*cores(4), memory(), *(replace(d, stable_id="GPU-new") for d in gpus(1)))
+    action = adopt(found(), node)
+    (missing,) = action.missing
+    assert missing.gone
+    assert missing.device_id == ("cuda", "GPU-cuda-0")
+    assert action.kernel.allocation.shares[0].device_id == missing.device_id
+
+
+def test_a_damaged_record_is_recovered_from_the_second_statement() -> None:
+    kernel = adopt(found(record="{"), NODE).kernel
+    assert kernel.state is KernelState.RUNNING
+    assert kernel.allocation == HELD
+    assert kernel.slots == {"cuda.device": "1", "mem": "4096"}
+    assert "recovered" in kernel.reason
+    foreign = adopt(found(record=encoded(kernel_id="k2")), NODE).kernel
+    assert "record of k2" in foreign.reason
+
+
+def test_what_cannot_be_read_at_all_keeps_back_what_it_might_hold() -> None:
+    kernel = adopt(found(record="", statement="", cores=("1",), memory_bytes=64), NODE).kernel
+    assert kernel.state is KernelState.UNREADABLE
+    ledger = Ledger().with_held("k1", "a", kernel.allocation)
+    free = {d.device_id.id for d in NODE.devices if not ledger.holders(d.device_id)}
+    assert free == {"0", "2", "3"}
+    assert ledger.used(DeviceId("mem", "root")) == 64
+    assert all(ledger.kept_back_by(d) for d in NODE.by_name["cuda"])
+    unlimited = adopt(found(record="", statement=""), NODE).kernel
+    ledger = Ledger().with_held("k1", "a", unlimited.allocation)
+    assert all(ledger.kept_back_by(d) for d in NODE.devices)
+    ended = adopt(found(ObservedState.EXITED, record="", statement=""), NODE).kernel
+    assert ended.state is KernelState.TERMINATED
+
+
+def test_a_device_that_a_damaged_record_names_twice_is_charged_once_and_comes_back() -> None:
+    device = NODE.by_name["cuda"][0]
+    share = Share(device.device_id, device.stable_id, device.slot, device.kind, 1000)
+    allocation, _ = located(Allocation((share, share)), NODE)
+    ledger = Ledger().with_held("k1", "a", allocation)
+    assert ledger.used(device.device_id) == 2000
+    assert ledger.without("k1") == Ledger()
+    other = share._replace(slot="old.slot")
+    (merged,) = located(Allocation((share, other)), NODE)[0].shares
+    assert merged.slot == UNREADABLE_SLOT
+
+
+def test_a_record_keeps_devices_back_and_never_creates_renames_or_moves_one() -> None:
+    """Whatever names a record gives to devices, by stable ids that are there or are not."""
+    shares = [
+        GPU._replace(device_id=DeviceId("cuda", "cuda1"), stable_id="GPU-nobody"),
+        GPU._replace(device_id=DeviceId("tpu", "tpu0"), stable_id="GPU-cuda-1"),
+        GPU._replace(device_id=DeviceId("evil", "evil0"), stable_id="X"),
+    ]
+    text = encoded(allocation=Allocation(tuple(shares)), agent_id="b")
+    action = adopt(found(record=text), NODE)
+    assert all(device.is_hearsay and device.gone for device in action.missing)
+    after = NODE
+    for device in action.missing:
+        after = after.with_device(device)
+    assert [after.by_id[d.device_id] for d in NODE.devices] == list(NODE.devices)
+    assert after.slot_types == NODE.slot_types
+    ids = {share.stable_id: share.device_id for share in action.kernel.allocation.shares}
+    assert ids["GPU-cuda-1"] == DeviceId("cuda", "cuda1")
+    assert ids["GPU-nobody"] == DeviceId("cuda", "GPU-nobody")
+
+
+EVIL = Share(DeviceId("cuda", "evil0"), "X", "cuda.device", SlotKind.COUNT, ONE)
+OTHER = Share(DeviceId("cuda", "cuda1"), "GPU-cuda-1", "cuda.device", SlotKind.COUNT, ONE)
+ZERO = GPU._replace(amount=0)
+EDITED = {
+    "nothing": ((), {"GPU-cuda-0": ONE}, "says nothing else"),
+    "another-device": ((OTHER,), {"GPU-cuda-0": ONE, "GPU-cuda-1": ONE}, "cuda/cuda1"),
+    "another-stable-id": ((GPU._replace(stable_id="X"),), {"GPU-cuda-0": ONE, "X": ONE}, "@X"),
+    "unlisted-device": ((EVIL,), {"GPU-cuda-0": ONE, "X": ONE}, "cuda/evil0"),
+    "another-name": ((GPU._replace(device_id=OTHER.device_id),), {"GPU-cuda-0": ONE}, "cuda1"),
+    "less": ((GPU._replace(amount=1),), {"GPU-cuda-0": ONE}, "=0.000001@"),
+    "more": ((GPU._replace(amount=ONE + 1),), {"GPU-cuda-0": ONE + 1}, "=1.000001@"),
+    "another-slot": ((GPU._replace(slot="x.y"),), {"GPU-cuda-0": 0}, "x.y=1"),
+    "twice": ((GPU, GPU), {"GPU-cuda-0": 2 * ONE}, "says nothing else"),
+    "zero": ((ZERO,), {"GPU-cuda-0": ONE}, "amount of cuda/cuda0: got 0"),
+}
+
+
+@pytest.mark.parametrize(("shares", "held", "said"), EDITED.values(), ids=EDITED)
+def test_a_kernel_holds_record_and_second_statement(shares, held, said) -> None:
+    text = encoded(allocation=Allocation(shares))
+    stated = statement(Allocation((GPU,)))
+    adoption = adopt(found(record=text, statement=stated), NODE)
+    kernel = adoption.kernel
+    assert {s.stable_id: s.amount for s in kernel.allocation.shares} == held
+    assert kernel.state is KernelState.RUNNING
+    assert said in kernel.reason
+    assert "second statement" in kernel.reason
+    assert [device.device_id.id for device in adoption.missing] == ["X"] * ("X" in held)
+    assert all(device.gone for device in adoption.missing)
+    again = recalled("k1", encode(kernel, "n"), "docker", NODE, 5.0).kernel
+    assert again.allocation == kernel.allocation
+
+
+UNEQUAL = {
+    "removed": ({"statement": ""}, {}, True),
+    "unreadable": ({"statement": "cuda"}, {}, True),
+    "never-written": ({"statement": ""}, {"not_enforced": ("statement",)}, False),
+    "ended": ({"statement": "", "state": ObservedState.EXITED}, {}, False),
+    "equal": ({}, {}, False),
+    "nothing-held": ({"statement": ""}, {"allocation": Allocation()}, False),
+}
+
+
+@pytest.mark.parametrize(("changes", "recorded", "is_told"), UNEQUAL.values(), ids=UNEQUAL)
+def test_a_second_statement_is_missed_while_it_runs(changes, recorded, is_told) -> None:
+    kernel = adopt(found(record=encoded(**recorded), **changes), NODE).kernel
+    assert kernel.allocation == recorded.get("allocation", HELD)
+    assert ("second statement" in kernel.reason) is is_told
+
+
+def test_an_unlisted_device_takes_no_id_of_a_listed_one() -> None:
+    """The stable id of the record is the id of a listed device."""
+    text = encoded(allocation=Allocation((EVIL._replace(stable_id="cuda1"),)))
+    (missing,) = adopt(found(record=text, statement=""), NODE).missing
+    assert missing.device_id == ("cuda", "missing-cuda1")
+
+
+@pytest.mark.parametrize("text", ["{", ""])
+def test_a_remembered_kernel_whose_record_cannot_be_read_holds_everything(text: str) -> None:
+    kernel = recalled("k1", text, "docker", NODE, 5.0).kernel
+    assert {share.device_id for share in kernel.allocation.shares} == set(NODE.by_id)
+    assert (kernel.state, kernel.runtime) == (KernelState.CREATING, "docker")
+    assert "cannot be read" in kernel.reason
+
+
+def test_a_remembered_kernel_is_what_its_record_says_under_the_name_of_its_file() -> None:
+    kernel = recalled("k9", encoded(), "other", NODE, 5.0).kernel
+    assert kernel == replace(KERNEL, kernel_id="k9")
+
+
+@pytest.mark.parametrize(
+    ("changes", "degraded"),
+    [
+        ({}, ()),
+        ({"memory_bytes": 4096, "cores": ("2", "1")}, ()),
+        ({"memory_bytes": 8192}, ("mem: limited to 8192 instead of 4096 bytes",)),
+        ({"memory_bytes": 0}, ("mem: not limited instead of 4096 bytes",)),
+        ({"cores": ("0", "1")}, ("cpu: runs on 0, 1 instead of 1, 2",)),
+        ({"memory_bytes": 1, "cores": ("3",), "is_partial": True}, ()),
+    ],
+)
+def test_limits_that_somebody_changed_are_noticed_and_found_mended(changes, degraded) -> None:
+    held = tuple(Share(DeviceId("cpu", n), f"cpu-{n}", "cpu", SlotKind.COUNT, ONE) for n in "12")
+    record = encoded(allocation=Allocation((MEM, *held)), not_enforced=())
+    item = found(record=record, **changes)
+    assert adopt(item, NODE).kernel.degraded == degraded
+    known = {"k1": adopt(found(record=record), NODE).kernel}
+    actions = reconcile(known, [item], NODE)
+    assert [action.kernel.degraded for action in actions] == [degraded] * bool(degraded)
+    if degraded:
+        (mended,) = reconcile({"k1": actions[0].kernel}, [found(record=record)], NODE)
+        assert mended.kernel.degraded == ()
+    unlimited = encoded(allocation=Allocation((MEM, *held)), not_enforced=("cpu", "mem"))
+    assert adopt(found(record=unlimited, **changes), NODE).kernel.degraded == ()

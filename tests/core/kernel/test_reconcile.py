@@ -1,0 +1,131 @@
+import pytest
+from msgspec.structs import replace
+
+from agentd.core.allocation.ledger import Allocation
+from agentd.core.devices import Inventory
+from agentd.core.kernel.adoption import Adoption, adopt
+from agentd.core.kernel.observation import ObservedKernel, ObservedState
+from agentd.core.kernel.reconcile import MarkAbsent, RemoveNeverRan, reconcile, stopped
+from agentd.core.kernel.states import Ending, Kernel, KernelState, Port
+from core.kernels import GPU, HELD, NODE, encoded, found
+from core.machines import cores, machine, memory
+
+
+def known(state: KernelState = KernelState.RUNNING, **changes) -> dict[str, Kernel]:
+    kernel = replace(adopt(found(), NODE).kernel, state=state, **changes)
+    return {"k1": kernel}
+
+
+def test_two_lost_devices_of_one_name_stay_two() -> None:
+    share = GPU._replace(stable_id="GPU-x")
+    other = encoded(kernel_id="k2", allocation=Allocation((share,)))
+    node = machine(*cores(4), memory())
+    actions = reconcile({}, [found(), found(kernel_id="k2", record=other)], node)
+    ids = [action.kernel.allocation.shares[0].device_id.id for action in actions]
+    assert len(set(ids)) == 2
+
+
+def test_an_unknown_kernel_is_adopted_with_its_devices() -> None:
+    (action,) = reconcile({}, [found()], NODE)
+    assert isinstance(action, Adoption)
+    kernel = action.kernel
+    assert (kernel.state, kernel.handle, kernel.spec_hash) == (KernelState.RUNNING, "c1", "hash")
+    assert kernel.allocation == HELD
+    assert kernel.not_enforced == ("mem",)
+
+
+@pytest.mark.parametrize(
+    ("state", "before", "after"),
+    [
+        (ObservedState.EXITED, KernelState.RUNNING, KernelState.TERMINATED),
+        (ObservedState.EXITED, KernelState.STOPPING, KernelState.TERMINATED),
+        (ObservedState.PAUSED, KernelState.RUNNING, KernelState.PAUSED),
+        (ObservedState.RUNNING, KernelState.PAUSED, KernelState.RUNNING),
+        (ObservedState.RUNNING, KernelState.TERMINATED, KernelState.RUNNING),
+        (ObservedState.RUNNING, KernelState.CREATING, KernelState.RUNNING),
+        (ObservedState.RUNNING, KernelState.LOST, KernelState.RUNNING),
+        (ObservedState.RUNNING, KernelState.RUNNING, None),
+        (ObservedState.RUNNING, KernelState.STOPPING, None),
+        (ObservedState.EXITED, KernelState.TERMINATED, None),
+    ],
+)
+def test_a_known_kernel_follows_what_is_found(state, before, after) -> None:
+    kernels = known(before)
+    if after is None and before is KernelState.TERMINATED:
+        kernels = {k: replace(v, ending=found(state).ending) for k, v in kernels.items()}
+    actions = reconcile(kernels, [found(state)], NODE)
+    if after is None:
+        assert actions == []
+        return
+    (action,) = actions
+    assert action.kernel.state is after
+    assert action.kernel.ending.exit_code == (3 if state is ObservedState.EXITED else None)
+
+
+def test_what_was_never_started_is_removed() -> None:
+    item = found(ObservedState.CREATED)
+    assert reconcile({}, [item], NODE) == [RemoveNeverRan(item)]
+    assert reconcile(known(KernelState.CREATING), [item], NODE) == [RemoveNeverRan(item)]
+
+
+def test_only_a_complete_list_without_it_makes_a_kernel_lost() -> None:
+    assert reconcile(known(), [], NODE) == [MarkAbsent("k1")]
+    assert reconcile(known(KernelState.TERMINATED), [], NODE) == [MarkAbsent("k1")]
+    assert reconcile(known(KernelState.LOST), [], NODE) == []
+    assert reconcile(known(KernelState.FAILED), [], NODE) == []
+
+
+def test_an_unknown_outcome_is_settled_only_after_its_grace() -> None:
+    creating = known(KernelState.CREATING)
+    assert reconcile(creating, [], NODE) == []
+    assert reconcile(creating, [], NODE, expired=["k1"]) == [MarkAbsent("k1")]
+
+
+def test_an_ending_that_was_not_known_is_learnt_and_a_list_s_entry_teaches_nothing() -> None:
+    ended = known(KernelState.TERMINATED)
+    (action,) = reconcile(ended, [found(ObservedState.EXITED)], NODE)
+    assert isinstance(action, Adoption)
+    assert action.kernel.ending == found(ObservedState.EXITED).ending
+    partial = replace(
+        found(ObservedState.EXITED), ending=Ending(), started_at=None, is_partial=True
+    )
+    assert reconcile({"k1": action.kernel}, [partial], NODE) == []
+
+
+def test_a_restart_by_hand_is_seen_by_its_time() -> None:
+    again = replace(found(), started_at=99.0)
+    (action,) = reconcile(known(KernelState.RUNNING), [again], NODE)
+    assert isinstance(action, Adoption)
+    assert (action.kernel.state, action.kernel.started_at) == (KernelState.RUNNING, 99.0)
+
+
+def test_ports_of_a_record_without_them_are_the_runtime_s() -> None:
+    ports = (Port(80, 30000, "tcp", "127.0.0.1"),)
+    (action,) = reconcile({}, [replace(found(), ports=ports)], NODE)
+    assert isinstance(action, Adoption)
+    assert action.kernel.ports == ports
+
+
+@pytest.mark.parametrize("handle", ["", "h"])
+def test_what_was_seen_to_run_did_whatever_is_left_of_it(handle: str) -> None:
+    known = Kernel("k1", "a", KernelState.RUNNING, "", 1.0, "fake", handle="h", started_at=2.0)
+    item = ObservedKernel("k1", "a", "fake", handle, ObservedState.CREATED, "", "")
+    (action,) = reconcile({"k1": known}, [item], Inventory.of([], []))
+    assert isinstance(action, Adoption)
+    assert (action.kernel.state, action.kernel.handle) == (KernelState.TERMINATED, "h")
+    assert "damaged" in action.kernel.ending.reason
+    other = replace(item, handle="another")
+    (action,) = reconcile({"k1": known}, [other], Inventory.of([], []))
+    assert action == RemoveNeverRan(other)
+    assert stopped(known, item).state is KernelState.TERMINATED
+    assert stopped(known, None).state is KernelState.LOST
+
+
+def test_a_unit_that_has_ended_has_no_process_any_more() -> None:
+    units = known(pid=7, unit="u.service")
+    ended = replace(found(ObservedState.EXITED), unit="u.service")
+    (action,) = reconcile(units, [ended], NODE)
+    assert (action.kernel.pid, action.kernel.unit) == (None, "u.service")
+    assert stopped(units["k1"], ended).pid is None
+    (process,) = known(pid=7).values()
+    assert stopped(process, found(ObservedState.EXITED)).pid == 7

@@ -1,0 +1,107 @@
+"""The state machine: two tables, and nothing besides."""
+
+import importlib.util
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from agentd import plugin_api
+from agentd.core.kernel.adoption import adopt
+from agentd.core.kernel.observation import ObservedState
+from agentd.core.kernel.reconcile import MarkAbsent, reconcile
+from agentd.core.kernel.states import (
+    ENDED,
+    LIVE,
+    MOVES,
+    OBSERVATIONS,
+    STARTING,
+    Kernel,
+    KernelState,
+    Sight,
+)
+from core.kernels import NODE, found
+
+GENERATOR = Path(__file__).parents[2] / "docs" / "generate.py"
+FINDS = {
+    Sight.RUNNING: found(ObservedState.RUNNING),
+    Sight.PAUSED: found(ObservedState.PAUSED),
+    Sight.EXITED: found(ObservedState.EXITED),
+    Sight.UNREADABLE: found(ObservedState.RUNNING, record="", statement=""),
+}
+
+
+def kernel(state: KernelState) -> Kernel:
+    return Kernel("k1", "a", state, "hash", 1.0, "fake", handle="c1")
+
+
+@pytest.mark.parametrize("after", KernelState)
+@pytest.mark.parametrize("before", KernelState)
+def test_only_the_moves_of_the_table_are_legal(before: KernelState, after: KernelState) -> None:
+    made = kernel(before)
+    if after is before or after in MOVES[before]:
+        assert made.moved_to(after).state is after
+    else:
+        with pytest.raises(ValueError, match="cannot"):
+            made.moved_to(after)
+        assert made.state is before
+
+
+@pytest.mark.parametrize("sight", Sight)
+@pytest.mark.parametrize("before", KernelState)
+def test_what_is_seen_means_what_the_table_says(before: KernelState, sight: Sight) -> None:
+    made = kernel(before)
+    if sight in OBSERVATIONS[before]:
+        assert made.observed(sight).state is OBSERVATIONS[before][sight]
+    else:
+        with pytest.raises(ValueError, match="cannot be seen"):
+            made.observed(sight)
+
+
+@pytest.mark.parametrize("sight", FINDS)
+@pytest.mark.parametrize("before", [state for state in KernelState if OBSERVATIONS[state]])
+def test_comparing_takes_every_edge_of_what_is_found(before: KernelState, sight: Sight) -> None:
+    """A kernel of another handle is read anew; one of the same keeps what was read of it."""
+    known = replace(kernel(before), handle="another")
+    actions = reconcile({"k1": known}, [FINDS[sight]], NODE)
+    after = [action.kernel.state for action in actions]
+    assert after == [OBSERVATIONS[before][sight]]
+
+
+@pytest.mark.parametrize("before", [state for state in KernelState if OBSERVATIONS[state]])
+def test_absence_is_an_edge_too(before: KernelState) -> None:
+    known = kernel(before)
+    actions = reconcile({"k1": known}, [], NODE, expired=["k1"])
+    is_gone = before in (KernelState.FAILED, KernelState.LOST)
+    assert actions == ([] if is_gone else [MarkAbsent("k1")])
+    assert known.observed(Sight.ABSENT).state in ENDED
+
+
+def test_every_state_is_reached_and_only_ended_ones_are_left_as_they_are() -> None:
+    reached = {KernelState.PREPARING} | {after for moves in MOVES.values() for after in moves}
+    reached |= {after for found in OBSERVATIONS.values() for after in found.values()}
+    assert reached == set(KernelState)
+    assert {state for state in KernelState if not MOVES[state]} == ENDED
+    assert set(KernelState) == STARTING | LIVE | ENDED
+
+
+def test_an_adopted_kernel_begins_where_its_create_would_have_ended() -> None:
+    assert adopt(found(ObservedState.CREATED), NODE).kernel.state is KernelState.CREATING
+    assert adopt(found(), NODE).kernel.state is KernelState.RUNNING
+
+
+def test_the_page_of_states_is_made_from_the_tables() -> None:
+    spec = importlib.util.spec_from_file_location("generate", GENERATOR)
+    assert spec is not None
+    assert spec.loader is not None
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    assert generate.STATES.read_text() == generate.states_page(), "run python docs/generate.py"
+    api = generate.plugin_api_page()
+    assert generate.PLUGIN_API.read_text() == api, "run python docs/generate.py"
+    for name in plugin_api.__all__:
+        value = getattr(plugin_api, name)
+        assert f"## `{name}`" in api
+        members = fields(value) if is_dataclass(value) else ()
+        assert all(f"| `{member.name}` |" in api for member in members)

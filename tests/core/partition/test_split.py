@@ -1,0 +1,278 @@
+import dataclasses
+from decimal import Decimal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from agentd.core.devices import DeviceId
+from agentd.core.partition.auto_split import split_units
+from agentd.core.partition.rules import (
+    AgentRule,
+    AllocationMode,
+    SplitRules,
+    parse_device_rule,
+    parse_memory_rule,
+)
+from agentd.core.partition.split import split
+from agentd.core.slots import ONE
+from agentd.errors import ConfigRefused
+from core.machines import GIB, cores, gpus, machine, memory
+
+NODE = machine(*cores(8), memory(), *gpus(1, 1, 1, 1, 1))
+
+
+def agents(*names: str) -> tuple[AgentRule, ...]:
+    return tuple(AgentRule(name) for name in names)
+
+
+def described(name: str, cpu: object = 2, mem: object = "8g", **devices: object) -> AgentRule:
+    return AgentRule(
+        name,
+        None if cpu is None else parse_device_rule(cpu),
+        None if mem is None else parse_memory_rule(mem),
+        {key: parse_device_rule(value) for key, value in devices.items()},
+        described=True,
+    )
+
+
+def manual(*rules: AgentRule, **more: object) -> SplitRules:
+    return SplitRules(AllocationMode.MANUAL, rules, **more)
+
+
+def ids(result, agent: str, name: str) -> list[str]:
+    return [d.id for d in result.partitions[agent].devices if d.name == name]
+
+
+def test_no_agents_means_one_that_owns_everything() -> None:
+    for mode in AllocationMode:
+        result = split(NODE, SplitRules(mode, ()))
+        assert list(result.partitions) == ["main"]
+        assert result.slots_of("main") == result.node_slots()
+        assert set(result.scaling_factors("main").values()) == {Decimal(1)}
+        assert not result.unassigned
+
+
+def test_shared_gives_every_agent_every_device() -> None:
+    result = split(NODE, SplitRules(AllocationMode.SHARED, agents("a", "b")))
+    assert ids(result, "a", "cuda") == ids(result, "b", "cuda") == [f"cuda{n}" for n in range(5)]
+    assert result.scaling_factors("b")["cuda.device"] == 1
+
+
+def test_five_gpus_for_three_agents_are_two_two_and_one() -> None:
+    result = split(NODE, SplitRules(AllocationMode.AUTO_SPLIT, agents("a", "b", "c"), align=2**24))
+    assert [ids(result, agent, "cuda") for agent in "abc"] == [
+        ["cuda0", "cuda1"],
+        ["cuda2", "cuda3"],
+        ["cuda4"],
+    ]
+    assert [len(ids(result, agent, "cpu")) for agent in "abc"] == [3, 3, 2]
+    assert result.scaling_factors("a")["cuda.device"] == Decimal("0.4")
+    memory_units = [result.partitions[agent].memory_bytes // 2**24 for agent in "abc"]
+    assert memory_units == [683, 683, 682]
+
+
+def test_devices_are_dealt_in_natural_order() -> None:
+    node = machine(*cores(2), memory(), *gpus(*[1] * 12))
+    result = split(node, SplitRules(AllocationMode.AUTO_SPLIT, agents("a", "b")))
+    assert ids(result, "a", "cuda") == [f"cuda{n}" for n in range(6)]
+
+
+def test_more_agents_than_devices_leaves_some_without() -> None:
+    node = machine(*cores(3), memory(), *gpus(1))
+    result = split(node, SplitRules(AllocationMode.AUTO_SPLIT, agents("a", "b")))
+    assert ids(result, "b", "cuda") == []
+    assert result.scaling_factors("b")["cuda.device"] == 0
+
+
+def test_a_missing_device_keeps_its_seat_and_its_neighbours_theirs() -> None:
+    devices = [replace(d, gone=d.device_id.id == "cuda1") for d in gpus(1, 1, 1, 1)]
+    node = machine(*cores(2), memory(), *devices)
+    result = split(node, SplitRules(AllocationMode.AUTO_SPLIT, agents("a", "b")))
+    assert ids(result, "a", "cuda") == ["cuda0", "cuda1"]
+    assert ids(result, "b", "cuda") == ["cuda2", "cuda3"]
+    assert result.slots_of("a")["cuda.device"] == ONE
+    assert any("cuda1 is gone" in warning for warning in result.warnings)
+
+
+def test_reservation_is_withheld_from_everyone() -> None:
+    rules = SplitRules(
+        AllocationMode.AUTO_SPLIT, agents("a", "b"), reserved_cpu=2, reserved_mem=2 * GIB, align=GIB
+    )
+    result = split(NODE, rules)
+    assert result.reserved_cpu == ("0", "1")
+    assert ids(result, "a", "cpu") == ["2", "3", "4"]
+    assert result.node_slots()["mem"] == 30 * GIB
+    assert result.node_slots()["cpu"] == 6 * ONE
+    assert result.scaling_factors("a")["cpu"] == Decimal("0.5")
+    listed = split(NODE, replace(rules, reserved_cpu=("7", "3")))
+    assert ids(listed, "a", "cpu") == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("change", "where", "why"),
+    [
+        ({"reserved_cpu": 8}, "resource.reserved-cpu", "leaves no core; the node has 8"),
+        ({"reserved_cpu": ("9",)}, "resource.reserved-cpu", "no core 9; the node has 0, 1"),
+        ({"reserved_mem": 32 * GIB}, "resource.reserved-mem", "leave no memory"),
+    ],
+)
+def test_a_reservation_that_takes_everything_is_refused(change, where, why) -> None:
+    with pytest.raises(ConfigRefused) as caught:
+        split(NODE, SplitRules(AllocationMode.SHARED, agents("a"), **change))
+    assert any(p.where == where and why in p.why for p in caught.value.problems)
+
+
+def test_manual_mode_follows_the_rules() -> None:
+    result = split(
+        NODE,
+        manual(
+            described("a", cpu=2, mem="50%", cuda="40%"),
+            described("b", cpu="4-7", mem="1g", cuda=["GPU-cuda-4", "0000:00:00.0"]),
+            reserved_cpu=1,
+            align=2**24,
+        ),
+    )
+    assert ids(result, "b", "cpu") == ["4", "5", "6", "7"]
+    assert ids(result, "b", "cuda") == ["cuda0", "cuda4"]
+    assert ids(result, "a", "cpu") == ["1", "2"]
+    assert ids(result, "a", "cuda") == ["cuda1", "cuda2"]
+    assert result.partitions["a"].memory_bytes == 16 * GIB
+    assert result.unassigned == {"cpu": ("3",), "cuda": ("cuda3",)}
+    assert "cuda3 is assigned to no agent" in result.warnings
+    assert result.unassigned_memory == 15 * GIB
+
+
+@pytest.mark.parametrize(
+    ("rules", "where", "why"),
+    [
+        ([described("a", tpu=1)], "agents.0.resource.devices.tpu", "available: cuda"),
+        ([described("a", cuda=["cuda9"])], "agents.0.resource.devices.cuda", "available: cuda0,"),
+        (
+            [described("a", cuda=["cuda1"]), described("b", cuda=["GPU-cuda-1"])],
+            "agents.1.resource.devices.cuda",
+            "GPU-cuda-1 is given to b, and the rules give it to a too",
+        ),
+        ([described("a", mem="20g"), described("b", mem="13g")], "agents", "mem adds up to"),
+        ([described("a", cpu=None)], "agents.0.resource.cpu", "has no cpu"),
+        ([described("a", cpu=0)], "agents.0.resource.cpu", "has no cpu"),
+        ([described("a", cpu=[])], "agents.0.resource.cpu", "has no cpu"),
+        ([described("a", mem=None)], "agents.0.resource.mem", "has no mem"),
+        ([described("a", mem="0")], "agents.0.resource.mem", "has no mem"),
+        ([described("a"), AgentRule("b")], "agents.1", "agent b has no [agents.resource]"),
+        ([described("a", cpu="0-1")], "agents.0.resource.cpu", "core 0 is reserved"),
+        (
+            [described("a", cuda="30%")],
+            "agents.0.resource.devices.cuda",
+            "30% of 5 devices is not a whole number; the nearest counts are 1 (20%) and 2 (40%)",
+        ),
+        ([described("a", cuda=6)], "agents.0.resource.devices.cuda", "6 cuda devices for a, of 5"),
+        ([described("a", cpu=9)], "agents.0.resource.cpu", "7 are left"),
+        ([described("a", cpu="99")], "agents.0.resource.cpu", "no cpu device '99'"),
+    ],
+)
+def test_every_refusal_of_manual_mode_says_where_and_what_there_is(rules, where, why) -> None:
+    with pytest.raises(ConfigRefused) as caught:
+        split(NODE, manual(*rules, reserved_cpu=1))
+    assert any(p.where == where and why in p.why for p in caught.value.problems), str(caught.value)
+
+
+def test_manual_mode_lists_all_that_is_wrong_at_once() -> None:
+    with pytest.raises(ConfigRefused) as caught:
+        split(NODE, manual(described("a", cpu=None, mem=None, tpu=1), AgentRule("b")))
+    assert len(caught.value.problems) == 4
+
+
+def test_what_is_gone_or_failed_is_only_a_warning() -> None:
+    node = machine(*cores(4), memory(), *(replace(d, gone=True) for d in gpus(1, 1)))
+    result = split(
+        node,
+        manual(described("a", cuda=["cuda0"], tpu=2)),
+        unlisted={"tpu": "plugin tpu failed: no driver"},
+    )
+    assert ids(result, "a", "cuda") == ["cuda0"]
+    assert "tpu: plugin tpu failed: no driver" in result.warnings
+
+
+def test_a_plugin_that_lists_nothing_is_known_all_the_same() -> None:
+    node = machine(*cores(4), memory())
+    node = dataclasses.replace(node, slot_types={**node.slot_types, **machine(*gpus(1)).slot_types})
+    assert split(node, manual(described("a", cuda="all"))).partitions
+    with pytest.raises(ConfigRefused, match="no cuda device 'cuda0'; available: none"):
+        split(node, manual(described("a", cuda=["cuda0"])))
+
+
+def test_a_reservation_and_the_rules_are_refused_together() -> None:
+    with pytest.raises(ConfigRefused) as caught:
+        split(NODE, manual(described("a", tpu=1), AgentRule("b"), reserved_cpu=99))
+    places = {problem.where for problem in caught.value.problems}
+    assert places >= {"resource.reserved-cpu", "agents.0.resource.devices.tpu", "agents.1"}
+
+
+def test_a_single_agent_has_the_scaling_factor_one() -> None:
+    for rules in (
+        manual(described("a", cpu=2, cuda=1)),
+        SplitRules(AllocationMode.AUTO_SPLIT, agents("a"), reserved_mem=1000001, align=2**24),
+    ):
+        assert set(split(NODE, rules).scaling_factors("a").values()) == {Decimal(1)}
+
+
+def test_agents_that_get_nothing_are_a_warning() -> None:
+    node = machine(*cores(1), memory(8 * GIB))
+    result = split(node, SplitRules(AllocationMode.AUTO_SPLIT, agents("a", "b"), align=8 * GIB))
+    assert any("agent b has no core" in warning for warning in result.warnings)
+    assert any("agent b has no memory" in warning for warning in result.warnings)
+
+
+def test_rules_of_agents_are_not_used_outside_manual_mode_and_said_so() -> None:
+    result = split(NODE, SplitRules(AllocationMode.SHARED, (described("a", cpu=1),)))
+    assert any("not used in shared mode" in warning for warning in result.warnings)
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [(-1, "invalid"), (True, "invalid"), (0.5, "invalid"), ("101%", "more than"),
+     ("3-1", "backwards"), (["a", "a"], "twice"), ("0,0", "twice"), ("1,,2", "invalid"),
+     ({"shares": 1}, "invalid")],
+)  # fmt: skip
+def test_device_rules_that_are_no_rule(raw, why) -> None:
+    with pytest.raises(ValueError, match=why):
+        parse_device_rule(raw)
+
+
+@pytest.mark.parametrize("raw", ["x", -1, True, "101%", "1e3", None])
+def test_memory_rules_that_are_no_rule(raw) -> None:
+    with pytest.raises(ValueError, match=r"; write a size|more than|invalid percentage"):
+        parse_memory_rule(raw)
+
+
+@given(st.integers(0, 500), st.integers(1, 40))
+def test_units_differ_by_one_at_most_and_add_up(total, parts) -> None:
+    units = split_units(total, parts)
+    assert sum(units) == total
+    assert len(units) == parts
+    assert units == sorted(units, reverse=True)
+    assert units[0] - units[-1] <= 1
+
+
+@given(
+    st.integers(1, 20), st.integers(0, 20), st.integers(1, 6), st.sampled_from(["auto", "manual"])
+)
+def test_outside_shared_mode_no_device_has_two_owners_and_slots_add_up(n_cpu, n_gpu, n, mode):
+    node = machine(*cores(n_cpu), memory(), *gpus(*[1] * n_gpu))
+    names = [f"agent-{i}" for i in range(n)]
+    if mode == "auto":
+        rules = SplitRules(AllocationMode.AUTO_SPLIT, agents(*names))
+    elif n_cpu >= n:
+        rules = manual(*(described(name, cpu=1, mem="1g") for name in names))
+    else:
+        return
+    result = split(node, rules)
+    places = [d for part in result.partitions.values() for d in part.devices if d.name != "mem"]
+    assert len(places) == len(set(places))
+    total = sum((result.slots_of(name)["cuda.device"] for name in names), 0)
+    left = len(result.unassigned.get("cuda", ())) * ONE
+    assert total + left == result.node_slots()["cuda.device"]
+    assert all(len(result.agents_of(d)) == 1 for d in places)
+    assert result.agents_of(DeviceId("cuda", "none")) == []

@@ -1,0 +1,222 @@
+"""A reload takes everything or nothing, and says of each key whether it was taken."""
+
+import os
+import subprocess
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agentd.config.loading import load
+from agentd.daemon import reload as module
+from agentd.daemon.reload import Reload, outcome
+from agentd.http.endpoint import Weaknesses
+from fakes import FakeRuntime
+from needs import require
+
+WORD = "0123456789abcdef"
+
+
+class FakeServer:
+    """Takes tokens and certificates, and counts them."""
+
+    def __init__(self, *, has_tls: bool = False) -> None:
+        self.has_tls = has_tls
+        self.tokens: list[Any] = []
+        self.contexts: list[object] = []
+
+    def renew_tokens(self, tokens: Any) -> None:
+        self.tokens.append([token.secret for token in tokens])
+
+    def renew_tls(self, context: object) -> None:
+        self.contexts.append(context)
+
+
+class Node:
+    """A configuration in a folder, and its reload."""
+
+    def __init__(self, folder: Path, *, has_tls: bool = False) -> None:
+        self.folder = folder
+        self.token = folder / "token"
+        self.token.write_text(WORD)
+        self.token.chmod(0o600)
+        self.server = FakeServer(has_tls=has_tls)
+        self.known = Weaknesses()
+        self.write()
+        runtimes: Any = {"fake": FakeRuntime()}
+        server: Any = self.server
+        self.reload = Reload(load(self.file, {}), server, runtimes, self.known)
+
+    @property
+    def file(self) -> Path:
+        return self.folder / "agent.toml"
+
+    @property
+    def listening(self) -> str:
+        return f'listen = "127.0.0.1:7001"\ntoken-file = "{self.token}"\n'
+
+    def write(self, rpc: str | None = None, rest: str = "") -> None:
+        text = self.listening if rpc is None else rpc
+        self.file.write_text(f'[node]\nid = "n"\n{rest}[rpc]\n{text}')
+
+    async def reloaded(self) -> tuple[list[str], list[str]]:
+        """Return what waits for a restart, and why nothing was taken."""
+        await self.reload.once(self.folder)
+        found = outcome(self.folder)
+        return found["needs_restart"], found["reasons"]
+
+
+def certificate(folder: Path, *options: str) -> tuple[Path, Path]:
+    require("openssl")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt"]
+    command += ["ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=x"]
+    cert, key = folder / "cert", folder / "key"
+    command += ["-out", str(cert), "-keyout", str(key), *options]
+    subprocess.run(command, check=True, capture_output=True)
+    key.chmod(0o600)
+    return cert, key
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ('tls-cert = "/tmp/\\u0000x"\ntls-key = "/k"\n', "embedded null byte"),
+        ('tls-cert = "{fifo}"\ntls-key = "{fifo}"\n', "is a FIFO, expected a regular file"),
+        (
+            '[[rpc.tokens]]\nname = "t"\nrole = "read"\nfile = "{fifo}"\n',
+            "is a FIFO, expected a regular file",
+        ),
+        (
+            '[[rpc.tokens]]\nname = "t"\nrole = "read"\nfile = "/x/\\u0000"\n',
+            "embedded null byte",
+        ),
+        ("[nonsense", "invalid TOML"),
+    ],
+)
+async def test_a_reload_that_fails_takes_nothing_and_is_not_the_last(
+    tmp_path: Path, line: str, why: str
+) -> None:
+    node = Node(tmp_path, has_tls=True)
+    os.mkfifo(tmp_path / "fifo")
+    node.token.write_text("another-token-that-is-long")
+    node.write(node.listening + line.replace("{fifo}", str(tmp_path / "fifo")))
+    waiting, reasons = await node.reloaded()
+    assert (waiting, node.server.tokens) == ([], [])
+    assert why in "; ".join(reasons)
+    node.write()
+    assert await node.reloaded() == ([], [])
+    assert node.server.tokens == [["another-token-that-is-long"]]
+
+
+async def test_an_unforeseen_error_is_a_reason_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(tmp_path)
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("no more")
+
+    monkeypatch.setattr(module, "load", fails)
+    assert await node.reloaded() == ([], ["RuntimeError: no more"])
+    monkeypatch.undo()
+    assert await node.reloaded() == ([], [])
+
+
+async def test_files_that_are_not_read_in_time_are_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "READ_TIMEOUT_S", 0.0)
+    waiting, reasons = await Node(tmp_path).reloaded()
+    assert (waiting, reasons) == ([], ["the files could not be read within 0 s"])
+
+
+async def test_tls_on_a_plain_listener_waits_for_a_restart(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    cert, key = certificate(tmp_path)
+    node.write(f'{node.listening}tls-cert = "{cert}"\ntls-key = "{key}"\n')
+    assert await node.reloaded() == (["rpc.tls-cert", "rpc.tls-key"], [])
+    assert node.server.contexts == []
+
+
+async def test_the_certificate_that_was_checked_is_the_one_that_is_shown(tmp_path: Path) -> None:
+    node = Node(tmp_path, has_tls=True)
+    cert, key = certificate(tmp_path)
+    node.write(f'{node.listening}tls-cert = "{cert}"\ntls-key = "{key}"\n')
+    settings, _, steps = node.reload.prepare()
+    assert settings.rpc.tls_cert == cert
+    cert.write_text("exchanged")
+    key.unlink()
+    for step in steps:
+        step.take()
+    assert len(node.server.contexts) == 1
+    assert {"rpc.tls-cert", "rpc.tls-key"} <= {key for step in steps for key in step.keys}
+
+
+async def test_tokens_go_with_the_listener(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.file.write_text("")
+    waiting, reasons = await node.reloaded()
+    assert reasons == []
+    assert {"rpc.listen", "rpc.token-file", "node.id"} <= set(waiting)
+    assert node.server.tokens == [[WORD]]
+
+
+async def test_a_key_that_waits_is_named_at_each_reload_until_it_is_back(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    agents = '[[agents]]\nid = "a"\n'
+    node.write(rest=agents + "[plugins.cuda]\nplugin = 'sim'\n")
+    for _ in range(2):
+        assert await node.reloaded() == (["agents", "plugins.cuda"], [])
+    node.write(rest='log-level = "info"\n')
+    assert await node.reloaded() == ([], [])
+
+
+async def test_every_key_of_a_runtime_is_taken_or_named(tmp_path: Path) -> None:
+    from agentd.runtimes.docker.runtime import DockerRuntime
+
+    node = Node(tmp_path)
+    docker = DockerRuntime(
+        Path("/none"),
+        "n",
+        runtime_factory.docker_rules(module.load(node.file, {}).settings.runtime.docker),
+    )
+    node.reload._runtimes = {"docker": docker}
+    node.write(
+        rest='[runtime.docker]\nsocket = "/another"\npids-limit = 7\nstop-timeout = 3\n'
+        'registry-auth = "/auth"\npublish-address = "127.0.0.9"\n'
+    )
+    assert await node.reloaded() == (
+        ["runtime.docker.socket", "runtime.docker.publish-address"],
+        [],
+    )
+    assert (docker._rules.pids_limit, docker._images._registry_auth) == (7, Path("/auth"))
+
+
+async def test_weak_credentials_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    day_s = 24 * 3600.0
+    now = [time.time() + 3 * day_s]
+    monkeypatch.setattr("agentd.http.endpoint.time", SimpleNamespace(time=lambda: now[0]))
+    node = Node(tmp_path, has_tls=True)
+    cert, key = certificate(tmp_path, "-days", "2")
+    key.chmod(0o644)
+    node.token.write_text("x")
+    node.write(f'{node.listening}tls-cert = "{cert}"\ntls-key = "{key}"\n')
+    assert await node.reloaded() == ([], [])
+    token, mode, expired = node.known.warnings()
+    assert token.startswith(f"{node.token} holds a token of 1 characters, expected 16 or more")
+    assert mode == f"{key} has mode 0644: others can read or write it; allowed: 0600 or 0640"
+    assert expired.startswith(f"{cert} expired at ")
+    key.chmod(0o600)
+    node.token.write_text(WORD)
+    now[0] -= 2 * day_s
+    assert await node.reloaded() == ([], [])
+    assert node.known.warnings() == []
+    now[0] += 2 * day_s
+    assert node.known.warnings() == [expired]
+    now[0] -= 6 * day_s
+    await node.reloaded()
+    assert node.known.warnings()[0].startswith(f"{cert} is not valid before ")

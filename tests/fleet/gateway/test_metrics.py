@@ -1,0 +1,42 @@
+"""The gateway's metrics: every caller gets all series, and known counters start at zero."""
+
+import pytest
+
+from agentd.core.access import Caller, Role
+from agentd.errors import KernelConflict
+from agentd.http.problems import CREATE_CODES
+from agentd_fleet.gateway.metrics import Counts, exposition
+from agentd_fleet.view.fleet_view import FleetView
+
+ADMIN = Caller("root", Role.ADMIN)
+TEAM = Caller("team", Role.AGENT, frozenset({"agent-1"}))
+
+
+def creates(counts: Counts, caller: Caller) -> dict[str, float]:
+    text = exposition(FleetView(), caller, counts, is_live=True).decode()
+    prefix = 'agentd_fleet_creates_total{result="'
+    rows = [line.removeprefix(prefix) for line in text.splitlines() if line.startswith(prefix)]
+    return {name: float(value) for name, value in (row.split('"} ') for row in rows)}
+
+
+@pytest.mark.parametrize("caller", [ADMIN, TEAM], ids=lambda caller: caller.role.value)
+def test_counter_of_creates_starts_at_zero_for_every_result(caller: Caller) -> None:
+    counts = Counts()
+    assert creates(counts, caller) == dict.fromkeys({"placed", *CREATE_CODES}, 0)
+    with pytest.raises(KernelConflict), counts.create():
+        raise KernelConflict("taken")
+    with counts.create():
+        pass
+    after = creates(counts, caller)
+    assert {name: value for name, value in after.items() if value} == {
+        "KernelConflict": 1,
+        "placed": 1,
+    }
+
+
+@pytest.mark.parametrize("caller", [ADMIN, TEAM], ids=lambda caller: caller.role.value)
+def test_every_caller_gets_the_series_of_the_whole_fleet(caller: Caller) -> None:
+    text = exposition(FleetView(), caller, Counts(), is_live=False).decode()
+    assert "agentd_fleet_view_live 0.0" in text
+    for state in ("ready", "daemon-down", "lost", "conflicting"):
+        assert f'agentd_fleet_nodes{{state="{state}"}} 0.0' in text

@@ -1,0 +1,230 @@
+"""Who is a candidate is who can give it, in the order promised; who is not has a reason."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from fleet.test_view import NAMES, NODES, fleet, node, slot
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentd.core.slots import ONE, ResourceSlots
+from agentd_fleet.placement.candidates import Candidate, Constraints, Policy, candidates, unfit
+from agentd_fleet.placement.refusals import NoNode, refusal
+from agentd_fleet.view.fleet_view import FleetNode, FleetView, NodeStatus, Offer
+
+
+@given(NODES, st.sampled_from(NAMES), st.integers(1, 9), st.sampled_from(Policy))
+def test_every_candidate_has_what_is_asked_and_every_other_a_reason(
+    nodes, name, count, policy
+) -> None:
+    view = fleet(*nodes)
+    request = ResourceSlots({name: count * ONE})
+    found = candidates(view, request, Constraints(), policy, random.Random(7))
+    for candidate in found:
+        chosen = view.nodes[candidate.node_id]
+        assert request <= view.understood(chosen, chosen.offers[candidate.agent_id].free)
+    agents = sum(len(each.offers) for each in view.nodes.values())
+    assert len(found) + sum(row.count for row in unfit(view, request, Constraints())) == agents
+
+
+def test_refusals_are_told_by_class() -> None:
+    many = [node(f"no{n}") for n in range(7)]
+    view = fleet(
+        *many,
+        node("full", slot("tpu.chip"), tpu_chip=0),
+        node("away", slot("tpu.chip"), status=NodeStatus.LOST),
+        replace(node("down", slot("tpu.chip")), status=NodeStatus.DAEMON_DOWN),
+    )
+    rows = unfit(view, ResourceSlots({"tpu.chip": ONE}), Constraints())
+    assert {row.reason: row.count for row in rows} == {
+        "lack tpu.chip": 7,
+        "full": 1,
+        "lost": 1,
+        "daemon-down": 1,
+    }
+    assert len(rows[0].nodes) == 5
+
+
+def test_constraints_narrow_and_packing_fills_the_fullest_first() -> None:
+    view = fleet(
+        replace(node("a", slot("cuda.device"), cuda_device=8), labels={"zone": "x"}),
+        replace(node("b", slot("cuda.device"), cuda_device=2), labels={"zone": "y"}),
+        replace(node("c", slot("cuda.device"), cuda_device=4), labels={"zone": "x"}),
+    )
+    request = ResourceSlots({"cuda.device": 2 * ONE})
+
+    def found(policy: Policy = Policy.PACK, **wanted) -> list[str]:
+        chosen = candidates(view, request, Constraints(**wanted), policy, random.Random(3))
+        return [candidate.node_id for candidate in chosen]
+
+    assert found() == ["b", "c", "a"]
+    assert found(labels={"zone": "x"}) == ["c", "a"]
+    assert found(nodes=frozenset({"a", "nowhere"})) == ["a"]
+    assert found(agents=frozenset({"other"})) == []
+    assert sorted(found(Policy.RANDOM)) == ["a", "b", "c"]
+
+
+AMOUNTS = st.dictionaries(
+    st.sampled_from(["cpu", "cuda.device", "tpu.chip"]), st.integers(-1, 4), max_size=3
+).map(ResourceSlots)
+MODELS = st.sets(st.sampled_from(["H100", "MI300X"])).map(frozenset)
+TYPES = {name: slot(name) for name in ("cpu", "cuda.device", "tpu.chip")}
+ODD = {**TYPES, "tpu.chip": slot("tpu.chip", ONE // 2)}
+VIEWS = st.lists(
+    st.builds(
+        lambda number, types, offers, status, **more: FleetNode(
+            f"n{number}", types, offers, status, **more
+        ),
+        st.integers(0, 9),
+        st.sampled_from([TYPES, TYPES, TYPES, {"cpu": TYPES["cpu"]}, ODD]),
+        st.dictionaries(st.sampled_from("ab"), st.builds(Offer, AMOUNTS, AMOUNTS)),
+        st.sampled_from([NodeStatus.READY] * 3 + [NodeStatus.LOST]),
+        labels=st.sampled_from([{}, {"zone": "x"}]),
+        remark=st.sampled_from(["", "", "", "too new"]),
+        models=st.dictionaries(st.sampled_from("ab"), MODELS),
+    ),
+    max_size=12,
+).map(lambda nodes: FleetView(slot_types=TYPES).changed(nodes, revision=1))
+CONSTRAINTS = st.builds(
+    Constraints,
+    st.none() | st.sets(st.sampled_from([f"n{n}" for n in range(11)])).map(frozenset),
+    st.none() | st.sets(st.sampled_from("ab")).map(frozenset),
+    st.sampled_from([{}, {}, {"zone": "x"}]),
+    st.none() | MODELS,
+)
+
+
+def fitting(view: FleetView, request: ResourceSlots, wanted: Constraints) -> list[Candidate]:
+    """Who can give a request, found by looking at everyone."""
+    return [
+        Candidate(found.node_id, agent)
+        for found in view.nodes.values()
+        for agent, offer in found.offers.items()
+        if found.status is NodeStatus.READY
+        and not found.remark
+        and request <= view.understood(found, offer.free)
+        and (wanted.nodes is None or found.node_id in wanted.nodes)
+        and (wanted.agents is None or agent in wanted.agents)
+        and found.has(wanted.labels)
+        and (wanted.models is None or wanted.models & found.models.get(agent, frozenset()))
+    ]
+
+
+REQUESTS = AMOUNTS.map(lambda slots: ResourceSlots({n: max(0, a) for n, a in slots.items()}))
+FEW_NODES = pytest.mark.parametrize("few_nodes", [0, 128])
+
+
+@FEW_NODES
+@given(VIEWS, REQUESTS, CONSTRAINTS, st.sampled_from(Policy), st.integers(1, 20), st.integers())
+def test_candidates_are_of_those_that_fit_and_as_many_as_wanted(
+    few_nodes, view, request, wanted, policy, most, seed
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("agentd_fleet.placement.candidates.FEW_NODES", few_nodes)
+        found = candidates(view, request, wanted, policy, random.Random(seed), most)
+    everyone = fitting(view, request, wanted)
+    assert len(found) == len(set(found)) == min(most, len(everyone))
+    assert set(found) <= set(everyone)
+    allowed = [
+        found
+        for node_id, found in view.nodes.items()
+        if (wanted.nodes is None or node_id in wanted.nodes) and found.has(wanted.labels)
+    ]
+    listed = sum(
+        wanted.agents is None or agent in wanted.agents
+        for found in allowed
+        for agent in found.offers
+    )
+    listed += sum(found.status is NodeStatus.LOST and not found.offers for found in allowed)
+    rows = unfit(view, request, wanted)
+    assert len(everyone) + sum(row.count for row in rows) == listed
+
+
+@FEW_NODES
+@given(VIEWS, REQUESTS, CONSTRAINTS)
+def test_packing_goes_by_what_is_left_of_the_scarcest_then_of_all_then_by_the_ids(
+    few_nodes, view, request, wanted
+) -> None:
+    """The scarcest slot is the one that the fewest agents have so much of, the first such."""
+    having = {
+        name: len(fitting(view, ResourceSlots({name: amount}), Constraints()))
+        for name, amount in request.items()
+    }
+    scarcest = min(having, key=lambda name: having[name], default="")
+
+    def order(candidate: Candidate):
+        found = view.nodes[candidate.node_id]
+        free = view.understood(found, found.offers[candidate.agent_id].free)
+        others = tuple(free[name] for name in sorted(view.slot_types)) if request else ()
+        return free[scarcest], others, candidate
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("agentd_fleet.placement.candidates.FEW_NODES", few_nodes)
+        found = candidates(view, request, wanted, Policy.PACK, random.Random(1), 100)
+    assert found == sorted(fitting(view, request, wanted), key=order)
+
+
+@given(VIEWS, REQUESTS, st.integers(1, 3))
+def test_packing_compares_a_few_of_those_with_equally_much(view, request, ties) -> None:
+    """Who comes first has the least of the scarcest slot, however few are compared."""
+    choose = (view, request, Constraints(), Policy.PACK, random.Random(1), 100)
+    exact = candidates(*choose)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("agentd_fleet.placement.candidates.TIES", ties)
+        found = candidates(*choose)
+    assert sorted(found) == sorted(exact)
+    if len(request) == 1:
+        (name,) = request
+        left = [
+            view.understood(view.nodes[c.node_id], view.nodes[c.node_id].offers[c.agent_id].free)
+            for c in found
+        ]
+        amounts = [free[name] for free in left]
+        assert amounts == sorted(amounts)
+
+
+def test_by_chance_each_that_fits_is_as_likely_as_the_others() -> None:
+    view = fleet(*(node(f"n{n}", slot("tpu.chip"), tpu_chip=n) for n in range(6)))
+    choice, request = random.Random(5), ResourceSlots({"tpu.chip": 2 * ONE})
+    first = [
+        candidates(view, request, Constraints(), Policy.RANDOM, choice, 1)[0].node_id
+        for _ in range(4000)
+    ]
+    assert {each: round(first.count(each) / 400) / 10 for each in set(first)} == dict.fromkeys(
+        ["n2", "n3", "n4", "n5"], pytest.approx(0.25, abs=0.05)
+    )
+
+
+def test_a_model_that_is_not_there_and_a_node_set_aside_are_reasons_of_their_own() -> None:
+    view = fleet(
+        replace(node("a", slot("tpu.chip")), models={"main": frozenset({"v5e", "v6e"})}),
+        replace(node("b", slot("tpu.chip")), models={"main": frozenset({"v4"})}),
+        node("c", slot("tpu.chip")),
+        replace(node("d", slot("tpu.chip")), remark="schema 2 is newer than this gateway's"),
+        node("e", slot("tpu.chip"), tpu_chip=0),
+    )
+    request, wanted = ResourceSlots({"tpu.chip": ONE}), Constraints(models=frozenset({"v6e"}))
+    found = candidates(view, request, wanted, Policy.PACK, random.Random(1))
+    assert found == [Candidate("a", "main")]
+    assert {row.reason: (row.count, row.nodes) for row in unfit(view, request, wanted)} == {
+        "no device of model v6e": (3, ("b", "c", "e")),
+        "schema 2 is newer than this gateway's": (1, ("d",)),
+    }
+    too_much = unfit(view, ResourceSlots({"tpu.chip": 9 * ONE}), Constraints())
+    assert too_much[0].reason == "too small for tpu.chip"
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"), [(NodeStatus.NEWER, "newer schema"), (NodeStatus.LOST, "lost")]
+)
+def test_nodes_whose_agents_are_not_known_are_a_class_and_named_to_nobody_who_is_narrowed(
+    status: NodeStatus, reason: str
+) -> None:
+    view = FleetView().with_node(FleetNode("hidden", {}, {}, status, remark="so"), 1)
+    for agents, nodes in ((None, ("hidden",)), (frozenset({"main"}), ())):
+        refused = refusal(view, ResourceSlots(), Constraints(agents=agents), [])
+        assert isinstance(refused, NoNode)
+        assert [(row.reason, row.count, row.nodes) for row in refused.classes] == [
+            (reason, 1, nodes)
+        ]

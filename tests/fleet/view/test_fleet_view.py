@@ -1,0 +1,271 @@
+"""Slot types accumulate and merge, a missing slot is zero, sums are exact; one view each."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentd.core.slots import BUILT_IN, ONE, ResourceSlots, SlotKind, SlotType
+from agentd.errors import UnsupportedResource
+from agentd_fleet.placement.candidates import Constraints, Policy, asked, candidates
+from agentd_fleet.view.fleet_view import FleetNode, FleetView, NodeStatus, Offer, Use, is_same
+from agentd_fleet.view.ranking import Layered
+
+NAMES = ("cuda.device", "cuda.shares", "rocm.device", "tpu.chip")
+QUANTA = (ONE, ONE // 100)
+
+
+def slot(name: str, quantum: int = ONE, kind: SlotKind = SlotKind.COUNT) -> SlotType:
+    return SlotType(name, kind, quantum)
+
+
+def node(node_id: str, *types: SlotType, status: NodeStatus = NodeStatus.READY, **free: int):
+    """A node with one agent that has 8 of each of its slots, and of it so much free."""
+    known = {item.name: item for item in (*BUILT_IN, *types)}
+    capacity = ResourceSlots(dict.fromkeys(known, 8 * ONE))
+    left = {**capacity, **{name.replace("_", "."): n * ONE for name, n in free.items()}}
+    offers = {"main": Offer(capacity, ResourceSlots(left))}
+    return FleetNode(node_id, known, offers, status)
+
+
+def fleet(*nodes: FleetNode) -> FleetView:
+    """The view after these nodes were heard of, in this order, each teaching what is new."""
+    view = FleetView()
+    for number, found in enumerate(nodes, 1):
+        for learned in view.learned(found):
+            view = view.with_slot_type(learned, number)
+        view = view.with_node(found, number)
+    return view
+
+
+NODES = st.lists(
+    st.builds(
+        lambda number, types: node(f"n{number}", *(slot(*item) for item in types.items())),
+        st.integers(0, 6),
+        st.dictionaries(st.sampled_from(NAMES), st.sampled_from(QUANTA), max_size=3),
+    ),
+    max_size=12,
+)
+
+
+@given(NODES)
+def test_what_any_node_ever_offered_is_known_by_its_first_definition(nodes) -> None:
+    first: dict[str, SlotType] = {}
+    for found in nodes:
+        for name, item in found.slot_types.items():
+            first.setdefault(name, item)
+    view = fleet(*nodes)
+    assert view.slot_types == first
+    for found in list(view.nodes.values()):
+        view = view.without_node(found.node_id, 99)
+    assert view.slot_types == first
+    assert view.statistics() == dict.fromkeys(first, Use())
+
+
+@given(NODES, st.randoms(use_true_random=False))
+def test_with_the_definitions_settled_the_order_of_arrival_does_not_matter(nodes, rng) -> None:
+    """Which definition is the first is the store's to say; all else follows from what is there."""
+    settled = FleetView(slot_types=fleet(*nodes).slot_types)
+    last = {found.node_id: found for found in nodes}
+    views = []
+    for _ in range(2):
+        order = list(last.values())
+        rng.shuffle(order)
+        view = settled
+        for found in order:
+            view = view.with_node(found, 1)
+        views.append(view)
+    one, other = views
+    assert one.statistics() == other.statistics()
+    assert one.conflicts == other.conflicts
+    states = [{node_id: view.state_of(node_id) for node_id in view.nodes} for view in views]
+    assert states[0] == states[1]
+
+
+@given(NODES)
+def test_sums_are_those_of_the_parts_and_what_is_meant_differently_is_in_none(nodes) -> None:
+    view = fleet(*nodes)
+    parts = [view.statistics([node_id]) for node_id in view.nodes]
+    for name in view.slot_types:
+        assert view.statistics()[name] == sum((part[name] for part in parts), Use())
+    for node_id, names in view.conflicts.items():
+        for name in names:
+            assert view.statistics([node_id])[name] == Use()
+            mine, theirs = view.nodes[node_id].slot_types[name], view.slot_types[name]
+            assert not is_same(mine, theirs)
+
+
+def test_mixed_plugins_live_in_one_fleet_and_a_missing_slot_is_zero() -> None:
+    view = fleet(node("a", slot("cuda.device")), node("b", slot("rocm.device")), node("c"))
+    assert set(view.slot_types) == {"cpu", "mem", "cuda.device", "rocm.device"}
+    assert view.statistics()["cuda.device"] == Use(8 * ONE, 8 * ONE)
+    assert view.statistics(["c"])["cuda.device"] == Use()
+    assert view.statistics()["cpu"].capacity == 3 * 8 * ONE
+
+
+def test_a_slot_that_no_node_ever_had_is_refused_with_those_there_are() -> None:
+    view = fleet(node("a", slot("cuda.device")))
+    with pytest.raises(UnsupportedResource) as refused:
+        asked(view, {"tpu.chip": 1, "cuda.device": 1})
+    assert (refused.value.slots, "cuda.device" in refused.value.known) == (["tpu.chip"], True)
+    assert asked(view, {"tpu.chip": 0, "cuda.device": 1})["cuda.device"] == ONE
+
+
+def test_a_node_that_means_something_else_is_left_out_for_that_slot_alone() -> None:
+    view = fleet(
+        node("a", slot("cuda.shares", ONE // 100)),
+        node("b", slot("cuda.shares", ONE // 10), slot("tpu.chip")),
+    )
+    assert (view.state_of("a"), view.state_of("b")) == ("ready", "conflicting")
+    assert view.slot_types["cuda.shares"].quantum == ONE // 100
+    for name, expected in (("cuda.shares", ["a"]), ("tpu.chip", ["b"]), ("cpu", ["a", "b"])):
+        request = ResourceSlots({name: ONE})
+        found = candidates(view, request, Constraints(), Policy.RANDOM, random.Random(1))
+        assert sorted(candidate.node_id for candidate in found) == expected
+
+
+def test_what_is_forgotten_is_unknown_and_only_what_nobody_offers_is_forgotten() -> None:
+    view = fleet(node("a", slot("tpu.chip")))
+    with pytest.raises(ValueError, match=r"offered by 1 nodes \(a\)"):
+        view.without_slot_type("tpu.chip", 2)
+    gone = view.without_node("a", 2)
+    assert "tpu.chip" in gone.slot_types
+    assert "tpu.chip" not in gone.without_slot_type("tpu.chip", 3).slot_types
+
+
+def test_a_request_keeps_the_view_that_it_began_with() -> None:
+    before = fleet(node("a", slot("cuda.device"), cuda_device=2))
+    after = before.with_node(node("a", slot("cuda.device"), cuda_device=0), 9)
+    request = ResourceSlots({"cuda.device": ONE})
+    choose = (request, Constraints(), Policy.RANDOM, random.Random(1))
+    assert [c.node_id for c in candidates(before, *choose)] == ["a"]
+    assert candidates(after, *choose) == []
+    assert (before.revision, after.revision) == (1, 9)
+
+
+AGENTS = ("main", "other")
+REPORTS = st.builds(
+    FleetNode,
+    st.sampled_from([f"n{number}" for number in range(6)]),
+    st.dictionaries(st.sampled_from(NAMES), st.sampled_from(QUANTA), max_size=3).map(
+        lambda types: {name: slot(name, quantum) for name, quantum in types.items()}
+    ),
+    st.dictionaries(
+        st.sampled_from(AGENTS),
+        st.builds(
+            Offer,
+            *[
+                st.dictionaries(st.sampled_from(NAMES), st.integers(-3, 9)).map(ResourceSlots)
+                for _ in range(2)
+            ],
+        ),
+    ),
+    st.sampled_from(NodeStatus),
+    remark=st.sampled_from(["", "", "too new"]),
+)
+CHANGES = st.lists(
+    st.one_of(
+        st.tuples(st.just("changed"), st.lists(REPORTS, max_size=3), st.sets(st.just("n1"))),
+        st.tuples(st.just("debited"), st.sampled_from(AGENTS), st.integers(1, 4)),
+        st.tuples(st.just("with_slot_type"), st.sampled_from(NAMES), st.sampled_from(QUANTA)),
+        st.tuples(st.just("without_node"), st.sampled_from(["n2", "n3", "nowhere"]), st.none()),
+    ),
+    max_size=12,
+)
+
+
+def after(view: FleetView, kind: str, first, second, revision: int) -> FleetView:
+    match kind:
+        case "changed":
+            return view.changed(first, second, revision)
+        case "debited":
+            return view.debited("n0", first, ResourceSlots({NAMES[0]: second}))
+        case "with_slot_type":
+            return view.with_slot_type(slot(first, second), revision)
+        case _:
+            return view.without_node(first, revision)
+
+
+@pytest.mark.parametrize(("chunk", "few"), [(2, 0), (64, 0), (2, 4)])
+@given(st.lists(REPORTS, max_size=6), CHANGES)
+def test_the_tables_after_any_changes_are_those_made_from_scratch(chunk, few, at_first, changes):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("agentd_fleet.view.ranking.CHUNK", chunk)
+        patch.setattr("agentd_fleet.view.ranking.MOST_ABOVE", chunk)
+        patch.setattr("agentd_fleet.view.fleet_view.FEW", few)
+        view = fleet(*at_first)
+        for number, (kind, first, second) in enumerate(changes, 10):
+            before = view, dict(view.nodes), told(view)
+            view = after(view, kind, first, second, number)
+            scratch = FleetView(view.revision, view.slot_types, dict(view.nodes))
+            assert told(view) == told(scratch)
+            assert (dict(before[0].nodes), told(before[0])) == before[1:]
+
+
+def told(view: FleetView):
+    """All that follows from a view's nodes; rankings are in order, and found by position."""
+    for ranking in view.tables.rankings:
+        assert list(ranking) == sorted(ranking)
+        assert [ranking[position] for position in range(len(ranking))] == list(ranking)
+        for amount in range(11):
+            having = [place for place in ranking if place[0] >= amount]
+            assert list(ranking.upwards(ranking.first_with(amount))) == having
+    rankings = [list(ranking) for ranking in view.tables.rankings]
+    return view.statistics(), dict(view.conflicts), rankings, view.tables.columns
+
+
+@given(st.lists(REPORTS, max_size=8), st.sampled_from(NAMES))
+def test_the_sums_of_all_are_those_of_each_counted_by_hand(reports, name) -> None:
+    view = fleet(*reports)
+    expected = Use()
+    for found in view.nodes.values():
+        mine = found.slot_types.get(name)
+        if found.status is NodeStatus.LOST or not mine or not is_same(mine, view.slot_types[name]):
+            continue
+        for offer in found.offers.values():
+            expected += Use(max(0, offer.capacity[name]), max(0, offer.free[name]))
+    assert view.statistics().get(name, Use()) == expected
+    assert view.statistics(list(view.nodes)).get(name, Use()) == expected
+    agents = [view.statistics(agents=[agent]).get(name, Use()) for agent in AGENTS]
+    assert sum(agents, Use()) == expected
+
+
+def test_what_was_given_away_is_gone_until_the_node_tells_of_itself() -> None:
+    view = fleet(node("a", slot("cuda.device"), cuda_device=2))
+    given = view.debited("a", "main", ResourceSlots({"cuda.device": 3 * ONE, "cpu": ONE}))
+    assert given.statistics()["cuda.device"] == Use(8 * ONE, 0, 3 * ONE)
+    assert given.statistics()["cpu"] == Use(8 * ONE, 7 * ONE, ONE)
+    assert given.revision == view.revision
+    assert view.statistics()["cuda.device"].free == 2 * ONE
+    told_again = given.with_node(node("a", slot("cuda.device"), cuda_device=1), 9)
+    assert told_again.statistics()["cuda.device"].free == ONE
+    for unknown in (("a", "nobody"), ("nowhere", "main")):
+        assert view.debited(*unknown, ResourceSlots({"cpu": ONE})) is view
+
+
+def test_of_a_batch_the_last_word_counts() -> None:
+    view = fleet(node("a"), node("b")).changed(
+        [node("c", cpu=1), node("a", cpu=3), node("c", cpu=2)], gone=["a", "b", "x"], revision=7
+    )
+    assert {each: view.statistics([each])["cpu"].free // ONE for each in view.nodes} == {
+        "a": 3,
+        "c": 2,
+    }
+    assert (view.revision, view.statistics()["cpu"].free) == (7, 5 * ONE)
+
+
+@given(st.lists(st.tuples(st.dictionaries(st.text(max_size=1), st.integers()), st.sets(st.text()))))
+def test_a_layered_mapping_is_as_the_plain_one_and_never_changes(changes) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("agentd_fleet.view.ranking.MOST_ABOVE", 3)
+        plain: dict[str, int] = {}
+        layered = Layered(plain)
+        for come, gone in changes:
+            before, was = layered, list(layered.items())
+            plain = {key: value for key, value in (plain | come).items() if key not in gone}
+            layered = layered.changed(come, gone)
+            assert (list(layered.items()), len(layered)) == (list(plain.items()), len(plain))
+            assert all(key in layered for key in plain)
+            assert "nowhere" not in layered
+            assert list(before.items()) == was

@@ -1,0 +1,78 @@
+"""Where groups are made, what holds in them, and who is told of by them."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from agentd.host.cgroups.hierarchies import MEMORY, PIDS, Cgroups, Hierarchy, find_cgroups
+from needs import require
+
+NAME = f"agentd-test-cgroups-{os.getpid()}"
+
+
+def v2(folder: Path, controllers: str) -> Path:
+    for name, text in {
+        "proc/self/cgroup": "0::/svc\n",
+        "sys/fs/cgroup/cgroup.controllers": controllers,
+        "sys/fs/cgroup/cgroup.subtree_control": "",
+        "sys/fs/cgroup/agentd-kernels/cgroup.subtree_control": "",
+    }.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def test_no_controller_that_is_wanted_means_no_groups(tmp_path: Path) -> None:
+    assert find_cgroups(tmp_path) is None
+    assert find_cgroups(v2(tmp_path, "cpu io")) is None
+
+
+def test_on_v2_one_folder_has_every_limit_and_swap_is_none_of_them(tmp_path: Path) -> None:
+    cgroups = Cgroups((Hierarchy(tmp_path, 2, frozenset({MEMORY, PIDS}), False),))
+    group = cgroups.group("k1")
+    group.folders[0].mkdir()
+    (group.folders[0] / "memory.swap.max").write_text("max")
+    cgroups.create(group, {MEMORY: 4096, PIDS: 7}, {"devices": "not kept"})
+    written = {path.name: path.read_text() for path in group.folders[0].iterdir()}
+    assert written == {"memory.max": "4096", "memory.swap.max": "0", "pids.max": "7"}
+    assert not cgroups.keeps_attributes
+    assert group.attribute("devices") == ""
+
+
+def test_on_v1_each_controller_has_a_hierarchy_of_its_own(tmp_path: Path) -> None:
+    text = "4:memory:/x\n3:cpu,cpuacct:/\n2:pids:/x\n1:name=systemd:/\n0::/\n"
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(text)
+    assert find_cgroups(tmp_path) is None  # nothing can be made there
+    for name in (MEMORY, PIDS):
+        (tmp_path / "sys/fs/cgroup" / name).mkdir(parents=True)
+    # plain folders keep the probe's files, so they count as such that cannot be used
+    assert find_cgroups(tmp_path) is None
+
+
+@pytest.fixture
+def cgroups() -> Cgroups:
+    found = find_cgroups()
+    if found is None:
+        require("cgroups")
+    return found
+
+
+async def test_what_is_written_on_a_group_stands_there_until_it_is_removed(cgroups) -> None:
+    group = cgroups.group(NAME)
+    try:
+        stated = {"agent": "a", "devices": "cuda/cuda0/cuda.device=1@GPU-1 " * 100}
+        cgroups.create(group, {MEMORY: 64 << 20, PIDS: 8}, stated)
+        assert all(folder.is_dir() for folder in group.folders)
+        assert NAME in cgroups.names()
+        assert group.members() == set()
+        assert {name: group.attribute(name) for name in stated} == stated
+        assert group.attribute("nothing") == ""
+    finally:
+        await group.remove()
+    assert not any(folder.exists() for folder in group.folders)
+    assert group.members() == set()
+    assert group.attribute("agent") == ""
+    assert NAME not in cgroups.names()

@@ -1,0 +1,52 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from agentd.host.node_warnings import node_remarks
+
+
+def machine(root: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+GPU = {
+    "sys/bus/pci/devices/0000:01:00.0/vendor": "0x10de\n",
+    "sys/bus/pci/devices/0000:01:00.0/class": "0x030200\n",
+}
+APPARMOR = {"sys/module/apparmor/parameters/enabled": "Y\n"}
+DRIVER = {"sys/module/nvidia/version": "1\n"}
+
+
+@pytest.mark.parametrize(
+    ("files", "engine", "plugins", "said"),
+    [
+        ({}, False, (), []),
+        ({}, True, (), ["live-restore"]),
+        ({"etc/docker/daemon.json": json.dumps({"live-restore": True})}, True, (), []),
+        ({"etc/docker/daemon.json": "rubbish"}, True, (), ["live-restore"]),
+        ({"proc/7/cmdline": "/usr/bin/dockerd\0--live-restore\0"}, True, (), []),
+        (APPARMOR, False, (), []),
+        (APPARMOR, True, (), ["live-restore", "apparmor_parser is missing"]),
+        ({**APPARMOR, "sbin/apparmor_parser": ""}, True, (), ["live-restore"]),
+        ({"sys/fs/cgroup/memory/tasks": ""}, False, (), ["cgroup v1"]),
+        ({"sys/fs/cgroup/memory/tasks": ""}, True, (), ["live-restore"]),
+        ({"sys/fs/cgroup/cgroup.controllers": "cpu"}, False, (), []),
+        (GPU, False, (), []),
+        (GPU, False, ("cuda",), ["no driver nvidia"]),
+        ({**GPU, **DRIVER}, False, ("cuda",), []),
+        ({**GPU, **DRIVER}, False, ("rocm",), ["no plugin cuda"]),
+        ({"run/systemd/system/x": ""}, False, (), ["clock"]),
+        ({"run/systemd/system/x": "", "proc/9/comm": "chronyd\n"}, False, (), []),
+    ],
+)  # fmt: skip
+def test_what_is_odd_about_a_machine_is_said(files, engine, plugins, said, tmp_path) -> None:
+    root = machine(tmp_path, **files)
+    socket = machine(tmp_path, **{"docker.sock": ""}) / "docker.sock" if engine else None
+    found = node_remarks(socket, plugins, root)
+    assert len(found) == len(said), found
+    assert all(part in text for part, text in zip(said, found, strict=True))

@@ -1,0 +1,22 @@
+"""The connections that a stop waits for."""
+
+import asyncio
+
+from agentd.http.connections.connection import Newcomers
+
+
+async def test_a_stop_waits_for_whom_it_let_in_but_not_for_ever() -> None:
+    newcomers = Newcomers()
+    await newcomers.heard(60)
+    newcomers.add("asks")
+    newcomers.add("hangs up")
+    waiting = asyncio.create_task(newcomers.heard(60))
+    for connection in ("asks", "hangs up"):
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        newcomers.discard(connection)
+    async with asyncio.timeout(5):
+        await waiting
+    newcomers.add("says nothing")
+    async with asyncio.timeout(5):
+        await newcomers.heard(0.01)

@@ -1,0 +1,162 @@
+"""The server's stop: whoever was let in is answered, and whoever was not still waits."""
+
+import asyncio
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator, Hashable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from agentd.concurrency import Deadline
+from agentd.core.access import Caller, Right, Role
+from agentd.http.callers import Token
+from agentd.http.connections.connection import Connection
+from agentd.http.connections.turns import ROUNDS, Kind
+from agentd.http.server import Door, Endpoint, Server
+from agentd.http.streams import Streams
+from agentd.rpc.routes import Route
+
+
+class Site:
+    """Answers one route with a word."""
+
+    streams = Streams()
+
+    def describe(self, openapi) -> None: ...
+
+    async def until_open(self, patience_s: float) -> None: ...
+
+    def require(self, request: web.Request, caller: Caller, right: Right) -> None: ...
+
+    async def word(self, request: web.Request) -> web.Response:
+        return web.Response(text="word")
+
+
+ROUTES = [Route("GET", "/v1/word", Site.word, {200: str})]
+
+
+@pytest.mark.filterwarnings("ignore::aiohttp.web.NotAppKeyWarning")
+@pytest.mark.parametrize("rounds", range(8))
+async def test_a_stop_at_any_moment_resets_nobody(tmp_path: Path, rounds: int) -> None:
+    path = tmp_path / "socket"
+    door = Door(path, None, Caller("operator", Role.ADMIN))
+    with socket.socket(socket.AF_UNIX) as held:
+        held.bind(str(path))
+        held.listen()
+        server = Server("words", ROUTES, Site(), Endpoint((door,), passed={str(path): held.dup()}))
+        await server.start()
+        callers = [socket.socket(socket.AF_UNIX) for _ in range(20)]
+        for caller in callers:
+            caller.connect(str(path))
+            caller.sendall(b"GET /v1/word HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            caller.setblocking(False)
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+        await server.stop(Deadline.after(10))
+        outcomes = Counter(_outcome(caller) for caller in callers)
+        assert outcomes.keys() <= {"200", "waits"}
+        assert outcomes["waits"] == _queued(held)
+    assert outcomes["200"] > 0 or rounds < 2
+
+
+@asynccontextmanager
+async def serving(tmp_path: Path) -> AsyncIterator[tuple[Server, Counter[Hashable]]]:
+    """A server on a socket and TCP, and the turns that it grants."""
+    path, port = tmp_path / "socket", 0
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    operator = Caller("operator", Role.ADMIN)
+    tokens = (Token("one", Caller("team", Role.ADMIN)), Token("two", Caller("other", Role.ADMIN)))
+    end = Endpoint((Door(path, None, operator),), host="127.0.0.1", port=port, tokens=tokens)
+    server = Server("words", ROUTES, Site(), end)
+    granted: Counter[Hashable] = Counter()
+    serve = server._turns._serve
+    server._turns._serve = lambda line, amount: (granted.update([line]), serve(line, amount))  # type: ignore[method-assign]
+    await server.start()
+    try:
+        yield server, granted
+    finally:
+        await server.stop(Deadline.after(10))
+
+
+async def word(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str = "") -> None:
+    head = f"Authorization: Bearer {token}\r\n" if token else ""
+    writer.write(f"GET /v1/word HTTP/1.1\r\nHost: x\r\n{head}\r\n".encode())
+    assert (await reader.readuntil(b"word")).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.filterwarnings("ignore::aiohttp.web.NotAppKeyWarning")
+async def test_a_caller_with_one_connection_takes_no_turns(tmp_path: Path) -> None:
+    """One that asks one thing after the other costs nothing more than it did."""
+    async with serving(tmp_path) as (server, granted):
+        reader, writer = await asyncio.open_unix_connection(str(tmp_path / "socket"))
+        for _ in range(3):
+            await word(reader, writer)
+        assert not granted
+        assert server._turns._round == 0
+        writer.write(b"GET /v1/word HTTP/1.1\r\nHost: x\r\n\r\n" * 3)
+        for _ in range(3):
+            await reader.readuntil(b"word")
+        assert granted.total() >= 2
+        writer.close()
+
+
+@pytest.mark.filterwarnings("ignore::aiohttp.web.NotAppKeyWarning")
+async def test_an_answer_takes_fewer_rounds_than_are_between_two_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else more than a turn of another caller could fall between a request and its answer."""
+    rounds, ended = 0, []
+    end = Connection.ended
+    monkeypatch.setattr(Connection, "ended", lambda self: (end(self), ended.append(rounds)))
+    async with serving(tmp_path):
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.connect(str(tmp_path / "socket"))
+            for _ in range(2):
+                caller.sendall(b"GET /v1/word HTTP/1.1\r\nHost: x\r\n\r\n")
+                rounds, ended[:] = 0, []
+                while not ended:
+                    await asyncio.sleep(0)
+                    rounds += 1
+                assert ended[0] < ROUNDS - 1  # what is granted is served a round later
+
+
+@pytest.mark.filterwarnings("ignore::aiohttp.web.NotAppKeyWarning")
+async def test_connections_with_one_token_are_one_caller(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (server, granted):
+        port = server._endpoint.port
+        made = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        for streams, token in zip(made, ["one", "one", "two"], strict=True):
+            await word(*streams, token)
+        granted.clear()
+        for streams, token in zip(made, ["one", "one", "two"], strict=True):
+            await word(*streams, token)
+        asked = {line: number for line, number in granted.items() if line[1] is Kind.REQUESTS}
+        assert asked == {(("team", ""), Kind.REQUESTS): 2}
+        for _, writer in made:
+            writer.close()
+
+
+def _queued(listening: socket.socket) -> int:
+    """How many callers whoever listens next is going to find."""
+    listening.setblocking(False)
+    number = 0
+    with suppress(BlockingIOError):
+        while True:
+            listening.accept()[0].close()
+            number += 1
+    return number
+
+
+def _outcome(caller: socket.socket) -> str:
+    with caller:
+        try:
+            return caller.recv(4096).split()[1].decode()
+        except BlockingIOError:
+            return "waits"
+        except ConnectionResetError:
+            return "reset"

@@ -1,0 +1,250 @@
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from agentd.core.kernel.options import ULIMITS, ContainerOptions, PullPolicy, Tmpfs, Ulimit
+from agentd.errors import MOST_PROBLEMS, InvalidRequest
+from agentd.http.problems import problem_content
+from agentd.http.queries import read_log_query
+from agentd.rpc.requests import CreateKernelRequest, read_body
+from agentd.services.protocols import LogStream
+from python_calls import calls_of
+
+
+def spec(body: bytes):
+    return read_body(CreateKernelRequest, body).to_spec("agent-1")
+
+
+def test_a_request_hashes_as_it_did_in_the_first_release() -> None:
+    """A repeated request must meet its kernel across an upgrade."""
+    body = b'{"kernel_id": "k", "image": "i:1", "command": ["a"], "slots": {"cpu": 1, "mem": "1g"}}'
+    assert spec(body).spec_hash == HASH_OF_0_2
+
+
+HASH_OF_0_2 = "bc67f81d122d1f48c012ad5dea8d2e08"
+
+
+def test_options_that_say_nothing_are_as_if_absent() -> None:
+    plain = spec(b'{"command": ["a"]}')
+    assert plain.container == ContainerOptions()
+    spelled = spec(b'{"command": ["a"], "pull_policy": "missing", "tmpfs": [], "ulimits": {}}')
+    assert spelled.spec_hash == plain.spec_hash
+    other = spec(b'{"command": ["a"], "pull_policy": "always"}')
+    assert other.spec_hash != plain.spec_hash
+
+
+def test_options_are_read() -> None:
+    given = spec(
+        b'{"pull_policy": "never", "platform": "linux/arm64/v8", "network": "n", "shm_size": "64m",'
+        b' "tmpfs": [{"target": "/a"}, {"target": "/b", "size": 4096}], "pids_limit": 9,'
+        b' "ulimits": {"core": 0, "nofile": {"soft": 10, "hard": -1}}}'
+    ).container
+    assert given == ContainerOptions(
+        PullPolicy.NEVER, "linux/arm64/v8", "n", (Tmpfs("/a"), Tmpfs("/b", 4096)), 64 << 20, 9,
+        {"core": Ulimit(0, 0), "nofile": Ulimit(10, -1)},
+    )  # fmt: skip
+    one, other = (spec(b'{"shm_size": %s}' % size) for size in (b'"1k"', b"1024"))
+    assert one.spec_hash == other.spec_hash
+
+
+@pytest.mark.parametrize(
+    ("since", "expected"),
+    [
+        ("0", 0),
+        ("1700000000", 1_700_000_000_000_000_000),
+        ("1700000000.5", 1_700_000_000_500_000_000),
+        ("2023-11-14T22:13:20Z", 1_700_000_000_000_000_000),
+        ("2023-11-14T22:13:20.123456789Z", 1_700_000_000_123_456_789),
+        ("2023-11-14T23:13:20+01:00", 1_700_000_000_000_000_000),
+        ("2023-11-14T23:13:20 01:00", 1_700_000_000_000_000_000),
+        ("2023-11-14T22:13:20", 1_700_000_000_000_000_000),
+    ],
+)
+def test_since(since: str, expected: int) -> None:
+    assert read_log_query({"since": since}).since_ns == expected
+
+
+@pytest.mark.parametrize("since", ["later", "-1", "1e9", "2023-13-14T22:13:20Z", "17:00", "", "5Z"])
+def test_a_since_that_is_none(since: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read_log_query({"since": since})
+    assert caught.value.problems[0].where == "since"
+
+
+def test_streams() -> None:
+    assert read_log_query({}).streams == frozenset(LogStream)
+    assert read_log_query({"stream": "stderr"}).streams == {LogStream.STDERR}
+
+
+@pytest.mark.parametrize("member", [b'"slots": {"x\\ud800": 1}', b'"devices": {"x\\ud800": ["a"]}'])
+def test_names_that_are_no_text_are_refused(member: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        spec(b'{"command": ["a"], %s}' % member)
+
+
+MANY = 70_000
+MOST_CALLS = 60_000
+MOST_ANSWER = 128 * 1024
+
+
+def text(content: object) -> bytes:
+    return json.dumps(content).encode()
+
+
+def refusal(body: bytes) -> tuple[InvalidRequest, int]:
+    """Return how a body is refused, and the number of Python calls that took."""
+    refused: list[InvalidRequest] = []
+
+    def refuse() -> None:
+        with pytest.raises(InvalidRequest) as raised:
+            read_body(CreateKernelRequest, body)
+        refused.append(raised.value)
+
+    calls = calls_of(refuse)
+    return refused[0], calls
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        text({f"unknown{n}": 1 for n in range(MANY)}),
+        text({f"{n}" + "comand" * 600: 1 for n in range(200)}),
+        text({"\U0001f600" * 3000 + str(n): 1 for n in range(MOST_PROBLEMS)}),
+        text({"command": [1] * 5 * MANY}),
+        text({"command": ["a"] * 5 * MANY}),
+        text({"env": {f"={n}": "" for n in range(MANY)}}),
+        text({"env": {f"={n}": 1 for n in range(1024)}, "labels": {str(n): 1 for n in range(999)}}),
+        text({"slots": {f"s{n}": 0 for n in range(MANY)}}),
+        text({"devices": {f"d{n}": [1] * 4096 for n in range(60)}}),
+        text({"labels": {f"{n}": "" for n in range(MANY)}}),
+        text({"ulimits": {f"{n}": 1 for n in range(MANY)}}),
+        text({"mounts": [1] * 3 * MANY, "ports": [{}] * 256, "tmpfs": [[]] * 256}),
+        text({"mounts": [{str(n): 1 for n in range(15)}] * 256}),
+        text({"mounts": [{}] * 4 * MANY}),
+        text({"command": [1.5] * 3 * MANY}),
+        b"{%s}" % b",".join(b'"a%d":1,"a%d":1' % (n, n) for n in range(MANY // 2)),
+        b"{%s}" % b",".join(b'"a%d":1,"a%d":1' % (n, n) for n in range(2000)),
+    ],
+    ids=lambda body: body[:12].decode(errors="replace"),
+)
+def test_refusal_of_a_hostile_body_is_short_and_cheap(body: bytes) -> None:
+    """Counted in Python calls and bytes of the answer; one call of each problem is not too many."""
+    refused, calls = refusal(body)
+    assert 0 < len(refused.problems) <= MOST_PROBLEMS
+    answer = problem_content(refused.code, str(refused), refused.facts())
+    assert len(json.dumps(answer)) < MOST_ANSWER
+    assert calls < MOST_CALLS
+
+
+@pytest.mark.parametrize(
+    ("member", "value", "most"),
+    [
+        ("command", lambda n: ["a"] * n, 4096),
+        ("env", lambda n: {f"a{i}": "" for i in range(n)}, 1024),
+        ("labels", lambda n: {f"a{i}": "" for i in range(n)}, 1024),
+        ("slots", lambda n: {f"a{i}": 0 for i in range(n)}, 256),
+        ("devices", lambda n: {f"a{i}": ["x"] for i in range(n)}, 256),
+        ("devices", lambda n: {"a": ["x"] * n}, 4096),
+        ("mounts", lambda n: [{"source": "/a", "target": "/b"}] * n, 256),
+        ("ports", lambda n: [{"container": 1}] * n, 256),
+        ("env", lambda n: {"a": "x" * n}, 32768),
+        ("env", lambda n: {"a" * n: ""}, 256),
+        ("labels", lambda n: {"a" * n: ""}, 256),
+        ("slots", lambda n: {"a" * n: 0}, 256),
+        ("command", lambda n: ["a" * n], 4095),
+        ("command", lambda n: ["a", "a" * n], 32768),
+        ("image", lambda n: "a" * n, 4095),
+        ("working_dir", lambda n: "/" + "a" * (n - 1), 4095),
+        ("user", lambda n: "a" * n, 256),
+        ("network", lambda n: "a" * n, 256),
+    ],
+)
+def test_member_takes_its_bound_and_no_more(
+    member: str, value: Callable[[int], Any], most: int
+) -> None:
+    read_body(CreateKernelRequest, text({member: value(most)}))
+    with pytest.raises(InvalidRequest) as refused:
+        read_body(CreateKernelRequest, text({member: value(most + 1)}))
+    assert refused.value.problems[0].where.split(".")[0] == member
+
+
+HIDDEN = "hunter2"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"env": {"A": [HIDDEN]}},
+        {"env": {"A": {HIDDEN: HIDDEN}}},
+        {"env": [HIDDEN]},
+        {"env": HIDDEN},
+        {"env": {HIDDEN + "=": "x"}},
+        {"env": {"A": HIDDEN + "\0"}},
+        {"command": HIDDEN},
+        {"command": [[HIDDEN]]},
+        {"command": ["a", HIDDEN + "\0"]},
+        {"command": {HIDDEN: 1}},
+        {"labels": {HIDDEN: 1}},
+        {"labels": {"a": [HIDDEN]}},
+        {"labels": HIDDEN},
+        {"labels": {"a": HIDDEN * 10_000}},
+    ],
+    ids=str,
+)
+def test_problem_quotes_nothing_of_private_members(body: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        read_body(CreateKernelRequest, text(body))
+    assert HIDDEN not in refused.value.published()
+    assert HIDDEN not in " ".join(problem.why for problem in refused.value.problems)
+
+
+def test_body_takes_the_bounds_of_all_its_members_at_once() -> None:
+    names = [f"n{number}" for number in range(1024)]
+    body = {
+        "env": dict.fromkeys(names, ""),
+        "labels": dict.fromkeys(names, ""),
+        "slots": dict.fromkeys(names[:256], 0.5),
+        "devices": {name: ["a"] for name in names[:256]},
+        "mounts": [{"source": "/a", "target": "/b", "read_only": True}] * 256,
+        "ports": [{"container": 1, "host": 1, "protocol": "tcp"}] * 256,
+        "tmpfs": [{"target": "/a", "size": "1g"}] * 256,
+        "ulimits": {name: {"soft": 1, "hard": 1} for name in ULIMITS},
+    }
+    read_body(CreateKernelRequest, text(body))
+
+
+def test_member_given_twice_is_named_to_its_caller_alone() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        read_body(CreateKernelRequest, b'{"env": {"hunter2": "a", "hunter2": "b"}}')
+    assert str(refused.value) == "hunter2: given more than once"
+    assert refused.value.published() == "given more than once"
+
+
+def test_problem_quotes_a_plain_value_of_other_members() -> None:
+    with pytest.raises(InvalidRequest, match=r"pull_policy: .*, not 'sometimes'"):
+        read_body(CreateKernelRequest, b'{"pull_policy": "sometimes"}')
+
+
+@pytest.mark.parametrize(
+    ("member", "value", "why"),
+    [
+        ("kernel_id", "no name", "expected a name: at most 63 of A-Z a-z 0-9 _ . -"),
+        ("working_dir", "relative", "expected a path that begins with /, not 'relative'"),
+        ("platform", "Linux", "expected OS/ARCHITECTURE, such as linux/amd64, not 'Linux'"),
+        ("image", "a\0b", "expected text without NUL"),
+        ("command", "sleep", "expected a list"),
+        ("tmpfs", [{"target": "x"}], "expected a path that begins with /, without commas"),
+        ("mounts", [{"source": "/x"}], "is missing"),
+        ("ports", [{"container": "80"}], "expected a whole number, not '80'"),
+        ("env", {"A=B": "x"}, "expected the name of a variable, without ="),
+        ("labels", [], "expected an object"),
+    ],
+)
+def test_what_a_member_takes_is_said_in_words(member: str, value: object, why: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read_body(CreateKernelRequest, json.dumps({member: value}))
+    (problem,) = caught.value.problems
+    assert problem.where.startswith(member)
+    assert problem.why.startswith(why)

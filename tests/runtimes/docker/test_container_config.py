@@ -1,0 +1,58 @@
+"""What an operator's rules refuse of a request, before any engine is asked."""
+
+import pytest
+
+from agentd.core.kernel.edits import Mount
+from agentd.core.kernel.options import ContainerOptions, Tmpfs, Ulimit, over_ceiling
+from agentd.core.kernel.states import KernelSpec
+from agentd.runtimes.docker.container_config import DockerRules
+
+RULES = DockerRules("none", ulimits={"rtprio": 0, "nofile": 1024, "memlock": -1})
+
+
+def problems(**changes) -> dict[str, str]:
+    spec = KernelSpec("k", "a", ("true",), "h", image="i", **changes)
+    return {problem.where: problem.why for problem in RULES.problems(spec)}
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "why"),
+    [
+        ("nofile", Ulimit(1024, 1024), ""),
+        ("nofile", Ulimit(10, 1025), "1025 is too much; allowed: up to 1024"),
+        ("nofile", Ulimit(10, -1), "unlimited is too much; allowed: up to 1024"),
+        ("rtprio", Ulimit(0, 0), ""),
+        ("rtprio", Ulimit(1, 1), "1 is too much; allowed: up to 0"),
+        ("memlock", Ulimit(-1, -1), ""),
+        ("core", Ulimit(-1, -1), ""),
+    ],
+)
+def test_a_limit_over_the_operator_s_is_refused(name: str, limit: Ulimit, why: str) -> None:
+    expected = {f"ulimits.{name}": why} if why else {}
+    assert problems(container=ContainerOptions(ulimits={name: limit})) == expected
+    assert dict(over_ceiling({name: limit}, RULES.ulimits)) == ({name: why} if why else {})
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        ("/data", ""),
+        ("/process", ""),
+        ("/proc", "nothing can be mounted there"),
+        ("/proc/sys", "nothing can be mounted there"),
+        ("//proc/./sys/", "nothing can be mounted there"),
+        ("/sys/fs/cgroup", "nothing can be mounted there"),
+        ("/../etc", "without .."),
+        ("/data/../../etc", "without .."),
+        ("/", "expected a folder below /"),
+        ("/.", "expected a folder below /"),
+    ],
+)
+def test_places_that_an_engine_refuses_are_named(target: str, why: str) -> None:
+    for changes, where in (
+        ({"mounts": (Mount("/x", target),)}, "mounts.0.target"),
+        ({"container": ContainerOptions(tmpfs=(Tmpfs(target),))}, "tmpfs.0.target"),
+    ):
+        found = problems(**changes)
+        assert bool(found) is bool(why)
+        assert why in found.get(where, "")

@@ -1,0 +1,350 @@
+"""The systemd runtime's pure parts; the rest is shown on a real node, in tests/node."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentd.core.allocation.allocator import Allocation
+from agentd.core.allocation.ledger import Ledger
+from agentd.core.kernel.edits import ContainerEdits, DeviceNode, Mount
+from agentd.core.kernel.observation import ObservedState
+from agentd.core.kernel.options import ContainerOptions, Ulimit
+from agentd.core.kernel.plan import KernelPlan, NodeFacts, build_plan, fence_of, name_prefix
+from agentd.core.kernel.states import Kernel, KernelSpec, KernelState
+from agentd.core.kernel.usage import Usage
+from agentd.errors import RuntimeFailure
+from agentd.host.systemd.availability import version_of, why_no_systemd
+from agentd.host.systemd.unit_paths import UNIT_PATH, is_there, unit_of
+from agentd.runtimes.systemd.bundle import (
+    DROP_IN,
+    End,
+    Identity,
+    UnitBundle,
+    quoted,
+    static_busybox,
+)
+from agentd.runtimes.systemd.journal import Source
+from agentd.runtimes.systemd.properties import end_of, state_of
+from agentd.runtimes.systemd.slices import journal_remarks
+from agentd.runtimes.systemd.unit import (
+    SystemdRules,
+    kernel_of,
+    mask,
+    properties,
+    request_problems,
+    slice_name,
+    unexpanded,
+    unit_name,
+)
+
+
+def plan(*command: str, edits: ContainerEdits | None = None, **spec: Any) -> KernelPlan:
+    made = KernelSpec("k1", "team-a", command, "hash", **spec)
+    kernel = Kernel("k1", "team-a", KernelState.PREPARING, "hash", 1.0, "systemd",
+                    allocation=Allocation(()))  # fmt: skip
+    return build_plan(made, kernel, edits or ContainerEdits(), NodeFacts("n", (), frozenset()))
+
+
+def told(made: KernelPlan, **rules: Any) -> dict[str, Any]:
+    found = properties(made, "/state/units/k1", SystemdRules(**rules), [0])
+    return {name: value for name, _, value in found}
+
+
+def test_names_lead_back_to_kernels() -> None:
+    assert kernel_of("n", unit_name("n", "k-1.x")) == "k-1.x"
+    assert kernel_of("other", unit_name("n", "k1")) is None
+    assert kernel_of("n", "agentd-fleet-join.service") is None
+    for name in ("", "..", "a@b", "x" * 64):
+        assert kernel_of("n", f"{name_prefix('n')}{name}.service") is None
+        with pytest.raises(ValueError, match="invalid name"):
+            unit_name("n", name)
+    assert slice_name("team-a") == r"agentd-team\x2da.slice"
+
+
+def test_a_path_leads_back_to_its_unit() -> None:
+    path = f"{UNIT_PATH}agentd_2d0a1b_2dk_2d1_2ex_2eservice"
+    assert unit_of(path) == "agentd-0a1b-k-1.x.service"
+
+
+@given(st.sets(st.integers(0, 300)))
+def test_a_mask_has_a_bit_for_each_number(numbers: set[int]) -> None:
+    bits = int.from_bytes(mask(numbers), "little")
+    assert {n for n in range(301) if bits >> n & 1} == numbers
+
+
+@pytest.mark.parametrize(
+    ("active", "sub", "state"),
+    [("active", "running", ObservedState.RUNNING), ("active", "exited", ObservedState.EXITED),
+     ("failed", "failed", ObservedState.EXITED), ("activating", "start", ObservedState.CREATED),
+     ("deactivating", "stop-sigterm", ObservedState.RUNNING),
+     ("deactivating", "stop-post", ObservedState.RUNNING),
+     ("reloading", "reload", ObservedState.RUNNING),
+     ("activating", "auto-restart", ObservedState.RUNNING),
+     ("inactive", "dead", ObservedState.EXITED)],
+)  # fmt: skip
+def test_what_states_of_a_unit_mean(active: str, sub: str, state: ObservedState) -> None:
+    assert state_of(active, sub) is state
+
+
+@pytest.mark.parametrize(
+    ("load", "active", "there"),
+    [("loaded", "inactive", True), ("not-found", "inactive", False), ("not-found", "active", True),
+     ("bad-setting", "active", True), ("bad-setting", "inactive", False)],
+)  # fmt: skip
+def test_a_unit_that_cannot_be_read_may_run_all_the_same(load, active, there) -> None:
+    assert is_there(load, active) is there
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "result", "exit_code", "oom"),
+    [(1, 3, "exit-code", 3, False), (1, 0, "success", 0, False), (2, 9, "signal", 137, False),
+     (2, 15, "success", 143, False), (2, 9, "oom-kill", 137, True),
+     (3, 6, "core-dump", 134, False)],
+)  # fmt: skip
+def test_how_a_unit_ended(code, status, result, exit_code, oom) -> None:
+    seen = {"ExecMainCode": code, "ExecMainStatus": status, "Result": result,
+            "ExecMainExitTimestamp": 2_000_000}  # fmt: skip
+    ending = end_of(seen).ending
+    assert (ending.exit_code, ending.oom_killed, ending.finished_at) == (exit_code, oom, 2.0)
+
+
+def run_drop_in(folder: Path, state: str, **environ: str) -> None:
+    """Do what systemd does with the drop-in's command (systemd.service(5), "Command Lines").
+
+    The kernel's variables are hostile: programs of its own, and a library for every loader.
+    """
+    busybox = static_busybox()
+    assert busybox is not None, "install busybox-static"
+    evil = folder / "evil"
+    evil.mkdir(exist_ok=True)
+    for name in ("date", "mv", "systemctl", "timeout", "env", "printf", "cat", "stat"):
+        (evil / name).write_text(f"#!/bin/sh\ntouch {folder}/taken\n")
+        (evil / name).chmod(0o755)
+    text = DROP_IN.format(
+        prefix="agentd-x-", manager="--system", folder=f'"{folder}"', busybox=busybox
+    )
+    line = text.partition("ExecStopPost=+")[2].replace("\\\n", " ")
+    line = line.replace("%n", "agentd-x-k1.service")
+    line = line.replace("systemctl --system is-system-running", f"echo {state}")
+    (evil / "own").write_text("0::/k1.service\n")
+    line = line.replace("/proc/self/cgroup", f"{evil}/own")
+    line = line.replace("/sys/fs/cgroup", f"{folder}/groups")
+    words = [word.replace("%%", "%").replace("$$", "$") for word in shlex.split(line)]
+    words[2] = words[2].replace("\\\\n", "\\n")
+    hostile = {"PATH": str(evil), "LD_PRELOAD": str(evil / "x.so"), "ENV": str(evil / "date"),
+               "BASH_ENV": str(evil / "date"), "IFS": "e", "TZ": str(evil / "fifo"),
+               "n": "1", "g": str(evil)}  # fmt: skip
+    if not (evil / "fifo").exists():
+        os.mkfifo(evil / "fifo")  # whoever opens it waits for ever
+    done = subprocess.run(words, env={**hostile, **environ}, capture_output=True, check=True,
+                          timeout=20)  # fmt: skip
+    assert done.stderr == b"", "a loader complains of a library that is not there"
+    assert not (folder / "taken").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "state", "exit_code", "reason"),
+    [("exited", "7", "running", 7, ""), ("killed", "TERM", "stopping", 143, "the node restarted"),
+     ("dumped", "ABRT", "degraded", 134, ""), ("killed", "KILL", "stopping", 137,
+     "the node restarted")],
+)  # fmt: skip
+def test_systemd_itself_writes_how_a_kernel_ended(
+    tmp_path, code, status, state, exit_code, reason
+) -> None:
+    bundle = UnitBundle(tmp_path / "k1")
+    bundle.make("{}", {})
+    given_ = {"SERVICE_RESULT": "signal", "EXIT_CODE": code, "EXIT_STATUS": status}
+    run_drop_in(tmp_path, state, **given_)
+    end = bundle.end()
+    assert end is not None
+    assert (end.ending.exit_code, end.ending.reason) == (exit_code, reason)
+    assert end.finished_at > 1_700_000_000
+    run_drop_in(tmp_path, state, **{**given_, "EXIT_STATUS": "1"})
+    assert bundle.end() == end, "what is written stays"
+
+
+def test_systemd_keeps_what_a_kernel_used_unless_that_was_counted_elsewhere(tmp_path: Path) -> None:
+    group = tmp_path / "groups" / "k1.service"
+    group.mkdir(parents=True)
+    (group / "cpu.stat").write_text("usage_usec 2500000\nthrottled_usec 0\n")
+    (group / "memory.peak").write_text("4096\n")
+    bundle = UnitBundle(tmp_path / "k1")
+    for own, cpu_seconds, peak in ((tmp_path, None, None), (group, 2.5, 4096)):
+        bundle.make("{}", {})
+        bundle.enter(own)
+        bundle.enter(tmp_path / "another of that name, later")
+        run_drop_in(tmp_path, "running", SERVICE_RESULT="success", EXIT_CODE="killed",
+                    EXIT_STATUS="TERM")  # fmt: skip
+        assert bundle.has_usage() is (cpu_seconds is not None)
+        used = bundle.usage()
+        assert (used.cpu_seconds, used.memory_peak_bytes) == (cpu_seconds, peak)
+        assert used.memory_bytes is None
+        bundle.used(Usage(cpu_seconds=9.0, io_read_bytes=7))
+        used = bundle.usage()
+        assert (used.cpu_seconds, used.io_read_bytes) == (cpu_seconds or 9.0, 7)
+        bundle.remove()
+
+
+def test_a_unit_that_is_no_kernel_s_is_left_alone(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="loader"):  # `cd` says that there is no such folder
+        run_drop_in(tmp_path, "running", SERVICE_RESULT="success")
+    assert {path.name for path in tmp_path.iterdir()} == {"evil"}
+
+
+def test_a_program_with_a_loader_is_not_static(tmp_path: Path) -> None:
+    assert static_busybox([sys.executable, "/etc/passwd", str(tmp_path / "none")]) is None
+
+
+def test_a_cgroup_with_processes_lives_whatever_its_unit_says(tmp_path: Path) -> None:
+    where = "/agentd.slice/k1.service"
+    group = tmp_path / where[1:]
+    for active, sub in (("failed", "failed"), ("active", "exited"), ("inactive", "dead")):
+        assert state_of(active, sub, where, tmp_path) is ObservedState.EXITED
+    group.mkdir(parents=True)
+    for events, state in (
+        ("populated 1\nfrozen 0\n", ObservedState.RUNNING),
+        ("populated 1\nfrozen 1\n", ObservedState.PAUSED),
+        ("populated 0\nfrozen 0\n", ObservedState.EXITED),
+    ):
+        (group / "cgroup.events").write_text(events)
+        assert state_of("failed", "failed", where, tmp_path) is state
+    assert state_of("failed", "failed", "", tmp_path) is ObservedState.EXITED
+
+
+def test_a_bundle_keeps_what_it_was_given(tmp_path: Path) -> None:
+    bundle = UnitBundle(tmp_path / "k1")
+    assert bundle.identity() is None
+    bundle.make("record", {"A": 'x "y" $z `w` \\ \n\t', "B": ""})
+    assert bundle.path.stat().st_mode & 0o777 == 0o700
+    assert (bundle.path / "environment").stat().st_mode & 0o777 == 0o600
+    identity = Identity("ab12", "boot", 5.0)
+    for _ in range(2):
+        bundle.identify(identity)
+    assert (bundle.record(), bundle.identity(), bundle.end()) == ("record", identity, None)
+    end = End("exit-code", "exited", "3", 7.25)
+    bundle.finish(end)
+    bundle.finish(End("success", "exited", "0", 8.0))
+    assert bundle.end() == end
+    assert bundle.end().ending.exit_code == 3
+    (bundle.path / "exit").write_text("rubbish")
+    assert bundle.end() is None
+
+
+@given(st.text(st.characters(exclude_categories=["Cs", "Cc"]) | st.sampled_from("\n\t\"\\$`'")))
+def test_values_of_variables_survive_their_file(value: str) -> None:
+    """As a shell reads double quotes, which systemd.exec(5) says are read alike."""
+    assert shlex.split(f"A={quoted(value)}") == [f"A={_unescaped(value)}"]
+
+
+def _unescaped(value: str) -> str:
+    """What shlex leaves escaped: it knows `\\"` and `\\\\` alone."""
+    return value.replace("$", "\\$").replace("`", "\\`")
+
+
+def test_the_properties_close_what_a_kernel_was_not_given() -> None:
+    node = DeviceNode("/dev/tpu0", "/dev/tpu0")
+    edits = ContainerEdits(device_nodes=(node,), mounts=(Mount("/usr/lib/x", "/x"),), groups=("7",))
+    limits = ContainerOptions(pids_limit=9, ulimits={"nofile": Ulimit(5, -1)})
+    made = plan("sh", "-c", "echo $HOME", edits=edits, env={"SECRET": "s"}, container=limits)
+    found = told(made)
+    assert found["DynamicUser"] is True
+    assert found["DevicePolicy"] == "closed"
+    assert found["DeviceAllow"] == [["/dev/tpu0", "rw"]]
+    assert found["BindReadOnlyPaths"] == [["/usr/lib/x", "/x", False, 16384]]
+    assert found["ExitType"] == "cgroup"
+    assert found["TasksMax"] == 9
+    assert (found["LimitNOFILE"], found["LimitNOFILESoft"]) == (2**64 - 1, 5)
+    assert found["ExecStart"] == [["sh", ["sh", "-c", "echo $$HOME"], False]]
+    assert not [name for name in found if name.endswith("Ex")], "lost in a daemon-reload"
+    assert "SECRET" not in str(found)
+    assert told(made, user="kernels")["User"] == "kernels"
+    assert "DynamicUser" not in told(made, user="kernels")
+    assert told(made, stop_timeout_s=2.5)["TimeoutStopUSec"] == 2_500_000
+    assert told(made, stop_timeout_s=0)["TimeoutStopUSec"] == 1, "0 would be no limit at all"
+
+
+def test_a_user_s_unit_has_only_what_a_user_s_manager_can_do() -> None:
+    found = told(plan("true"), is_user=True)
+    assert not found.keys() & {"DynamicUser", "DevicePolicy", "LogNamespace", "AllowedMemoryNodes"}
+    moved = ContainerEdits(mounts=(Mount("/a", "/b"),))
+    with pytest.raises(RuntimeFailure):
+        told(plan("true", edits=moved), is_user=True)
+    with pytest.raises(RuntimeFailure):
+        told(plan("true", edits=ContainerEdits(cdi=("x",))))
+
+
+@pytest.mark.parametrize(
+    ("spec", "where"),
+    [({"command": ()}, "command"), ({"command": ("./x",)}, "command.0"),
+     ({"command": ("x", "a\0b")}, "command.1"), ({"env": {"A-B": "1"}}, "env.A-B"),
+     ({"env": {"A": "\r"}}, "env.A"), ({"env": {"EXIT_STATUS": "0"}}, "env.EXIT_STATUS"),
+     ({"user": "root"}, "user"),
+     ({"container": ContainerOptions(pids_limit=5000)}, "pids_limit"),
+     ({"container": ContainerOptions(network="host")}, "network")],
+)  # fmt: skip
+def test_what_no_unit_can_be_is_refused_before_anything(spec, where) -> None:
+    given_ = {"command": ("true",), **spec}
+    problems = list(request_problems(KernelSpec("k", "a", spec_hash="h", **given_), SystemdRules()))
+    assert [problem.where for problem in problems] == [where]
+    fine = KernelSpec("k", "a", ("/bin/sh",), "h", env={"A_1": "x\ty\nz"})
+    assert not list(request_problems(fine, SystemdRules()))
+
+
+def test_words_are_left_alone() -> None:
+    assert unexpanded(["${X}", "$$", "a"]) == ["$${X}", "$$$$", "a"]
+
+
+def test_the_fence_holds_the_partition_and_what_lives() -> None:
+    fence = fence_of("a", ("0", "1"), 100, frozenset({"0", "1", "2"}), Ledger())
+    assert (fence.cores, fence.memory_bytes) == (("0", "1"), 100)
+    declared = fence_of("a", ("0", "9"), 100, frozenset({"0"}), Ledger())
+    assert declared.cores == (), "a core that is not there cannot be pinned"
+
+
+def test_lines_are_selected_by_what_journald_notes_itself() -> None:
+    source = Source("u.service", "ab", "team-a")
+    assert source.journal == ["--namespace=agentd-team-a"]
+    assert all(match.startswith("_") for match in source.matches)
+    assert Source("u.service", "ab", None).journal == ["--user"]
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [((), "not PID 1"), (("run/systemd/system/x",), "D-Bus"),
+     (("run/systemd/system/x", "run/dbus/system_bus_socket"), "cgroup v2")],
+)  # fmt: skip
+def test_a_machine_that_cannot_run_units_says_why(tmp_path, monkeypatch, files, said) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    for name in files:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert said in why_no_systemd(tmp_path)[0]
+
+
+def test_versions_are_read() -> None:
+    assert version_of("systemd 252 (252.39-1~deb12u2)\n+PAM") == 252
+    assert version_of("") is None
+    assert signal.SIGTERM == 15
+
+
+def test_a_journal_that_has_failed_or_has_no_limits_is_told(tmp_path: Path) -> None:
+    for namespace in ("agentd-a", "agentd-b", "agentd-c", "other"):
+        (tmp_path / f"run/systemd/journal.{namespace}").mkdir(parents=True)
+    for namespace in ("agentd-a", "agentd-b"):
+        limits = tmp_path / f"run/systemd/journald@{namespace}.conf.d/10-agentd.conf"
+        limits.parent.mkdir()
+        limits.touch()
+    failed = {"systemd-journald@agentd-b.service", "systemd-journald@other.service"}
+    found = journal_remarks(failed, tmp_path)
+    assert [remark.partition(":")[0] for remark in found] == [
+        "systemd-journald@agentd-b.service has failed", "the journal agentd-c has no limits",
+    ]  # fmt: skip

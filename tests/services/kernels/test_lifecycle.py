@@ -1,0 +1,349 @@
+import asyncio
+import dataclasses
+
+import pytest
+from msgspec.structs import replace
+
+from agentd.concurrency import Deadline
+from agentd.core.kernel.states import Kernel, KernelRef, KernelState
+from agentd.core.partition.rules import AgentRule, AllocationMode, SplitRules
+from agentd.core.slots import ONE
+from agentd.errors import (
+    MOST_PROBLEMS,
+    CommandNotFound,
+    Draining,
+    InsufficientResource,
+    InvalidRequest,
+    InvalidSlotAmount,
+    KernelConflict,
+    OutcomeUnknown,
+    PluginUnavailable,
+    RuntimeFailure,
+    RuntimeUnavailable,
+    UnknownAgent,
+    UnknownKernel,
+    UnsupportedResource,
+)
+from agentd.services.kernels.creates import GRACE_S
+from agentd.services.protocols import Phase, Undone
+from services.node import Rig, running, settled
+
+
+async def test_a_kernel_holds_its_devices_until_it_is_removed(rig: Rig) -> None:
+    kernel = await rig.create(cuda_device=1)
+    assert kernel.state is KernelState.RUNNING
+    assert rig.free_gpus == 1
+    await rig.service.remove("k1")
+    assert rig.free_gpus == 2
+    assert rig.states == {}
+    with pytest.raises(UnknownKernel):
+        await rig.service.remove("k1")
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [RuntimeFailure("no space left"), CommandNotFound("x"), RuntimeUnavailable("down")],
+)
+async def test_a_failed_create_gives_the_devices_back(rig: Rig, failure) -> None:
+    rig.runtime.fail_create = failure
+    with pytest.raises(type(failure)):
+        await rig.create(cuda_device=2)
+    assert rig.free_gpus == 2
+    assert rig.states == {}
+    assert rig.memory.records == {}
+
+
+async def test_a_plugin_that_does_not_answer_gives_the_devices_back(rig: Rig) -> None:
+    rig.plugins.failure = PluginUnavailable("hung")
+    with pytest.raises(PluginUnavailable):
+        await rig.create(cuda_device=2)
+    assert rig.free_gpus == 2
+
+
+async def test_a_caller_that_goes_away_does_not_stop_the_create(rig: Rig) -> None:
+    rig.runtime.gate = asyncio.Event()
+    caller = asyncio.create_task(rig.service.create(rig.spec(cuda_device=1)))
+    await settled(rig, "k1", "creating")
+    caller.cancel()
+    rig.runtime.gate.set()
+    await settled(rig, "k1", "running")
+    assert rig.free_gpus == 1
+
+
+async def test_deleting_what_is_being_created_cancels_it_and_gives_back(rig: Rig) -> None:
+    rig.runtime.gate = asyncio.Event()
+    caller = asyncio.create_task(rig.service.create(rig.spec(cuda_device=2)))
+    await settled(rig, "k1", "creating")
+    assert rig.free_gpus == 0
+    with pytest.raises(KernelConflict):
+        await rig.service.stop("k1")
+    await rig.service.remove("k1")
+    assert rig.free_gpus == 2
+    assert rig.states == {}
+    with pytest.raises(KernelConflict, match="deleted while it was being created"):
+        await caller
+
+
+async def test_deleting_twice_does_not_interrupt_the_clean_up(rig: Rig) -> None:
+    cleaned = asyncio.Event()
+
+    async def create(plan, progress):
+        progress(KernelState.CREATING)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            cleaned.set()
+            raise Undone from None
+
+    rig.runtime.create = create
+    caller = asyncio.create_task(rig.service.create(rig.spec(cuda_device=2)))
+    await settled(rig, "k1", "creating")
+    removes = [asyncio.create_task(rig.service.remove("k1")) for _ in range(3)]
+    await asyncio.sleep(0)
+    late = asyncio.create_task(rig.service.remove("k1"))
+    await asyncio.gather(*removes, late, return_exceptions=True)
+    assert cleaned.is_set()
+    assert rig.free_gpus == 2
+    with pytest.raises(KernelConflict):
+        await caller
+
+
+async def test_an_explicit_time_overtakes_a_stop_under_way(rig: Rig) -> None:
+    await rig.create()
+    killed = asyncio.Event()
+
+    async def stop(ref: KernelRef, timeout_s: float | None) -> None:
+        if timeout_s == 0:
+            killed.set()
+        await killed.wait()
+        rig.runtime.end(ref.kernel_id, 137)
+
+    rig.runtime.stop = stop
+    slow = asyncio.create_task(rig.service.stop("k1", 3600))
+    await settled(rig, "k1", "stopping")
+    await rig.service.remove("k1", 0)
+    await asyncio.gather(slow, return_exceptions=True)
+    assert rig.states == {}
+
+
+async def test_a_dry_run_refuses_what_the_create_would(rig: Rig) -> None:
+    empty = replace(rig.spec(), command=())
+    labelled = replace(rig.spec(), labels={"io.agentd.node": "x"})
+    for spec in (empty, labelled):
+        with pytest.raises(InvalidRequest):
+            await rig.service.decide(spec)
+        with pytest.raises(InvalidRequest):
+            await rig.service.create(spec, wait=False)
+    assert rig.states == {}
+
+
+async def test_the_same_request_joins_the_create_under_way(rig: Rig) -> None:
+    rig.runtime.gate = asyncio.Event()
+    creates = [asyncio.create_task(rig.service.create(rig.spec(cuda_device=1))) for _ in range(3)]
+    await settled(rig, "k1", "creating")
+    with pytest.raises(KernelConflict):
+        await rig.service.create(rig.spec(cuda_device=2))
+    rig.runtime.gate.set()
+    answers = await asyncio.gather(*creates)
+    assert [is_new for _, is_new in answers] == [True, False, False]
+    assert {kernel.handle for kernel, _ in answers} == {"1"}
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"agent": "nobody"}, UnknownAgent),
+        ({"slots": {"tpu.chip": 1}}, UnsupportedResource),
+        ({"slots": {"cuda.device": "0.5"}}, InvalidSlotAmount),
+        ({"slots": {"mem": 0}}, InvalidSlotAmount),
+        ({"slots": {"cuda.device": 3}}, InsufficientResource),
+        ({"command": ()}, InvalidRequest),
+    ],
+)
+async def test_a_refused_request_reaches_nobody(rig: Rig, change, error) -> None:
+    spec = replace(
+        rig.spec(agent=change.get("agent", "a")),
+        slots=change.get("slots", {}),
+        command=change.get("command", ("sleep", "1")),
+    )
+    with pytest.raises(error):
+        await rig.service.create(spec)
+    assert rig.states == {}
+    assert rig.runtime.plans == []
+    assert rig.memory.records == {}
+
+
+async def test_a_failed_plugin_is_named_in_the_refusal_and_a_late_one_can_be_retried(rig) -> None:
+    rig.plugins.failed = {"tpu": "no driver"}
+    rig.plugins.pending = ["npu"]
+    with pytest.raises(UnsupportedResource, match="plugin tpu failed: no driver"):
+        await rig.create(tpu_chip=1)
+    with pytest.raises(PluginUnavailable):
+        await rig.create(npu_device=1)
+
+
+async def test_stop_keeps_the_kernel_listed_and_frees_its_devices(rig: Rig) -> None:
+    await rig.create(cuda_device=2)
+    kernel = await rig.service.stop("k1", 0)
+    assert (kernel.state, kernel.ending.exit_code) == (KernelState.TERMINATED, 137)
+    assert rig.free_gpus == 2
+    assert (await rig.service.stop("k1")) == kernel
+
+
+async def test_a_stop_that_the_runtime_cannot_do_leaves_the_kernel_as_it_was(rig: Rig) -> None:
+    await rig.create(cuda_device=2)
+    rig.runtime.is_down = True
+    for call in (rig.service.stop, rig.service.remove):
+        with pytest.raises(RuntimeUnavailable):
+            await call("k1")
+        assert rig.states == {"k1": "running"}
+        assert rig.free_gpus == 0
+
+
+async def test_two_removes_at_once_are_one_and_a_not_found(rig: Rig) -> None:
+    await rig.create()
+    answers = await asyncio.gather(
+        rig.service.remove("k1"), rig.service.remove("k1"), return_exceptions=True
+    )
+    assert sorted(type(answer).__name__ for answer in answers) == ["NoneType", "UnknownKernel"]
+
+
+async def test_draining_refuses_creates_and_waits_for_those_under_way(rig: Rig) -> None:
+    rig.runtime.gate = asyncio.Event()
+    caller = asyncio.create_task(rig.service.create(rig.spec()))
+    await settled(rig, "k1", "creating")
+    draining = asyncio.create_task(rig.service.drain(Deadline.after(5)))
+    await asyncio.sleep(0)
+    with pytest.raises(Draining):
+        await rig.create("k2")
+    rig.runtime.gate.set()
+    await draining
+    assert (await caller)[0].state is KernelState.RUNNING
+
+
+@pytest.mark.parametrize(
+    "failure", [RuntimeError("Session is closed"), OSError(), asyncio.CancelledError()]
+)
+async def test_a_failure_without_proof_leaves_a_create_unresolved(rig: Rig, failure) -> None:
+    rig.runtime.fail_create = failure
+    with pytest.raises((OutcomeUnknown, KernelConflict)):
+        await rig.create(cuda_device=1)
+    assert (rig.free_gpus, rig.states) == (1, {"k1": "creating"})
+    assert rig.memory.records["k1"].phase is Phase.INTENT
+    rig.now += GRACE_S
+    await rig.relist()
+    assert (rig.free_gpus, rig.states, rig.memory.records) == (2, {}, {})
+
+
+async def test_a_failure_before_the_runtime_is_asked_leaves_nothing(rig: Rig) -> None:
+    rig.runtime.pull_gate = asyncio.Event()
+    caller = asyncio.create_task(rig.create(cuda_device=1))
+    await settled(rig, "k1", "pulling")
+    rig.service._creates._tasks["k1"].cancel()
+    with pytest.raises(KernelConflict):
+        await caller
+    assert (rig.free_gpus, rig.states, rig.memory.records) == (2, {}, {})
+
+
+async def test_a_drain_cancels_what_has_not_reached_the_runtime_at_once(rig: Rig) -> None:
+    rig.runtime.pull_gate = asyncio.Event()
+    caller = asyncio.create_task(rig.create())
+    await settled(rig, "k1", "pulling")
+    assert await rig.service.drain(Deadline(float("inf"))) == (["k1"], [])
+    with pytest.raises(Draining):
+        await caller
+    assert rig.memory.records == {}
+
+
+async def test_a_drain_leaves_a_late_create_with_its_intent(rig: Rig) -> None:
+    rig.runtime.gate = asyncio.Event()
+    caller = asyncio.create_task(rig.create(cuda_device=1))
+    await settled(rig, "k1", "creating")
+    assert await rig.service.drain(Deadline(0.0, lambda: 1.0)) == ([], ["k1"])
+    with pytest.raises(OutcomeUnknown, match="k1 may exist"):
+        await caller
+    assert rig.memory.records["k1"].phase is Phase.INTENT
+    assert rig.states == {"k1": "creating"}
+    rig.runtime.gate.set()
+
+
+async def test_64_creates_at_once_share_out_every_device_once(rig: Rig) -> None:
+    rig.runtime.gate = asyncio.Event()
+    creates = [
+        asyncio.create_task(rig.create(f"k{n}", "ab"[n % 2], cuda_device=1, cpu=0, mem=1))
+        for n in range(64)
+    ]
+    await asyncio.sleep(0)
+    rig.runtime.gate.set()
+    answers = await asyncio.gather(*creates, return_exceptions=True)
+    assert sum(isinstance(answer, Kernel) for answer in answers) == 2
+    assert sum(isinstance(answer, InsufficientResource) for answer in answers) == 62
+
+
+async def test_a_retry_of_what_is_not_known_yet_is_told_so(rig: Rig) -> None:
+    rig.runtime.fail_create = OutcomeUnknown("lost")
+    spec = rig.spec(cuda_device=1)
+    with pytest.raises(OutcomeUnknown):
+        await rig.service.create(spec)
+    with pytest.raises(RuntimeUnavailable, match="not known yet"):
+        await rig.service.create(spec)
+    rig.now += GRACE_S
+    await rig.reconciler.relist(rig.runtime)
+    assert rig.states == {}
+
+
+async def test_a_create_that_is_deleted_before_it_began_is_gone_at_once(rig: Rig) -> None:
+    """Nothing was asked of a runtime: its outcome is known."""
+    creating = asyncio.create_task(rig.create(cuda_device=2))
+    await asyncio.sleep(0)
+    assert rig.states == {"k1": "preparing"}
+    await rig.service.remove("k1")
+    assert (rig.states, rig.free_gpus, rig.state.unsettled) == ({}, 2, {})
+    with pytest.raises(KernelConflict):
+        await creating
+    async with rig.state.lock("k1"):
+        creating = asyncio.create_task(rig.create(cuda_device=2))
+        await settled(rig, "k1", "preparing")
+        await asyncio.sleep(0)
+        await rig.service.remove("k1")
+    assert (rig.states, rig.free_gpus) == ({}, 2)
+    with pytest.raises(KernelConflict):
+        await creating
+
+
+async def test_a_part_of_a_device_that_nothing_holds_a_kernel_to_is_said_so() -> None:
+    for is_enforced, asked, expected in (
+        (False, 0.25, ("cuda.device",)),
+        (False, 1, ()),
+        (True, 0.25, ()),
+    ):
+        rig = Rig()
+        (listing,) = rig.plugins.ready
+        parts = dataclasses.replace(
+            listing.slot_types[0], quantum=ONE // 100, is_enforced=is_enforced
+        )
+        rig.plugins.ready = [replace(listing, slot_types=(parts,))]
+        rig.devices.discover()
+        async with running(rig):
+            kernel = await rig.create(cuda_device=asked)
+            assert kernel.not_enforced == expected
+
+
+async def test_an_agent_without_cores_says_that_nothing_holds_its_kernels() -> None:
+    agents = tuple(AgentRule(name) for name in ("a", "b", "c", "d", "e"))
+    rig = Rig(rules=SplitRules(AllocationMode.AUTO_SPLIT, agents))
+    async with running(rig):
+        for agent, cores, missing in (("a", ("0",), ()), ("e", (), ("cpu",))):
+            kernel = await rig.create(agent, agent, cpu=0)
+            assert kernel.not_enforced == missing
+            assert rig.runtime.plans[-1].cpus == cores
+
+
+async def test_unknown_devices_are_listed_up_to_a_bound(rig: Rig) -> None:
+    spec = replace(rig.spec(), devices={"cuda": ("nothing",) * 4096, "tpu": ("nothing",) * 4096})
+    with pytest.raises(InvalidRequest) as refused:
+        await rig.service.create(spec)
+    assert len(refused.value.problems) == MOST_PROBLEMS
+    assert str(refused.value).count("the node has") <= MOST_PROBLEMS

@@ -1,0 +1,139 @@
+"""What is remembered of kernels, while nobody can be asked and after a restart."""
+
+import pytest
+
+from agentd.core.kernel.states import KernelState
+from agentd.errors import (
+    Conflict,
+    KernelConflict,
+    OutcomeUnknown,
+    RuntimeUnavailable,
+    UnknownRuntime,
+)
+from agentd.services.kernels.records import recorded_runtimes
+from agentd.services.protocols import Phase, SavedRecord
+from agentd.services.state import RuntimeState
+from services.node import Rig
+
+
+async def restarted(rig: Rig, *, is_down: bool = False) -> Rig:
+    """The next daemon, with the same memory and the same runtime."""
+    after = Rig(rig.memory)
+    after.runtime.kernels = rig.runtime.kernels
+    after.runtime.is_down = is_down
+    after.recall()
+    if is_down:
+        with pytest.raises(RuntimeUnavailable):
+            await after.relist()
+    else:
+        await after.relist()
+    return after
+
+
+async def test_a_record_says_how_far_its_kernel_has_come(rig: Rig) -> None:
+    await rig.create(cuda_device=1)
+    assert rig.memory.records["k1"].phase is Phase.HELD
+    await rig.service.stop("k1", 0)
+    assert rig.memory.records["k1"].phase is Phase.ENDED
+    await rig.service.remove("k1")
+    assert rig.memory.records == {}
+
+
+async def test_what_an_engine_that_is_down_was_last_known_to_hold_stays_held(rig: Rig) -> None:
+    await rig.create("lives", cuda_device=1)
+    await rig.create("ended", cuda_device=1)
+    await rig.service.stop("ended", 0)
+    after = await restarted(rig, is_down=True)
+    assert after.states == {"lives": "running", "ended": "terminated"}
+    assert after.free_gpus == 1
+    for call in (after.service.stop, after.service.remove):
+        with pytest.raises(RuntimeUnavailable):
+            await call("lives")
+    after.runtime.is_down = False
+    await after.reconciler.retry()
+    assert after.states == {"lives": "running", "ended": "terminated"}
+    assert after.state.get("ended").ending.exit_code == 137
+    assert after.state.get("lives").handle == rig.state.get("lives").handle
+
+
+async def test_what_is_gone_after_a_restart_is_lost_and_stays_so_until_it_is_deleted(rig) -> None:
+    await rig.create(cuda_device=2)
+    rig.runtime.kernels.clear()
+    for _ in range(2):
+        rig = await restarted(rig)
+        assert rig.states == {"k1": "lost"}
+        assert rig.free_gpus == 2
+    await rig.service.remove("k1")
+    assert (await restarted(rig)).states == {}
+
+
+async def test_a_record_that_cannot_be_read_holds_everything_until_its_runtime_answers(rig) -> None:
+    await rig.create(cuda_device=1)
+    rig.memory.records["k1"] = SavedRecord("k1", Phase.HELD, "{")
+    after = await restarted(rig, is_down=True)
+    assert after.states == {"k1": "unreadable"}
+    assert after.free_gpus == 0
+    after.runtime.is_down = False
+    await after.reconciler.retry()
+    assert after.states == {"k1": "running"}
+    assert after.free_gpus == 1
+
+
+async def test_a_create_that_failed_is_not_remembered(rig: Rig) -> None:
+    rig.runtime.fail_create = RuntimeUnavailable("down")
+    await rig.service.create(rig.spec(), wait=False)
+    with pytest.raises(RuntimeUnavailable):
+        await rig.create("k2")
+    assert rig.memory.records == {}
+
+
+async def test_a_runtime_is_forgotten_only_while_it_does_not_answer(rig: Rig) -> None:
+    await rig.create(cuda_device=2)
+    with pytest.raises(Conflict, match="answers"):
+        await rig.reconciler.forget_runtime("fake")
+    with pytest.raises(UnknownRuntime):
+        await rig.reconciler.forget_runtime("none")
+    rig.runtime.is_down = True
+    async with rig.state.lock("k1"):
+        with pytest.raises(Conflict, match="under way with k1"):
+            await rig.reconciler.forget_runtime("fake")
+    await rig.reconciler.forget_runtime("fake")
+    assert (rig.states, rig.free_gpus, rig.memory.records) == ({}, 2, {})
+    rig.runtime.is_down = False
+    with pytest.raises(RuntimeUnavailable):
+        await rig.create("k2", cuda_device=2)
+    await rig.reconciler.retry()
+    assert rig.states == {"k1": "running"}
+
+
+async def test_a_runtime_that_this_agentd_does_not_have_blocks_nothing_and_can_be_forgotten(
+    rig: Rig,
+) -> None:
+    await rig.create(cuda_device=1)
+    text = rig.memory.records["k1"].text.replace('"runtime":"fake"', '"runtime":"old"')
+    after = Rig(rig.memory, "old")
+    rig.memory.records["k1"] = SavedRecord("k1", Phase.HELD, text)
+    assert recorded_runtimes(rig.memory.load_records()) == {"old"}
+    after.recall()
+    await after.relist()
+    after.state.note_unavailable("old", "this agentd has no runtime of that name")
+    assert after.states == {"k1": "running"}
+    assert after.free_gpus == 1
+    assert (await after.create("k2", cuda_device=1)).state is KernelState.RUNNING
+    with pytest.raises(RuntimeUnavailable, match="no runtime old"):
+        await after.service.remove("k1")
+    await after.reconciler.forget_runtime("old")
+    assert after.states == {"k2": "running"}
+    assert after.memory.runtimes == ["fake"]
+
+
+async def test_an_outcome_that_is_not_known_is_remembered_as_an_intent(rig: Rig) -> None:
+    rig.runtime.fail_create = OutcomeUnknown("lost")
+    with pytest.raises(OutcomeUnknown):
+        await rig.create(cuda_device=1)
+    assert rig.memory.records["k1"].phase is Phase.INTENT
+    after = await restarted(rig, is_down=True)
+    assert after.states == {"k1": "creating"}
+    assert after.state.runtime("fake").state is RuntimeState.UNAVAILABLE
+    with pytest.raises(KernelConflict, match="unknown outcome"):
+        await after.service.remove("k1")

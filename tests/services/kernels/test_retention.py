@@ -1,0 +1,57 @@
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from agentd.core.kernel.states import Ending, Kernel, KernelState
+from agentd.errors import RuntimeUnavailable
+from agentd.events import EventLog
+from agentd.services.kernels.retention import Keeper
+from agentd.services.state import NodeState
+
+
+def ended(name: str, at: float | None) -> Kernel:
+    ending = Ending(0, finished_at=at)
+    return Kernel(name, "agent-1", KernelState.TERMINATED, "hash", at or 0.0, "any", ending=ending)
+
+
+async def test_the_oldest_ended_kernels_go_first_and_living_ones_never() -> None:
+    state = NodeState(["any"], EventLog())
+    removed: list[str] = []
+
+    async def remove(kernel_id: str, *, only: Kernel) -> None:
+        assert state.kernels[kernel_id] is only
+        if kernel_id == "stuck":
+            raise RuntimeUnavailable("the engine is down")
+        removed.append(kernel_id)
+        state.drop(kernel_id)
+
+    service: Any = SimpleNamespace(remove=remove)
+    keeper = Keeper(state, service, 2)
+    state.put(Kernel("lives", "agent-1", KernelState.RUNNING, "hash", 0.0, "any"))
+    for name, at in (("third", 3.0), ("first", 1.0), ("stuck", 0.5), ("second", 2.0)):
+        state.put(ended(name, at))
+    running = asyncio.create_task(keeper.run())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert removed == ["first"]
+    state.put(ended("fourth", 4.0))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert removed == ["first", "second"]
+    assert {kernel.kernel_id for kernel in state} == {"lives", "stuck", "third", "fourth"}
+    running.cancel()
+
+
+async def test_keeper_sleeps_while_there_are_not_too_many() -> None:
+    state = NodeState(["any"], EventLog())
+    keeper = Keeper(state, SimpleNamespace(), 1)  # type: ignore[arg-type]
+    running = asyncio.create_task(keeper.run())
+    await asyncio.sleep(0)
+    state.put(ended("first", 1.0))
+    assert not keeper._are_too_many.is_set()
+    state.drop("first")
+    state.put(ended("second", 2.0))
+    assert not keeper._are_too_many.is_set()
+    state.put(ended("third", 3.0))
+    assert keeper._are_too_many.is_set()
+    running.cancel()

@@ -1,0 +1,213 @@
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agentd import failpoints
+from agentd.errors import StartRefused, StateUnavailable
+from agentd.services.protocols import Phase, SavedRecord
+from agentd.state.folder import ReadOnlyState, StateFolder
+from core.machines import gpus
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Iterator[StateFolder]:
+    made = StateFolder(tmp_path / "state", "n")
+    made.open(tmp_path / "locks")
+    yield made
+    failpoints.arm("")
+
+
+def test_what_is_saved_is_remembered(state: StateFolder) -> None:
+    devices = gpus(1, 0.5, nodes=(0, None))
+    state.save_devices(devices)
+    loaded = state.load_devices()
+    assert [(d.device_id, d.stable_id, d.capacity, d.aliases, d.drained) for d in loaded] == [
+        (d.device_id, d.stable_id, d.capacity, d.aliases, d.drained) for d in devices
+    ]
+    state.save_runtimes(["docker"])
+    node = state.load_node()
+    assert node is not None
+    assert (node.node_id, node.runtimes) == ("n", ["docker"])
+
+
+def test_a_record_stays_until_its_kernel_is_dropped(state: StateFolder) -> None:
+    state.save_intent("k1", "{}")
+    assert state.load_records() == [SavedRecord("k1", Phase.INTENT, "{}")]
+    for phase in (Phase.HELD, Phase.ENDED, Phase.HELD):
+        state.save_phase("k1", phase, lambda: "not asked")
+        assert state.load_records() == [SavedRecord("k1", phase, "{}")]
+    state.save_phase("k2", Phase.HELD, lambda: "[]")
+    assert SavedRecord("k2", Phase.HELD, "[]") in state.load_records()
+    for kernel_id in ("k1", "k2", "k2"):
+        state.drop_record(kernel_id)
+    assert state.load_records() == []
+
+
+def test_only_their_owner_can_read_what_is_remembered(state: StateFolder) -> None:
+    state.save_intent("k1", "{}")
+    state.save_devices(gpus(1))
+    state.save_runtimes(["docker"])
+    files = [path for path in state.folder.rglob("*") if path.is_file()]
+    assert len(files) == 4
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+
+
+def test_a_record_under_a_name_that_no_kernel_has_is_nobody_s(state: StateFolder) -> None:
+    for name in ("..json", "-x.json", "a b.json", ".hidden.json", "notes.txt"):
+        (state.folder / "records" / name).write_text("{}")
+    assert state.load_records() == []
+
+
+@pytest.mark.parametrize("kernel_id", ["../../PWNED", "..", "a/b", ""])
+def test_nothing_is_written_or_removed_by_the_id_of_no_kernel(
+    state: StateFolder, tmp_path: Path, kernel_id: str
+) -> None:
+    victim = tmp_path / "PWNED.json"
+    victim.write_text("precious")
+    before = sorted(tmp_path.rglob("*"))
+    for step in (
+        lambda: state.save_intent(kernel_id, "{}"),
+        lambda: state.save_phase(kernel_id, Phase.ENDED, lambda: "{}"),
+        lambda: state.drop_record(kernel_id),
+    ):
+        with pytest.raises(ValueError, match="invalid name"):
+            step()
+    assert sorted(tmp_path.rglob("*")) == before
+    assert victim.read_text() == "precious"
+
+
+def test_no_record_is_read_through_a_link(state: StateFolder, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    (state.folder / "records" / "k1.json").symlink_to(tmp_path / "secret")
+    assert state.load_records() == [SavedRecord("k1", Phase.HELD, "")]
+
+
+def test_a_second_daemon_on_the_same_folder_refuses(state: StateFolder, tmp_path) -> None:
+    other = StateFolder(state.folder, "m")
+    with pytest.raises(StartRefused, match=r"is used by another agentd \(pid \d+\)"):
+        other.open(tmp_path / "locks")
+    state.close()
+    other.open(tmp_path / "locks")
+
+
+def test_a_second_daemon_with_the_same_node_id_refuses(state: StateFolder, tmp_path: Path) -> None:
+    with pytest.raises(StartRefused, match="another agentd serves node id n"):
+        StateFolder(tmp_path / "other", "n").open(tmp_path / "locks")
+    StateFolder(tmp_path / "another", "m").open(tmp_path / "locks")
+
+
+DEVICE = {
+    "device_id": ["cuda", "cuda0"],
+    "stable_id": "GPU-a",
+    "slot": "cuda.device",
+    "kind": "count",
+    "capacity": 1,
+    "numa_node": None,
+    "aliases": [],
+    "parent": None,
+    "model": "",
+    "drained": False,
+}
+
+
+def with_device(**members: object) -> str:
+    return json.dumps({"devices": [DEVICE | members]})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"devices": [{}]}',
+        '{"devices": 1}',
+        "\udcff",
+        "[" * 100_000,
+        with_device(capacity=float("inf")),
+        with_device(stable_id=["x"]),
+        with_device(device_id=["cuda", 5]),
+        with_device(kind="many"),
+    ],
+)
+def test_a_damaged_file_is_set_aside_and_nothing_is_remembered(state: StateFolder, text) -> None:
+    path = state.folder / "devices.json"
+    path.write_text(text, errors="surrogateescape")
+    assert state.load_devices() == []
+    assert not path.exists()
+    assert (state.folder / "devices.json.unreadable").exists()
+
+
+def test_what_is_of_a_device_s_shape_is_read(state: StateFolder) -> None:
+    (state.folder / "devices.json").write_text(with_device(colour="red"))
+    assert [str(device.device_id) for device in state.load_devices()] == ["cuda/cuda0"]
+
+
+def test_a_record_that_could_not_be_dropped_harms_no_later_one(state: StateFolder) -> None:
+    state.save_intent("k1", "{}")
+    failpoints.arm("record.before_drop=1*error(EROFS)")
+    state.drop_record("k1")
+    assert "cannot be written" in state.warnings()[0]
+    state.save_intent("k1", "[]")
+    state.retry()
+    assert state.load_records() == [SavedRecord("k1", Phase.INTENT, "[]")]
+    state.drop_record("k1")
+    assert state.load_records() == []
+
+
+def test_what_could_not_be_written_is_written_later(state: StateFolder) -> None:
+    state.save_intent("k1", "{}")
+    failpoints.arm("record.before_move=2*error(EROFS)")
+    state.save_phase("k1", Phase.HELD, lambda: "{}")
+    state.save_phase("k1", Phase.ENDED, lambda: "{}")
+    assert state.load_records() == [SavedRecord("k1", Phase.INTENT, "{}")]
+    failpoints.arm("")
+    state.retry()
+    assert state.load_records() == [SavedRecord("k1", Phase.ENDED, "{}")]
+    assert state.warnings() == []
+
+
+def test_looking_at_records_changes_nothing_of_what_is_to_be_done(state: StateFolder) -> None:
+    state.save_intent("k1", "{}")
+    failpoints.arm("record.before_move=1*error(EROFS)")
+    state.save_phase("k1", Phase.HELD, lambda: "{}")
+    assert [record.phase for record in state.load_records()] == [Phase.INTENT]
+    failpoints.arm("")
+    state.drop_record("k1")
+    state.retry()
+    assert state.load_records() == []
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_what_is_no_file_is_no_record(state: StateFolder, make) -> None:
+    make(state.folder / "records" / "k1.json")
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        assert state.load_records() == [SavedRecord("k1", Phase.HELD, "")]
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_folder_that_is_full_is_a_warning_until_it_is_not(state: StateFolder) -> None:
+    failpoints.arm("intent.before_replace=1*error(ENOSPC)")
+    with pytest.raises(StateUnavailable, match="No space left"):
+        state.save_intent("k1", "{}")
+    assert any("No space left" in warning for warning in state.warnings())
+    state.save_intent("k1", "{}")
+    assert state.warnings() == []
+
+
+def test_looking_at_a_folder_changes_nothing(state: StateFolder) -> None:
+    (state.folder / "devices.json").write_text("{")
+    looking = ReadOnlyState(state.folder, "n")
+    assert looking.load_devices() == []
+    looking.save_devices(gpus(1))
+    assert (state.folder / "devices.json").read_text() == "{"
+
+
+def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StartRefused, match=r"state folder .*: Not a directory"):
+        StateFolder(tmp_path / "file" / "state", "n").open(tmp_path / "locks")

@@ -1,0 +1,101 @@
+"""What must end ends, however often its caller is cancelled."""
+
+import asyncio
+
+import pytest
+
+from agentd.concurrency import to_the_end, uninterrupted
+
+both = pytest.mark.parametrize("to_its_end", [to_the_end, uninterrupted])
+
+
+@both
+async def test_a_step_ends_before_its_cancellation_takes_effect(to_its_end) -> None:
+    goes_on, has_ended = asyncio.Event(), False
+
+    async def step() -> None:
+        nonlocal has_ended
+        await goes_on.wait()
+        await asyncio.sleep(0)
+        await asyncio.create_task(asyncio.sleep(0))
+        has_ended = True
+
+    task = asyncio.create_task(to_its_end(step()))
+    for _ in range(3):
+        await asyncio.sleep(0)
+        task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done()
+    goes_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert has_ended
+
+
+@both
+async def test_a_step_that_fails_after_a_cancellation_is_cancelled(to_its_end) -> None:
+    goes_on = asyncio.Event()
+
+    async def fails() -> None:
+        await goes_on.wait()
+        raise ValueError("why")
+
+    task = asyncio.create_task(to_its_end(fails()))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    goes_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@both
+async def test_what_a_step_returns_or_raises_is_the_callers(to_its_end) -> None:
+    async def fails() -> None:
+        raise ValueError("why")
+
+    async def fails_within() -> None:
+        await asyncio.create_task(fails())
+
+    async def mends() -> str:
+        try:
+            await asyncio.create_task(fails())
+        except ValueError:
+            return await asyncio.sleep(0, "mended")
+        return ""
+
+    assert await to_its_end(asyncio.sleep(0, "done")) == "done"
+    assert await to_its_end(mends()) == "mended"
+    for step in (fails, fails_within):
+        with pytest.raises(ValueError, match="why"):
+            await to_its_end(step())
+
+
+@both
+async def test_a_step_may_meet_a_cancellation_that_is_not_its_callers(to_its_end) -> None:
+    async def step() -> str:
+        task = asyncio.create_task(asyncio.Event().wait())
+        asyncio.get_running_loop().call_soon(task.cancel)
+        try:
+            await task
+        except asyncio.CancelledError:
+            return "went on"
+        return ""
+
+    assert await to_its_end(step()) == "went on"
+
+
+async def test_a_step_that_is_given_up_is_closed() -> None:
+    is_closed = False
+
+    async def step() -> None:
+        nonlocal is_closed
+        try:
+            await asyncio.Event().wait()
+        finally:
+            is_closed = True
+
+    running = uninterrupted(step())
+    running.send(None)
+    running.close()
+    assert is_closed

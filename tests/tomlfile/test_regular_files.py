@@ -1,0 +1,44 @@
+"""Reading files that somebody else may have replaced: nothing blocks, nothing is too much."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from agentd.tomlfile.regular_files import MissingFile, UnusableFile, read_regular
+
+
+def test_a_regular_file_is_read_with_its_mode(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("text")
+    file.chmod(0o640)
+    (tmp_path / "link").symlink_to(file)
+    assert read_regular(tmp_path / "link") == (b"text", 0o640)
+    assert read_regular(file, 4).text == "text"
+    with pytest.raises(UnusableFile, match="is larger than 3 bytes"):
+        read_regular(file, 3)
+    with pytest.raises(UnusableFile, match="cannot be read"):
+        read_regular(tmp_path / "link", follows_links=False)
+
+
+def test_anything_else_is_refused_and_never_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket"))
+    refused = {
+        tmp_path / "fifo": "is a FIFO, expected a regular file",
+        tmp_path: "is a directory, expected a regular file",
+        Path("/dev/zero"): "is a device, expected a regular file",
+        tmp_path / "socket": "cannot be read: No such device or address",
+        Path("/tmp/\0x"): "cannot be read: embedded null byte",
+    }
+    for path, why in refused.items():
+        with pytest.raises(UnusableFile) as error:
+            read_regular(path)
+        assert str(error.value) == why
+    with pytest.raises(MissingFile):
+        read_regular(tmp_path / "absent")
+    with pytest.raises(UnusableFile, match="is not UTF-8"):
+        _ = read_regular(tmp_path / "bytes").text
