@@ -20,9 +20,9 @@ from agentd.core.allocation.allocator import Allocation
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.plan import KernelPlan, NodeFacts, build_plan
 from agentd.core.kernel.states import Kernel, KernelRef, KernelSpec, KernelState
-from agentd.host.probe import boot_id
 from agentd.runtimes.systemd.runtime import SystemdRuntime
 from agentd.runtimes.systemd.unit import SystemdRules
+from agentd.service.boot_id import boot_id
 
 ALIKE = ("Type=exec", "ExitType=cgroup", "RemainAfterExit=yes", "DynamicUser=yes", "PrivateTmp=yes",
          "DevicePolicy=closed", "MemorySwapMax=0", "TasksMax=4096", "NoNewPrivileges=yes",

@@ -11,8 +11,8 @@ from pydantic import BaseModel
 
 from agentd.cli.agentctl.main import agentctl
 from agentd.cli.agentd.main import agentd
+from agentd.config.default_file import default_text
 from agentd.config.settings import Settings
-from agentd.tomlfile.document import default_text
 from agentd_fleet.cli import agentd_fleet
 
 _DAEMON = "0 done, 1 it cannot run here, 2 wrong usage, 78 the configuration cannot be used."

@@ -40,8 +40,8 @@ BY_CHANCE = {
     "pycares", "sitecustomize",
 }  # fmt: skip
 """What libraries import if it happens to be installed, and what an interpreter begins with."""
-NEVER_LOADED = {"agentd.config.migration", "agentd.host.systemd.manager", "agentd.runtimes.process.runtime",
-                "agentd.runtimes.systemd.runtime"}  # fmt: skip
+NEVER_LOADED = {"agentd.config.migration", "agentd.host.systemd.dbus",
+                "agentd.runtimes.process.runtime", "agentd.runtimes.systemd.runtime"}  # fmt: skip
 KERNELS = 20
 MOST_LOOKS = 3
 """At each process: for helpers of plugins of an earlier daemon, for those of a plugin that ended,

@@ -104,7 +104,7 @@ class Journal:
     def __init__(self, path: str = _JOURNAL) -> None:
         self._path = path
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
-        self._socket.setblocking(False)  # noqa: FBT003 - the library's
+        self._socket.setblocking(False)
 
     def msg(self, fields: Mapping[str, str]) -> None:
         """Send one entry; where that cannot be, its message goes to stderr."""

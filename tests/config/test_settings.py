@@ -3,12 +3,13 @@ from pathlib import Path
 
 import pytest
 
+from agentd.config.default_file import default_text
+from agentd.config.document import with_setting, without_token, write_file
 from agentd.config.loading import find_config, load, load_text
 from agentd.config.settings import Settings
 from agentd.core.allocation.policy import Affinity, Strategy
 from agentd.core.partition.rules import AllocationMode, Count, Ids, Size
 from agentd.errors import ConfigRefused
-from agentd.tomlfile.document import default_text, with_setting, without_token, write_file
 
 ROOT = Path(__file__).parents[2]
 FILE = Path("agent.toml")

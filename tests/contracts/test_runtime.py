@@ -25,15 +25,16 @@ from agentd.errors import CommandNotFound, KernelConflict, RuntimeFailure, Runti
 from agentd.host.cgroups.hierarchies import MEMORY as MEMORY_CONTROLLER
 from agentd.host.cgroups.hierarchies import PIDS, find_cgroups
 from agentd.host.cgroups.usage import groups_of
-from agentd.host.probe import boot_id, probe
+from agentd.host.probe import probe
 from agentd.host.systemd.availability import has_manager
-from agentd.host.systemd.manager import Manager
+from agentd.host.systemd.dbus import Manager
 from agentd.runtimes.docker.container_config import DockerRules
 from agentd.runtimes.docker.runtime import DockerRuntime
 from agentd.runtimes.process.runtime import ProcessRuntime
 from agentd.runtimes.process.spawn import ProcessRules, find_account
 from agentd.runtimes.systemd.runtime import SystemdRuntime
 from agentd.runtimes.systemd.unit import SystemdRules
+from agentd.service.boot_id import boot_id
 from agentd.services.protocols import LogQuery, Runtime, Undone
 from daemon import UNITS
 from engine import IMAGE

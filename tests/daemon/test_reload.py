@@ -11,6 +11,7 @@ import pytest
 
 from agentd.config.loading import load
 from agentd.daemon import reload as module
+from agentd.daemon import runtime_factory
 from agentd.daemon.reload import Reload, outcome
 from agentd.http.endpoint import Weaknesses
 from fakes import FakeRuntime

@@ -11,7 +11,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from agentd.client import AsyncClient, exec
+from agentd.client import AsyncClient
+from agentd.client import exec as client_exec
 from agentd.errors import Unreachable
 from agentd.host.cgroups.usage import groups_of
 from agentd.host.processes import read_uids
@@ -80,7 +81,7 @@ async def test_a_caller_that_goes_away_leaves_no_command_with_its_input(
     daemon, client, monkeypatch, does: str
 ) -> None:
     """Whoever reads no more does not see that the other side says farewell."""
-    monkeypatch.setattr(exec, "FAREWELL_S", 0.5)
+    monkeypatch.setattr(client_exec, "FAREWELL_S", 0.5)
     await daemon.running(kernel_id="k1", command=SLEEPER)
     marker = os.urandom(8).hex()
     async with asyncio.timeout(20):

@@ -15,8 +15,9 @@ import pytest
 from openapi_spec_validator import validate
 
 from agentd.http.problems import STATUSES
+from agentd.http.routes import Media
 from agentd.http.server import MAX_BODY
-from agentd.rpc.routes import ROUTES, Media
+from agentd.rpc.routes import ROUTES
 from daemon import AGENTS, Daemon, gpus
 from daemon_pool import Serving
 

@@ -17,10 +17,10 @@ import msgspec
 from agentd.core.access import Caller, Role
 from agentd.core.slots import BUILT_IN, ONE, ResourceSlots, SlotName, SlotType
 from agentd.errors import AgentdError
-from agentd_fleet.gateway.kernels import FleetKernels
-from agentd_fleet.nodes import Answer, AnswerLost
+from agentd_fleet.nodes.calls import Answer, AnswerLost
 from agentd_fleet.placement import attempts, placer
 from agentd_fleet.placement.deleter import Deleter
+from agentd_fleet.placement.kernels import FleetKernels
 from agentd_fleet.placement.placer import Placer
 from agentd_fleet.placement.requests import FleetKernelRequest, order_of
 from agentd_fleet.placement.sweep import Sweep

@@ -15,9 +15,9 @@ from agentd.core.access import Caller, Right, Role
 from agentd.http.callers import Token
 from agentd.http.connections.connection import Connection
 from agentd.http.connections.turns import ROUNDS, Kind
+from agentd.http.routes import Route
 from agentd.http.server import Door, Endpoint, Server
 from agentd.http.streams import Streams
-from agentd.rpc.routes import Route
 
 
 class Site:

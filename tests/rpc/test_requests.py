@@ -6,9 +6,10 @@ import pytest
 
 from agentd.core.kernel.options import ULIMITS, ContainerOptions, PullPolicy, Tmpfs, Ulimit
 from agentd.errors import MOST_PROBLEMS, InvalidRequest
+from agentd.http.bodies import read_body
 from agentd.http.problems import problem_content
-from agentd.http.queries import read_log_query
-from agentd.rpc.requests import CreateKernelRequest, read_body
+from agentd.rpc.log_query import read_log_query
+from agentd.rpc.requests import CreateKernelRequest
 from agentd.services.protocols import LogStream
 from python_calls import calls_of
 

@@ -86,6 +86,6 @@ def test_the_limit_ends_a_process_whose_loop_is_stuck(
 
 @pytest.mark.parametrize("unit", ["agentd.service", "agentd-fleet-gateway.service"])
 def test_a_unit_leaves_a_stop_the_time_that_it_takes(unit: str) -> None:
-    text = (Path(__file__).parents[1] / "systemd" / unit).read_text()
+    text = (Path(__file__).parents[2] / "systemd" / unit).read_text()
     (limit_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)
     assert STOP_TIMEOUT_S < LIMIT_S < LIMIT_S + EXIT_PATIENCE_S <= 30 < int(limit_s)

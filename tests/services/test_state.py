@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from agentd.core.allocation.ledger import Allocation, Share
+from agentd.core.allocation.ports import Port
 from agentd.core.devices import DeviceId
-from agentd.core.kernel.states import Kernel, KernelState, Port
+from agentd.core.kernel.states import Kernel, KernelState
 from agentd.core.slots import ONE, SlotKind
 from agentd.errors import NotReady, RuntimeUnavailable, UnknownKernel, UnknownRuntime
 from agentd.events import EventLog

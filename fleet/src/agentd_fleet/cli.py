@@ -46,8 +46,8 @@ def _refused(error: AgentdError) -> NoReturn:
 def gateway(config_file: str | None) -> None:
     """Serve the whole fleet: one view, placement, and every node's kernels."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    from agentd_fleet.daemon import GatewayDaemon  # noqa: PLC0415 - `--help` stays quick
-    from agentd_fleet.settings import load  # noqa: PLC0415
+    from agentd_fleet.daemon import GatewayDaemon
+    from agentd_fleet.settings import load
 
     log.configure()
     try:
@@ -65,11 +65,11 @@ def gateway(config_file: str | None) -> None:
 @config_option
 def join(config_file: str | None) -> None:
     """Tell the fleet of this machine's node, for as long as this runs."""
-    import msgspec  # noqa: PLC0415 - `--help` stays quick
+    import msgspec
 
-    from agentd_fleet.daemon import etcd_access  # noqa: PLC0415
-    from agentd_fleet.join.publisher import JoinOptions  # noqa: PLC0415
-    from agentd_fleet.settings import load  # noqa: PLC0415
+    from agentd_fleet.daemon import etcd_access
+    from agentd_fleet.join.publisher import JoinOptions
+    from agentd_fleet.settings import load
 
     try:
         settings = load(config_file)
@@ -105,8 +105,8 @@ def join(config_file: str | None) -> None:
 @config_option
 def check_config(config_file: str | None) -> None:
     """Say whether a configuration can be used."""
-    from agentd_fleet.daemon import etcd_access, rpc_settings  # noqa: PLC0415 - see above
-    from agentd_fleet.settings import load  # noqa: PLC0415
+    from agentd_fleet.daemon import etcd_access, rpc_settings
+    from agentd_fleet.settings import load
 
     try:
         settings = load(config_file)

@@ -15,18 +15,18 @@ from pydantic import ValidationError
 
 from agentd.client.asynchronous import AsyncClient
 from agentd.concurrency import is_set_within
-from agentd.config.loading import problem_of
-from agentd.config.settings import RpcSettings
 from agentd.errors import ConfigRefused, Problem
 from agentd.http.certificates import load_chain, read_named
 from agentd.http.endpoint import endpoint, guarded_secret_in, tokens
 from agentd.http.server import Server
+from agentd.http.settings import RpcSettings
 from agentd.http.static import HOME, NODE_HOME, Pages
 from agentd.service.sd_notify import Notifier
 from agentd.service.shutdown import Shutdown
+from agentd.tomlfile.loading import problem_of
 from agentd_fleet.gateway.handlers import Gateway
 from agentd_fleet.gateway.routes import ROUTES
-from agentd_fleet.nodes import UNIX, Nodes
+from agentd_fleet.nodes.calls import UNIX, Nodes
 from agentd_fleet.placement.attempts import Pace
 from agentd_fleet.placement.placer import Placer
 from agentd_fleet.placement.sweep import Sweep

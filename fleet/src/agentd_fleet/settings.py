@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
-    SettingsError,
 )
 
-from agentd.config.loading import problem_of, snake, unknown_variables
 from agentd.core.names import repeated
-from agentd.errors import ConfigRefused, Problem
+from agentd.errors import ConfigRefused
 from agentd.http.settings import TokenSettings, short_enough
-from agentd.tomlfile.regular_files import UnusableFile, read_regular
+from agentd.tomlfile.loading import parse, read_text
 from agentd.tomlfile.section import Name, Section, refuse_bool
 from agentd_fleet.placement.candidates import Policy
 
@@ -183,19 +180,7 @@ def load(option: str | None, environ: Mapping[str, str] = os.environ) -> Setting
     named = option or environ.get("AGENTD_FLEET_CONFIG")
     path = Path(named) if named else (SEARCHED if SEARCHED.exists() else None)
     source = str(path or "defaults")
-    try:
-        raw = tomllib.loads(read_regular(path).text) if path is not None else {}
-    except UnusableFile as error:
-        raise ConfigRefused([Problem("", str(error))], source) from None
-    except (tomllib.TOMLDecodeError, ValueError, RecursionError) as error:
-        raise ConfigRefused([Problem("", f"invalid TOML: {error}")], source) from None
-    if unknown := list(unknown_variables(environ, Settings, ENV_PREFIX)):
-        raise ConfigRefused(unknown, source)
-    try:
-        return Settings(**snake(raw, Settings))
-    except ValidationError as error:
-        found = [problem_of(dict(i), environ, Settings, ENV_PREFIX) for i in error.errors()]
-        raise ConfigRefused(found, source) from None
-    except SettingsError as error:
-        problem = Problem("environment", f"{error}: {error.__cause__}")
-        raise ConfigRefused([problem], source) from None
+    parsed = parse(Settings, read_text(path), source, environ, ENV_PREFIX)
+    if parsed.settings is None or parsed.problems:
+        raise ConfigRefused(parsed.problems, source)
+    return parsed.settings

@@ -119,11 +119,11 @@ def amount(slot: str, text: object) -> str:
     size, unit = int(str(text)), 0
     while size and size % 1024 == 0 and unit < len(_UNITS) - 1:
         size, unit = size // 1024, unit + 1
-    if size < 10_000:  # noqa: PLR2004 - four digits are read at a glance
+    if size < 10_000:
         return f"{size}{_UNITS[unit]}"
     scaled = float(size) * 1024**unit
     unit = 0
-    while scaled >= 1024:  # noqa: PLR2004 - binary units
+    while scaled >= 1024:
         scaled, unit = scaled / 1024, unit + 1
     return f"{scaled:.1f}{_UNITS[unit]}"
 
@@ -133,7 +133,7 @@ def byte_size(value: float | None) -> str | None:
     if value is None:
         return None
     unit = 0
-    while value >= 1000 and unit < len(_UNITS) - 1:  # noqa: PLR2004 - three digits
+    while value >= 1000 and unit < len(_UNITS) - 1:
         value, unit = value / 1024, unit + 1
     return f"{value:.3g}{_UNITS[unit]}"
 

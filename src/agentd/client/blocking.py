@@ -220,7 +220,7 @@ class Client:
             return self.carry_out(calls.stats())
         return self.carry_out(calls.kernel_stats(kernel_id))
 
-    def logs(self, kernel_id: str, **options: Any) -> Iterator[bytes]:  # noqa: ANN401 - those of `calls.logs`
+    def logs(self, kernel_id: str, **options: Any) -> Iterator[bytes]:
         """Yield what a kernel printed; `follow`, `tail`, `since`, `timestamps`, `stream`."""
         endless_s = CREATE_TIMEOUT_S if options.get("follow") else None
         response = self.open(calls.logs(kernel_id, **options), endless_s)

@@ -48,7 +48,7 @@ def error_in(status: int, raw: bytes, retry_after: str | None = None) -> AgentdE
     return error
 
 
-def content_of(raw: bytes) -> Any:  # noqa: ANN401 - JSON
+def content_of(raw: bytes) -> Any:
     """Return the JSON of an answer that is no error; None if it has none.
 
     Raises:

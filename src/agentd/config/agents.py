@@ -51,6 +51,15 @@ class AgentResources(Section):
     def _rules(cls, value: Mapping[str, Any]) -> dict[str, DeviceRule]:
         return _all_read(value, _device_rule)
 
+    @classmethod
+    def explain_unknown(cls, key: str, value: object) -> str | None:
+        """Return how devices are assigned; None if `value` assigns nothing."""
+        if line := _devices_line(key, value):
+            return line
+        if isinstance(value, (list, str, int)):
+            return f"unknown key; if it is a device name, write devices = {{ {key} = … }}"
+        return None
+
 
 def _all_read(value: Mapping[str, Any], read: Callable[[str, object], _R]) -> dict[str, _R]:
     """Read every rule of a table, and say all that is wrong at once."""
@@ -77,12 +86,12 @@ def _limit_rule(name: str, raw: object) -> LimitRule:
 def _device_rule(name: str, raw: object) -> DeviceRule:
     if name in (CPU, MEM):
         raise ValueError(f"write {name} beside devices, not inside")
-    if slot_line := devices_line(name, raw):
+    if slot_line := _devices_line(name, raw):
         raise ValueError(slot_line)
     return parse_device_rule(raw)
 
 
-def devices_line(name: str, raw: object) -> str | None:
+def _devices_line(name: str, raw: object) -> str | None:
     """Explain a slot name used in place of a device name; None if `name` is not a slot name."""
     device = device_name_of(name)
     if "." not in name and not isinstance(raw, Mapping):

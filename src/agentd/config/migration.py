@@ -289,7 +289,7 @@ def _toml(value: object) -> str:
     return tomlkit.item(value).as_string()
 
 
-def _plain(value: Any) -> Any:  # noqa: ANN401 - TOML
+def _plain(value: Any) -> Any:
     """Return a value with its numbers as tomlkit writes them."""
     if isinstance(value, Mapping):
         return {key: _plain(below) for key, below in value.items()}

@@ -35,7 +35,7 @@ from agentd.errors import (
 from agentd.events import EventLog
 from agentd.failpoints import reach
 from agentd.host.cgroups.usage import groups_of
-from agentd.host.probe import Host, boot_id, derived_node_id, is_port_free, probe
+from agentd.host.probe import Host, derived_node_id, is_port_free, probe
 from agentd.http.endpoint import Weaknesses, endpoint, weaknesses
 from agentd.http.server import Server
 from agentd.http.static import HOME, Pages
@@ -47,6 +47,7 @@ from agentd.rpc.metrics import Metrics
 from agentd.rpc.rendering import status_line
 from agentd.rpc.routes import ROUTES
 from agentd.service.background import Background
+from agentd.service.boot_id import boot_id
 from agentd.service.sd_listen import passed_sockets
 from agentd.service.sd_notify import Notifier
 from agentd.service.shutdown import Shutdown

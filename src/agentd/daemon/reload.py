@@ -52,7 +52,7 @@ class Reading:
     def __init__(self, section: BaseModel, keys: set[str], path: str = "") -> None:
         self._section, self._keys, self._path = section, keys, path
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - what the section has
+    def __getattr__(self, name: str) -> Any:
         value = getattr(self._section, name)
         key = f"{self._path}{name.replace('_', '-')}"
         if isinstance(value, BaseModel):

@@ -20,7 +20,6 @@ from agentd.config.settings import Settings
 from agentd.errors import ConfigRefused, InvalidRequest, Problem, RuntimeUnavailable
 from agentd.host.cgroups.hierarchies import find_cgroups
 from agentd.host.node_warnings import node_remarks
-from agentd.host.probe import boot_id
 from agentd.host.systemd.availability import (
     failed_units,
     has_manager,
@@ -29,6 +28,7 @@ from agentd.host.systemd.availability import (
     why_no_systemd,
 )
 from agentd.http.endpoint import weaknesses
+from agentd.service.boot_id import boot_id
 from agentd.services.protocols import Plugins, Runtime
 from agentd.state.folder import StateFolder
 
@@ -57,7 +57,7 @@ def runtime(name: str, settings: Settings, node_id: str, bundles: Mapping[str, P
         from agentd.runtimes.systemd.runtime import SystemdRuntime
 
         return SystemdRuntime(bundles[name], node_id, boot_id(), systemd_rules(settings))
-    from agentd.host.systemd.manager import Manager
+    from agentd.host.systemd.dbus import Manager
     from agentd.runtimes.process.runtime import ProcessRuntime
 
     rules = process_rules(settings)

@@ -167,8 +167,3 @@ def derived_node_id(machine_id: Path = Path("/etc/machine-id")) -> str:
     if not text or text == "uninitialized":
         raise OSError(f"{machine_id} holds no machine id")
     return "node-" + hashlib.sha256(f"agentd:{text}".encode()).hexdigest()[:12]
-
-
-def boot_id() -> str:
-    """Return the id of this boot (random(4)); another one after every reboot."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Protocol, Self
 
 import structlog
 from aiohttp import web
@@ -10,9 +10,15 @@ from aiohttp import web
 from agentd.errors import AgentdError
 from agentd.events import Audit, EventKind, EventLog
 from agentd.http.callers import caller_of, kernel_of
-from agentd.services.refusals import Refusals
 
 log = structlog.get_logger()
+
+
+class RefusalLog(Protocol):
+    """A log of refused calls."""
+
+    def note(self, caller: str, agent_id: str, kernel_id: str, error: AgentdError) -> None:
+        """Record the error that a call was answered with."""
 
 
 class Auditor:
@@ -21,7 +27,7 @@ class Auditor:
     def __init__(
         self,
         events: EventLog,
-        refusals: Refusals | None,
+        refusals: RefusalLog | None,
         request: web.Request,
         action: str,
         agent_id: str,

@@ -14,6 +14,9 @@ from msgspec.structs import replace
 
 from agentd.core.access import Caller
 from agentd.errors import AgentdError, Forbidden, InvalidRequest, Problem
+from agentd.views import (
+    CallerView,
+)
 
 ON_BEHALF = "Agentd-Caller"
 """The header by which a gateway names the caller that it acts for: `Caller.to_text`."""
@@ -131,3 +134,13 @@ def _peer_uid(transport: object) -> int | None:
     except (AttributeError, OSError):
         return None
     return int(_UCRED.unpack(content)[1])
+
+
+def caller_view(caller: Caller) -> CallerView:
+    """Return who calls."""
+    return {
+        "name": caller.name,
+        "role": caller.role.value,
+        "agents": None if caller.agents is None else sorted(caller.agents),
+        "uid": caller.uid,
+    }

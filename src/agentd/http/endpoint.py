@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import structlog
 
-from agentd.config.settings import RpcSettings
 from agentd.core.access import Caller, Role
 from agentd.errors import ConfigRefused, Problem
 from agentd.http.callers import Token
 from agentd.http.certificates import Certificate, read_certificate
 from agentd.http.server import Door, Endpoint
+from agentd.http.settings import RpcSettings
 from agentd.tomlfile.regular_files import RegularFile, read_regular
 
 log = structlog.get_logger()

@@ -24,21 +24,16 @@ from agentd.core.access import Caller, Right
 from agentd.errors import AgentdError, InvalidRequest, Problem, StartRefused, Unavailable
 from agentd.http.audit import Auditor
 from agentd.http.callers import NODE, Callers, Token, note_caller
-from agentd.http.connections.connection import (
-    ACCEPT_ROUNDS,
-    Connection,
-    Gate,
-    Limits,
-    Newcomers,
-)
+from agentd.http.connections.admission import Limits, Newcomers
+from agentd.http.connections.connection import ACCEPT_ROUNDS, Connection, Gate
 from agentd.http.connections.turns import Kind, Turns
 from agentd.http.connections.unix_sockets import unix_socket, with_a_queue
 from agentd.http.path_names import require_names
 from agentd.http.problems import HTTP_CODES, MEMBERS, problem
 from agentd.http.queries import body_of, is_true
+from agentd.http.routes import OPEN_PATHS, PROBE_PATHS, Route, document
 from agentd.http.static import Pages, is_foreign
 from agentd.http.streams import Streams
-from agentd.rpc.routes import OPEN_PATHS, PROBE_PATHS, Route, document
 
 log = structlog.get_logger()
 
@@ -179,9 +174,10 @@ class Server:
         made: Callable[[], asyncio.BaseProtocol] = self._connection(self._tcp)
         if end.tls is not None:
             plain = self._connection(self._tcp)
-            made = lambda: Gate(  # noqa: E731 - a factory
-                plain(), self._tcp, self._context(), self._turns, self._handshakes
-            )
+
+            def made() -> asyncio.BaseProtocol:
+                return Gate(plain(), self._tcp, self._context(), self._turns, self._handshakes)
+
         try:
             if (passed := end.passed.get(end.tcp_address or "")) is not None:
                 listener = await loop.create_server(made, sock=passed, backlog=ACCEPTED_AT_ONCE)

@@ -18,7 +18,8 @@ from agentd.core.access import Caller
 from agentd.errors import AgentdError, TooManyStreams
 from agentd.events import Event, EventLog, TooSlow
 from agentd.http.callers import caller_of
-from agentd.http.connections.connection import Complaints, Connection
+from agentd.http.connections.client_warnings import Complaints
+from agentd.http.connections.connection import Connection
 from agentd.http.connections.fair import turn_to_write
 
 log = structlog.get_logger()

@@ -79,7 +79,7 @@ class Host:
                 raise LookupError(f"no method {call.method}")
             result = encode(getattr(self, call.method)(*call.arguments))
             return Answer(call.number, msgspec.Raw(result))
-        except BaseException as error:  # noqa: BLE001 - the call into a plugin
+        except BaseException as error:
             return Answer(call.number, error=said(error), failure=_failure(error))
 
     def _send(self, message: Message) -> None:
@@ -165,7 +165,7 @@ class Host:
             try:
                 if self._opened.wait_for_change(_EVENT_WAIT_S):
                     self._send(Changed())
-            except BaseException as error:  # noqa: BLE001 - the call into a plugin
+            except BaseException as error:
                 print(f"no more events: {said(error)}", flush=True)  # noqa: T201 - to the log
                 return
             time.sleep(max(0.0, _LEAST_PAUSE_S - (time.monotonic() - began)))
@@ -185,7 +185,7 @@ def said(error: BaseException) -> str:
     """Return an exception's type and text, in one line."""
     try:
         text = " ".join(str(error).split())
-    except Exception:  # noqa: BLE001 - the text of a plugin's error
+    except Exception:
         text = "it cannot say why"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

@@ -233,7 +233,7 @@ def _wanted(
 
     for table in tables:
         target = points.target(table.plugin)
-        wanted = Wanted(table.name, table.plugin, target, table.settings, True, table.required)  # noqa: FBT003
+        wanted = Wanted(table.name, table.plugin, target, table.settings, True, table.required)
         if not is_allowed(table.plugin):
             why = f"entry point {table.plugin} is blocked by plugins.allow or plugins.block"
             yield wanted, PluginState.BLOCKED, why

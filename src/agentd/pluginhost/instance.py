@@ -324,7 +324,7 @@ class PluginInstance:
         never_ready = self.listing is None
         self.settle(state or (PluginState.PENDING if never_ready else PluginState.FAILED), reason)
 
-    async def _call(self, method: str, *arguments: object) -> Any:  # noqa: ANN401 - by RESULTS
+    async def _call(self, method: str, *arguments: object) -> Any:
         if self._process is None:
             raise PluginLost(self.reason)
         timeout_s = self._pace.call_timeout_s

@@ -137,7 +137,7 @@ class PluginProcess:
         await asyncio.sleep(_OWN_END_S)  # what it said last is read first
         await self.end()
 
-    async def call(self, method: str, *arguments: object, timeout_s: float) -> Any:  # noqa: ANN401 - by RESULTS
+    async def call(self, method: str, *arguments: object, timeout_s: float) -> Any:
         """Call a method, and return what RESULTS says of it.
 
         Calls wait for each other; `timeout_s` counts from a call's own turn. A caller that
@@ -159,7 +159,7 @@ class PluginProcess:
         exchange.add_done_callback(lambda task: task.cancelled() or task.exception())
         return exchange
 
-    async def _exchange(self, method: str, arguments: tuple[object, ...], timeout_s: float) -> Any:  # noqa: ANN401 - as `call`
+    async def _exchange(self, method: str, arguments: tuple[object, ...], timeout_s: float) -> Any:
         async with self._turn:
             if self.lost.is_set():
                 raise PluginLost(self.reason)
@@ -178,7 +178,7 @@ class PluginProcess:
             raise _FAILURES[answer.failure](one_line(answer.error))
         return self._decoded(method, bytes(answer.result))
 
-    def _decoded(self, method: str, result: bytes) -> Any:  # noqa: ANN401 - as `call`
+    def _decoded(self, method: str, result: bytes) -> Any:
         """Read a result; one that is the same as the last time is the same value."""
         last = self._last.get(method)
         if last is not None and last[0] == result:
@@ -286,7 +286,7 @@ def _popen(name: str, channel: socket.socket, mark: str) -> subprocess.Popen[byt
     )
 
 
-def _plain(value: Any) -> Any:  # noqa: ANN401 - TOML
+def _plain(value: Any) -> Any:
     """Return a TOML value in the types that cross the channel; a date becomes its text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(below) for key, below in value.items()}

@@ -24,17 +24,15 @@ from pydantic import Field
 from agentd.concurrency import to_the_end
 from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.errors import AgentdError, InvalidRequest, Problem
-from agentd.http.connections.connection import complain
-from agentd.http.connections.websocket import FairSocket, TooManyControlFrames
+from agentd.http.bodies import Body, Command, Path, Variables, read_body
+from agentd.http.connections.client_warnings import complain
+from agentd.http.connections.websocket import FairSocket, TooManyControlFrames, probe
 from agentd.http.problems import problem_content
-from agentd.rpc.requests import Body, Command, Path, Variables, read_body
 from agentd.services.protocols import Session
 
 log = structlog.get_logger()
 
 FIRST_FRAME_S = 10.0
-PROBE_S = 1.0
-"""Seconds between heartbeats."""
 QUEUED = 4
 """Frames of input that wait while the command takes none: signals overtake them."""
 MOST_SIZE = 10_000
@@ -119,19 +117,6 @@ async def _converse(wire: FairSocket, frames: AsyncGenerator[WSMessage], session
         for task in (feeding, listening, telling, probing):
             task.cancel()
         await asyncio.gather(feeding, listening, telling, probing, return_exceptions=True)
-
-
-async def probe(wire: web.WebSocketResponse) -> None:
-    """Send a client heartbeats until its connection fails.
-
-    Nothing arrives from a client that closed a TCP connection behind input that is not read, since
-    the receive window is full. Its system resets the connection when it receives something. A pong
-    that nobody asked for is a heartbeat without an answer (RFC 6455, section 5.5.3): a client
-    whose input is not read could not send one.
-    """
-    while True:
-        await asyncio.sleep(PROBE_S)
-        await wire.pong()
 
 
 async def _tell(wire: FairSocket, session: Session) -> None:

@@ -18,16 +18,18 @@ from agentd.errors import NotReady
 from agentd.events import Event, EventLog
 from agentd.http.answers import answer
 from agentd.http.audit import Auditor
-from agentd.http.callers import caller_of, note_kernel
-from agentd.http.queries import body_of, prefers_async, read_flag, read_log_query, read_timeout
+from agentd.http.bodies import read_body
+from agentd.http.callers import caller_of, caller_view, note_kernel
+from agentd.http.queries import body_of, prefers_async, read_flag, read_timeout
 from agentd.http.server_sent_events import EncodedEvents, encode_event
 from agentd.http.streams import Streams, stream_events, stream_log
 from agentd.rpc import rendering
 from agentd.rpc.devices import DeviceHandlers
 from agentd.rpc.exec import run_over
+from agentd.rpc.log_query import read_log_query
 from agentd.rpc.metrics import CONTENT_TYPE, Metrics
 from agentd.rpc.pages import Encodings, Order, Removed
-from agentd.rpc.requests import CreateKernelRequest, StopRequest, read_body
+from agentd.rpc.requests import CreateKernelRequest, StopRequest
 from agentd.rpc.usage import usage_view
 from agentd.rpc.visibility import Visible
 from agentd.services.access import Access
@@ -135,7 +137,7 @@ class Handlers(DeviceHandlers):
 
     async def whoami(self, request: web.Request) -> web.Response:
         """Show who calls, and as what."""
-        return answer(rendering.caller_view(caller_of(request)))
+        return answer(caller_view(caller_of(request)))
 
     async def get_openapi(self, _: web.Request) -> web.Response:
         """Describe this API."""

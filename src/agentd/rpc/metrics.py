@@ -79,7 +79,7 @@ class Metrics:
 
     async def text(self, caller: Caller, warnings: int) -> bytes:
         """Return all metrics that a caller can see; `warnings` is how many the node has."""
-        from prometheus_client import CollectorRegistry, generate_latest  # noqa: PLC0415 - 5 MiB
+        from prometheus_client import CollectorRegistry, generate_latest
 
         kernels = self._access.kernels(caller) if self._is_per_kernel else []
         uses = await self._statistics.of(kernels)
@@ -107,13 +107,13 @@ class Metrics:
 
 
 def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
-    from prometheus_client.core import GaugeMetricFamily  # noqa: PLC0415 - see above
+    from prometheus_client.core import GaugeMetricFamily
 
     return GaugeMetricFamily(f"agentd_{name}", text, labels=labels)
 
 
 def _counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
-    from prometheus_client.core import CounterMetricFamily  # noqa: PLC0415 - see above
+    from prometheus_client.core import CounterMetricFamily
 
     return CounterMetricFamily(f"agentd_{name}", text, labels=labels)
 
@@ -201,7 +201,7 @@ def _creates(counts: Counts, agents: Collection[str]) -> Metric:
 
 
 def _refusals(counts: Counts, slots: Iterable[SlotName]) -> Iterator[Metric]:
-    from prometheus_client.core import HistogramMetricFamily  # noqa: PLC0415 - see above
+    from prometheus_client.core import HistogramMetricFamily
 
     refusals = _counter("refusals", "Errors that creates were answered with", "code", "slot")
     of_slots = InsufficientResource.code

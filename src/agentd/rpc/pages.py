@@ -13,9 +13,9 @@ from agentd.core.access import Caller
 from agentd.core.devices import Inventory
 from agentd.core.kernel.states import STARTING, Kernel, KernelState, RemovedKernel
 from agentd.errors import InvalidRequest, Problem
+from agentd.http.queries import read_labels, read_limit
 from agentd.rpc.rendering import kernel_view
 
-MAX_PAGE = 1000
 MOST_REMOVED = 16_384
 """Removed kernels that a page can still begin after."""
 
@@ -102,38 +102,6 @@ def _states(query: MultiMapping[str]) -> frozenset[KernelState]:
         why = f"invalid state {', '.join(unknown)}: expected one of {', '.join(sorted(known))}"
         raise InvalidRequest([Problem("state", why)])
     return frozenset(KernelState(value) for value in given)
-
-
-def read_labels(query: MultiMapping[str]) -> list[tuple[str, str]]:
-    """Read `label`: KEY=VALUE, any number of times.
-
-    Raises:
-        InvalidRequest: one is something else.
-    """
-    found = []
-    for given in query.getall("label", []):
-        name, has_value, value = given.partition("=")
-        if not has_value or not name:
-            raise InvalidRequest([Problem("label", f"invalid value {given!r}: expected KEY=VALUE")])
-        found.append((name, value))
-    return found
-
-
-def read_limit(query: MultiMapping[str]) -> int | None:
-    """Read `limit`; None if it is not given.
-
-    Raises:
-        InvalidRequest: it is not 1 to `MAX_PAGE`.
-    """
-    text = query.get("limit")
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdigit() and len(text) < len("10000")) or not (
-        1 <= int(text) <= MAX_PAGE
-    ):
-        why = f"invalid number {text!r}: expected 1 to {MAX_PAGE}"
-        raise InvalidRequest([Problem("limit", why)])
-    return int(text)
 
 
 class Encodings:

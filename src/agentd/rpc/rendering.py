@@ -9,7 +9,6 @@ from typing import Literal, TypeAlias
 from msgspec.structs import asdict
 
 from agentd import __version__
-from agentd.core.access import Caller
 from agentd.core.allocation.allocator import Ledger
 from agentd.core.devices import Device, Health, Inventory
 from agentd.core.kernel.states import ENDED, LIVE, Kernel
@@ -23,7 +22,6 @@ from agentd.services.selfcheck import Check
 from agentd.services.state import NodeState, RuntimeStatus
 from agentd.views import (
     AgentView,
-    CallerView,
     CheckView,
     DeviceView,
     KernelView,
@@ -288,16 +286,6 @@ def refusal_view(refusal: Refusal) -> RefusalView:
         "kernel_id": refusal.kernel_id,
         "code": refusal.code,
         "detail": refusal.detail,
-    }
-
-
-def caller_view(caller: Caller) -> CallerView:
-    """Return who calls."""
-    return {
-        "name": caller.name,
-        "role": caller.role.value,
-        "agents": None if caller.agents is None else sorted(caller.agents),
-        "uid": caller.uid,
     }
 
 

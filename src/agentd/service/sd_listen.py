@@ -24,7 +24,7 @@ def passed_sockets(environ: MutableMapping[str, str] = os.environ) -> dict[str, 
     for descriptor in range(_FIRST, _FIRST + int(count)):
         passed = socket.socket(fileno=descriptor)
         passed.set_inheritable(False)
-        passed.setblocking(False)  # noqa: FBT003 - the library's
+        passed.setblocking(False)
         found[address_of(passed)] = passed
     return found
 

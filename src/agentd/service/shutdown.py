@@ -58,7 +58,7 @@ class Shutdown:
         """
         loop = asyncio.get_running_loop()
         reader, self._writer = socket.socketpair()
-        self._writer.setblocking(False)  # noqa: FBT003 - the library's
+        self._writer.setblocking(False)
         for number in (*SIGNALS, *others):
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)

@@ -11,10 +11,10 @@ from msgspec.structs import replace
 
 from agentd.core.allocation.allocator import Allocation, Ledger, Policy, allocate
 from agentd.core.allocation.explain import OTHER, Question, explain
-from agentd.core.allocation.ports import HostPort, PortRange, hand_out, port_problems
+from agentd.core.allocation.ports import HostPort, Port, PortRange, hand_out, port_problems
 from agentd.core.devices import DeviceId, Inventory
 from agentd.core.kernel.plan import KernelPlan, NodeFacts, build_plan, fence_of
-from agentd.core.kernel.states import Kernel, KernelSpec, Port, step_between
+from agentd.core.kernel.states import Kernel, KernelSpec, step_between
 from agentd.core.partition.split import Partition
 from agentd.core.slots import CPU, MEM, ResourceSlots, SlotReading, device_name_of, read_slots
 from agentd.errors import MOST_PROBLEMS, Problem

@@ -135,7 +135,7 @@ class NodeState:
         elif holding is None or holding.allocation != kernel.allocation:
             self._ledger = self._ledger.with_held(kernel_id, kernel.agent_id, kernel.allocation)
         self._release_ports(before)
-        for port in host_ports(kernel) if kernel.holds else ():
+        for port in host_ports(kernel.ports) if kernel.holds else ():
             self._port_claims[port] = (*self._port_claims.get(port, ()), kernel_id)
         self._publish(before, kernel, holding)
 
@@ -167,7 +167,7 @@ class NodeState:
         if kernel is None:
             return
         kernel_id = kernel.kernel_id
-        for port in host_ports(kernel):
+        for port in host_ports(kernel.ports):
             claims = self._port_claims.pop(port, ())
             if others := tuple(claim for claim in claims if claim != kernel_id):
                 self._port_claims[port] = others

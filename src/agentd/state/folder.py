@@ -3,7 +3,7 @@
     lock                    held while a daemon runs; a second one refuses
     node.json               the node id that the kernels here carry, and the runtimes with some
     devices.json            the last inventory: stable ids, ids, drains
-    removed.jsonl           the places of removed kernels in lists (see `agentd.state.removed_kernels`)
+    removed.jsonl           the places of removed kernels in lists (see `removed_kernels`)
     intents/ID.json         the record of a kernel whose create is under way
     records/ID.json         the record of a kernel that lives
     ended/ID.json           the record of a kernel that has ended, and is not removed yet

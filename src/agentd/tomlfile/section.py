@@ -45,6 +45,12 @@ class Section(BaseModel):
         extra="forbid", frozen=True, arbitrary_types_allowed=True, defer_build=True
     )
 
+    @classmethod
+    def explain_unknown(cls, key: str, value: object) -> str | None:
+        """Return what to write instead of a key that the table does not list, if that is known."""
+        del key, value
+        return None
+
 
 def name(value: object) -> object:
     """Refuse anything but a name or None; the message of a ValueError says what is expected."""

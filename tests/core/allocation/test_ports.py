@@ -2,8 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentd.core.allocation.ports import FIRST_CHOICE, PortRange, hand_out, port_problems
-from agentd.core.kernel.states import Port
+from agentd.core.allocation.ports import FIRST_CHOICE, Port, PortRange, hand_out, port_problems
 from agentd.errors import InsufficientResource
 
 SMALL = PortRange("127.0.0.1", 5000, 5003)

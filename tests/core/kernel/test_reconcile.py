@@ -2,11 +2,12 @@ import pytest
 from msgspec.structs import replace
 
 from agentd.core.allocation.ledger import Allocation
+from agentd.core.allocation.ports import Port
 from agentd.core.devices import Inventory
 from agentd.core.kernel.adoption import Adoption, adopt
 from agentd.core.kernel.observation import ObservedKernel, ObservedState
 from agentd.core.kernel.reconcile import MarkAbsent, RemoveNeverRan, reconcile, stopped
-from agentd.core.kernel.states import Ending, Kernel, KernelState, Port
+from agentd.core.kernel.states import Ending, Kernel, KernelState
 from core.kernels import GPU, HELD, NODE, encoded, found
 from core.machines import cores, machine, memory
 

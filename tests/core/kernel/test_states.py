@@ -23,7 +23,7 @@ from agentd.core.kernel.states import (
 )
 from core.kernels import NODE, found
 
-GENERATOR = Path(__file__).parents[2] / "docs" / "generate.py"
+GENERATOR = Path(__file__).parents[3] / "docs" / "generate.py"
 FINDS = {
     Sight.RUNNING: found(ObservedState.RUNNING),
     Sight.PAUSED: found(ObservedState.PAUSED),

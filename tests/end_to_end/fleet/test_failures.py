@@ -105,7 +105,7 @@ async def test_a_node_that_is_lost_keeps_its_kernels(world: World) -> None:
 
 
 async def test_a_daemon_that_is_down_is_told_at_once(world: World) -> None:
-    patience = {"agentd_fleet.join.reader.PROBE_PATIENCE_S": 1.0}
+    patience = {"agentd_fleet.nodes.reader.PROBE_PATIENCE_S": 1.0}
     gateway, (cuda,) = await joined(world, "cuda", deadlines=patience)
     await world.nodes[cuda].stop(signal.SIGKILL)
     await gateway.until({cuda: "daemon-down"}, within_s=SOON_S)

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from agentd.http.connections.websocket import MAX_FRAME
-from agentd_fleet.nodes import GATEWAY, AnswerLost, Nodes
+from agentd_fleet.nodes.calls import GATEWAY, AnswerLost, Nodes
 from agentd_fleet.placement.attempts import Pace
 from agentd_fleet.placement.placer import Placer
 from agentd_fleet.placement.sweep import Sweep

@@ -9,7 +9,7 @@ import pytest
 
 from agentd.core.access import Caller, Role
 from agentd.errors import AgentdError, KernelConflict
-from agentd_fleet.nodes import Nodes
+from agentd_fleet.nodes.calls import Nodes
 from agentd_fleet.placement.attempts import OutcomeUnknown, Pace
 from agentd_fleet.placement.placer import Placer
 from agentd_fleet.placement.requests import FleetKernelRequest, Order, order_of

@@ -4,7 +4,6 @@ import random
 from dataclasses import replace
 
 import pytest
-from fleet.test_view import NAMES, NODES, fleet, node, slot
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,6 +11,7 @@ from agentd.core.slots import ONE, ResourceSlots
 from agentd_fleet.placement.candidates import Candidate, Constraints, Policy, candidates, unfit
 from agentd_fleet.placement.refusals import NoNode, refusal
 from agentd_fleet.view.fleet_view import FleetNode, FleetView, NodeStatus, Offer
+from fleet.view.test_fleet_view import NAMES, NODES, fleet, node, slot
 
 
 @given(NODES, st.sampled_from(NAMES), st.integers(1, 9), st.sampled_from(Policy))

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from agentd.core.access import Caller, Role
-from agentd.rpc.requests import read_body
+from agentd.http.bodies import read_body
 from agentd_fleet.placement.requests import FleetKernelRequest, order_of
 
 

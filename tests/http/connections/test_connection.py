@@ -2,7 +2,7 @@
 
 import asyncio
 
-from agentd.http.connections.connection import Newcomers
+from agentd.http.connections.admission import Newcomers
 
 
 async def test_a_stop_waits_for_whom_it_let_in_but_not_for_ever() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.errors import CommandNotFound, RuntimeUnavailable
-from agentd.runtimes.docker import exec
+from agentd.runtimes.docker import exec as docker_exec
 from agentd.runtimes.docker.engine_errors import AnswerLost
 
 NODE = "test-inside"
@@ -19,7 +19,7 @@ CONTAINERS = [f"{number:064x}" for number in range(100)]
 @pytest.fixture
 def marked() -> subprocess.Popen[bytes]:
     """A process that looks like a command which an earlier daemon ran."""
-    env = {**os.environ, exec.MARK: NODE}
+    env = {**os.environ, docker_exec.MARK: NODE}
     with subprocess.Popen(["sleep", "1000"], env=env) as process:
         yield process
         process.kill()
@@ -41,7 +41,7 @@ def reads() -> Counter[str]:
 
 
 def test_each_process_is_read_once_whatever_the_number_of_containers(marked, reads) -> None:
-    exec.end_left_behind(NODE, CONTAINERS)
+    docker_exec.end_left_behind(NODE, CONTAINERS)
     assert marked.poll() is None, "it is in no container of the node's"
     assert {count for path, count in reads.items() if path.startswith(f"/proc/{marked.pid}/")} == {
         1
@@ -51,11 +51,11 @@ def test_each_process_is_read_once_whatever_the_number_of_containers(marked, rea
 
 def test_a_marked_process_of_a_container_is_killed(marked, monkeypatch) -> None:
     cgroup = f"/system.slice/docker-{CONTAINERS[7]}.scope"
-    monkeypatch.setattr(exec, "groups_of", lambda pid: [cgroup] if pid == marked.pid else [])
-    exec.end_left_behind("another-node", CONTAINERS)
-    exec.end_left_behind(NODE, CONTAINERS[8:])
+    monkeypatch.setattr(docker_exec, "groups_of", lambda pid: [cgroup] if pid == marked.pid else [])
+    docker_exec.end_left_behind("another-node", CONTAINERS)
+    docker_exec.end_left_behind(NODE, CONTAINERS[8:])
     assert marked.poll() is None
-    exec.end_left_behind(NODE, CONTAINERS)
+    docker_exec.end_left_behind(NODE, CONTAINERS)
     assert marked.wait(10) == -9
 
 
@@ -75,7 +75,7 @@ class Engine:
 async def test_an_exec_that_is_answered_without_an_id_is_not_started(answer, tmp_path) -> None:
     engine = Engine(answer)
     with pytest.raises(AnswerLost, match="invalid exec id"):
-        await exec.run_inside(engine, tmp_path, NODE, CONTAINERS[0], ExecSpec(("sh",)))
+        await docker_exec.run_inside(engine, tmp_path, NODE, CONTAINERS[0], ExecSpec(("sh",)))
     assert engine.asked == [f"POST /containers/{CONTAINERS[0]}/exec"]
 
 
@@ -86,7 +86,7 @@ async def test_an_exec_that_is_answered_without_an_id_is_not_started(answer, tmp
 )  # fmt: skip
 async def test_no_process_is_signalled_that_an_engine_does_not_name_well(shown, marked) -> None:
     """Every cgroup has an empty name in it: a lie must not be a way to root's processes."""
-    session = exec.Inside(Engine(shown), CONTAINERS[0], ExecSpec(("sh",)))
+    session = docker_exec.Inside(Engine(shown), CONTAINERS[0], ExecSpec(("sh",)))
     with pytest.raises(RuntimeUnavailable):
         await session.send_signal(9)
     await session.close()
@@ -94,7 +94,7 @@ async def test_no_process_is_signalled_that_an_engine_does_not_name_well(shown, 
 
 
 async def test_an_engine_s_reason_for_no_process_is_cut(monkeypatch) -> None:
-    session = exec.Inside(Engine({"ExitCode": 126}), CONTAINERS[0], ExecSpec(("sh",)))
+    session = docker_exec.Inside(Engine({"ExitCode": 126}), CONTAINERS[0], ExecSpec(("sh",)))
     session._reader.feed_data((b"\2\0\0\0" + (1 << 20).to_bytes(4, "big") + b"x" * (1 << 20)) * 4)
     session._reader.feed_eof()
     refused = await session._not_started(126)

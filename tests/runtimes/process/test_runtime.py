@@ -13,10 +13,10 @@ from agentd.core.kernel.plan import kernel_name
 from agentd.core.kernel.record import parse_statement
 from agentd.errors import KernelConflict, RuntimeUnavailable
 from agentd.host.cgroups.hierarchies import find_cgroups
-from agentd.host.probe import boot_id
 from agentd.host.processes import all_processes, read_stat
 from agentd.runtimes.process.runtime import ProcessRuntime
 from agentd.runtimes.process.spawn import find_account
+from agentd.service.boot_id import boot_id
 from agentd.services.protocols import LogQuery
 from contracts.test_runtime import NODE, SHARES, plan, process_runtime
 from native.libraries import built

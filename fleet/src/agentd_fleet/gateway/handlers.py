@@ -17,18 +17,18 @@ from agentd.errors import SlotTypeInUse as InUse
 from agentd.events import EventLog
 from agentd.http.answers import answer
 from agentd.http.audit import Auditor
-from agentd.http.callers import caller_of, note_kernel
+from agentd.http.bodies import read_body
+from agentd.http.callers import caller_of, caller_view, note_kernel
 from agentd.http.queries import body_of, prefers_async, read_flag
 from agentd.http.streams import Streams
-from agentd.rpc.rendering import caller_view
-from agentd.rpc.requests import StopRequest, read_body
+from agentd.rpc.requests import StopRequest
 from agentd_fleet.gateway import views
-from agentd_fleet.gateway.kernels import FleetKernels, path_of, unknown_kernel
 from agentd_fleet.gateway.lists import Lists
 from agentd_fleet.gateway.metrics import CONTENT_TYPE, Counts, exposition
 from agentd_fleet.gateway.proxy import pass_on, pass_socket
-from agentd_fleet.nodes import Answer, Nodes
+from agentd_fleet.nodes.calls import Answer, Nodes
 from agentd_fleet.placement.deleter import Deleter
+from agentd_fleet.placement.kernels import FleetKernels, path_of, unknown_kernel
 from agentd_fleet.placement.placer import Placer
 from agentd_fleet.placement.requests import FleetKernelRequest, order_of
 from agentd_fleet.store.route import Store

@@ -14,9 +14,9 @@ from agentd.core.access import Caller
 from agentd.errors import InvalidRequest, Problem, UnknownNode
 from agentd.http.answers import answer
 from agentd.http.callers import caller_of
-from agentd.rpc.pages import read_labels, read_limit
+from agentd.http.queries import read_labels, read_limit
 from agentd_fleet.gateway import views
-from agentd_fleet.gateway.kernels import FleetKernels, unknown_kernel
+from agentd_fleet.placement.kernels import FleetKernels, unknown_kernel
 from agentd_fleet.store.route import Route
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode, FleetView, NodeStatus

@@ -39,7 +39,7 @@ class Counts:
 
 def exposition(view: FleetView, caller: Caller, counts: Counts, *, is_live: bool) -> bytes:
     """Return the metrics of the fleet: amounts, in bytes and wholes, of a caller's agents alone."""
-    from prometheus_client import CollectorRegistry, generate_latest  # noqa: PLC0415 - 5 MiB
+    from prometheus_client import CollectorRegistry, generate_latest
 
     class Fleet:
         def collect(self) -> Iterator[Metric]:
@@ -52,7 +52,7 @@ def exposition(view: FleetView, caller: Caller, counts: Counts, *, is_live: bool
 
 
 def _fleet(view: FleetView, counts: Counts, *, is_live: bool) -> Iterator[Metric]:
-    from prometheus_client.core import (  # noqa: PLC0415 - see above
+    from prometheus_client.core import (
         CounterMetricFamily,
         GaugeMetricFamily,
     )
@@ -72,7 +72,7 @@ def _fleet(view: FleetView, counts: Counts, *, is_live: bool) -> Iterator[Metric
 
 
 def _slots(view: FleetView, caller: Caller) -> Iterator[Metric]:
-    from prometheus_client.core import GaugeMetricFamily  # noqa: PLC0415 - see above
+    from prometheus_client.core import GaugeMetricFamily
 
     uses = view.statistics(agents=caller.agents)
     for what in ("capacity", "allocated", "free"):

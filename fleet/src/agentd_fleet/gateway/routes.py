@@ -8,18 +8,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from agentd.core.access import Right
+from agentd.http.routes import SWITCHED, Parameter, Route
 from agentd.rpc.requests import StopRequest
-from agentd.rpc.routes import (
-    DELETE,
-    DRY_RUN,
-    LIST,
-    LOG,
-    LOGS,
-    METRICS,
-    SWITCHED,
-    Parameter,
-    Route,
-)
+from agentd.rpc.routes import DELETE, DRY_RUN, LIST, LOG, LOGS, METRICS
 from agentd.rpc.routes import ROUTES as NODE_ROUTES
 from agentd.views import CallerView, SlotTypeView
 from agentd_fleet.gateway import views

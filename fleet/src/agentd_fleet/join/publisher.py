@@ -1,7 +1,8 @@
 """The publisher: tells the fleet of one node, under a lease that ends when it does not.
 
-    python -m agentd_fleet.join.publisher     started by `agentd-fleet join`, with its settings in a file
-                                         descriptor that it inherits
+    python -m agentd_fleet.join.publisher
+
+`agentd-fleet join` starts it, with its settings in a file descriptor that it inherits.
 
 Settings are read by the program that starts it, so that what reads them takes no memory here.
 """
@@ -24,9 +25,9 @@ import structlog
 from agentd import log as logs
 from agentd.client.asynchronous import AsyncClient
 from agentd.errors import AgentdError
-from agentd.host.probe import boot_id
+from agentd.service.boot_id import boot_id
 from agentd.service.sd_notify import Notifier
-from agentd_fleet.join.reader import NodeReader
+from agentd_fleet.nodes.reader import NodeReader
 from agentd_fleet.store.etcd_client import Access, Etcd, EtcdRefused, LeaseGone
 from agentd_fleet.store.keys import key_of, prefix_of
 from agentd_fleet.view.reports import KnownNode, NodeReport, Reading, first_seen

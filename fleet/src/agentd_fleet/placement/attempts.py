@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from agentd.core.access import Caller
 from agentd.errors import NodeUnavailable
-from agentd_fleet.nodes import CREATE_PATIENCE_S, Answer, AnswerLost, NeverAsked, Nodes
+from agentd_fleet.nodes.calls import CREATE_PATIENCE_S, Answer, AnswerLost, NeverAsked, Nodes
 from agentd_fleet.placement.requests import Order
 from agentd_fleet.store.route import Kept, Route, Store
 from agentd_fleet.view.fleet_state import FleetState

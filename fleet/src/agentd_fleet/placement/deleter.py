@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from agentd.core.access import Caller
 from agentd.core.names import NAME
 from agentd.errors import NodeUnavailable
-from agentd_fleet.gateway.kernels import FleetKernels, is_unknown, path_of, unknown
-from agentd_fleet.nodes import CREATE_PATIENCE_S, Answer, Nodes
+from agentd_fleet.nodes.calls import CREATE_PATIENCE_S, Answer, Nodes
+from agentd_fleet.placement.kernels import FleetKernels, is_unknown, path_of, unknown
 from agentd_fleet.placement.placer import Placer
 from agentd_fleet.store.route import Kept, Progress, Route, RouteUnreadable, Store
 from agentd_fleet.view.fleet_view import FleetNode

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from agentd.core.access import Caller
 from agentd.core.slots import ResourceSlots
 from agentd.errors import AgentdError, KernelConflict, NodeUnavailable
-from agentd_fleet.nodes import GATEWAY, Answer, NeverAsked, Nodes
+from agentd_fleet.nodes.calls import GATEWAY, Answer, NeverAsked, Nodes
 from agentd_fleet.placement.attempts import Asker, Overtaken, Pace, now, path_of
 from agentd_fleet.placement.candidates import Candidate, Policy, asked, candidates
 from agentd_fleet.placement.refusals import refusal

@@ -14,7 +14,8 @@ from pydantic import Field
 from agentd.core.access import Caller
 from agentd.core.slots import WrittenFloat
 from agentd.errors import InvalidRequest, Problem
-from agentd.rpc.requests import Body, CreateKernelRequest, Labels, Names
+from agentd.http.bodies import Body, Labels, Names
+from agentd.rpc.requests import CreateKernelRequest
 from agentd_fleet.placement.candidates import Constraints, Policy
 
 
@@ -86,7 +87,7 @@ def order_of(
     )
 
 
-def _text(amount: Any) -> str:  # noqa: ANN401 - JSON
+def _text(amount: Any) -> str:
     """Return an amount as it was written, wherever in `slots` it stands."""
     if isinstance(amount, WrittenFloat):
         return amount.text

@@ -12,9 +12,9 @@ import structlog
 from msgspec.structs import replace
 
 from agentd.errors import AgentdError, NodeUnavailable, Unavailable
-from agentd_fleet.gateway.kernels import LIST
-from agentd_fleet.nodes import GATEWAY, Nodes
+from agentd_fleet.nodes.calls import GATEWAY, Nodes
 from agentd_fleet.placement.attempts import Pace
+from agentd_fleet.placement.kernels import LIST
 from agentd_fleet.placement.placer import Placer
 from agentd_fleet.store.route import Kept, Progress, Store
 from agentd_fleet.view.fleet_state import FleetState

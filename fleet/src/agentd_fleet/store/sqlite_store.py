@@ -21,7 +21,7 @@ from agentd.client.asynchronous import AsyncClient
 from agentd.core.names import is_name
 from agentd.core.slots import SlotName, SlotType
 from agentd.errors import StateUnavailable
-from agentd_fleet.join.reader import NodeReader
+from agentd_fleet.nodes.reader import NodeReader
 from agentd_fleet.store.route import Kept, Route, RouteUnreadable, read_route
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode

@@ -119,7 +119,7 @@ class CudaPlugin(AcceleratorPlugin):
         found = ((index, mps.unfit(handle)) for index, handle in nvml.handles())
         return "; ".join(f"{self.name}{index}: {why}" for index, why in found if why)
 
-    def _register(self, handle: Any) -> None:  # noqa: ANN401 - opaque
+    def _register(self, handle: Any) -> None:
         self._uuids[_address(handle)] = pynvml.nvmlDeviceGetUUID(handle)
         supported = nvml.asked(pynvml.nvmlDeviceGetSupportedEventTypes, handle) or 0
         if wanted := supported & pynvml.nvmlEventTypeXidCriticalError:
@@ -294,7 +294,7 @@ def _uuid(stable_id: str) -> str:
     return stable_id.replace(":", "/") if stable_id.startswith("MIG-GPU-") else stable_id
 
 
-def _address(handle: Any) -> int | None:  # noqa: ANN401 - opaque
+def _address(handle: Any) -> int | None:
     """Return what tells one GPU's handle from another's, also when the GPU is lost."""
     return ctypes.cast(handle, ctypes.c_void_p).value
 

@@ -42,11 +42,11 @@ def _all(uuids: Collection[str], mig_minors: Path) -> Iterator[tuple[str, Iterat
                 yield uuid, _part_files(handle, part, mig_minors)
 
 
-def _gpu_file(handle: Any) -> str:  # noqa: ANN401 - opaque
+def _gpu_file(handle: Any) -> str:
     return f"/dev/nvidia{pynvml.nvmlDeviceGetMinorNumber(handle)}"
 
 
-def _part_files(handle: Any, part: Any, mig_minors: Path) -> Iterator[str]:  # noqa: ANN401 - opaque
+def _part_files(handle: Any, part: Any, mig_minors: Path) -> Iterator[str]:
     gpu = pynvml.nvmlDeviceGetMinorNumber(handle)
     instance = f"gpu{gpu}/gi{pynvml.nvmlDeviceGetGpuInstanceId(part)}"
     compute = f"{instance}/ci{pynvml.nvmlDeviceGetComputeInstanceId(part)}"

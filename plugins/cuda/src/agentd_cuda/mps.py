@@ -151,7 +151,7 @@ def _answers(control: Path) -> bool:
     return True
 
 
-def unfit(handle: Any) -> str:  # noqa: ANN401 - opaque
+def unfit(handle: Any) -> str:
     """Return why MPS cannot hold a client to a part of a GPU; empty if it can, or does not tell."""
     capability = nvml.asked(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
     if capability is not None and capability[0] < _FIRST_CAPABLE:

@@ -114,7 +114,7 @@ def handles() -> Iterator[tuple[int, Any]]:
             continue
 
 
-def read(index: int, handle: Any) -> Gpu:  # noqa: ANN401 - opaque
+def read(index: int, handle: Any) -> Gpu:
     """Return what there is to know of a GPU; of one that says only who it is, that.
 
     Raises:
@@ -128,7 +128,7 @@ def read(index: int, handle: Any) -> Gpu:  # noqa: ANN401 - opaque
         return Gpu(index, uuid, pci, trouble=f"it does not answer: {error}")
 
 
-def _read(gpu: Gpu, handle: Any) -> Gpu:  # noqa: ANN401 - opaque
+def _read(gpu: Gpu, handle: Any) -> Gpu:
     memory = asked(pynvml.nvmlDeviceGetMemoryInfo, handle)
     total = int(memory.total) if memory else 0
     mode = asked(pynvml.nvmlDeviceGetMigMode, handle)
@@ -145,7 +145,7 @@ def _read(gpu: Gpu, handle: Any) -> Gpu:  # noqa: ANN401 - opaque
     )
 
 
-def _recovery_action(handle: Any) -> int | None:  # noqa: ANN401 - opaque
+def _recovery_action(handle: Any) -> int | None:
     field = getattr(pynvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
     if field is None:
         return None
@@ -155,7 +155,7 @@ def _recovery_action(handle: Any) -> int | None:  # noqa: ANN401 - opaque
     return int(values[0].value.uiVal)
 
 
-def part_handles(handle: Any) -> Iterator[tuple[int, Any]]:  # noqa: ANN401 - opaque
+def part_handles(handle: Any) -> Iterator[tuple[int, Any]]:
     """Yield the place and handle of each MIG device of a GPU."""
     for place in range(asked(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
         try:
@@ -165,7 +165,7 @@ def part_handles(handle: Any) -> Iterator[tuple[int, Any]]:  # noqa: ANN401 - op
                 raise
 
 
-def _parts(handle: Any, total_bytes: int) -> Iterator[Part]:  # noqa: ANN401 - opaque
+def _parts(handle: Any, total_bytes: int) -> Iterator[Part]:
     for place, part in part_handles(handle):
         try:
             attributes = pynvml.nvmlDeviceGetAttributes(part)
@@ -179,7 +179,7 @@ def _parts(handle: Any, total_bytes: int) -> Iterator[Part]:  # noqa: ANN401 - o
         yield Part(place, pynvml.nvmlDeviceGetUUID(part), profile, memory_bytes)
 
 
-def _told_profile(part: Any) -> str:  # noqa: ANN401 - opaque
+def _told_profile(part: Any) -> str:
     """Return the profile that stands in a MIG device's name, attributes and all, if it does.
 
     Attributes (`+me`, `+gfx`, `-me`) are nowhere else: slices and memory do not tell them.
@@ -202,7 +202,7 @@ def profile_name(gpu_slices: int, compute_slices: int, memory_bytes: int, total_
     return f"{lead}{gpu_slices}g.{gib}gb"
 
 
-def loads(handle: Any) -> Iterator[Load]:  # noqa: ANN401 - opaque
+def loads(handle: Any) -> Iterator[Load]:
     """Yield what a GPU does now; of one in MIG mode, what each of its parts does.
 
     A part has its own memory, and the temperature of its GPU. NVML measures neither
@@ -226,7 +226,7 @@ def loads(handle: Any) -> Iterator[Load]:  # noqa: ANN401 - opaque
         )
 
 
-def load_of(handle: Any) -> Load:  # noqa: ANN401 - opaque
+def load_of(handle: Any) -> Load:
     """Return what a whole GPU does now."""
     rates = asked(pynvml.nvmlDeviceGetUtilizationRates, handle)
     memory = asked(pynvml.nvmlDeviceGetMemoryInfo, handle)
@@ -243,7 +243,7 @@ def load_of(handle: Any) -> Load:  # noqa: ANN401 - opaque
     )
 
 
-def processes_of(handle: Any) -> tuple[tuple[int, int | None], ...] | None:  # noqa: ANN401 - opaque
+def processes_of(handle: Any) -> tuple[tuple[int, int | None], ...] | None:
     """Return the processes that compute on a GPU or a part, and what memory each has; bytes.
 
     A process that computes and draws is in both of NVML's lists, with the same memory.

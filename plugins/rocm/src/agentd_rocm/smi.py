@@ -141,6 +141,6 @@ def _temperature(index: int) -> float | None:
     return None
 
 
-def _known(value: Any) -> int | None:  # noqa: ANN401 - whatever pyrsmi answers
+def _known(value: Any) -> int | None:
     is_known = isinstance(value, (int, float)) and value >= 0 and value not in _UNKNOWN
     return int(value) if is_known else None

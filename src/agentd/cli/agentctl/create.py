@@ -95,13 +95,13 @@ def kernel_body(options: Mapping[str, Any]) -> dict[str, Any]:
 @kernel_options
 @json_option
 @click.pass_obj
-def create(client: Client, /, agent: str, as_json: bool, **options: Any) -> None:  # noqa: ANN401, FBT001 - click passes them
+def create(client: Client, /, agent: str, as_json: bool, **options: Any) -> None:
     """Create a kernel on AGENT that runs COMMAND (after `--`).
 
     \b
     agentctl create agent-1 -s cuda.device=2 --image pytorch:2 -- python train.py
     agentctl create agent-1 --id train-1 -s cuda.shares=0.5 -s mem=16g -- ./train
-    """  # noqa: D301 - click reads \b as "keep these lines"
+    """
     body = kernel_body(options)
     content: Mapping[str, Any]
     waits = not (as_json or options["dry_run"] or options["is_async"])
@@ -130,7 +130,7 @@ _EXPLAIN_COLUMNS = ["slot", "device", "free", "given", "reason"]
 
 def print_decision(content: Mapping[str, Any], *, is_refused: bool = False) -> None:
     """Print how each device was looked at; of a refusal, to standard error."""
-    from agentd.cli.tables import amount, print_rows  # noqa: PLC0415
+    from agentd.cli.tables import amount, print_rows
 
     rows = [
         {
@@ -156,7 +156,7 @@ def explain(
     agent: str,
     slot: Sequence[str],
     device: Sequence[str],
-    as_json: bool,  # noqa: FBT001 - click passes it
+    as_json: bool,
 ) -> None:
     """Show which devices a kernel on AGENT would get, or why it would get none."""
     choice = {"slots": pairs(slot), "devices": listed(device)}
@@ -184,8 +184,8 @@ def _created_with_bar(client: Client, agent: str, body: Mapping[str, Any]) -> Ma
 
 
 def _show_pull(client: Client, kernel_id: str, creating: Future[Any]) -> None:
-    from rich.console import Console  # noqa: PLC0415 - rich is slow to load
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn  # noqa: PLC0415
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:

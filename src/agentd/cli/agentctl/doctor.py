@@ -26,7 +26,7 @@ def runtimes_row(node: Mapping[str, Any]) -> dict[str, Any]:
 
 def print_checks(rows: Sequence[Mapping[str, Any]], warnings: Sequence[str]) -> None:
     """Print the checks as a table, and the node's warnings below it."""
-    from agentd.cli.tables import print_rows  # noqa: PLC0415 - rich is slow to load
+    from agentd.cli.tables import print_rows
 
     shown = [
         {"check": row["check"], "passed": "yes" if row["passed"] else "NO", "detail": detail}

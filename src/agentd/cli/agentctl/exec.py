@@ -43,8 +43,8 @@ def run_inside(
     client: Client,
     kernel: str,
     command: Sequence[str],
-    interactive: bool,  # noqa: FBT001 - click passes it
-    is_terminal: bool,  # noqa: FBT001 - click passes it
+    interactive: bool,
+    is_terminal: bool,
     env: Sequence[str],
     workdir: str | None,
     node: str | None = None,
@@ -54,7 +54,7 @@ def run_inside(
     \b
     agentctl exec train-1 -- nvidia-smi
     agentctl exec -it train-1 -- bash
-    """  # noqa: D301 - click reads \b as "keep these lines"
+    """
     given = {"tty": is_terminal, "env": pairs(env), "working_dir": workdir, "node": node}
     try:
         sys.exit(asyncio.run(_run(client.asynchronous(), kernel, command, interactive, given)))
@@ -66,7 +66,7 @@ async def _run(
     client: AsyncClient,
     kernel: str,
     command: Sequence[str],
-    is_interactive: bool,  # noqa: FBT001 - see above
+    is_interactive: bool,
     given: dict[str, Any],
 ) -> int:
     is_terminal = given["tty"]

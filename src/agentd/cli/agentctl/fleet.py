@@ -44,7 +44,7 @@ def fleet_group() -> None:
 @fleet_group.group(invoke_without_command=True)
 @json_option
 @click.pass_context
-def nodes(context: click.Context, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+def nodes(context: click.Context, as_json: bool) -> None:
     """List the nodes, how they do, and what they have free."""
     if context.invoked_subcommand is not None:
         return
@@ -67,7 +67,7 @@ def _listed(client: Client, call: Call[list[dict[str, Any]]]) -> list[dict[str, 
 
 
 def _node_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    from agentd.cli.tables import age  # noqa: PLC0415 - rich is slow to load
+    from agentd.cli.tables import age
 
     free = [f"{agent}: {_free(slots)}" for agent, slots in row["agents"].items() if _free(slots)]
     seen = None if row["seen_at"] is None else f"{age(row['seen_at'])} ago"
@@ -75,7 +75,7 @@ def _node_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _free(slots: Mapping[str, Mapping[str, str]]) -> str:
-    from agentd.cli.tables import amount  # noqa: PLC0415 - rich is slow to load
+    from agentd.cli.tables import amount
 
     parts = [f"{name}={amount(name, use['free'])}" for name, use in slots.items()]
     return " ".join(part for part in parts if not part.endswith("=0"))
@@ -85,7 +85,7 @@ def _free(slots: Mapping[str, Mapping[str, str]]) -> str:
 @click.argument("node")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @click.pass_obj
-def forget_node(client: Client, node: str, yes: bool) -> None:  # noqa: FBT001 - click passes it
+def forget_node(client: Client, node: str, yes: bool) -> None:
     """Forget NODE, which is lost for good, and which kernels were on it."""
     if not yes:
         click.confirm(f"Forget {node} and the routes to its kernels?", abort=True)
@@ -95,11 +95,11 @@ def forget_node(client: Client, node: str, yes: bool) -> None:  # noqa: FBT001 -
 @fleet_group.group(invoke_without_command=True)
 @json_option
 @click.pass_context
-def slots(context: click.Context, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+def slots(context: click.Context, as_json: bool) -> None:
     """List the slots that any node ever offered, and their sums over the fleet_calls."""
     if context.invoked_subcommand is not None:
         return
-    from agentd.cli.tables import amount  # noqa: PLC0415 - rich is slow to load
+    from agentd.cli.tables import amount
 
     rows: list[Mapping[str, Any]] = [*context.obj.slot_types()]
     sums = context.obj.carry_out(fleet_calls.stats())["slots"]
@@ -122,7 +122,7 @@ def forget_slot(client: Client, name: str) -> None:
 @click.option("--node", multiple=True, help="Only of this node; may be repeated.")
 @json_option
 @click.pass_obj
-def devices(client: Client, node: Sequence[str], as_json: bool) -> None:  # noqa: FBT001 - click passes it
+def devices(client: Client, node: Sequence[str], as_json: bool) -> None:
     """List the devices of the nodes, and who holds them."""
     rows = _listed(client, fleet_calls.devices(tuple(node)))
     if not as_json:
@@ -148,13 +148,13 @@ def devices(client: Client, node: Sequence[str], as_json: bool) -> None:  # noqa
 @click.option("--policy", type=click.Choice(["random", "pack"]), help="Which node is asked first.")
 @json_option
 @click.pass_obj
-def create(client: Client, /, as_json: bool, **options: Any) -> None:  # noqa: ANN401, FBT001 - click passes them
+def create(client: Client, /, as_json: bool, **options: Any) -> None:
     """Create a kernel that runs COMMAND (after `--`) on a node that has what it asks for.
 
     \b
     agentctl fleet create -s cuda.device=2 -- python train.py
     agentctl fleet create --on zone=a --policy pack -s tpu.chip=4 -- ./train
-    """  # noqa: D301 - click reads \b as "keep these lines"
+    """
     wanted = {
         "nodes": list(options["node"]),
         "agents": list(options["agent"]),
@@ -190,7 +190,7 @@ def ls(
     node: Sequence[str],
     state: Sequence[str],
     label: Sequence[str],
-    as_json: bool,  # noqa: FBT001 - click passes it
+    as_json: bool,
 ) -> None:
     """List the kernels of all nodes."""
     call = fleet_calls.kernels(tuple(node), state=tuple(state), label=tuple(label))
@@ -205,7 +205,7 @@ def ls(
 @click.option("--follow", "-f", is_flag=True, help="Go on until the kernel ends.")
 @click.option("--tail", type=click.IntRange(min=0), help="The last lines.")
 @click.pass_obj
-def logs(client: Client, kernel: str, node: str | None, follow: bool, tail: int | None) -> None:  # noqa: FBT001 - click passes it
+def logs(client: Client, kernel: str, node: str | None, follow: bool, tail: int | None) -> None:
     """Print what KERNEL printed."""
     call = fleet_calls.logs(kernel, node, follow=follow, tail=tail)
     response = client.open(call, CREATE_TIMEOUT_S if follow else None)

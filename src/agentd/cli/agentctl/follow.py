@@ -32,13 +32,13 @@ ENDED = ("terminated", "failed", "lost")
 )
 @click.option("--stream", type=click.Choice(["both", "stdout", "stderr"]))
 @click.pass_obj
-def logs(client: Client, /, kernels: Sequence[str], **options: Any) -> None:  # noqa: ANN401 - click passes them
+def logs(client: Client, /, kernels: Sequence[str], **options: Any) -> None:
     """Print what kernels printed; of several, each line after its kernel's name.
 
     \b
     agentctl logs -f train-1
     agentctl logs --tail 20 train-1 train-2
-    """  # noqa: D301 - click reads \b as "keep these lines"
+    """
     wanted = {name: value for name, value in options.items() if value or value == 0}
     output = sys.stdout.buffer
     if len(kernels) == 1:
@@ -112,7 +112,7 @@ def wait(client: Client, kernels: Sequence[str], wanted: str, timeout: float | N
     \b
     agentctl wait train-1
     agentctl wait --for running --timeout 60 train-1 train-2
-    """  # noqa: D301 - click reads \b as "keep these lines"
+    """
     end = None if timeout is None else time.monotonic() + timeout
     waiting, failed = list(dict.fromkeys(kernels)), False
 

@@ -94,13 +94,13 @@ def agentctl(
 @agentctl.command()
 @json_only_option
 @click.pass_obj
-def status(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+def status(client: Client, as_json: bool) -> None:
     """Show the node, its runtime and its plugins."""
     node = client.node()
     if as_json:
         click.echo(json.dumps(node, indent=1))
         return
-    from agentd.cli.tables import print_rows  # noqa: PLC0415
+    from agentd.cli.tables import print_rows
 
     say(f"node {node['id']}, agentd {node['version']}, generation {node['generation']}")
     for runtime in (node["runtime"], *node["other_runtimes"]):
@@ -114,7 +114,7 @@ def status(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passe
 @agentctl.command()
 @json_only_option
 @click.pass_obj
-def doctor(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+def doctor(client: Client, as_json: bool) -> None:
     """Check the node by its own rules; exit status 1 if one does not hold, or cannot be told."""
     node = client.node()
     rows: list[Mapping[str, Any]] = [runtimes_row(node)]
@@ -133,7 +133,7 @@ def doctor(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passe
 @agentctl.command()
 @json_option
 @click.pass_obj
-def devices(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+def devices(client: Client, as_json: bool) -> None:
     """List the devices and who holds them."""
     rows: list[Mapping[str, Any]] = [*client.devices()]
     if not as_json:
@@ -156,7 +156,7 @@ def devices(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click pass
 
 
 def _holders(row: Mapping[str, Any]) -> dict[str, Any]:
-    from agentd.cli.tables import amount  # noqa: PLC0415
+    from agentd.cli.tables import amount
 
     sizes = {key: amount(row["slot"], row[key]) for key in ("capacity", "allocated", "free")}
     holders = [f"{h['kernel_id']}={amount(row['slot'], h['amount'])}" for h in row["holders"]]
@@ -166,11 +166,11 @@ def _holders(row: Mapping[str, Any]) -> dict[str, Any]:
 @agentctl.command()
 @json_option
 @click.pass_obj
-def agents(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+def agents(client: Client, as_json: bool) -> None:
     """List the agents and their partitions."""
     rows: list[Mapping[str, Any]] = [*client.agents()]
     if not as_json:
-        from agentd.cli.tables import compact, limit_line  # noqa: PLC0415
+        from agentd.cli.tables import compact, limit_line
 
         rows = [
             {
@@ -191,7 +191,7 @@ def agents(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passe
 @agentctl.command()
 @json_option
 @click.pass_obj
-def slots(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+def slots(client: Client, as_json: bool) -> None:
     """List the slots that the node knows."""
     rows = client.slot_types()
     print_answer(rows, ["name", "kind", "quantum", "exclusive_group", "unit"], as_json=as_json)
@@ -213,14 +213,14 @@ def ls(
     agent: str | None,
     state: Sequence[str],
     label: Sequence[str],
-    as_json: bool,  # noqa: FBT001 - click passes it
+    as_json: bool,
 ) -> None:
     """List kernels.
 
     \b
     agentctl ls --state running --label queue=night
     agentctl rm $(agentctl ls --state terminated -o name)
-    """  # noqa: D301 - click reads \b as "keep these lines"
+    """
     rows = client.kernels(agent, state=state, labels=pairs(label))
     shown = rows if as_json else [kernel_row(row) for row in rows]
     print_answer(shown, KERNEL_COLUMNS, as_json=as_json, wide=WIDE_KERNEL_COLUMNS)
@@ -230,12 +230,12 @@ def ls(
 @click.argument("kernels", nargs=-1, required=True, shell_complete=completion.kernels)
 @json_only_option
 @click.pass_obj
-def inspect(client: Client, kernels: Sequence[str], as_json: bool) -> None:  # noqa: FBT001 - click passes it
+def inspect(client: Client, kernels: Sequence[str], as_json: bool) -> None:
     """Show everything about kernels."""
     found: list[KernelView] = []
 
     def show(kernel: str) -> None:
-        from agentd.cli.tables import print_rows, shown_whole  # noqa: PLC0415
+        from agentd.cli.tables import print_rows, shown_whole
 
         found.append(client.kernel(kernel))
         if not as_json:
@@ -259,7 +259,7 @@ agentctl.add_command(top)
 @agentctl.command()
 @json_only_option
 @click.pass_obj
-def events(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+def events(client: Client, as_json: bool) -> None:
     """Print what happens on the node and when it was heard of, until interrupted."""
     for event in client.events():
         if as_json:
@@ -273,7 +273,7 @@ def events(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passe
 @click.option("--timeout", type=float, help="Seconds between TERM and KILL.")
 @json_option
 @click.pass_obj
-def stop(client: Client, kernels: Sequence[str], timeout: float | None, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+def stop(client: Client, kernels: Sequence[str], timeout: float | None, as_json: bool) -> None:
     """End kernels, and keep them listed."""
     ended: list[KernelView] = []
     failed = for_each(kernels, lambda kernel: ended.append(client.stop_kernel(kernel, timeout)))
@@ -289,7 +289,7 @@ def stop(client: Client, kernels: Sequence[str], timeout: float | None, as_json:
 @click.option("--timeout", type=float, help="Seconds between TERM and KILL.")
 @json_option
 @click.pass_obj
-def rm(client: Client, kernels: Sequence[str], timeout: float | None, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+def rm(client: Client, kernels: Sequence[str], timeout: float | None, as_json: bool) -> None:
     """Stop kernels if need be, and remove them."""
     removed: list[str] = []
 
@@ -309,7 +309,7 @@ def rm(client: Client, kernels: Sequence[str], timeout: float | None, as_json: b
 @click.argument("device", shell_complete=completion.devices)
 @json_option
 @click.pass_obj
-def drain(client: Client, device: str, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+def drain(client: Client, device: str, as_json: bool) -> None:
     """Give nothing new from DEVICE (cuda3, or cuda/cuda3)."""
     _print_device(client.drain(*_device(client, device)), as_json=as_json)
 
@@ -318,7 +318,7 @@ def drain(client: Client, device: str, as_json: bool) -> None:  # noqa: FBT001 -
 @click.argument("device", shell_complete=completion.devices)
 @json_option
 @click.pass_obj
-def undrain(client: Client, device: str, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+def undrain(client: Client, device: str, as_json: bool) -> None:
     """Give from DEVICE again."""
     _print_device(client.undrain(*_device(client, device)), as_json=as_json)
 
@@ -334,7 +334,7 @@ def forget(client: Client, device: str) -> None:
 @agentctl.group(invoke_without_command=True)
 @json_option
 @click.pass_context
-def runtimes(context: click.Context, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+def runtimes(context: click.Context, as_json: bool) -> None:
     """List the runtimes that may have kernels of this node, and whether they answer."""
     if context.invoked_subcommand is None:
         rows = context.obj.runtimes()
@@ -352,7 +352,7 @@ def forget_runtime(client: Client, name: str) -> None:
 @agentctl.group(invoke_without_command=True)
 @json_option
 @click.pass_context
-def plugins(context: click.Context, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+def plugins(context: click.Context, as_json: bool) -> None:
     """List the accelerator plugins, and how they do."""
     if context.invoked_subcommand is None:
         rows = context.obj.plugins()
@@ -363,7 +363,7 @@ def plugins(context: click.Context, as_json: bool) -> None:  # noqa: FBT001 - cl
 @json_option
 @click.argument("name")
 @click.pass_obj
-def retry_plugin(client: Client, name: str, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+def retry_plugin(client: Client, name: str, as_json: bool) -> None:
     """Have plugin NAME, which is not ready, tried again now; exit status 1 if it is not then."""
     row = client.retry_plugin(name)
     print_answer(row, PLUGIN_COLUMNS, as_json=as_json)
@@ -373,7 +373,7 @@ def retry_plugin(client: Client, name: str, as_json: bool) -> None:  # noqa: FBT
 @agentctl.command()
 @json_option
 @click.pass_obj
-def whoami(client: Client, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+def whoami(client: Client, as_json: bool) -> None:
     """Show as whom the node takes this call."""
     row = client.whoami()
     print_answer(row, ["name", "role", "agents", "uid"], as_json=as_json)

@@ -45,7 +45,7 @@ class RpcProblem(click.ClickException):
             detail += f"; {IF_NOBODY}"
         return cls({"code": error.code, "detail": detail, **error.content})
 
-    def show(self, file: Any = None) -> None:  # noqa: ANN401 - click's signature
+    def show(self, file: Any = None) -> None:
         del file
         if _is_json([*itertools.takewhile(lambda word: word != "--", sys.argv)]):
             click.echo(json.dumps(self.content), err=True)
@@ -63,7 +63,7 @@ def _is_json(words: Sequence[str]) -> bool:
 class RpcGroup(click.Group):
     """Commands whose errors are a daemon's."""
 
-    def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401 - click's signature
+    def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except AgentdError as error:
@@ -93,7 +93,7 @@ def json_only_option(command: _F) -> _F:
 
 def _with_output(command: _F, choices: Sequence[str], text: str) -> _F:
     @wraps(command)
-    def told(*args: Any, as_json: bool, output: str | None, **options: Any) -> Any:  # noqa: ANN401 - click's
+    def told(*args: Any, as_json: bool, output: str | None, **options: Any) -> Any:
         return command(*args, as_json=as_json or output == "json", **options)
 
     flag = click.option("--json", "as_json", is_flag=True, help="The same as -o json.")
@@ -183,7 +183,7 @@ def ulimits(values: Sequence[str]) -> dict[str, Any]:
 
 
 def print_answer(
-    content: Any,  # noqa: ANN401 - JSON
+    content: Any,
     columns: Sequence[str],
     *,
     as_json: bool,
@@ -202,7 +202,7 @@ def print_answer(
         for row in rows:
             say(row[columns[0]])
         return
-    from agentd.cli.tables import print_rows  # noqa: PLC0415 - rich is slow to load
+    from agentd.cli.tables import print_rows
 
     print_rows(rows, [*columns, *(wide if output == "wide" else ())])
 
@@ -225,7 +225,7 @@ KERNEL_COLUMNS = [
 
 def kernel_row(kernel: Mapping[str, Any]) -> dict[str, Any]:
     """Return a kernel with its columns for people."""
-    from agentd.cli.tables import age, compact  # noqa: PLC0415
+    from agentd.cli.tables import age, compact
 
     devices = [
         f"{name} {compact(list(ids))}"

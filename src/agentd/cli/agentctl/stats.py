@@ -24,18 +24,18 @@ TOP = ["kernel", "agent", "cpu", "memory", "limit", "processes", "read_s", "writ
 @click.argument("kernels", nargs=-1, shell_complete=completion.kernels)
 @json_option
 @click.pass_obj
-def stats(client: Client, kernels: Sequence[str], as_json: bool) -> None:  # noqa: FBT001 - click passes it
+def stats(client: Client, kernels: Sequence[str], as_json: bool) -> None:
     """Show what kernels use, or have used; `-` where that is not known.
 
     \b
     agentctl stats
     agentctl stats train-1 -o json
-    """  # noqa: D301 - click reads \b as "keep these lines"
+    """
     rows = [client.stats(kernel) for kernel in kernels] if kernels else client.stats()
     if as_json:
         print_answer(rows, COLUMNS, as_json=True)
         return
-    from agentd.cli.tables import byte_size  # noqa: PLC0415
+    from agentd.cli.tables import byte_size
 
     shown = [
         {
@@ -87,9 +87,9 @@ def watch(
     count: int | None,
 ) -> None:
     """Show what was used between each look and the one before it."""
-    from rich.live import Live  # noqa: PLC0415 - slow to load
+    from rich.live import Live
 
-    from agentd.cli.tables import console, table_of  # noqa: PLC0415
+    from agentd.cli.tables import console, table_of
 
     before: dict[str, KernelUseView] | None = None
     left = count
@@ -117,7 +117,7 @@ def _pause(seconds: float) -> None:
 
 def _rates(before: KernelUseView | None, now: KernelUseView) -> dict[str, Any]:
     """Return a row of what a kernel used between two looks."""
-    from agentd.cli.tables import byte_size  # noqa: PLC0415
+    from agentd.cli.tables import byte_size
 
     load = _rate(before, now, "cpu_seconds")
     read, written = (_rate(before, now, f"io_{name}_bytes") for name in ("read", "write"))
@@ -145,7 +145,7 @@ def _rate(before: KernelUseView | None, now: KernelUseView, member: str) -> floa
 
 
 def _seconds(text: str) -> float:
-    from datetime import datetime  # noqa: PLC0415
+    from datetime import datetime
 
     return datetime.fromisoformat(text).timestamp()
 
@@ -155,7 +155,7 @@ def _decimals(value: float | None) -> str | None:
 
 
 def _device(device: DeviceUseView) -> str:
-    from agentd.cli.tables import byte_size  # noqa: PLC0415
+    from agentd.cli.tables import byte_size
 
     words = [device["id"]]
     if device["utilization"] is not None:

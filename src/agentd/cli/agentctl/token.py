@@ -33,7 +33,7 @@ def create_token(
     role: str | None,
     agents: tuple[str, ...],
     file: Path | None,
-    gateway: bool,  # noqa: FBT001 - click passes it
+    gateway: bool,
 ) -> None:
     """Write a new token for NAME, and print the lines that let it in."""
     if odd := [word for word in (name, *agents) if not is_name(word)]:
@@ -73,10 +73,10 @@ def revoke_token(name: str, config_file: str | None) -> None:
 
     Exit status: 0 the token is dead, 1 it is not.
     """
-    from agentd.config.loading import find_config, load_text  # noqa: PLC0415
-    from agentd.daemon.reload import NoDaemon, ask  # noqa: PLC0415
-    from agentd.tomlfile.document import without_token, write_file  # noqa: PLC0415 - slow to load
-    from agentd.tomlfile.regular_files import read_regular  # noqa: PLC0415
+    from agentd.config.document import without_token, write_file
+    from agentd.config.loading import find_config, load_text
+    from agentd.daemon.reload import NoDaemon, ask
+    from agentd.tomlfile.regular_files import read_regular
 
     path = find_config(config_file, os.environ)
     if path is None:

@@ -44,18 +44,18 @@ _FILE = re.compile(r"/|/ui|/ui/(node/)?[a-z0-9.]*")
 @click.option("--port", type=int, default=0, help="The loopback port; a free one if not given.")
 @click.option("--print", "is_printed", is_flag=True, help="Print the address; open no browser.")
 @click.pass_obj
-def ui(client: Client, port: int, is_printed: bool) -> None:  # noqa: FBT001 - click passes it
+def ui(client: Client, port: int, is_printed: bool) -> None:
     """Show the node, or the fleet, in a browser, for as long as this runs.
 
     \b
     agentctl ui
     agentctl ui --print --port 8080     # on a node; then: ssh -L 8080:127.0.0.1:8080 NODE
-    """  # noqa: D301 - click reads \b as "keep these lines"
+    """
     asyncio.run(_serve(client.asynchronous(), port, is_printed=is_printed))
 
 
 async def _serve(client: AsyncClient, port: int, *, is_printed: bool) -> None:
-    from aiohttp import web  # noqa: PLC0415 - slow to load, for the commands that do without
+    from aiohttp import web
 
     done = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -89,11 +89,12 @@ async def _serve(client: AsyncClient, port: int, *, is_printed: bool) -> None:
 
 def _server_of(relay: Relay) -> web.Server:
     """Return a server whose connections have the deadlines of the daemon's own."""
-    from aiohttp import web  # noqa: PLC0415 - see `_serve`
+    from aiohttp import web
 
-    from agentd.http.connections.connection import Connection, Limits, Newcomers  # noqa: PLC0415
-    from agentd.http.connections.turns import Kind, Turns  # noqa: PLC0415
-    from agentd.http.problems import problem  # noqa: PLC0415
+    from agentd.http.connections.admission import Limits, Newcomers
+    from agentd.http.connections.connection import Connection
+    from agentd.http.connections.turns import Kind, Turns
+    from agentd.http.problems import problem
 
     limits, turns, newcomers = Limits(MOST_CONNECTIONS, 0.5), Turns(), Newcomers()
 
@@ -138,8 +139,8 @@ class Relay:
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request."""
-        from agentd.http.problems import problem  # noqa: PLC0415 - see `_serve`
-        from agentd.http.static import is_foreign  # noqa: PLC0415 - see `_serve`
+        from agentd.http.problems import problem
+        from agentd.http.static import is_foreign
 
         port = self.host.rpartition(":")[2]
         if request.headers.get("Host") not in (self.host, f"localhost:{port}"):
@@ -157,9 +158,9 @@ class Relay:
         return await self._passed_on(request, path)
 
     async def _passed_on(self, request: web.BaseRequest, path: str) -> web.StreamResponse:
-        from aiohttp import web  # noqa: PLC0415 - see `_serve`
+        from aiohttp import web
 
-        from agentd.http.problems import problem  # noqa: PLC0415 - see `_serve`
+        from agentd.http.problems import problem
 
         headers = {name: request.headers[name] for name in _TAKEN if name in request.headers}
         try:

@@ -48,8 +48,8 @@ def _refused(error: ConfigRefused | DaemonFailed | StartRefused) -> NoReturn:
     sys.exit(EX_CONFIG if isinstance(error, ConfigRefused) else 1)
 
 
-def _settings(config_file: str | None) -> Any:  # noqa: ANN401 - Loaded, imported late
-    from agentd.config.loading import find_config, load  # noqa: PLC0415 - `--help` stays quick
+def _settings(config_file: str | None) -> Any:
+    from agentd.config.loading import find_config, load
 
     try:
         return load(find_config(config_file, os.environ))
@@ -58,13 +58,13 @@ def _settings(config_file: str | None) -> Any:  # noqa: ANN401 - Loaded, importe
 
 
 def _log_from(level: str) -> None:
-    from agentd import log  # noqa: PLC0415 - `--version` stays quick
+    from agentd import log
 
     log.configure(level)
 
 
 def _run(work: Coroutine[Any, Any, _T]) -> _T:
-    import asyncio  # noqa: PLC0415 - the same
+    import asyncio
 
     try:
         return asyncio.run(work)
@@ -89,7 +89,7 @@ def run(config_file: str | None, log_level: str | None) -> None:
     except ValueError as error:
         _refused(ConfigRefused([Problem(failpoints.VARIABLE, str(error))]))
     _log_from(log_level or loaded.settings.node.log_level)
-    from agentd.daemon.lifecycle import Daemon  # noqa: PLC0415 - only this command needs the daemon
+    from agentd.daemon.lifecycle import Daemon
 
     async def daemon() -> None:
         await Daemon(loaded).run()
@@ -106,7 +106,7 @@ def reload(config_file: str | None) -> None:
     a restart is named. A file that is wrong changes nothing, and fails this command.
     """
     loaded = _settings(config_file)
-    from agentd.daemon.reload import ask  # noqa: PLC0415 - only this command needs it
+    from agentd.daemon.reload import ask
 
     try:
         waiting = ask(loaded.settings, os.environ)
@@ -127,10 +127,10 @@ def _with_node(
     loaded = _settings(config_file)
     _log_from("error")
     from agentd.daemon import lifecycle, runtime_factory
-    from agentd.events import EventLog  # noqa: PLC0415
-    from agentd.host.probe import probe  # noqa: PLC0415
-    from agentd.http.endpoint import endpoint  # noqa: PLC0415
-    from agentd.state.folder import ReadOnlyState  # noqa: PLC0415
+    from agentd.events import EventLog
+    from agentd.host.probe import probe
+    from agentd.http.endpoint import endpoint
+    from agentd.state.folder import ReadOnlyState
 
     async def look() -> _T:
         problems: list[Problem] = []
@@ -169,15 +169,15 @@ def _noting(problems: list[Problem]) -> Iterator[None]:
         problems += error.problems
 
 
-def _withhold_what_others_serve(settings: Any, devices: Any) -> None:  # noqa: ANN401 - imported late
+def _withhold_what_others_serve(settings: Any, devices: Any) -> None:
     """Withhold the devices that other daemons of this host serve.
 
     Without a node id, a daemon of this node could not be told from the others.
     """
-    from agentd.daemon.lifecycle import node_id_of  # noqa: PLC0415
-    from agentd.host.probe import boot_id  # noqa: PLC0415
-    from agentd.services.peers import claimable, taken_by_others  # noqa: PLC0415
-    from agentd.state.peers import MachineNeighbours, Places  # noqa: PLC0415
+    from agentd.daemon.lifecycle import node_id_of
+    from agentd.service.boot_id import boot_id
+    from agentd.services.peers import claimable, taken_by_others
+    from agentd.state.peers import MachineNeighbours, Places
 
     with contextlib.suppress(ConfigRefused):
         places = Places.of(os.geteuid())
@@ -188,10 +188,10 @@ def _withhold_what_others_serve(settings: Any, devices: Any) -> None:  # noqa: A
 @agentd.command("check-config")
 @config_option
 @json_option
-def check_config(config_file: str | None, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+def check_config(config_file: str | None, as_json: bool) -> None:
     """Check the configuration, the plugins' tables and the partition."""
     warnings = _with_node(config_file, lambda devices, _: list(devices.warnings), is_strict=True)
-    from agentd.http.endpoint import Weaknesses, weaknesses  # noqa: PLC0415 - see above
+    from agentd.http.endpoint import Weaknesses, weaknesses
 
     weak = Weaknesses()
     weak.replace(weaknesses(_settings(config_file).settings.rpc))
@@ -208,14 +208,14 @@ def check_config(config_file: str | None, as_json: bool) -> None:  # noqa: FBT00
 @config_option
 @json_option
 @click.option("--live", is_flag=True, help="Also: what it would leave held, given the kernels now.")
-def plan(config_file: str | None, as_json: bool, live: bool) -> None:  # noqa: FBT001 - click passes them
+def plan(config_file: str | None, as_json: bool, live: bool) -> None:
     """Print the partition without starting anything."""
-    from agentd.rpc.plan import plan_view  # noqa: PLC0415
+    from agentd.rpc.plan import plan_view
 
     split = _with_node(config_file, lambda devices, _: devices.split)
     content = plan_view(split)
     if live:
-        from agentd.cli.agentd.live_plan import held_under  # noqa: PLC0415
+        from agentd.cli.agentd.live_plan import held_under
 
         try:
             content["held"] = held_under(split, _settings(config_file).settings.rpc.socket)
@@ -225,7 +225,7 @@ def plan(config_file: str | None, as_json: bool, live: bool) -> None:  # noqa: F
     if as_json:
         click.echo(json.dumps(content, indent=1))
         return
-    from agentd.cli.tables import print_plan  # noqa: PLC0415
+    from agentd.cli.tables import print_plan
 
     print_plan(content)
 
@@ -233,7 +233,7 @@ def plan(config_file: str | None, as_json: bool, live: bool) -> None:  # noqa: F
 @agentd.command()
 @config_option
 @json_option
-def plugins(config_file: str | None, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+def plugins(config_file: str | None, as_json: bool) -> None:
     """List the accelerator plugins, opened as the daemon would."""
     loaded = _settings(config_file)
     _log_from("error")
@@ -250,7 +250,7 @@ def plugins(config_file: str | None, as_json: bool) -> None:  # noqa: FBT001 - c
     if as_json:
         click.echo(json.dumps(rows))
         return
-    from agentd.cli.tables import print_rows  # noqa: PLC0415
+    from agentd.cli.tables import print_rows
 
     print_rows(rows, ["name", "plugin", "state", "slots", "reason"])
 
@@ -269,9 +269,9 @@ def plugin() -> None:
 @click.option("--probe", default="", help="With --hardware: a shell command that sees a device.")
 def check(
     config_file: str | None,
-    as_json: bool,  # noqa: FBT001 - click passes it
+    as_json: bool,
     name: str,
-    hardware: bool,  # noqa: FBT001 - the same
+    hardware: bool,
     image: str | None,
     probe: str,
 ) -> None:
@@ -283,9 +283,9 @@ def check(
     """
     loaded = _settings(config_file)
     _log_from("error")
-    from agentd.cli.tables import print_rows  # noqa: PLC0415
+    from agentd.cli.tables import print_rows
     from agentd.daemon import lifecycle
-    from agentd.pluginhost.conformance import Conformance  # noqa: PLC0415
+    from agentd.pluginhost.conformance import Conformance
 
     host = lifecycle.plugin_host(loaded.settings)
     try:
@@ -295,7 +295,7 @@ def check(
     conformance = Conformance(wanted, lifecycle.pace_of(loaded.settings))
     findings = _run(conformance.run())
     if hardware:
-        from agentd.cli.agentd.hardware_check import Ways, tried  # noqa: PLC0415
+        from agentd.cli.agentd.hardware_check import Ways, tried
 
         report = tried(wanted, loaded, conformance.files, Ways(image, probe), findings)
         findings = report.findings
@@ -320,7 +320,7 @@ def config() -> None:
 @config.command()
 @config_option
 @json_option
-def show(config_file: str | None, as_json: bool) -> None:  # noqa: FBT001 - click passes it
+def show(config_file: str | None, as_json: bool) -> None:
     """Print the effective settings and where each comes from."""
     loaded = _settings(config_file)
     rows = [
@@ -331,7 +331,7 @@ def show(config_file: str | None, as_json: bool) -> None:  # noqa: FBT001 - clic
         content = {row["key"]: {"value": row["value"], "origin": row["origin"]} for row in rows}
         click.echo(json.dumps(content, indent=1, default=str))
         return
-    from agentd.cli.tables import print_rows  # noqa: PLC0415
+    from agentd.cli.tables import print_rows
 
     shown = [{**row, "value": json.dumps(row["value"], default=str)} for row in rows]
     print_rows(shown, ["key", "value", "origin"])
@@ -340,14 +340,15 @@ def show(config_file: str | None, as_json: bool) -> None:  # noqa: FBT001 - clic
 @config.command()
 @click.argument("file", type=click.Path(), required=False)
 @click.option("--force", is_flag=True, help="Replace a file that is there.")
-def init(file: str | None, force: bool) -> None:  # noqa: FBT001 - click passes it
+def init(file: str | None, force: bool) -> None:
     """Write the commented default, to FILE or to standard output.
 
     On a node with systemd and without a Docker Engine it proposes the runtime systemd.
     """
-    from agentd.config.runtimes import DockerSettings  # noqa: PLC0415
-    from agentd.host.systemd.availability import why_no_systemd  # noqa: PLC0415
-    from agentd.tomlfile.document import default_text, write_file  # noqa: PLC0415
+    from agentd.config.default_file import default_text
+    from agentd.config.document import write_file
+    from agentd.config.runtimes import DockerSettings
+    from agentd.host.systemd.availability import why_no_systemd
 
     proposes = not DockerSettings().socket.exists() and not why_no_systemd()
     text = default_text("systemd" if proposes else None)
@@ -368,11 +369,11 @@ def init(file: str | None, force: bool) -> None:  # noqa: FBT001 - click passes 
 @click.argument("old", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--output", type=click.Path(path_type=Path), help="Write it there; default: print.")
 @click.option("--force", is_flag=True, help="Replace a file that is there.")
-def migrate(old: Path, output: Path | None, force: bool) -> None:  # noqa: FBT001 - click passes it
+def migrate(old: Path, output: Path | None, force: bool) -> None:
     """Bring OLD, a slot-based configuration of an older agent, into today's form."""
-    from agentd.config.loading import load_text  # noqa: PLC0415
-    from agentd.config.migration import migrated  # noqa: PLC0415
-    from agentd.tomlfile.document import write_file  # noqa: PLC0415
+    from agentd.config.document import write_file
+    from agentd.config.loading import load_text
+    from agentd.config.migration import migrated
 
     try:
         text = migrated(read_regular(old).text, old)
@@ -399,8 +400,8 @@ def set_(config_file: str | None, key: str, value: str) -> None:
 
     KEY is a dotted path such as resource.allocation-mode, VALUE a TOML value or plain text.
     """
-    from agentd.config.loading import find_config  # noqa: PLC0415
-    from agentd.tomlfile.document import with_setting, write_file  # noqa: PLC0415
+    from agentd.config.document import with_setting, write_file
+    from agentd.config.loading import find_config
 
     path = find_config(config_file, os.environ)
     if path is None:

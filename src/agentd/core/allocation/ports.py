@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TypeAlias
 
 import msgspec
 from msgspec.structs import replace
 
-from agentd.core.kernel.states import Kernel, Port
 from agentd.errors import InsufficientResource, Problem
 
 FIRST_CHOICE = 30_000
@@ -21,9 +20,9 @@ HostPort: TypeAlias = tuple[str, int]
 """A protocol and a port of the node."""
 
 
-def host_ports(kernel: Kernel) -> list[HostPort]:
-    """Return the node's ports that were handed out to a kernel."""
-    return [(port.protocol, port.host) for port in kernel.ports if port.host is not None]
+def host_ports(ports: Iterable[Port]) -> list[HostPort]:
+    """Return the node's ports among those of a kernel."""
+    return [(port.protocol, port.host) for port in ports if port.host is not None]
 
 
 class PortRange(msgspec.Struct, frozen=True):
@@ -93,3 +92,15 @@ def port_problems(requested: Sequence[Port], allowed: PortRange) -> Iterator[Pro
             yield Problem(f"ports.{index}.host", why)
         elif counts[port.protocol, port.host] > 1:
             yield Problem(f"ports.{index}.host", f"{port.host} is asked for twice")
+
+
+class Port(msgspec.Struct, frozen=True):
+    """A port of the kernel that the node forwards; `host` None leaves the choice to the node.
+
+    `address` is where it is published, once it is.
+    """
+
+    container: int
+    host: int | None = None
+    protocol: str = "tcp"
+    address: str = ""

@@ -6,7 +6,8 @@ from enum import StrEnum
 
 import msgspec
 
-from agentd.core.kernel.states import Ending, KernelRef, Port
+from agentd.core.allocation.ports import Port
+from agentd.core.kernel.states import Ending, KernelRef
 from agentd.core.names import checked
 
 

@@ -13,9 +13,10 @@ import msgspec
 from msgspec.structs import replace
 
 from agentd.core.allocation.ledger import Ledger
+from agentd.core.allocation.ports import Port
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.record import encode, statement
-from agentd.core.kernel.states import Kernel, KernelSpec, Port
+from agentd.core.kernel.states import Kernel, KernelSpec
 from agentd.core.names import checked
 from agentd.core.slots import CPU, MEM
 from agentd.errors import InvalidRequest, Problem
@@ -75,7 +76,7 @@ class NodeFacts(msgspec.Struct, frozen=True):
 class KernelPlan(msgspec.Struct, frozen=True):
     """A kernel ready to be created; `memory_bytes` 0 means no limit.
 
-    `record` (of `kernel`) and `statement` are to be written on it (see `agentd.core.kernel.record`).
+    `record` (of `kernel`) and `statement` are to be written on it (see `record`).
     """
 
     spec: KernelSpec

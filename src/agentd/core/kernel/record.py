@@ -17,9 +17,10 @@ from typing import NamedTuple
 from msgspec.structs import asdict
 
 from agentd.core.allocation.ledger import UNREADABLE_SLOT, Allocation, Share
+from agentd.core.allocation.ports import Port
 from agentd.core.devices import ID_PATTERN, DeviceId
 from agentd.core.kernel.edits import Mount
-from agentd.core.kernel.states import Kernel, KernelState, Port
+from agentd.core.kernel.states import Kernel, KernelState
 from agentd.core.names import is_name, shortened
 from agentd.core.slots import AmountError, SlotKind, format_amount, is_slot_name, parse_base_units
 

@@ -16,6 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from agentd.core.allocation.ledger import Allocation
+from agentd.core.allocation.ports import Port
 from agentd.core.kernel.edits import Mount
 from agentd.core.kernel.options import ContainerOptions
 from agentd.core.names import NAME
@@ -98,18 +99,6 @@ OBSERVATIONS: Mapping[KernelState, Mapping[Sight, KernelState]] = {
     S.LOST: _ALIVE,
 }
 """What agentd finds. Nothing is asked of a runtime before `creating`, so nothing is found."""
-
-
-class Port(msgspec.Struct, frozen=True):
-    """A port of the kernel that the node forwards; `host` None leaves the choice to the node.
-
-    `address` is where it is published, once it is.
-    """
-
-    container: int
-    host: int | None = None
-    protocol: str = "tcp"
-    address: str = ""
 
 
 class KernelSpec(msgspec.Struct, frozen=True):
@@ -212,7 +201,7 @@ class Kernel(msgspec.Struct, frozen=True):
         """What its runtime knows it by."""
         return KernelRef(self.kernel_id, self.handle)
 
-    def moved_to(self, state: KernelState, **changes: Any) -> Kernel:  # noqa: ANN401 - the fields of Kernel
+    def moved_to(self, state: KernelState, **changes: Any) -> Kernel:
         """Return the kernel in a state that agentd brought it into.
 
         Raises:
@@ -222,7 +211,7 @@ class Kernel(msgspec.Struct, frozen=True):
             raise ValueError(f"kernel {self.kernel_id} cannot move from {self.state} to {state}")
         return replace(self, state=state, **changes)
 
-    def observed(self, sight: Sight, **changes: Any) -> Kernel:  # noqa: ANN401 - the fields of Kernel
+    def observed(self, sight: Sight, **changes: Any) -> Kernel:
         """Return the kernel in the state that a sight of it means.
 
         Raises:

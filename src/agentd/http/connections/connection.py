@@ -7,22 +7,17 @@ traceback, at a bounded rate.
 from __future__ import annotations
 
 import asyncio
-import resource
 import select
-import socket
 import ssl
-import time
 from collections.abc import Callable, Hashable
-from contextlib import suppress
 from typing import Any
 
-import structlog
 from aiohttp import web
 
+from agentd.http.connections.admission import Limits, Newcomers, keep_asking
+from agentd.http.connections.client_warnings import complain
 from agentd.http.connections.fair import FairConnection
 from agentd.http.connections.turns import Kind, Turns
-
-log = structlog.get_logger()
 
 HEADER_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 75.0
@@ -30,83 +25,6 @@ READ_TIMEOUT_S = 10.0
 LOOK_PAUSE_S = 0.5
 ACCEPT_ROUNDS = 3
 """Rounds of the event loop until what was accepted is a connection."""
-KEEP_ASKING = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
-"""Seconds of silence until it asks, seconds between questions, and how many stay unanswered."""
-LOG_PAUSE_S = 1.0
-"""At most one line of log in this time says what was wrong with requests."""
-
-
-class Limits:
-    """How many connections of one kind there are, and may be: a part of all descriptors at most."""
-
-    def __init__(self, most: int, part: float) -> None:
-        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._most = min(most, int(descriptors * part))
-        self._open = 0
-
-    def admit(self) -> bool:
-        """Count one more, if there may be one more."""
-        if self._open >= self._most:
-            complain("rpc.too_many_connections", most=self._most)
-            return False
-        self._open += 1
-        return True
-
-    def release(self) -> None:
-        """Count one less."""
-        self._open -= 1
-
-
-class Newcomers:
-    """Connections whose first request has not come: a caller that was let in is about to ask."""
-
-    def __init__(self) -> None:
-        self._waiting: set[object] = set()
-        self._are_gone = asyncio.Event()
-
-    def add(self, connection: object) -> None:
-        """Take in one that was accepted."""
-        self._waiting.add(connection)
-
-    def discard(self, connection: object) -> None:
-        """Leave out one that has asked, or hung up."""
-        self._waiting.discard(connection)
-        if not self._waiting:
-            self._are_gone.set()
-
-    async def heard(self, patience_s: float) -> None:
-        """Wait until all have asked or hung up, or have had their time."""
-        if self._waiting:
-            self._are_gone.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(patience_s):
-                    await self._are_gone.wait()
-
-
-def keep_asking(connection: socket.socket | None) -> None:
-    """Have the system find out about a TCP caller that is gone without a word (tcp(7))."""
-    if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
-        for option, value in KEEP_ASKING:
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-class Complaints:
-    """Lines of log about callers, of which a flood is not said one by one."""
-
-    def __init__(self) -> None:
-        self._quiet_until = 0.0
-        self._unsaid = 0
-
-    def __call__(self, event: str, **facts: object) -> None:
-        now = time.monotonic()
-        if now < self._quiet_until:
-            self._unsaid += 1
-            return
-        log.warning(event, further=self._unsaid, **facts)
-        self._quiet_until, self._unsaid = now + LOG_PAUSE_S, 0
-
-
-complain = Complaints()
 
 
 class Gate(asyncio.Protocol):
@@ -318,6 +236,6 @@ class Connection(FairConnection):
         response.force_close()
         return response
 
-    def log_exception(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - the parent's signature
+    def log_exception(self, *args: Any, **kwargs: Any) -> None:
         """Leave out what the parent would say of callers that go away; `handle_error` says more."""
         del args, kwargs

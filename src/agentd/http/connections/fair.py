@@ -42,7 +42,7 @@ class FairConnection(web.RequestHandler, asyncio.BufferedProtocol):
         server: web.Server,
         turns: Turns,
         payer: Callable[[asyncio.BaseTransport], Hashable],
-        **options: Any,  # noqa: ANN401 - the parent's
+        **options: Any,
     ) -> None:
         super().__init__(server, loop=asyncio.get_running_loop(), **options)
         self._turns = turns
@@ -83,7 +83,7 @@ class FairConnection(web.RequestHandler, asyncio.BufferedProtocol):
             self._empty()
         super().connection_lost(exc)
 
-    def set_parser(self, parser: Any, data_received_cb: Any = None) -> None:  # noqa: ANN401 - the parent's
+    def set_parser(self, parser: Any, data_received_cb: Any = None) -> None:
         self._is_socket = True
         self._piece = _BUFFER
         super().set_parser(parser, data_received_cb)

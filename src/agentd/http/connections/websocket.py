@@ -6,6 +6,7 @@ too many of them is cut off with the code 1008.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import suppress
@@ -88,3 +89,20 @@ class FairSocket(web.WebSocketResponse):
         self._controls += 1
         if self._controls > MAX_CONTROL:
             raise TooManyControlFrames
+
+
+PROBE_S = 1.0
+"""Seconds between heartbeats."""
+
+
+async def probe(wire: web.WebSocketResponse) -> None:
+    """Send a client heartbeats until its connection fails.
+
+    Nothing arrives from a client that closed a TCP connection behind input that is not read, since
+    the receive window is full. Its system resets the connection when it receives something. A pong
+    that nobody asked for is a heartbeat without an answer (RFC 6455, section 5.5.3): a client
+    whose input is not read could not send one.
+    """
+    while True:
+        await asyncio.sleep(PROBE_S)
+        await wire.pong()

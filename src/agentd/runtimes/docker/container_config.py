@@ -12,11 +12,12 @@ from typing import Any
 
 import msgspec
 
+from agentd.core.allocation.ports import Port
 from agentd.core.kernel.edits import Mount
 from agentd.core.kernel.options import TOO_LONG, is_too_long, over_ceiling
 from agentd.core.kernel.plan import LABEL_PREFIX, KernelPlan
 from agentd.core.kernel.record import SCHEMA
-from agentd.core.kernel.states import KernelSpec, Port
+from agentd.core.kernel.states import KernelSpec
 from agentd.core.names import shortened
 from agentd.errors import Problem
 from agentd.runtimes.docker.engine_facts import EngineFacts

@@ -94,7 +94,7 @@ class EngineClient:
         body: object = None,
         *,
         timeout_s: float = CALL_TIMEOUT_S,
-    ) -> Any:  # noqa: ANN401 - JSON
+    ) -> Any:
         """Call, and return the JSON of the answer; None if it has none.
 
         Raises:
@@ -111,7 +111,7 @@ class EngineClient:
         params: Mapping[str, str] | None = None,
         body: object = None,
         timeout_s: float = CALL_TIMEOUT_S,
-    ) -> Any:  # noqa: ANN401 - JSON
+    ) -> Any:
         if not _PATH.fullmatch(path):
             raise ValueError(f"{path!r} is no path of the Engine API")
         target = f"{path}?{urlencode(params)}" if params else path

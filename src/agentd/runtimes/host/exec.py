@@ -32,7 +32,7 @@ from agentd.runtimes.host import exec_program
 from agentd.runtimes.host.execve_errors import refusal_of
 
 if TYPE_CHECKING:
-    from agentd.host.systemd.manager import Manager, Property
+    from agentd.host.systemd.dbus import Manager, Property
 
 CHUNK = 64 * 1024
 START_TIMEOUT_S = 30.0
@@ -61,7 +61,7 @@ class Entered:
     def __init__(self, spec: ExecSpec) -> None:
         self._spec = spec
         self._control, self._theirs = socket.socketpair()
-        self._control.setblocking(False)  # noqa: FBT003 - the library's
+        self._control.setblocking(False)
         self._ends = _Ends(is_terminal=spec.tty)
         self._exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._outputs: list[tuple[int, asyncio.StreamReader]] = []
@@ -317,7 +317,7 @@ async def _started(control: socket.socket, manager: Manager | None, unit: str) -
             start_new_session=True,
         )
         return
-    from agentd.host.systemd.manager import UnitExists, UnitRefused  # noqa: PLC0415 - where D-Bus is used
+    from agentd.host.systemd.dbus import UnitExists, UnitRefused  # noqa: PLC0415 - where D-Bus is used
 
     properties: list[Property] = [
         ("Description", "s", "a command inside a kernel (agentd)"),

@@ -36,7 +36,7 @@ from agentd.errors import (
 from agentd.failpoints import reach
 from agentd.host.cgroups.hierarchies import MEMORY, PIDS, Cgroup, Cgroups
 from agentd.host.cgroups.usage import Account, counted
-from agentd.host.systemd.manager import Manager
+from agentd.host.systemd.dbus import Manager
 from agentd.plugin_api import Features
 from agentd.runtimes.host.exec import Place, enter, exec_unit
 from agentd.runtimes.host.private_folder import looking

@@ -22,7 +22,7 @@ from agentd.core.kernel.plan import KernelPlan
 from agentd.errors import AgentdError, InvalidRequest, Problem, RuntimeFailure
 from agentd.failpoints import inherited
 from agentd.host.cgroups.hierarchies import Cgroup
-from agentd.host.systemd.manager import Manager, Property, UnitExists, UnitRefused
+from agentd.host.systemd.dbus import Manager, Property, UnitExists, UnitRefused
 from agentd.runtimes.host.environment import environment
 from agentd.runtimes.host.execve_errors import refusal_of
 from agentd.runtimes.process import shim

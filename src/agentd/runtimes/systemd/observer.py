@@ -16,7 +16,7 @@ from agentd.core.kernel.usage import Accounted
 from agentd.core.names import checked, is_name, name_or_empty
 from agentd.errors import RuntimeUnavailable
 from agentd.host.cgroups.usage import MOUNT, UNIFIED, Account, counted
-from agentd.host.systemd.manager import Manager, Unit
+from agentd.host.systemd.dbus import Manager, Unit
 from agentd.runtimes.host.private_folder import TRASH, looking, names_in
 from agentd.runtimes.systemd.bundle import NODE_RESTARTED, Identity, UnitBundle
 from agentd.runtimes.systemd.properties import LIVING, SEEN, end_of, fields_of, state_of, usage_of

@@ -33,7 +33,7 @@ from agentd.failpoints import reach
 from agentd.host.cgroups.usage import MOUNT
 from agentd.host.probe import numa_nodes_of
 from agentd.host.processes import Proc, read_stat
-from agentd.host.systemd.manager import Manager, UnitExists, UnitRefused
+from agentd.host.systemd.dbus import Manager, UnitExists, UnitRefused
 from agentd.plugin_api import Features
 from agentd.runtimes.host.environment import environment
 from agentd.runtimes.host.exec import Place, enter, exec_unit

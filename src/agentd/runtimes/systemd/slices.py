@@ -16,7 +16,7 @@ from pathlib import Path
 
 from agentd.core.kernel.plan import KernelPlan, name_prefix
 from agentd.errors import RuntimeFailure
-from agentd.host.systemd.manager import Manager, Property, UnitRefused
+from agentd.host.systemd.dbus import Manager, Property, UnitRefused
 from agentd.runtimes.systemd.bundle import DROP_IN, static_busybox
 from agentd.runtimes.systemd.unit import mask, namespace_name, slice_name
 

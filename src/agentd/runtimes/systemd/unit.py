@@ -16,7 +16,7 @@ from agentd.core.kernel.plan import KernelPlan, kernel_name, name_prefix
 from agentd.core.kernel.states import KernelSpec
 from agentd.core.names import checked, is_name
 from agentd.errors import Problem, RuntimeFailure
-from agentd.host.systemd.manager import Property
+from agentd.host.systemd.dbus import Property
 from agentd.runtimes.host.environment import own_variables
 from agentd.runtimes.host.request_limits import uncontained_problems
 from agentd.runtimes.systemd.bundle import RESERVED

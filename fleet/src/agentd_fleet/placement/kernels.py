@@ -19,7 +19,7 @@ from agentd.errors import (
     UnknownKernel,
     UnknownNode,
 )
-from agentd_fleet.nodes import CREATE_PATIENCE_S, PATIENCE_S, Answer, Nodes
+from agentd_fleet.nodes.calls import CREATE_PATIENCE_S, PATIENCE_S, Answer, Nodes
 from agentd_fleet.placement.placer import Placer
 from agentd_fleet.store.route import Kept, Progress, Route, Store
 from agentd_fleet.view.fleet_state import FleetState

@@ -18,7 +18,7 @@ from agentd.client.errors import error_in
 from agentd.core.access import Caller, Role
 from agentd.errors import AgentdError, NodeUnavailable
 from agentd.http.callers import NODE, ON_BEHALF
-from agentd.http.connections.connection import keep_asking
+from agentd.http.connections.admission import keep_asking
 from agentd.http.connections.websocket import MAX_FRAME
 from agentd_fleet.view.fleet_view import FleetNode
 

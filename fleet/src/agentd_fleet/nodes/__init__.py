@@ -1,0 +1,1 @@
+"""Calls to nodes, and what is read of one."""

@@ -1,0 +1,10 @@
+"""The id of the current boot of the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def boot_id() -> str:
+    """Return the id of this boot (random(4)); another one after every reboot."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
