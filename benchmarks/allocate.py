@@ -19,8 +19,8 @@ from collections.abc import Callable
 from agentd.core.allocation.allocator import (
     Affinity,
     Allocation,
+    AllocationPolicy,
     Ledger,
-    Policy,
     Share,
     Strategy,
     allocate,
@@ -147,7 +147,7 @@ def allocating(
     request: ResourceSlots,
     strategy: Strategy,
 ) -> Callable[[], None]:
-    policy = Policy(strategy, Affinity.PREFER_SINGLE_NODE, allow_fragmentation=True)
+    policy = AllocationPolicy(strategy, Affinity.PREFER_SINGLE_NODE, allow_fragmentation=True)
 
     def operation() -> None:
         allocation = allocate(ledger, inventory, partition, request, policy)
@@ -165,7 +165,7 @@ def whole_request(kernels: int, agents: int) -> dict[str, float]:
         ledger = ledger.with_held(f"mem-{n}", "a", Allocation((share,)))
     request = ResourceSlots({"cuda.device": ONE, "cpu": 4 * ONE, "mem": 2**30})
     for other in others:
-        allocate(ledger, inventory, other, request, Policy())
+        allocate(ledger, inventory, other, request, AllocationPolicy())
     return row(timed(allocating(ledger, inventory, partition, request, Strategy.EVENLY)))
 
 

@@ -31,7 +31,13 @@ from pathlib import Path
 from typing import Any
 
 from agentd.core.slots import ONE, ResourceSlots, SlotKind, SlotType
-from agentd_fleet.placement.candidates import Candidate, Constraints, Policy, candidates, unfit
+from agentd_fleet.placement.candidates import (
+    Candidate,
+    Constraints,
+    PlacementPolicy,
+    candidates,
+    unfit,
+)
 from agentd_fleet.view.fleet_view import FleetNode, FleetView, Offer
 
 CPU, MEM = "cpu", "mem"
@@ -174,7 +180,13 @@ class Reports:
 
 
 def placements(
-    nodes: int, load: int, policy: Policy, age_s: float, rate: int, gateways: int, seconds: float
+    nodes: int,
+    load: int,
+    policy: PlacementPolicy,
+    age_s: float,
+    rate: int,
+    gateways: int,
+    seconds: float,
 ) -> dict[str, float]:
     chance = random.Random(f"{load} {policy} {age_s} {rate} {gateways}")
     ledger = Ledger(nodes, chance)
@@ -212,7 +224,9 @@ def placements(
     }
 
 
-def decisions(ledger: Ledger, view: FleetView, policy: Policy, rate: int) -> dict[str, float]:
+def decisions(
+    ledger: Ledger, view: FleetView, policy: PlacementPolicy, rate: int
+) -> dict[str, float]:
     """Milliseconds of decisions, with the reports that came since the one before."""
     taken, updates, debits = [], [], []
     chance = ledger.chance
@@ -272,7 +286,7 @@ def of_the_view(nodes: int) -> dict[str, Any]:
         unfit(view, ResourceSlots({"cuda.device": 9 * ONE, CPU: ONE}), Constraints())
         refusals.append(time.perf_counter() - before)
     results["unfit_ms"] = milliseconds(refusals, 0.5)
-    for policy, rate in itertools.product(Policy, (100, 1000)):
+    for policy, rate in itertools.product(PlacementPolicy, (100, 1000)):
         results[f"{policy} {rate}/s"] = decisions(ledger, view, policy, rate)
         view = FleetView(slot_types=TYPES).changed(ledger.reports(), revision=1)
     gc.unfreeze()
@@ -286,10 +300,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few cases, each a second")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    cases = itertools.product(LOADS, Policy, AGES, RATES, GATEWAYS)
+    cases = itertools.product(LOADS, PlacementPolicy, AGES, RATES, GATEWAYS)
     seconds = options.seconds
     if options.quick:
-        cases, seconds = itertools.product((50, 90, 99), Policy, (0, 1), (100, 1500), (1,)), 1.0
+        cases, seconds = (
+            itertools.product((50, 90, 99), PlacementPolicy, (0, 1), (100, 1500), (1,)),
+            1.0,
+        )
     results: dict[str, Any] = {"nodes": options.nodes, "view": of_the_view(options.nodes)}
     if not options.json:
         for name, figures in results["view"].items():

@@ -22,7 +22,7 @@ from typing import Any
 from agentd.plugin_api import AllocatedDevice, Features
 from agentd.pluginhost.entry_points import EntryPoints, installed
 from agentd.pluginhost.process import PluginProcess
-from agentd.pluginhost.protocol import Listing
+from agentd.pluginhost.protocol import DeviceListing
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from native.libraries import built
@@ -79,7 +79,9 @@ def bare_interpreter_mib() -> float:
     return used
 
 
-async def started(target: str, settings: dict[str, Any]) -> tuple[PluginProcess, Listing, float]:
+async def started(
+    target: str, settings: dict[str, Any]
+) -> tuple[PluginProcess, DeviceListing, float]:
     before = time.perf_counter()
     process = await PluginProcess.start("x", target, settings, lambda: None)
     for step in ("load", "validate", "open"):

@@ -10,7 +10,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 
 from agentd import plugin_api
-from agentd.core.kernel.states import LIVE, MOVES, OBSERVATIONS, STARTING, KernelState, Sight
+from agentd.core.kernel.states import LIVE, MOVES, OBSERVATIONS, STARTING, KernelState, Observed
 
 STATES = Path(__file__).parent / "reference" / "states.md"
 PLUGIN_API = STATES.with_name("plugin-api.md")
@@ -53,12 +53,12 @@ def states_page() -> str:
         "",
         "## What agentd finds",
         "",
-        f"| in state | {' | '.join(f'seen {sight}' for sight in Sight)} |",
-        f"|---{'|---' * len(Sight)}|",
+        f"| in state | {' | '.join(f'seen {sight}' for sight in Observed)} |",
+        f"|---{'|---' * len(Observed)}|",
     ]
     for state, found in OBSERVATIONS.items():
         if found:
-            cells = (f"`{found[sight]}`" for sight in Sight)
+            cells = (f"`{found[sight]}`" for sight in Observed)
             lines.append(f"| `{state}` | {' | '.join(cells)} |")
     starting = ", ".join(f"`{state}`" for state in KernelState if state in STARTING)
     live = ", ".join(f"`{state}`" for state in KernelState if state in LIVE)

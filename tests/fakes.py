@@ -11,17 +11,17 @@ from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.core.kernel.observation import Listing, ObservedKernel, ObservedState
 from agentd.core.kernel.plan import KernelPlan
 from agentd.core.kernel.states import Ending, Kernel, KernelRef, KernelSpec, KernelState
-from agentd.core.kernel.usage import Accounted
+from agentd.core.kernel.usage import UsageReading
 from agentd.errors import CommandNotFound, Problem, RuntimeUnavailable
 from agentd.plugin_api import Features, Measurement
 from agentd.services.protocols import (
+    CreateProgress,
     LogQuery,
     Phase,
     PluginListing,
     PluginState,
     PluginStatus,
     PluginVitals,
-    Progress,
     SavedRecord,
     Session,
     Support,
@@ -45,7 +45,7 @@ class FakeRuntime:
         self.is_down = False
         self.gate: asyncio.Event | None = None
         self.pull_gate: asyncio.Event | None = None
-        self.used: dict[str, Accounted] = {}
+        self.used: dict[str, UsageReading] = {}
         self._followers: list[asyncio.Queue[str]] = []
         self._count = 0
 
@@ -58,7 +58,7 @@ class FakeRuntime:
     async def run_inside(self, kernel: Kernel, spec: ExecSpec) -> Session:
         raise RuntimeUnavailable("the fake runs nothing inside its kernels")
 
-    async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, Accounted]:
+    async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, UsageReading]:
         self._answer()
         return {k.kernel_id: self.used[k.kernel_id] for k in kernels if k.kernel_id in self.used}
 
@@ -69,7 +69,7 @@ class FakeRuntime:
     async def problems(self, spec: KernelSpec) -> Sequence[Problem]:
         return [] if spec.command else [Problem("command", "is empty")]
 
-    async def create(self, plan: KernelPlan, progress: Progress) -> ObservedKernel:
+    async def create(self, plan: KernelPlan, progress: CreateProgress) -> ObservedKernel:
         self._answer()
         if self.pull_gate is not None:
             progress(KernelState.PULLING)

@@ -18,7 +18,14 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from agentd.core.invariants import Accounted, NodeSnapshot, Present, Violation, changes, violations
+from agentd.core.invariants import (
+    NodeSnapshot,
+    Present,
+    RecordedKernel,
+    Violation,
+    changes,
+    violations,
+)
 from agentd.core.kernel.plan import kernel_name, name_prefix
 from agentd.core.kernel.states import ENDED, LIVE, STARTING, KernelState
 from daemon import AGENTS, Answer, Daemon, gpus
@@ -248,7 +255,7 @@ class World:
         }
 
     def _strays(
-        self, accounted: dict[str, Accounted], processes: Iterable[Environment]
+        self, accounted: dict[str, RecordedKernel], processes: Iterable[Environment]
     ) -> Iterator[str]:
         state = self.daemon.folder / "state"
         phases = {"intents": STARTING, "records": LIVE, "ended": ENDED}
@@ -276,10 +283,10 @@ class World:
                     yield f"cgroup {group.name}"
 
 
-def _booked(kernel: dict[str, Any]) -> Accounted:
+def _booked(kernel: dict[str, Any]) -> RecordedKernel:
     pid = str(kernel["pid"]) if kernel["pid"] and not kernel["unit"] else None
     handle = kernel["container_id"] or pid
-    return Accounted(kernel["agent_id"], KernelState(kernel["state"]), handle)
+    return RecordedKernel(kernel["agent_id"], KernelState(kernel["state"]), handle)
 
 
 def _given(record: str, by_stable_id: dict[str, str]) -> dict[str, int] | None:

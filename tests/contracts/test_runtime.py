@@ -19,7 +19,7 @@ from agentd.core.kernel.observation import ObservedKernel, ObservedState
 from agentd.core.kernel.plan import KernelPlan, NodeFacts, build_plan
 from agentd.core.kernel.record import statement
 from agentd.core.kernel.states import Kernel, KernelRef, KernelSpec, KernelState
-from agentd.core.kernel.usage import Accounted, Usage
+from agentd.core.kernel.usage import Usage, UsageReading
 from agentd.core.slots import ONE, SlotKind
 from agentd.errors import CommandNotFound, KernelConflict, RuntimeFailure, RuntimeUnavailable
 from agentd.host.cgroups.hierarchies import MEMORY as MEMORY_CONTROLLER
@@ -213,7 +213,7 @@ WORK = (
 @pytest.mark.needs("cgroups")
 async def test_what_a_kernel_uses_is_what_it_says_itself(rig: Rig) -> None:
     if isinstance(rig.runtime, FakeRuntime):
-        rig.runtime.used["k1"] = Accounted(Usage(processes=7))
+        rig.runtime.used["k1"] = UsageReading(Usage(processes=7))
         assert await rig.runtime.usages([as_known(await rig.create("sleep", "1000"))])
         return
     kernel = as_known(await rig.create("sh", "-c", WORK))
@@ -240,7 +240,7 @@ async def test_what_a_kernel_uses_is_what_it_says_itself(rig: Rig) -> None:
         assert found.groups
     await rig.runtime.stop(K1, 0)
     ended = replace(kernel, state=KernelState.TERMINATED)
-    after = (await rig.runtime.usages([ended])).get("k1", Accounted()).usage
+    after = (await rig.runtime.usages([ended])).get("k1", UsageReading()).usage
     assert (after.cpu_seconds is None) == (rig.runtime.name == "docker" or not rig.counts)
     assert (after.cpu_seconds or own_s) >= own_s
 

@@ -3,18 +3,18 @@
 from agentd.core.allocation.allocator import (
     Affinity,
     Allocation,
+    AllocationPolicy,
     Ledger,
-    Policy,
     Strategy,
     allocate,
 )
 from agentd.core.slots import ONE, ResourceSlots
 from core.machines import gpus, machine, memory, shared
 
-FILL = Policy(Strategy.FILL, allow_fragmentation=True)
-EVENLY = Policy(Strategy.EVENLY, allow_fragmentation=True)
-NEAR = Policy(Strategy.EVENLY, Affinity.PREFER_SINGLE_NODE, allow_fragmentation=True)
-SNUG = Policy(Strategy.FILL, Affinity.PREFER_SINGLE_NODE, allow_fragmentation=True)
+FILL = AllocationPolicy(Strategy.FILL, allow_fragmentation=True)
+EVENLY = AllocationPolicy(Strategy.EVENLY, allow_fragmentation=True)
+NEAR = AllocationPolicy(Strategy.EVENLY, Affinity.PREFER_SINGLE_NODE, allow_fragmentation=True)
+SNUG = AllocationPolicy(Strategy.FILL, Affinity.PREFER_SINGLE_NODE, allow_fragmentation=True)
 CENT = ONE // 100
 
 

@@ -1,7 +1,7 @@
 import pytest
 from msgspec.structs import replace
 
-from agentd.core.invariants import Accounted, NodeSnapshot, Present, changes, violations
+from agentd.core.invariants import NodeSnapshot, Present, RecordedKernel, changes, violations
 from agentd.core.kernel.states import KernelState
 
 RUNNING, ENDED = KernelState.RUNNING, KernelState.TERMINATED
@@ -10,10 +10,10 @@ GOOD = NodeSnapshot(
     capacities={"cuda/cuda0": 100, "cuda/cuda1": 100, "mem/root": 1000},
     holdings={"cuda/cuda0": {"k1": 60, "k2": 40}, "mem/root": {"k1": 500, "k3": 500}},
     accounted={
-        "k1": Accounted("a", RUNNING, "1"),
-        "k2": Accounted("a", RUNNING, "2"),
-        "k3": Accounted("b", RUNNING, "3"),
-        "k4": Accounted("b", ENDED, "4"),
+        "k1": RecordedKernel("a", RUNNING, "1"),
+        "k2": RecordedKernel("a", RUNNING, "2"),
+        "k3": RecordedKernel("b", RUNNING, "3"),
+        "k4": RecordedKernel("b", ENDED, "4"),
     },
     present={
         "k1": Present("1", is_alive=True, given={"cuda/cuda0": 60, "mem/root": 500}),
@@ -29,7 +29,7 @@ def holding(**by_kernel: int) -> dict:
     return {"cuda/cuda0": {"k1": 60, "k2": 40} | by_kernel, "mem/root": {"k1": 500, "k3": 500}}
 
 
-def accounted(**kernels: Accounted) -> dict:
+def accounted(**kernels: RecordedKernel) -> dict:
     return {**GOOD.accounted, **kernels}
 
 
@@ -64,7 +64,7 @@ CASES = {
         "kernel k5 (5) is in no book",
     ),
     "another process than the one booked": (
-        replace(GOOD, accounted=accounted(k2=Accounted("a", RUNNING, "9"))),
+        replace(GOOD, accounted=accounted(k2=RecordedKernel("a", RUNNING, "9"))),
         "accounted",
         "kernel k2 is 2, and the books have 9",
     ),
@@ -83,7 +83,7 @@ CASES = {
             GOOD,
             capacities=GOOD.capacities | {"cpu/0": 2},
             holdings=GOOD.holdings | {"cpu/0": {"k4": 1, "k2": 1}},
-            accounted=accounted(k4=Accounted("a", RUNNING, "4")),
+            accounted=accounted(k4=RecordedKernel("a", RUNNING, "4")),
             present=present(
                 k2=Present(
                     "2",
@@ -135,7 +135,7 @@ CASES = {
 
 def test_a_node_in_order_has_no_violation() -> None:
     assert violations(GOOD) == []
-    starting = accounted(k5=Accounted("a", KernelState.CREATING, None))
+    starting = accounted(k5=RecordedKernel("a", KernelState.CREATING, None))
     assert violations(replace(GOOD, accounted=starting)) == []
     held_whole = {**GOOD.holdings, "cuda/cuda1": {"k1": 0, "k3": 0}}
     assert violations(replace(GOOD, holdings=held_whole)) == []
@@ -154,7 +154,7 @@ def test_one_thing_out_of_order_is_one_violation(name: str) -> None:
         (replace(GOOD, present=present(k1=None)), "kernel k1 was 1, is gone"),
         (replace(GOOD, present=present(k1=Present("7", is_alive=True))), "kernel k1 was 1, is 7"),
         (
-            replace(GOOD, accounted=accounted(k1=Accounted("a", ENDED, "1"))),
+            replace(GOOD, accounted=accounted(k1=RecordedKernel("a", ENDED, "1"))),
             "kernel k1 lives and is not accounted for",
         ),
         (

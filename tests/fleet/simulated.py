@@ -17,14 +17,14 @@ import msgspec
 from agentd.core.access import Caller, Role
 from agentd.core.slots import BUILT_IN, ONE, ResourceSlots, SlotName, SlotType
 from agentd.errors import AgentdError
-from agentd_fleet.nodes.calls import Answer, AnswerLost
+from agentd_fleet.nodes.calls import NodeAnswer, NodeAnswerLost
 from agentd_fleet.placement import attempts, placer
 from agentd_fleet.placement.deleter import Deleter
 from agentd_fleet.placement.kernels import FleetKernels
 from agentd_fleet.placement.placer import Placer
 from agentd_fleet.placement.requests import FleetKernelRequest, order_of
 from agentd_fleet.placement.sweep import Sweep
-from agentd_fleet.store.route import Kept, Route, RouteUnreadable, StoreAway, read_route
+from agentd_fleet.store.route import Kept, KernelRoute, RouteUnreadable, StoreAway, read_route
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode, NodeStatus, Offer
 
@@ -77,7 +77,7 @@ class SimulatedStore:
         await self._pass()
         return None if found is None else read_route(kernel_id, *found)
 
-    async def keep(self, route: Route, expected: int) -> int | None:
+    async def keep(self, route: KernelRoute, expected: int) -> int | None:
         return await self._put(route.kernel_id, msgspec.json.encode(route), expected)
 
     async def rewrite(self, unread: RouteUnreadable) -> int | None:
@@ -147,7 +147,7 @@ class SimulatedNodes:
         body: bytes | None = None,
         headers: Any = None,
         patience_s: float = 30.0,
-    ) -> Answer:
+    ) -> NodeAnswer:
         del caller, headers
         try:
             async with asyncio.timeout(patience_s):
@@ -158,12 +158,12 @@ class SimulatedNodes:
                 answer = self._answered(node.node_id, method, path, body)
                 await asyncio.sleep(self.rng.expovariate(100))
         except TimeoutError:
-            raise AnswerLost(f"{node.node_id} does not answer") from None
+            raise NodeAnswerLost(f"{node.node_id} does not answer") from None
         if self.rng.random() < self.losing:
-            raise AnswerLost(f"{node.node_id}: the answer is lost")
+            raise NodeAnswerLost(f"{node.node_id}: the answer is lost")
         return answer
 
-    def _answered(self, node: str, method: str, path: str, body: bytes | None) -> Answer:
+    def _answered(self, node: str, method: str, path: str, body: bytes | None) -> NodeAnswer:
         kernels = self.kernels[node]
         if method == "POST":
             return self._created(node, json.loads(body or b"{}")["kernel_id"], path)
@@ -174,10 +174,10 @@ class SimulatedNodes:
             return _refusal("UnknownKernel", 404)
         if method == "DELETE":
             del kernels[name]
-            return Answer(204, {}, b"")
+            return NodeAnswer(204, {}, b"")
         return _said({"kernel_id": name, "agent_id": "main", "state": kernels[name]}, 200)
 
-    def _created(self, node: str, name: str, path: str) -> Answer:
+    def _created(self, node: str, name: str, path: str) -> NodeAnswer:
         kernels, is_dry = self.kernels[node], "dry_run" in path
         is_there = name in kernels
         if not is_there and self.room[node] <= len(kernels):
@@ -197,11 +197,11 @@ class SimulatedNodes:
             kernels.pop(kernel_id, None)
 
 
-def _said(content: Any, status: int) -> Answer:
-    return Answer(status, {}, json.dumps(content).encode())
+def _said(content: Any, status: int) -> NodeAnswer:
+    return NodeAnswer(status, {}, json.dumps(content).encode())
 
 
-def _refusal(code: str, status: int) -> Answer:
+def _refusal(code: str, status: int) -> NodeAnswer:
     facts = {"slot": "cpu", "requested": "1", "free": "0", "explain": []}
     return _said({"code": code, "status": status, "detail": "so", **facts}, status)
 
@@ -209,7 +209,7 @@ def _refusal(code: str, status: int) -> Answer:
 class SimulatedGateway:
     """The parts of one gateway that change routes."""
 
-    def __init__(self, store: SimulatedStore, nodes: Any, pace: attempts.Pace) -> None:
+    def __init__(self, store: SimulatedStore, nodes: Any, pace: attempts.PlacementTimeouts) -> None:
         self.store = store
         self.state = FleetState()
         amounts = ResourceSlots({slot.name: 100 * ONE for slot in BUILT_IN})
@@ -249,7 +249,7 @@ class Fleet:
         self.rng = random.Random(seed)
         self.store = SimulatedStore(self.rng)
         self.nodes = SimulatedNodes(self.rng)
-        self.pace = attempts.Pace()
+        self.pace = attempts.PlacementTimeouts()
         self.one, self.other = (
             SimulatedGateway(self.store, self.nodes, self.pace) for _ in range(2)
         )

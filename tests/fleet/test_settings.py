@@ -14,15 +14,15 @@ from agentd.errors import ConfigRefused
 from agentd.http.endpoint import tokens
 from agentd.http.settings import TokenSettings
 from agentd_fleet.daemon import etcd_access, rpc_settings, tls_of
-from agentd_fleet.placement.candidates import Policy
-from agentd_fleet.settings import Settings, load
+from agentd_fleet.placement.candidates import PlacementPolicy
+from agentd_fleet.settings import FleetFile, load
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "configs" / "fleet.toml"
 WRITTEN = re.compile(r"# ([a-z-]+ = [^#]*?)(  # .*)?")
 
 
-def read(folder: Path, text: str, **environ: str) -> Settings:
+def read(folder: Path, text: str, **environ: str) -> FleetFile:
     path = folder / "fleet.toml"
     path.write_text(text)
     return load(str(path), environ)
@@ -49,18 +49,18 @@ def shown(text: str) -> Iterator[tuple[str, str, str]]:
 
 
 def test_the_example_sets_nothing_and_names_every_setting() -> None:
-    assert load(str(EXAMPLE), {}) == Settings()
+    assert load(str(EXAMPLE), {}) == FleetFile()
     named: dict[str, set[str]] = {}
     for table, line, _ in shown(EXAMPLE.read_text()):
         named.setdefault(table, set()).add(line.partition(" ")[0])
-    tables = {name: keys(field.annotation) for name, field in Settings.model_fields.items()}
+    tables = {name: keys(field.annotation) for name, field in FleetFile.model_fields.items()}
     assert tables.pop("rpc") == named.pop("rpc") | {"tokens"}
     assert named.pop("rpc.tokens") == keys(TokenSettings)
     assert named == tables
 
 
 def test_what_the_example_shows_without_saying_so_is_the_default() -> None:
-    defaults = Settings().model_dump(mode="json")
+    defaults = FleetFile().model_dump(mode="json")
     for table, line, remark in shown(EXAMPLE.read_text()):
         if table in defaults and not remark.startswith("  # Example:"):
             ((key, value),) = tomllib.loads(line).items()
@@ -78,7 +78,7 @@ def test_every_setting_of_the_example_is_one_that_can_be_made(tmp_path: Path) ->
 def test_an_example_in_a_remark_is_one_that_can_be_made(tmp_path: Path, written: str) -> None:
     line = next(line for line in EXAMPLE.read_text().splitlines() if line.endswith(written))
     key = line.split()[1]
-    table = "join" if key in keys(Settings.model_fields["join"].annotation) else "fleet"
+    table = "join" if key in keys(FleetFile.model_fields["join"].annotation) else "fleet"
     value = tomllib.loads(f"value = {written}")["value"]
     made = getattr(read(tmp_path, f"[{table}]\n{key} = {written}\n"), table)
     assert made.model_dump(mode="json")[key] == value
@@ -181,7 +181,7 @@ def test_a_file_that_is_not_there_is_refused_and_the_system_s_may_be_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentd_fleet.settings.SEARCHED", tmp_path / "none")
-    assert load(None, {}) == Settings()
+    assert load(None, {}) == FleetFile()
     for option, environ in (("none", {}), (None, {"AGENTD_FLEET_CONFIG": "none"})):
         with pytest.raises(ConfigRefused, match="No such file"):
             load(option, environ)
@@ -195,7 +195,7 @@ def test_a_variable_comes_before_the_file(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("AGENTD_FLEET__FLEET__NODES", '["unix:/run/agentd/agentd.sock"]')
     monkeypatch.setenv("AGENTD_FLEET__JOIN__LABELS", '{"zone": "a"}')
     settings = read(tmp_path, '[gateway]\npolicy = "random"\nlisten = "127.0.0.1:1"\n')
-    assert settings.gateway.policy is Policy.PACK
+    assert settings.gateway.policy is PlacementPolicy.PACK
     assert settings.gateway.listen == "127.0.0.1:1"
     assert settings.fleet.nodes == ("unix:/run/agentd/agentd.sock",)
     assert settings.join.labels == {"zone": "a"}

@@ -16,7 +16,7 @@ from agentd.http.callers import Token
 from agentd.http.connections.connection import Connection
 from agentd.http.connections.turns import ROUNDS, Kind
 from agentd.http.routes import Route
-from agentd.http.server import Door, Endpoint, Server
+from agentd.http.server import Endpoint, Server, UnixSocket
 from agentd.http.streams import Streams
 
 
@@ -42,7 +42,7 @@ ROUTES = [Route("GET", "/v1/word", Site.word, {200: str})]
 @pytest.mark.parametrize("rounds", range(8))
 async def test_a_stop_at_any_moment_resets_nobody(tmp_path: Path, rounds: int) -> None:
     path = tmp_path / "socket"
-    door = Door(path, None, Caller("operator", Role.ADMIN))
+    door = UnixSocket(path, None, Caller("operator", Role.ADMIN))
     with socket.socket(socket.AF_UNIX) as held:
         held.bind(str(path))
         held.listen()
@@ -71,7 +71,7 @@ async def serving(tmp_path: Path) -> AsyncIterator[tuple[Server, Counter[Hashabl
         port = free.getsockname()[1]
     operator = Caller("operator", Role.ADMIN)
     tokens = (Token("one", Caller("team", Role.ADMIN)), Token("two", Caller("other", Role.ADMIN)))
-    end = Endpoint((Door(path, None, operator),), host="127.0.0.1", port=port, tokens=tokens)
+    end = Endpoint((UnixSocket(path, None, operator),), host="127.0.0.1", port=port, tokens=tokens)
     server = Server("words", ROUTES, Site(), end)
     granted: Counter[Hashable] = Counter()
     serve = server._turns._serve

@@ -13,7 +13,7 @@ from agentd.core.slots import ONE, SlotKind
 from agentd.host.processes import all_processes
 from agentd.plugin_api import Features
 from agentd.pluginhost.host import PluginHost
-from agentd.pluginhost.instance import Pace
+from agentd.pluginhost.instance import PluginTimeouts
 from agentd.services.protocols import PluginState
 
 PROCESS = Features("process")
@@ -35,12 +35,12 @@ class Hosts:
         allow=(),
         block=(),
         call_timeout_s: float = 5.0,
-        most_memory_bytes: int = Pace.most_memory_bytes,
+        most_memory_bytes: int = PluginTimeouts.most_memory_bytes,
         points: Sequence[EntryPoint] | None = None,
         **targets: str,
     ) -> PluginHost:
         points = points or [point(name, target) for name, target in targets.items()]
-        pace = Pace(call_timeout_s, 0.1, most_memory_bytes)
+        pace = PluginTimeouts(call_timeout_s, 0.1, most_memory_bytes)
         made = PluginHost(tables, allow, block, features=PROCESS, pace=pace, points=points)
         self.made.append(made)
         return made

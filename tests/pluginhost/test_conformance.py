@@ -8,14 +8,14 @@ import pytest
 
 from agentd import plugin_api
 from agentd.pluginhost.conformance import Conformance, imports_of_agentd, missing
-from agentd.pluginhost.instance import Pace, Wanted
+from agentd.pluginhost.instance import PluginTimeouts, Wanted
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "write-a-plugin.md"
 
 
 async def failures(target: str, **settings) -> dict[str, str]:
     wanted = Wanted("one", "one", f"zoo:{target}", settings)
-    findings = await Conformance(wanted, Pace(call_timeout_s=1)).run()
+    findings = await Conformance(wanted, PluginTimeouts(call_timeout_s=1)).run()
     return {finding.check: finding.detail for finding in findings if not finding.passed}
 
 
@@ -84,7 +84,7 @@ async def test_the_plugin_of_the_how_to_is_one(tmp_path: Path, monkeypatch) -> N
     (tmp_path / "blinker.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     wanted = Wanted("blinker", "blinker", "blinker:Blinker", {})
-    findings = await Conformance(wanted, Pace()).run()
+    findings = await Conformance(wanted, PluginTimeouts()).run()
     assert [finding for finding in findings if not finding.passed] == []
     assert len(findings) >= 9
 

@@ -12,7 +12,7 @@ from agentd.config.plugins import PluginTable
 from agentd.errors import PluginUnavailable
 from agentd.pluginhost import instance as plugin_instance
 from agentd.pluginhost import process as plugin_process
-from agentd.pluginhost.instance import MOST_WAKES, Pace, Wakes
+from agentd.pluginhost.instance import MOST_WAKES, PluginTimeouts, Wakes
 from agentd.services.protocols import PluginState
 from pluginhost.rig import (
     PROCESS,
@@ -179,7 +179,7 @@ async def test_a_change_of_health_is_seen_without_being_told(host, tmp_path) -> 
 async def test_a_plugin_that_has_events_is_listed_at_once(host, tmp_path, monkeypatch) -> None:
     table, file = scripted(tmp_path, "TellsOfChanges")
     made = host([table], TellsOfChanges="TellsOfChanges")
-    made._instances["one"]._pace = Pace(health_interval_s=3600)
+    made._instances["one"]._pace = PluginTimeouts(health_interval_s=3600)
     await opened(made)
     file.write_text("none")
     await until(made, lambda: made.listings()[0].devices == ())
@@ -188,7 +188,7 @@ async def test_a_plugin_that_has_events_is_listed_at_once(host, tmp_path, monkey
 async def test_a_plugin_that_always_tells_of_changes_is_listed_less_often(host, tmp_path) -> None:
     table, file = scripted(tmp_path, "AlwaysTellsOfChanges")
     made = host([table], AlwaysTellsOfChanges="AlwaysTellsOfChanges")
-    made._instances["one"]._pace = Pace(health_interval_s=3600)
+    made._instances["one"]._pace = PluginTimeouts(health_interval_s=3600)
     with capture_logs() as logged:
         await opened(made)
         told = 0

@@ -14,7 +14,7 @@ from agentd.core.devices import Device, DeviceId, Health
 from agentd.core.slots import ONE, SlotKind
 from agentd.plugin_api import Features, Measurement, ProcessUse
 from agentd.pluginhost.host import PluginHost
-from agentd.pluginhost.instance import Pace
+from agentd.pluginhost.instance import PluginTimeouts
 from agentd.services.protocols import PluginState
 from agentd_cuda import CudaPlugin, nvml
 from agentd_cuda.files import capability_minors
@@ -51,7 +51,10 @@ class Node:
     async def plugin(self, **settings) -> PluginHost:
         table = PluginTable(name="cuda", plugin="cuda", settings=settings)
         host = PluginHost(
-            [table], ["cuda"], features=Features("docker"), pace=Pace(5, health_interval_s=0.1)
+            [table],
+            ["cuda"],
+            features=Features("docker"),
+            pace=PluginTimeouts(5, health_interval_s=0.1),
         )
         self.hosts.append(host)
         await host.open(10)

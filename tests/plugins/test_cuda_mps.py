@@ -18,7 +18,7 @@ from agentd.plugin_api import Features
 from agentd.pluginhost.host import PluginHost
 from agentd.services.protocols import PluginState
 from agentd_cuda import CudaPlugin
-from agentd_cuda.mps import Part, Server
+from agentd_cuda.mps import MpsServer, MpsShare
 from plugins.test_cuda import HEALTHY, Node, devices, library, node, until
 
 __all__ = ["library", "node"]
@@ -137,7 +137,7 @@ def test_a_set_up_that_cannot_work_does_not_open(control: Control, tmp_path: Pat
 @pytest.mark.needs("root")
 def test_a_stranger_s_server_is_nobody_s(control: Control) -> None:
     os.chown(control.folder, 61001, 61001)
-    server = Server(str(control.folder), "/dev/shm")
+    server = MpsServer(str(control.folder), "/dev/shm")
     assert "user 61001's, whom kernels would talk to" in server.trouble()
 
 
@@ -158,7 +158,7 @@ async def test_without_a_server_it_does_not_open_and_says_how_to_start_one(
 
 @pytest.mark.parametrize("text", ["", "what", "0x1", "99999999999999999999", "1", "0", "-1"])
 def test_a_pid_file_that_names_nobody_counts_for_nothing(control: Control, text: str) -> None:
-    server = Server(str(control.folder), "/dev/shm")
+    server = MpsServer(str(control.folder), "/dev/shm")
     control.pid_file.write_text(text)
     assert server.trouble() == "", "its socket answers"
     control.socket.close()
@@ -168,11 +168,11 @@ def test_a_pid_file_that_names_nobody_counts_for_nothing(control: Control, text:
 def test_without_a_setting_the_daemon_s_own_variable_says_where(monkeypatch, tmp_path) -> None:
     on = {"share-control": "mps"}
     monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
-    assert Server.of(on) == Server("/tmp/nvidia-mps", "/dev/shm")
+    assert MpsServer.of(on) == MpsServer("/tmp/nvidia-mps", "/dev/shm")
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    assert Server.of(on) == Server(str(tmp_path), "/dev/shm")
-    assert Server.of({**on, "mps-pipe-directory": "/p"}) == Server("/p", "/dev/shm")
-    assert Server.of({}) is None
+    assert MpsServer.of(on) == MpsServer(str(tmp_path), "/dev/shm")
+    assert MpsServer.of({**on, "mps-pipe-directory": "/p"}) == MpsServer("/p", "/dev/shm")
+    assert MpsServer.of({}) is None
 
 
 @pytest.mark.parametrize(
@@ -223,6 +223,6 @@ def test_wrong_settings_of_mps_are_named(settings: dict[str, object], key: str) 
 
 
 def test_memory_that_is_not_known_is_not_limited() -> None:
-    parts = [Part(Decimal("0.5"), 0), Part(Decimal(1), GIB)]
-    found = Server("/p", "/dev/shm").edits(parts)
+    parts = [MpsShare(Decimal("0.5"), 0), MpsShare(Decimal(1), GIB)]
+    found = MpsServer("/p", "/dev/shm").edits(parts)
     assert found.env["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "1=1024M"

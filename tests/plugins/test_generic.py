@@ -14,7 +14,7 @@ from agentd.core.slots import ONE, SlotKind
 from agentd.errors import PluginUnavailable
 from agentd.plugin_api import DeviceNode, Features, Mount
 from agentd.pluginhost.host import PluginHost
-from agentd.pluginhost.instance import Pace
+from agentd.pluginhost.instance import PluginTimeouts
 from agentd_generic import GenericPlugin
 from needs import require
 
@@ -42,7 +42,7 @@ def on_the_bus(sysfs: Path, pci: str, char: str, vendor: str = "1ae0", numa: int
 
 async def opened(**settings) -> PluginHost:
     table = PluginTable(name="tpu", plugin="generic", settings=settings)
-    host = PluginHost([table], ["generic"], features=PROCESS, pace=Pace(5, 0.1))
+    host = PluginHost([table], ["generic"], features=PROCESS, pace=PluginTimeouts(5, 0.1))
     await host.open(10)
     return host
 

@@ -13,7 +13,7 @@ from agentd.core.devices import Device, DeviceId
 from agentd.core.slots import ONE, SlotKind
 from agentd.plugin_api import Features, Measurement
 from agentd.pluginhost.host import PluginHost
-from agentd.pluginhost.instance import Pace
+from agentd.pluginhost.instance import PluginTimeouts
 from agentd.services.protocols import PluginState
 from agentd_rocm import RocmPlugin, smi
 from native.libraries import built
@@ -57,7 +57,7 @@ async def host(root: Path, tmp_path: Path, monkeypatch) -> AsyncIterator[PluginH
 
 def plugin(**settings) -> PluginHost:
     table = PluginTable(name="rocm", plugin="rocm", settings=settings)
-    return PluginHost([table], ["rocm"], features=Features("docker"), pace=Pace(5, 0.1))
+    return PluginHost([table], ["rocm"], features=Features("docker"), pace=PluginTimeouts(5, 0.1))
 
 
 def devices(host: PluginHost) -> list[Device]:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 
-from agentd.core.allocation.policy import Policy
+from agentd.core.allocation.policy import AllocationPolicy
 from agentd.core.allocation.ports import PortRange
 from agentd.core.kernel.states import Kernel, KernelSpec
 from agentd.core.partition.rules import AgentRule, AllocationMode, SplitRules
@@ -46,7 +46,7 @@ class Rig:
         self.devices = NodeDevices(self.plugins, self.memory, rules, (CPU, MEM), host, events)
         self.devices.discover()
         slots, real = {"cpu": 1, "mem": "256m"}, frozenset("0123")
-        node = NodeRules("n", Policy(), slots, real, PortRange(), lambda *_: True)
+        node = NodeRules("n", AllocationPolicy(), slots, real, PortRange(), lambda *_: True)
         planner = Planner(self.devices, self.plugins, node)
         self.clock = Clock(lambda: self.now, lambda: self.now)
         self.runtimes = {"fake": self.runtime}

@@ -9,12 +9,12 @@ from agentd.errors import (
     RuntimeFailure,
     UnsupportedResource,
 )
-from agentd.services.counts import CREATED, FAILED, REFUSED, Counts, Histogram
+from agentd.services.counts import CREATED, FAILED, REFUSED, Histogram, NodeCounts
 from services.node import Rig
 
 
-def counting(rig: Rig) -> Counts:
-    counts = Counts(rig.clock.steady)
+def counting(rig: Rig) -> NodeCounts:
+    counts = NodeCounts(rig.clock.steady)
     rig.state.listen(counts.note)
     return counts
 
@@ -44,7 +44,7 @@ async def test_a_create_that_fails_is_no_refusal_but_has_a_reason(
 
 
 def test_only_slots_that_the_node_knows_are_told_apart() -> None:
-    counts = Counts(lambda: 0.0)
+    counts = NodeCounts(lambda: 0.0)
     counts.refused("a", "k1", InsufficientResource("cuda.device", "2", "1", []))
     counts.refused("a", "k1", UnsupportedResource(["mine.own"], ["cpu"], {}))
     assert counts.refusals == {

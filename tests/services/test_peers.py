@@ -8,8 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from agentd.errors import InsufficientResource
-from agentd.services.peers import Serving
-from agentd.services.protocols import Neighbour, Served, ServedDevice
+from agentd.services.peers import SharedDevices
+from agentd.services.protocols import Peer, Served, ServedDevice
 from core.machines import GIB
 from services.node import Rig
 
@@ -18,7 +18,7 @@ class FakeNeighbours:
     """Neighbours that a test speaks for."""
 
     def __init__(self) -> None:
-        self.there: list[Neighbour] = []
+        self.there: list[Peer] = []
         self.before: Served | None = None
         self.told: list[Served] = []
         self.may_decide = True
@@ -30,7 +30,7 @@ class FakeNeighbours:
     def own(self) -> Served | None:
         return self.before
 
-    def others(self) -> Sequence[Neighbour]:
+    def others(self) -> Sequence[Peer]:
         return self.there
 
     def publish(self, served: Served) -> None:
@@ -41,7 +41,7 @@ class FakeNeighbours:
 
     def serve(self, *keys: str, is_alive: bool = True, held: bool = False, **more) -> None:
         devices = tuple(ServedDevice(f"cuda/{key}", (key,), held) for key in keys)
-        self.there = [Neighbour("other", "root", 17, is_alive, Served(devices, **more))]
+        self.there = [Peer("other", "root", 17, is_alive, Served(devices, **more))]
 
     @property
     def served(self) -> list[str]:
@@ -60,7 +60,7 @@ class Node(Rig):
         self.neighbours = FakeNeighbours()
         self.neighbours.may_decide = may_decide
         self.neighbours.before = before
-        self.serving = Serving(self.devices, self.state, self.neighbours, "0123", 8 * GIB)
+        self.serving = SharedDevices(self.devices, self.state, self.neighbours, "0123", 8 * GIB)
         self.keys = [d.stable_id for d in self.devices.inventory.by_name["cuda"]]
         self.recall()
         self.serving.update()

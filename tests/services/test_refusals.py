@@ -2,14 +2,14 @@
 
 from agentd.errors import CommandNotFound, InsufficientResource, InvalidRequest, Problem
 from agentd.events import EventKind, EventLog
-from agentd.services.counts import Counts
+from agentd.services.counts import NodeCounts
 from agentd.services.refusals import KEPT_S, MOST_DETAIL, MOST_KEPT, Refusals
 
 NO_ROOM = InsufficientResource("cuda.device", "2", "1", (), limit="x" * 2 * MOST_DETAIL)
 
 
 def test_they_are_counted_told_and_kept_for_an_hour() -> None:
-    counts, events, now = Counts(lambda: 0.0), EventLog(), [1000.0]
+    counts, events, now = NodeCounts(lambda: 0.0), EventLog(), [1000.0]
     refusals = Refusals(counts, events, lambda: now[0])
     with events.listener(None) as listener:
         refusals.note("team-a", "agent-1", "k1", NO_ROOM)
@@ -28,7 +28,7 @@ def test_they_are_counted_told_and_kept_for_an_hour() -> None:
 
 
 def test_a_flood_keeps_the_latest() -> None:
-    refusals = Refusals(Counts(lambda: 0.0), EventLog(), lambda: 0.0)
+    refusals = Refusals(NodeCounts(lambda: 0.0), EventLog(), lambda: 0.0)
     for number in range(MOST_KEPT + 5):
         refusals.note("a", "agent-1", f"k{number}", NO_ROOM)
     kept = refusals.recent()
@@ -37,7 +37,7 @@ def test_a_flood_keeps_the_latest() -> None:
 
 def test_refusal_keeps_nothing_that_only_its_caller_may_read() -> None:
     events = EventLog()
-    refusals = Refusals(Counts(lambda: 0.0), events, lambda: 0.0)
+    refusals = Refusals(NodeCounts(lambda: 0.0), events, lambda: 0.0)
     with events.listener(None) as listener:
         refusals.note("a", "agent-1", "k1", InvalidRequest([Problem("env.SECRET", "is invalid")]))
         refusals.note("a", "agent-1", "k2", CommandNotFound("command 'SECRET': not found"))

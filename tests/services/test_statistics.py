@@ -5,7 +5,7 @@ from decimal import Decimal
 import pytest
 
 from agentd.core.kernel.states import KernelState
-from agentd.core.kernel.usage import UNKNOWN, Accounted, Usage
+from agentd.core.kernel.usage import UNKNOWN, Usage, UsageReading
 from agentd.plugin_api import Measurement, ProcessUse
 from agentd.services.statistics import FRESH_S, Statistics
 from services.node import Rig
@@ -24,7 +24,7 @@ def statistics(rig: Rig, groups: dict[int, str] | None = None) -> Statistics:
 async def test_a_kernel_s_figures_are_its_cgroup_s_and_its_devices(rig: Rig) -> None:
     kernel = await rig.create(cuda_device=1)
     (stable_id,) = [s.stable_id for s in kernel.allocation.shares if s.device_id.name == "cuda"]
-    rig.runtime.used["k1"] = Accounted(Usage(cpu_seconds=2.5), frozenset({MINE}))
+    rig.runtime.used["k1"] = UsageReading(Usage(cpu_seconds=2.5), frozenset({MINE}))
     rig.plugins.measured["cuda"] = [
         Measurement(
             stable_id, 83.0, 900, 1000, 60.0, 312.0,
@@ -47,7 +47,7 @@ async def test_a_kernel_s_figures_are_its_cgroup_s_and_its_devices(rig: Rig) -> 
 async def test_memory_on_a_device_is_known_or_null(rig: Rig, processes, known) -> None:
     kernel = await rig.create(cuda_device=1)
     stable_id = next(s.stable_id for s in kernel.allocation.shares if s.device_id.name == "cuda")
-    rig.runtime.used["k1"] = Accounted(UNKNOWN, frozenset({MINE}))
+    rig.runtime.used["k1"] = UsageReading(UNKNOWN, frozenset({MINE}))
     rig.plugins.measured["cuda"] = [Measurement(stable_id, processes=processes)]
     (use,) = await statistics(rig, {1: MINE, 3: OTHERS}).of([kernel])
     assert use.devices[0].used_by_kernel_bytes == known
@@ -63,10 +63,10 @@ async def test_a_runtime_that_does_not_answer_leaves_nulls(rig: Rig) -> None:
 
 async def test_several_who_ask_at_once_read_one_look(rig: Rig) -> None:
     kernel = await rig.create()
-    rig.runtime.used["k1"] = Accounted(Usage(processes=1))
+    rig.runtime.used["k1"] = UsageReading(Usage(processes=1))
     asked = statistics(rig)
     await asked.of([kernel])
-    rig.runtime.used["k1"] = Accounted(Usage(processes=2))
+    rig.runtime.used["k1"] = UsageReading(Usage(processes=2))
     assert (await asked.of([kernel]))[0].usage.processes == 1
     rig.now += FRESH_S
     assert (await asked.of([kernel]))[0].usage.processes == 2
@@ -78,7 +78,7 @@ async def test_several_who_ask_at_once_read_one_look(rig: Rig) -> None:
 
 async def test_an_id_that_is_given_again_brings_no_figures_of_its_last_owner(rig: Rig) -> None:
     first = await rig.create()
-    rig.runtime.used["k1"] = Accounted(Usage(processes=7))
+    rig.runtime.used["k1"] = UsageReading(Usage(processes=7))
     asked = statistics(rig)
     assert (await asked.of([first]))[0].usage.processes == 7
     await rig.service.remove("k1", 0)

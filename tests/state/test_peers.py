@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentd.services.protocols import Served, ServedDevice
-from agentd.state.peers import MachineNeighbours, Places
+from agentd.state.peers import HostPeers, PeerPaths
 
 GPU = ServedDevice("cuda/cuda0", ("0000:3b:00.0", "GPU-a"), held=False)
 HELD = ServedDevice("cuda/cuda1", ("GPU-b",), held=True)
@@ -27,20 +27,20 @@ class Machine:
         self.run.mkdir()
         self.tmp.mkdir()
         self.tmp.chmod(0o1777)
-        self.made: list[MachineNeighbours] = []
+        self.made: list[HostPeers] = []
 
-    def daemon(self, uid: int, node_id: str, boot_id: str = "boot-1") -> MachineNeighbours:
-        made = MachineNeighbours(node_id, boot_id, Places.of(uid, self.run, self.tmp))
+    def daemon(self, uid: int, node_id: str, boot_id: str = "boot-1") -> HostPeers:
+        made = HostPeers(node_id, boot_id, PeerPaths.of(uid, self.run, self.tmp))
         with user(uid):
             made.open()
         self.made.append(made)
         return made
 
-    def publish(self, daemon: MachineNeighbours, *devices: ServedDevice) -> None:
+    def publish(self, daemon: HostPeers, *devices: ServedDevice) -> None:
         with user(daemon.places.uid):
             daemon.publish(Served(devices))
 
-    def seen(self, daemon: MachineNeighbours) -> dict[str, tuple[str, bool]]:
+    def seen(self, daemon: HostPeers) -> dict[str, tuple[str, bool]]:
         with user(daemon.places.uid), daemon.deciding(1) as may_decide:
             assert may_decide
             return {
@@ -206,7 +206,7 @@ def test_one_decides_at_a_time_and_none_waits_for_ever(machine: Machine) -> None
 @as_root
 def test_a_machine_without_a_place_to_tell_others_is_said(folder: Path) -> None:
     (folder / "run").write_text("a file")
-    alone = MachineNeighbours("one", "boot", Places.of(0, folder / "run", folder))
+    alone = HostPeers("one", "boot", PeerPaths.of(0, folder / "run", folder))
     alone.open()
     with alone.deciding(1) as may_decide:
         assert may_decide

@@ -27,11 +27,11 @@ from agentd.tomlfile.loading import problem_of
 from agentd_fleet.gateway.handlers import Gateway
 from agentd_fleet.gateway.routes import ROUTES
 from agentd_fleet.nodes.calls import UNIX, Nodes
-from agentd_fleet.placement.attempts import Pace
+from agentd_fleet.placement.attempts import PlacementTimeouts
 from agentd_fleet.placement.placer import Placer
 from agentd_fleet.placement.sweep import Sweep
-from agentd_fleet.settings import FleetSettings, Settings
-from agentd_fleet.store.etcd_client import Access, Etcd
+from agentd_fleet.settings import FleetFile, FleetSettings
+from agentd_fleet.store.etcd_client import Etcd, EtcdCredentials
 from agentd_fleet.store.etcd_store import EtcdStore
 from agentd_fleet.store.route import Store
 from agentd_fleet.store.sqlite_store import SqliteStore
@@ -46,14 +46,14 @@ COLLECT = 100_000, 50, 100
 """When garbage is looked for: views come and go without cycles."""
 
 
-def etcd_access(fleet: FleetSettings) -> Access:
+def etcd_access(fleet: FleetSettings) -> EtcdCredentials:
     """Return how etcd is asked.
 
     Raises:
         ConfigRefused: the password or a certificate cannot be used.
     """
     password = _secret("fleet.etcd-password-file", fleet.etcd_password_file)
-    return Access(fleet.etcd, fleet.etcd_user, password, tls_of(fleet))
+    return EtcdCredentials(fleet.etcd, fleet.etcd_user, password, tls_of(fleet))
 
 
 def tls_of(fleet: FleetSettings) -> ssl.SSLContext | None:
@@ -84,7 +84,7 @@ def _secret(where: str, file: Path | None) -> str:
         raise ConfigRefused([Problem(where, f"{file} {error}")]) from None
 
 
-def rpc_settings(settings: Settings) -> RpcSettings:
+def rpc_settings(settings: FleetFile) -> RpcSettings:
     """Return where the gateway answers, and whom, as a node's settings say it.
 
     Raises:
@@ -112,11 +112,14 @@ class GatewayDaemon:
     """Runs one gateway; `reread` reads the settings again."""
 
     def __init__(
-        self, settings: Settings, reread: Callable[[], Settings], pace: Pace | None = None
+        self,
+        settings: FleetFile,
+        reread: Callable[[], FleetFile],
+        pace: PlacementTimeouts | None = None,
     ) -> None:
         self._settings = settings
         self._reread = reread
-        self._pace = pace or Pace()
+        self._pace = pace or PlacementTimeouts()
         self._shutdown, self._reload = Shutdown(), asyncio.Event()
         self._notifier = Notifier()
 

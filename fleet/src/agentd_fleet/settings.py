@@ -25,7 +25,7 @@ from agentd.errors import ConfigRefused
 from agentd.http.settings import TokenSettings, short_enough
 from agentd.tomlfile.loading import parse, read_text
 from agentd.tomlfile.section import Name, Section, refuse_bool
-from agentd_fleet.placement.candidates import Policy
+from agentd_fleet.placement.candidates import PlacementPolicy
 
 ENV_PREFIX = "AGENTD_FLEET__"
 SEARCHED = Path("/etc/agentd/fleet.toml")
@@ -128,7 +128,9 @@ class GatewaySettings(Section):
     node_token_file: Path | None = Field(
         default=None, description="Token that nodes know with gateway = true; mode 0600 or 0640."
     )
-    policy: Policy = Field(default=Policy.RANDOM, description='"random" or "pack".')
+    policy: PlacementPolicy = Field(
+        default=PlacementPolicy.RANDOM, description='"random" or "pack".'
+    )
     state_dir: Path = Field(
         default=Path("/var/lib/agentd-fleet"),
         description="Without etcd: where routes and slot types are kept.",
@@ -147,7 +149,7 @@ class CallerSettings(Section):
     tokens: tuple[TokenSettings, ...] = ()
 
 
-class Settings(BaseSettings):
+class FleetFile(BaseSettings):
     """`fleet.toml`."""
 
     model_config = SettingsConfigDict(
@@ -171,7 +173,7 @@ class Settings(BaseSettings):
         return env_settings, init_settings
 
 
-def load(option: str | None, environ: Mapping[str, str] = os.environ) -> Settings:
+def load(option: str | None, environ: Mapping[str, str] = os.environ) -> FleetFile:
     """Read the settings: of the option's file, $AGENTD_FLEET_CONFIG's, or the system's.
 
     Raises:
@@ -180,7 +182,7 @@ def load(option: str | None, environ: Mapping[str, str] = os.environ) -> Setting
     named = option or environ.get("AGENTD_FLEET_CONFIG")
     path = Path(named) if named else (SEARCHED if SEARCHED.exists() else None)
     source = str(path or "defaults")
-    parsed = parse(Settings, read_text(path), source, environ, ENV_PREFIX)
+    parsed = parse(FleetFile, read_text(path), source, environ, ENV_PREFIX)
     if parsed.settings is None or parsed.problems:
         raise ConfigRefused(parsed.problems, source)
     return parsed.settings

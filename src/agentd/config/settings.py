@@ -24,7 +24,7 @@ from pydantic_settings import (
 from agentd.config.agents import AgentSettings
 from agentd.config.plugins import PluginSettings
 from agentd.config.runtimes import RuntimeSettings
-from agentd.core.allocation.policy import Affinity, Policy, Strategy
+from agentd.core.allocation.policy import Affinity, AllocationPolicy, Strategy
 from agentd.core.names import repeated
 from agentd.core.partition.rules import (
     AllocationMode,
@@ -244,9 +244,9 @@ class Settings(BaseSettings):
             order=self.resource.auto_split_order,
         )
 
-    def policy(self) -> Policy:
+    def policy(self) -> AllocationPolicy:
         """Return how devices are chosen."""
-        return Policy(
+        return AllocationPolicy(
             self.resource.allocation_strategy,
             self.resource.affinity_policy,
             self.resource.allow_fragmentation,

@@ -39,7 +39,7 @@ SURVIVAL = "survival"
 """What lived before a crash lives after it, the same, and holds the same."""
 
 
-class Accounted(msgspec.Struct, frozen=True):
+class RecordedKernel(msgspec.Struct, frozen=True):
     """A kernel as the books have it; `handle` is what the runtime knows it by."""
 
     agent_id: str
@@ -65,7 +65,7 @@ class NodeSnapshot(msgspec.Struct, frozen=True):
     is_shared: bool
     capacities: Mapping[str, int]
     holdings: Holdings
-    accounted: Mapping[str, Accounted]
+    accounted: Mapping[str, RecordedKernel]
     present: Mapping[str, Present]
     strays: tuple[str, ...] = ()
     divisible: frozenset[str] = msgspec.field(default_factory=frozenset)
@@ -119,7 +119,7 @@ def _unaccounted(snapshot: NodeSnapshot) -> Iterator[Violation]:
 
 
 def _given_and_held(
-    snapshot: NodeSnapshot, kernel_id: str, accounted: Accounted, present: Present
+    snapshot: NodeSnapshot, kernel_id: str, accounted: RecordedKernel, present: Present
 ) -> Iterator[Violation]:
     if accounted.handle != present.handle:
         why = f"kernel {kernel_id} is {present.handle}, and the books have {accounted.handle}"

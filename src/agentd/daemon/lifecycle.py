@@ -41,7 +41,7 @@ from agentd.http.server import Server
 from agentd.http.static import HOME, Pages
 from agentd.plugin_api import NODE_ID_VARIABLE, Features
 from agentd.pluginhost.host import PluginHost
-from agentd.pluginhost.instance import Pace
+from agentd.pluginhost.instance import PluginTimeouts
 from agentd.rpc.handlers import Handlers, NodeParts
 from agentd.rpc.metrics import Metrics
 from agentd.rpc.rendering import status_line
@@ -52,22 +52,22 @@ from agentd.service.sd_listen import passed_sockets
 from agentd.service.sd_notify import Notifier
 from agentd.service.shutdown import Shutdown
 from agentd.services.access import Access
-from agentd.services.counts import Counts
+from agentd.services.counts import NodeCounts
 from agentd.services.devices import NodeDevices
-from agentd.services.kernels.exec import Insides
+from agentd.services.kernels.exec import Execs
 from agentd.services.kernels.lifecycle import KernelService
 from agentd.services.kernels.reconciler import Loops, Reconciler
 from agentd.services.kernels.records import recall, recorded_runtimes, remember
-from agentd.services.kernels.retention import Keeper
-from agentd.services.peers import Serving
+from agentd.services.kernels.retention import Retention
+from agentd.services.peers import SharedDevices
 from agentd.services.planner import NodeRules, Planner
-from agentd.services.protocols import Clock, Memory, Runtime, SavedRecord
+from agentd.services.protocols import Clock, Runtime, SavedRecord, StateStore
 from agentd.services.refusals import Refusals
 from agentd.services.selfcheck import SelfCheck
 from agentd.services.state import NodeState
 from agentd.services.statistics import Statistics
 from agentd.state.folder import StateFolder
-from agentd.state.peers import MachineNeighbours, Places
+from agentd.state.peers import HostPeers, PeerPaths
 
 log = structlog.get_logger()
 
@@ -80,9 +80,9 @@ COLLECT = 20_000, 20, 50
 """When garbage is looked for: of a create's objects nearly all go without being looked for."""
 
 
-def pace_of(settings: Settings) -> Pace:
+def pace_of(settings: Settings) -> PluginTimeouts:
     """Return the deadlines and intervals that plugins are held to."""
-    return Pace(settings.plugins.call_timeout, settings.plugins.health_interval)
+    return PluginTimeouts(settings.plugins.call_timeout, settings.plugins.health_interval)
 
 
 def plugin_host(settings: Settings) -> PluginHost:
@@ -102,7 +102,7 @@ def discover(
     loaded: Loaded,
     host: Host,
     plugins: PluginHost,
-    memory: Memory,
+    memory: StateStore,
     events: EventLog,
     *,
     is_strict: bool = False,
@@ -160,7 +160,7 @@ class Daemon:
         self._node_id = node_id_of(loaded.settings)
         state_dir = loaded.settings.node.state_dir.absolute()
         self._memory = StateFolder(state_dir, self._node_id)
-        self._neighbours = MachineNeighbours(self._node_id, boot_id(), Places.of(os.geteuid()))
+        self._neighbours = HostPeers(self._node_id, boot_id(), PeerPaths.of(os.geteuid()))
         self._clock = Clock(time.time, time.monotonic)
         self._notifier = Notifier()
         self._shutdown, self._reload = Shutdown(), asyncio.Event()
@@ -251,7 +251,7 @@ class Daemon:
         await self._until_listed(node)
         await reach("start.before_ready")
         self._open(node)
-        keeper = Keeper(node.state, node.service, self._settings.node.keep_ended)
+        keeper = Retention(node.state, node.service, self._settings.node.keep_ended)
         background.run("retention", keeper.run())
         if self._notifier.is_heard:
             background.run("status", self._telling(node))
@@ -285,12 +285,12 @@ class Daemon:
         remember(state, memory, self._node_id)
         recall(state, devices, records, default, clock)
         state.listen(planner.notify_plugins)
-        counts = Counts(clock.steady)
+        counts = NodeCounts(clock.steady)
         state.listen(counts.note)
         await reach("start.after_recall")
         service = KernelService(state, devices, planner, runtimes, default, memory, clock)
         reconciler = Reconciler(state, devices, runtimes, default, memory, clock)
-        serving = Serving(devices, state, self._neighbours, *self._real(host))
+        serving = SharedDevices(devices, state, self._neighbours, *self._real(host))
         serving.update(patience_s=START_PATIENCE_S)
         stack.callback(serving.close)
         for warning in devices.warnings:
@@ -305,7 +305,7 @@ class Daemon:
         metrics = Metrics(*figures, is_per_kernel=settings.metrics.per_kernel)
         parts = NodeParts(
             state, devices, plugins, service, reconciler, check, events, access, statistics,
-            Refusals(counts, events, clock.wall), metrics, Insides(state, runtimes, plugins),
+            Refusals(counts, events, clock.wall), metrics, Execs(state, runtimes, plugins),
             lambda: [*remarks, *self._weaknesses.warnings(), *background.warnings], checkup,
             memory.removed,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Reading the configuration again while the daemon runs: all of it is taken, or nothing.
+"""ReadSettings the configuration again while the daemon runs: all of it is taken, or nothing.
 
 Everything is read and checked first, off the event loop, and what was checked is what is taken. A
 key counts as taken only if a step read it; every other one is named, and waits for a restart.
@@ -46,7 +46,7 @@ class NoDaemon(StartRefused):
     """No daemon runs that could reload."""
 
 
-class Reading:
+class ReadSettings:
     """Settings that note which of their keys are read."""
 
     def __init__(self, section: BaseModel, keys: set[str], path: str = "") -> None:
@@ -56,7 +56,7 @@ class Reading:
         value = getattr(self._section, name)
         key = f"{self._path}{name.replace('_', '-')}"
         if isinstance(value, BaseModel):
-            return Reading(value, self._keys, f"{key}.")
+            return ReadSettings(value, self._keys, f"{key}.")
         if name in type(self._section).model_fields:
             self._keys.add(key)
         return value
@@ -191,7 +191,7 @@ class Reload:
 def _reading(settings: Settings) -> tuple[Settings, set[str]]:
     """Return settings, and the set in which they note what is read."""
     keys: set[str] = set()
-    return cast("Settings", Reading(settings, keys)), keys
+    return cast("Settings", ReadSettings(settings, keys)), keys
 
 
 def _write(folder: Path, outcome: Mapping[str, Any]) -> None:

@@ -34,7 +34,7 @@ from agentd.state.folder import StateFolder
 
 if TYPE_CHECKING:
     from agentd.runtimes.docker.container_config import DockerRules
-    from agentd.runtimes.process.spawn import Account, ProcessRules
+    from agentd.runtimes.process.spawn import ProcessRules, UserAccount
     from agentd.runtimes.systemd.unit import SystemdRules
 
 RUNTIMES = frozenset({"docker", "systemd", "process"})
@@ -192,7 +192,7 @@ def systemd_rules(settings: Settings) -> SystemdRules:
 _NOT_ROOT = "agentd is not root, and runs kernels as its own user"
 
 
-def _account(user: str, where: str, problems: list[Problem]) -> Account | None:
+def _account(user: str, where: str, problems: list[Problem]) -> UserAccount | None:
     """Return the account of a user; without one, add that to the problems."""
     from agentd.runtimes.process.spawn import find_account
 
@@ -205,7 +205,7 @@ def _account(user: str, where: str, problems: list[Problem]) -> Account | None:
 
 def _accounts(
     settings: Settings, user: str | None, where: str
-) -> tuple[Account | None, dict[str, Account]]:
+) -> tuple[UserAccount | None, dict[str, UserAccount]]:
     """Return the account of all agents, and those of agents that have their own.
 
     Raises:
@@ -213,7 +213,7 @@ def _accounts(
     """
     is_root = os.geteuid() == 0
     problems: list[Problem] = []
-    accounts: dict[str, Account] = {}
+    accounts: dict[str, UserAccount] = {}
     default = _account(user, where, problems) if user is not None and is_root else None
     for index, agent in enumerate(settings.agents):
         where = f"agents.{index}.user"

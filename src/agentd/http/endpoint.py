@@ -15,7 +15,7 @@ from agentd.core.access import Caller, Role
 from agentd.errors import ConfigRefused, Problem
 from agentd.http.callers import Token
 from agentd.http.certificates import Certificate, read_certificate
-from agentd.http.server import Door, Endpoint
+from agentd.http.server import Endpoint, UnixSocket
 from agentd.http.settings import RpcSettings
 from agentd.tomlfile.regular_files import RegularFile, read_regular
 
@@ -34,17 +34,17 @@ def endpoint(rpc: RpcSettings) -> Endpoint:
         ConfigRefused: a token or the certificate cannot be used.
     """
     main = Caller(rpc.socket.stem, Role.ADMIN)
-    doors = [Door(rpc.socket.absolute(), rpc.socket_group, main)]
-    doors += [
-        Door(further.path.absolute(), further.group, further.to_caller(further.caller_name))
+    sockets = [UnixSocket(rpc.socket.absolute(), rpc.socket_group, main)]
+    sockets += [
+        UnixSocket(further.path.absolute(), further.group, further.to_caller(further.caller_name))
         for further in rpc.sockets
     ]
     if rpc.listen is None:
-        return Endpoint(tuple(doors))
+        return Endpoint(tuple(sockets))
     host, port = rpc.host_port
     certificate = certificate_of(rpc)
     tls = certificate.context if certificate is not None else None
-    return Endpoint(tuple(doors), str(host), port, tokens(rpc), tls, rpc.max_connections)
+    return Endpoint(tuple(sockets), str(host), port, tokens(rpc), tls, rpc.max_connections)
 
 
 def tokens(rpc: RpcSettings) -> tuple[Token, ...]:

@@ -25,7 +25,7 @@ from agentd.errors import AgentdError, InvalidRequest, Problem, StartRefused, Un
 from agentd.http.audit import Auditor
 from agentd.http.callers import NODE, Callers, Token, note_caller
 from agentd.http.connections.admission import Limits, Newcomers
-from agentd.http.connections.connection import ACCEPT_ROUNDS, Connection, Gate
+from agentd.http.connections.connection import ACCEPT_ROUNDS, Connection, TlsHandshake
 from agentd.http.connections.turns import Kind, Turns
 from agentd.http.connections.unix_sockets import unix_socket, with_a_queue
 from agentd.http.path_names import require_names
@@ -53,7 +53,7 @@ SERVER_ERROR = 500
 _Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Door(msgspec.Struct, frozen=True):
+class UnixSocket(msgspec.Struct, frozen=True):
     """A unix socket: where it is, who may connect, and as what."""
 
     path: Path
@@ -68,7 +68,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     there while this process is started anew waits.
     """
 
-    doors: tuple[Door, ...]
+    sockets: tuple[UnixSocket, ...]
     host: str | None = None
     port: int = 0
     tokens: tuple[Token, ...] = ()
@@ -123,7 +123,7 @@ class Server:
         self._endpoint = endpoint
         self._tls = endpoint.tls
         self._callers = Callers(
-            endpoint.tokens, {str(door.path): door.caller for door in endpoint.doors}
+            endpoint.tokens, {str(unix.path): unix.caller for unix in endpoint.sockets}
         )
         self._tcp = Limits(endpoint.max_connections, TCP_PART)
         self._further = Limits(endpoint.max_connections, FURTHER_PART)
@@ -154,14 +154,14 @@ class Server:
         await self._runner.setup()
         loop = asyncio.get_running_loop()
         passed = dict(self._endpoint.passed)
-        main, *others = self._endpoint.doors
-        known = {str(door.path) for door in self._endpoint.doors} | {self._endpoint.tcp_address}
+        main, *others = self._endpoint.sockets
+        known = {str(unix.path) for unix in self._endpoint.sockets} | {self._endpoint.tcp_address}
         if strange := sorted(passed.keys() - known):
             raise StartRefused(f"systemd passed {', '.join(strange)}, where nothing is to listen")
-        for door, limits in ((main, None), *((other, self._further) for other in others)):
-            if (listening := passed.get(str(door.path))) is None:
-                listening = unix_socket(door.path, door.group)
-                self._bound.append(door.path)
+        for unix, limits in ((main, None), *((other, self._further) for other in others)):
+            if (listening := passed.get(str(unix.path))) is None:
+                listening = unix_socket(unix.path, unix.group)
+                self._bound.append(unix.path)
             listener = await loop.create_unix_server(
                 self._connection(limits), sock=listening, backlog=ACCEPTED_AT_ONCE
             )
@@ -176,7 +176,9 @@ class Server:
             plain = self._connection(self._tcp)
 
             def made() -> asyncio.BaseProtocol:
-                return Gate(plain(), self._tcp, self._context(), self._turns, self._handshakes)
+                return TlsHandshake(
+                    plain(), self._tcp, self._context(), self._turns, self._handshakes
+                )
 
         try:
             if (passed := end.passed.get(end.tcp_address or "")) is not None:

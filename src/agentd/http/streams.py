@@ -18,12 +18,12 @@ from agentd.core.access import Caller
 from agentd.errors import AgentdError, TooManyStreams
 from agentd.events import Event, EventLog, TooSlow
 from agentd.http.callers import caller_of
-from agentd.http.connections.client_warnings import Complaints
+from agentd.http.connections.client_warnings import ClientWarnings
 from agentd.http.connections.connection import Connection
 from agentd.http.connections.fair import turn_to_write
 
 log = structlog.get_logger()
-complain = Complaints()
+warn_of_client = ClientWarnings()
 
 LOG_PATIENCE_S = 1.0
 """How long a follower waits for the first bytes before its answer begins."""
@@ -153,7 +153,7 @@ async def _write(request: web.Request, response: web.StreamResponse, data: bytes
 
 
 def _dropped(request: web.Request, why: str) -> None:
-    complain("stream.dropped", path=request.path, reason=why)
+    warn_of_client("stream.dropped", path=request.path, reason=why)
     if request.transport is not None:
         request.transport.abort()
     raise ConnectionResetError(why)

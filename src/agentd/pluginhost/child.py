@@ -33,14 +33,14 @@ from agentd.plugin_api import (
 from agentd.pluginhost.protocol import (
     PROTOCOL,
     RESULTS,
-    Answer,
-    Call,
     Changed,
+    DeviceListing,
     Facts,
     Failure,
-    Listing,
     Message,
-    Order,
+    PluginAnswer,
+    PluginCall,
+    PluginStart,
     encode,
     framed,
     receive,
@@ -56,10 +56,10 @@ class NoPluginError(TypeError):
     """What the entry point names is no plugin that this agentd can run."""
 
 
-class Host:
+class PluginServer:
     """One plugin and its channel."""
 
-    def __init__(self, channel: socket.socket, order: Order) -> None:
+    def __init__(self, channel: socket.socket, order: PluginStart) -> None:
         self._channel = channel
         self._order = order
         self._sending = threading.Lock()
@@ -70,25 +70,25 @@ class Host:
     def serve(self) -> None:
         """Answer calls until the channel ends."""
         while (body := receive(self._channel)) is not None:
-            call = msgspec.msgpack.decode(body, type=Call)
+            call = msgspec.msgpack.decode(body, type=PluginCall)
             self._send(self._answer(call))
 
-    def _answer(self, call: Call) -> Answer:
+    def _answer(self, call: PluginCall) -> PluginAnswer:
         try:
             if call.method not in RESULTS:
                 raise LookupError(f"no method {call.method}")
             result = encode(getattr(self, call.method)(*call.arguments))
-            return Answer(call.number, msgspec.Raw(result))
+            return PluginAnswer(call.number, msgspec.Raw(result))
         except BaseException as error:
-            return Answer(call.number, error=said(error), failure=_failure(error))
+            return PluginAnswer(call.number, error=said(error), failure=_failure(error))
 
     def _send(self, message: Message) -> None:
         try:
             frame = framed(message)
         except ValueError as error:
-            if not isinstance(message, Answer):
+            if not isinstance(message, PluginAnswer):
                 raise
-            frame = framed(Answer(message.number, error=said(error)))
+            frame = framed(PluginAnswer(message.number, error=said(error)))
         with self._sending:
             self._channel.sendall(frame)
 
@@ -123,8 +123,8 @@ class Host:
         if _overrides(type(plugin), "wait_for_change"):
             threading.Thread(target=self._watch, name="events", daemon=True).start()
 
-    def listing(self) -> Listing:
-        return Listing(list(self._opened.slot_types()), list(self._opened.list_devices()))
+    def listing(self) -> DeviceListing:
+        return DeviceListing(list(self._opened.slot_types()), list(self._opened.list_devices()))
 
     def container_edits(self, allocation: object, features: object) -> object:
         given = msgspec.convert(allocation, type=list[AllocatedDevice])
@@ -213,12 +213,12 @@ def main() -> None:
     body = receive(channel)
     if body is None:
         return
-    order = msgspec.msgpack.decode(body, type=Order)
+    order = msgspec.msgpack.decode(body, type=PluginStart)
     if order.protocol != PROTOCOL:
         raise SystemExit(f"the daemon speaks plugin protocol {order.protocol}, this is {PROTOCOL}")
     sys.path[:] = order.path
     with contextlib.suppress(ConnectionError):
-        Host(channel, order).serve()
+        PluginServer(channel, order).serve()
     os._exit(0)
 
 

@@ -23,7 +23,7 @@ from agentd.pluginhost.instance import (
     CLOSE_TIMEOUT_S,
     LOAD_TIMEOUT_S,
     OPEN_TIMEOUT_S,
-    Pace,
+    PluginTimeouts,
     Wanted,
 )
 from agentd.pluginhost.process import PluginLost, PluginProcess, PluginRefused
@@ -61,7 +61,7 @@ class _Failed(Exception):
 class Conformance:
     """One run of the suite over one plugin."""
 
-    def __init__(self, wanted: Wanted, pace: Pace) -> None:
+    def __init__(self, wanted: Wanted, pace: PluginTimeouts) -> None:
         self._wanted = wanted
         self._timeout_s = pace.call_timeout_s
         self.findings: list[Finding] = []

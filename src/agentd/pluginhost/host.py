@@ -29,7 +29,7 @@ from agentd.plugin_api import (
 )
 from agentd.pluginhost.descendants import end_left_over
 from agentd.pluginhost.entry_points import EntryPoints, installed
-from agentd.pluginhost.instance import Pace, PluginInstance, Wanted
+from agentd.pluginhost.instance import PluginInstance, PluginTimeouts, Wanted
 from agentd.services.protocols import PluginListing, PluginState, PluginStatus, PluginVitals
 
 log = structlog.get_logger()
@@ -61,7 +61,7 @@ class PluginHost:
         block: Sequence[str] = (),
         *,
         features: Features,
-        pace: Pace | None = None,
+        pace: PluginTimeouts | None = None,
         points: Sequence[EntryPoint] | None = None,
     ) -> None:
         self._points = EntryPoints(installed() if points is None else points)
@@ -72,7 +72,7 @@ class PluginHost:
         self._tasks: list[asyncio.Task[None]] = []
         self._is_open = False
         for wanted, state, reason in _wanted(tables, set(allow), set(block), self._points):
-            instance = PluginInstance(wanted, features, pace or Pace(), self._note)
+            instance = PluginInstance(wanted, features, pace or PluginTimeouts(), self._note)
             if state is not PluginState.PENDING:
                 instance.settle(state, reason)
             self._instances[wanted.name] = instance

@@ -28,7 +28,7 @@ from agentd.errors import PluginUnavailable, Problem
 from agentd.failpoints import reach
 from agentd.plugin_api import AllocatedDevice, Features, KernelEvent, Measurement
 from agentd.pluginhost.process import PluginAbsent, PluginLost, PluginProcess, PluginRefused
-from agentd.pluginhost.protocol import Facts, Listing
+from agentd.pluginhost.protocol import DeviceListing, Facts
 from agentd.pluginhost.validation import (
     InvalidAnswer,
     check_version,
@@ -67,7 +67,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Pace:
+class PluginTimeouts:
     """How long a call may take, how often devices are looked at (seconds), and the resident
     memory beyond which a process leaks, and is started again.
     """
@@ -128,7 +128,11 @@ class PluginInstance:
     """A plugin under a device name, and its process."""
 
     def __init__(
-        self, wanted: Wanted, features: Features, pace: Pace, changed: Callable[[str], None]
+        self,
+        wanted: Wanted,
+        features: Features,
+        pace: PluginTimeouts,
+        changed: Callable[[str], None],
     ) -> None:
         self.wanted = wanted
         self.state = PluginState.PENDING
@@ -149,7 +153,7 @@ class PluginInstance:
         self._woken = asyncio.Event()
         self._pauses = Pauses()
         self._ready_since: float | None = None
-        self._seen: tuple[Listing, PluginListing] | None = None
+        self._seen: tuple[DeviceListing, PluginListing] | None = None
         self._events_waiting = 0
 
     @property
@@ -271,7 +275,7 @@ class PluginInstance:
         return ContainerEdits(env=checked_edits(edits).env)
 
     async def _listed(self, process: PluginProcess) -> PluginListing:
-        found: Listing = await process.call("listing", timeout_s=self._pace.call_timeout_s)
+        found: DeviceListing = await process.call("listing", timeout_s=self._pace.call_timeout_s)
         if self._seen is None or self._seen[0] is not found:
             checked = checked_listing(self.wanted.name, found.slot_types, found.devices)
             self._seen = (found, checked)

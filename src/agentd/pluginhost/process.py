@@ -31,12 +31,12 @@ from agentd.pluginhost.protocol import (
     MAX_FRAME_BYTES,
     PROTOCOL,
     RESULTS,
-    Answer,
-    Call,
     Changed,
     Failure,
     Message,
-    Order,
+    PluginAnswer,
+    PluginCall,
+    PluginStart,
     framed,
 )
 from agentd.pluginhost.validation import InvalidAnswer
@@ -78,7 +78,7 @@ class PluginProcess:
         self._popen = popen
         self._changed = changed
         self._numbers = 0
-        self._answer: asyncio.Future[Answer] | None = None
+        self._answer: asyncio.Future[PluginAnswer] | None = None
         self._turn = asyncio.Lock()
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -99,7 +99,9 @@ class PluginProcess:
         Raises:
             PluginLost: it does not start.
         """
-        order = framed(Order(PROTOCOL, [*filter(None, sys.path)], target, name, _plain(settings)))
+        order = framed(
+            PluginStart(PROTOCOL, [*filter(None, sys.path)], target, name, _plain(settings))
+        )
         mark = new_mark()
         try:
             await reach("plugin.before_spawn")
@@ -138,7 +140,7 @@ class PluginProcess:
         await self.end()
 
     async def call(self, method: str, *arguments: object, timeout_s: float) -> Any:
-        """Call a method, and return what RESULTS says of it.
+        """PluginCall a method, and return what RESULTS says of it.
 
         Calls wait for each other; `timeout_s` counts from a call's own turn. A caller that
         gives up does not stop the call.
@@ -166,7 +168,7 @@ class PluginProcess:
             self._numbers += 1
             self._answer = asyncio.get_running_loop().create_future()
             try:
-                self._write(framed(Call(self._numbers, method, list(arguments))))
+                self._write(framed(PluginCall(self._numbers, method, list(arguments))))
                 async with asyncio.timeout(timeout_s):
                     answer = await self._answer
             except TimeoutError:

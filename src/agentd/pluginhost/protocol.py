@@ -1,9 +1,9 @@
 """What the daemon and a plugin's process say to each other.
 
 Both ends of a socket pair send frames: four bytes of length, the most significant first,
-then one MessagePack value. The daemon sends one `Order`, then `Call`s; the child answers
-each with an `Answer` of the same number, and may send a `Changed` at any time. Data only:
-nothing on the way can name code to run, and every answer is decoded against its type.
+then one MessagePack value. The daemon sends one `PluginStart`, then `PluginCall`s; the child
+answers each with a `PluginAnswer` of the same number, and may send a `Changed` at any time. Data
+only: nothing on the way can name code to run, and every answer is decoded against its type.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_FRAME_BYTES = 16 << 20
 """More than any listing needs; a plugin that floods cannot fill the daemon's memory."""
 
 
-class Order(msgspec.Struct, frozen=True):
+class PluginStart(msgspec.Struct, frozen=True):
     """The first frame: which plugin this process is, and where its code is found."""
 
     protocol: int
@@ -39,7 +39,7 @@ class Order(msgspec.Struct, frozen=True):
     settings: dict[str, Any]
 
 
-class Call(msgspec.Struct, frozen=True):
+class PluginCall(msgspec.Struct, frozen=True):
     """One method to call, with its arguments."""
 
     number: int
@@ -55,7 +55,7 @@ class Failure(StrEnum):
     INVALID = "invalid"
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True):
+class PluginAnswer(msgspec.Struct, frozen=True, tag=True):
     """The outcome of a call: the encoded result, or why the call failed, and how."""
 
     number: int
@@ -68,7 +68,7 @@ class Changed(msgspec.Struct, frozen=True, tag=True):
     """Something happened to the plugin's devices; a new listing tells what."""
 
 
-Message: TypeAlias = Answer | Changed
+Message: TypeAlias = PluginAnswer | Changed
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -83,7 +83,7 @@ class Facts(msgspec.Struct, frozen=True):
     file: str = ""
 
 
-class Listing(msgspec.Struct, frozen=True):
+class DeviceListing(msgspec.Struct, frozen=True):
     """Slot types and devices, as the plugin lists them now."""
 
     slot_types: Sequence[SlotTypeInfo]
@@ -94,7 +94,7 @@ RESULTS: Mapping[str, Any] = {
     "load": Facts,
     "validate": list[SettingProblem],
     "open": None,
-    "listing": Listing,
+    "listing": DeviceListing,
     "container_edits": ContainerEdits,
     "measure": list[Measurement],
     "kernel_event": None,

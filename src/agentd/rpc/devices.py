@@ -7,7 +7,7 @@ from aiohttp import web
 from agentd.http.answers import answer
 from agentd.http.callers import caller_of
 from agentd.rpc import rendering
-from agentd.rpc.visibility import Visible
+from agentd.rpc.visibility import Visibility
 from agentd.services.access import Access
 from agentd.services.devices import NodeDevices
 from agentd.services.state import NodeState
@@ -17,7 +17,7 @@ class DeviceHandlers:
     """Shows devices, and takes them out of use and back."""
 
     def __init__(
-        self, state: NodeState, devices: NodeDevices, access: Access, visible: Visible
+        self, state: NodeState, devices: NodeDevices, access: Access, visible: Visibility
     ) -> None:
         self._state = state
         self._devices = devices

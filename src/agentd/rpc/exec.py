@@ -25,7 +25,7 @@ from agentd.concurrency import to_the_end
 from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.errors import AgentdError, InvalidRequest, Problem
 from agentd.http.bodies import Body, Command, Path, Variables, read_body
-from agentd.http.connections.client_warnings import complain
+from agentd.http.connections.client_warnings import warn_of_client
 from agentd.http.connections.websocket import FairSocket, TooManyControlFrames, probe
 from agentd.http.problems import problem_content
 from agentd.services.protocols import Session
@@ -64,7 +64,7 @@ async def run_over(
         await _converse(wire, frames, session)
     except TooManyControlFrames as error:
         flood = error
-        complain("exec.cut_off", path=request.path, reason=str(error))
+        warn_of_client("exec.cut_off", path=request.path, reason=str(error))
     except AgentdError as error:
         told = problem_content(error.code, str(error), error.facts())
         with suppress(ConnectionError):

@@ -28,13 +28,13 @@ from agentd.rpc.devices import DeviceHandlers
 from agentd.rpc.exec import run_over
 from agentd.rpc.log_query import read_log_query
 from agentd.rpc.metrics import CONTENT_TYPE, Metrics
-from agentd.rpc.pages import Encodings, Order, Removed
+from agentd.rpc.pages import CreationOrder, Encodings, Removed
 from agentd.rpc.requests import CreateKernelRequest, StopRequest
 from agentd.rpc.usage import usage_view
-from agentd.rpc.visibility import Visible
+from agentd.rpc.visibility import Visibility
 from agentd.services.access import Access
 from agentd.services.devices import NodeDevices
-from agentd.services.kernels.exec import Insides
+from agentd.services.kernels.exec import Execs
 from agentd.services.kernels.lifecycle import KernelService
 from agentd.services.kernels.reconciler import Reconciler
 from agentd.services.protocols import Plugins, Session
@@ -59,7 +59,7 @@ class NodeParts(NamedTuple):
     statistics: Statistics
     refusals: Refusals
     metrics: Metrics
-    insides: Insides
+    insides: Execs
     remarks: Callable[[], Sequence[str]] = tuple
     checkup: Callable[[Collection[str]], Sequence[str]] = tuple
     """Warnings: of the configuration and the daemon; of the machine, by the runtimes used."""
@@ -70,7 +70,7 @@ class Handlers(DeviceHandlers):
     """The daemon's side of every route; those below /v1 answer once it is open."""
 
     def __init__(self, node_id: str, default_runtime: str, parts: NodeParts) -> None:
-        visible = Visible(parts.state, parts.devices, parts.access)
+        visible = Visibility(parts.state, parts.devices, parts.access)
         super().__init__(parts.state, parts.devices, parts.access, visible)
         self._node_id = node_id
         self._default_runtime = default_runtime
@@ -86,7 +86,7 @@ class Handlers(DeviceHandlers):
         self._describe: Callable[[], Mapping[str, Any]] = dict
         self._opened, self._checking = asyncio.Event(), asyncio.Lock()
         self._streams = Streams()
-        self._order = Order(parts.removed)
+        self._order = CreationOrder(parts.removed)
         parts.state.listen(self._order.note)
         self._encodings, self._encoded = Encodings(), EncodedEvents()
 

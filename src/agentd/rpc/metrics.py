@@ -17,7 +17,7 @@ from agentd.errors import InsufficientResource
 from agentd.http.problems import CREATE_CODES
 from agentd.rpc import rendering
 from agentd.services.access import Access
-from agentd.services.counts import CREATED, FAILED, REFUSED, Counts
+from agentd.services.counts import CREATED, FAILED, REFUSED, NodeCounts
 from agentd.services.devices import NodeDevices
 from agentd.services.protocols import Plugins, PluginState
 from agentd.services.state import NodeState, RuntimeState
@@ -63,7 +63,7 @@ class Metrics:
         plugins: Plugins,
         access: Access,
         statistics: Statistics,
-        counts: Counts,
+        counts: NodeCounts,
         *,
         is_per_kernel: bool,
     ) -> None:
@@ -192,7 +192,7 @@ def _escaped(value: str) -> str:
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-def _creates(counts: Counts, agents: Collection[str]) -> Metric:
+def _creates(counts: NodeCounts, agents: Collection[str]) -> Metric:
     creates = _counter("creates", "Creates by agent and result", "agent", "result")
     for agent in agents:
         for result in (CREATED, REFUSED, FAILED):
@@ -200,7 +200,7 @@ def _creates(counts: Counts, agents: Collection[str]) -> Metric:
     return creates
 
 
-def _refusals(counts: Counts, slots: Iterable[SlotName]) -> Iterator[Metric]:
+def _refusals(counts: NodeCounts, slots: Iterable[SlotName]) -> Iterator[Metric]:
     from prometheus_client.core import HistogramMetricFamily
 
     refusals = _counter("refusals", "Errors that creates were answered with", "code", "slot")

@@ -35,7 +35,7 @@ class Removed(Protocol):
     def add(self, kernel: RemovedKernel) -> None: ...
 
 
-class Order:
+class CreationOrder:
     """The order of creation; it knows the places of removed kernels, too."""
 
     def __init__(self, lasting: Removed | None = None) -> None:

@@ -14,7 +14,7 @@ from agentd.services.state import NodeState
 from agentd.views import DeviceView, NodeView
 
 
-class Visible:
+class Visibility:
     """The views of a node, as each caller may see them."""
 
     def __init__(self, state: NodeState, devices: NodeDevices, access: Access) -> None:

@@ -40,8 +40,8 @@ class Histogram:
             yield bound, total
 
 
-class Counts:
-    """Counts what the state tells of kernels, and what callers were refused."""
+class NodeCounts:
+    """NodeCounts what the state tells of kernels, and what callers were refused."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock` counts seconds, and never goes back."""

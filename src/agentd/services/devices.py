@@ -34,7 +34,7 @@ from agentd.errors import (
 )
 from agentd.events import EventKind, EventLog
 from agentd.failpoints import hit
-from agentd.services.protocols import Memory, PluginListing, Plugins, PluginState, PluginStatus
+from agentd.services.protocols import PluginListing, Plugins, PluginState, PluginStatus, StateStore
 
 log = structlog.get_logger()
 
@@ -45,7 +45,7 @@ class NodeDevices:
     def __init__(
         self,
         plugins: Plugins,
-        memory: Memory,
+        memory: StateStore,
         rules: SplitRules,
         host_types: Sequence[SlotType],
         host_devices: Sequence[Device],

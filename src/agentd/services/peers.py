@@ -17,7 +17,7 @@ from agentd.core.partition.rules import AllocationMode
 from agentd.core.partition.split import Split
 from agentd.core.slots import CPU, MEM
 from agentd.services.devices import NodeDevices
-from agentd.services.protocols import Neighbour, Neighbours, Served, ServedDevice
+from agentd.services.protocols import Peer, Peers, Served, ServedDevice
 from agentd.services.state import NodeState
 
 UPDATE_PATIENCE_S, LOOK_PATIENCE_S = 0.05, 1.0
@@ -41,10 +41,10 @@ class _Decision:
 
     served: tuple[ServedDevice, ...]
     withheld: Mapping[DeviceId, str]
-    others: tuple[Neighbour, ...]
+    others: tuple[Peer, ...]
 
 
-class Serving:
+class SharedDevices:
     """Keeps the devices of a node apart from those that others serve.
 
     `real_cores` and `real_memory` are what the machine has of what is not declared: nobody
@@ -55,7 +55,7 @@ class Serving:
         self,
         devices: NodeDevices,
         state: NodeState,
-        neighbours: Neighbours,
+        neighbours: Peers,
         real_cores: Iterable[str],
         real_memory: int | None,
     ) -> None:
@@ -175,7 +175,7 @@ class Serving:
         sizes = [part.memory_bytes for part in self._devices.split.partitions.values()]
         return max(sizes) if self._devices.split.mode is AllocationMode.SHARED else sum(sizes)
 
-    def _remarks(self, wish: _Wish, others: Sequence[Neighbour]) -> Iterator[str]:
+    def _remarks(self, wish: _Wish, others: Sequence[Peer]) -> Iterator[str]:
         """Yield what is served twice and is no accelerator."""
         alive = [other for other in others if other.is_alive]
         for other in alive:
@@ -226,7 +226,7 @@ def _accelerators_of(kernel: Kernel | None) -> frozenset[DeviceId]:
 
 
 def taken_by_others(
-    devices: Mapping[DeviceId, ServedDevice], others: Sequence[Neighbour]
+    devices: Mapping[DeviceId, ServedDevice], others: Sequence[Peer]
 ) -> dict[DeviceId, str]:
     """Return which of these devices others serve, or hold, and who."""
     taken: dict[str, str] = {}
@@ -249,5 +249,5 @@ def taken_by_others(
     return found
 
 
-def _named(other: Neighbour) -> str:
+def _named(other: Peer) -> str:
     return f"agentd {other.node_id} ({other.user}, pid {other.pid})"

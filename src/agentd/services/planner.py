@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from agentd.core.allocation.allocator import Allocation, Ledger, Policy, allocate
+from agentd.core.allocation.allocator import Allocation, AllocationPolicy, Ledger, allocate
 from agentd.core.allocation.explain import OTHER, Question, explain
 from agentd.core.allocation.ports import HostPort, Port, PortRange, hand_out, port_problems
 from agentd.core.devices import DeviceId, Inventory
@@ -27,7 +27,7 @@ class NodeRules(msgspec.Struct, frozen=True):
     """What creates follow besides the request."""
 
     node_id: str
-    policy: Policy
+    policy: AllocationPolicy
     default_slots: Mapping[str, object]
     real_cores: frozenset[str]
     ports: PortRange
@@ -84,7 +84,7 @@ class Planner:
         ports = self._ports(spec, _holders(spec, state))
         return Decision(asked.slots.to_wire(inventory.slot_types), allocation, ports)
 
-    def _policy(self, spec: KernelSpec) -> Policy:
+    def _policy(self, spec: KernelSpec) -> AllocationPolicy:
         policy = self._rules.policy
         return replace(policy, is_discreet=True) if spec.is_discreet else policy
 

@@ -17,7 +17,7 @@ from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.core.kernel.observation import Listing, ObservedKernel
 from agentd.core.kernel.plan import KernelPlan
 from agentd.core.kernel.states import Kernel, KernelRef, KernelSpec, KernelState, Pull
-from agentd.core.kernel.usage import Accounted
+from agentd.core.kernel.usage import UsageReading
 from agentd.core.slots import SlotType
 from agentd.errors import Problem
 from agentd.plugin_api import Features, Measurement
@@ -114,7 +114,7 @@ class Undone(CancelledError):
     """A create was cancelled, and the runtime proved that nothing of it is left."""
 
 
-class Progress(Protocol):
+class CreateProgress(Protocol):
     """Is told the steps of a create, and the progress of its pull."""
 
     def __call__(self, state: KernelState, pull: Pull | None = None) -> None: ...
@@ -201,7 +201,7 @@ class Runtime(Protocol):
         """
         ...
 
-    async def create(self, plan: KernelPlan, progress: Progress) -> ObservedKernel:
+    async def create(self, plan: KernelPlan, progress: CreateProgress) -> ObservedKernel:
         """Create and start a kernel.
 
         An AgentdError other than OutcomeUnknown, and Undone, prove that nothing is left. Any
@@ -269,7 +269,7 @@ class Runtime(Protocol):
         """
         ...
 
-    async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, Accounted]:
+    async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, UsageReading]:
         """Return what kernels use, by id; of ended ones what is still known.
 
         One of which nothing is known may be missing.
@@ -304,7 +304,7 @@ class SavedRecord(NamedTuple):
     text: str
 
 
-class Memory(Protocol):
+class StateStore(Protocol):
     """What the node remembers over restarts, beside what its runtimes have."""
 
     def load_devices(self) -> Sequence[Device]:
@@ -365,7 +365,7 @@ class Served(msgspec.Struct, frozen=True):
     memory: int = 0
 
 
-class Neighbour(msgspec.Struct, frozen=True):
+class Peer(msgspec.Struct, frozen=True):
     """Another daemon of this machine, and what it published last."""
 
     node_id: str
@@ -375,7 +375,7 @@ class Neighbour(msgspec.Struct, frozen=True):
     served: Served
 
 
-class Neighbours(Protocol):
+class Peers(Protocol):
     """The other daemons of this machine, which are not to serve what this one does."""
 
     def deciding(self, patience_s: float) -> AbstractContextManager[bool]:
@@ -386,7 +386,7 @@ class Neighbours(Protocol):
         """Return what this node published last, before its daemon started."""
         ...
 
-    def others(self) -> Sequence[Neighbour]: ...
+    def others(self) -> Sequence[Peer]: ...
 
     def publish(self, served: Served) -> None:
         """Tell the others what this node serves from now on."""

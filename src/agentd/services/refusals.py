@@ -9,7 +9,7 @@ import msgspec
 
 from agentd.errors import AgentdError
 from agentd.events import EventKind, EventLog
-from agentd.services.counts import Counts
+from agentd.services.counts import NodeCounts
 
 KEPT_S = 3600.0
 MOST_KEPT = 1024
@@ -30,7 +30,7 @@ class Refusal(msgspec.Struct, frozen=True):
 class Refusals:
     """The refusals of the last hour, `MOST_KEPT` of them at most."""
 
-    def __init__(self, counts: Counts, events: EventLog, now: Callable[[], float]) -> None:
+    def __init__(self, counts: NodeCounts, events: EventLog, now: Callable[[], float]) -> None:
         self._counts = counts
         self._events = events
         self._now = now

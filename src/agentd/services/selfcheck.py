@@ -14,9 +14,9 @@ import msgspec
 from agentd.core.devices import MEMORY, DeviceId, Inventory
 from agentd.core.invariants import (
     RULES,
-    Accounted,
     NodeSnapshot,
     Present,
+    RecordedKernel,
     Violation,
     violations,
 )
@@ -26,7 +26,7 @@ from agentd.core.kernel.states import KernelState
 from agentd.core.partition.rules import AllocationMode
 from agentd.core.slots import CPU, ONE
 from agentd.services.devices import NodeDevices
-from agentd.services.protocols import Memory, Runtime
+from agentd.services.protocols import Runtime, StateStore
 from agentd.services.state import NodeState
 
 SECOND_LOOK_S = 0.5
@@ -48,7 +48,7 @@ class SelfCheck:
         state: NodeState,
         devices: NodeDevices,
         runtimes: Mapping[str, Runtime],
-        memory: Memory,
+        memory: StateStore,
     ) -> None:
         self._state = state
         self._devices = devices
@@ -116,7 +116,7 @@ class SelfCheck:
                 for device_id, holders in self._state.ledger.held.items()
             },
             accounted={
-                k.kernel_id: Accounted(k.agent_id, k.state, k.handle)
+                k.kernel_id: RecordedKernel(k.agent_id, k.state, k.handle)
                 for k in self._state
                 if k.kernel_id in settled
             },

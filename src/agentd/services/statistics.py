@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from agentd.core.allocation.ledger import Share
 from agentd.core.devices import Device
 from agentd.core.kernel.states import ENDED, Kernel, KernelState
-from agentd.core.kernel.usage import UNKNOWN, Accounted, Usage
+from agentd.core.kernel.usage import UNKNOWN, Usage, UsageReading
 from agentd.core.slots import CPU, MEM
 from agentd.errors import RuntimeFailure, RuntimeUnavailable
 from agentd.plugin_api import Measurement
@@ -85,7 +85,7 @@ class Statistics:
         clock: Clock,
         groups_of: Callable[[int], Collection[str]],
     ) -> None:
-        """`groups_of` tells the cgroups of a process, in the form of `Accounted.groups`."""
+        """`groups_of` tells the cgroups of a process, in the form of `UsageReading.groups`."""
         self._state = state
         self._devices = devices
         self._runtimes = runtimes
@@ -114,7 +114,7 @@ class Statistics:
     async def _look(self) -> dict[_Key, KernelUse]:
         now = self._clock.wall()
         kernels = list(self._state)
-        accounted: dict[str, Accounted] = {}
+        accounted: dict[str, UsageReading] = {}
         for name, runtime in self._runtimes.items():
             mine = [kernel for kernel in kernels if kernel.runtime == name]
             if mine:
@@ -125,7 +125,7 @@ class Statistics:
         users = await asyncio.to_thread(self._users, measured)
         return {
             _key(kernel): self._use(
-                kernel, accounted.get(kernel.kernel_id, Accounted()), measured, users, now
+                kernel, accounted.get(kernel.kernel_id, UsageReading()), measured, users, now
             )
             for kernel in kernels
         }
@@ -144,7 +144,7 @@ class Statistics:
     def _use(
         self,
         kernel: Kernel,
-        accounted: Accounted,
+        accounted: UsageReading,
         measured: _Measured,
         users: Mapping[_Device, Sequence[_User]],
         now: float,

@@ -36,7 +36,7 @@ from agentd.errors import StartRefused, StateUnavailable
 from agentd.failpoints import hit
 from agentd.services.protocols import Phase, SavedRecord
 from agentd.state.locks import UNWRITABLE, Locks
-from agentd.state.removed_kernels import RemovedFile
+from agentd.state.removed_kernels import RemovedKernelsFile
 from agentd.state.schemas import SCHEMA, UNREADABLE, SavedDevices, SavedNode
 from agentd.tomlfile.regular_files import MissingFile, UnusableFile, read_regular
 
@@ -53,7 +53,7 @@ class StateFolder:
         self.folder = folder
         self._node_id = node_id
         self._folders = {phase: folder / name for phase, name in _FOLDERS.items()}
-        self.removed = RemovedFile(folder / "removed.jsonl")
+        self.removed = RemovedKernelsFile(folder / "removed.jsonl")
         self._paths = {phase: str(path) for phase, path in self._folders.items()}
         self._locks = Locks()
         self._complaints: dict[str, str] = {}

@@ -32,7 +32,7 @@ import structlog
 
 from agentd.core.devices import ID_PATTERN
 from agentd.host.processes import Proc, read_stat
-from agentd.services.protocols import Neighbour, Served
+from agentd.services.protocols import Peer, Served
 
 log = structlog.get_logger()
 MOST_PIDS = 1 << 22
@@ -55,7 +55,7 @@ class _Published(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class Places:
+class PeerPaths:
     """Where the daemons of one user publish and decide, and whom they believe besides."""
 
     uid: int
@@ -65,7 +65,7 @@ class Places:
     users: Path | None = None
 
     @classmethod
-    def of(cls, uid: int, run: Path = Path("/run/agentd"), tmp: Path = Path("/tmp")) -> Places:  # noqa: S108 - the folder that every user can write
+    def of(cls, uid: int, run: Path = Path("/run/agentd"), tmp: Path = Path("/tmp")) -> PeerPaths:  # noqa: S108 - the folder that every user can write
         if uid == 0:
             return cls(uid, run / "served", run / "serving")
         return cls(uid, tmp / f"{_FOLDER}{uid}", tmp, run / "served", tmp)
@@ -85,12 +85,12 @@ class Places:
 
 
 @dataclass
-class MachineNeighbours:
+class HostPeers:
     """The other daemons of this machine, as one of them sees them; `open` before the rest."""
 
     node_id: str
     boot_id: str
-    places: Places
+    places: PeerPaths
     _complaint: str = field(default="", init=False)
     _alive: int | None = field(default=None, init=False)
     _unread: str = field(default="", init=False)
@@ -167,7 +167,7 @@ class MachineNeighbours:
         content = self._read(self._file, self.places.uid)
         return content.served if content else None
 
-    def others(self) -> list[Neighbour]:
+    def others(self) -> list[Peer]:
         """Return what the others serve; of those that ended, what they published last."""
         found = []
         self._unread = ""
@@ -233,14 +233,14 @@ class MachineNeighbours:
         )
         return content if is_sound else None
 
-    def _neighbour(self, content: _Published, uid: int) -> Neighbour:
+    def _neighbour(self, content: _Published, uid: int) -> Peer:
         with_lock = uid == 0 and self.places.root is None
         is_alive = (
             _is_held(self._lock_of(content.node_id))
             if with_lock
             else _may_run(Proc(content.pid, content.start_time))
         )
-        return Neighbour(content.node_id, _user_name(uid), content.pid, is_alive, content.served)
+        return Peer(content.node_id, _user_name(uid), content.pid, is_alive, content.served)
 
     @property
     def _file(self) -> Path:

@@ -22,7 +22,7 @@ _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _LINE = msgspec.json.Decoder(RemovedKernel)
 
 
-class RemovedFile:
+class RemovedKernelsFile:
     """The file of the places."""
 
     def __init__(self, path: Path) -> None:

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from agentd.core.allocation.allocator import (
     Affinity,
     Allocation,
+    AllocationPolicy,
     Ledger,
-    Policy,
     Share,
     Strategy,
     allocate,
@@ -91,7 +91,7 @@ def test_shares_on_equal_devices_are_halved_or_filled() -> None:
 
 
 def test_without_fragmentation_parts_are_equal_on_the_fewest_devices_or_refused() -> None:
-    whole = Policy(allow_fragmentation=False)
+    whole = AllocationPolicy(allow_fragmentation=False)
     devices = [*cores(1), *gpus(1, 1, 1, slot="cuda.shares")]
     asked = slots(cuda_shares=1.5)
     allocation = place(devices, asked, whole, CENT)
@@ -190,7 +190,9 @@ def test_a_device_that_moved_is_not_free_for_its_new_agent_while_a_kernel_holds_
 
 
 def test_equal_parts_are_sought_on_each_node_before_they_spread() -> None:
-    policy = Policy(Strategy.EVENLY, Affinity.PREFER_SINGLE_NODE, allow_fragmentation=False)
+    policy = AllocationPolicy(
+        Strategy.EVENLY, Affinity.PREFER_SINGLE_NODE, allow_fragmentation=False
+    )
     capacities = [1.0, 0.9, 0.9, 0.9, 0.9, 1.0, 1.0]
     devices = gpus(*capacities, slot="cuda.shares", nodes=(0, 0, 0, 0, 0, 1, 1))
     allocation = place([*cores(1), *devices], slots(cuda_shares=2), policy, CENT)
@@ -204,7 +206,7 @@ def reasons(devices, asked, policy=EVENLY, quantum=ONE, ledger=None) -> list[str
 
 
 def test_a_refusal_without_fragmentation_speaks_of_equal_parts_only_where_it_is_for_want_of_them():
-    whole = Policy(allow_fragmentation=False)
+    whole = AllocationPolicy(allow_fragmentation=False)
     assert reasons([*cores(2)], slots(cpu=3), whole) == ["has 1 of the 3"] * 2
     assert reasons([*cores(1), *gpus(1)], slots(cuda_device=2), whole) == ["has 1 of the 2"]
     shares = [*cores(1), *gpus(1, 1, slot="cuda.shares")]
@@ -240,7 +242,9 @@ def test_a_part_of_the_memory_that_is_used_up_is_the_agent_s_own_doing() -> None
 
 
 def test_devices_near_everything_count_with_each_node_that_is_tried_alone() -> None:
-    policy = Policy(Strategy.EVENLY, Affinity.PREFER_SINGLE_NODE, allow_fragmentation=False)
+    policy = AllocationPolicy(
+        Strategy.EVENLY, Affinity.PREFER_SINGLE_NODE, allow_fragmentation=False
+    )
     nodes = (0, 0, 0, 0, 0, 1, 1, None)
     devices = [*cores(1), *gpus(1, 1, 1, 1, 1, 1, 1, 1, slot="cuda.shares", nodes=nodes)]
     used = Ledger()
@@ -287,7 +291,9 @@ AMOUNTS = st.fixed_dictionaries(
         "mem": st.integers(0, 3 * GIB),
     },
 )
-POLICIES = st.builds(Policy, st.sampled_from(Strategy), st.sampled_from(Affinity), st.booleans())
+POLICIES = st.builds(
+    AllocationPolicy, st.sampled_from(Strategy), st.sampled_from(Affinity), st.booleans()
+)
 
 
 @given(

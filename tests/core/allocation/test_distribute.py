@@ -5,12 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentd.core.allocation import distribute
-from agentd.core.allocation.distribute import Part, alike
+from agentd.core.allocation.distribute import Portion, alike
 
 ROOMS = st.lists(st.integers(0, 9), min_size=1, max_size=5)
 
 
-def dealt(rooms: list[int], parts: list[Part]) -> list[int]:
+def dealt(rooms: list[int], parts: list[Portion]) -> list[int]:
     """Give the parts to single rooms, the first of each size first."""
     result = [0] * len(rooms)
     for part in parts:

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from agentd.core.allocation.allocator import (
     Affinity,
     Allocation,
+    AllocationPolicy,
     Ledger,
-    Policy,
     Share,
     Strategy,
     allocate,
@@ -81,7 +81,9 @@ REQUESTS = st.fixed_dictionaries(
         "mem": st.integers(0, 3 * GIB),
     },
 )
-POLICIES = st.builds(Policy, st.sampled_from(Strategy), st.sampled_from(Affinity), st.booleans())
+POLICIES = st.builds(
+    AllocationPolicy, st.sampled_from(Strategy), st.sampled_from(Affinity), st.booleans()
+)
 AGENTS = st.sampled_from("ab")
 
 
@@ -101,7 +103,7 @@ class Node(RuleBasedStateMachine):
         self.split = self._split(mode, machine())
 
     @rule(agent=AGENTS, request=REQUESTS, policy=POLICIES)
-    def allocate(self, agent: str, request: dict[str, int], policy: Policy) -> None:
+    def allocate(self, agent: str, request: dict[str, int], policy: AllocationPolicy) -> None:
         before, asked = self.ledger, ResourceSlots(request)
         part, inventory = self.split.partitions[agent], self.split.inventory
         free = {d.device_id: before.free(d, part) for d in inventory.devices}

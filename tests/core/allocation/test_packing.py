@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentd.core.allocation.allocator import Ledger, Policy, allocate
+from agentd.core.allocation.allocator import AllocationPolicy, Ledger, allocate
 from agentd.core.devices import DeviceId
 from agentd.errors import InsufficientResource
 from core.machines import cores, gpus, machine, memory, shared, threads
@@ -50,7 +50,7 @@ def test_what_a_request_did_not_name_is_not_given_and_the_refusal_says_so() -> N
     first, second = refused.value.explain
     assert first["reason"] == "not among the devices that the request names"
     assert (second["considered"], second["free"]) == (True, "1")
-    whole = Policy()
+    whole = AllocationPolicy()
     with pytest.raises(InsufficientResource):
         allocate(Ledger(), node.inventory, part, slots(cuda_device=1.5), whole, named("cuda1"))
     got = allocate(Ledger(), node.inventory, part, slots(cuda_device=0.5), whole, named("cuda1"))

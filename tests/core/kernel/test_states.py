@@ -19,16 +19,16 @@ from agentd.core.kernel.states import (
     STARTING,
     Kernel,
     KernelState,
-    Sight,
+    Observed,
 )
 from core.kernels import NODE, found
 
 GENERATOR = Path(__file__).parents[3] / "docs" / "generate.py"
 FINDS = {
-    Sight.RUNNING: found(ObservedState.RUNNING),
-    Sight.PAUSED: found(ObservedState.PAUSED),
-    Sight.EXITED: found(ObservedState.EXITED),
-    Sight.UNREADABLE: found(ObservedState.RUNNING, record="", statement=""),
+    Observed.RUNNING: found(ObservedState.RUNNING),
+    Observed.PAUSED: found(ObservedState.PAUSED),
+    Observed.EXITED: found(ObservedState.EXITED),
+    Observed.UNREADABLE: found(ObservedState.RUNNING, record="", statement=""),
 }
 
 
@@ -48,9 +48,9 @@ def test_only_the_moves_of_the_table_are_legal(before: KernelState, after: Kerne
         assert made.state is before
 
 
-@pytest.mark.parametrize("sight", Sight)
+@pytest.mark.parametrize("sight", Observed)
 @pytest.mark.parametrize("before", KernelState)
-def test_what_is_seen_means_what_the_table_says(before: KernelState, sight: Sight) -> None:
+def test_what_is_seen_means_what_the_table_says(before: KernelState, sight: Observed) -> None:
     made = kernel(before)
     if sight in OBSERVATIONS[before]:
         assert made.observed(sight).state is OBSERVATIONS[before][sight]
@@ -61,7 +61,7 @@ def test_what_is_seen_means_what_the_table_says(before: KernelState, sight: Sigh
 
 @pytest.mark.parametrize("sight", FINDS)
 @pytest.mark.parametrize("before", [state for state in KernelState if OBSERVATIONS[state]])
-def test_comparing_takes_every_edge_of_what_is_found(before: KernelState, sight: Sight) -> None:
+def test_comparing_takes_every_edge_of_what_is_found(before: KernelState, sight: Observed) -> None:
     """A kernel of another handle is read anew; one of the same keeps what was read of it."""
     known = replace(kernel(before), handle="another")
     actions = reconcile({"k1": known}, [FINDS[sight]], NODE)
@@ -75,7 +75,7 @@ def test_absence_is_an_edge_too(before: KernelState) -> None:
     actions = reconcile({"k1": known}, [], NODE, expired=["k1"])
     is_gone = before in (KernelState.FAILED, KernelState.LOST)
     assert actions == ([] if is_gone else [MarkAbsent("k1")])
-    assert known.observed(Sight.ABSENT).state in ENDED
+    assert known.observed(Observed.ABSENT).state in ENDED
 
 
 def test_every_state_is_reached_and_only_ended_ones_are_left_as_they_are() -> None:

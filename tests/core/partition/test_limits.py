@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from agentd.core.allocation.allocator import Allocation, Ledger, Policy, allocate
+from agentd.core.allocation.allocator import Allocation, AllocationPolicy, Ledger, allocate
 from agentd.core.devices import DeviceId, Inventory
 from agentd.core.partition.rules import (
     AgentRule,
@@ -37,7 +37,7 @@ def one_gpu(quantum: int = CENT) -> Inventory:
 
 def ask(node: Split, ledger: Ledger, agent: str, **amounts: float) -> Allocation:
     part = node.partitions[agent]
-    return allocate(ledger, node.inventory, part, slots(**amounts), Policy())
+    return allocate(ledger, node.inventory, part, slots(**amounts), AllocationPolicy())
 
 
 def shown(node: Split) -> dict[str, dict[str, tuple[str, bool]]]:
@@ -166,7 +166,7 @@ def test_nobody_passes_a_limit_and_nobody_breaks_a_guarantee(
         try:
             got = allocate(
                 ledger, node.inventory, node.partitions[agent],
-                ResourceSlots({"cuda.shares": amount * CENT}), Policy(),
+                ResourceSlots({"cuda.shares": amount * CENT}), AllocationPolicy(),
             )  # fmt: skip
         except InsufficientResource as refused:
             assert not (fits and is_guaranteed)

@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from agentd_fleet.store.etcd_client import Access, Etcd
+from agentd_fleet.store.etcd_client import Etcd, EtcdCredentials
 from daemon import AGENTS, BASE, Answer, Daemon, Process, gpus
 from end_to_end.fleet.etcd_server import EtcdServers
 from fork_server import spawn
@@ -273,7 +273,7 @@ class World:
 
     def client(self) -> Etcd:
         assert self.etcd is not None
-        return Etcd(Access(self.etcd.endpoints))
+        return Etcd(EtcdCredentials(self.etcd.endpoints))
 
     async def census(self) -> dict[str, list[str]]:
         """Which nodes have each kernel, as the nodes say themselves."""

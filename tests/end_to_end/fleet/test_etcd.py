@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from agentd_fleet.store.etcd_client import (
-    Access,
     Change,
     Compacted,
     Etcd,
+    EtcdCredentials,
     EtcdRefused,
     EtcdUnavailable,
     LeaseGone,
@@ -34,13 +34,13 @@ async def three(tmp_path: Path, running: list[EtcdServers]) -> EtcdServers:
 
 @pytest.fixture
 async def etcd(servers: EtcdServers) -> AsyncIterator[Etcd]:
-    async with Etcd(Access(servers.endpoints)) as made:
+    async with Etcd(EtcdCredentials(servers.endpoints)) as made:
         yield made
 
 
 @pytest.fixture
 async def in_mortal(mortal: EtcdServers) -> AsyncIterator[Etcd]:
-    async with Etcd(Access(mortal.endpoints)) as made:
+    async with Etcd(EtcdCredentials(mortal.endpoints)) as made:
         yield made
 
 
@@ -199,7 +199,7 @@ async def test_a_quiet_watch_lives_on_and_says_how_far_it_has_come(
 ) -> None:
     running.append(EtcdServers(tmp_path, options=[PROGRESS]))
     await running[0].start()
-    async with Etcd(Access(running[0].endpoints)) as etcd, asyncio.timeout(20):
+    async with Etcd(EtcdCredentials(running[0].endpoints)) as etcd, asyncio.timeout(20):
         await etcd.put("free/a", b"another prefix")
         watch = etcd.watch("nodes/", after=1, silence_s=0.02)
         async with aclosing(watch):
@@ -211,7 +211,7 @@ async def test_a_quiet_watch_lives_on_and_says_how_far_it_has_come(
 
 
 async def test_a_member_that_is_killed_or_hangs_is_gone_round(three: EtcdServers) -> None:
-    async with Etcd(Access(three.endpoints), timeout_s=9) as etcd:
+    async with Etcd(EtcdCredentials(three.endpoints), timeout_s=9) as etcd:
         first = await etcd.put_if("nodes/a", b"1", expected=0)
         assert first is not None
         await three.kill(0)
@@ -228,7 +228,7 @@ async def test_a_member_that_is_killed_or_hangs_is_gone_round(three: EtcdServers
 
 
 async def test_a_watch_ends_where_its_member_lost_the_others(three: EtcdServers) -> None:
-    async with Etcd(Access(three.endpoints[:1])) as etcd, asyncio.timeout(30):
+    async with Etcd(EtcdCredentials(three.endpoints[:1])) as etcd, asyncio.timeout(30):
         watch = etcd.watch("nodes/", after=0)
         await etcd.put("nodes/a", b"1")
         assert (await anext(watch))[0]
@@ -242,7 +242,7 @@ async def test_a_watch_ends_where_its_member_lost_the_others(three: EtcdServers)
 
 @pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "hanging"])
 async def test_a_watch_ends_with_its_member(mortal: EtcdServers, is_killed: bool) -> None:
-    async with Etcd(Access(mortal.endpoints), timeout_s=0.3) as etcd, asyncio.timeout(20):
+    async with Etcd(EtcdCredentials(mortal.endpoints), timeout_s=0.3) as etcd, asyncio.timeout(20):
         watch = etcd.watch("nodes/", after=0, silence_s=0.3)
         await etcd.put("nodes/a", b"1")
         assert (await anext(watch))[0]
@@ -257,7 +257,7 @@ async def test_a_watch_ends_with_its_member(mortal: EtcdServers, is_killed: bool
 async def test_a_write_whose_answer_was_lost_counts_as_what_it_was(
     servers: EtcdServers, etcd: Etcd, proxy: Proxy
 ) -> None:
-    async with Etcd(Access((proxy.endpoint, *servers.endpoints))) as lossy:
+    async with Etcd(EtcdCredentials((proxy.endpoint, *servers.endpoints))) as lossy:
 
         def lost() -> Etcd:
             lossy._gateway._preferred = 0
@@ -281,7 +281,7 @@ async def test_a_write_whose_answer_was_lost_counts_as_what_it_was(
 
 async def test_a_lost_answer_of_the_only_endpoint_leaves_it_open(etcd: Etcd, proxy: Proxy) -> None:
     proxy.loses = b"POST /v3/kv/txn"
-    async with Etcd(Access((proxy.endpoint,))) as lossy:
+    async with Etcd(EtcdCredentials((proxy.endpoint,))) as lossy:
         with pytest.raises(EtcdUnavailable):
             await lossy.put_if("routes/k", b"mine", expected=0)
         assert await lossy.get("routes/k") is not None
@@ -297,14 +297,14 @@ async def test_a_key_that_another_wrote_is_not_taken_for_a_lost_write(
         await in_mortal.put_if("routes/k", b"same", expected=0)
     await mortal.restart(0)
     await in_mortal.put("routes/k", b"same")
-    async with Etcd(Access(("http://127.0.0.1:1", unreached))) as other:
+    async with Etcd(EtcdCredentials(("http://127.0.0.1:1", unreached))) as other:
         assert await other.put_if("routes/k", b"same", expected=0) is None
 
 
 async def test_a_user_has_its_own_keys_alone(mortal: EtcdServers, in_mortal: Etcd) -> None:
     await in_mortal.put("nodes/b", b"another's")
     await mortal.require_logins(PASSWORD, a=("nodes/a",))
-    async with Etcd(Access(mortal.endpoints, "a", PASSWORD)) as own:
+    async with Etcd(EtcdCredentials(mortal.endpoints, "a", PASSWORD)) as own:
         lease = await own.grant(60)
         written = await own.put_if("nodes/a", b"1", expected=0, lease=lease)
         assert await own.revision("nodes/a") == written
@@ -331,7 +331,7 @@ async def test_a_login_that_is_wrong_or_missing_is_refused(
     mortal: EtcdServers, user: str, password: str, why: str
 ) -> None:
     await mortal.require_logins(PASSWORD, a=("nodes/a",))
-    async with Etcd(Access(mortal.endpoints, user, password)) as etcd:
+    async with Etcd(EtcdCredentials(mortal.endpoints, user, password)) as etcd:
         with pytest.raises(EtcdRefused, match=why):
             await etcd.get("nodes/a")
 
@@ -346,7 +346,7 @@ async def test_a_store_without_space_says_so_and_still_deletes(
 ) -> None:
     running.append(EtcdServers(tmp_path, quota_bytes=2**22))
     await running[0].start()
-    async with Etcd(Access(running[0].endpoints)) as etcd:
+    async with Etcd(EtcdCredentials(running[0].endpoints)) as etcd:
         with pytest.raises(EtcdUnavailable, match="database space exceeded"):
             await filled(etcd)
         with pytest.raises(EtcdUnavailable, match="database space exceeded"):
@@ -363,7 +363,7 @@ async def test_a_value_that_is_too_large_is_refused(etcd: Etcd, size: int) -> No
 
 
 async def test_a_store_that_is_down_is_told_within_the_deadline(three: EtcdServers) -> None:
-    async with Etcd(Access(three.endpoints), timeout_s=0.6) as etcd:
+    async with Etcd(EtcdCredentials(three.endpoints), timeout_s=0.6) as etcd:
         for number in range(3):
             three.pause(number)
         for call in (etcd.get("nodes/a"), etcd.put_if("a", b"", expected=0), etcd.grant(5)):
@@ -378,6 +378,6 @@ async def test_a_store_that_is_down_is_told_within_the_deadline(three: EtcdServe
 
 
 async def test_what_is_not_etcd_is_refused(proxy: Proxy) -> None:
-    async with Etcd(Access((f"{proxy.endpoint}/elsewhere",))) as etcd:
+    async with Etcd(EtcdCredentials((f"{proxy.endpoint}/elsewhere",))) as etcd:
         with pytest.raises(EtcdRefused, match="HTTP 404"):
             await etcd.get("nodes/a")

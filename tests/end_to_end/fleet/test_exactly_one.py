@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from agentd_fleet.placement.attempts import Pace
+from agentd_fleet.placement.attempts import PlacementTimeouts
 from agentd_fleet.store.etcd_client import EtcdRefused, EtcdUnavailable
 from agentd_fleet.store.route import read_route
 from end_to_end.fleet.etcd_server import Proxy
@@ -24,10 +24,10 @@ from end_to_end.fleet.fleet_world import GatewayProgram, World
 SOAK = bool(os.environ.get("AGENTD_SOAK"))
 CREATES, CALLERS, TROUBLES = (10_000, 24, 500) if SOAK else (60, 3, 6)
 QUICK = {
-    "agentd_fleet.placement.attempts.Pace.insist_s": 2.0,
-    "agentd_fleet.placement.attempts.Pace.fresh_s": 5.0,
-    "agentd_fleet.placement.attempts.Pace.sweep_s": 1.0,
-    "agentd_fleet.placement.attempts.Pace.settled_s": 10.0,
+    "agentd_fleet.placement.attempts.PlacementTimeouts.insist_s": 2.0,
+    "agentd_fleet.placement.attempts.PlacementTimeouts.fresh_s": 5.0,
+    "agentd_fleet.placement.attempts.PlacementTimeouts.sweep_s": 1.0,
+    "agentd_fleet.placement.attempts.PlacementTimeouts.settled_s": 10.0,
     "agentd_fleet.store.etcd_store.SILENCE_S": 1.0,
 }
 """A gateway's deadlines here: longer than a freeze and what may be in a frozen node's socket."""
@@ -220,5 +220,5 @@ async def test_no_kernel_id_is_on_two_nodes_and_none_is_lost(world: World) -> No
     placed = {name: [node] for name, node in told.items() if node}
     odd = {name for name in lasting.keys() | placed if lasting.get(name) != placed.get(name)}
     assert not odd, said_of(world, odd)
-    pace = Pace()
+    pace = PlacementTimeouts()
     assert pace.settled_s >= pace.fresh_s + 20 + 10 + 30, "longer than a request is under way"

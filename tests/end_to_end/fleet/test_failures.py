@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from agentd_fleet.store.etcd_client import Access, Etcd, EtcdRefused, EtcdUnavailable
+from agentd_fleet.store.etcd_client import Etcd, EtcdCredentials, EtcdRefused, EtcdUnavailable
 from end_to_end.fleet.fleet_world import GatewayProgram, World
 
 SOON_S = 1.0 if not os.environ.get("AGENTD_SOAK") else 0.3
@@ -257,7 +257,7 @@ async def test_fleets_in_one_etcd_are_apart_and_a_node_writes_its_own_keys_alone
     async with asyncio.timeout(20):
         while "permission denied" not in stranger.log:
             await asyncio.sleep(0.05)
-    async with Etcd(Access(servers.endpoints, "node", "secret")) as etcd:
+    async with Etcd(EtcdCredentials(servers.endpoints, "node", "secret")) as etcd:
         for key in ("nodes/another", "routes/k1", "slot-types/cuda.device"):
             with pytest.raises(EtcdRefused, match="permission denied"):
                 await etcd.put(f"/agentd/main/{key}", json.dumps({}).encode())

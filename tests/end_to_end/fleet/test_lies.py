@@ -13,11 +13,11 @@ import pytest
 from aiohttp import web
 
 from agentd.http.connections.websocket import MAX_FRAME
-from agentd_fleet.nodes.calls import GATEWAY, AnswerLost, Nodes
-from agentd_fleet.placement.attempts import Pace
+from agentd_fleet.nodes.calls import GATEWAY, NodeAnswerLost, Nodes
+from agentd_fleet.placement.attempts import PlacementTimeouts
 from agentd_fleet.placement.placer import Placer
 from agentd_fleet.placement.sweep import Sweep
-from agentd_fleet.store.etcd_client import Access, Etcd
+from agentd_fleet.store.etcd_client import Etcd, EtcdCredentials
 from agentd_fleet.store.etcd_store import EtcdStore
 from agentd_fleet.store.route import RouteUnreadable
 from agentd_fleet.view.fleet_state import FleetState
@@ -29,7 +29,7 @@ SAID = {"schema": 1, "install_id": "i", "boot_id": "b", "version": "9"}
 AGENTS = {"agent-1": {"cpu": "8", "mem": "1000000000"}}
 TYPES = [{"name": "cpu", "kind": "count", "quantum": "1"}, {"name": "mem", "kind": "bytes",
          "quantum": "1"}]  # fmt: skip
-PACE = Pace(insist_s=0.2, again_s=0.05, sweep_s=0.1, settled_s=0.2, join_s=0.1)
+PACE = PlacementTimeouts(insist_s=0.2, again_s=0.05, sweep_s=0.1, settled_s=0.2, join_s=0.1)
 
 
 class Liar:
@@ -74,7 +74,9 @@ async def with_liar(world: World, liar: Liar) -> tuple[GatewayProgram, str]:
     await world.start_etcd()
     (honest,) = await world.start_nodes("none")
     world.join(honest)
-    gateway = world.gateway(deadlines={"agentd_fleet.placement.attempts.Pace.insist_s": 1.0})
+    gateway = world.gateway(
+        deadlines={"agentd_fleet.placement.attempts.PlacementTimeouts.insist_s": 1.0}
+    )
     async with world.client() as etcd:
         await tell(etcd, "liar", f"unix:{liar.path}")
     await gateway.until({honest: "ready", "liar": "ready"})
@@ -117,7 +119,7 @@ async def test_what_somebody_wrote_into_the_store_ends_no_sweep(world: World, li
     servers = await world.start_etcd()
     liar.answers = lambda _: web.Response(text="[]")
     route = {"node_id": "liar", "agent_id": "agent-1", "request_hash": "x", "owner": "o"}
-    async with Etcd(Access(servers.endpoints)) as etcd, Nodes() as nodes:
+    async with Etcd(EtcdCredentials(servers.endpoints)) as etcd, Nodes() as nodes:
         state = FleetState()
         store = EtcdStore(etcd, "main", state)
         placer = Placer(store, state, nodes, pace=PACE)
@@ -145,7 +147,7 @@ async def test_what_somebody_wrote_into_the_store_ends_no_sweep(world: World, li
 async def test_what_is_not_a_name_is_no_node_and_no_route(world: World, liar: Liar) -> None:
     servers = await world.start_etcd()
     route = {"node_id": "liar", "agent_id": "agent-1", "request_hash": "x", "owner": "o"}
-    async with Etcd(Access(servers.endpoints)) as etcd:
+    async with Etcd(EtcdCredentials(servers.endpoints)) as etcd:
         state = FleetState()
         store = EtcdStore(etcd, "main", state)
         for node in ("a/liar", "..", ""):
@@ -261,7 +263,7 @@ async def test_a_command_is_typed_to_the_node_and_to_nobody_else(folder: Path) -
             async with await nodes.connected(node, GATEWAY, "/right") as socket:
                 assert not socket.closed
             for path in ("/moved", "/exec"):
-                with pytest.raises(AnswerLost, match="something else answers"):
+                with pytest.raises(NodeAnswerLost, match="something else answers"):
                     await nodes.connected(node, GATEWAY, path)
     finally:
         await runner.cleanup()
@@ -288,7 +290,7 @@ async def test_an_answer_without_end_is_given_up(folder: Path) -> None:
     node = FleetNode("node-1", {}, {}, url=f"unix:{folder}/liar.sock")
     try:
         async with Nodes() as nodes:
-            with pytest.raises(AnswerLost, match="over 64 MiB"):
+            with pytest.raises(NodeAnswerLost, match="over 64 MiB"):
                 await nodes.ask(node, GATEWAY, "GET", "/v1/kernels")
             async with asyncio.timeout(20):
                 await has_ended.wait()

@@ -10,11 +10,11 @@ import pytest
 from agentd.core.access import Caller, Role
 from agentd.errors import AgentdError, KernelConflict
 from agentd_fleet.nodes.calls import Nodes
-from agentd_fleet.placement.attempts import OutcomeUnknown, Pace
+from agentd_fleet.placement.attempts import PlacementTimeouts, PlacementUnknown
 from agentd_fleet.placement.placer import Placer
-from agentd_fleet.placement.requests import FleetKernelRequest, Order, order_of
+from agentd_fleet.placement.requests import FleetKernelRequest, PlacementRequest, order_of
 from agentd_fleet.placement.sweep import Sweep
-from agentd_fleet.store.route import Progress, Route
+from agentd_fleet.store.route import KernelRoute, RouteProgress
 from agentd_fleet.store.sqlite_store import SqliteStore
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import NodeStatus
@@ -23,10 +23,10 @@ from end_to_end.fleet.fleet_world import SLEEP, World
 from end_to_end.fleet.node_proxy import NodeProxy
 
 BOSS = Caller("boss", Role.ADMIN)
-PACE = Pace(insist_s=0.5, again_s=0.05, sweep_s=0.1, settled_s=0.3)
+PACE = PlacementTimeouts(insist_s=0.5, again_s=0.05, sweep_s=0.1, settled_s=0.3)
 
 
-def order(kernel_id: str = "k1", cpu: int = 1, **members: object) -> Order:
+def order(kernel_id: str = "k1", cpu: int = 1, **members: object) -> PlacementRequest:
     body = {**SLEEP, "kernel_id": kernel_id, "slots": {"cpu": cpu, "mem": "1m"}, **members}
     return order_of(FleetKernelRequest.model_validate(body), BOSS)
 
@@ -73,7 +73,7 @@ class Rig:
             if status is not NodeStatus.READY:
                 state.lose(name, 0.0)
 
-    async def create(self, wanted: Order, gateway: int = 0) -> str:
+    async def create(self, wanted: PlacementRequest, gateway: int = 0) -> str:
         placed = await self.placers[gateway].create(BOSS, wanted, self.states[gateway].view)
         return placed.node_id
 
@@ -116,7 +116,7 @@ async def test_an_answer_that_is_lost_is_asked_for_at_that_node_again(rig: Rig) 
     await rig.placers[0].close()
     kept = await rig.stores[0].route("k1")
     assert kept is not None
-    assert kept.route.progress is Progress.PLACED
+    assert kept.route.progress is RouteProgress.PLACED
 
 
 async def test_a_node_that_was_asked_and_freezes_has_the_kernel_id_for_itself(rig: Rig) -> None:
@@ -129,12 +129,12 @@ async def test_a_node_that_was_asked_and_freezes_has_the_kernel_id_for_itself(ri
             await asyncio.sleep(0.01)
     (node,) = asked
     await rig.tell(node, NodeStatus.LOST)
-    with pytest.raises(OutcomeUnknown) as unknown:
+    with pytest.raises(PlacementUnknown) as unknown:
         await creating
     assert unknown.value.facts() == {"kernel_id": "k1", "node_id": node}
     other = next(name for name in rig.names if name != node)
     rig.proxies[other].passing.set()
-    with pytest.raises(OutcomeUnknown):  # by another gateway too, though another node has room
+    with pytest.raises(PlacementUnknown):  # by another gateway too, though another node has room
         await rig.create(order(placement={"nodes": [first, second]}), gateway=1)
     rig.proxies[node].passing.set()
     await rig.tell(node)
@@ -145,7 +145,7 @@ async def test_a_node_that_was_asked_and_freezes_has_the_kernel_id_for_itself(ri
 async def test_a_gateway_that_dies_before_it_asks_leaves_what_another_takes_over(rig: Rig) -> None:
     wanted = order()
     first, _ = rig.names
-    left = Route(
+    left = KernelRoute(
         kernel_id="k1", node_id=first, agent_id="agent-1", request_hash=wanted.request_hash,
         owner="the dead",
     )  # fmt: skip
@@ -159,7 +159,7 @@ async def test_a_gateway_that_dies_before_it_asks_leaves_what_another_takes_over
 async def test_what_nobody_saw_the_end_of_is_settled_by_its_node(rig: Rig) -> None:
     first, second = rig.names
     for kernel_id, node in (("there", first), ("never", first), ("away", second)):
-        route = Route(
+        route = KernelRoute(
             kernel_id=kernel_id, node_id=node, agent_id="agent-1", request_hash="x", owner="o"
         )
         assert await rig.stores[0].keep(route, 0)
@@ -177,9 +177,9 @@ async def test_what_nobody_saw_the_end_of_is_settled_by_its_node(rig: Rig) -> No
     await sweep.once()
     there, away = await rig.stores[0].route("there"), await rig.stores[0].route("away")
     assert there is not None
-    assert there.route.progress is Progress.PLACED
+    assert there.route.progress is RouteProgress.PLACED
     assert away is not None
-    assert away.route.progress is Progress.PLACING
+    assert away.route.progress is RouteProgress.PLACING
 
 
 async def test_who_was_overtaken_goes_to_no_other_node(rig: Rig) -> None:
@@ -244,7 +244,7 @@ async def test_what_is_remembered_survives(folder: Path) -> None:
     state = FleetState()
     store = SqliteStore(folder / "fleet.sqlite", (), state)
     await store.open()
-    route = Route(kernel_id="k", node_id="n", agent_id="a", request_hash="h", owner="o")
+    route = KernelRoute(kernel_id="k", node_id="n", agent_id="a", request_hash="h", owner="o")
     revision = await store.keep(route, 0)
     await store.close()
     again = SqliteStore(folder / "fleet.sqlite", (), FleetState())

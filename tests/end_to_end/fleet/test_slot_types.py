@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from agentd_fleet.store.etcd_client import Access, Etcd, EtcdUnavailable
+from agentd_fleet.store.etcd_client import Etcd, EtcdCredentials, EtcdUnavailable
 from agentd_fleet.store.etcd_store import EtcdStore
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.reports import NodeReport, SlotTypeReport
@@ -23,7 +23,7 @@ MOST_TRANSACTIONS = 6
 class CountedEtcd(Etcd):
     """A client that counts its calls by path; some of its first writes can fail."""
 
-    def __init__(self, access: Access, failures: int = 0) -> None:
+    def __init__(self, access: EtcdCredentials, failures: int = 0) -> None:
         super().__init__(access)
         self.calls: Counter[str] = Counter()
         self.failures = failures
@@ -60,7 +60,7 @@ async def publish(etcd: Etcd, count: int) -> None:
 async def gateway(servers: EtcdServers, failures: int = 0) -> AsyncIterator[Any]:
     """Run a gateway's store; yield its state and its client."""
     state = FleetState()
-    async with CountedEtcd(Access(servers.endpoints), failures) as etcd:
+    async with CountedEtcd(EtcdCredentials(servers.endpoints), failures) as etcd:
         running = asyncio.create_task(EtcdStore(etcd, "main", state).run())
         try:
             yield state, etcd
@@ -78,7 +78,7 @@ async def until_known(state: FleetState, nodes: int, types: int) -> None:
 @pytest.mark.long
 async def test_first_start_writes_each_slot_type_once(servers: EtcdServers) -> None:
     known = TYPES - 1 + 50 + 2  # and cpu and mem, which every gateway knows
-    async with Etcd(Access(servers.endpoints)) as etcd:
+    async with Etcd(EtcdCredentials(servers.endpoints)) as etcd:
         await publish(etcd, NODES)
         async with gateway(servers) as (one, first), gateway(servers) as (other, second):
             await until_known(one, NODES, known)
@@ -95,7 +95,7 @@ async def test_first_start_writes_each_slot_type_once(servers: EtcdServers) -> N
 
 
 async def test_slot_type_is_written_after_etcd_failed_once(servers: EtcdServers) -> None:
-    async with Etcd(Access(servers.endpoints)) as etcd:
+    async with Etcd(EtcdCredentials(servers.endpoints)) as etcd:
         await publish(etcd, 1)
         async with gateway(servers, failures=2) as (state, client):
             await until_known(state, 1, TYPES + 2)
@@ -103,7 +103,7 @@ async def test_slot_type_is_written_after_etcd_failed_once(servers: EtcdServers)
 
 
 async def test_forgotten_slot_type_is_written_again_when_offered(servers: EtcdServers) -> None:
-    async with Etcd(Access(servers.endpoints)) as etcd, gateway(servers) as (state, _):
+    async with Etcd(EtcdCredentials(servers.endpoints)) as etcd, gateway(servers) as (state, _):
         await publish(etcd, 1)
         await until_known(state, 1, TYPES + 2)
         await etcd.delete("/agentd/main/nodes/n0")

@@ -8,13 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentd.core.slots import ONE, ResourceSlots
-from agentd_fleet.placement.candidates import Candidate, Constraints, Policy, candidates, unfit
+from agentd_fleet.placement.candidates import (
+    Candidate,
+    Constraints,
+    PlacementPolicy,
+    candidates,
+    unfit,
+)
 from agentd_fleet.placement.refusals import NoNode, refusal
 from agentd_fleet.view.fleet_view import FleetNode, FleetView, NodeStatus, Offer
 from fleet.view.test_fleet_view import NAMES, NODES, fleet, node, slot
 
 
-@given(NODES, st.sampled_from(NAMES), st.integers(1, 9), st.sampled_from(Policy))
+@given(NODES, st.sampled_from(NAMES), st.integers(1, 9), st.sampled_from(PlacementPolicy))
 def test_every_candidate_has_what_is_asked_and_every_other_a_reason(
     nodes, name, count, policy
 ) -> None:
@@ -54,7 +60,7 @@ def test_constraints_narrow_and_packing_fills_the_fullest_first() -> None:
     )
     request = ResourceSlots({"cuda.device": 2 * ONE})
 
-    def found(policy: Policy = Policy.PACK, **wanted) -> list[str]:
+    def found(policy: PlacementPolicy = PlacementPolicy.PACK, **wanted) -> list[str]:
         chosen = candidates(view, request, Constraints(**wanted), policy, random.Random(3))
         return [candidate.node_id for candidate in chosen]
 
@@ -62,7 +68,7 @@ def test_constraints_narrow_and_packing_fills_the_fullest_first() -> None:
     assert found(labels={"zone": "x"}) == ["c", "a"]
     assert found(nodes=frozenset({"a", "nowhere"})) == ["a"]
     assert found(agents=frozenset({"other"})) == []
-    assert sorted(found(Policy.RANDOM)) == ["a", "b", "c"]
+    assert sorted(found(PlacementPolicy.RANDOM)) == ["a", "b", "c"]
 
 
 AMOUNTS = st.dictionaries(
@@ -116,7 +122,14 @@ FEW_NODES = pytest.mark.parametrize("few_nodes", [0, 128])
 
 
 @FEW_NODES
-@given(VIEWS, REQUESTS, CONSTRAINTS, st.sampled_from(Policy), st.integers(1, 20), st.integers())
+@given(
+    VIEWS,
+    REQUESTS,
+    CONSTRAINTS,
+    st.sampled_from(PlacementPolicy),
+    st.integers(1, 20),
+    st.integers(),
+)
 def test_candidates_are_of_those_that_fit_and_as_many_as_wanted(
     few_nodes, view, request, wanted, policy, most, seed
 ) -> None:
@@ -161,14 +174,14 @@ def test_packing_goes_by_what_is_left_of_the_scarcest_then_of_all_then_by_the_id
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("agentd_fleet.placement.candidates.FEW_NODES", few_nodes)
-        found = candidates(view, request, wanted, Policy.PACK, random.Random(1), 100)
+        found = candidates(view, request, wanted, PlacementPolicy.PACK, random.Random(1), 100)
     assert found == sorted(fitting(view, request, wanted), key=order)
 
 
 @given(VIEWS, REQUESTS, st.integers(1, 3))
 def test_packing_compares_a_few_of_those_with_equally_much(view, request, ties) -> None:
     """Who comes first has the least of the scarcest slot, however few are compared."""
-    choose = (view, request, Constraints(), Policy.PACK, random.Random(1), 100)
+    choose = (view, request, Constraints(), PlacementPolicy.PACK, random.Random(1), 100)
     exact = candidates(*choose)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("agentd_fleet.placement.candidates.TIES", ties)
@@ -188,7 +201,7 @@ def test_by_chance_each_that_fits_is_as_likely_as_the_others() -> None:
     view = fleet(*(node(f"n{n}", slot("tpu.chip"), tpu_chip=n) for n in range(6)))
     choice, request = random.Random(5), ResourceSlots({"tpu.chip": 2 * ONE})
     first = [
-        candidates(view, request, Constraints(), Policy.RANDOM, choice, 1)[0].node_id
+        candidates(view, request, Constraints(), PlacementPolicy.RANDOM, choice, 1)[0].node_id
         for _ in range(4000)
     ]
     assert {each: round(first.count(each) / 400) / 10 for each in set(first)} == dict.fromkeys(
@@ -205,7 +218,7 @@ def test_a_model_that_is_not_there_and_a_node_set_aside_are_reasons_of_their_own
         node("e", slot("tpu.chip"), tpu_chip=0),
     )
     request, wanted = ResourceSlots({"tpu.chip": ONE}), Constraints(models=frozenset({"v6e"}))
-    found = candidates(view, request, wanted, Policy.PACK, random.Random(1))
+    found = candidates(view, request, wanted, PlacementPolicy.PACK, random.Random(1))
     assert found == [Candidate("a", "main")]
     assert {row.reason: (row.count, row.nodes) for row in unfit(view, request, wanted)} == {
         "no device of model v6e": (3, ("b", "c", "e")),

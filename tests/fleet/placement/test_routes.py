@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agentd_fleet.placement.deleter import _patience
-from agentd_fleet.store.route import Progress, Route
+from agentd_fleet.store.route import KernelRoute, RouteProgress
 from fleet.simulated import NODES, Fleet, run
 
 SEEDS = st.integers(0, 2**32)
@@ -19,8 +19,14 @@ RULES = settings(
 
 
 def route(kernel_id: str, node: str = "n1", **changes: Any) -> dict[str, Any]:
-    kept = Route(kernel_id=kernel_id, node_id=node, agent_id="main", request_hash="h", owner="o",
-                 progress=Progress.PLACED)  # fmt: skip
+    kept = KernelRoute(
+        kernel_id=kernel_id,
+        node_id=node,
+        agent_id="main",
+        request_hash="h",
+        owner="o",
+        progress=RouteProgress.PLACED,
+    )
     return {**msgspec.to_builtins(kept), **changes}
 
 

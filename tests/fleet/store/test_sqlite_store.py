@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from agentd_fleet.store.route import Route, RouteUnreadable
+from agentd_fleet.store.route import KernelRoute, RouteUnreadable
 from agentd_fleet.store.sqlite_store import SqliteStore
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.reports import KnownNode, SlotTypeReport
@@ -24,7 +24,7 @@ async def opened(file: Path) -> tuple[SqliteStore, FleetState]:
 async def test_rows_that_cannot_be_read_stop_no_start_and_no_other_row(tmp_path: Path) -> None:
     file = tmp_path / "fleet.sqlite"
     store, _ = await opened(file)
-    route = Route(kernel_id="k1", node_id="n1", agent_id="main", request_hash="h", owner="o")
+    route = KernelRoute(kernel_id="k1", node_id="n1", agent_id="main", request_hash="h", owner="o")
     await store.keep(route, 0)
     await store.close()
     known = KnownNode(first_seen="2026", url="unix:/there", slot_types=[CHIP])

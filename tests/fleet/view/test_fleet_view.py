@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from agentd.core.slots import BUILT_IN, ONE, ResourceSlots, SlotKind, SlotType
 from agentd.errors import UnsupportedResource
-from agentd_fleet.placement.candidates import Constraints, Policy, asked, candidates
+from agentd_fleet.placement.candidates import Constraints, PlacementPolicy, asked, candidates
 from agentd_fleet.view.fleet_view import FleetNode, FleetView, NodeStatus, Offer, Use, is_same
 from agentd_fleet.view.ranking import Layered
 
@@ -121,7 +121,7 @@ def test_a_node_that_means_something_else_is_left_out_for_that_slot_alone() -> N
     assert view.slot_types["cuda.shares"].quantum == ONE // 100
     for name, expected in (("cuda.shares", ["a"]), ("tpu.chip", ["b"]), ("cpu", ["a", "b"])):
         request = ResourceSlots({name: ONE})
-        found = candidates(view, request, Constraints(), Policy.RANDOM, random.Random(1))
+        found = candidates(view, request, Constraints(), PlacementPolicy.RANDOM, random.Random(1))
         assert sorted(candidate.node_id for candidate in found) == expected
 
 
@@ -138,7 +138,7 @@ def test_a_request_keeps_the_view_that_it_began_with() -> None:
     before = fleet(node("a", slot("cuda.device"), cuda_device=2))
     after = before.with_node(node("a", slot("cuda.device"), cuda_device=0), 9)
     request = ResourceSlots({"cuda.device": ONE})
-    choose = (request, Constraints(), Policy.RANDOM, random.Random(1))
+    choose = (request, Constraints(), PlacementPolicy.RANDOM, random.Random(1))
     assert [c.node_id for c in candidates(before, *choose)] == ["a"]
     assert candidates(after, *choose) == []
     assert (before.revision, after.revision) == (1, 9)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from agentd.core.kernel.usage import Accounted, Usage
+from agentd.core.kernel.usage import Usage, UsageReading
 from agentd.host.cgroups import usage
-from agentd.host.cgroups.usage import UNIFIED, Account, groups_of
+from agentd.host.cgroups.usage import UNIFIED, CgroupCounters, groups_of
 
 IO_STAT = "8:0 rbytes=100 wbytes=7 rios=1 wios=1 dbytes=0 dios=0\n8:16 rbytes=1 wbytes=2\n"
 IO_SERVICE = "8:0 Read 100\n8:0 Write 7\n8:0 Sync 1\n8:16 Read 1\n8:16 Write 2\nTotal 110\n"
@@ -20,10 +20,10 @@ def put(folder: Path, **files: str) -> Path:
     return folder
 
 
-def counted(**folders: Path) -> Accounted:
+def counted(**folders: Path) -> UsageReading:
     """Count one kernel; `unified` is where v2 counts it."""
     paths = {UNIFIED if name == "unified" else name: str(path) for name, path in folders.items()}
-    return usage.counted({"k1": Account(paths)})["k1"]
+    return usage.counted({"k1": CgroupCounters(paths)})["k1"]
 
 
 @pytest.fixture

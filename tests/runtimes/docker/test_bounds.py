@@ -13,7 +13,7 @@ from agentd.core.kernel.states import Pull
 from agentd.errors import ImageNotFound, RuntimeUnavailable
 from agentd.runtimes.docker import engine as module
 from agentd.runtimes.docker.engine import EngineClient
-from agentd.runtimes.docker.engine_errors import AnswerLost, EngineError, presentable
+from agentd.runtimes.docker.engine_errors import EngineAnswerLost, EngineError, presentable
 from agentd.runtimes.docker.images import Images
 from runtimes.docker.fake_engine import FakeEngine, says
 
@@ -49,7 +49,7 @@ async def listed(client: EngineClient) -> list[Any]:
 async def test_an_answer_that_is_too_large_is_lost(engine, client, monkeypatch) -> None:
     monkeypatch.setattr(module, "MOST_ANSWER", 1 << 20)
     engine.answer = says(200, json.dumps({"Id": HASH, "x": "y" * (1 << 20)}).encode())
-    with pytest.raises(AnswerLost, match="larger than 1 MiB"):
+    with pytest.raises(EngineAnswerLost, match="larger than 1 MiB"):
         await client.call("POST", "/containers/create")
     engine.answer = says(200, b'{"Id": "is read again"}')
     assert await client.call("GET", "/x") == {"Id": "is read again"}
@@ -61,7 +61,7 @@ async def test_an_endless_answer_takes_no_more_than_its_bound(engine, client, mo
     tracemalloc.start()
     try:
         for asked in (client.call("GET", "/x"), listed(client)):
-            with pytest.raises(AnswerLost):
+            with pytest.raises(EngineAnswerLost):
                 await asked
         assert tracemalloc.get_traced_memory()[1] < 12 << 20
     finally:
@@ -75,7 +75,7 @@ async def test_a_small_answer_that_unpacks_to_a_large_one_stays_small(engine, cl
         return web.Response(body=body, headers={"Content-Encoding": "gzip"})
 
     engine.answer = packed
-    with pytest.raises(AnswerLost, match="JSON"):
+    with pytest.raises(EngineAnswerLost, match="JSON"):
         await client.call("GET", "/x")
 
 
@@ -136,7 +136,7 @@ async def test_a_list_of_a_thousand_containers_is_read(engine, client) -> None:
 )
 async def test_a_list_that_is_none_or_not_whole_is_lost(engine, client, raw: bytes) -> None:
     engine.answer = says(200, raw)
-    with pytest.raises(AnswerLost):
+    with pytest.raises(EngineAnswerLost):
         await listed(client)
 
 
@@ -147,14 +147,14 @@ async def test_a_list_beyond_a_bound_is_lost(engine, client, monkeypatch, bound,
     monkeypatch.setattr(module, bound, value)
     raw = json.dumps([LISTED] * 100).encode()
     engine.answer = pieces(*(raw[at : at + 1000] for at in range(0, len(raw), 1000)))
-    with pytest.raises(AnswerLost, match="too large"):
+    with pytest.raises(EngineAnswerLost, match="too large"):
         await listed(client)
 
 
 @pytest.mark.parametrize("version", ["1.41/../../images", "", 7, None, "1.41\n"])
 async def test_a_version_that_is_none_becomes_no_path(engine, client, version) -> None:
     engine.version = version
-    with pytest.raises(AnswerLost, match="version"):
+    with pytest.raises(EngineAnswerLost, match="version"):
         await client.call("GET", "/info")
     assert engine.asked == ["GET /version"]
 

@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 
 from agentd.runtimes.docker.engine import EngineClient
-from agentd.runtimes.docker.engine_errors import AnswerLost, EngineError, EngineUnreachable
+from agentd.runtimes.docker.engine_errors import EngineAnswerLost, EngineError, EngineUnreachable
 from runtimes.docker.fake_engine import FakeEngine, says
 
 
@@ -48,7 +48,7 @@ async def test_a_refusal_carries_status_and_message(engine, client, body, messag
 
 async def test_an_answer_that_is_no_json_is_lost(engine, client) -> None:
     engine.answer = says(200, b"<html>")
-    with pytest.raises(AnswerLost, match="JSON"):
+    with pytest.raises(EngineAnswerLost, match="JSON"):
         await client.call("POST", "/containers/create")
     engine.answer = says(204, b"")
     assert await client.call("POST", "/x") is None
@@ -61,7 +61,7 @@ async def test_a_connection_that_breaks_is_a_lost_answer(engine, client) -> None
         return web.Response()
 
     engine.answer = broken
-    with pytest.raises(AnswerLost):
+    with pytest.raises(EngineAnswerLost):
         await client.call("POST", "/containers/create", body={"a": 1})
 
 
@@ -107,14 +107,14 @@ async def test_a_call_that_is_never_answered_is_a_lost_answer(
         return web.Response()
 
     engine.answer = never
-    with pytest.raises(AnswerLost, match="no answer within 0 s"):
+    with pytest.raises(EngineAnswerLost, match="no answer within 0 s"):
         await client.call("POST", "/containers/x/start", timeout_s=0)
     calling = asyncio.create_task(client.call("POST", "/containers/x/start"))
     async with asyncio.timeout(20):
         while "POST /v1.41/containers/x/start" not in engine.asked:
             await asyncio.sleep(0.01)
     await client.close()
-    with pytest.raises(AnswerLost):
+    with pytest.raises(EngineAnswerLost):
         await calling
     with pytest.raises(EngineUnreachable, match="agentd has hung up"):
         await client.call("DELETE", "/containers/x")

@@ -10,7 +10,7 @@ import pytest
 from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.errors import CommandNotFound, RuntimeUnavailable
 from agentd.runtimes.docker import exec as docker_exec
-from agentd.runtimes.docker.engine_errors import AnswerLost
+from agentd.runtimes.docker.engine_errors import EngineAnswerLost
 
 NODE = "test-inside"
 CONTAINERS = [f"{number:064x}" for number in range(100)]
@@ -74,7 +74,7 @@ class Engine:
 @pytest.mark.parametrize("answer", [{"Id": "../../containers/x"}, {"Id": ""}, {}, None, []])
 async def test_an_exec_that_is_answered_without_an_id_is_not_started(answer, tmp_path) -> None:
     engine = Engine(answer)
-    with pytest.raises(AnswerLost, match="invalid exec id"):
+    with pytest.raises(EngineAnswerLost, match="invalid exec id"):
         await docker_exec.run_inside(engine, tmp_path, NODE, CONTAINERS[0], ExecSpec(("sh",)))
     assert engine.asked == [f"POST /containers/{CONTAINERS[0]}/exec"]
 

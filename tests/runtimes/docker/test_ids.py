@@ -9,10 +9,10 @@ from agentd.core.kernel.states import KernelRef
 from agentd.errors import OutcomeUnknown, RuntimeUnavailable
 from agentd.runtimes.docker.absences import Absences
 from agentd.runtimes.docker.container_config import DockerRules
-from agentd.runtimes.docker.engine_errors import AnswerLost
+from agentd.runtimes.docker.engine_errors import EngineAnswerLost
 from agentd.runtimes.docker.ids import container_id, exec_id, image_id, process_id
 from agentd.runtimes.docker.inspection import inspected, observed_kernel, summarized
-from agentd.runtimes.docker.observer import Observer
+from agentd.runtimes.docker.observer import ContainerObserver
 from agentd.runtimes.docker.runtime import DockerRuntime
 from agentd.runtimes.docker.streams import _event
 from contracts.test_runtime import plan
@@ -25,7 +25,7 @@ NO_IDS = ["../../images/agentd-test:1", "", "..", HASH[:-1], HASH + "0", HASH.up
 @pytest.mark.parametrize("raw", NO_IDS)
 def test_what_is_no_id_is_a_lost_answer(raw: object) -> None:
     for check in (container_id, exec_id, image_id):
-        with pytest.raises(AnswerLost, match="invalid"):
+        with pytest.raises(EngineAnswerLost, match="invalid"):
             check(raw)
     for check in (container_id, exec_id):
         assert check(HASH) == HASH
@@ -34,7 +34,7 @@ def test_what_is_no_id_is_a_lost_answer(raw: object) -> None:
 
 @pytest.mark.parametrize("raw", ["1", "../1", -1, 2**30, 1.0, True, None])
 def test_what_is_no_process_id_is_a_lost_answer(raw: object) -> None:
-    with pytest.raises(AnswerLost, match="invalid process id"):
+    with pytest.raises(EngineAnswerLost, match="invalid process id"):
         process_id(raw)
     assert [process_id(number) for number in (0, 1, 2**22)] == [0, 1, 2**22]
 
@@ -75,8 +75,8 @@ class Lying:
             yield item
 
 
-def observer(engine: Any) -> Observer:
-    return Observer(engine, "n", Absences(None, ""))
+def observer(engine: Any) -> ContainerObserver:
+    return ContainerObserver(engine, "n", Absences(None, ""))
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ async def test_a_list_with_what_is_no_container_is_not_one(item: Any) -> None:
 
 async def test_no_other_container_s_inspection_is_taken() -> None:
     for lie in ({"Id": "../x"}, {"State": {"Status": "running", "Pid": "../1"}}):
-        with pytest.raises(AnswerLost):
+        with pytest.raises(EngineAnswerLost):
             inspected(shown(**lie))
         with pytest.raises(RuntimeUnavailable):
             await observer(Lying(containers=shown(**lie))).find(KernelRef("k1", HASH))
@@ -134,7 +134,7 @@ def test_an_event_has_a_container_and_a_kernel_or_says_nothing() -> None:
     assert event("start", f'"{HASH}"', '"k1"') == ("start", HASH, "x", "k1")
     for kernel in ('"../../PWNED"', '""', "7", "null", '["k1"]'):
         assert event("start", f'"{HASH}"', kernel) == ("start", HASH, "x", "")
-    with pytest.raises(AnswerLost):
+    with pytest.raises(EngineAnswerLost):
         event("start", '"../x"', '"k1"')
     nonsense: list[Callable[[], Any]] = [
         lambda: event("exec_create: sh", f'"{HASH}"', '"k1"'),

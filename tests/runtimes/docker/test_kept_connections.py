@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from agentd.runtimes.docker.engine_errors import AnswerLost, EngineUnreachable
-from agentd.runtimes.docker.kept_connections import MOST_IDLE, Answer, Bounds, KeptConnections
+from agentd.runtimes.docker.engine_errors import EngineAnswerLost, EngineUnreachable
+from agentd.runtimes.docker.kept_connections import MOST_IDLE, Bounds, EngineAnswer, KeptConnections
 
 MOST = Bounds(1000, 100)
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
@@ -67,7 +67,9 @@ async def kept(server: Server) -> AsyncIterator[KeptConnections]:
     made.close()
 
 
-async def ask(kept: KeptConnections, method: str = "GET", body: bytes | None = None) -> Answer:
+async def ask(
+    kept: KeptConnections, method: str = "GET", body: bytes | None = None
+) -> EngineAnswer:
     async with asyncio.timeout(20):
         return await kept.exchange(method, "/x?a=b", body, MOST, 60.0)
 
@@ -81,9 +83,9 @@ async def until_ended(server: Server) -> None:
 
 async def test_requests_share_one_connection(server: Server, kept: KeptConnections) -> None:
     server.says = [[OK], [CHUNKED], [b"HTTP/1.1 204 No Content\r\n\r\n"]]
-    assert await ask(kept) == Answer(200, b"{}")
-    assert await ask(kept, "POST", b'{"a":1}') == Answer(200, b"{}")
-    assert await ask(kept, "DELETE") == Answer(204, b"")
+    assert await ask(kept) == EngineAnswer(200, b"{}")
+    assert await ask(kept, "POST", b'{"a":1}') == EngineAnswer(200, b"{}")
+    assert await ask(kept, "DELETE") == EngineAnswer(204, b"")
     assert server.connections == 1
     assert server.requests[1] == (
         b"POST /x?a=b HTTP/1.1\r\nHost: docker\r\nAccept-Encoding: identity\r\n"
@@ -94,24 +96,24 @@ async def test_requests_share_one_connection(server: Server, kept: KeptConnectio
 @pytest.mark.parametrize(
     ("pieces", "answer", "connections"),
     [
-        ([bytes([byte]) for byte in OK], Answer(200, b"{}"), 1),
-        ([b"HTTP/1.1 100 Continue\r\n\r\n", OK], Answer(200, b"{}"), 1),
+        ([bytes([byte]) for byte in OK], EngineAnswer(200, b"{}"), 1),
+        ([b"HTTP/1.1 100 Continue\r\n\r\n", OK], EngineAnswer(200, b"{}"), 1),
         ([b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{}", END],
-         Answer(200, b"{}"), 2),
-        ([REFUSAL, END], Answer(400, b"no"), 2),
+         EngineAnswer(200, b"{}"), 2),
+        ([REFUSAL, END], EngineAnswer(400, b"no"), 2),
         ([b"HTTP/1.1 500 No\r\nContent-Length: 500\r\n\r\n", b"x" * 300],
-         Answer(500, b"x" * 100, is_cut=True), 2),
+         EngineAnswer(500, b"x" * 100, is_cut=True), 2),
         ([b"HTTP/1.1 200 OK\r\nContent-Length: 5000\r\n\r\n", b"x" * 3000],
-         Answer(200, b"x" * 1000, is_cut=True), 2),
-        ([OK + OK], Answer(200, b"{}"), 2),
-        ([OK + CUT], Answer(200, b"{}"), 2),
+         EngineAnswer(200, b"x" * 1000, is_cut=True), 2),
+        ([OK + OK], EngineAnswer(200, b"{}"), 2),
+        ([OK + CUT], EngineAnswer(200, b"{}"), 2),
     ],
 )  # fmt: skip
 async def test_what_is_believed_of_an_answer(server, kept, pieces, answer, connections) -> None:
     """A connection that said more than it was asked, or less, is not used again."""
     server.says = [pieces, [OK]]
     assert await ask(kept) == answer
-    assert await ask(kept) == Answer(200, b"{}")
+    assert await ask(kept) == EngineAnswer(200, b"{}")
     assert server.connections == connections
 
 
@@ -128,9 +130,9 @@ async def test_what_is_believed_of_an_answer(server, kept, pieces, answer, conne
 )
 async def test_an_answer_that_is_none_is_lost(server, kept, pieces, told) -> None:
     server.says = [pieces, [OK]]
-    with pytest.raises(AnswerLost, match=told):
+    with pytest.raises(EngineAnswerLost, match=told):
         await ask(kept)
-    assert await ask(kept) == Answer(200, b"{}")
+    assert await ask(kept) == EngineAnswer(200, b"{}")
     assert server.connections == 2
 
 
@@ -138,14 +140,14 @@ async def test_an_answer_that_is_none_is_lost(server, kept, pieces, told) -> Non
 async def test_a_kept_connection_that_ends_unanswered_is_replaced(server, kept, method) -> None:
     server.says = [[OK], [END], [OK]]
     await ask(kept)
-    assert await ask(kept, method) == Answer(200, b"{}")
+    assert await ask(kept, method) == EngineAnswer(200, b"{}")
     assert server.connections == 2
 
 
 async def test_nothing_that_acts_is_asked_twice(server: Server, kept: KeptConnections) -> None:
     server.says = [[OK], [END]]
     await ask(kept)
-    with pytest.raises(AnswerLost):
+    with pytest.raises(EngineAnswerLost):
         await ask(kept, "POST", b"{}")
     assert len(server.requests) == 2
 
@@ -155,7 +157,7 @@ async def test_an_idle_connection_that_ends_is_forgotten(server, kept) -> None:
     server.says = [[OK, END], [OK]]
     await ask(kept)
     await until_ended(server)
-    assert await ask(kept, "POST", b"{}") == Answer(200, b"{}")
+    assert await ask(kept, "POST", b"{}") == EngineAnswer(200, b"{}")
     assert server.connections == 2
 
 
@@ -163,7 +165,7 @@ async def test_an_idle_connection_that_speaks_is_ended(server, kept) -> None:
     server.says = [[OK, CUT], [OK]]
     await ask(kept)
     await until_ended(server)
-    assert await ask(kept) == Answer(200, b"{}")
+    assert await ask(kept) == EngineAnswer(200, b"{}")
     assert server.connections == 2
 
 
@@ -177,7 +179,7 @@ async def test_who_is_cancelled_hangs_up(server: Server, kept: KeptConnections) 
     with pytest.raises(asyncio.CancelledError):
         await asking
     await until_ended(server)
-    assert await ask(kept) == Answer(200, b"{}")
+    assert await ask(kept) == EngineAnswer(200, b"{}")
 
 
 async def test_as_many_connections_as_calls_and_few_are_kept(server, kept) -> None:
@@ -198,7 +200,7 @@ async def test_who_hung_up_asks_nothing(server: Server, kept: KeptConnections) -
         while not server.requests:
             await asyncio.sleep(0)
     kept.close()
-    with pytest.raises(AnswerLost, match="agentd has hung up"):
+    with pytest.raises(EngineAnswerLost, match="agentd has hung up"):
         await asking
     with pytest.raises(EngineUnreachable, match="agentd has hung up"):
         await ask(kept, "POST", b"{}")

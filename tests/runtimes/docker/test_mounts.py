@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agentd.core.kernel.edits import Mount
-from agentd.runtimes.docker.mounts import Source, verify_mounts
+from agentd.runtimes.docker.mounts import MountSource, verify_mounts
 
 
 def test_the_mounts_of_a_process_that_is_ending_are_those_of_one_that_is_gone() -> None:
@@ -18,6 +18,6 @@ def test_the_mounts_of_a_process_that_is_ending_are_those_of_one_that_is_gone() 
         with pytest.raises(OSError, match="Invalid argument"):
             Path(f"/proc/{zombie.pid}/mountinfo").read_bytes()
         with pytest.raises(ProcessLookupError):
-            verify_mounts(zombie.pid, [Mount("/tmp", "/tmp")], [Source("/tmp", 1, 1)])
+            verify_mounts(zombie.pid, [Mount("/tmp", "/tmp")], [MountSource("/tmp", 1, 1)])
     finally:
         zombie.wait()

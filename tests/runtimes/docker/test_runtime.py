@@ -9,7 +9,7 @@ from agentd.core.kernel.plan import KernelPlan, kernel_name
 from agentd.core.kernel.states import KernelRef
 from agentd.errors import InvalidRequest, OutcomeUnknown, RuntimeUnavailable
 from agentd.runtimes.docker.container_config import DockerRules
-from agentd.runtimes.docker.engine_errors import AnswerLost
+from agentd.runtimes.docker.engine_errors import EngineAnswerLost
 from agentd.runtimes.docker.runtime import DockerRuntime
 from contracts.test_runtime import NODE, plan
 from engine import IMAGE, Engine
@@ -31,7 +31,7 @@ def losing(runtime: DockerRuntime, monkeypatch: pytest.MonkeyPatch, *paths: str)
 
     async def lossy(method: str, path: str, *rest: object):
         if any(part in f"{method} {path}" for part in paths):
-            raise AnswerLost("connection lost")
+            raise EngineAnswerLost("connection lost")
         return await call(method, path, *rest)
 
     monkeypatch.setattr(runtime._engine, "call", lossy)

@@ -26,12 +26,12 @@ from agentd.host.systemd.unit_paths import UNIT_PATH, is_there, unit_of
 from agentd.runtimes.systemd.bundle import (
     DROP_IN,
     End,
-    Identity,
     UnitBundle,
+    UnitIdentity,
     quoted,
     static_busybox,
 )
-from agentd.runtimes.systemd.journal import Source
+from agentd.runtimes.systemd.journal import JournalSource
 from agentd.runtimes.systemd.properties import end_of, state_of
 from agentd.runtimes.systemd.slices import journal_remarks
 from agentd.runtimes.systemd.unit import (
@@ -225,7 +225,7 @@ def test_a_bundle_keeps_what_it_was_given(tmp_path: Path) -> None:
     bundle.make("record", {"A": 'x "y" $z `w` \\ \n\t', "B": ""})
     assert bundle.path.stat().st_mode & 0o777 == 0o700
     assert (bundle.path / "environment").stat().st_mode & 0o777 == 0o600
-    identity = Identity("ab12", "boot", 5.0)
+    identity = UnitIdentity("ab12", "boot", 5.0)
     for _ in range(2):
         bundle.identify(identity)
     assert (bundle.record(), bundle.identity(), bundle.end()) == ("record", identity, None)
@@ -310,10 +310,10 @@ def test_the_fence_holds_the_partition_and_what_lives() -> None:
 
 
 def test_lines_are_selected_by_what_journald_notes_itself() -> None:
-    source = Source("u.service", "ab", "team-a")
+    source = JournalSource("u.service", "ab", "team-a")
     assert source.journal == ["--namespace=agentd-team-a"]
     assert all(match.startswith("_") for match in source.matches)
-    assert Source("u.service", "ab", None).journal == ["--user"]
+    assert JournalSource("u.service", "ab", None).journal == ["--user"]
 
 
 @pytest.mark.parametrize(

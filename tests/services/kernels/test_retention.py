@@ -5,7 +5,7 @@ from typing import Any
 from agentd.core.kernel.states import Ending, Kernel, KernelState
 from agentd.errors import RuntimeUnavailable
 from agentd.events import EventLog
-from agentd.services.kernels.retention import Keeper
+from agentd.services.kernels.retention import Retention
 from agentd.services.state import NodeState
 
 
@@ -26,7 +26,7 @@ async def test_the_oldest_ended_kernels_go_first_and_living_ones_never() -> None
         state.drop(kernel_id)
 
     service: Any = SimpleNamespace(remove=remove)
-    keeper = Keeper(state, service, 2)
+    keeper = Retention(state, service, 2)
     state.put(Kernel("lives", "agent-1", KernelState.RUNNING, "hash", 0.0, "any"))
     for name, at in (("third", 3.0), ("first", 1.0), ("stuck", 0.5), ("second", 2.0)):
         state.put(ended(name, at))
@@ -44,7 +44,7 @@ async def test_the_oldest_ended_kernels_go_first_and_living_ones_never() -> None
 
 async def test_keeper_sleeps_while_there_are_not_too_many() -> None:
     state = NodeState(["any"], EventLog())
-    keeper = Keeper(state, SimpleNamespace(), 1)  # type: ignore[arg-type]
+    keeper = Retention(state, SimpleNamespace(), 1)  # type: ignore[arg-type]
     running = asyncio.create_task(keeper.run())
     await asyncio.sleep(0)
     state.put(ended("first", 1.0))

@@ -24,9 +24,9 @@ from agentd.http.streams import Streams
 from agentd.rpc.requests import StopRequest
 from agentd_fleet.gateway import views
 from agentd_fleet.gateway.lists import Lists
-from agentd_fleet.gateway.metrics import CONTENT_TYPE, Counts, exposition
+from agentd_fleet.gateway.metrics import CONTENT_TYPE, GatewayCounts, exposition
 from agentd_fleet.gateway.proxy import pass_on, pass_socket
-from agentd_fleet.nodes.calls import Answer, Nodes
+from agentd_fleet.nodes.calls import NodeAnswer, Nodes
 from agentd_fleet.placement.deleter import Deleter
 from agentd_fleet.placement.kernels import FleetKernels, path_of, unknown_kernel
 from agentd_fleet.placement.placer import Placer
@@ -53,7 +53,7 @@ class Gateway:
         self._lists = Lists(self._kernels, state)
         self._streams = Streams()
         self._events = EventLog()
-        self._counts = Counts()
+        self._counts = GatewayCounts()
         self._describe: Callable[[], Mapping[str, Any]] = dict
 
     @property
@@ -259,7 +259,7 @@ class Gateway:
             headers["Fleet-Stale"] = why.replace("\n", " ")[:200]
         return answer(content, headers=headers)
 
-    def _kernel(self, given: Answer, node_id: str) -> web.Response:
+    def _kernel(self, given: NodeAnswer, node_id: str) -> web.Response:
         """Return a node's answer with the node's id in it; a problem as it is."""
         if given.is_error:
             return self._raw(given)
@@ -270,6 +270,6 @@ class Gateway:
         response.headers[REVISION] = str(self._state.view.revision)
         return response
 
-    def _raw(self, given: Answer) -> web.Response:
+    def _raw(self, given: NodeAnswer) -> web.Response:
         kept = {k: given.headers[k] for k in ("Content-Type", "Retry-After") if k in given.headers}
         return web.Response(body=given.body, status=given.status, headers=kept)

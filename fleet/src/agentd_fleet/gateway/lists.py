@@ -17,7 +17,7 @@ from agentd.http.callers import caller_of
 from agentd.http.queries import read_labels, read_limit
 from agentd_fleet.gateway import views
 from agentd_fleet.placement.kernels import FleetKernels, unknown_kernel
-from agentd_fleet.store.route import Route
+from agentd_fleet.store.route import KernelRoute
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode, FleetView, NodeStatus
 
@@ -95,7 +95,11 @@ class Lists:
         return answer(shown, headers=_missing(self._told(caller, missing, routes, query)))
 
     def _told(
-        self, caller: Caller, missing: list[str], routes: Iterable[Route], query: MultiMapping[str]
+        self,
+        caller: Caller,
+        missing: list[str],
+        routes: Iterable[KernelRoute],
+        query: MultiMapping[str],
     ) -> list[str]:
         """Return the missing nodes that a caller may know of.
 
@@ -131,7 +135,7 @@ class Lists:
         caller, missing = caller_of(request), list[str]()
         begin, after = request.query.get("after_node", ""), request.query.get("after", "")
         shown: list[dict[str, Any]] = []
-        routes: list[Route] | None = None
+        routes: list[KernelRoute] | None = None
         for at in range(0, len(nodes), AHEAD):
             some = nodes[at : at + AHEAD]
             asked = [*filters, ("limit", str(limit - len(shown)))]

@@ -20,7 +20,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PLACED = "placed"
 
 
-class Counts:
+class GatewayCounts:
     """Creates of this gateway by result since its start; those that there can be begin at zero."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Counts:
         self.creates[PLACED] += 1
 
 
-def exposition(view: FleetView, caller: Caller, counts: Counts, *, is_live: bool) -> bytes:
+def exposition(view: FleetView, caller: Caller, counts: GatewayCounts, *, is_live: bool) -> bytes:
     """Return the metrics of the fleet: amounts, in bytes and wholes, of a caller's agents alone."""
     from prometheus_client import CollectorRegistry, generate_latest
 
@@ -51,7 +51,7 @@ def exposition(view: FleetView, caller: Caller, counts: Counts, *, is_live: bool
     return generate_latest(registry)
 
 
-def _fleet(view: FleetView, counts: Counts, *, is_live: bool) -> Iterator[Metric]:
+def _fleet(view: FleetView, counts: GatewayCounts, *, is_live: bool) -> Iterator[Metric]:
     from prometheus_client.core import (
         CounterMetricFamily,
         GaugeMetricFamily,

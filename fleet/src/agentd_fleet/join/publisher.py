@@ -28,9 +28,9 @@ from agentd.errors import AgentdError
 from agentd.service.boot_id import boot_id
 from agentd.service.sd_notify import Notifier
 from agentd_fleet.nodes.reader import NodeReader
-from agentd_fleet.store.etcd_client import Access, Etcd, EtcdRefused, LeaseGone
+from agentd_fleet.store.etcd_client import Etcd, EtcdCredentials, EtcdRefused, LeaseGone
 from agentd_fleet.store.keys import key_of, prefix_of
-from agentd_fleet.view.reports import KnownNode, NodeReport, Reading, first_seen
+from agentd_fleet.view.reports import KnownNode, NodeReading, NodeReport, first_seen
 
 log = structlog.get_logger()
 
@@ -69,7 +69,7 @@ class Publisher:
         self._etcd = etcd
         self._options = options
         self._install_id, self._boot_id = install_id, boot_id
-        self._reading: Reading | None = None
+        self._reading: NodeReading | None = None
         self._changed = asyncio.Event()
         self._lease = 0
         self._revision = 0
@@ -79,7 +79,7 @@ class Publisher:
         self._notifier = Notifier()
         self._quiet_until = 0.0
 
-    async def told(self, reading: Reading) -> None:
+    async def told(self, reading: NodeReading) -> None:
         """Take what the node says now."""
         self._reading = reading
         self._changed.set()
@@ -116,7 +116,7 @@ class Publisher:
         if not await self._etcd.keep_alive(self._lease):
             self._lease = 0
 
-    async def _join(self, reading: Reading) -> None:
+    async def _join(self, reading: NodeReading) -> None:
         """Take the node's id under a new lease.
 
         Raises:
@@ -145,7 +145,7 @@ class Publisher:
             return False
         return (said.install_id, said.boot_id) == (self._install_id, self._boot_id)
 
-    async def _publish(self, reading: Reading) -> None:
+    async def _publish(self, reading: NodeReading) -> None:
         """Write what has changed since it was last written."""
         report, free = self._report(reading), msgspec.json.encode(reading.free)
         if report != self._said[0]:
@@ -165,7 +165,7 @@ class Publisher:
             await self._etcd.put(self._key("free", reading), free, lease=self._lease)
             self._free_at, self._said = loop.time() + FREE_PAUSE_S, (report, free)
 
-    async def _make_known(self, reading: Reading) -> None:
+    async def _make_known(self, reading: NodeReading) -> None:
         """Have it stay known that this node is here, and by which slots, when its lease ends."""
         what = msgspec.json.encode([self._options.url, reading.slot_types])
         if what == self._known:
@@ -183,7 +183,7 @@ class Publisher:
             log.warning("join.not_known", key=key, reason=str(error))
         self._known = what
 
-    def _report(self, reading: Reading) -> bytes:
+    def _report(self, reading: NodeReading) -> bytes:
         options = self._options
         said = reading.reported(
             install_id=self._install_id,
@@ -193,7 +193,7 @@ class Publisher:
         )
         return msgspec.json.encode(said)
 
-    def _key(self, part: str, reading: Reading) -> str:
+    def _key(self, part: str, reading: NodeReading) -> str:
         return key_of(prefix_of(self._options.fleet), part, reading.node_id)
 
     def _complain(self, error: AgentdError) -> None:
@@ -243,7 +243,7 @@ async def publish(options: JoinOptions) -> None:
         if options.cert:
             tls.load_cert_chain(options.cert, options.key)
     endpoints = random.sample(options.endpoints, len(options.endpoints))
-    access = Access(tuple(endpoints), options.user, options.password, tls)
+    access = EtcdCredentials(tuple(endpoints), options.user, options.password, tls)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

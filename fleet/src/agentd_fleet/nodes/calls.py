@@ -18,7 +18,7 @@ from agentd.client.errors import error_in
 from agentd.core.access import Caller, Role
 from agentd.errors import AgentdError, NodeUnavailable
 from agentd.http.callers import NODE, ON_BEHALF
-from agentd.http.connections.admission import keep_asking
+from agentd.http.connections.admission import enable_keepalive
 from agentd.http.connections.websocket import MAX_FRAME
 from agentd_fleet.view.fleet_view import FleetNode
 
@@ -39,7 +39,7 @@ GATEWAY = Caller("fleet", Role.ADMIN)
 """As whom a gateway calls for itself."""
 
 
-class Answer(NamedTuple):
+class NodeAnswer(NamedTuple):
     """What a node said."""
 
     status: int
@@ -59,7 +59,7 @@ class NeverAsked(NodeUnavailable):
     """No connection to the node could be made: it has not been asked."""
 
 
-class AnswerLost(NodeUnavailable):
+class NodeAnswerLost(NodeUnavailable):
     """The node may have been asked, and its answer did not come."""
 
 
@@ -94,18 +94,18 @@ class Nodes:
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
         patience_s: float = PATIENCE_S,
-    ) -> Answer:
+    ) -> NodeAnswer:
         """Ask a node, and return whatever it answers.
 
         Raises:
-            NeverAsked, AnswerLost: it does not.
+            NeverAsked, NodeAnswerLost: it does not.
         """
         opened = self.opened(node, caller, method, path, body=body, headers=headers)
         try:
             async with asyncio.timeout(patience_s), opened as response:
-                answer = Answer(response.status, response.headers, await _whole(node, response))
+                answer = NodeAnswer(response.status, response.headers, await _whole(node, response))
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise AnswerLost(_text(node, error)) from None
+            raise NodeAnswerLost(_text(node, error)) from None
         if answer.status == HTTPStatus.FORBIDDEN and b"gateway = true" in answer.body:
             why = "does not take the gateway's token as one of a gateway (gateway = true)"
             raise NeverAsked(f"node {node.node_id} {why}")
@@ -125,7 +125,7 @@ class Nodes:
         """Ask a node, and give its answer to be read.
 
         Raises:
-            NeverAsked, AnswerLost: there is none.
+            NeverAsked, NodeAnswerLost: there is none.
         """
         if node.remark:
             raise NeverAsked(f"node {node.node_id}: {node.remark}")
@@ -144,12 +144,12 @@ class Nodes:
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, ValueError) as error:
             raise NeverAsked(_text(node, error)) from None
         except (aiohttp.ClientError, OSError) as error:
-            raise AnswerLost(_text(node, error)) from None
+            raise NodeAnswerLost(_text(node, error)) from None
         async with response:
             if (why := REFUSED.get(response.status)) is not None:
                 raise NeverAsked(f"node {node.node_id} {why}")
             if response.headers.get(NODE) != node.node_id or response.status in REDIRECTS:
-                raise AnswerLost(f"node {node.node_id}: something else answers at its address")
+                raise NodeAnswerLost(f"node {node.node_id}: something else answers at its address")
             yield response
 
     async def connected(
@@ -158,7 +158,7 @@ class Nodes:
         """Open a WebSocket at a node; None if it refuses.
 
         Raises:
-            NeverAsked, AnswerLost: it does not answer.
+            NeverAsked, NodeAnswerLost: it does not answer.
         """
         if node.remark:
             raise NeverAsked(f"node {node.node_id}: {node.remark}")
@@ -176,7 +176,7 @@ class Nodes:
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, ValueError) as error:
             raise NeverAsked(_text(node, error)) from None
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise AnswerLost(_text(node, error)) from None
+            raise NodeAnswerLost(_text(node, error)) from None
 
     def _session(self, url: str) -> tuple[aiohttp.ClientSession, str]:
         path = url.removeprefix(UNIX) if url.startswith(UNIX) else ""
@@ -228,7 +228,7 @@ def _impatient(info: aiohttp.AddrInfoType) -> socket.socket:
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD_MS)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    keep_asking(made)
+    enable_keepalive(made)
     return made
 
 
@@ -237,7 +237,7 @@ async def _whole(node: FleetNode, response: aiohttp.ClientResponse) -> bytes:
     async for chunk in response.content.iter_any():
         content += chunk
         if len(content) > MOST_ANSWER:
-            raise AnswerLost(f"node {node.node_id}: its answer is over {MOST_ANSWER >> 20} MiB")
+            raise NodeAnswerLost(f"node {node.node_id}: its answer is over {MOST_ANSWER >> 20} MiB")
     return bytes(content)
 
 

@@ -12,7 +12,7 @@ from agentd.client.asynchronous import AsyncClient
 from agentd.client.events import NodeEvent
 from agentd.errors import AgentdError
 from agentd.views import SlotTypeView
-from agentd_fleet.view.reports import Reading, reading_of
+from agentd_fleet.view.reports import NodeReading, reading_of
 
 AGAIN_S = 30.0
 """How often a node is read although nothing happened."""
@@ -26,10 +26,10 @@ PROBE_S, PROBE_PATIENCE_S = 1.0, 3.0
 class NodeReader:
     """Follows one daemon, and tells what it says of its node, and when it is away."""
 
-    def __init__(self, client: AsyncClient, told: Callable[[Reading], Awaitable[None]]) -> None:
+    def __init__(self, client: AsyncClient, told: Callable[[NodeReading], Awaitable[None]]) -> None:
         self._client = client
         self._told = told
-        self._last: Reading | None = None
+        self._last: NodeReading | None = None
         self._types: tuple[int, list[SlotTypeView]] | None = None
 
     async def run(self) -> None:

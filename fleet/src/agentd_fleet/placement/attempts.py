@@ -14,15 +14,21 @@ from msgspec.structs import replace
 
 from agentd.core.access import Caller
 from agentd.errors import NodeUnavailable
-from agentd_fleet.nodes.calls import CREATE_PATIENCE_S, Answer, AnswerLost, NeverAsked, Nodes
-from agentd_fleet.placement.requests import Order
-from agentd_fleet.store.route import Kept, Route, Store
+from agentd_fleet.nodes.calls import (
+    CREATE_PATIENCE_S,
+    NeverAsked,
+    NodeAnswer,
+    NodeAnswerLost,
+    Nodes,
+)
+from agentd_fleet.placement.requests import PlacementRequest
+from agentd_fleet.store.route import Kept, KernelRoute, Store
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode
 
 
 @dataclass(frozen=True)
-class Pace:
+class PlacementTimeouts:
     """How long to insist, in seconds; shorter ones are for tests."""
 
     insist_s: float = 10.0
@@ -42,12 +48,12 @@ class Pace:
 class Tried(NamedTuple):
     """A node's answer, the route as it stands then, and whether the node was asked only once."""
 
-    answer: Answer
+    answer: NodeAnswer
     kept: Kept
     is_certain: bool
 
 
-class OutcomeUnknown(NodeUnavailable):
+class PlacementUnknown(NodeUnavailable):
     """A node may have a kernel, or not; the same request finds out."""
 
     def __init__(self, kernel_id: str, node_id: str, why: str) -> None:
@@ -61,31 +67,33 @@ class OutcomeUnknown(NodeUnavailable):
         return {"kernel_id": self.kernel_id, "node_id": self.node_id}
 
 
-class Overtaken(OutcomeUnknown):
+class Overtaken(PlacementUnknown):
     """Another gateway is at work on a kernel id by now."""
 
 
 class Asker:
     """Asks nodes for kernels, each under the route that leads to it."""
 
-    def __init__(self, store: Store, state: FleetState, nodes: Nodes, pace: Pace) -> None:
+    def __init__(
+        self, store: Store, state: FleetState, nodes: Nodes, pace: PlacementTimeouts
+    ) -> None:
         self._store = store
         self._state = state
         self._nodes = nodes
         self._pace = pace
 
-    def known(self, route: Route) -> FleetNode:
+    def known(self, route: KernelRoute) -> FleetNode:
         """Return the node that a route leads to.
 
         Raises:
-            OutcomeUnknown: it is not heard of.
+            PlacementUnknown: it is not heard of.
         """
         node = self._state.node(route.node_id)
         if node is None or not node.url:
-            raise OutcomeUnknown(route.kernel_id, route.node_id, f"node {route.node_id} is away")
+            raise PlacementUnknown(route.kernel_id, route.node_id, f"node {route.node_id} is away")
         return node
 
-    async def ask(self, caller: Caller, order: Order, kept: Kept, began: float) -> Tried:
+    async def ask(self, caller: Caller, order: PlacementRequest, kept: Kept, began: float) -> Tried:
         """Ask a node for a kernel until it answers.
 
         Before it is asked again the route is written again: whoever settled it meanwhile, or took
@@ -94,14 +102,14 @@ class Asker:
 
         Raises:
             NeverAsked: it cannot be asked, and has not been.
-            OutcomeUnknown: it was asked, and does not answer; or this gateway has slept, and
+            PlacementUnknown: it was asked, and does not answer; or this gateway has slept, and
                 others may have settled the route meanwhile.
         """
         route, end = kept.route, now() + self._pace.insist_s
         node, is_certain = self.known(route), True
         while True:
             if now() - began > self._pace.fresh_s:
-                raise OutcomeUnknown(route.kernel_id, route.node_id, "this gateway was stopped")
+                raise PlacementUnknown(route.kernel_id, route.node_id, "this gateway was stopped")
             try:
                 answer = await self._once(caller, order, route, node)
                 return Tried(answer, kept, is_certain=is_certain)
@@ -109,10 +117,10 @@ class Asker:
                 if is_certain:
                     raise
                 why = str(error)
-            except AnswerLost as error:
+            except NodeAnswerLost as error:
                 is_certain, why = False, str(error)
             if now() > end:
-                raise OutcomeUnknown(route.kernel_id, route.node_id, why)
+                raise PlacementUnknown(route.kernel_id, route.node_id, why)
             await asyncio.sleep(self._pace.again_s)
             mine, began = replace(route, owner=secrets.token_hex(8)), now()
             revision = await self._store.keep(mine, kept.revision)
@@ -120,7 +128,9 @@ class Asker:
                 raise Overtaken(route.kernel_id, route.node_id, "another is at work on it")
             kept = Kept(mine, revision)
 
-    async def _once(self, caller: Caller, order: Order, route: Route, node: FleetNode) -> Answer:
+    async def _once(
+        self, caller: Caller, order: PlacementRequest, route: KernelRoute, node: FleetNode
+    ) -> NodeAnswer:
         """Ask once, for as long as the node is heard of: an image may take its time to come."""
         asking = asyncio.create_task(
             self._nodes.ask(
@@ -144,14 +154,14 @@ class Asker:
         finally:
             leaving.cancel()
             asking.cancel()
-        raise AnswerLost(f"node {node.node_id} went away")
+        raise NodeAnswerLost(f"node {node.node_id} went away")
 
 
-def _readable(answer: Answer, route: Route) -> Answer:
+def _readable(answer: NodeAnswer, route: KernelRoute) -> NodeAnswer:
     """Return an answer that says which kernel there is now, or why none.
 
     Raises:
-        AnswerLost: it does not.
+        NodeAnswerLost: it does not.
     """
     if answer.is_error:
         return answer
@@ -160,7 +170,7 @@ def _readable(answer: Answer, route: Route) -> Answer:
     except (ValueError, KeyError, TypeError, RecursionError):
         is_it = False
     if not is_it:
-        raise AnswerLost(f"node {route.node_id} gave an answer that cannot be read")
+        raise NodeAnswerLost(f"node {route.node_id} gave an answer that cannot be read")
     return answer
 
 

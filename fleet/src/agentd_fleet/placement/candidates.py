@@ -22,7 +22,7 @@ from agentd_fleet.view.fleet_view import FleetNode, FleetView, NodeStatus
 from agentd_fleet.view.ranking import AGENT, AgentKey, Place, Ranking, Row, ranked
 
 
-class Policy(StrEnum):
+class PlacementPolicy(StrEnum):
     """Which of those that can give a request is asked first."""
 
     RANDOM = "random"
@@ -88,7 +88,7 @@ def candidates(
     view: FleetView,
     request: ResourceSlots,
     constraints: Constraints,
-    policy: Policy,
+    policy: PlacementPolicy,
     choice: random.Random,
     most: int = 8,
 ) -> list[Candidate]:
@@ -115,7 +115,7 @@ def candidates(
         row = rows[key]
         return all(row[at] >= least for at, least in asks) and is_allowed(*key)
 
-    if policy is Policy.RANDOM:
+    if policy is PlacementPolicy.RANDOM:
         found: Iterator[AgentKey] = filter(fits, (key for _, key in _drawn(ranking, first, choice)))
     elif column == AGENT:
         found = filter(fits, (key for _, key in ranking.upwards(first)))

@@ -16,10 +16,10 @@ from msgspec.structs import replace
 from agentd.core.access import Caller
 from agentd.core.names import NAME
 from agentd.errors import NodeUnavailable
-from agentd_fleet.nodes.calls import CREATE_PATIENCE_S, Answer, Nodes
+from agentd_fleet.nodes.calls import CREATE_PATIENCE_S, NodeAnswer, Nodes
 from agentd_fleet.placement.kernels import FleetKernels, is_unknown, path_of, unknown
 from agentd_fleet.placement.placer import Placer
-from agentd_fleet.store.route import Kept, Progress, Route, RouteUnreadable, Store
+from agentd_fleet.store.route import Kept, KernelRoute, RouteProgress, RouteUnreadable, Store
 from agentd_fleet.view.fleet_view import FleetNode
 
 STOP_PATIENCE_S = 150.0
@@ -58,7 +58,7 @@ class Deleter:
 
     async def delete(
         self, caller: Caller, kernel_id: str, node_id: str | None, query: Mapping[str, str]
-    ) -> Answer:
+    ) -> NodeAnswer:
         """Remove a kernel, of the node that is named or else of its route's.
 
         Raises:
@@ -80,13 +80,13 @@ class Deleter:
 
     async def _by_route(
         self, caller: Caller, kernel_id: str, node_id: str | None, call: _Call
-    ) -> Answer:
-        given: Answer | None = None
+    ) -> NodeAnswer:
+        given: NodeAnswer | None = None
         while True:
             stored = kept = await self._store.route(kernel_id)
             if kept is not None and not caller.sees(kept.route.agent_id):
                 kept = None
-            if given is not None and (kept is None or kept.route.progress is Progress.PLACING):
+            if given is not None and (kept is None or kept.route.progress is RouteProgress.PLACING):
                 return given  # the id was free, and may be in use again
             if kept is None or node_id not in (None, kept.route.node_id):
                 if node_id is None:
@@ -102,7 +102,7 @@ class Deleter:
             if is_settled and given is not None:
                 return given
 
-    async def _routed(self, caller: Caller, kernel_id: str, node: FleetNode) -> Answer | None:
+    async def _routed(self, caller: Caller, kernel_id: str, node: FleetNode) -> NodeAnswer | None:
         """Write a route to a kernel that the fleet did not place, so that it can be removed by it.
 
         Returns what the node says if it has no such kernel.
@@ -115,18 +115,20 @@ class Deleter:
         except msgspec.MsgspecError as error:
             why = f"node {node.node_id} says of kernel {kernel_id} what cannot be read: {error}"
             raise NodeUnavailable(why) from None
-        route = Route(
+        route = KernelRoute(
             kernel_id=kernel_id,
             node_id=node.node_id,
             agent_id=agent_id,
             request_hash="",
             owner=secrets.token_hex(8),
-            progress=Progress.PLACED,
+            progress=RouteProgress.PLACED,
         )
         await self._store.keep(route, 0)  # where somebody else wrote one, that is looked at next
         return None
 
-    async def _once(self, caller: Caller, kept: Kept, call: _Call) -> tuple[Answer | None, bool]:
+    async def _once(
+        self, caller: Caller, kept: Kept, call: _Call
+    ) -> tuple[NodeAnswer | None, bool]:
         """Return what the node says, None if it was not asked, and whether nothing is left to do.
 
         A kernel that is being placed is looked for first: if its node has none, a request for it
@@ -134,12 +136,12 @@ class Deleter:
         """
         node = self._kernels.node(kept.route.node_id)
         mine = await self._taken(kept, kept.route.progress)
-        if mine is not None and mine.route.progress is Progress.PLACING:
+        if mine is not None and mine.route.progress is RouteProgress.PLACING:
             kernel = path_of(mine.route.kernel_id)
             found = await self._nodes.ask(node, caller, "GET", kernel)
             if found.is_error:
                 return found, True
-            mine = await self._taken(mine, Progress.PLACED)
+            mine = await self._taken(mine, RouteProgress.PLACED)
         if mine is None:
             return None, False
         answer = await self._asked(node, caller, call)
@@ -149,7 +151,7 @@ class Deleter:
 
     async def _by_name(
         self, caller: Caller, unread: RouteUnreadable, node: FleetNode, call: _Call
-    ) -> Answer | None:
+    ) -> NodeAnswer | None:
         """Remove a kernel whose route cannot be read; None: the route is another one by now.
 
         What a newer gateway wrote is left to it.
@@ -162,11 +164,11 @@ class Deleter:
             await self._store.drop(unread.kernel_id, revision)
         return answer
 
-    async def _asked(self, node: FleetNode, caller: Caller, call: _Call) -> Answer:
+    async def _asked(self, node: FleetNode, caller: Caller, call: _Call) -> NodeAnswer:
         patience_s = call.patience_s
         return await self._nodes.ask(node, caller, "DELETE", call.path, patience_s=patience_s)
 
-    async def _taken(self, kept: Kept, progress: Progress) -> Kept | None:
+    async def _taken(self, kept: Kept, progress: RouteProgress) -> Kept | None:
         """Take a route over; None: it has changed."""
         mine = replace(kept.route, owner=secrets.token_hex(8), progress=progress)
         revision = await self._store.keep(mine, kept.revision)

@@ -19,9 +19,9 @@ from agentd.errors import (
     UnknownKernel,
     UnknownNode,
 )
-from agentd_fleet.nodes.calls import CREATE_PATIENCE_S, PATIENCE_S, Answer, Nodes
+from agentd_fleet.nodes.calls import CREATE_PATIENCE_S, PATIENCE_S, NodeAnswer, Nodes
 from agentd_fleet.placement.placer import Placer
-from agentd_fleet.store.route import Kept, Progress, Route, Store
+from agentd_fleet.store.route import Kept, KernelRoute, RouteProgress, Store
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode, NodeStatus
 
@@ -31,7 +31,7 @@ AT_ONCE = 32
 """How many nodes are asked for a list at the same time."""
 
 
-class Place(NamedTuple):
+class KernelLocation(NamedTuple):
     """The node that a kernel is on, and the route that says so, if it was made by the fleet."""
 
     node: FleetNode
@@ -69,7 +69,7 @@ class FleetKernels:
             raise UnknownNode(f"no node {node_id} in this fleet")
         return node
 
-    async def place(self, caller: Caller, kernel_id: str, node_id: str | None) -> Place:
+    async def place(self, caller: Caller, kernel_id: str, node_id: str | None) -> KernelLocation:
         """Return where a kernel is, as far as the caller may know.
 
         Raises:
@@ -87,15 +87,20 @@ class FleetKernels:
             kept = None
         if node_id is not None:
             if kept is None or kept.route.node_id != node_id:
-                return Place(self.seen(caller, node_id), None)
-            return Place(self.node(node_id), kept)
+                return KernelLocation(self.seen(caller, node_id), None)
+            return KernelLocation(self.node(node_id), kept)
         if kept is None:
             raise unknown(kernel_id)
-        return Place(self.node(kept.route.node_id), kept)
+        return KernelLocation(self.node(kept.route.node_id), kept)
 
     async def ask(
-        self, caller: Caller, place: Place, method: str, path: str, body: bytes | None = None
-    ) -> Answer:
+        self,
+        caller: Caller,
+        place: KernelLocation,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+    ) -> NodeAnswer:
         """Ask the node of a kernel; a route to a kernel that is not there any more is dropped.
 
         Raises:
@@ -106,7 +111,7 @@ class FleetKernels:
             place.node, caller, method, path, body=body, patience_s=patience_s
         )
         kept = place.kept
-        if is_unknown(answer) and kept is not None and kept.route.progress is Progress.PLACED:
+        if is_unknown(answer) and kept is not None and kept.route.progress is RouteProgress.PLACED:
             await self._store.drop(kept.route.kernel_id, kept.revision)
         return answer
 
@@ -154,9 +159,9 @@ class FleetKernels:
 
     async def routed_to(
         self, caller: Caller, nodes: Collection[str], past: tuple[str, str] = ("", "")
-    ) -> list[Route]:
+    ) -> list[KernelRoute]:
         """Return the routes to some nodes, which cannot be asked, in the order of node and id."""
-        found: list[Route] = []
+        found: list[KernelRoute] = []
         if nodes:
             async for page in self._store.routes():
                 for route, _ in page:
@@ -174,12 +179,12 @@ def unknown(kernel_id: str) -> UnknownKernel:
     )
 
 
-def is_unknown(answer: Answer) -> bool:
+def is_unknown(answer: NodeAnswer) -> bool:
     """Tell whether a node says that it has no such kernel."""
     return answer.is_error and answer.error().code == "UnknownKernel"
 
 
-def unknown_kernel(route: Route) -> dict[str, Any]:
+def unknown_kernel(route: KernelRoute) -> dict[str, Any]:
     """Return what is shown of a kernel whose node cannot be asked."""
     return {
         "kernel_id": route.kernel_id,

@@ -23,12 +23,12 @@ from msgspec.structs import replace
 from agentd.core.access import Caller
 from agentd.core.slots import ResourceSlots
 from agentd.errors import AgentdError, KernelConflict, NodeUnavailable
-from agentd_fleet.nodes.calls import GATEWAY, Answer, NeverAsked, Nodes
-from agentd_fleet.placement.attempts import Asker, Overtaken, Pace, now, path_of
-from agentd_fleet.placement.candidates import Candidate, Policy, asked, candidates
+from agentd_fleet.nodes.calls import GATEWAY, NeverAsked, NodeAnswer, Nodes
+from agentd_fleet.placement.attempts import Asker, Overtaken, PlacementTimeouts, now, path_of
+from agentd_fleet.placement.candidates import Candidate, PlacementPolicy, asked, candidates
 from agentd_fleet.placement.refusals import refusal
-from agentd_fleet.placement.requests import Order
-from agentd_fleet.store.route import Kept, Progress, Route, Store, StoreAway
+from agentd_fleet.placement.requests import PlacementRequest
+from agentd_fleet.store.route import Kept, KernelRoute, RouteProgress, Store, StoreAway
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetView
 
@@ -50,7 +50,7 @@ MAY_YET = frozenset({"RuntimeUnavailable", "Internal"})
 class Placed(NamedTuple):
     """A node's answer to a create, and where that was."""
 
-    answer: Answer
+    answer: NodeAnswer
     node_id: str
     agent_id: str
 
@@ -63,14 +63,14 @@ class Placer:
         store: Store,
         state: FleetState,
         nodes: Nodes,
-        policy: Policy = Policy.RANDOM,
-        pace: Pace | None = None,
+        policy: PlacementPolicy = PlacementPolicy.RANDOM,
+        pace: PlacementTimeouts | None = None,
     ) -> None:
         self._store = store
         self._state = state
         self._nodes = nodes
         self._policy = policy
-        self._pace = pace or Pace()
+        self._pace = pace or PlacementTimeouts()
         self._asker = Asker(store, state, nodes, self._pace)
         self._choice = random.Random()  # noqa: S311 - spreads load, hides nothing
         self._noting: dict[str, asyncio.Task[None]] = {}
@@ -83,7 +83,7 @@ class Placer:
         async with lock:
             yield
 
-    async def create(self, caller: Caller, order: Order, view: FleetView) -> Placed:
+    async def create(self, caller: Caller, order: PlacementRequest, view: FleetView) -> Placed:
         """Create a kernel somewhere, or find the one that the same order created before.
 
         Raises:
@@ -106,7 +106,7 @@ class Placer:
                         raise
                 kept = await self._store.route(order.kernel_id)
 
-    async def explain(self, caller: Caller, order: Order, view: FleetView) -> Placed:
+    async def explain(self, caller: Caller, order: PlacementRequest, view: FleetView) -> Placed:
         """Ask nodes what a create would be given, and change nothing.
 
         Raises:
@@ -116,11 +116,11 @@ class Placer:
         choices = self._choices(order, view, request)
         answers = await self._looks(caller, order, choices)
         for candidate, answer in zip(choices, answers, strict=True):
-            if isinstance(answer, Answer) and not answer.is_error:
+            if isinstance(answer, NodeAnswer) and not answer.is_error:
                 return Placed(answer, candidate.node_id, candidate.agent_id)
         raise refusal(view, request, order.constraints, _refusals(choices, answers))
 
-    def _asked_for(self, order: Order, view: FleetView) -> ResourceSlots:
+    def _asked_for(self, order: PlacementRequest, view: FleetView) -> ResourceSlots:
         """Return what is asked for in the fleet's slots.
 
         Raises:
@@ -131,12 +131,14 @@ class Placer:
             raise StoreAway(f"nothing is placed while the fleet cannot be seen: {why}")
         return asked(view, order.slots)
 
-    def _choices(self, order: Order, view: FleetView, request: ResourceSlots) -> list[Candidate]:
+    def _choices(
+        self, order: PlacementRequest, view: FleetView, request: ResourceSlots
+    ) -> list[Candidate]:
         policy = order.policy or self._policy
         return candidates(view, request, order.constraints, policy, self._choice, TRIES)
 
     async def _place(
-        self, caller: Caller, order: Order, view: FleetView, request: ResourceSlots
+        self, caller: Caller, order: PlacementRequest, view: FleetView, request: ResourceSlots
     ) -> Placed:
         """Try one candidate after the other, each only after the one before refused for certain."""
         choices = self._choices(order, view, request)
@@ -172,15 +174,15 @@ class Placer:
                 answers = await self._looks(caller, order, queue)
                 refused += _refusals(queue, answers)
                 looked = zip(queue, answers, strict=True)
-                queue = deque(c for c, a in looked if isinstance(a, Answer) and not a.is_error)
+                queue = deque(c for c, a in looked if isinstance(a, NodeAnswer) and not a.is_error)
         if revision:
             await self._store.drop(order.kernel_id, revision)
         if refused and refused[-1][1].code not in ELSEWHERE | {"NodeUnavailable"}:
             raise refused[-1][1]
         raise refusal(view, request, order.constraints, refused)
 
-    def _route(self, caller: Caller, order: Order, candidate: Candidate) -> Route:
-        return Route(
+    def _route(self, caller: Caller, order: PlacementRequest, candidate: Candidate) -> KernelRoute:
+        return KernelRoute(
             kernel_id=order.kernel_id,
             node_id=candidate.node_id,
             agent_id=candidate.agent_id,
@@ -190,11 +192,11 @@ class Placer:
         )
 
     async def _looks(
-        self, caller: Caller, order: Order, choices: Sequence[Candidate]
-    ) -> list[Answer | NodeUnavailable]:
+        self, caller: Caller, order: PlacementRequest, choices: Sequence[Candidate]
+    ) -> list[NodeAnswer | NodeUnavailable]:
         """Ask for decisions, of all at once."""
 
-        async def look(candidate: Candidate) -> Answer | NodeUnavailable:
+        async def look(candidate: Candidate) -> NodeAnswer | NodeUnavailable:
             node = self._state.node(candidate.node_id)
             path = f"{path_of(candidate.agent_id)}?dry_run=true"
             if node is None:
@@ -208,7 +210,7 @@ class Placer:
 
         return list(await asyncio.gather(*(look(candidate) for candidate in choices)))
 
-    async def _again(self, caller: Caller, order: Order, kept: Kept) -> Placed | None:
+    async def _again(self, caller: Caller, order: PlacementRequest, kept: Kept) -> Placed | None:
         """Find what an order for this kernel id came to; None: nothing, and the id is free.
 
         Raises:
@@ -220,7 +222,7 @@ class Placer:
             if await self._is_gone(kept):
                 return None
             raise KernelConflict(why)
-        if route.progress is Progress.PLACED:
+        if route.progress is RouteProgress.PLACED:
             node = self._asker.known(route)
             answer = await self._nodes.ask(node, caller, "GET", f"/v1/kernels/{route.kernel_id}")
             if answer.is_error and answer.error().code == "UnknownKernel":
@@ -251,7 +253,7 @@ class Placer:
         """Tell whether a placed kernel is not at its node any more; then its id is free."""
         route = kept.route
         node = self._state.node(route.node_id)
-        if route.progress is not Progress.PLACED or node is None or not node.is_asked:
+        if route.progress is not RouteProgress.PLACED or node is None or not node.is_asked:
             return False
         path = f"/v1/kernels/{route.kernel_id}"
         try:
@@ -274,7 +276,7 @@ class Placer:
         task.add_done_callback(lambda _: self._noting.pop(kernel_id, None))
 
     async def _note(self, kept: Kept) -> None:
-        placed = replace(kept.route, progress=Progress.PLACED)
+        placed = replace(kept.route, progress=RouteProgress.PLACED)
         async with self.alone(placed.kernel_id):
             try:
                 if await self._store.keep(placed, kept.revision) is None:
@@ -282,7 +284,7 @@ class Placer:
             except AgentdError as error:
                 log.warning("fleet.not_noted", kernel_id=placed.kernel_id, reason=str(error))
 
-    async def _reconcile(self, placed: Route) -> None:
+    async def _reconcile(self, placed: KernelRoute) -> None:
         """See to a kernel whose route was taken over while its node was asked.
 
         If the id was freed in the meantime, this kernel came after that and is the id's; if the id
@@ -316,17 +318,17 @@ class Placer:
 
 
 def _refusals(
-    choices: Sequence[Candidate], answers: Sequence[Answer | NodeUnavailable]
+    choices: Sequence[Candidate], answers: Sequence[NodeAnswer | NodeUnavailable]
 ) -> list[tuple[str, AgentdError]]:
     """Return who of those that were looked at said no, and how."""
     return [
-        (candidate.node_id, answer.error() if isinstance(answer, Answer) else answer)
+        (candidate.node_id, answer.error() if isinstance(answer, NodeAnswer) else answer)
         for candidate, answer in zip(choices, answers, strict=True)
-        if not isinstance(answer, Answer) or answer.is_error
+        if not isinstance(answer, NodeAnswer) or answer.is_error
     ]
 
 
-def _why_other(caller: Caller, order: Order, route: Route) -> str:
+def _why_other(caller: Caller, order: PlacementRequest, route: KernelRoute) -> str:
     """Return why an order is refused whose kernel id another order has; empty if none has it.
 
     Whoever may not see that kernel learns only that it is there.
@@ -338,7 +340,7 @@ def _why_other(caller: Caller, order: Order, route: Route) -> str:
     return ""
 
 
-def _found(answer: Answer, route: Route) -> Placed:
+def _found(answer: NodeAnswer, route: KernelRoute) -> Placed:
     if answer.is_error:
         raise answer.error()
     status = HTTPStatus.OK if answer.status == HTTPStatus.CREATED else answer.status

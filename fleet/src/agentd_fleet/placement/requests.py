@@ -16,7 +16,7 @@ from agentd.core.slots import WrittenFloat
 from agentd.errors import InvalidRequest, Problem
 from agentd.http.bodies import Body, Labels, Names
 from agentd.rpc.requests import CreateKernelRequest
-from agentd_fleet.placement.candidates import Constraints, Policy
+from agentd_fleet.placement.candidates import Constraints, PlacementPolicy
 
 
 class Placement(Body):
@@ -26,7 +26,7 @@ class Placement(Body):
     agents: Names | None = None
     labels: Labels = Field(default_factory=dict)
     models: Names | None = None
-    policy: Annotated[Policy, Field(strict=False)] | None = None
+    policy: Annotated[PlacementPolicy, Field(strict=False)] | None = None
 
 
 class FleetKernelRequest(CreateKernelRequest):
@@ -36,14 +36,14 @@ class FleetKernelRequest(CreateKernelRequest):
 
 
 @dataclass(frozen=True)
-class Order:
+class PlacementRequest:
     """A request for a kernel, as the fleet carries it out: once for its `kernel_id`."""
 
     kernel_id: str
     request_hash: str
     slots: Mapping[str, object]
     constraints: Constraints
-    policy: Policy | None
+    policy: PlacementPolicy | None
     body: bytes
     is_new: bool
     """Whether the kernel id was made here, so that nobody can have used it."""
@@ -52,7 +52,7 @@ class Order:
 
 def order_of(
     request: FleetKernelRequest, caller: Caller, headers: Mapping[str, str] | None = None
-) -> Order:
+) -> PlacementRequest:
     """Return what a caller asks for; only its own agents come into question.
 
     Raises:
@@ -70,7 +70,7 @@ def order_of(
     content |= {"kernel_id": kernel_id, "slots": dict(request.slots)}
     where = wanted.model_dump(mode="json", exclude_defaults=True)
     said = msgspec.json.encode([request.digest(""), where], order="deterministic")
-    return Order(
+    return PlacementRequest(
         kernel_id=kernel_id,
         request_hash=sha256(said).hexdigest()[:32],
         slots=request.slots,

@@ -13,10 +13,10 @@ from msgspec.structs import replace
 
 from agentd.errors import AgentdError, NodeUnavailable, Unavailable
 from agentd_fleet.nodes.calls import GATEWAY, Nodes
-from agentd_fleet.placement.attempts import Pace
+from agentd_fleet.placement.attempts import PlacementTimeouts
 from agentd_fleet.placement.kernels import LIST
 from agentd_fleet.placement.placer import Placer
-from agentd_fleet.store.route import Kept, Progress, Store
+from agentd_fleet.store.route import Kept, RouteProgress, Store
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode, NodeStatus
 
@@ -43,7 +43,7 @@ class Sweep:
     """
 
     def __init__(
-        self, store: Store, state: FleetState, nodes: Nodes, placer: Placer, pace: Pace
+        self, store: Store, state: FleetState, nodes: Nodes, placer: Placer, pace: PlacementTimeouts
     ) -> None:
         self._store = store
         self._state = state
@@ -105,7 +105,7 @@ class Sweep:
         grown = [
             kept
             for kept in some
-            if kept.route.progress is Progress.PLACED
+            if kept.route.progress is RouteProgress.PLACED
             or now - self._seen[_key(kept)] >= 2 * self._pace.insist_s
         ]
         if node is None or not grown:
@@ -144,8 +144,10 @@ class Sweep:
         async with self._placer.alone(route.kernel_id):
             if (state := states.get(route.kernel_id)) is not None:
                 self._absent.pop(key, None)
-                if route.progress is Progress.PLACING and state not in COMING:
-                    await self._store.keep(replace(route, progress=Progress.PLACED), kept.revision)
+                if route.progress is RouteProgress.PLACING and state not in COMING:
+                    await self._store.keep(
+                        replace(route, progress=RouteProgress.PLACED), kept.revision
+                    )
                     log.info("fleet.settled", kernel_id=route.kernel_id, node_id=route.node_id)
                 return
             now = asyncio.get_running_loop().time()

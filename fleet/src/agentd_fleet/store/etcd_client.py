@@ -15,19 +15,19 @@ from types import TracebackType
 from typing import Any, Self
 
 from agentd_fleet.store.etcd_transport import (
-    Access,
     Compacted,
+    EtcdCredentials,
     EtcdRefused,
+    EtcdTransport,
     EtcdUnavailable,
-    Gateway,
     LeaseGone,
 )
 
 __all__ = [
-    "Access",
     "Change",
     "Compacted",
     "Etcd",
+    "EtcdCredentials",
     "EtcdRefused",
     "EtcdUnavailable",
     "KeyValue",
@@ -67,8 +67,8 @@ class Etcd:
     Every method raises `EtcdUnavailable` or `EtcdRefused` where etcd does not do as asked.
     """
 
-    def __init__(self, access: Access, *, timeout_s: float = 3.0) -> None:
-        self._gateway = Gateway(access, timeout_s)
+    def __init__(self, access: EtcdCredentials, *, timeout_s: float = 3.0) -> None:
+        self._gateway = EtcdTransport(access, timeout_s)
 
     async def __aenter__(self) -> Self:
         await self._gateway.open()

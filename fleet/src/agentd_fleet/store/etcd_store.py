@@ -27,7 +27,7 @@ from agentd.core.slots import SlotName, SlotType
 from agentd.errors import AgentdError
 from agentd_fleet.store.etcd_client import MOST_CREATED, Compacted, Etcd, KeyValue
 from agentd_fleet.store.keys import key_of, prefix_of
-from agentd_fleet.store.route import Kept, Route, RouteUnreadable, StoreAway, read_route
+from agentd_fleet.store.route import Kept, KernelRoute, RouteUnreadable, StoreAway, read_route
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode, NodeStatus
 from agentd_fleet.view.reports import (
@@ -78,7 +78,7 @@ class EtcdStore:
         found = await self._etcd.get(key_of(self._prefix, "routes", kernel_id))
         return None if found is None else self._kept(found)
 
-    async def keep(self, route: Route, expected: int) -> int | None:
+    async def keep(self, route: KernelRoute, expected: int) -> int | None:
         key = key_of(self._prefix, "routes", route.kernel_id)
         return await self._etcd.put_if(key, msgspec.json.encode(route), expected=expected)
 

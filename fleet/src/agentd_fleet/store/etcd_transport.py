@@ -55,7 +55,7 @@ class _TokenRefused(EtcdRefused):
 
 
 @dataclass(frozen=True)
-class Access:
+class EtcdCredentials:
     """Where etcd answers, as `https://host:port`, and as whom it is asked; no user: no login."""
 
     endpoints: tuple[str, ...]
@@ -108,10 +108,10 @@ class Stream:
         self._response.close()
 
 
-class Gateway:
+class EtcdTransport:
     """Carries calls to the endpoint that answers, with the user's token."""
 
-    def __init__(self, access: Access, timeout_s: float) -> None:
+    def __init__(self, access: EtcdCredentials, timeout_s: float) -> None:
         self._access = access
         self._endpoints = tuple(endpoint.rstrip("/") for endpoint in access.endpoints)
         self._timeout_s = timeout_s

@@ -59,7 +59,7 @@ class RouteUnreadable(Unavailable):
         return {"kernel_id": self.kernel_id}
 
 
-class Progress(StrEnum):
+class RouteProgress(StrEnum):
     """How far a create has come."""
 
     PLACING = "placing"
@@ -67,7 +67,7 @@ class Progress(StrEnum):
     PLACED = "placed"
 
 
-class Route(msgspec.Struct, frozen=True, kw_only=True):
+class KernelRoute(msgspec.Struct, frozen=True, kw_only=True):
     """The node of one kernel id, and who is at work on it.
 
     `owner` is new whenever somebody takes it over, so that no two values are alike. As long as a
@@ -80,18 +80,18 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     agent_id: str
     request_hash: str
     owner: str
-    progress: Progress = Progress.PLACING
+    progress: RouteProgress = RouteProgress.PLACING
     created_by: str = ""
 
 
 class Kept(NamedTuple):
     """A route as it stands in the store, and the revision by which to replace it."""
 
-    route: Route
+    route: KernelRoute
     revision: int
 
 
-class _Header(msgspec.Struct, frozen=True):
+class _RouteHeader(msgspec.Struct, frozen=True):
     schema: int = SCHEMA
 
 
@@ -106,10 +106,10 @@ def read_route(kernel_id: str, value: bytes, revision: int) -> Kept:
         RouteUnreadable: it is of a newer schema, of another id, or no route at all.
     """
     try:
-        if (schema := msgspec.json.decode(value, type=_Header).schema) > SCHEMA:
+        if (schema := msgspec.json.decode(value, type=_RouteHeader).schema) > SCHEMA:
             why = f"schema {schema} is newer than this gateway's, {SCHEMA}"
             raise RouteUnreadable(kernel_id, why, value, revision, is_newer=True)
-        route = msgspec.json.decode(value, type=Route)
+        route = msgspec.json.decode(value, type=KernelRoute)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RouteUnreadable(kernel_id, str(error), value, revision) from None
     names = (route.kernel_id, route.node_id, route.agent_id)
@@ -141,7 +141,7 @@ class Store(Protocol):
             RouteUnreadable: it cannot be read.
         """
 
-    async def keep(self, route: Route, expected: int) -> int | None:
+    async def keep(self, route: KernelRoute, expected: int) -> int | None:
         """Write a route over the one of this revision (0: there is none); None: it is another."""
 
     async def rewrite(self, unread: RouteUnreadable) -> int | None:

@@ -22,12 +22,12 @@ from agentd.core.names import is_name
 from agentd.core.slots import SlotName, SlotType
 from agentd.errors import StateUnavailable
 from agentd_fleet.nodes.reader import NodeReader
-from agentd_fleet.store.route import Kept, Route, RouteUnreadable, read_route
+from agentd_fleet.store.route import Kept, KernelRoute, RouteUnreadable, read_route
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode
 from agentd_fleet.view.reports import (
     KnownNode,
-    Reading,
+    NodeReading,
     SlotTypeReport,
     first_seen,
     known_in,
@@ -110,7 +110,7 @@ class SqliteStore:
         row = await self._do(lambda: self._sql(query, kernel_id).fetchone())
         return None if row is None else read_route(kernel_id, _bytes(row[0]), row[1])
 
-    async def keep(self, route: Route, expected: int) -> int | None:
+    async def keep(self, route: KernelRoute, expected: int) -> int | None:
         value = msgspec.json.encode(route)
         return await self._do(lambda: self._swapped(route.kernel_id, value, expected))
 
@@ -194,13 +194,13 @@ class SqliteStore:
                 group.create_task(self._follow(address, client))
 
     async def _follow(self, address: str, client: AsyncClient) -> None:
-        async def told(reading: Reading) -> None:
+        async def told(reading: NodeReading) -> None:
             await self.heard(address, reading)
 
         async with client:
             await NodeReader(client, told).run()
 
-    async def heard(self, address: str, reading: Reading) -> None:
+    async def heard(self, address: str, reading: NodeReading) -> None:
         """Take in what a node says that is followed at an address."""
         node_id = reading.node_id
         self._unheard.discard(address)

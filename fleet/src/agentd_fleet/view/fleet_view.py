@@ -131,7 +131,7 @@ FEW = 4
 """The tables are changed if one node in so many is touched at most, and else made from scratch."""
 
 
-class Tally:
+class FleetTally:
     """What some nodes add to the tables: all of it, or what `agents` or `names` have of it.
 
     With `names`, rows have the other slots as they are in `rows`.
@@ -215,7 +215,7 @@ class Tables:
     rankings: Sequence[Ranking]
     rows: Layered[AgentKey, Row]
 
-    def changed(self, before: Tally, after: Tally) -> Tables:
+    def changed(self, before: FleetTally, after: FleetTally) -> Tables:
         """Return the tables after some nodes that added the one have come to add the other."""
         conflicts = self.conflicts
         if before.conflicts != after.conflicts:
@@ -291,7 +291,9 @@ class FleetView:
             names, rows = None if went else self._differing(told), self.tables.rows
             old = self._heard_of(went | told.keys())
             before, after = (
-                Tally(self.slot_types, some, names=names, rows=rows if names is not None else {})
+                FleetTally(
+                    self.slot_types, some, names=names, rows=rows if names is not None else {}
+                )
                 for some in (old, told.values())
             )
             object.__setattr__(view, "tables", self.tables.changed(before, after))
@@ -324,7 +326,7 @@ class FleetView:
     @cached_property
     def tables(self) -> Tables:
         """What follows from the nodes: from scratch, if the view before had not enough of it."""
-        return Tally(self.slot_types, self.nodes.values()).tables()
+        return FleetTally(self.slot_types, self.nodes.values()).tables()
 
     def rows(self, nodes: Iterable[str]) -> dict[AgentKey, Row]:
         """Return what is free at the agents of these nodes that anything can be placed on."""
@@ -370,7 +372,7 @@ class FleetView:
             return dict(self.tables.uses)
         chosen = self.nodes.values() if nodes is None else self._heard_of(set(nodes))
         having = [node for node in chosen if node.has(labels or {})]
-        return Tally(self.slot_types, having, agents).uses()
+        return FleetTally(self.slot_types, having, agents).uses()
 
     def _heard_of(self, nodes: Iterable[str]) -> list[FleetNode]:
         return [self.nodes[node_id] for node_id in nodes if node_id in self.nodes]

@@ -109,7 +109,7 @@ def first_seen(known: bytes | None) -> str:
 def known_in(node_id: str, value: bytes) -> FleetNode:
     """Return a lost node by what stayed of it; one that cannot be read is lost all the same."""
     try:
-        if msgspec.json.decode(value, type=_Header).schema > SCHEMA:
+        if msgspec.json.decode(value, type=_ReportHeader).schema > SCHEMA:
             return FleetNode(node_id, {}, {}, NodeStatus.LOST)
         known = msgspec.json.decode(value, type=KnownNode)
         types = _slot_types(tuple(known.slot_types))
@@ -120,13 +120,13 @@ def known_in(node_id: str, value: bytes) -> FleetNode:
         return FleetNode(node_id, {}, {}, NodeStatus.LOST)
 
 
-class _Header(msgspec.Struct, frozen=True):
+class _ReportHeader(msgspec.Struct, frozen=True):
     schema: int
     url: str = ""
     version: str = ""
 
 
-class Reading(msgspec.Struct, frozen=True, kw_only=True):
+class NodeReading(msgspec.Struct, frozen=True, kw_only=True):
     """What a daemon says of its node; with `is_down` it says nothing, and the rest is the last."""
 
     node_id: str
@@ -163,14 +163,14 @@ def reading_of(
     slot_types: list[SlotTypeView],
     agents: list[AgentView],
     devices: list[DeviceView],
-) -> Reading:
+) -> NodeReading:
     """Put together what a daemon answered."""
     kinds = {slot["name"]: SlotKind(slot["kind"]) for slot in slot_types}
     shown = {
         what: {a["agent_id"]: _amounts(a, what) for a in agents}
         for what in ("capacity", "allocated", "free")
     }
-    return Reading(
+    return NodeReading(
         node_id=node["id"],
         version=node["version"],
         generation=node["generation"],
@@ -234,7 +234,7 @@ class Published(NamedTuple):
 def published_in(node_id: str, report: bytes, *, seen_at: float) -> Published:
     """Read what a node published; one that cannot be read has a `remark`."""
     try:
-        header = msgspec.json.decode(report, type=_Header)
+        header = msgspec.json.decode(report, type=_ReportHeader)
         if header.schema > SCHEMA:
             why = f"schema {header.schema} is newer than this gateway's, {SCHEMA}"
             listed = _listed(node_id, why, url=header.url, seen_at=seen_at)

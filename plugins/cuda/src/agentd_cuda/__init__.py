@@ -81,7 +81,7 @@ class CudaPlugin(AcceleratorPlugin):
         self._last: dict[int, nvml.Gpu] = {}
         self._uuids: dict[int | None, str] = {}
         self._failed_waits = 0
-        self._mps = mps.Server.of(settings)
+        self._mps = mps.MpsServer.of(settings)
 
     def open(self) -> None:
         self._start()
@@ -238,7 +238,7 @@ class CudaPlugin(AcceleratorPlugin):
         if self._mps is None or not shares:
             return edits
         memory = {gpu.uuid: gpu.memory_bytes for gpu in self._gpus()}
-        parts = [mps.Part(Decimal(d.amount), memory.get(d.stable_id, 0)) for d in shares]
+        parts = [mps.MpsShare(Decimal(d.amount), memory.get(d.stable_id, 0)) for d in shares]
         client = self._mps.edits(parts)
         return replace(edits, env={**edits.env, **client.env}, mounts=client.mounts)
 

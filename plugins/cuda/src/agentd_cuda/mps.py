@@ -49,7 +49,7 @@ def problems(settings: Mapping[str, Any]) -> list[SettingProblem]:
 
 
 @dataclass(frozen=True)
-class Part:
+class MpsShare:
     """A kernel's part of one GPU: `amount` of 1, and the memory of the whole (0: not known)."""
 
     amount: Decimal
@@ -57,14 +57,14 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Server:
+class MpsServer:
     """A control daemon: the folder of its pipes, and what it sees as /dev/shm."""
 
     pipes: str
     shm: str
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> Server | None:
+    def of(cls, settings: Mapping[str, Any]) -> MpsServer | None:
         """Return the server that the settings mean; None if shares are not controlled."""
         if settings.get("share-control") != "mps":
             return None
@@ -94,7 +94,7 @@ class Server:
             why = f"plain processes see {_SHM}, and the MPS server {self.shm}"
             raise RuntimeError(f"{why}: use containers, or a server with the machine's {_SHM}")
 
-    def edits(self, parts: Sequence[Part]) -> ContainerEdits:
+    def edits(self, parts: Sequence[MpsShare]) -> ContainerEdits:
         """Return what a client needs to be held to its parts, in the order in which it sees them.
 
         A client has one percentage for all of its GPUs: that of its smallest part. A limit of

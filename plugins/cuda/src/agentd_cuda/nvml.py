@@ -29,7 +29,7 @@ _UNSUPPORTED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MigPart:
     """A MIG device: its place on its GPU, and its profile, such as `1g.10gb+me`."""
 
     place: int
@@ -48,7 +48,7 @@ class Gpu:
     model: str = ""
     memory_bytes: int = 0
     is_mig: bool = False
-    parts: tuple[Part, ...] = ()
+    parts: tuple[MigPart, ...] = ()
     trouble: str = ""
     tells_recovery: bool = False
 
@@ -165,7 +165,7 @@ def part_handles(handle: Any) -> Iterator[tuple[int, Any]]:
                 raise
 
 
-def _parts(handle: Any, total_bytes: int) -> Iterator[Part]:
+def _parts(handle: Any, total_bytes: int) -> Iterator[MigPart]:
     for place, part in part_handles(handle):
         try:
             attributes = pynvml.nvmlDeviceGetAttributes(part)
@@ -176,7 +176,7 @@ def _parts(handle: Any, total_bytes: int) -> Iterator[Part]:
         gpu, compute = attributes.gpuInstanceSliceCount, attributes.computeInstanceSliceCount
         computed = profile_name(gpu, compute, memory_bytes, total_bytes)
         profile = _told_profile(part) or computed
-        yield Part(place, pynvml.nvmlDeviceGetUUID(part), profile, memory_bytes)
+        yield MigPart(place, pynvml.nvmlDeviceGetUUID(part), profile, memory_bytes)
 
 
 def _told_profile(part: Any) -> str:

@@ -93,7 +93,7 @@ class RocmPlugin(AcceleratorPlugin):
             *(SlotTypeInfo(slot, exclusive_group="mode") for slot in sorted(partitions)),
         ]
 
-    def _slot(self, gpu: smi.Gpu) -> str:
+    def _slot(self, gpu: smi.AmdGpu) -> str:
         """Return the slot of a GPU; a partition's is named as in AMD's own k8s-device-plugin.
 
         The kernel's driver tells how a GPU is partitioned, in compute and in memory
@@ -134,11 +134,11 @@ class RocmPlugin(AcceleratorPlugin):
             )
         return found
 
-    def _whole(self, gpu: smi.Gpu) -> str:
+    def _whole(self, gpu: smi.AmdGpu) -> str:
         unique = self._unique_id(gpu.pci)
         return f"GPU-{unique}" if unique else gpu.pci
 
-    def _identity(self, gpu: smi.Gpu, slot: str) -> str:
+    def _identity(self, gpu: smi.AmdGpu, slot: str) -> str:
         is_part = gpu.place or slot != self._whole_slot
         return f"{self._whole(gpu)}-p{gpu.place}" if is_part else self._whole(gpu)
 
@@ -179,12 +179,12 @@ class RocmPlugin(AcceleratorPlugin):
             groups=tuple(numbers),
         )
 
-    def _named(self, gpu: smi.Gpu) -> str:
+    def _named(self, gpu: smi.AmdGpu) -> str:
         """Return how the runtime names a GPU from outside: its serial number, or its place."""
         unique = self._unique_id(gpu.pci)
         return f"GPU-{unique}" if unique and not gpu.place else str(gpu.index)
 
-    def _render_node(self, gpu: smi.Gpu) -> str | None:
+    def _render_node(self, gpu: smi.AmdGpu) -> str | None:
         names = sorted(path.name for path in (self._sysfs / gpu.pci / "drm").glob("renderD*"))
         return f"/dev/dri/{names[gpu.place]}" if gpu.place < len(names) else None
 

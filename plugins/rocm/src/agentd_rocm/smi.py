@@ -41,7 +41,7 @@ _UNKNOWN = {2**bits - 1 for bits in (16, 32, 64)}
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class AmdGpu:
     """A GPU as the library lists it."""
 
     index: int
@@ -53,7 +53,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class AmdLoad:
     """What a GPU does now: percent, bytes, degrees Celsius, watts."""
 
     utilization: float | None
@@ -92,7 +92,7 @@ def shut_down() -> None:
     rocml.smi_shutdown()
 
 
-def gpus() -> Iterator[Gpu]:
+def gpus() -> Iterator[AmdGpu]:
     """Yield the GPUs that answer."""
     places: Counter[str] = Counter()
     for index in range(rocml.smi_get_device_count()):
@@ -103,7 +103,7 @@ def gpus() -> Iterator[Gpu]:
         model = rocml.smi_get_device_name(index)
         pci = pci_address(address)
         name = model if isinstance(model, str) else ""
-        yield Gpu(index, pci, name, memory or 0, places[pci])
+        yield AmdGpu(index, pci, name, memory or 0, places[pci])
         places[pci] += 1
 
 
@@ -116,11 +116,11 @@ def pci_address(packed: int) -> str:
     return f"{domain:04x}:{bus:02x}:{device:02x}.{packed & 7}"
 
 
-def load_of(index: int) -> Load:
+def load_of(index: int) -> AmdLoad:
     """Return what a GPU does now."""
     utilization = _known(rocml.smi_get_device_utilization(index))
     power = _known(rocml.smi_get_device_average_power(index))
-    return Load(
+    return AmdLoad(
         None if utilization is None else float(utilization),
         _known(rocml.smi_get_device_memory_used(index)),
         _known(rocml.smi_get_device_memory_total(index)),

@@ -177,11 +177,11 @@ def _withhold_what_others_serve(settings: Any, devices: Any) -> None:
     from agentd.daemon.lifecycle import node_id_of
     from agentd.service.boot_id import boot_id
     from agentd.services.peers import claimable, taken_by_others
-    from agentd.state.peers import MachineNeighbours, Places
+    from agentd.state.peers import HostPeers, PeerPaths
 
     with contextlib.suppress(ConfigRefused):
-        places = Places.of(os.geteuid())
-        others = MachineNeighbours(node_id_of(settings), boot_id(), places).others()
+        places = PeerPaths.of(os.geteuid())
+        others = HostPeers(node_id_of(settings), boot_id(), places).others()
         devices.withhold(taken_by_others(claimable(devices), others))
 
 

@@ -27,7 +27,7 @@ from agentd.core.allocation import distribute
 from agentd.core.allocation.explain import Question, refusal
 from agentd.core.allocation.free_index import Buckets, FreeIndex, Siblings, given, rooms, total
 from agentd.core.allocation.ledger import Allocation, Holding, Ledger, Share, release
-from agentd.core.allocation.policy import Affinity, Policy, Strategy
+from agentd.core.allocation.policy import Affinity, AllocationPolicy, Strategy
 from agentd.core.devices import DeviceId, Inventory, natural_key
 from agentd.core.partition.split import Partition
 from agentd.core.slots import (
@@ -40,15 +40,15 @@ from agentd.core.slots import (
     is_divisible,
 )
 
-Rule: TypeAlias = Callable[[distribute.Rooms, int], list[distribute.Part]]
+Rule: TypeAlias = Callable[[distribute.Rooms, int], list[distribute.Portion]]
 """How an amount is divided over rooms."""
 
 __all__ = [
     "Affinity",
     "Allocation",
+    "AllocationPolicy",
     "Holding",
     "Ledger",
-    "Policy",
     "Share",
     "Strategy",
     "allocate",
@@ -61,7 +61,7 @@ def allocate(
     inventory: Inventory,
     partition: Partition,
     slots: ResourceSlots,
-    policy: Policy,
+    policy: AllocationPolicy,
     only: Mapping[str, frozenset[DeviceId]] = MappingProxyType({}),
 ) -> Allocation:
     """Choose devices for every slot of a request, or for none.
@@ -108,7 +108,7 @@ def _step(
     slot_type: SlotType,
     amount: int,
     near: frozenset[int],
-    policy: Policy,
+    policy: AllocationPolicy,
 ) -> list[Share] | None:
     wanted = amount // index.quantum
     is_whole = not is_divisible(slot_type)
@@ -169,7 +169,9 @@ def _divide_equally(
     return None
 
 
-def _tiers(buckets: Buckets, wanted: int, near: frozenset[int], policy: Policy) -> list[Buckets]:
+def _tiers(
+    buckets: Buckets, wanted: int, near: frozenset[int], policy: AllocationPolicy
+) -> list[Buckets]:
     """Split an index into groups, each to be used up before the next is touched."""
     is_interleaved = policy.affinity is Affinity.INTERLEAVED
     if not near:

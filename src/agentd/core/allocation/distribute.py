@@ -2,7 +2,7 @@
 
 Everything here counts in quanta. `Rooms` are what devices could still give, smallest
 first, alike ones together: `[(30, 2), (90, 1)]` is two rooms of 30 and one of 90. The
-answer is in the same terms (`Part(90, 40, 1)`: one device with a room of 90 gives 40), so
+answer is in the same terms (`Portion(90, 40, 1)`: one device with a room of 90 gives 40), so
 the cost grows with the sizes of room and not with the devices. Which of several devices
 alike is meant is the caller's business; the first part of a size goes to its first device.
 Callers have checked that the rooms can hold the amount; `in_equal_parts` says None where
@@ -34,7 +34,7 @@ Rooms: TypeAlias = Sequence[tuple[int, int]]
 """(room, how many devices have it), smallest room first, none of them zero."""
 
 
-class Part(NamedTuple):
+class Portion(NamedTuple):
     """What each of so many `devices` with this `room` gives."""
 
     room: int
@@ -47,51 +47,51 @@ def alike(rooms: Iterable[int]) -> list[tuple[int, int]]:
     return sorted(Counter(room for room in rooms if room).items())
 
 
-def fill(rooms: Rooms, amount: int) -> list[Part]:
+def fill(rooms: Rooms, amount: int) -> list[Portion]:
     """Take all that is free in the freest room, then the next."""
-    parts: list[Part] = []
+    parts: list[Portion] = []
     for room, count in reversed(rooms):
         full = min(count, amount // room)
         amount -= full * room
         if full:
-            parts.append(Part(room, room, full))
+            parts.append(Portion(room, room, full))
         if amount and full < count:
-            parts.append(Part(room, amount, 1))
+            parts.append(Portion(room, amount, 1))
             amount = 0
         if not amount:
             break
     return parts
 
 
-def evenly_whole(rooms: Rooms, amount: int) -> list[Part]:
+def evenly_whole(rooms: Rooms, amount: int) -> list[Portion]:
     """Share equally among all rooms, the remainder to the freest ones."""
-    parts: list[Part] = []
+    parts: list[Portion] = []
     wide = sum([count for _, count in rooms])
     for position, (room, count) in enumerate(rooms):
         if room > amount // wide:
             return parts + _alike_parts(rooms[position:], *divmod(amount, wide))
-        parts.append(Part(room, room, count))
+        parts.append(Portion(room, room, count))
         amount -= room * count
         wide -= count
     return parts
 
 
-def _alike_parts(rooms: Rooms, part: int, one_more: int) -> list[Part]:
+def _alike_parts(rooms: Rooms, part: int, one_more: int) -> list[Portion]:
     """Give every room `part`, and the `one_more` freest of them one quantum more."""
-    parts: list[Part] = []
+    parts: list[Portion] = []
     for room, count in reversed(rooms):
         larger = min(count, one_more)
         one_more -= larger
         if larger:
-            parts.append(Part(room, part + 1, larger))
+            parts.append(Portion(room, part + 1, larger))
         if part and larger < count:
-            parts.append(Part(room, part, count - larger))
+            parts.append(Portion(room, part, count - larger))
         if not (part or one_more):
             break
     return parts
 
 
-def evenly_shares(rooms: Rooms, amount: int) -> list[Part]:
+def evenly_shares(rooms: Rooms, amount: int) -> list[Portion]:
     """Give the tightest single room that holds it all, else the most equal parts.
 
     Most equal is the smallest difference between the largest and the smallest part, one
@@ -99,13 +99,13 @@ def evenly_shares(rooms: Rooms, amount: int) -> list[Part]:
     """
     tightest = bisect_left(rooms, (amount, 0))
     if tightest < len(rooms):
-        return [Part(rooms[tightest][0], amount, 1)]
+        return [Portion(rooms[tightest][0], amount, 1)]
     counts = range(2, sum([count for _, count in rooms]) + 1)
     chosen = _equal_rooms(rooms, amount, counts) or _most_equal(rooms, amount)
     return evenly_whole(chosen, amount)
 
 
-def in_equal_parts(rooms: Rooms, capacities: Rooms, amount: int) -> list[Part] | None:
+def in_equal_parts(rooms: Rooms, capacities: Rooms, amount: int) -> list[Portion] | None:
     """Give equal parts on the fewest devices that could hold it so if all were empty.
 
     None if there are not so many with room enough now.

@@ -9,7 +9,7 @@ import msgspec
 from agentd.core.allocation.distribute import fewest
 from agentd.core.allocation.free_index import total
 from agentd.core.allocation.ledger import Ledger
-from agentd.core.allocation.policy import Affinity, Policy
+from agentd.core.allocation.policy import Affinity, AllocationPolicy
 from agentd.core.devices import Device, DeviceId, Health, Inventory
 from agentd.core.partition.split import Partition
 from agentd.core.slots import SlotType, device_name_of, format_amount, is_divisible
@@ -31,7 +31,7 @@ class Question(msgspec.Struct, frozen=True):
     partition: Partition
     slot_type: SlotType
     amount: int
-    policy: Policy
+    policy: AllocationPolicy
     only: frozenset[DeviceId] | None = None
     given: Mapping[DeviceId, int] = {}
     earlier: int = 0

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
-from agentd.core.allocation.distribute import Part, Rooms, alike
+from agentd.core.allocation.distribute import Portion, Rooms, alike
 from agentd.core.devices import Device, DeviceId
 
 _T = TypeVar("_T")
@@ -95,7 +95,7 @@ def total(buckets: Buckets) -> int:
 
 
 def given(
-    buckets: Buckets, parts: Collection[Part], siblings: Siblings = ()
+    buckets: Buckets, parts: Collection[Portion], siblings: Siblings = ()
 ) -> Iterator[tuple[int, int]]:
     """Yield (position, quanta) for each device that gives a part."""
     counts: dict[int, int] = {}

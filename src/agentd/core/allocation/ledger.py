@@ -58,14 +58,14 @@ class Holding(NamedTuple):
     allocation: Allocation
 
 
-class Tally(NamedTuple):
+class HeldAmount(NamedTuple):
     """How many kernels hold something, and how much together."""
 
     kernels: int
     amount: int
 
 
-_Tallies: TypeAlias = Mapping[tuple[str, SlotName], Tally]
+_Tallies: TypeAlias = Mapping[tuple[str, SlotName], HeldAmount]
 _Indexes: TypeAlias = dict[tuple[Inventory, str, SlotName], tuple[Partition, FreeIndex]]
 """Keyed by agent where partitions are exclusive; in shared mode all see the same."""
 
@@ -257,8 +257,8 @@ def _kept_up(
 
 def _counted(tallies: _Tallies, agent_id: str, share: Share, sign: int) -> _Tallies:
     key = (agent_id, share.slot)
-    kernels, amount = tallies.get(key, Tally(0, 0))
-    counted = {**tallies, key: Tally(kernels + sign, amount + sign * share.amount)}
+    kernels, amount = tallies.get(key, HeldAmount(0, 0))
+    counted = {**tallies, key: HeldAmount(kernels + sign, amount + sign * share.amount)}
     return {key: tally for key, tally in counted.items() if tally.kernels}
 
 

@@ -21,7 +21,7 @@ class Affinity(StrEnum):
     PREFER_SINGLE_NODE = "prefer-single-node"
 
 
-class Policy(msgspec.Struct, frozen=True):
+class AllocationPolicy(msgspec.Struct, frozen=True):
     """How devices are chosen where there is a choice."""
 
     strategy: Strategy = Strategy.EVENLY

@@ -25,13 +25,13 @@ from agentd.core.kernel.record import (
     parse_statement,
     statement,
 )
-from agentd.core.kernel.states import Ending, Kernel, KernelState, Sight
+from agentd.core.kernel.states import Ending, Kernel, KernelState, Observed
 from agentd.core.slots import CPU, MEM, ONE, SlotKind, format_amount
 
 SIGHTS = {
-    ObservedState.RUNNING: Sight.RUNNING,
-    ObservedState.PAUSED: Sight.PAUSED,
-    ObservedState.EXITED: Sight.EXITED,
+    ObservedState.RUNNING: Observed.RUNNING,
+    ObservedState.PAUSED: Observed.PAUSED,
+    ObservedState.EXITED: Observed.EXITED,
 }
 
 
@@ -199,7 +199,7 @@ def _without_record(
 
 
 def _unreadable(kernel: Kernel, item: ObservedKernel) -> Kernel:
-    return kernel.observed(Sight.UNREADABLE) if item.is_alive else _sighted(kernel, item)
+    return kernel.observed(Observed.UNREADABLE) if item.is_alive else _sighted(kernel, item)
 
 
 def _slots_of(stated: Allocation) -> dict[str, str]:

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from agentd.core.devices import Inventory
 from agentd.core.kernel.adoption import SIGHTS, Adoption, adopt, changed_limits
 from agentd.core.kernel.observation import ObservedKernel, ObservedState
-from agentd.core.kernel.states import ENDED, PRESENT, STARTING, Ending, Kernel, Sight
+from agentd.core.kernel.states import ENDED, PRESENT, STARTING, Ending, Kernel, Observed
 
 
 class RemoveNeverRan(msgspec.Struct, frozen=True):
@@ -78,7 +78,7 @@ def as_seen_before(before: Kernel, item: ObservedKernel) -> ObservedKernel:
 def stopped(before: Kernel, item: ObservedKernel | None) -> Kernel:
     """Return a kernel after a stop, from what was found of it then."""
     if item is None:
-        return before.observed(Sight.ABSENT, reason="removed from outside as it was stopped")
+        return before.observed(Observed.ABSENT, reason="removed from outside as it was stopped")
     seen = as_seen_before(before, item)
     return before.observed(SIGHTS[seen.state], ending=seen.ending, pid=_pid(before, seen))
 
@@ -105,6 +105,6 @@ def _pid(before: Kernel, item: ObservedKernel) -> int | None:
     return item.pid if item.unit else before.pid
 
 
-def _sight(before: Kernel, item: ObservedKernel) -> Sight:
-    is_unreadable = before.state.value == Sight.UNREADABLE and item.is_alive
-    return Sight.UNREADABLE if is_unreadable else SIGHTS[item.state]
+def _sight(before: Kernel, item: ObservedKernel) -> Observed:
+    is_unreadable = before.state.value == Observed.UNREADABLE and item.is_alive
+    return Observed.UNREADABLE if is_unreadable else SIGHTS[item.state]

@@ -44,7 +44,7 @@ class KernelState(StrEnum):
     UNREADABLE = "unreadable"
 
 
-class Sight(StrEnum):
+class Observed(StrEnum):
     """What is seen of a kernel where it should run; `unreadable` lives without its record."""
 
     RUNNING = "running"
@@ -78,24 +78,24 @@ MOVES: Mapping[KernelState, frozenset[KernelState]] = {
 """What agentd does. A stop that failed leaves the kernel as it was."""
 
 _ALIVE = {
-    Sight.RUNNING: S.RUNNING,
-    Sight.PAUSED: S.PAUSED,
-    Sight.UNREADABLE: S.UNREADABLE,
-    Sight.EXITED: S.TERMINATED,
-    Sight.ABSENT: S.LOST,
+    Observed.RUNNING: S.RUNNING,
+    Observed.PAUSED: S.PAUSED,
+    Observed.UNREADABLE: S.UNREADABLE,
+    Observed.EXITED: S.TERMINATED,
+    Observed.ABSENT: S.LOST,
 }
-_STOPPING = dict.fromkeys((Sight.RUNNING, Sight.PAUSED, Sight.UNREADABLE), S.STOPPING)
+_STOPPING = dict.fromkeys((Observed.RUNNING, Observed.PAUSED, Observed.UNREADABLE), S.STOPPING)
 
-OBSERVATIONS: Mapping[KernelState, Mapping[Sight, KernelState]] = {
+OBSERVATIONS: Mapping[KernelState, Mapping[Observed, KernelState]] = {
     S.PREPARING: {},
     S.PULLING: {},
-    S.CREATING: {**_ALIVE, Sight.ABSENT: S.FAILED},
+    S.CREATING: {**_ALIVE, Observed.ABSENT: S.FAILED},
     S.RUNNING: _ALIVE,
     S.PAUSED: _ALIVE,
     S.UNREADABLE: _ALIVE,
     S.STOPPING: {**_ALIVE, **_STOPPING},
     S.TERMINATED: _ALIVE,
-    S.FAILED: {**_ALIVE, Sight.ABSENT: S.FAILED},
+    S.FAILED: {**_ALIVE, Observed.ABSENT: S.FAILED},
     S.LOST: _ALIVE,
 }
 """What agentd finds. Nothing is asked of a runtime before `creating`, so nothing is found."""
@@ -211,7 +211,7 @@ class Kernel(msgspec.Struct, frozen=True):
             raise ValueError(f"kernel {self.kernel_id} cannot move from {self.state} to {state}")
         return replace(self, state=state, **changes)
 
-    def observed(self, sight: Sight, **changes: Any) -> Kernel:
+    def observed(self, sight: Observed, **changes: Any) -> Kernel:
         """Return the kernel in the state that a sight of it means.
 
         Raises:

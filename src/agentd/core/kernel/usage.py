@@ -30,7 +30,7 @@ class Usage(msgspec.Struct, frozen=True):
 UNKNOWN = Usage()
 
 
-class Accounted(NamedTuple):
+class UsageReading(NamedTuple):
     """What a kernel uses, and its cgroups: hierarchy and path, as `/proc/PID/cgroup` has them."""
 
     usage: Usage = UNKNOWN

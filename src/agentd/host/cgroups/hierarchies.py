@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from agentd.host.cgroups.usage import UNIFIED, Account
+from agentd.host.cgroups.usage import UNIFIED, CgroupCounters
 
 _PARENT = "agentd-kernels"
 _ATTRIBUTE = "trusted.agentd."
@@ -130,9 +130,9 @@ class Cgroups(msgspec.Struct, frozen=True):
         """Return a group, which need not be there."""
         return Cgroup(tuple(item.folder / name for item in self.hierarchies))
 
-    def account(self, name: str) -> Account:
+    def account(self, name: str) -> CgroupCounters:
         """Return where a group is counted."""
-        return Account(
+        return CgroupCounters(
             {
                 UNIFIED if item.version != 1 else controller: f"{item.folder}/{name}"
                 for item in self.hierarchies

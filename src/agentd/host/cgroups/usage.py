@@ -14,7 +14,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from agentd.core.kernel.usage import Accounted, Usage
+from agentd.core.kernel.usage import Usage, UsageReading
 
 MOUNT = Path("/sys/fs/cgroup")
 UNIFIED = ""
@@ -35,7 +35,7 @@ _counting: set[Path] = set()
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class CgroupCounters:
     """Where one kernel is counted: the path of its folder in each hierarchy, by controller.
 
     One that `has_network` may have a network namespace of its own.
@@ -44,28 +44,28 @@ class Account:
     folders: Mapping[str, str] = field(default_factory=dict)
     has_network: bool = False
     groups: frozenset[str] = field(init=False)
-    """The same as hierarchies and paths, as `Accounted` has them."""
+    """The same as hierarchies and paths, as `UsageReading` has them."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", frozenset(_paths(self.folders)))
 
 
-def counted(accounts: Mapping[str, Account]) -> dict[str, Accounted]:
+def counted(accounts: Mapping[str, CgroupCounters]) -> dict[str, UsageReading]:
     """Return what is counted now for each kernel, and its cgroups."""
     is_counting = counts_blocks()
     return {name: _counted(account, is_counting) for name, account in accounts.items()}
 
 
-def _counted(account: Account, is_counting: bool) -> Accounted:  # noqa: FBT001 - of the machine
+def _counted(account: CgroupCounters, is_counting: bool) -> UsageReading:  # noqa: FBT001 - of the machine
     if not account.folders:
-        return Accounted()
+        return UsageReading()
     unified = account.folders.get(UNIFIED)
     usage = _of_v1(account.folders) if unified is None else _of_v2(unified)
     usage = usage if is_counting else _without_blocks(usage)
     if account.has_network and (pid := _somebody(account)) is not None:
         received, sent = _network(pid)
         usage = replace(usage, network_rx_bytes=received, network_tx_bytes=sent)
-    return Accounted(usage, account.groups)
+    return UsageReading(usage, account.groups)
 
 
 def counted_in(text: str) -> Usage:
@@ -87,7 +87,7 @@ def _without_blocks(usage: Usage) -> Usage:
     return replace(usage, io_read_bytes=None, io_write_bytes=None)
 
 
-def _somebody(account: Account) -> int | None:
+def _somebody(account: CgroupCounters) -> int | None:
     processes = _lines(f"{next(iter(account.folders.values()))}/cgroup.procs")
     return int(processes[0]) if processes else None
 
@@ -119,12 +119,12 @@ def groups_of(pid: int) -> set[str]:
     return found
 
 
-def account_of(pid: int, mark: str) -> Account:
+def account_of(pid: int, mark: str) -> CgroupCounters:
     """Return where a process is counted; only groups whose path has `mark` in it are its own."""
     parts = (group.partition(":") for group in groups_of(pid))
     groups = {name: path for name, _, path in parts}
     names = (UNIFIED,) if is_v2() else COUNTED_V1
-    return Account(
+    return CgroupCounters(
         {
             name: f"{MOUNT / name / groups[name].lstrip('/')}"
             for name in names

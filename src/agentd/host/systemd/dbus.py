@@ -64,7 +64,7 @@ class Unit(NamedTuple):
 
 
 @dataclass
-class _Connection:
+class _BusConnection:
     """One connection, and who waits for what it tells; `lost` is done once it is broken."""
 
     bus: MessageBus
@@ -111,7 +111,7 @@ class Manager:
 
     def __init__(self, *, is_user: bool) -> None:
         self.is_user = is_user
-        self._connection: _Connection | None = None
+        self._connection: _BusConnection | None = None
         self._connecting = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -240,7 +240,7 @@ class Manager:
 
     @staticmethod
     async def _answered(
-        connection: _Connection,
+        connection: _BusConnection,
         path: str,
         interface: str,
         member: str,
@@ -274,13 +274,13 @@ class Manager:
             raise NoSuchUnit(text) if reply.error_name in _ABSENT else UnitRefused(text)
         return list(reply.body)
 
-    async def _connected(self) -> _Connection:
+    async def _connected(self) -> _BusConnection:
         async with self._connecting:
             if self._connection is None or self._connection.lost.done():
                 self._connection = await self._made()
             return self._connection
 
-    async def _made(self) -> _Connection:
+    async def _made(self) -> _BusConnection:
         kind = BusType.SESSION if self.is_user else BusType.SYSTEM
         try:
             address = _user_bus() if self.is_user else None
@@ -289,7 +289,7 @@ class Manager:
                 await bus.connect()
         except Exception as error:  # noqa: BLE001 - the library raises whatever a socket does
             raise RuntimeUnavailable(f"systemd cannot be asked over D-Bus: {error}") from None
-        connection = _Connection(bus, asyncio.get_running_loop().create_future())
+        connection = _BusConnection(bus, asyncio.get_running_loop().create_future())
 
         def hear(message: Message) -> None:
             if message.message_type is MessageType.SIGNAL:
@@ -316,7 +316,7 @@ class Manager:
         task.add_done_callback(self._tasks.discard)
 
     @staticmethod
-    async def _until_lost(connection: _Connection) -> None:
+    async def _until_lost(connection: _BusConnection) -> None:
         with suppress(Exception):
             await connection.bus.wait_for_disconnect()  # type: ignore[no-untyped-call]
         connection.lost.set_result(None)
@@ -324,7 +324,7 @@ class Manager:
             queue.put_nowait(None)
 
     @staticmethod
-    def _heard(connection: _Connection, message: Message) -> None:
+    def _heard(connection: _BusConnection, message: Message) -> None:
         if message.sender == _BUS and message.member == "NameOwnerChanged":
             connection.bus.disconnect()  # another systemd, which has to be listened to anew
             return
@@ -352,7 +352,7 @@ _RULES = (
 """The signals that are wanted (D-Bus Specification, "Match Rules")."""
 
 
-async def _ask_bus(connection: _Connection, member: str, argument: str) -> list[Any]:
+async def _ask_bus(connection: _BusConnection, member: str, argument: str) -> list[Any]:
     """Ask the bus itself.
 
     Raises:

@@ -7,9 +7,9 @@ import resource
 import socket
 from contextlib import suppress
 
-from agentd.http.connections.client_warnings import complain
+from agentd.http.connections.client_warnings import warn_of_client
 
-KEEP_ASKING = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
+TCP_KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 """Seconds of silence until it asks, seconds between questions, and how many stay unanswered."""
 
 
@@ -24,7 +24,7 @@ class Limits:
     def admit(self) -> bool:
         """Count one more, if there may be one more."""
         if self._open >= self._most:
-            complain("rpc.too_many_connections", most=self._most)
+            warn_of_client("rpc.too_many_connections", most=self._most)
             return False
         self._open += 1
         return True
@@ -60,8 +60,8 @@ class Newcomers:
                     await self._are_gone.wait()
 
 
-def keep_asking(connection: socket.socket | None) -> None:
+def enable_keepalive(connection: socket.socket | None) -> None:
     """Have the system find out about a TCP caller that is gone without a word (tcp(7))."""
     if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
-        for option, value in KEEP_ASKING:
+        for option, value in TCP_KEEPALIVE:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)

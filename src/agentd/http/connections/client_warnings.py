@@ -12,8 +12,8 @@ LOG_PAUSE_S = 1.0
 """At most one line of log in this time says what was wrong with requests."""
 
 
-class Complaints:
-    """Lines of log about callers, of which a flood is not said one by one."""
+class ClientWarnings:
+    """Warnings about clients, one in `LOG_PAUSE_S` at most; `further` counts those left out."""
 
     def __init__(self) -> None:
         self._quiet_until = 0.0
@@ -28,4 +28,4 @@ class Complaints:
         self._quiet_until, self._unsaid = now + LOG_PAUSE_S, 0
 
 
-complain = Complaints()
+warn_of_client = ClientWarnings()

@@ -14,8 +14,8 @@ from typing import Any
 
 from aiohttp import web
 
-from agentd.http.connections.admission import Limits, Newcomers, keep_asking
-from agentd.http.connections.client_warnings import complain
+from agentd.http.connections.admission import Limits, Newcomers, enable_keepalive
+from agentd.http.connections.client_warnings import warn_of_client
 from agentd.http.connections.fair import FairConnection
 from agentd.http.connections.turns import Kind, Turns
 
@@ -27,7 +27,7 @@ ACCEPT_ROUNDS = 3
 """Rounds of the event loop until what was accepted is a connection."""
 
 
-class Gate(asyncio.Protocol):
+class TlsHandshake(asyncio.Protocol):
     """A TCP connection before its TLS handshake: counted, in turns, and with a deadline for that.
 
     Callers that have not said yet who they are share the turns of one caller.
@@ -71,7 +71,7 @@ class Gate(asyncio.Protocol):
                 ssl_handshake_timeout=HEADER_TIMEOUT_S,
             )
         except (OSError, ssl.SSLError) as error:
-            complain("rpc.no_tls", reason=str(error)[:200])
+            warn_of_client("rpc.no_tls", reason=str(error)[:200])
             transport.abort()
             secured = None
         if secured is None:
@@ -124,7 +124,7 @@ class Connection(FairConnection):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        keep_asking(transport.get_extra_info("socket"))
+        enable_keepalive(transport.get_extra_info("socket"))
         if self._limits is not None and not self._is_counted:
             self._is_counted = self._limits.admit()
             if not self._is_counted:
@@ -192,7 +192,7 @@ class Connection(FairConnection):
             return
         left = transport.get_write_buffer_size()
         if before is not None and left >= before:
-            complain("rpc.nobody_reads", unread_bytes=left)
+            warn_of_client("rpc.nobody_reads", unread_bytes=left)
             transport.abort()
             return
         loop = asyncio.get_running_loop()
@@ -229,7 +229,7 @@ class Connection(FairConnection):
     ) -> web.StreamResponse:
         """Answer what is no request with a problem."""
         why = (message or str(exc) or "it is no HTTP").splitlines()
-        complain("rpc.broken_request", status=status, reason=why[0][:200])
+        warn_of_client("rpc.broken_request", status=status, reason=why[0][:200])
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun already")
         response = self._broken(" ".join(part.strip() for part in why)[:500])

@@ -1,6 +1,6 @@
 """From a plan to the JSON that creates a container; pure.
 
-Source of the members: the Engine API's ContainerCreate.
+MountSource of the members: the Engine API's ContainerCreate.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agentd.core.kernel.states import KernelSpec
 from agentd.core.names import shortened
 from agentd.errors import Problem
 from agentd.runtimes.docker.engine_facts import EngineFacts
-from agentd.runtimes.docker.mounts import Source
+from agentd.runtimes.docker.mounts import MountSource
 
 SCHEMA_LABEL = f"{LABEL_PREFIX}schema"
 NODE_LABEL = f"{LABEL_PREFIX}node"
@@ -108,7 +108,7 @@ def _has_ids(user: str) -> bool:
 
 
 def container_config(
-    plan: KernelPlan, rules: DockerRules, sources: Sequence[Source], engine: EngineFacts
+    plan: KernelPlan, rules: DockerRules, sources: Sequence[MountSource], engine: EngineFacts
 ) -> dict[str, Any]:
     """Return the body of the engine's create call; `sources` are those of the spec's mounts."""
     spec = plan.spec
@@ -200,7 +200,7 @@ def _devices(plan: KernelPlan) -> dict[str, Any]:
 
 
 def _mounts(
-    plan: KernelPlan, sources: Sequence[Source], engine: EngineFacts
+    plan: KernelPlan, sources: Sequence[MountSource], engine: EngineFacts
 ) -> list[dict[str, Any]]:
     wanted = [
         *zip((source.path for source in sources), plan.spec.mounts, strict=True),
@@ -223,7 +223,7 @@ def _bind(source: str, mount: Mount, engine: EngineFacts) -> dict[str, Any]:
     """Return a bind mount; what else is mounted below a read-only one is read-only, or left out."""
     bound: dict[str, Any] = {
         "Type": "bind",
-        "Source": source,
+        "MountSource": source,
         "Target": mount.target,
         "ReadOnly": mount.read_only,
     }

@@ -23,7 +23,7 @@ import msgspec
 from aiohttp.http import HttpProcessingError
 
 from agentd.runtimes.docker.engine_errors import (
-    AnswerLost,
+    EngineAnswerLost,
     EngineError,
     EngineUnreachable,
     shortly,
@@ -79,10 +79,10 @@ class EngineClient:
         """Return what the engine says of itself."""
         answer = await self._asked("GET", "/version")
         if not isinstance(answer, Mapping):
-            raise AnswerLost("the engine's answer to a version is something else")
+            raise EngineAnswerLost("the engine's answer to a version is something else")
         version = answer.get("ApiVersion", "1.41")
         if not isinstance(version, str) or not _VERSION.fullmatch(version):
-            raise AnswerLost("the engine's answer to a version has no API version")
+            raise EngineAnswerLost("the engine's answer to a version has no API version")
         self._prefix = f"/v{version}"
         return answer
 
@@ -98,7 +98,7 @@ class EngineClient:
         """Call, and return the JSON of the answer; None if it has none.
 
         Raises:
-            EngineError, EngineUnreachable, AnswerLost: see `engine_errors`.
+            EngineError, EngineUnreachable, EngineAnswerLost: see `engine_errors`.
         """
         if not self._prefix:
             await self.version()
@@ -121,11 +121,11 @@ class EngineClient:
         if answer.status >= REFUSED:
             raise EngineError(answer.status, _message(answer.body))
         if answer.is_cut:
-            raise AnswerLost(f"the engine's answer is larger than {MOST_ANSWER >> 20} MiB")
+            raise EngineAnswerLost(f"the engine's answer is larger than {MOST_ANSWER >> 20} MiB")
         try:
             return msgspec.json.decode(answer.body) if answer.body else None
         except (ValueError, RecursionError) as error:
-            raise AnswerLost(f"the engine's answer is not JSON: {error}") from error
+            raise EngineAnswerLost(f"the engine's answer is not JSON: {error}") from error
 
     @asynccontextmanager
     async def stream(
@@ -138,7 +138,7 @@ class EngineClient:
         """Call, and read what comes; leaving hangs up.
 
         Raises:
-            EngineError, EngineUnreachable, AnswerLost: see `engine_errors`.
+            EngineError, EngineUnreachable, EngineAnswerLost: see `engine_errors`.
         """
         async with self.answer(method, path, params, headers) as response:
             yield response.content
@@ -154,7 +154,7 @@ class EngineClient:
         """Call, and return the answer as soon as it begins; leaving hangs up.
 
         Raises:
-            EngineError, EngineUnreachable, AnswerLost: see `engine_errors`.
+            EngineError, EngineUnreachable, EngineAnswerLost: see `engine_errors`.
         """
         if not self._prefix:
             await self.version()
@@ -171,7 +171,7 @@ class EngineClient:
         """Yield the objects of a list, each as soon as it was read.
 
         Raises:
-            EngineError, EngineUnreachable, AnswerLost: see `engine_errors`; it is not complete.
+            EngineError, EngineUnreachable, EngineAnswerLost: see `engine_errors`.
         """
         async with self.stream("GET", path, params) as stream:
             async for item in _objects(stream):
@@ -230,11 +230,11 @@ class _Exchange:
         if isinstance(error, _FAILURES):
             raise self._failed(error) from error
 
-    def _failed(self, error: BaseException) -> EngineUnreachable | AnswerLost:
+    def _failed(self, error: BaseException) -> EngineUnreachable | EngineAnswerLost:
         if isinstance(error, aiohttp.ClientConnectorError):
             return EngineUnreachable(f"{self._socket}: {error.os_error.strerror}")
         why = shortly(f"{type(error).__name__}: {error}")
-        return AnswerLost(f"{self._socket}: {why}")
+        return EngineAnswerLost(f"{self._socket}: {why}")
 
 
 async def _refuse_error(response: aiohttp.ClientResponse) -> None:
@@ -260,7 +260,7 @@ async def _objects(stream: aiohttp.StreamReader) -> AsyncGenerator[Mapping[str, 
     """Yield the objects of a JSON array; what was yielded is not kept.
 
     Raises:
-        AnswerLost: it is not an array of objects, was cut short, or is too large.
+        EngineAnswerLost: it is not an array of objects, was cut short, or is too large.
     """
     utf8 = codecs.getincrementaldecoder("utf-8")("replace")
     parts, size, count, is_open = [""], 0, 0, False
@@ -281,9 +281,9 @@ async def _objects(stream: aiohttp.StreamReader) -> AsyncGenerator[Mapping[str, 
         if text.startswith("]") and is_open:
             return
         if not chunk or not is_open:
-            raise AnswerLost("the engine's answer is not a list of objects, or was cut short")
+            raise EngineAnswerLost("the engine's answer is not a list of objects, or was cut short")
         if len(text) > MOST_ANSWER or size > MOST_LIST or count > MOST_LISTED:
-            raise AnswerLost("the engine's list is too large to be read")
+            raise EngineAnswerLost("the engine's list is too large to be read")
 
 
 def _parsed(text: str) -> tuple[list[Mapping[str, Any]], str]:

@@ -2,7 +2,7 @@
 
 EngineError         it was asked, and refused or failed: a status and a message
 EngineUnreachable   it was not asked: there was no connection
-AnswerLost          it was asked, and its answer was lost or is not one of the Engine API
+EngineAnswerLost          it was asked, and its answer was lost or is not one of the Engine API
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class EngineUnreachable(Exception):
     """No connection could be made, so the engine knows of nothing."""
 
 
-class AnswerLost(Exception):
+class EngineAnswerLost(Exception):
     """The engine may have acted, and did not say so."""
 
 

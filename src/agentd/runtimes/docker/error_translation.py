@@ -16,7 +16,12 @@ from agentd.errors import (
     RuntimeFailure,
     RuntimeUnavailable,
 )
-from agentd.runtimes.docker.engine_errors import AnswerLost, EngineError, EngineUnreachable, shortly
+from agentd.runtimes.docker.engine_errors import (
+    EngineAnswerLost,
+    EngineError,
+    EngineUnreachable,
+    shortly,
+)
 from agentd.runtimes.docker.request_errors import request_problem
 
 _PASSES = ("port is already allocated", "address already in use")
@@ -49,7 +54,7 @@ def translated(error: BaseException, plan: KernelPlan | None = None) -> BaseExce
     """Return the error of agentd that says what the engine's means; others as they are."""
     if isinstance(error, EngineError):
         return _refusal(error, plan)
-    if isinstance(error, (EngineUnreachable, AnswerLost, OSError, TimeoutError)):
+    if isinstance(error, (EngineUnreachable, EngineAnswerLost, OSError, TimeoutError)):
         return RuntimeUnavailable(str(error) or type(error).__name__)
     return error
 
@@ -72,7 +77,9 @@ class _Translating:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, (EngineError, EngineUnreachable, AnswerLost, OSError, TimeoutError)):
+        if isinstance(
+            error, (EngineError, EngineUnreachable, EngineAnswerLost, OSError, TimeoutError)
+        ):
             raise translated(error) from error
 
 

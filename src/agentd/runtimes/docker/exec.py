@@ -25,7 +25,7 @@ from agentd.host.cgroups.usage import groups_of
 from agentd.host.processes import all_processes, read_env, strike
 from agentd.runtimes.docker.engine import EngineClient
 from agentd.runtimes.docker.engine_errors import (
-    AnswerLost,
+    EngineAnswerLost,
     EngineError,
     EngineUnreachable,
     presentable,
@@ -88,7 +88,7 @@ class Inside:
     async def _shown(self) -> Mapping[str, Any]:
         shown = await self._engine.call("GET", f"/exec/{self._exec_id}/json")
         if not isinstance(shown, Mapping) or not isinstance(shown.get("ExitCode"), int | None):
-            raise AnswerLost("the engine's answer to an inspect describes no exec")
+            raise EngineAnswerLost("the engine's answer to an inspect describes no exec")
         process_id(shown.get("Pid") or 0)
         return shown
 
@@ -166,7 +166,7 @@ class Inside:
             self._writer.transport.abort()
         if self._is_over:
             return
-        with suppress(EngineError, EngineUnreachable, AnswerLost, OSError, TimeoutError):
+        with suppress(EngineError, EngineUnreachable, EngineAnswerLost, OSError, TimeoutError):
             async with asyncio.timeout(START_TIMEOUT_S):
                 await self._end()
 

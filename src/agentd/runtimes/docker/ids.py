@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from agentd.core.names import shortened
-from agentd.runtimes.docker.engine_errors import AnswerLost
+from agentd.runtimes.docker.engine_errors import EngineAnswerLost
 
 _CONTAINER = re.compile(r"[0-9a-f]{64}")
 _IMAGE = re.compile(r"sha256:[0-9a-f]{64}")
@@ -20,7 +20,7 @@ def container_id(raw: object) -> str:
     """Return the id of a container.
 
     Raises:
-        AnswerLost: it is something else.
+        EngineAnswerLost: it is something else.
     """
     return _checked(_CONTAINER, raw, "container")
 
@@ -29,7 +29,7 @@ def exec_id(raw: object) -> str:
     """Return the id of an exec.
 
     Raises:
-        AnswerLost: it is something else.
+        EngineAnswerLost: it is something else.
     """
     return _checked(_CONTAINER, raw, "exec")
 
@@ -38,7 +38,7 @@ def image_id(raw: object) -> str:
     """Return the id of an image.
 
     Raises:
-        AnswerLost: it is something else.
+        EngineAnswerLost: it is something else.
     """
     return _checked(_IMAGE, raw, "image")
 
@@ -47,14 +47,14 @@ def process_id(raw: object) -> int:
     """Return the id of a process; 0 where there is none.
 
     Raises:
-        AnswerLost: it is something else.
+        EngineAnswerLost: it is something else.
     """
     if isinstance(raw, int) and not isinstance(raw, bool) and 0 <= raw <= _MOST_PID:
         return raw
-    raise AnswerLost(f"the engine's answer has an invalid process id: {shortened(raw)}")
+    raise EngineAnswerLost(f"the engine's answer has an invalid process id: {shortened(raw)}")
 
 
 def _checked(pattern: re.Pattern[str], raw: object, what: str) -> str:
     if isinstance(raw, str) and pattern.fullmatch(raw):
         return raw
-    raise AnswerLost(f"the engine's answer has an invalid {what} id: {shortened(raw)}")
+    raise EngineAnswerLost(f"the engine's answer has an invalid {what} id: {shortened(raw)}")

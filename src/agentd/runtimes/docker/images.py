@@ -24,7 +24,7 @@ from agentd.core.kernel.states import Pull
 from agentd.errors import ImageNotFound, RuntimeFailure, RuntimeUnavailable
 from agentd.runtimes.docker.engine import EngineClient
 from agentd.runtimes.docker.engine_errors import (
-    AnswerLost,
+    EngineAnswerLost,
     EngineError,
     EngineUnreachable,
     presentable,
@@ -113,7 +113,7 @@ class Images:
             raise ImageNotFound(f"image {image}: {error.message}") from error
         except EngineUnreachable as error:
             raise RuntimeUnavailable(str(error)) from error
-        except (AnswerLost, OSError, ValueError, RecursionError) as error:
+        except (EngineAnswerLost, OSError, ValueError, RecursionError) as error:
             raise RuntimeUnavailable(f"the pull of {image} was cut: {error}") from error
         log.info("image.pulled", image=image)
 
@@ -128,7 +128,7 @@ class Images:
             async for line in stream:
                 said = json.loads(line)
                 if not isinstance(said, dict):
-                    raise AnswerLost("the engine tells of a pull what is not an object")
+                    raise EngineAnswerLost("the engine tells of a pull what is not an object")
                 yield said
 
     def _notify(self, key: _Key, layers: Mapping[str, Pull]) -> None:

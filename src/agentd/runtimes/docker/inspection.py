@@ -24,9 +24,9 @@ from agentd.runtimes.docker.container_config import (
     NODE_LABEL,
     RECORD_LABEL,
 )
-from agentd.runtimes.docker.engine_errors import AnswerLost, presentable
+from agentd.runtimes.docker.engine_errors import EngineAnswerLost, presentable
 from agentd.runtimes.docker.ids import container_id, process_id
-from agentd.runtimes.docker.mounts import Source, refuse_exchanged, verify_mounts
+from agentd.runtimes.docker.mounts import MountSource, refuse_exchanged, verify_mounts
 
 _CPU_LIST = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*")
 _OWN_LABELS = (NODE_LABEL, KERNEL_LABEL, AGENT_LABEL, RECORD_LABEL, DEVICES_LABEL)
@@ -43,23 +43,23 @@ def inspected(shown: object) -> Mapping[str, Any]:
     """Return what an engine says of a container, if it is that.
 
     Raises:
-        AnswerLost: it is something else.
+        EngineAnswerLost: it is something else.
     """
     if isinstance(shown, dict) and shown.keys() >= _MEMBERS:
         container_id(shown["Id"])
         process_id(shown["State"].get("Pid", 0))
         return shown
-    raise AnswerLost("the engine's answer to an inspect describes no container")
+    raise EngineAnswerLost("the engine's answer to an inspect describes no container")
 
 
 def summarized(listed: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return what a list says of a container, in the form of an inspection.
 
     Raises:
-        AnswerLost: it does not describe a container.
+        EngineAnswerLost: it does not describe a container.
     """
     if not isinstance(listed.get("Labels"), Mapping | None):
-        raise AnswerLost("the engine's list has labels that are not an object")
+        raise EngineAnswerLost("the engine's list has labels that are not an object")
     return identified(
         {
             "Id": container_id(listed.get("Id")),
@@ -148,7 +148,7 @@ def verify(
     shown: Mapping[str, Any],
     asked: Mapping[str, Any],
     plan: KernelPlan,
-    sources: Sequence[Source],
+    sources: Sequence[MountSource],
 ) -> None:
     """Check that a started container has what was requested; `asked` is the create's HostConfig.
 

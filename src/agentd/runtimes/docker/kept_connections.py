@@ -14,7 +14,7 @@ from typing import NamedTuple, cast
 
 import httptools
 
-from agentd.runtimes.docker.engine_errors import AnswerLost, EngineUnreachable, shortly
+from agentd.runtimes.docker.engine_errors import EngineAnswerLost, EngineUnreachable, shortly
 
 CONNECT_TIMEOUT_S = 10.0
 MOST_IDLE = 8
@@ -27,7 +27,7 @@ _REPEATED = frozenset({"GET", "DELETE"})
 """Methods that may be asked twice, where a kept connection ended before the first answer."""
 
 
-class Answer(NamedTuple):
+class EngineAnswer(NamedTuple):
     """An answer; `is_cut` where its body is longer than the bound."""
 
     status: int
@@ -47,20 +47,20 @@ class KeptConnections:
 
     def __init__(self, socket: Path) -> None:
         self._socket = socket
-        self._idle: list[_Connection] = []
-        self._used: set[_Connection] = set()
+        self._idle: list[_EngineConnection] = []
+        self._used: set[_EngineConnection] = set()
         self._is_closed = False
 
     async def exchange(
         self, method: str, target: str, body: bytes | None, most: Bounds, timeout_s: float
-    ) -> Answer:
+    ) -> EngineAnswer:
         """Send a request, and return its answer; whoever is cancelled meanwhile hangs up.
 
         `target` is a path and a query as they are sent. No wait is ended by cancelling the task
         (see `agentd.concurrency.uninterrupted`).
 
         Raises:
-            EngineUnreachable, AnswerLost: as `engine_errors` says.
+            EngineUnreachable, EngineAnswerLost: as `engine_errors` says.
         """
         request, loop = _request(method, target, body), asyncio.get_running_loop()
         while True:
@@ -77,9 +77,9 @@ class KeptConnections:
             except _NotAnswered as error:
                 if is_kept and method in _REPEATED:
                     continue
-                raise AnswerLost(f"{self._socket}: {error}") from error
-            except AnswerLost as error:
-                raise AnswerLost(f"{self._socket}: {error}") from error
+                raise EngineAnswerLost(f"{self._socket}: {error}") from error
+            except EngineAnswerLost as error:
+                raise EngineAnswerLost(f"{self._socket}: {error}") from error
             finally:
                 timer.cancel()
                 self._used.discard(connection)
@@ -93,16 +93,16 @@ class KeptConnections:
             connection.hang_up(_CLOSED)
         self._idle.clear()
 
-    def _keep(self, connection: _Connection) -> None:
+    def _keep(self, connection: _EngineConnection) -> None:
         if connection.is_free and len(self._idle) < MOST_IDLE:
             self._idle.append(connection)
         else:
             connection.hang_up("its answer was given up")
 
-    async def _connected(self) -> _Connection:
+    async def _connected(self) -> _EngineConnection:
         connecting = asyncio.create_task(
             asyncio.get_running_loop().create_unix_connection(
-                lambda: _Connection(self._forget), str(self._socket)
+                lambda: _EngineConnection(self._forget), str(self._socket)
             )
         )
         try:
@@ -115,7 +115,7 @@ class KeptConnections:
             connecting.cancel()
         raise EngineUnreachable(f"{self._socket}: no connection within {CONNECT_TIMEOUT_S:g} s")
 
-    def _forget(self, connection: _Connection) -> None:
+    def _forget(self, connection: _EngineConnection) -> None:
         if connection in self._idle:
             self._idle.remove(connection)
 
@@ -134,14 +134,14 @@ class _NotAnswered(Exception):
     """The connection ended before a byte of the answer."""
 
 
-class _Connection(asyncio.Protocol):
+class _EngineConnection(asyncio.Protocol):
     """One connection, with one exchange at a time; also what the parser tells (httptools)."""
 
-    def __init__(self, on_lost: Callable[[_Connection], None]) -> None:
+    def __init__(self, on_lost: Callable[[_EngineConnection], None]) -> None:
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
-        self._answer: asyncio.Future[Answer] | None = None
+        self._answer: asyncio.Future[EngineAnswer] | None = None
         self._most = Bounds(0, 0)
         self._received = 0
         self._status = 0
@@ -152,9 +152,9 @@ class _Connection(asyncio.Protocol):
         """Whether another request can be sent."""
         return self._transport is not None and self._answer is None
 
-    def ask(self, request: bytes, most: Bounds) -> asyncio.Future[Answer]:
-        """Send a request; the answer comes, or `AnswerLost`, or `_NotAnswered`."""
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+    def ask(self, request: bytes, most: Bounds) -> asyncio.Future[EngineAnswer]:
+        """Send a request; the answer comes, or `EngineAnswerLost`, or `_NotAnswered`."""
+        answer: asyncio.Future[EngineAnswer] = asyncio.get_running_loop().create_future()
         if self._transport is None:
             answer.set_exception(_NotAnswered("the connection has ended"))
             return answer
@@ -165,7 +165,7 @@ class _Connection(asyncio.Protocol):
 
     def hang_up(self, why: str) -> None:
         """End the connection."""
-        self._fail(AnswerLost(why))
+        self._fail(EngineAnswerLost(why))
         if self._transport is not None:
             self._transport.abort()
             self._transport = None
@@ -201,7 +201,7 @@ class _Connection(asyncio.Protocol):
         elif self._status >= REFUSED:  # Go's server ends its own refusals so
             self._complete()
         else:
-            self._fail(AnswerLost(str(error or "the connection ended within the answer")))
+            self._fail(EngineAnswerLost(str(error or "the connection ended within the answer")))
 
     # httptools.HTTPProtocol
 
@@ -230,7 +230,9 @@ class _Connection(asyncio.Protocol):
         waiting, self._answer = self._answer, None
         if waiting is not None and not waiting.done():
             body = bytes(self._body[: self._bound])
-            waiting.set_result(Answer(self._status, body, is_cut=len(self._body) > self._bound))
+            waiting.set_result(
+                EngineAnswer(self._status, body, is_cut=len(self._body) > self._bound)
+            )
 
     def _fail(self, error: Exception) -> None:
         waiting, self._answer = self._answer, None

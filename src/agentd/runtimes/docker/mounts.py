@@ -24,7 +24,7 @@ from agentd.errors import InvalidRequest, Problem, RuntimeFailure
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
-class Source(NamedTuple):
+class MountSource(NamedTuple):
     """Where a mount really comes from: symlinks and `..` resolved, and which file that is."""
 
     path: str
@@ -32,14 +32,14 @@ class Source(NamedTuple):
     inode: int
 
 
-def resolved(mounts: Sequence[Mount], allowed: Sequence[Path]) -> list[Source]:
+def resolved(mounts: Sequence[Mount], allowed: Sequence[Path]) -> list[MountSource]:
     """Return the sources of a request's mounts.
 
     Raises:
         InvalidRequest: with each source that is not below an allowed folder, or not there.
     """
     folders = [real for folder in allowed if (real := _real(str(folder)))]
-    sources: list[Source] = []
+    sources: list[MountSource] = []
     problems: list[Problem] = []
     for index, mount in enumerate(mounts):
         path: Path | None
@@ -90,18 +90,18 @@ def refuse_missing(edits: ContainerEdits) -> None:
             raise RuntimeFailure(f"{path}, which its devices need, is not on this node")
 
 
-def _opened(path: str) -> Source:
+def _opened(path: str) -> MountSource:
     """Follow a path once, and tell of what it led to."""
     descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         found = os.fstat(descriptor)
         real = Path(f"/proc/self/fd/{descriptor}").readlink()
-        return Source(str(real), found.st_dev, found.st_ino)
+        return MountSource(str(real), found.st_dev, found.st_ino)
     finally:
         os.close(descriptor)
 
 
-def refuse_exchanged(mounts: Sequence[Mount], sources: Sequence[Source]) -> None:
+def refuse_exchanged(mounts: Sequence[Mount], sources: Sequence[MountSource]) -> None:
     """See that every path still leads to the file that it led to.
 
     Raises:
@@ -116,7 +116,7 @@ def refuse_exchanged(mounts: Sequence[Mount], sources: Sequence[Source]) -> None
             raise _exchanged(mount)
 
 
-def verify_mounts(pid: int, mounts: Sequence[Mount], sources: Sequence[Source]) -> None:
+def verify_mounts(pid: int, mounts: Sequence[Mount], sources: Sequence[MountSource]) -> None:
     """See that a container has mounted the very files that were looked at, each at its target.
 
     A target that is reached by a link of the image has another name there; then as many

@@ -16,11 +16,11 @@ from agentd.core.kernel.observation import Listing, ObservedKernel, ObservedStat
 from agentd.core.kernel.plan import kernel_name
 from agentd.core.kernel.states import LIVE, Kernel, KernelRef
 from agentd.core.names import shortened
-from agentd.host.cgroups.usage import COUNTED_V1, MOUNT, UNIFIED, Account, account_of, is_v2
+from agentd.host.cgroups.usage import COUNTED_V1, MOUNT, UNIFIED, CgroupCounters, account_of, is_v2
 from agentd.runtimes.docker.absences import Absences
 from agentd.runtimes.docker.container_config import KERNEL_LABEL, NODE_LABEL, RECORD_LABEL
 from agentd.runtimes.docker.engine import EngineClient
-from agentd.runtimes.docker.engine_errors import AnswerLost, EngineError
+from agentd.runtimes.docker.engine_errors import EngineAnswerLost, EngineError
 from agentd.runtimes.docker.error_translation import NOT_FOUND, absent_is_fine, proving
 from agentd.runtimes.docker.ids import image_id, process_id
 from agentd.runtimes.docker.inspection import (
@@ -47,14 +47,14 @@ _PLACES = ("docker/{}", "system.slice/docker-{}.scope")
 (dockerd(8), `--cgroup-parent`)."""
 
 
-class Observer:
+class ContainerObserver:
     """Looks at the containers of one node."""
 
     def __init__(self, engine: EngineClient, node_id: str, absences: Absences) -> None:
         self._engine = engine
         self._node_id = node_id
         self._absences = absences
-        self._accounts: dict[str, Account] = {}
+        self._accounts: dict[str, CgroupCounters] = {}
         self._asked_for: set[str] = set()
         self._elsewhere: dict[str, str] = {}
         self._ignored: frozenset[str] = frozenset()
@@ -95,7 +95,7 @@ class Observer:
         """Inspect one container of a list; what the list said of it if that fails alone."""
         try:
             return await self.inspection(summary["Id"])
-        except (TimeoutError, AnswerLost):
+        except (TimeoutError, EngineAnswerLost):
             pass
         except EngineError as error:
             if error.status == NOT_FOUND:
@@ -155,7 +155,7 @@ class Observer:
         path = f"/containers/{container}/json"
         return inspected(await self._engine.call("GET", path, timeout_s=ASK_TIMEOUT_S))
 
-    async def accounts(self, kernels: Sequence[Kernel]) -> Mapping[str, Account]:
+    async def accounts(self, kernels: Sequence[Kernel]) -> Mapping[str, CgroupCounters]:
         """Return where living containers are counted; each is looked for once.
 
         The engine is only asked about those that are not where engines put them; what it does not
@@ -170,16 +170,16 @@ class Observer:
             async with asyncio.timeout(ACCOUNT_TIMEOUT_S):
                 found = await asyncio.gather(*map(self._placed, elsewhere), return_exceptions=True)
                 places = zip(elsewhere, found, strict=True)
-                kept |= {h: item for h, item in places if isinstance(item, Account)}
+                kept |= {h: item for h, item in places if isinstance(item, CgroupCounters)}
         self._asked_for = (self._asked_for | {*elsewhere}) & living
         self._accounts = kept
         return {k: kept[handle] for k, handle in handles.items() if handle in kept}
 
-    async def _placed(self, container: str) -> Account | None:
+    async def _placed(self, container: str) -> CgroupCounters | None:
         """Return where a container is counted, as its process tells; None if it is not told."""
         shown = await self._found(container)
         pid = process_id(shown["State"].get("Pid", 0)) if shown is not None else 0
-        found = account_of(pid, container) if pid else Account()
+        found = account_of(pid, container) if pid else CgroupCounters()
         return replace(found, has_network=True) if found.folders else None
 
     def observed(self, shown: Mapping[str, Any]) -> ObservedKernel:
@@ -214,14 +214,14 @@ def _ignored(shown: Mapping[str, Any]) -> str:
     )
 
 
-def _looked_for(containers: Sequence[str]) -> dict[str, Account]:
+def _looked_for(containers: Sequence[str]) -> dict[str, CgroupCounters]:
     """Return where containers are counted that are where engines put them."""
-    found: dict[str, Account] = {}
+    found: dict[str, CgroupCounters] = {}
     hierarchies = [UNIFIED] if is_v2() else [c for c in COUNTED_V1 if (MOUNT / c).exists()]
     for container in containers:
         for place in _PLACES:
             folders = {name: MOUNT / name / place.format(container) for name in hierarchies}
             if all(folder.exists() for folder in folders.values()):
                 paths = {name: str(folder) for name, folder in folders.items()}
-                found[container] = Account(paths, has_network=True)
+                found[container] = CgroupCounters(paths, has_network=True)
     return found

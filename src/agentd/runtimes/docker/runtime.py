@@ -23,7 +23,7 @@ from agentd.core.kernel.observation import Listing, ObservedKernel
 from agentd.core.kernel.options import PullPolicy
 from agentd.core.kernel.plan import KernelPlan, kernel_name
 from agentd.core.kernel.states import Kernel, KernelRef, KernelSpec, KernelState
-from agentd.core.kernel.usage import Accounted
+from agentd.core.kernel.usage import UsageReading
 from agentd.errors import ImageNotFound, InvalidRequest, Problem, RuntimeUnavailable
 from agentd.failpoints import reach
 from agentd.host.cgroups.usage import counted
@@ -46,8 +46,8 @@ from agentd.runtimes.docker.exec import end_left_behind, run_inside
 from agentd.runtimes.docker.ids import container_id
 from agentd.runtimes.docker.images import Images
 from agentd.runtimes.docker.inspection import verify
-from agentd.runtimes.docker.mounts import Source, refuse_missing, resolved
-from agentd.runtimes.docker.observer import ASK_TIMEOUT_S, LIST_TIMEOUT_S, Observer
+from agentd.runtimes.docker.mounts import MountSource, refuse_missing, resolved
+from agentd.runtimes.docker.observer import ASK_TIMEOUT_S, LIST_TIMEOUT_S, ContainerObserver
 from agentd.runtimes.docker.streams import (
     CONNECTED,
     DESTROY,
@@ -56,7 +56,7 @@ from agentd.runtimes.docker.streams import (
     events,
     printed,
 )
-from agentd.services.protocols import LogQuery, Progress, Session, Support, Undone
+from agentd.services.protocols import CreateProgress, LogQuery, Session, Support, Undone
 
 
 class _Attempt:
@@ -68,14 +68,14 @@ class _Attempt:
     def __init__(self, plan: KernelPlan, engine: EngineFacts, rules: DockerRules) -> None:
         self.plan = plan
         self.platform = plan.spec.container.platform or engine.platform
-        self.sources: list[Source] = []
+        self.sources: list[MountSource] = []
         self.config: dict[str, Any] = {}
         self.may_exist = False
         self.container = ""
         self._engine = engine
         self._rules = rules
 
-    def take(self, sources: list[Source]) -> None:
+    def take(self, sources: list[MountSource]) -> None:
         """Make the engine's request, with the sources of mounts as they are now."""
         self.sources = sources
         self.config = container_config(self.plan, self._rules, self.sources, self._engine)
@@ -106,7 +106,7 @@ class DockerRuntime:
         self._lookups = Lookups()
         self._is_swept = False
         self._absences = absences or Absences(None, "")
-        self._observer = Observer(self._engine, node_id, self._absences)
+        self._observer = ContainerObserver(self._engine, node_id, self._absences)
 
     def renew(self, rules: DockerRules) -> None:
         """Replace the rules; existing kernels keep theirs."""
@@ -143,7 +143,7 @@ class DockerRuntime:
             problems += error.problems
         return problems
 
-    async def _sources(self, spec: KernelSpec) -> list[Source]:
+    async def _sources(self, spec: KernelSpec) -> list[MountSource]:
         """Look up where the mounts of a request really come from.
 
         Raises:
@@ -155,7 +155,7 @@ class DockerRuntime:
         allowed = self._rules.allowed_mounts
         return await self._lookups.look(_SOURCES, lambda: resolved(spec.mounts, allowed))
 
-    async def create(self, plan: KernelPlan, progress: Progress) -> ObservedKernel:
+    async def create(self, plan: KernelPlan, progress: CreateProgress) -> ObservedKernel:
         facts = await self._known_facts()
         facts.refuse_what_it_cannot(plan.edits)
         refuse_missing(plan.edits)
@@ -188,7 +188,7 @@ class DockerRuntime:
         else:
             check()
 
-    async def _create(self, attempt: _Attempt, progress: Progress) -> None:
+    async def _create(self, attempt: _Attempt, progress: CreateProgress) -> None:
         """Create a container, its image fetched if need be."""
         options, image = attempt.plan.spec.container, attempt.plan.spec.image or ""
         if options.pull_policy is not PullPolicy.ALWAYS:
@@ -322,7 +322,7 @@ class DockerRuntime:
         with translating():
             return await run_inside(self._engine, self._socket, self._node_id, container, spec)
 
-    async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, Accounted]:
+    async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, UsageReading]:
         with proving():
             accounts = await self._observer.accounts(kernels)
         return await asyncio.to_thread(counted, accounts)

@@ -14,7 +14,7 @@ import msgspec
 from agentd.core.names import name_or_empty
 from agentd.runtimes.docker.container_config import KERNEL_LABEL, NODE_LABEL
 from agentd.runtimes.docker.engine import EngineClient
-from agentd.runtimes.docker.engine_errors import AnswerLost
+from agentd.runtimes.docker.engine_errors import EngineAnswerLost
 from agentd.runtimes.docker.error_translation import translating
 from agentd.runtimes.docker.ids import container_id
 from agentd.services.protocols import LogQuery, LogStream
@@ -119,7 +119,7 @@ async def _lines(answer: aiohttp.ClientResponse, engine: EngineClient) -> AsyncG
     Those that follow one are left in the socket for a while, so that none of them wakes the loop.
 
     Raises:
-        AnswerLost: one is endless, or the engine answers nothing at all any more.
+        EngineAnswerLost: one is endless, or the engine answers nothing at all any more.
     """
     rest = b""
     while chunk := await _while_it_answers(answer.content, engine):
@@ -129,7 +129,7 @@ async def _lines(answer: aiohttp.ClientResponse, engine: EngineClient) -> AsyncG
         with _paused(answer):
             await asyncio.sleep(GATHER_S)
         if len(rest) > _LONGEST_LINE:
-            raise AnswerLost("an event of the engine does not end")
+            raise EngineAnswerLost("an event of the engine does not end")
 
 
 @contextmanager
@@ -151,7 +151,7 @@ async def _while_it_answers(stream: aiohttp.StreamReader, engine: EngineClient) 
     """Return the next bytes, empty at the end; in long silences the engine is asked something.
 
     Raises:
-        AnswerLost: it does not answer: it is frozen, and its silence says nothing.
+        EngineAnswerLost: it does not answer: it is frozen, and its silence says nothing.
     """
     while True:
         with suppress(TimeoutError):
@@ -162,14 +162,14 @@ async def _while_it_answers(stream: aiohttp.StreamReader, engine: EngineClient) 
                 await engine.version()
         except TimeoutError:
             why = f"it has answered nothing for {SILENCE_S:g} s"
-            raise AnswerLost(f"the engine is frozen: {why}") from None
+            raise EngineAnswerLost(f"the engine is frozen: {why}") from None
 
 
 def _event(line: bytes) -> ContainerEvent | None:
     """Return what a line tells; None if that is nothing of a kernel, or not an event.
 
     Raises:
-        AnswerLost: the container's id is not one.
+        EngineAnswerLost: the container's id is not one.
     """
     try:
         raw = msgspec.json.decode(line)

@@ -48,7 +48,7 @@ SLICE = "agentd.slice"
 _COMMAND = [sys.executable, "-I", "-m", exec_program.__name__]
 
 
-class Place(NamedTuple):
+class ExecTarget(NamedTuple):
     """A kernel to be entered: its processes, and the files that put others into its cgroups."""
 
     members: Sequence[Proc]
@@ -70,7 +70,7 @@ class Entered:
         self._unread = b""
         self._watch: asyncio.Task[None] | None = None
 
-    async def begin(self, place: Place, manager: Manager | None, unit: str) -> None:
+    async def begin(self, place: ExecTarget, manager: Manager | None, unit: str) -> None:
         """Have the command started.
 
         Raises:
@@ -272,7 +272,7 @@ def exec_unit(name: str) -> str:
     return f"{name.replace('agentd-', 'agentd-exec-', 1)}-{uuid.uuid4().hex[:8]}.service"
 
 
-async def enter(place: Place, spec: ExecSpec, manager: Manager | None, unit: str) -> Entered:
+async def enter(place: ExecTarget, spec: ExecSpec, manager: Manager | None, unit: str) -> Entered:
     """Run a command beside a process of a kernel, by a unit of systemd's where there is a manager.
 
     Raises:
@@ -293,7 +293,7 @@ async def enter(place: Place, spec: ExecSpec, manager: Manager | None, unit: str
     return made
 
 
-def _order(place: Place, spec: ExecSpec) -> dict[str, Any]:
+def _order(place: ExecTarget, spec: ExecSpec) -> dict[str, Any]:
     """Return what the program is told."""
     eldest = sorted(place.members, key=lambda process: process.start_time)
     return {

@@ -54,7 +54,7 @@ def main() -> None:
         become(order, target, streams, libc, (says, waits, parent))
     for descriptor in (says, waits, 0, *streams):
         os.close(descriptor)
-    Keeper(control, pid, groups, go, target.pidfd).stay(said, wakeup)
+    ExecParent(control, pid, groups, go, target.pidfd).stay(said, wakeup)
 
 
 def received(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -77,7 +77,7 @@ def tell(control: socket.socket, answer: dict[str, Any]) -> None:
         pass
 
 
-class Keeper:
+class ExecParent:
     """What stays outside of the kernel: it lets the command in, and is told how it ends.
 
     The command is put into the kernel's cgroups from here, once it has said that it has nothing

@@ -33,7 +33,7 @@ F_OFD_GETLK = 36
 _FLOCK = "hhqqi4x"
 
 
-class Identity(msgspec.Struct, frozen=True):
+class ShimIdentity(msgspec.Struct, frozen=True):
     """What the shim wrote down: the kernel's command, the shim itself, and the boot."""
 
     leader: Proc
@@ -93,11 +93,11 @@ class Bundle(PrivateFolder):
         """Tell whether the shim wrote something down, readable or not."""
         return self.read(IDENTITY) is not None
 
-    def identity(self) -> Identity | None:
+    def identity(self) -> ShimIdentity | None:
         """Return who the kernel is; None if that is not written, or cannot be read."""
         try:
             raw = json.loads(self.read(IDENTITY) or "")
-            return Identity(
+            return ShimIdentity(
                 Proc(_pid(raw["pid"]), int(raw["start_time"])),
                 Proc(_pid(raw["shim_pid"]), int(raw["shim_start_time"])),
                 str(raw["boot_id"]),

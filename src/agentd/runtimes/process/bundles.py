@@ -15,7 +15,7 @@ from agentd.core.names import checked, is_name, name_or_empty
 from agentd.errors import RuntimeFailure
 from agentd.failpoints import reach
 from agentd.host.cgroups.hierarchies import Cgroup, Cgroups
-from agentd.host.cgroups.usage import Account
+from agentd.host.cgroups.usage import CgroupCounters
 from agentd.runtimes.host.private_folder import TRASH, names_in
 from agentd.runtimes.process.bundle import Bundle
 from agentd.runtimes.process.proof import Proof
@@ -47,10 +47,10 @@ class Bundles(msgspec.Struct, frozen=True):
         """Look at a kernel."""
         return Proof(self.bundle(kernel_id), self.cgroup(kernel_id), self.boot_id)
 
-    def account(self, kernel_id: str) -> Account:
+    def account(self, kernel_id: str) -> CgroupCounters:
         """Return where a kernel is counted: without a cgroup nowhere."""
         if self.cgroups is None:
-            return Account()
+            return CgroupCounters()
         return self.cgroups.account(kernel_name(self.node_id, kernel_id))
 
     def listing(self) -> Listing:

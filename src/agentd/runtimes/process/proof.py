@@ -30,7 +30,7 @@ from agentd.core.kernel.observation import ObservedState
 from agentd.core.kernel.states import Ending
 from agentd.host.cgroups.hierarchies import Cgroup
 from agentd.host.processes import Proc, all_processes, children, descendants, read_stat, strike
-from agentd.runtimes.process.bundle import LOCK, Bundle, Identity
+from agentd.runtimes.process.bundle import LOCK, Bundle, ShimIdentity
 from agentd.runtimes.process.shim import COMMAND_BYTE, SHIM_BYTE
 
 _PAUSES_S = (0.0, 0.02, 0.05, 0.1)
@@ -53,7 +53,7 @@ class Proof:
         self._looks_alone = 0
 
     @cached_property
-    def identity(self) -> Identity | None:
+    def identity(self) -> ShimIdentity | None:
         """What the shim wrote down, in whatever boot."""
         return self._bundle.identity()
 

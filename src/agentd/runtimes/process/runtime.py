@@ -24,7 +24,7 @@ from agentd.core.kernel.observation import Listing, ObservedKernel
 from agentd.core.kernel.plan import KernelPlan, kernel_name
 from agentd.core.kernel.record import STATEMENT
 from agentd.core.kernel.states import Kernel, KernelRef, KernelSpec, KernelState
-from agentd.core.kernel.usage import Accounted
+from agentd.core.kernel.usage import UsageReading
 from agentd.errors import (
     InvalidRequest,
     KernelConflict,
@@ -35,17 +35,17 @@ from agentd.errors import (
 )
 from agentd.failpoints import reach
 from agentd.host.cgroups.hierarchies import MEMORY, PIDS, Cgroup, Cgroups
-from agentd.host.cgroups.usage import Account, counted
+from agentd.host.cgroups.usage import CgroupCounters, counted
 from agentd.host.systemd.dbus import Manager
 from agentd.plugin_api import Features
-from agentd.runtimes.host.exec import Place, enter, exec_unit
+from agentd.runtimes.host.exec import ExecTarget, enter, exec_unit
 from agentd.runtimes.host.private_folder import looking
 from agentd.runtimes.host.request_limits import uncontained_problems
 from agentd.runtimes.process.bundle import LOG, Bundle
 from agentd.runtimes.process.bundles import AGENT, DEVICES, Bundles
 from agentd.runtimes.process.logs import read_log, unkept
 from agentd.runtimes.process.spawn import ProcessRules, failure, order_of, spawn, spawn_unit
-from agentd.services.protocols import LogQuery, Progress, Session, Support, Undone
+from agentd.services.protocols import CreateProgress, LogQuery, Session, Support, Undone
 
 log = structlog.get_logger()
 
@@ -75,7 +75,7 @@ class ProcessRuntime:
         self._cgroups = cgroups
         self._boot_id = boot_id
         self._rules = rules
-        self._accounts: dict[str, Account] = {}
+        self._accounts: dict[str, CgroupCounters] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._is_followed = False
         self._events: asyncio.Queue[str] = asyncio.Queue()
@@ -113,7 +113,7 @@ class ProcessRuntime:
             frozenset(name for name, is_missing in missing.items() if is_missing),
         )
 
-    async def create(self, plan: KernelPlan, progress: Progress) -> ObservedKernel:
+    async def create(self, plan: KernelPlan, progress: CreateProgress) -> ObservedKernel:
         ref = KernelRef(plan.spec.kernel_id)
         bundle = self._bundles.bundle(ref.kernel_id)
         _refuse_what_needs_a_container(plan.edits)
@@ -236,13 +236,13 @@ class ProcessRuntime:
             proof = self._bundles.proof(kernel.kernel_id)
             members = await asyncio.to_thread(proof.members)
         files = self._cgroups.group(self._name(kernel)).procs_files if self._cgroups else []
-        place = Place(members, files)
+        place = ExecTarget(members, files)
         return await enter(place, spec, self._manager, exec_unit(self._name(kernel)))
 
     def _name(self, kernel: Kernel) -> str:
         return kernel_name(self._bundles.node_id, kernel.kernel_id)
 
-    async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, Accounted]:
+    async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, UsageReading]:
         known, find = self._accounts, self._bundles.account
         self._accounts = {i: known.get(i) or find(i) for i in (k.kernel_id for k in kernels)}
         return await asyncio.to_thread(counted, self._accounts)

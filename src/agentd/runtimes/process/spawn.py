@@ -35,7 +35,7 @@ SLICE = "agentd.slice"
 _COMMAND = [sys.executable, "-I", "-S", shim.__file__]
 
 
-class Account(NamedTuple):
+class UserAccount(NamedTuple):
     """Whom a kernel runs as."""
 
     name: str
@@ -51,15 +51,15 @@ class ProcessRules(msgspec.Struct, frozen=True):
     where agentd is not root: kernels run as it does.
     """
 
-    default: Account | None
-    accounts: Mapping[str, Account]
+    default: UserAccount | None
+    accounts: Mapping[str, UserAccount]
     log_max_size: int = 20 * 2**20
     log_max_files: int = 5
     pids_limit: int = 4096
     stop_timeout_s: float = 10.0
     ulimits: Mapping[str, int] = {}
 
-    def account_of(self, agent_id: str) -> Account | None:
+    def account_of(self, agent_id: str) -> UserAccount | None:
         """Return whom an agent's kernels run as."""
         return self.accounts.get(agent_id, self.default)
 
@@ -71,7 +71,7 @@ class ProcessRules(msgspec.Struct, frozen=True):
         return mine is not None and mine.uid not in others
 
 
-def find_account(user: str, where: str) -> Account:
+def find_account(user: str, where: str) -> UserAccount:
     """Return an account of this machine.
 
     Raises:
@@ -82,10 +82,10 @@ def find_account(user: str, where: str) -> Account:
     except KeyError:
         raise InvalidRequest([Problem(where, f"no user {user!r} on this machine")]) from None
     groups = os.getgrouplist(entry.pw_name, entry.pw_gid)
-    return Account(entry.pw_name, entry.pw_uid, entry.pw_gid, tuple(groups))
+    return UserAccount(entry.pw_name, entry.pw_uid, entry.pw_gid, tuple(groups))
 
 
-def _as_user(account: Account | None, names: Sequence[str]) -> Mapping[str, Any] | None:
+def _as_user(account: UserAccount | None, names: Sequence[str]) -> Mapping[str, Any] | None:
     """Return an account with further groups, those that this node has."""
     if account is None:
         return None

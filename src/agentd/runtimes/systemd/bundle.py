@@ -71,7 +71,7 @@ def static_busybox(places: Sequence[str] = ("/bin/busybox", "/usr/bin/busybox"))
     return None
 
 
-class Identity(msgspec.Struct, frozen=True):
+class UnitIdentity(msgspec.Struct, frozen=True):
     """Which run of the unit is the kernel's, in which boot; `started_at` since the epoch.
 
     `pid` is that of its main process, 0 where it is not known.
@@ -129,7 +129,7 @@ class UnitBundle(PrivateFolder):
         """Return the record; empty if it is missing or unreadable."""
         return self.read(RECORD) or ""
 
-    def identify(self, identity: Identity) -> None:
+    def identify(self, identity: UnitIdentity) -> None:
         """Write down which run of the unit is the kernel's."""
         content = {
             "invocation_id": identity.invocation_id,
@@ -139,11 +139,11 @@ class UnitBundle(PrivateFolder):
         }
         self.replace(IDENTITY, json.dumps(content))
 
-    def identity(self) -> Identity | None:
+    def identity(self) -> UnitIdentity | None:
         """Return which run it is; None if that is not written, or cannot be read."""
         try:
             raw = json.loads(self.read(IDENTITY) or "")
-            return Identity(
+            return UnitIdentity(
                 str(raw["invocation_id"]),
                 str(raw["boot_id"]),
                 parse_time(raw["started_at"]),

@@ -25,7 +25,7 @@ _MOST_BYTES = 16 << 20
 SYNC_S = 5.0
 
 
-class Source(msgspec.Struct, frozen=True):
+class JournalSource(msgspec.Struct, frozen=True):
     """Whose lines: a unit's in one invocation; without an `agent_id`, of the user's manager."""
 
     unit: str
@@ -47,7 +47,7 @@ class Source(msgspec.Struct, frozen=True):
 
 
 async def read_lines(
-    source: Source, query: LogQuery, ended: Callable[[], Awaitable[None]]
+    source: JournalSource, query: LogQuery, ended: Callable[[], Awaitable[None]]
 ) -> AsyncGenerator[bytes]:
     """Yield what a query asks for, a line at a time; one that follows ends after `ended` does."""
     options = [f"--lines={'all' if query.tail is None else query.tail}"]
@@ -86,7 +86,7 @@ async def read_lines(
 
 
 async def _entries(
-    source: Source, options: Sequence[str], query: LogQuery
+    source: JournalSource, options: Sequence[str], query: LogQuery
 ) -> AsyncGenerator[tuple[str, bytes]]:
     command = ["journalctl", "--quiet", "--no-pager", "--all", "--output=json",
                "--output-fields=MESSAGE", *source.journal, *options, *source.matches]  # fmt: skip
@@ -126,7 +126,7 @@ def _printed(entry: dict[str, object], query: LogQuery) -> bytes:
     return f"{when:%Y-%m-%dT%H:%M:%S.%f}Z ".encode() + text + b"\n"
 
 
-async def _synced(source: Source) -> None:
+async def _synced(source: JournalSource) -> None:
     """Have journald write down what was sent to it until now; only root may ask for that."""
     if source.agent_id is None:
         return

@@ -12,20 +12,20 @@ from agentd.core.kernel.observation import Leftover, Listing, ObservedKernel, Ob
 from agentd.core.kernel.plan import name_prefix
 from agentd.core.kernel.record import MALFORMED, RecordError, decode
 from agentd.core.kernel.states import ENDED, Ending, Kernel
-from agentd.core.kernel.usage import Accounted
+from agentd.core.kernel.usage import UsageReading
 from agentd.core.names import checked, is_name, name_or_empty
 from agentd.errors import RuntimeUnavailable
-from agentd.host.cgroups.usage import MOUNT, UNIFIED, Account, counted
+from agentd.host.cgroups.usage import MOUNT, UNIFIED, CgroupCounters, counted
 from agentd.host.systemd.dbus import Manager, Unit
 from agentd.runtimes.host.private_folder import TRASH, looking, names_in
-from agentd.runtimes.systemd.bundle import NODE_RESTARTED, Identity, UnitBundle
+from agentd.runtimes.systemd.bundle import NODE_RESTARTED, UnitBundle, UnitIdentity
 from agentd.runtimes.systemd.properties import LIVING, SEEN, end_of, fields_of, state_of, usage_of
 from agentd.runtimes.systemd.unit import kernel_of, slice_name, unit_name
 
 RUNTIME = "systemd"
 
 
-class Observer:
+class UnitObserver:
     """Looks at the kernels of one node, in one boot."""
 
     def __init__(self, folder: Path, node_id: str, boot_id: str, manager: Manager) -> None:
@@ -84,7 +84,7 @@ class Observer:
                 return self._gone(kernel_id, bundle)
             state = state_of(seen["Unit.ActiveState"], seen["Unit.SubState"], seen["ControlGroup"])
             record = self._own_record(bundle) or ""
-            identity = Identity(
+            identity = UnitIdentity(
                 bytes(seen["Unit.InvocationID"]).hex(),
                 self._boot_id,
                 seen["ExecMainStartTimestamp"] / 1e6,
@@ -107,7 +107,7 @@ class Observer:
             said=fields_of(seen["LogExtraFields"]),
         )
 
-    async def usages(self, kernels: Sequence[Kernel]) -> dict[str, Accounted]:
+    async def usages(self, kernels: Sequence[Kernel]) -> dict[str, UsageReading]:
         """Return what kernels use, or had used when they ended."""
         with looking():
             ended = [k.kernel_id for k in kernels if k.state in ENDED]
@@ -117,24 +117,26 @@ class Observer:
             self._asked = set(ended)
             found, elsewhere = await asyncio.to_thread(self._counted, kernels)
             self._groups = {k.kernel_id: await self._group(k.kernel_id) for k in elsewhere}
-            groups = {k: Account({UNIFIED: f"{MOUNT}/{g}"}) for k, g in self._groups.items() if g}
+            groups = {
+                k: CgroupCounters({UNIFIED: f"{MOUNT}/{g}"}) for k, g in self._groups.items() if g
+            }
             return found | await asyncio.to_thread(counted, groups)
 
-    def _counted(self, kernels: Sequence[Kernel]) -> tuple[dict[str, Accounted], list[Kernel]]:
+    def _counted(self, kernels: Sequence[Kernel]) -> tuple[dict[str, UsageReading], list[Kernel]]:
         """Return what is known without asking, and of whom it is not."""
-        found: dict[str, Accounted] = {}
-        accounts: dict[str, Account] = {}
+        found: dict[str, UsageReading] = {}
+        accounts: dict[str, CgroupCounters] = {}
         elsewhere = []
         for kernel in kernels:
             if kernel.state in ENDED:
-                found[kernel.kernel_id] = Accounted(self.bundle(kernel.kernel_id).usage())
+                found[kernel.kernel_id] = UsageReading(self.bundle(kernel.kernel_id).usage())
                 continue
             unit = unit_name(self._node_id, kernel.kernel_id)
             folder = MOUNT / "agentd.slice" / slice_name(kernel.agent_id) / unit
             if self._is_user or not folder.exists():
                 elsewhere.append(kernel)
             else:
-                accounts[kernel.kernel_id] = Account({UNIFIED: str(folder)})
+                accounts[kernel.kernel_id] = CgroupCounters({UNIFIED: str(folder)})
         return found | counted(accounts), elsewhere
 
     async def _group(self, kernel_id: str) -> str:
@@ -168,7 +170,7 @@ class Observer:
         kernel_id: str,
         state: ObservedState,
         record: str,
-        identity: Identity | None,
+        identity: UnitIdentity | None,
         *,
         ending: Ending | None = None,
         said: Mapping[str, str] | None = None,

@@ -17,7 +17,7 @@ from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.core.kernel.observation import Listing, ObservedKernel
 from agentd.core.kernel.plan import KernelPlan, kernel_name
 from agentd.core.kernel.states import Kernel, KernelRef, KernelSpec, KernelState
-from agentd.core.kernel.usage import Accounted
+from agentd.core.kernel.usage import UsageReading
 from agentd.core.names import shortened
 from agentd.errors import (
     AgentdError,
@@ -36,11 +36,11 @@ from agentd.host.processes import Proc, read_stat
 from agentd.host.systemd.dbus import Manager, UnitExists, UnitRefused
 from agentd.plugin_api import Features
 from agentd.runtimes.host.environment import environment
-from agentd.runtimes.host.exec import Place, enter, exec_unit
+from agentd.runtimes.host.exec import ExecTarget, enter, exec_unit
 from agentd.runtimes.host.private_folder import TRASH, looking, names_in
 from agentd.runtimes.systemd.bundle import UnitBundle
-from agentd.runtimes.systemd.journal import Source, read_lines
-from agentd.runtimes.systemd.observer import RUNTIME, Observer, agent_of
+from agentd.runtimes.systemd.journal import JournalSource, read_lines
+from agentd.runtimes.systemd.observer import RUNTIME, UnitObserver, agent_of
 from agentd.runtimes.systemd.properties import LIVING, state_of
 from agentd.runtimes.systemd.slices import Ends, Slices
 from agentd.runtimes.systemd.unit import (
@@ -50,7 +50,7 @@ from agentd.runtimes.systemd.unit import (
     request_problems,
     unit_name,
 )
-from agentd.services.protocols import LogQuery, LogStream, Progress, Session, Support, Undone
+from agentd.services.protocols import CreateProgress, LogQuery, LogStream, Session, Support, Undone
 
 ENDING = frozenset({"stop-post", "final-sigterm", "final-sigkill"})
 """Sub-states of a unit whose command is over, and whose `ExecStopPost=` may be running."""
@@ -72,7 +72,7 @@ class SystemdRuntime:
         self._node_id = node_id
         self._rules = rules
         self._manager = Manager(is_user=rules.is_user)
-        self._observer = Observer(folder, node_id, boot_id, self._manager)
+        self._observer = UnitObserver(folder, node_id, boot_id, self._manager)
         self._slices = Slices(self._manager)
         self._ends = Ends(self._manager, node_id, folder)
 
@@ -100,7 +100,7 @@ class SystemdRuntime:
             frozenset(name for name, is_missing in missing.items() if is_missing),
         )
 
-    async def create(self, plan: KernelPlan, progress: Progress) -> ObservedKernel:
+    async def create(self, plan: KernelPlan, progress: CreateProgress) -> ObservedKernel:
         kernel_id = plan.spec.kernel_id
         bundle, unit = self._observer.bundle(kernel_id), unit_name(self._node_id, kernel_id)
         nodes = numa_nodes_of(plan.cpus)
@@ -246,9 +246,9 @@ class SystemdRuntime:
         with looking():
             members = await asyncio.to_thread(_members, procs)
         name = exec_unit(kernel_name(self._node_id, kernel.kernel_id))
-        return await enter(Place(members, [procs]), spec, self._manager, name)
+        return await enter(ExecTarget(members, [procs]), spec, self._manager, name)
 
-    async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, Accounted]:
+    async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, UsageReading]:
         return await self._observer.usages(kernels)
 
     async def logs(self, ref: KernelRef, query: LogQuery) -> AsyncGenerator[bytes]:
@@ -260,7 +260,7 @@ class SystemdRuntime:
             return
         unit = unit_name(self._node_id, ref.kernel_id)
         agent_id = None if self._rules.is_user else agent_of(found.record) or found.agent_id
-        source = Source(unit, found.handle, agent_id)
+        source = JournalSource(unit, found.handle, agent_id)
         lines = read_lines(source, query, lambda: self._until_ended(unit))
         try:
             async for line in lines:

@@ -13,7 +13,7 @@ from agentd.services.protocols import Plugins, Runtime, Session
 from agentd.services.state import NodeState
 
 
-class Insides:
+class Execs:
     """Runs commands inside the kernels of a node."""
 
     def __init__(self, state: NodeState, runtimes: Mapping[str, Runtime], plugins: Plugins) -> None:

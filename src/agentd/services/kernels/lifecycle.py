@@ -27,7 +27,7 @@ from agentd.failpoints import reach
 from agentd.services.devices import NodeDevices
 from agentd.services.kernels.creates import Creates, Drained, is_unresolved
 from agentd.services.planner import Asked, Decision, Planner
-from agentd.services.protocols import Clock, LogQuery, Memory, Progress, Runtime
+from agentd.services.protocols import Clock, CreateProgress, LogQuery, Runtime, StateStore
 from agentd.services.state import NodeState
 
 log = structlog.get_logger()
@@ -48,7 +48,7 @@ class KernelService:
         planner: Planner,
         runtimes: Mapping[str, Runtime],
         default: str,
-        memory: Memory,
+        memory: StateStore,
         clock: Clock,
     ) -> None:
         self._state = state
@@ -153,7 +153,7 @@ class KernelService:
             self._state.put(running)
         return running
 
-    def _progress(self, kernel_id: str) -> Progress:
+    def _progress(self, kernel_id: str) -> CreateProgress:
         def moved(state: KernelState, pull: Pull | None = None) -> None:
             self._state.put(self._state.get(kernel_id).moved_to(state, pull=pull))
 

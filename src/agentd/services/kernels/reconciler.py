@@ -20,13 +20,13 @@ from agentd.concurrency import is_being_cancelled
 from agentd.core.kernel.adoption import Adoption, adopt, located
 from agentd.core.kernel.observation import ObservedKernel
 from agentd.core.kernel.reconcile import Action, MarkAbsent, RemoveNeverRan, reconcile
-from agentd.core.kernel.states import PRESENT, Kernel, KernelRef, Sight
+from agentd.core.kernel.states import PRESENT, Kernel, KernelRef, Observed
 from agentd.errors import Conflict, RuntimeFailure, RuntimeUnavailable
 from agentd.failpoints import hit, reach
 from agentd.services.devices import NodeDevices
 from agentd.services.kernels.creates import GRACE_S
 from agentd.services.kernels.log import log_found
-from agentd.services.protocols import Clock, Memory, Plugins, Runtime
+from agentd.services.protocols import Clock, Plugins, Runtime, StateStore
 from agentd.services.state import NodeState, RuntimeState
 
 log = structlog.get_logger()
@@ -49,7 +49,7 @@ class Reconciler:
         devices: NodeDevices,
         runtimes: Mapping[str, Runtime],
         default: str,
-        memory: Memory,
+        memory: StateStore,
         clock: Clock,
     ) -> None:
         self._state = state
@@ -269,12 +269,12 @@ class Reconciler:
         create = self._state.unsettled.get(kernel.kernel_id)
         if create is None:
             reason = "not found any more; removed from outside"
-            self._state.put(kernel.observed(Sight.ABSENT, reason=reason))
+            self._state.put(kernel.observed(Observed.ABSENT, reason=reason))
             log.warning("kernel.lost", kernel_id=kernel.kernel_id)
             return
         if create.keep:
             reason = "the runtime lost it before it ran"
-            self._state.put(kernel.observed(Sight.ABSENT, reason=reason))
+            self._state.put(kernel.observed(Observed.ABSENT, reason=reason))
             self._state.settle(kernel.kernel_id)
         else:
             self._state.drop(kernel.kernel_id)

@@ -13,10 +13,10 @@ from msgspec.structs import replace
 
 from agentd.core.kernel.adoption import recalled
 from agentd.core.kernel.record import RecordError, decode, encode
-from agentd.core.kernel.states import LIVE, Kernel, KernelState, Sight
+from agentd.core.kernel.states import LIVE, Kernel, KernelState, Observed
 from agentd.services.devices import NodeDevices
 from agentd.services.kernels.creates import GRACE_S
-from agentd.services.protocols import Clock, Memory, Phase, SavedRecord
+from agentd.services.protocols import Clock, Phase, SavedRecord, StateStore
 from agentd.services.state import NodeState
 
 
@@ -44,9 +44,9 @@ def recall(
                 kernel = replace(kernel, reason=why)
                 state.leave_unsettled(kernel.kernel_id, clock.steady() + GRACE_S)
             case Phase.HELD:
-                kernel = kernel.observed(Sight.UNREADABLE if kernel.reason else Sight.RUNNING)
+                kernel = kernel.observed(Observed.UNREADABLE if kernel.reason else Observed.RUNNING)
             case Phase.ENDED:
-                kernel = kernel.observed(Sight.EXITED)
+                kernel = kernel.observed(Observed.EXITED)
         state.put(kernel)
 
 
@@ -59,7 +59,7 @@ def recorded_runtimes(records: Iterable[SavedRecord]) -> set[str]:
     return names
 
 
-def remember(state: NodeState, memory: Memory, node_id: str) -> None:
+def remember(state: NodeState, memory: StateStore, node_id: str) -> None:
     """Have the state folder follow every change of a kernel from now on."""
 
     def changed(before: Kernel | None, now: Kernel | None) -> None:

@@ -15,7 +15,7 @@ from agentd.services.state import NodeState
 log = structlog.get_logger()
 
 
-class Keeper:
+class Retention:
     """Removes ended kernels beyond so many."""
 
     def __init__(self, state: NodeState, service: KernelService, most: int) -> None:
