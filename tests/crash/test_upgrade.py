@@ -110,7 +110,7 @@ async def test_containers_of_an_older_agentd_are_adopted(
 
 NEWER = """
 import sys
-from agentd.core import record
+from agentd.core.kernel import record
 record.SCHEMA = {schema}
 from agentd.cli.agentd.main import agentd
 agentd(sys.argv[1:])

@@ -1,7 +1,6 @@
 """A reload takes everything or nothing, and says of each key whether it was taken."""
 
 import os
-import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +13,8 @@ from agentd.daemon import reload as module
 from agentd.daemon import runtime_factory
 from agentd.daemon.reload import Reload, outcome
 from agentd.http.endpoint import Weaknesses
+from certificates import certificate
 from fakes import FakeRuntime
-from needs import require
 
 WORD = "0123456789abcdef"
 
@@ -67,17 +66,6 @@ class Node:
         await self.reload.once(self.folder)
         found = outcome(self.folder)
         return found["needs_restart"], found["reasons"]
-
-
-def certificate(folder: Path, *options: str) -> tuple[Path, Path]:
-    require("openssl")
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt"]
-    command += ["ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=x"]
-    cert, key = folder / "cert", folder / "key"
-    command += ["-out", str(cert), "-keyout", str(key), *options]
-    subprocess.run(command, check=True, capture_output=True)
-    key.chmod(0o600)
-    return cert, key
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import signal
 import ssl
 
 import pytest
-from test_reload import certificate
 
 from agentd.service.background import VITAL
+from certificates import certificate
 from daemon import Daemon
 from end_to_end.test_tokens import Tokens, tokens
 from fork_server import run
@@ -18,7 +18,7 @@ __all__ = ["tokens"]
 WORK = {
     "reconciler": "agentd.services.kernels.reconciler:Loops.run",
     "reload": "agentd.daemon.lifecycle:Daemon._reloading",
-    "retention": "agentd.services.kernels.retention:Keeper.run",
+    "retention": "agentd.services.kernels.retention:Retention.run",
     "status": "agentd.daemon.lifecycle:Daemon._telling",
 }
 """The work of each background task."""

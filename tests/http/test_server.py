@@ -12,30 +12,32 @@ from aiohttp import web
 
 from agentd.concurrency import Deadline
 from agentd.core.access import Caller, Right, Role
+from agentd.http.audit import Auditor
 from agentd.http.callers import Token
 from agentd.http.connections.connection import Connection
 from agentd.http.connections.turns import ROUNDS, Kind
-from agentd.http.routes import Route
+from agentd.http.routes import get
 from agentd.http.server import Endpoint, Server, UnixSocket
-from agentd.http.streams import Streams
+from agentd.http.site import Site
 
 
-class Site:
+class Words(Site):
     """Answers one route with a word."""
-
-    streams = Streams()
-
-    def describe(self, openapi) -> None: ...
 
     async def until_open(self, patience_s: float) -> None: ...
 
     def require(self, request: web.Request, caller: Caller, right: Right) -> None: ...
 
+    def auditor(self, request: web.Request, action: str) -> Auditor:
+        raise AssertionError(action)
+
     async def word(self, request: web.Request) -> web.Response:
         return web.Response(text="word")
 
 
-ROUTES = [Route("GET", "/v1/word", Site.word, {200: str})]
+def words_at(end: Endpoint) -> Server:
+    site = Words()
+    return Server("words", [get("/v1/word", site.word, str)], site, end)
 
 
 @pytest.mark.filterwarnings("ignore::aiohttp.web.NotAppKeyWarning")
@@ -46,7 +48,7 @@ async def test_a_stop_at_any_moment_resets_nobody(tmp_path: Path, rounds: int) -
     with socket.socket(socket.AF_UNIX) as held:
         held.bind(str(path))
         held.listen()
-        server = Server("words", ROUTES, Site(), Endpoint((door,), passed={str(path): held.dup()}))
+        server = words_at(Endpoint((door,), passed={str(path): held.dup()}))
         await server.start()
         callers = [socket.socket(socket.AF_UNIX) for _ in range(20)]
         for caller in callers:
@@ -72,7 +74,7 @@ async def serving(tmp_path: Path) -> AsyncIterator[tuple[Server, Counter[Hashabl
     operator = Caller("operator", Role.ADMIN)
     tokens = (Token("one", Caller("team", Role.ADMIN)), Token("two", Caller("other", Role.ADMIN)))
     end = Endpoint((UnixSocket(path, None, operator),), host="127.0.0.1", port=port, tokens=tokens)
-    server = Server("words", ROUTES, Site(), end)
+    server = words_at(end)
     granted: Counter[Hashable] = Counter()
     serve = server._turns._serve
     server._turns._serve = lambda line, amount: (granted.update([line]), serve(line, amount))  # type: ignore[method-assign]

@@ -25,7 +25,7 @@ from agentd.service.sd_notify import Notifier
 from agentd.service.shutdown import Shutdown
 from agentd.tomlfile.loading import problem_of
 from agentd_fleet.gateway.handlers import Gateway
-from agentd_fleet.gateway.routes import ROUTES
+from agentd_fleet.gateway.routes import routes
 from agentd_fleet.nodes.calls import UNIX, Nodes
 from agentd_fleet.placement.attempts import PlacementTimeouts
 from agentd_fleet.placement.placer import Placer
@@ -152,7 +152,7 @@ class GatewayDaemon:
         await stack.enter_async_context(self._running(store.run()))
         server = Server(
             "agentd-fleet",
-            ROUTES,
+            routes(gateway),
             gateway,
             where,
             pages=Pages({HOME: "agentd_fleet", NODE_HOME: "agentd"}),

@@ -13,7 +13,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import structlog
@@ -22,50 +21,30 @@ from msgspec.structs import replace
 from agentd import failpoints
 from agentd.concurrency import Deadline
 from agentd.config.loading import Loaded
-from agentd.config.settings import Settings
-from agentd.core.slots import BUILT_IN
 from agentd.daemon import runtime_factory
+from agentd.daemon.assembly import Assembly, Services, discover, node_id_of, plugin_host
 from agentd.daemon.reload import Reload
 from agentd.errors import (
-    ConfigRefused,
     DaemonFailed,
-    Problem,
-    StartRefused,
 )
 from agentd.events import EventLog
 from agentd.failpoints import reach
-from agentd.host.cgroups.usage import groups_of
-from agentd.host.probe import Host, derived_node_id, is_port_free, probe
+from agentd.host.probe import probe
 from agentd.http.endpoint import Weaknesses, endpoint, weaknesses
+from agentd.http.routes import Route
 from agentd.http.server import Server
 from agentd.http.static import HOME, Pages
-from agentd.plugin_api import NODE_ID_VARIABLE, Features
 from agentd.pluginhost.host import PluginHost
-from agentd.pluginhost.instance import PluginTimeouts
-from agentd.rpc.handlers import Handlers, NodeParts
-from agentd.rpc.metrics import Metrics
-from agentd.rpc.rendering import status_line
-from agentd.rpc.routes import ROUTES
+from agentd.rpc.site import NodeSite
 from agentd.service.background import Background
 from agentd.service.boot_id import boot_id
 from agentd.service.sd_listen import passed_sockets
 from agentd.service.sd_notify import Notifier
 from agentd.service.shutdown import Shutdown
-from agentd.services.access import Access
-from agentd.services.counts import NodeCounts
-from agentd.services.devices import NodeDevices
-from agentd.services.kernels.exec import Execs
-from agentd.services.kernels.lifecycle import KernelService
-from agentd.services.kernels.reconciler import Loops, Reconciler
-from agentd.services.kernels.records import recall, recorded_runtimes, remember
+from agentd.services.kernels.records import recorded_runtimes
 from agentd.services.kernels.retention import Retention
-from agentd.services.peers import SharedDevices
-from agentd.services.planner import NodeRules, Planner
-from agentd.services.protocols import Clock, Runtime, SavedRecord, StateStore
-from agentd.services.refusals import Refusals
-from agentd.services.selfcheck import SelfCheck
+from agentd.services.protocols import Clock, Runtime, SavedRecord
 from agentd.services.state import NodeState
-from agentd.services.statistics import Statistics
 from agentd.state.folder import StateFolder
 from agentd.state.peers import HostPeers, PeerPaths
 
@@ -78,77 +57,6 @@ START_PATIENCE_S = 2.0
 STATUS_PAUSE_S = 1.0
 COLLECT = 20_000, 20, 50
 """When garbage is looked for: of a create's objects nearly all go without being looked for."""
-
-
-def pace_of(settings: Settings) -> PluginTimeouts:
-    """Return the deadlines and intervals that plugins are held to."""
-    return PluginTimeouts(settings.plugins.call_timeout, settings.plugins.health_interval)
-
-
-def plugin_host(settings: Settings) -> PluginHost:
-    """Return the plugins that the configuration asks for, none of them started.
-
-    They find the node's id in their environment, which is this process's.
-    """
-    with contextlib.suppress(ConfigRefused):
-        os.environ[NODE_ID_VARIABLE] = node_id_of(settings)
-    plugins, features = settings.plugins, Features(settings.node.runtime)
-    return PluginHost(
-        plugins.tables, plugins.allow, plugins.block, features=features, pace=pace_of(settings)
-    )
-
-
-def discover(
-    loaded: Loaded,
-    host: Host,
-    plugins: PluginHost,
-    memory: StateStore,
-    events: EventLog,
-    *,
-    is_strict: bool = False,
-) -> NodeDevices:
-    """Find the devices and divide them.
-
-    With `is_strict`, entry points that are not installed are errors of the configuration too.
-
-    Raises:
-        ConfigRefused: the configuration does not fit what was found.
-        StartRefused: it does, and a required plugin is not ready.
-    """
-    declared = loaded.settings.host
-    devices = NodeDevices(
-        plugins,
-        memory,
-        loaded.settings.split_rules(),
-        BUILT_IN,
-        host.devices(declared.cpus, declared.mem),
-        events,
-    )
-    problems = plugins.problems() + (plugins.doubts() if is_strict else [])
-    try:
-        devices.discover()
-    except ConfigRefused as error:
-        problems += error.problems
-    if problems:
-        raise ConfigRefused(problems, str(loaded.path or "defaults"))
-    if missing := plugins.failed_required():
-        raise StartRefused("; ".join(missing))
-    return devices
-
-
-def node_id_of(settings: Settings) -> str:
-    """Return the configured node id, or one derived from the machine's.
-
-    Raises:
-        ConfigRefused: there is neither.
-    """
-    if settings.node.id is not None:
-        return settings.node.id
-    try:
-        return derived_node_id()
-    except OSError as error:
-        why = f"is not set, and cannot be derived: {error}"
-        raise ConfigRefused([Problem("node.id", why)]) from None
 
 
 class Daemon:
@@ -188,7 +96,9 @@ class Daemon:
                 await reach("shutdown.before_drain")
                 if node is not None:
                     node.events.close()
-                    drained = await node.service.drain(shutdown.deadline.earlier(AFTER_DRAIN_S))
+                    drained = await node.services.kernels.drain(
+                        shutdown.deadline.earlier(AFTER_DRAIN_S)
+                    )
                     cancelled["creates"], cancelled["unresolved"] = drained
                 await reach("shutdown.after_drain")
         finally:
@@ -235,11 +145,12 @@ class Daemon:
         stack.push_async_callback(step, "plugins", lambda _: plugins.close())
         await plugins.open(self._settings.plugins.open_timeout)
         background = Background(self._shutdown.fail)
-        node = await self._assembled(stack, plugins, background)
+        events, background = EventLog(), Background(self._shutdown.fail)
+        node = await self._assembled(stack, plugins, events, background)
         where = replace(endpoint(self._settings.rpc), passed=self._passed)
         self._weaknesses.replace(weaknesses(self._settings.rpc))
         server = Server(
-            "agentd", ROUTES, node.handlers, where, self._node_id, Pages({HOME: "agentd"})
+            "agentd", node.routes, node.site, where, self._node_id, Pages({HOME: "agentd"})
         )
         cancelled["requests"] = server.cancelled
         stack.push_async_callback(reach, "shutdown.after_server")
@@ -247,12 +158,12 @@ class Daemon:
         await server.start()
         await reach("start.after_server")
         stack.push_async_callback(step, "background tasks", background.close, AFTER_SERVER_S)
-        background.run("reconciler", node.loops.run())
+        background.run("reconciler", node.services.loops.run())
         await self._until_listed(node)
         await reach("start.before_ready")
         self._open(node)
-        keeper = Retention(node.state, node.service, self._settings.node.keep_ended)
-        background.run("retention", keeper.run())
+        retention = Retention(node.state, node.services.kernels, self._settings.node.keep_ended)
+        background.run("retention", retention.run())
         if self._notifier.is_heard:
             background.run("status", self._telling(node))
         reload = Reload(self._loaded, server, node.runtimes, self._weaknesses)
@@ -263,82 +174,46 @@ class Daemon:
         """Answer all requests from now on, and say so."""
         gc.freeze()  # what is there now stays: a full collection need not look at it again
         gc.set_threshold(*COLLECT)
-        node.handlers.open()
+        node.site.open()
         log.info("daemon.ready", node_id=self._node_id, kernels=len(node.state.kernels))
         self._status = node.status()
         self._notifier.ready(self._status)
 
     async def _assembled(
-        self, stack: contextlib.AsyncExitStack, plugins: PluginHost, background: Background
+        self,
+        stack: contextlib.AsyncExitStack,
+        plugins: PluginHost,
+        events: EventLog,
+        background: Background,
     ) -> _Node:
         """Build the parts and bring in what is remembered; nothing is asked of a runtime yet."""
-        host, events, memory = probe(), EventLog(), self._memory
-        devices = discover(self._loaded, host, plugins, memory, events)
+        host, store = probe(), self._memory
+        devices = discover(self._loaded, host, plugins, store, events)
         _log_what_is_not_ready(plugins)
-        records = memory.load_records()
+        records = store.load_records()
         names = self._used_runtimes(records)
         runtimes = {n: self._runtime(n, stack) for n in names if n in runtime_factory.RUNTIMES}
         await reach("start.after_discover")
-        default, clock = self._settings.node.runtime, self._clock
-        state = NodeState(names, events)
-        planner = Planner(devices, plugins, self._rules(host))
-        remember(state, memory, self._node_id)
-        recall(state, devices, records, default, clock)
-        state.listen(planner.notify_plugins)
-        counts = NodeCounts(clock.steady)
-        state.listen(counts.note)
+        peers, clock = self._neighbours, self._clock
+        parts = Assembly(self._loaded, self._node_id, store, peers, plugins, host, clock)
+        node = parts.recalled(devices, events, names, records)
         await reach("start.after_recall")
-        service = KernelService(state, devices, planner, runtimes, default, memory, clock)
-        reconciler = Reconciler(state, devices, runtimes, default, memory, clock)
-        serving = SharedDevices(devices, state, self._neighbours, *self._real(host))
-        serving.update(patience_s=START_PATIENCE_S)
-        stack.callback(serving.close)
+        services = parts.services(node, runtimes)
+        services.shared.update(patience_s=START_PATIENCE_S)
+        stack.callback(services.shared.close)
         for warning in devices.warnings:
             log.warning("node.warning", warning=warning)
-        check = SelfCheck(state, devices, runtimes, memory)
-        access = Access(state, devices)
-        statistics = Statistics(state, devices, runtimes, plugins, clock, groups_of)
-        settings, node_id = self._settings, self._node_id
-        checkup = partial(runtime_factory.checkup, settings, plugins)
-        remarks = runtime_factory.remarks(settings)
-        figures = (self._node_id, state, devices, plugins, access, statistics, counts)
-        metrics = Metrics(*figures, is_per_kernel=settings.metrics.per_kernel)
-        parts = NodeParts(
-            state, devices, plugins, service, reconciler, check, events, access, statistics,
-            Refusals(counts, events, clock.wall), metrics, Execs(state, runtimes, plugins),
-            lambda: [*remarks, *self._weaknesses.warnings(), *background.warnings], checkup,
-            memory.removed,
-        )  # fmt: skip
-        handlers = Handlers(self._node_id, default, parts)
-        loops = Loops(reconciler, state, devices, runtimes, plugins, serving)
-
-        def say() -> str:
-            return status_line(node_id, state, devices)
-
-        return _Node(state, service, reconciler, loops, handlers, events, runtimes, say)
-
-    def _real(self, host: Host) -> tuple[frozenset[str], int | None]:
-        """Return the cores and the memory that are the machine's own, not declared ones."""
-        declared = self._settings.host
-        cores = host.real_cores if declared.cpus is None else frozenset[str]()
-        return cores, host.memory_bytes if declared.mem is None else None
-
-    def _rules(self, host: Host) -> NodeRules:
-        return NodeRules(
-            self._node_id,
-            self._settings.policy(),
-            self._settings.resource.default_slots,
-            host.real_cores,
-            self._settings.runtime.docker.ports,
-            is_port_free,
+        served = parts.site(
+            node, services, lambda: [*self._weaknesses.warnings(), *background.warnings]
         )
+        return _Node(node.state, events, services, runtimes, *served)
 
     async def _until_listed(self, node: _Node) -> None:
         """Wait until every runtime gave its first list, or could not."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FIRST_LIST_TIMEOUT_S):
-                await node.reconciler.first_try()
-        node.reconciler.give_up_waiting(f"gave no list within {FIRST_LIST_TIMEOUT_S:g} s")
+                await node.services.reconciler.first_try()
+        node.services.reconciler.give_up_waiting(f"gave no list within {FIRST_LIST_TIMEOUT_S:g} s")
         used = {kernel.runtime for kernel in node.state}
         used |= {name for name, status in node.state.runtimes.items() if not status.is_listed}
         self._memory.save_runtimes(sorted(used | {self._settings.node.runtime}))
@@ -386,12 +261,11 @@ class _Node(NamedTuple):
     """The parts that a daemon drives."""
 
     state: NodeState
-    service: KernelService
-    reconciler: Reconciler
-    loops: Loops
-    handlers: Handlers
     events: EventLog
+    services: Services
     runtimes: Mapping[str, Runtime]
+    site: NodeSite
+    routes: Sequence[Route]
     status: Callable[[], str]
 
 

@@ -1,4 +1,4 @@
-"""ReadSettings the configuration again while the daemon runs: all of it is taken, or nothing.
+"""Reading the configuration again while the daemon runs: all of it is taken, or nothing.
 
 Everything is read and checked first, off the event loop, and what was checked is what is taken. A
 key counts as taken only if a step read it; every other one is named, and waits for a restart.

@@ -17,8 +17,8 @@ from agentd.views import (
     ProblemView,
 )
 
-Handler: TypeAlias = Callable[[Any, web.Request], Awaitable[web.StreamResponse]]
-"""A method of what is served."""
+Handler: TypeAlias = Callable[..., Awaitable[web.StreamResponse]]
+"""A method that takes a request; bound in the table of a server, unbound in that of a document."""
 
 
 PROBE_PATHS = frozenset({"/livez", "/readyz"})
@@ -85,6 +85,25 @@ class Route(msgspec.Struct, frozen=True):
 
 SWITCHED = 101
 """The status of an answer that is a WebSocket (RFC 6455)."""
+
+
+def get(path: str, handler: Handler, answers: Any, *takes: Parameter, **more: Any) -> Route:
+    """Return the route of a GET; `answers` by status, or the model of a 200."""
+    return Route("GET", path, handler, _by_status(answers), takes, **more)
+
+
+def post(path: str, handler: Handler, answers: Any, *takes: Parameter, **more: Any) -> Route:
+    """Return the route of a POST; `answers` by status, or the model of a 200."""
+    return Route("POST", path, handler, _by_status(answers), takes, **more)
+
+
+def delete(path: str, handler: Handler, *takes: Parameter, **more: Any) -> Route:
+    """Return the route of a DELETE, which is answered with 204."""
+    return Route("DELETE", path, handler, {204: None}, takes, **more)
+
+
+def _by_status(answers: Any) -> dict[int, Any]:
+    return answers if isinstance(answers, dict) else {200: answers}
 
 
 def document(title: str, routes: Iterable[Route]) -> dict[str, Any]:

@@ -13,16 +13,15 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 import structlog
 from aiohttp import web
 
 from agentd.concurrency import Deadline
-from agentd.core.access import Caller, Right
+from agentd.core.access import Caller
 from agentd.errors import AgentdError, InvalidRequest, Problem, StartRefused, Unavailable
-from agentd.http.audit import Auditor
 from agentd.http.callers import NODE, Callers, Token, note_caller
 from agentd.http.connections.admission import Limits, Newcomers
 from agentd.http.connections.connection import ACCEPT_ROUNDS, Connection, TlsHandshake
@@ -32,8 +31,8 @@ from agentd.http.path_names import require_names
 from agentd.http.problems import HTTP_CODES, MEMBERS, problem
 from agentd.http.queries import body_of, is_true
 from agentd.http.routes import OPEN_PATHS, PROBE_PATHS, Route, document
+from agentd.http.site import Site
 from agentd.http.static import Pages, is_foreign
-from agentd.http.streams import Streams
 
 log = structlog.get_logger()
 
@@ -84,28 +83,8 @@ class Endpoint(msgspec.Struct, frozen=True):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-class Site(Protocol):
-    """What is served: handlers of routes, and who may call them."""
-
-    @property
-    def streams(self) -> Streams:
-        """The answers that go on."""
-
-    def describe(self, openapi: Callable[[], dict[str, Any]]) -> None:
-        """Take what makes the document that describes the routes."""
-
-    async def until_open(self, patience_s: float) -> None:
-        """Refuse what has to wait for the end of the start, if that does not come in time."""
-
-    def require(self, request: web.Request, caller: Caller, right: Right) -> None:
-        """Refuse what a caller cannot see, or may not do."""
-
-    def auditor(self, request: web.Request, action: str) -> Auditor:
-        """Return what writes down a call that is to change something."""
-
-
 class Server:
-    """Serves the routes of a site at an endpoint."""
+    """Serves routes, whose handlers are bound, at an endpoint."""
 
     def __init__(
         self,
@@ -147,9 +126,8 @@ class Server:
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._answer])
         app.on_response_prepare.append(self._sign)
         for route in self._routes.values():
-            bound = route.handler.__get__(self._site)
             path = route.path.replace("{rest}", "{rest:.+}") if route.passes else route.path
-            app.router.add_route(route.method, path, bound, expect_handler=_expected)
+            app.router.add_route(route.method, path, route.handler, expect_handler=_expected)
         self._runner = web.AppRunner(app, shutdown_timeout=CANCEL_TIMEOUT_S)
         await self._runner.setup()
         loop = asyncio.get_running_loop()

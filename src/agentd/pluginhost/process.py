@@ -140,7 +140,7 @@ class PluginProcess:
         await self.end()
 
     async def call(self, method: str, *arguments: object, timeout_s: float) -> Any:
-        """PluginCall a method, and return what RESULTS says of it.
+        """Call a method, and return what RESULTS says of it.
 
         Calls wait for each other; `timeout_s` counts from a call's own turn. A caller that
         gives up does not stop the call.

@@ -1,4 +1,4 @@
-"""The daemon's side of the routes for devices."""
+"""Routes of devices, and of the agents that they are divided among."""
 
 from __future__ import annotations
 
@@ -14,27 +14,38 @@ from agentd.services.state import NodeState
 
 
 class DeviceHandlers:
-    """Shows devices, and takes them out of use and back."""
+    """Agents with their partitions; devices, their drains, and devices that are missing."""
 
     def __init__(
-        self, state: NodeState, devices: NodeDevices, access: Access, visible: Visibility
+        self, state: NodeState, devices: NodeDevices, access: Access, visibility: Visibility
     ) -> None:
         self._state = state
         self._devices = devices
         self._access = access
-        self._visible = visible
+        self._visibility = visibility
+
+    async def list_agents(self, request: web.Request) -> web.Response:
+        """List the agents with their partitions and slots."""
+        split, ledger = self._devices.split, self._state.ledger
+        agents = self._access.agents(caller_of(request))
+        return answer([rendering.agent_view(agent, split, ledger) for agent in agents])
+
+    async def get_agent(self, request: web.Request) -> web.Response:
+        """Show one agent."""
+        agent = self._devices.partition(request.match_info["agent"]).agent_id
+        return answer(rendering.agent_view(agent, self._devices.split, self._state.ledger))
 
     async def list_devices(self, request: web.Request) -> web.Response:
         """List every device with its holders."""
         caller = caller_of(request)
-        return answer([self._visible.device(d, caller) for d in self._access.devices(caller)])
+        return answer([self._visibility.device(d, caller) for d in self._access.devices(caller)])
 
     async def drain_device(self, request: web.Request) -> web.Response:
-        """Give nothing new from a device; survives restarts."""
+        """Stop allocating a device to new kernels; survives restarts."""
         return self._set_drained(request, drained=True)
 
     async def undrain_device(self, request: web.Request) -> web.Response:
-        """Give from a device again."""
+        """Undo a drain."""
         return self._set_drained(request, drained=False)
 
     def _set_drained(self, request: web.Request, *, drained: bool) -> web.Response:
@@ -44,7 +55,7 @@ class DeviceHandlers:
         return answer(rendering.device_view(device, devices.split, self._state.ledger))
 
     async def forget_device(self, request: web.Request) -> web.Response:
-        """Forget a device that is gone, and its place at the next start."""
+        """Forget a device that is missing, and its id at the next start."""
         match, devices = request.match_info, self._devices
         device = devices.find(match["device_name"], match["id"])
         holders = self._state.ledger.holders(device.device_id)

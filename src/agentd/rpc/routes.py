@@ -8,9 +8,13 @@ from typing import Any
 from agentd.core.access import Right
 from agentd.core.kernel.states import KERNEL_ID, KernelState
 from agentd.http.queries import MAX_PAGE, MAX_TIMEOUT_S
-from agentd.http.routes import SWITCHED, Media, Parameter, Route
-from agentd.rpc.handlers import Handlers
+from agentd.http.routes import SWITCHED, Media, Parameter, Route, delete, get, post
+from agentd.rpc.devices import DeviceHandlers
+from agentd.rpc.events import EventHandlers
+from agentd.rpc.kernels import KernelHandlers
+from agentd.rpc.node import NodeHandlers, PartHandlers
 from agentd.rpc.requests import CreateKernelRequest, StopRequest
+from agentd.rpc.site import NodeSite
 from agentd.views import (
     AgentView,
     CallerView,
@@ -73,95 +77,55 @@ EVENTS = (
 LOG = Media("application/octet-stream", "What the kernel printed, byte for byte.")
 STREAM = Media("text/event-stream", "Server-sent events.")
 METRICS = Media("text/plain", "The Prometheus exposition format.")
-H = Handlers
-ROUTES: Sequence[Route] = (
-    Route("GET", "/v1/node", H.get_node, {200: NodeView}, CHECK),
-    Route("GET", "/v1/runtimes", H.list_runtimes, {200: list[RuntimeView]}),
-    Route("DELETE", "/v1/runtimes/{runtime}", H.forget_runtime, {204: None}, right=Right.NODE),
-    Route("GET", "/v1/plugins", H.list_plugins, {200: list[PluginView]}),
-    Route(
-        "POST",
-        "/v1/plugins/{plugin}/retry",
-        H.retry_plugin,
-        {200: PluginView},
-        right=Right.NODE,
-    ),
-    Route("GET", "/v1/slot-types", H.list_slot_types, {200: list[SlotTypeView]}),
-    Route("GET", "/v1/devices", H.list_devices, {200: list[DeviceView]}),
-    Route(
-        "POST",
-        "/v1/devices/{device_name}/{id}/drain",
-        H.drain_device,
-        {200: DeviceView},
-        right=Right.NODE,
-    ),
-    Route(
-        "POST",
-        "/v1/devices/{device_name}/{id}/undrain",
-        H.undrain_device,
-        {200: DeviceView},
-        right=Right.NODE,
-    ),
-    Route(
-        "DELETE",
-        "/v1/devices/{device_name}/{id}",
-        H.forget_device,
-        {204: None},
-        right=Right.NODE,
-    ),
-    Route("GET", "/v1/agents", H.list_agents, {200: list[AgentView]}),
-    Route("GET", "/v1/agents/{agent}", H.get_agent, {200: AgentView}),
-    Route(
-        "POST",
-        "/v1/agents/{agent}/kernels",
-        H.create_kernel,
-        {200: KernelView | DecisionView, 201: KernelView, 202: KernelView},
-        DRY_RUN,
-        CreateKernelRequest,
-        Right.KERNELS,
-    ),
-    Route("GET", "/v1/agents/{agent}/kernels", H.list_kernels, {200: list[KernelView]}, LIST),
-    Route("GET", "/v1/kernels", H.list_kernels, {200: list[KernelView]}, LIST),
-    Route("GET", "/v1/kernels/{kernel}", H.get_kernel, {200: KernelView}),
-    Route(
-        "POST",
-        "/v1/kernels/{kernel}/stop",
-        H.stop_kernel,
-        {200: KernelView},
-        (),
-        StopRequest,
-        Right.KERNELS,
-    ),
-    Route(
-        "DELETE",
-        "/v1/kernels/{kernel}",
-        H.delete_kernel,
-        {204: None},
-        DELETE,
-        right=Right.KERNELS,
-    ),
-    Route(
-        "GET",
-        "/v1/kernels/{kernel}/logs",
-        H.get_logs,
-        {200: LOG},
-        LOGS,
-        right=Right.OUTPUT,
-    ),
-    Route(
-        "GET",
-        "/v1/kernels/{kernel}/exec",
-        H.exec_kernel,
-        {SWITCHED: None},
-        right=Right.OUTPUT,
-    ),
-    Route("GET", "/v1/kernels/{kernel}/stats", H.get_stats, {200: KernelUseView}),
-    Route("GET", "/v1/stats", H.list_stats, {200: list[KernelUseView]}),
-    Route("GET", "/v1/refusals", H.list_refusals, {200: list[RefusalView]}),
-    Route("GET", "/v1/events", H.get_events, {200: STREAM}, EVENTS),
-    Route("GET", "/v1/whoami", H.whoami, {200: CallerView}),
-    Route("GET", "/v1/openapi.json", H.get_openapi, {200: dict[str, Any]}),
-    Route("GET", "/metrics", H.get_metrics, {200: METRICS}),
-    Route("GET", "/livez", H.livez, {200: dict[str, str]}, right=None),
-    Route("GET", "/readyz", H.readyz, {200: dict[str, str]}, right=None),
-)
+
+
+def routes(
+    site: NodeSite | type[NodeSite],
+    node: NodeHandlers | type[NodeHandlers],
+    parts: PartHandlers | type[PartHandlers],
+    devices: DeviceHandlers | type[DeviceHandlers],
+    kernels: KernelHandlers | type[KernelHandlers],
+    events: EventHandlers | type[EventHandlers],
+) -> Sequence[Route]:
+    """Return the table of routes: served by objects, or described by their classes."""
+    create = {200: KernelView | DecisionView, 201: KernelView, 202: KernelView}
+    device, kernel = "/v1/devices/{device_name}/{id}", "/v1/kernels/{kernel}"
+    of_agent = "/v1/agents/{agent}/kernels"
+    change, use, nobody = Right.NODE, Right.KERNELS, None
+    return (
+        get("/v1/node", node.get_node, NodeView, *CHECK),
+        get("/v1/runtimes", parts.list_runtimes, list[RuntimeView]),
+        delete("/v1/runtimes/{runtime}", parts.forget_runtime, right=change),
+        get("/v1/plugins", parts.list_plugins, list[PluginView]),
+        post("/v1/plugins/{plugin}/retry", parts.retry_plugin, PluginView, right=change),
+        get("/v1/slot-types", parts.list_slot_types, list[SlotTypeView]),
+        get("/v1/devices", devices.list_devices, list[DeviceView]),
+        post(f"{device}/drain", devices.drain_device, DeviceView, right=change),
+        post(f"{device}/undrain", devices.undrain_device, DeviceView, right=change),
+        delete(device, devices.forget_device, right=change),
+        get("/v1/agents", devices.list_agents, list[AgentView]),
+        get("/v1/agents/{agent}", devices.get_agent, AgentView),
+        post(
+            of_agent, kernels.create_kernel, create, *DRY_RUN, body=CreateKernelRequest, right=use
+        ),
+        get(of_agent, kernels.list_kernels, list[KernelView], *LIST),
+        get("/v1/kernels", kernels.list_kernels, list[KernelView], *LIST),
+        get(kernel, kernels.get_kernel, KernelView),
+        post(f"{kernel}/stop", kernels.stop_kernel, KernelView, body=StopRequest, right=use),
+        delete(kernel, kernels.delete_kernel, *DELETE, right=use),
+        get(f"{kernel}/logs", kernels.get_logs, LOG, *LOGS, right=Right.OUTPUT),
+        get(f"{kernel}/exec", kernels.exec_kernel, {SWITCHED: None}, right=Right.OUTPUT),
+        get(f"{kernel}/stats", kernels.get_stats, KernelUseView),
+        get("/v1/stats", kernels.list_stats, list[KernelUseView]),
+        get("/v1/refusals", events.list_refusals, list[RefusalView]),
+        get("/v1/events", events.get_events, STREAM, *EVENTS),
+        get("/v1/whoami", site.whoami, CallerView),
+        get("/v1/openapi.json", site.get_openapi, {200: dict[str, Any]}),
+        get("/metrics", node.get_metrics, METRICS),
+        get("/livez", site.livez, {200: dict[str, str]}, right=nobody),
+        get("/readyz", site.readyz, {200: dict[str, str]}, right=nobody),
+    )
+
+
+ROUTES = routes(NodeSite, NodeHandlers, PartHandlers, DeviceHandlers, KernelHandlers, EventHandlers)
+"""The table for documents, without a node."""

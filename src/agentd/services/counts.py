@@ -41,7 +41,7 @@ class Histogram:
 
 
 class NodeCounts:
-    """NodeCounts what the state tells of kernels, and what callers were refused."""
+    """Counts what the state tells of kernels, and what callers were refused."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock` counts seconds, and never goes back."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
-from typing import Any
 
 import msgspec
 import structlog
@@ -18,9 +16,9 @@ from agentd.events import EventLog
 from agentd.http.answers import answer
 from agentd.http.audit import Auditor
 from agentd.http.bodies import read_body
-from agentd.http.callers import caller_of, caller_view, note_kernel
+from agentd.http.callers import caller_of, note_kernel
 from agentd.http.queries import body_of, prefers_async, read_flag
-from agentd.http.streams import Streams
+from agentd.http.site import Site
 from agentd.rpc.requests import StopRequest
 from agentd_fleet.gateway import views
 from agentd_fleet.gateway.lists import Lists
@@ -40,10 +38,11 @@ log = structlog.get_logger()
 REVISION = "Fleet-Revision"
 
 
-class Gateway:
-    """One gateway of a fleet; `agentd.http.server.Site`."""
+class Gateway(Site):
+    """One gateway of a fleet."""
 
     def __init__(self, store: Store, state: FleetState, nodes: Nodes, placer: Placer) -> None:
+        super().__init__()
         self._store = store
         self._state = state
         self._nodes = nodes
@@ -51,17 +50,8 @@ class Gateway:
         self._kernels = FleetKernels(store, state, nodes, placer)
         self._deleter = Deleter(store, nodes, placer, self._kernels)
         self._lists = Lists(self._kernels, state)
-        self._streams = Streams()
         self._events = EventLog()
         self._counts = GatewayCounts()
-        self._describe: Callable[[], Mapping[str, Any]] = dict
-
-    @property
-    def streams(self) -> Streams:
-        return self._streams
-
-    def describe(self, openapi: Callable[[], dict[str, Any]]) -> None:
-        self._describe = openapi
 
     async def until_open(self, patience_s: float) -> None:
         """Answer always: what is not known yet is said by each route."""
@@ -75,22 +65,10 @@ class Gateway:
     def auditor(self, request: web.Request, action: str) -> Auditor:
         return Auditor(self._events, None, request, action, "")
 
-    async def livez(self, _: web.Request) -> web.Response:
-        """Tell that the process answers."""
-        return answer({"status": "ok"})
-
     async def readyz(self, _: web.Request) -> web.Response:
-        """Tell whether what is shown of nodes is current."""
+        """Answer the readiness probe: ready while what is shown of nodes is current."""
         why = self._store.why_not_live()
         return answer({"status": why or "ok"}, 503 if why else 200)
-
-    async def whoami(self, request: web.Request) -> web.Response:
-        """Show who calls, and as what."""
-        return answer(caller_view(caller_of(request)))
-
-    async def get_openapi(self, _: web.Request) -> web.Response:
-        """Describe this API."""
-        return answer(self._describe())
 
     async def list_nodes(self, request: web.Request) -> web.Response:
         """List the nodes as they were heard of last."""

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from agentd.core.access import Right
-from agentd.http.routes import SWITCHED, Parameter, Route
+from agentd.http.routes import SWITCHED, Handler, Parameter, Route, delete, get, post
 from agentd.rpc.requests import StopRequest
 from agentd.rpc.routes import DELETE, DRY_RUN, LIST, LOG, LOGS, METRICS
 from agentd.rpc.routes import ROUTES as NODE_ROUTES
@@ -27,12 +27,12 @@ LABELS = Parameter(
     is_repeatable=True,
 )
 AFTER_NODE = Parameter("after_node", {"type": "string"}, "The node of `after`.")
-G = Gateway
 _KERNEL = views.FleetKernelView
+_SHOWN = _KERNEL | views.UnknownKernelView
 _ANY, _AT_NODE = "/v1/nodes/{node}/{rest}", "/v1/nodes/{node}"
 
 
-def _passed(method: str) -> Route:
+def _passed(method: str, handler: Handler) -> Route:
     """Return the route that passes calls of a method on; it describes those that a node knows."""
     known = [
         replace(
@@ -44,78 +44,39 @@ def _passed(method: str) -> Route:
         if route.method == method and route.path.startswith("/v1/")
         if not (method == "POST" and route.path.endswith("/kernels"))  # see `Gateway.pass_to_node`
     ]
-    return Route(method, _ANY, G.pass_to_node, {200: Any}, passes=tuple(known))
+    return Route(method, _ANY, handler, {200: Any}, passes=tuple(known))
 
 
-ROUTES: Sequence[Route] = (
-    Route("GET", "/v1/nodes", G.list_nodes, {200: list[views.FleetNodeView]}),
-    Route("GET", "/v1/nodes/{node}", G.get_node, {200: views.FleetNodeView}),
-    Route("DELETE", "/v1/nodes/{node}", G.forget_node, {204: None}, right=Right.NODE),
-    Route("GET", "/v1/slot-types", G.list_slot_types, {200: list[SlotTypeView]}),
-    Route("DELETE", "/v1/slot-types/{slot}", G.forget_slot_type, {204: None}, right=Right.NODE),
-    Route("GET", "/v1/stats", G.get_stats, {200: views.StatsView}, (NODES, AGENTS, LABELS)),
-    Route("GET", "/v1/devices", G.list_devices, {200: list[views.FleetDeviceView]}, (NODES,)),
-    Route(
-        "POST",
-        "/v1/kernels",
-        G.create_kernel,
-        {200: _KERNEL | views.FleetDecisionView, 201: _KERNEL, 202: _KERNEL},
-        DRY_RUN,
-        FleetKernelRequest,
-        Right.KERNELS,
-    ),
-    Route(
-        "GET",
-        "/v1/kernels",
-        G.list_kernels,
-        {200: list[_KERNEL | views.UnknownKernelView]},
-        (*LIST, AFTER_NODE, NODES),
-    ),
-    Route(
-        "GET",
-        "/v1/kernels/{kernel}",
-        G.get_kernel,
-        {200: _KERNEL | views.UnknownKernelView},
-        (NODE,),
-    ),
-    Route(
-        "POST",
-        "/v1/kernels/{kernel}/stop",
-        G.stop_kernel,
-        {200: _KERNEL},
-        (NODE,),
-        StopRequest,
-        Right.KERNELS,
-    ),
-    Route(
-        "DELETE",
-        "/v1/kernels/{kernel}",
-        G.delete_kernel,
-        {204: None},
-        (*DELETE, NODE),
-        right=Right.KERNELS,
-    ),
-    Route(
-        "GET",
-        "/v1/kernels/{kernel}/logs",
-        G.get_logs,
-        {200: LOG},
-        (*LOGS, NODE),
-        right=Right.OUTPUT,
-    ),
-    Route(
-        "GET",
-        "/v1/kernels/{kernel}/exec",
-        G.exec_kernel,
-        {SWITCHED: None},
-        (NODE,),
-        right=Right.OUTPUT,
-    ),
-    Route("GET", "/v1/kernels/{kernel}/stats", G.get_use, {200: views.FleetKernelUseView}, (NODE,)),
-    *map(_passed, ("GET", "POST", "DELETE")),
-    Route("GET", "/v1/whoami", G.whoami, {200: CallerView}),
-    Route("GET", "/v1/openapi.json", G.get_openapi, {200: dict[str, Any]}),
-    Route("GET", "/metrics", G.get_metrics, {200: METRICS}),
-    Route("GET", "/livez", G.livez, {200: dict[str, str]}, right=None),
-    Route("GET", "/readyz", G.readyz, {200: dict[str, str], 503: dict[str, str]}, right=None),
-)
+def routes(site: Gateway | type[Gateway]) -> Sequence[Route]:
+    """Return the table of routes: served by a gateway, or described by its class."""
+    create = {200: _KERNEL | views.FleetDecisionView, 201: _KERNEL, 202: _KERNEL}
+    kernel, use, nobody = "/v1/kernels/{kernel}", Right.KERNELS, None
+    return (
+        get("/v1/nodes", site.list_nodes, list[views.FleetNodeView]),
+        get("/v1/nodes/{node}", site.get_node, views.FleetNodeView),
+        delete("/v1/nodes/{node}", site.forget_node, right=Right.NODE),
+        get("/v1/slot-types", site.list_slot_types, list[SlotTypeView]),
+        delete("/v1/slot-types/{slot}", site.forget_slot_type, right=Right.NODE),
+        get("/v1/stats", site.get_stats, views.StatsView, NODES, AGENTS, LABELS),
+        get("/v1/devices", site.list_devices, list[views.FleetDeviceView], NODES),
+        post(
+            "/v1/kernels", site.create_kernel, create, *DRY_RUN, body=FleetKernelRequest, right=use
+        ),
+        get("/v1/kernels", site.list_kernels, list[_SHOWN], *LIST, AFTER_NODE, NODES),
+        get(kernel, site.get_kernel, _SHOWN, NODE),
+        post(f"{kernel}/stop", site.stop_kernel, _KERNEL, NODE, body=StopRequest, right=use),
+        delete(kernel, site.delete_kernel, *DELETE, NODE, right=use),
+        get(f"{kernel}/logs", site.get_logs, LOG, *LOGS, NODE, right=Right.OUTPUT),
+        get(f"{kernel}/exec", site.exec_kernel, {SWITCHED: None}, NODE, right=Right.OUTPUT),
+        get(f"{kernel}/stats", site.get_use, views.FleetKernelUseView, NODE),
+        *(_passed(method, site.pass_to_node) for method in ("GET", "POST", "DELETE")),
+        get("/v1/whoami", site.whoami, CallerView),
+        get("/v1/openapi.json", site.get_openapi, {200: dict[str, Any]}),
+        get("/metrics", site.get_metrics, METRICS),
+        get("/livez", site.livez, {200: dict[str, str]}, right=nobody),
+        get("/readyz", site.readyz, {200: dict[str, str], 503: dict[str, str]}, right=nobody),
+    )
+
+
+ROUTES = routes(Gateway)
+"""The table for documents, without a gateway."""

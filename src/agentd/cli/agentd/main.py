@@ -126,7 +126,7 @@ def _with_node(
     """
     loaded = _settings(config_file)
     _log_from("error")
-    from agentd.daemon import lifecycle, runtime_factory
+    from agentd.daemon import assembly, runtime_factory
     from agentd.events import EventLog
     from agentd.host.probe import probe
     from agentd.http.endpoint import endpoint
@@ -142,12 +142,12 @@ def _with_node(
                 runtime_factory.refuse_unfit(loaded.settings)
             with _noting(problems):
                 endpoint(loaded.settings.rpc)
-        plugins = lifecycle.plugin_host(loaded.settings)
+        plugins = assembly.plugin_host(loaded.settings)
         try:
             await plugins.open(loaded.settings.plugins.open_timeout)
             memory = ReadOnlyState(loaded.settings.node.state_dir)
             with _noting(problems):
-                devices = lifecycle.discover(
+                devices = assembly.discover(
                     loaded, probe(), plugins, memory, EventLog(), is_strict=is_strict
                 )
             if problems:
@@ -174,7 +174,7 @@ def _withhold_what_others_serve(settings: Any, devices: Any) -> None:
 
     Without a node id, a daemon of this node could not be told from the others.
     """
-    from agentd.daemon.lifecycle import node_id_of
+    from agentd.daemon.assembly import node_id_of
     from agentd.service.boot_id import boot_id
     from agentd.services.peers import claimable, taken_by_others
     from agentd.state.peers import HostPeers, PeerPaths
@@ -237,10 +237,10 @@ def plugins(config_file: str | None, as_json: bool) -> None:
     """List the accelerator plugins, opened as the daemon would."""
     loaded = _settings(config_file)
     _log_from("error")
-    from agentd.daemon import lifecycle
+    from agentd.daemon import assembly
 
     async def look() -> list[dict[str, Any]]:
-        host = lifecycle.plugin_host(loaded.settings)
+        host = assembly.plugin_host(loaded.settings)
         await host.open(loaded.settings.plugins.open_timeout)
         rows = [asdict(status) for status in host.statuses(everything=True)]
         await host.close()
@@ -284,15 +284,15 @@ def check(
     loaded = _settings(config_file)
     _log_from("error")
     from agentd.cli.tables import print_rows
-    from agentd.daemon import lifecycle
+    from agentd.daemon import assembly
     from agentd.pluginhost.conformance import Conformance
 
-    host = lifecycle.plugin_host(loaded.settings)
+    host = assembly.plugin_host(loaded.settings)
     try:
         wanted = host.wanted(name)
     except LookupError as error:
         raise click.ClickException(str(error)) from None
-    conformance = Conformance(wanted, lifecycle.pace_of(loaded.settings))
+    conformance = Conformance(wanted, assembly.pace_of(loaded.settings))
     findings = _run(conformance.run())
     if hardware:
         from agentd.cli.agentd.hardware_check import Ways, tried

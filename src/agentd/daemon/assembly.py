@@ -1,0 +1,276 @@
+"""Building the parts of a node, bottom up: state, services, site. Nothing runs yet."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import structlog
+
+from agentd.config.loading import Loaded
+from agentd.config.settings import Settings
+from agentd.core.slots import BUILT_IN
+from agentd.daemon import runtime_factory
+from agentd.errors import ConfigRefused, Problem, StartRefused
+from agentd.events import EventLog
+from agentd.host.cgroups.usage import groups_of
+from agentd.host.probe import Host, derived_node_id, is_port_free
+from agentd.http.routes import Route
+from agentd.plugin_api import NODE_ID_VARIABLE, Features
+from agentd.pluginhost.host import PluginHost
+from agentd.pluginhost.instance import PluginTimeouts
+from agentd.rpc.devices import DeviceHandlers
+from agentd.rpc.events import EventHandlers
+from agentd.rpc.kernels import KernelHandlers
+from agentd.rpc.metrics import Metrics
+from agentd.rpc.node import NodeHandlers, PartHandlers
+from agentd.rpc.rendering import node_view, status_line
+from agentd.rpc.routes import routes
+from agentd.rpc.site import NodeSite
+from agentd.rpc.visibility import Visibility
+from agentd.services.access import Access
+from agentd.services.counts import NodeCounts
+from agentd.services.devices import NodeDevices
+from agentd.services.kernels.exec import Execs
+from agentd.services.kernels.lifecycle import KernelService
+from agentd.services.kernels.reconciler import Loops, Reconciler
+from agentd.services.kernels.records import recall, remember
+from agentd.services.peers import SharedDevices
+from agentd.services.planner import NodeRules, Planner
+from agentd.services.protocols import Clock, Peers, Runtime, SavedRecord, StateStore
+from agentd.services.refusals import Refusals
+from agentd.services.selfcheck import SelfCheck
+from agentd.services.state import NodeState
+from agentd.services.statistics import Statistics
+from agentd.state.folder import StateFolder
+
+log = structlog.get_logger()
+
+
+def pace_of(settings: Settings) -> PluginTimeouts:
+    """Return the deadlines and intervals that plugins are held to."""
+    return PluginTimeouts(settings.plugins.call_timeout, settings.plugins.health_interval)
+
+
+def plugin_host(settings: Settings) -> PluginHost:
+    """Return the plugins that the configuration asks for, none of them started.
+
+    They find the node's id in their environment, which is this process's.
+    """
+    with contextlib.suppress(ConfigRefused):
+        os.environ[NODE_ID_VARIABLE] = node_id_of(settings)
+    plugins, features = settings.plugins, Features(settings.node.runtime)
+    return PluginHost(
+        plugins.tables, plugins.allow, plugins.block, features=features, pace=pace_of(settings)
+    )
+
+
+def discover(
+    loaded: Loaded,
+    host: Host,
+    plugins: PluginHost,
+    memory: StateStore,
+    events: EventLog,
+    *,
+    is_strict: bool = False,
+) -> NodeDevices:
+    """Find the devices and divide them.
+
+    With `is_strict`, entry points that are not installed are errors of the configuration too.
+
+    Raises:
+        ConfigRefused: the configuration does not fit what was found.
+        StartRefused: it does, and a required plugin is not ready.
+    """
+    declared = loaded.settings.host
+    devices = NodeDevices(
+        plugins,
+        memory,
+        loaded.settings.split_rules(),
+        BUILT_IN,
+        host.devices(declared.cpus, declared.mem),
+        events,
+    )
+    problems = plugins.problems() + (plugins.doubts() if is_strict else [])
+    try:
+        devices.discover()
+    except ConfigRefused as error:
+        problems += error.problems
+    if problems:
+        raise ConfigRefused(problems, str(loaded.path or "defaults"))
+    if missing := plugins.failed_required():
+        raise StartRefused("; ".join(missing))
+    return devices
+
+
+def node_id_of(settings: Settings) -> str:
+    """Return the configured node id, or one derived from the machine's.
+
+    Raises:
+        ConfigRefused: there is neither.
+    """
+    if settings.node.id is not None:
+        return settings.node.id
+    try:
+        return derived_node_id()
+    except OSError as error:
+        why = f"is not set, and cannot be derived: {error}"
+        raise ConfigRefused([Problem("node.id", why)]) from None
+
+
+class Recalled(NamedTuple):
+    """The node as it is remembered: nothing has been asked of a runtime."""
+
+    events: EventLog
+    devices: NodeDevices
+    state: NodeState
+    planner: Planner
+    counts: NodeCounts
+
+
+class Services(NamedTuple):
+    """The services of a node."""
+
+    kernels: KernelService
+    reconciler: Reconciler
+    shared: SharedDevices
+    loops: Loops
+    access: Access
+    refusals: Refusals
+    check: SelfCheck
+    statistics: Statistics
+    execs: Execs
+
+
+class Served(NamedTuple):
+    """The site of a node, its routes, and the line that it shows to systemd."""
+
+    site: NodeSite
+    routes: Sequence[Route]
+    status: Callable[[], str]
+
+
+class Assembly:
+    """The parts of one node, from its settings and what is there on the host."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        node_id: str,
+        store: StateFolder,
+        peers: Peers,
+        plugins: PluginHost,
+        host: Host,
+        clock: Clock,
+    ) -> None:
+        self._loaded = loaded
+        self._settings = loaded.settings
+        self._node_id = node_id
+        self._store = store
+        self._peers = peers
+        self._plugins = plugins
+        self._host = host
+        self._clock = clock
+
+    def recalled(
+        self,
+        devices: NodeDevices,
+        events: EventLog,
+        runtimes: Sequence[str],
+        records: Sequence[SavedRecord],
+    ) -> Recalled:
+        """Return the node's state, with the kernels that its records name."""
+        state, clock = NodeState(runtimes, events), self._clock
+        planner = Planner(devices, self._plugins, self._rules())
+        remember(state, self._store, self._node_id)
+        recall(state, devices, records, self._settings.node.runtime, clock)
+        state.listen(planner.notify_plugins)
+        counts = NodeCounts(clock.steady)
+        state.listen(counts.note)
+        return Recalled(events, devices, state, planner, counts)
+
+    def services(self, node: Recalled, runtimes: Mapping[str, Runtime]) -> Services:
+        """Return the services over a node's state."""
+        state, devices = node.state, node.devices
+        default, store, clock = self._settings.node.runtime, self._store, self._clock
+        reconciler = Reconciler(state, devices, runtimes, default, store, clock)
+        shared = SharedDevices(devices, state, self._peers, *self._real())
+        return Services(
+            KernelService(state, devices, node.planner, runtimes, default, store, clock),
+            reconciler,
+            shared,
+            Loops(reconciler, state, devices, runtimes, self._plugins, shared),
+            Access(state, devices),
+            Refusals(node.counts, node.events, clock.wall),
+            SelfCheck(state, devices, runtimes, store),
+            Statistics(state, devices, runtimes, self._plugins, clock, groups_of),
+            Execs(state, runtimes, self._plugins),
+        )
+
+    def site(
+        self, node: Recalled, services: Services, warnings: Callable[[], Sequence[str]]
+    ) -> Served:
+        """Return the site and its routes; `warnings` are those of the running daemon."""
+        settings, plugins = self._settings, self._plugins
+        state, devices, access = node.state, node.devices, services.access
+        visibility = Visibility(state, devices, access)
+        site = NodeSite(state, devices, access, node.events, services.refusals)
+        metrics = Metrics(
+            self._node_id,
+            state,
+            devices,
+            plugins,
+            access,
+            services.statistics,
+            node.counts,
+            is_per_kernel=settings.metrics.per_kernel,
+        )
+        lasting = runtime_factory.remarks(settings)
+        handlers = NodeHandlers(
+            partial(node_view, self._node_id, settings.node.runtime, state, devices, plugins),
+            state,
+            access,
+            visibility,
+            services.check,
+            metrics,
+            lambda: [*lasting, *warnings()],
+            partial(runtime_factory.checkup, settings, plugins),
+        )
+        kernels = KernelHandlers(
+            site,
+            state,
+            devices,
+            access,
+            services.kernels,
+            services.execs,
+            services.statistics,
+            self._store.removed,
+        )
+        table = routes(
+            site,
+            handlers,
+            PartHandlers(state, devices, plugins, services.reconciler),
+            DeviceHandlers(state, devices, access, visibility),
+            kernels,
+            EventHandlers(node.events, services.refusals, visibility, site.streams),
+        )
+        return Served(site, table, partial(status_line, self._node_id, state, devices))
+
+    def _real(self) -> tuple[frozenset[str], int | None]:
+        """Return the cores and the memory that are the host's own, not declared ones."""
+        declared = self._settings.host
+        cores = self._host.real_cores if declared.cpus is None else frozenset[str]()
+        return cores, self._host.memory_bytes if declared.mem is None else None
+
+    def _rules(self) -> NodeRules:
+        return NodeRules(
+            self._node_id,
+            self._settings.policy(),
+            self._settings.resource.default_slots,
+            self._host.real_cores,
+            self._settings.runtime.docker.ports,
+            is_port_free,
+        )

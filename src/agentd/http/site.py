@@ -1,0 +1,64 @@
+"""A site: what a server serves beside its routes, which daemon and gateway have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from aiohttp import web
+
+from agentd.core.access import Caller, Right
+from agentd.http.answers import answer
+from agentd.http.audit import Auditor
+from agentd.http.callers import caller_of, caller_view
+from agentd.http.streams import Streams
+
+
+class Site(ABC):
+    """The rights of callers, the open streams, and the routes that every site has."""
+
+    def __init__(self) -> None:
+        self._streams = Streams()
+        self._document: Callable[[], Mapping[str, Any]] = dict
+
+    @property
+    def streams(self) -> Streams:
+        """The answers that have no end."""
+        return self._streams
+
+    def describe(self, document: Callable[[], Mapping[str, Any]]) -> None:
+        """Set the function that makes the OpenAPI document when a client asks for it."""
+        self._document = document
+
+    @abstractmethod
+    async def until_open(self, patience_s: float) -> None:
+        """Wait until requests are answered.
+
+        Raises:
+            NotReady: they are not within `patience_s`.
+        """
+
+    @abstractmethod
+    def require(self, request: web.Request, caller: Caller, right: Right) -> None:
+        """Refuse what a caller cannot see, or may not do.
+
+        Raises:
+            RequestError: the caller does not see it, or lacks the right.
+        """
+
+    @abstractmethod
+    def auditor(self, request: web.Request, action: str) -> Auditor:
+        """Return the audit context of a mutating call."""
+
+    async def livez(self, _: web.Request) -> web.Response:
+        """Answer the liveness probe."""
+        return answer({"status": "ok"})
+
+    async def whoami(self, request: web.Request) -> web.Response:
+        """Show the caller's identity and role."""
+        return answer(caller_view(caller_of(request)))
+
+    async def get_openapi(self, _: web.Request) -> web.Response:
+        """Return the OpenAPI document of this API."""
+        return answer(self._document())

@@ -1,0 +1,50 @@
+"""Routes of what happens on the node: its event stream, and the creates that it refused."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from aiohttp import web
+
+from agentd.events import Event, EventLog
+from agentd.http.answers import answer
+from agentd.http.callers import caller_of
+from agentd.http.server_sent_events import EncodedEvents, encode_event
+from agentd.http.streams import Streams, stream_events
+from agentd.rpc import rendering
+from agentd.rpc.visibility import Visibility
+from agentd.services.refusals import Refusals
+
+
+class EventHandlers:
+    """Events and refusals, as each caller may see them."""
+
+    def __init__(
+        self, events: EventLog, refusals: Refusals, visibility: Visibility, streams: Streams
+    ) -> None:
+        self._events = events
+        self._refusals = refusals
+        self._visibility = visibility
+        self._streams = streams
+        self._encoded = EncodedEvents()
+
+    async def list_refusals(self, request: web.Request) -> web.Response:
+        """List the creates refused in the last hour with their reasons; the oldest first."""
+        caller = caller_of(request)
+        recent = self._refusals.recent()
+        return answer([rendering.refusal_view(r) for r in recent if caller.sees(r.agent_id)])
+
+    async def get_events(self, request: web.Request) -> web.StreamResponse:
+        """Stream changes of kernels, devices, plugins and runtimes as server-sent events."""
+        caller = caller_of(request)
+
+        def encode(event: Event) -> bytes:
+            seen = self._visibility.event(event, caller)
+            return encode_event(self._events.id_of(event), *seen) if seen else b""
+
+        def encoded(event: Event) -> bytes:
+            key = event.number, event.kind  # a reset has the number of the event before it
+            return self._encoded.of(key, caller.agents, partial(encode, event))
+
+        with self._streams.opened(request):
+            return await stream_events(request, self._events, encoded)

@@ -1,0 +1,143 @@
+"""Routes of kernels: create, list, stop, delete, logs, usage and exec."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from agentd.core.kernel.exec_spec import ExecSpec
+from agentd.core.kernel.states import Kernel
+from agentd.http.answers import answer
+from agentd.http.bodies import read_body
+from agentd.http.callers import caller_of, note_kernel
+from agentd.http.queries import body_of, prefers_async, read_flag, read_timeout
+from agentd.http.site import Site
+from agentd.http.streams import stream_log
+from agentd.rpc import rendering
+from agentd.rpc.exec import run_over
+from agentd.rpc.log_query import read_log_query
+from agentd.rpc.pages import CreationOrder, Encodings, Removed
+from agentd.rpc.requests import CreateKernelRequest, StopRequest
+from agentd.rpc.usage import usage_view
+from agentd.services.access import Access
+from agentd.services.devices import NodeDevices
+from agentd.services.kernels.exec import Execs
+from agentd.services.kernels.lifecycle import KernelService
+from agentd.services.protocols import Session
+from agentd.services.state import NodeState
+from agentd.services.statistics import Statistics
+
+
+class KernelHandlers:
+    """Kernels of the node."""
+
+    def __init__(
+        self,
+        site: Site,
+        state: NodeState,
+        devices: NodeDevices,
+        access: Access,
+        service: KernelService,
+        execs: Execs,
+        statistics: Statistics,
+        removed: Removed | None = None,
+    ) -> None:
+        self._site = site
+        self._state = state
+        self._devices = devices
+        self._access = access
+        self._service = service
+        self._execs = execs
+        self._statistics = statistics
+        self._order = CreationOrder(removed)
+        self._encodings = Encodings()
+        state.listen(self._order.note)
+
+    async def create_kernel(self, request: web.Request) -> web.Response:
+        """Create a kernel, or return the one that the same request created before."""
+        agent_id = self._devices.partition(request.match_info["agent"]).agent_id
+        body = read_body(CreateKernelRequest, await body_of(request))
+        caller = caller_of(request)
+        spec = body.to_spec(agent_id, caller)
+        note_kernel(request, spec.kernel_id)
+        if read_flag(request.query, "dry_run"):
+            if known := self._service.existing(spec):
+                return answer(self._shown(known))
+            decision, explain = await self._service.decide(spec)
+            shown = {
+                "slots": decision.slots,
+                "allocation": decision.allocation.to_wire(),
+                "explain": explain,
+            }
+            return answer(shown)
+        is_async = prefers_async(request)
+        kernel, is_new = await self._service.create(spec, wait=not is_async)
+        headers = {"Location": f"/v1/kernels/{kernel.kernel_id}"}
+        if is_async:
+            headers["Preference-Applied"] = "respond-async"
+        status = (202 if is_async else 201) if is_new else 200
+        return answer(self._shown(kernel), status, headers)
+
+    async def list_kernels(self, request: web.Request) -> web.Response:
+        """List the kernels of the node, or of one agent."""
+        agent = request.match_info.get("agent")
+        visible = self._access.kernels(caller_of(request))
+        kernels = [k for k in visible if agent is None or k.agent_id == agent]
+        if agent is not None and not kernels:
+            self._devices.partition(agent)
+        page = self._order.page(kernels, request.query, caller_of(request))
+        body = self._encodings.of(page.kernels, self._devices.inventory)
+        self._encodings.keep_only(self._state.kernels)
+        headers = {}
+        if page.next_after is not None:
+            url = request.rel_url.update_query(after=page.next_after)
+            headers["Link"] = f'<{url}>; rel="next"'
+        return web.Response(body=body, content_type="application/json", headers=headers)
+
+    async def get_kernel(self, request: web.Request) -> web.Response:
+        """Show one kernel."""
+        return answer(self._shown(self._state.get(request.match_info["kernel"])))
+
+    async def stop_kernel(self, request: web.Request) -> web.Response:
+        """End a kernel and keep it listed: TERM, then KILL."""
+        body = read_body(StopRequest, await body_of(request))
+        kernel = await self._service.stop(request.match_info["kernel"], body.timeout)
+        return answer(self._shown(kernel))
+
+    async def delete_kernel(self, request: web.Request) -> web.Response:
+        """Stop a kernel if need be, and remove it."""
+        await self._service.remove(request.match_info["kernel"], read_timeout(request.query))
+        return web.Response(status=204)
+
+    async def get_logs(self, request: web.Request) -> web.StreamResponse:
+        """Stream a kernel's output, byte for byte."""
+        kernel_id = request.match_info["kernel"]
+        query = read_log_query(request.query)
+        with self._site.streams.opened(request):
+            return await stream_log(request, self._service.logs(kernel_id, query))
+
+    async def list_stats(self, request: web.Request) -> web.Response:
+        """Show the usage of every kernel."""
+        kernels = self._access.kernels(caller_of(request))
+        return answer([usage_view(use) for use in await self._statistics.of(kernels)])
+
+    async def get_stats(self, request: web.Request) -> web.Response:
+        """Show the usage of one kernel."""
+        kernel = self._state.get(request.match_info["kernel"])
+        (use,) = await self._statistics.of([kernel])
+        return answer(usage_view(use))
+
+    async def exec_kernel(self, request: web.Request) -> web.StreamResponse:
+        """Run a command inside a kernel, over a WebSocket."""
+        kernel = self._execs.find(request.match_info["kernel"])
+
+        async def begin(spec: ExecSpec) -> Session:
+            with self._site.auditor(request, "exec_kernel") as auditor:
+                session = await self._execs.begin(kernel, spec)
+                auditor.answered("begun")
+            return session
+
+        with self._site.streams.opened(request, may_pause=True):
+            return await run_over(request, begin)
+
+    def _shown(self, kernel: Kernel) -> object:
+        return rendering.kernel_view(kernel, self._devices.inventory)

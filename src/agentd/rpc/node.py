@@ -1,0 +1,112 @@
+"""Routes of the node as a whole: its warnings, checks and metrics, its plugins and runtimes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+
+from aiohttp import web
+
+from agentd.core.access import Caller
+from agentd.http.answers import answer
+from agentd.http.callers import caller_of
+from agentd.http.queries import read_flag
+from agentd.rpc import rendering
+from agentd.rpc.metrics import CONTENT_TYPE, Metrics
+from agentd.rpc.visibility import Visibility
+from agentd.services.access import Access
+from agentd.services.devices import NodeDevices
+from agentd.services.kernels.reconciler import Reconciler
+from agentd.services.protocols import Plugins
+from agentd.services.selfcheck import SelfCheck
+from agentd.services.state import NodeState
+from agentd.views import NodeView
+
+
+class NodeHandlers:
+    """The node: what it is, what its operator should know, and its metrics.
+
+    `warnings` are those of the configuration and the daemon; `host_warnings` those of the host,
+    by the runtimes that have kernels.
+    """
+
+    def __init__(
+        self,
+        view: Callable[[], NodeView],
+        state: NodeState,
+        access: Access,
+        visibility: Visibility,
+        check: SelfCheck,
+        metrics: Metrics,
+        warnings: Callable[[], Sequence[str]] = tuple,
+        host_warnings: Callable[[Collection[str]], Sequence[str]] = tuple,
+    ) -> None:
+        self._view = view
+        self._state = state
+        self._access = access
+        self._visibility = visibility
+        self._check = check
+        self._metrics = metrics
+        self._warnings = warnings
+        self._host_warnings = host_warnings
+        self._checking = asyncio.Lock()
+
+    async def get_node(self, request: web.Request) -> web.Response:
+        """Show the node, its parts and its warnings; with `check` judge it too."""
+        caller = caller_of(request)
+        node = self._node(caller)
+        if read_flag(request.query, "check"):
+            self._access.require_all(caller)
+            node["checks"] = rendering.check_views(await self._check.run())
+            used = {kernel.runtime for kernel in self._state if kernel.holds}
+            async with self._checking:
+                found = await asyncio.to_thread(self._host_warnings, used)
+                node["warnings"] = [*dict.fromkeys([*node["warnings"], *found])]
+        return answer(node)
+
+    async def get_metrics(self, request: web.Request) -> web.Response:
+        """Show the node in the Prometheus exposition format."""
+        caller = caller_of(request)
+        text = await self._metrics.text(caller, len(self._node(caller)["warnings"]))
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
+
+    def _node(self, caller: Caller) -> NodeView:
+        node = self._view()
+        node["warnings"] += self._warnings()
+        return self._visibility.node(node, caller)
+
+
+class PartHandlers:
+    """The plugins and runtimes of the node."""
+
+    def __init__(
+        self, state: NodeState, devices: NodeDevices, plugins: Plugins, reconciler: Reconciler
+    ) -> None:
+        self._state = state
+        self._devices = devices
+        self._plugins = plugins
+        self._reconciler = reconciler
+
+    async def list_runtimes(self, _: web.Request) -> web.Response:
+        """List the runtimes that may have kernels of this node, with their status."""
+        runtimes = self._state.runtimes.values()
+        return answer([rendering.runtime_view(status) for status in runtimes])
+
+    async def forget_runtime(self, request: web.Request) -> web.Response:
+        """Permanently forget the kernels of an unavailable runtime."""
+        await self._reconciler.forget_runtime(request.match_info["runtime"])
+        return web.Response(status=204)
+
+    async def list_plugins(self, _: web.Request) -> web.Response:
+        """List the plugins with their status."""
+        return answer(rendering.plugin_views(self._plugins))
+
+    async def retry_plugin(self, request: web.Request) -> web.Response:
+        """Retry a plugin that is not ready, and return its new status."""
+        status = await self._plugins.retry(request.match_info["plugin"])
+        return answer(rendering.plugin_view(status))
+
+    async def list_slot_types(self, _: web.Request) -> web.Response:
+        """List the known slot types."""
+        types = self._devices.inventory.slot_types.values()
+        return answer([rendering.slot_type_view(slot) for slot in types])

@@ -1,0 +1,81 @@
+"""The node as a site: rights by agent, kernel and device, and readiness after the start."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+
+from agentd.concurrency import is_set_within
+from agentd.core.access import Caller, Right
+from agentd.core.devices import DeviceId
+from agentd.errors import NotReady
+from agentd.events import EventLog
+from agentd.http.answers import answer
+from agentd.http.audit import Auditor
+from agentd.http.site import Site
+from agentd.services.access import Access
+from agentd.services.devices import NodeDevices
+from agentd.services.refusals import Refusals
+from agentd.services.state import NodeState
+
+
+class NodeSite(Site):
+    """Routes below /v1 are answered once the site is open."""
+
+    def __init__(
+        self,
+        state: NodeState,
+        devices: NodeDevices,
+        access: Access,
+        events: EventLog,
+        refusals: Refusals,
+    ) -> None:
+        super().__init__()
+        self._state = state
+        self._devices = devices
+        self._access = access
+        self._events = events
+        self._refusals = refusals
+        self._opened = asyncio.Event()
+
+    def open(self) -> None:
+        """Answer every route from now on."""
+        self._opened.set()
+
+    async def until_open(self, patience_s: float) -> None:
+        await until_set(self._opened, patience_s)
+
+    def require(self, request: web.Request, caller: Caller, right: Right) -> None:
+        """Refuse what a caller cannot see, or may not do: see `Access.require`."""
+        match = request.match_info
+        name = match.get("device_name")
+        self._access.require(
+            caller,
+            right,
+            agent=match.get("agent"),
+            kernel=match.get("kernel"),
+            device=DeviceId(name, match["id"]) if name is not None else None,
+        )
+
+    def auditor(self, request: web.Request, action: str) -> Auditor:
+        kernel = self._state.kernels.get(request.match_info.get("kernel", ""))
+        agent = request.match_info.get("agent") or (kernel.agent_id if kernel else "")
+        is_create = action == "create_kernel" and agent in self._devices.split.partitions
+        refusals = self._refusals if is_create else None
+        return Auditor(self._events, refusals, request, action, agent)
+
+    async def readyz(self, _: web.Request) -> web.Response:
+        """Answer the readiness probe: ready once the start, adoption included, is over."""
+        await self.until_open(0)
+        return answer({"status": "ok"})
+
+
+async def until_set(opened: asyncio.Event, patience_s: float) -> None:
+    """Wait for the end of the start, adoption included.
+
+    Raises:
+        NotReady: it has not come in time.
+    """
+    if not await is_set_within(opened, patience_s):
+        raise NotReady("the daemon has not finished starting")
