@@ -189,8 +189,7 @@ class InsufficientResource(RequestError):
         explain: Sequence[Mapping[str, object]],
         limit: str = "",
         *,
-        total: str = "",
-        can_ever_fit: bool = True,
+        why_never: str = "",
     ) -> None:
         self.slot = slot
         self.requested = requested
@@ -198,8 +197,8 @@ class InsufficientResource(RequestError):
         self.explain = tuple(explain)
         self.limit = limit
         why = f"; {limit}" if limit else ""
-        if not can_ever_fit:
-            why += f"; {total} in total, so this can never fit"
+        if why_never:
+            why += f"; {why_never}, so this can never fit"
         super().__init__(f"{slot}: {requested} asked for, {free} free{why}")
 
     def facts(self) -> Mapping[str, object]:

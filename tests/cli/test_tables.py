@@ -65,6 +65,29 @@ def test_name_state_and_reason_stay_at_any_width(row, columns, kept, width: int)
         assert all(word in table for word in str(row["reason"]).split())
 
 
+@pytest.mark.parametrize("length", [1, 2, 12, 15, 24, 33, 50, 63])
+@pytest.mark.parametrize("is_bare", [True, False])
+def test_columns_are_whole_or_named_as_left_out(length: int, is_bare: bool) -> None:
+    """No header is broken and no cell is cropped from the width at which all headers fit."""
+    row = {**KERNEL, "kernel": "k" * length}
+    if is_bare:
+        row |= {"agent": "agent-1", "slots": {"cpu": "1"}, "devices": ["cpu 0"], "reason": ""}
+    for width in range(60, 200):
+        text = printed(row, KERNEL_COLUMNS, width)
+        table, _, left_out = text.partition("too wide to show:")
+        heads = table.splitlines()[0]
+        for column in KERNEL_COLUMNS:
+            head = column.replace("_", " ").upper()
+            assert head in heads or head in left_out, (width, text)
+        assert without_breaks(str(row["kernel"])) in without_breaks_of_column(table), (width, text)
+        assert "…" not in table
+
+
+def without_breaks_of_column(table: str) -> str:
+    """The first column, read downwards."""
+    return "".join(line.split(" ", 1)[0] for line in table.splitlines())
+
+
 def test_table_that_fits_says_nothing_of_its_width() -> None:
     assert "too wide" not in printed(KERNEL, KERNEL_COLUMNS, 200)
 

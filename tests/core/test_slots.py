@@ -196,7 +196,24 @@ def test_refusals_of_slots_come_in_order(raw, error) -> None:
 
 
 @pytest.mark.parametrize(
-    "zero", [0, -0.0, "-0", "-0.0", "0E-6", "+0e9", "0.", ".0", "0" * 99, Decimal("0E-6")]
+    "zero",
+    [
+        0,
+        -0.0,
+        "-0",
+        "-0.0",
+        "0E-6",
+        "+0e9",
+        "0.",
+        ".0",
+        "0" * 99,
+        Decimal("0E-6"),
+        "-0g",
+        "-0GiB",
+        "0 k",
+        "0b",
+        "0." + "0" * 99 + "m",
+    ],
 )
 def test_every_spelling_of_zero_is_zero(zero) -> None:
     assert parse_slots({"cpu": zero, "mem": zero, "npu": zero}, TYPES) == {}

@@ -38,6 +38,9 @@ BODIES: list[tuple[str, dict[str, Any], int, str, list[str]]] = [
      422, "InvalidRequest", ["nosuch"]),
     ("unknown slot", {"slots": {**UNKNOWN, **AMOUNTS, **PENDING, **TOO_MANY}, **OTHERS},
      422, "UnsupportedResource", []),
+    ("values", {"slots": {**UNKNOWN, **AMOUNTS}, "kernel_id": "../x", "pids_limit": 0,
+                "ports": [{"container": 99_999}], "shm_size": "zz", "env": {"A=B": ""}},
+     422, "UnsupportedResource", []),
     ("the rest", {"slots": {**AMOUNTS, **PENDING, **TOO_MANY}, **OTHERS},
      422, "InvalidRequest",
      ["slots.cpu", "slots.mem", "devices.npu.0", "env.AGENTD_X"]),
@@ -74,3 +77,13 @@ async def test_slots_then_the_rest_then_pending_plugins_then_capacity(
         named = [problem["where"] for problem in answer.json.get("errors", [])]
         assert sorted(named) == sorted(where), name
     assert await node.get("/v1/kernels") == []
+
+
+async def test_an_unknown_slot_comes_before_a_kernel_id_that_is_taken(node: Daemon) -> None:
+    body = {"kernel_id": "k1", "command": ["sleep", "1000"], "slots": {"cpu": 0}}
+    assert (await node.create(**body)).status == 201
+    taken = await node.create(**{**body, "slots": {"cpu": 1}})
+    assert (taken.status, taken.json["code"]) == (409, "KernelConflict")
+    unknown = await node.create(**{**body, "slots": UNKNOWN})
+    assert (unknown.status, unknown.json["code"]) == (422, "UnsupportedResource")
+    assert (await node.create(**body)).status == 200

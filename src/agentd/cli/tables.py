@@ -24,7 +24,8 @@ _UNITS = ("", "K", "M", "G", "T", "P", "E")
 _UNBOUNDED = 100_000
 _NEVER_LEFT_OUT = {"agent", "device", "free", "kernel", "name", "node", "reason", "state", "value"}
 _LEAST_OF_LAST = 20
-_GAP = 2
+_GAP = 3
+"""Characters between two columns: rich draws a blank on each side of the divider, itself one."""
 
 
 def console(*, is_error: bool = False) -> Console:
@@ -54,20 +55,28 @@ def table_of(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], width: i
     widths[columns[-1]] = min(widths[columns[-1]], _LEAST_OF_LAST)
     kept = list(columns)
     for column in reversed(columns[1:]):
-        if sum(widths[c] for c in kept) + _GAP * (len(kept) - 1) <= width:
+        if _together(widths, kept) <= width:
             break
         if column not in _NEVER_LEFT_OUT:
             kept.remove(column)
-    fits = sum(widths[c] for c in kept) + _GAP * (len(kept) - 1) <= width
+    fits = _together(widths, kept) <= width
+    heads = {column: len(_head(column)) for column in kept}
+    least = widths if fits else heads if _together(heads, kept) <= width else {}
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, caption_justify="left")
     for column in kept:
         wraps = column == kept[-1] or not fits
-        table.add_column(_head(column), overflow="fold", no_wrap=not wraps)
+        at_least = least.get(column)
+        table.add_column(_head(column), overflow="fold", no_wrap=not wraps, min_width=at_least)
     for row in cells:
         table.add_row(*(Text(row[column]) for column in kept))
     if left_out := [_head(column) for column in columns if column not in kept]:
         table.caption = Text(f"too wide to show: {', '.join(left_out)}")
     return table
+
+
+def _together(widths: Mapping[str, int], columns: Sequence[str]) -> int:
+    """Return the width of a table with these columns."""
+    return sum(widths[column] for column in columns) + _GAP * (len(columns) - 1)
 
 
 def _head(column: str) -> str:

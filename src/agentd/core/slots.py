@@ -41,7 +41,10 @@ MAX_TEXT = 64
 
 CPU, MEM = "cpu", "mem"
 
-_ZERO = re.compile(r"[+-]?(?:0+(?:\.0*)?|\.0+)(?:[eE][+-]?[0-9]+)?")
+_ZERO = re.compile(
+    r"[+-]?(?:0+(?:\.0*)?|\.0+)(?:e[+-]?[0-9]+)?(?: ?(?:[kmgtpe](?:i?b)?|b))?",
+    re.IGNORECASE | re.ASCII,
+)
 _PLAIN = re.compile(r"[0-9]+(?:\.[0-9]+)?")
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(?:([kmgtpe])(?:i?b)?|b)", re.IGNORECASE | re.ASCII)
 _EXPONENT = re.compile(r"[+-]?[0-9.]+e[+-]?[0-9]+", re.IGNORECASE)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -82,6 +82,8 @@ _EXPECTED = {
     "missing": "is missing",
 }
 """What a member takes, by pydantic's type of the error."""
+_SHAPES = frozenset({*_EXPECTED, "extra_forbidden"})
+"""Errors of a body's shape: its members and their JSON types; the others are of values."""
 
 
 Text = Annotated[str, Field(max_length=32768, pattern=_NO_NUL)]
@@ -130,8 +132,15 @@ class Body(BaseModel):
 _B = TypeVar("_B", bound=Body)
 
 
-def read_body(model: type[_B], raw: str | bytes) -> _B:
+def read_body(
+    model: type[_B],
+    raw: str | bytes,
+    before_values: Callable[[Mapping[str, Any]], object] | None = None,
+) -> _B:
     """Read a JSON body.
+
+    A body of the right shape may have values that are refused; `before_values` is called first
+    with its members and may refuse it for something graver.
 
     Raises:
         InvalidRequest: it is not JSON or does not fit the model; of many problems the first.
@@ -151,6 +160,10 @@ def read_body(model: type[_B], raw: str | bytes) -> _B:
     try:
         return model.model_validate(content)
     except ValidationError as error:
+        if before_values is not None and _SHAPES.isdisjoint(
+            item["type"] for item in error.errors()
+        ):
+            before_values(content)
         raise InvalidRequest(_problems(model, error)) from None
 
 

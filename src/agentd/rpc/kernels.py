@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from aiohttp import web
 
 from agentd.core.kernel.exec_spec import ExecSpec
@@ -55,7 +58,7 @@ class KernelHandlers:
     async def create_kernel(self, request: web.Request) -> web.Response:
         """Create a kernel, or return the one that the same request created before."""
         agent_id = self._devices.partition(request.match_info["agent"]).agent_id
-        body = read_body(CreateKernelRequest, await body_of(request))
+        body = read_body(CreateKernelRequest, await body_of(request), self._refuse_unsupported)
         caller = caller_of(request)
         spec = body.to_spec(agent_id, caller)
         note_kernel(request, spec.kernel_id)
@@ -138,6 +141,9 @@ class KernelHandlers:
 
         with self._site.streams.opened(request, may_pause=True):
             return await run_over(request, begin)
+
+    def _refuse_unsupported(self, body: Mapping[str, Any]) -> None:
+        self._service.refuse_unsupported(body.get("slots", {}))
 
     def _shown(self, kernel: Kernel) -> object:
         return rendering.kernel_view(kernel, self._devices.inventory)

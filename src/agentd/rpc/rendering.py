@@ -115,6 +115,9 @@ def device_view(
     holders = ledger.holders(device.device_id)
     state, reason = _device_state(device, ledger, named)
     agents = split.agents_of(device.device_id)
+    if not agents and not reason:
+        is_reserved = device.device_id.name == CPU and device.device_id.id in split.reserved_cpu
+        reason = "reserved for the system" if is_reserved else "assigned to no agent"
     for_agents = sum(ledger.free(device, split.partitions[agent]) for agent in agents)
     free = max(0, min(for_agents, device.capacity - ledger.used(device.device_id)))
     kind = next((share.kind for share in holders.values() if share.slot), device.kind)

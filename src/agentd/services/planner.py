@@ -119,11 +119,18 @@ class Planner:
             )
         return rows
 
-    def _reading(self, spec: KernelSpec, runtime: Runtime) -> SlotReading:
+    def refuse_unsupported(self, slots: Mapping[str, object]) -> None:
+        """Refuse slots that this node cannot know.
+
+        Raises:
+            UnsupportedResource: some of them are not zero.
+        """
+        self._read_slots(slots)
+
+    def _read_slots(self, asked: Mapping[str, object]) -> SlotReading:
         types = self._devices.inventory.slot_types
-        asked = {**self._rules.default_slots, **spec.slots}
         statuses = () if asked.keys() <= types.keys() else self._plugins.statuses()
-        reading = read_slots(
+        return read_slots(
             asked,
             types,
             pending={s.name: s.reason for s in statuses if s.state is PluginState.PENDING},
@@ -133,6 +140,9 @@ class Planner:
                 if s.state in (PluginState.FAILED, PluginState.ABSENT)
             },
         )
+
+    def _reading(self, spec: KernelSpec, runtime: Runtime) -> SlotReading:
+        reading = self._read_slots({**self._rules.default_slots, **spec.slots})
         least = max(1, runtime.minimum_memory_bytes)
         given = reading.slots[MEM]
         if given < least and all(problem.where != "slots.mem" for problem in reading.problems):

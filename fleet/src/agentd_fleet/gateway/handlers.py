@@ -25,6 +25,7 @@ from agentd_fleet.gateway.lists import Lists
 from agentd_fleet.gateway.metrics import CONTENT_TYPE, GatewayCounts, exposition
 from agentd_fleet.gateway.proxy import pass_on, pass_socket
 from agentd_fleet.nodes.calls import NodeAnswer, Nodes
+from agentd_fleet.placement.candidates import read
 from agentd_fleet.placement.deleter import Deleter
 from agentd_fleet.placement.kernels import FleetKernels, path_of, unknown_kernel
 from agentd_fleet.placement.placer import Placer
@@ -128,8 +129,12 @@ class Gateway(Site):
 
     async def create_kernel(self, request: web.Request) -> web.Response:
         """Create a kernel on a node that has what it asks for."""
-        body = read_body(FleetKernelRequest, await body_of(request))
         view = self._state.view
+        body = read_body(
+            FleetKernelRequest,
+            await body_of(request),
+            lambda members: read(view, members.get("slots", {})),
+        )
         try:
             return await self._created(request, body, view)
         except AgentdError as error:

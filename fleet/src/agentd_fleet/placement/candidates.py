@@ -16,7 +16,7 @@ from itertools import groupby, islice
 from operator import itemgetter
 from typing import NamedTuple
 
-from agentd.core.slots import ResourceSlots, SlotName, SlotType, parse_slots
+from agentd.core.slots import ResourceSlots, SlotName, SlotReading, SlotType, read_slots
 from agentd.errors import UnsupportedResource
 from agentd_fleet.view.fleet_view import FleetNode, FleetView, NodeStatus
 from agentd_fleet.view.ranking import AGENT, AgentKey, Place, Ranking, Row, ranked
@@ -76,10 +76,19 @@ def asked(view: FleetView, raw: Mapping[str, object]) -> ResourceSlots:
 
     Raises:
         UnsupportedResource: it names slots that no node ever had, with amounts that are not zero.
-        InvalidSlotAmount, InvalidSlotCombination: see `agentd.core.slots.parse_slots`.
+        InvalidSlotAmount, InvalidSlotCombination: see `SlotReading.accepted`.
+    """
+    return read(view, raw).accepted()
+
+
+def read(view: FleetView, raw: Mapping[str, object]) -> SlotReading:
+    """Read a request's amounts in the fleet's slots.
+
+    Raises:
+        UnsupportedResource: it names slots that no node ever had, with amounts that are not zero.
     """
     try:
-        return parse_slots(raw, view.slot_types)
+        return read_slots(raw, view.slot_types)
     except UnsupportedResource as error:
         raise UnsupportedResource(error.slots, error.known, {}, "this fleet") from None
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from agentd.core.allocation.distribute import fewest
+from agentd.core.allocation.distribute import alike, fewest
 from agentd.core.allocation.free_index import total
 from agentd.core.allocation.ledger import Ledger
 from agentd.core.allocation.policy import Affinity, AllocationPolicy
@@ -47,10 +47,30 @@ class Question(msgspec.Struct, frozen=True):
         """Tell whether the request leaves this device to choose from."""
         return self.only is None or device.device_id in self.only
 
-    def total(self, devices: Iterable[Device]) -> int:
-        """Return what these devices could give if nobody held anything, in base units."""
-        parts = (self.partition.limit(device) for device in devices if self.may_give(device))
-        return sum(part // self.slot_type.quantum * self.slot_type.quantum for part in parts)
+    @property
+    def potentials(self) -> list[int]:
+        """What each device could give if all were there, healthy and unheld, in quanta."""
+        offering = self.inventory.by_slot.get(self.slot_type.name, ())
+        parts = (self.partition.potential(device) for device in offering if self.may_give(device))
+        return [part // self.slot_type.quantum for part in parts]
+
+    @property
+    def is_too_unequal(self) -> bool:
+        """Whether equal parts are asked for, and no number of devices could ever hold them."""
+        if self.policy.allow_fragmentation or not is_divisible(self.slot_type):
+            return False
+        return not fewest(alike(self.potentials), self.amount // self.slot_type.quantum)
+
+    @property
+    def why_never(self) -> str:
+        """Why the request can never be granted as things are divided; empty if it can."""
+        limit = self.partition.limits.get(self.name)
+        if limit is not None and self.earlier + self.amount > limit.amount:
+            return f"the limit is {limit}"
+        total = sum(self.potentials) * self.slot_type.quantum
+        if self.amount > total:
+            return f"{self.written(total)} in total"
+        return "the devices are too unequal for equal parts" if self.is_too_unequal else ""
 
     @property
     def name(self) -> str:
@@ -89,8 +109,7 @@ def refusal(question: Question) -> InsufficientResource:
         question.written(free),
         explain(question),
         question.limit_line if question.is_over_limit else "",
-        total=question.written(question.total(offering)),
-        can_ever_fit=question.amount <= question.total(offering),
+        why_never=question.why_never,
     )
 
 
@@ -173,6 +192,8 @@ def _did_not_do(question: Question, device: Device, room: int) -> str:
     if question.is_over_limit:
         return question.limit_line
     has = f"has {question.written(room)} of the {question.written(question.amount)}"
+    if question.is_too_unequal:
+        return f"{has}; the devices are too unequal for equal parts{_rest(question, device)}"
     if part := _equal_part(question):
         least = question.written(part)
         has = (

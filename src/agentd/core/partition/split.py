@@ -50,9 +50,16 @@ class Partition:
 
     def limit(self, device: Device) -> int:
         """Return the most that this agent may hold of `device`, in base units."""
+        return self._part(device, device.offered)
+
+    def potential(self, device: Device) -> int:
+        """Return the same, if the device were there and healthy."""
+        return self._part(device, device.capacity)
+
+    def _part(self, device: Device, amount: int) -> int:
         if device.device_id not in self.members:
             return 0
-        return min(device.offered, self.memory_bytes) if _is_memory(device) else device.offered
+        return min(amount, self.memory_bytes) if _is_memory(device) else amount
 
 
 @dataclass(frozen=True)

@@ -111,15 +111,21 @@ class KernelService:
 
         Raises:
             UnknownAgent: there is no such agent.
+            UnsupportedResource: another request made it, and this one names unknown slots.
             KernelConflict: another request made it.
         """
         self._devices.partition(spec.agent_id)
         known = self._state.kernels.get(spec.kernel_id)
         if known is not None and known.spec_hash != spec.spec_hash:
+            self._planner.refuse_unsupported(spec.slots)
             if known.agent_id != spec.agent_id:
                 raise KernelConflict(f"kernel id {spec.kernel_id} is taken")
             raise KernelConflict(f"kernel {spec.kernel_id} exists, made by another request")
         return known
+
+    def refuse_unsupported(self, slots: Mapping[str, object]) -> None:
+        """Refuse slots that this node cannot know: see `Planner.refuse_unsupported`."""
+        self._planner.refuse_unsupported(slots)
 
     def _asked(self, spec: KernelSpec, problems: Sequence[Problem]) -> Asked:
         """Read a request, and refuse what can be refused before anything is decided."""

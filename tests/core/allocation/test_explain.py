@@ -1,0 +1,44 @@
+"""Why a request is refused, and whether it could ever be granted."""
+
+import pytest
+from msgspec.structs import replace
+
+from agentd.core.allocation.allocator import AllocationPolicy, Ledger, allocate
+from agentd.core.devices import Device, Health
+from agentd.core.partition.rules import AgentRule, AllocationMode, Amount, SplitRules
+from agentd.core.partition.split import split
+from agentd.errors import InsufficientResource
+from core.machines import cores, gpus, machine, memory
+from core.placing import CENT, slots
+
+LIMITED = (AgentRule("a1", limits={"cuda": Amount("1.5")}), AgentRule("a2"))
+ALL = (AgentRule("a1"), AgentRule("a2"))
+GPUS = gpus(1, 1, slot="cuda.shares")
+GONE = [replace(GPUS[0], gone=True), replace(GPUS[1], health=Health.UNHEALTHY, reason="Xid 79")]
+UNEQUAL = [replace(GPUS[0], capacity=30 * CENT), replace(GPUS[1], capacity=90 * CENT)]
+
+
+def refused(devices: list[Device], rules: tuple[AgentRule, ...], amount: float) -> str:
+    inventory = machine(*cores(2), *devices, memory(), quantum=CENT)
+    node = split(inventory, SplitRules(AllocationMode.SHARED, rules, align=1))
+    asked = slots(cuda_shares=amount)
+    with pytest.raises(InsufficientResource) as error:
+        allocate(Ledger(), inventory, node.partitions["a1"], asked, AllocationPolicy())
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("devices", "rules", "amount", "never"),
+    [
+        (GPUS, ALL, 3, "2 in total, so this can never fit"),
+        (GONE, ALL, 2, ""),
+        (GONE, ALL, 3, "2 in total, so this can never fit"),
+        (GPUS, LIMITED, 1.6, "the limit is 1.5, so this can never fit"),
+        (UNEQUAL, ALL, 1, "the devices are too unequal for equal parts, so this can never fit"),
+        (UNEQUAL, ALL, 1.3, "1.2 in total, so this can never fit"),
+    ],
+    ids=["total", "missing-devices", "missing-and-total", "limit", "unequal", "unequal-and-total"],
+)
+def test_refusal_says_never_only_where_no_release_helps(devices, rules, amount, never) -> None:
+    text = refused(devices, rules, amount)
+    assert text.endswith(f"; {never}") if never else "never" not in text
