@@ -81,11 +81,15 @@ class ConfigRefused(AgentdError):
     """The configuration, or the partition it asks for, cannot be used."""
 
     code = "ConfigRefused"
+    source = ""
 
     def __init__(self, problems: Sequence[Problem], source: str = "") -> None:
         self.problems = tuple(problems)
         self.source = source
         super().__init__("\n".join(self.lines()))
+
+    def facts(self) -> Mapping[str, object]:
+        return {"errors": [{"where": p.where, "why": p.why} for p in self.problems]}
 
     def lines(self) -> list[str]:
         """Return one line for each problem, led by the file it stands in."""

@@ -223,6 +223,12 @@ class CallerView(TypedDict):
     uid: int | None
 
 
+class ReloadView(TypedDict):
+    """A reload: the keys that differ from what is in force, and wait for a restart."""
+
+    needs_restart: list[str]
+
+
 class CheckView(TypedDict):
     """A rule that holds on every node, and what was found against it."""
 

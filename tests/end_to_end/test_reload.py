@@ -7,6 +7,8 @@ import ssl
 
 import pytest
 
+from agentd.client import AsyncClient
+from agentd.errors import Forbidden
 from agentd.service.background import VITAL
 from certificates import certificate
 from daemon import Daemon
@@ -66,6 +68,31 @@ async def test_a_reload_that_cannot_work_is_not_the_last(plain: Daemon) -> None:
     reload(plain)
     await said(plain, "daemon.reloaded")
     assert (await plain.get("/v1/node"))["warnings"] == []
+
+
+async def test_reload_by_rpc_is_all_or_nothing_and_for_admins(tokens: Tokens) -> None:
+    daemon = tokens.daemon
+    tokens.configure(tokens.entry("team", "agent", "team-a"), tokens.entry("boss", "admin"))
+    await daemon.start()
+    good = daemon.config_file.read_text()
+    client = AsyncClient(url=f"http://127.0.0.1:{tokens.port}", token=tokens.secrets["team"])
+    async with client:
+        with pytest.raises(Forbidden):
+            await client.reload()
+    done = await daemon.call("POST", "/v1/reload")
+    assert (done.status, done.json) == (200, {"needs_restart": []})
+    daemon.config_file.write_text(f'{good}\n[nosuch]\nx = 1\n[metrics]\nper-kernel = "x"\n')
+    refused = await daemon.call("POST", "/v1/reload")
+    content = refused.json
+    assert (refused.status, content["code"]) == (422, "ConfigRefused")
+    assert [error["where"] for error in content["errors"]] == ["metrics.per-kernel", "nosuch"]
+    command = ("reload", "--config", str(daemon.config_file))
+    assert run("agentd", *command).returncode == 78
+    daemon.config_file.write_text(f"{good}\n[metrics]\nper-kernel = false\n")
+    assert run("agentd", *command).stdout.splitlines() == [
+        "reloaded",
+        "metrics.per-kernel differs, and needs a restart",
+    ]
 
 
 async def test_a_fifo_as_configuration_or_state_holds_up_no_start(plain: Daemon) -> None:

@@ -32,6 +32,7 @@ from agentd.views import (
     NodeView,
     PluginView,
     RefusalView,
+    ReloadView,
     RuntimeView,
     SlotTypeView,
 )
@@ -54,6 +55,9 @@ class AsyncClient(Transport):
 
     async def whoami(self) -> CallerView:
         return await self.carry_out(calls.whoami())
+
+    async def reload(self) -> ReloadView:
+        return await self.carry_out(calls.reload())
 
     async def runtimes(self) -> list[RuntimeView]:
         return await self.carry_out(calls.runtimes())

@@ -37,6 +37,7 @@ from agentd.views import (
     NodeView,
     PluginView,
     RefusalView,
+    ReloadView,
     RuntimeView,
     SlotTypeView,
 )
@@ -134,6 +135,9 @@ class Client:
 
     def whoami(self) -> CallerView:
         return self.carry_out(calls.whoami())
+
+    def reload(self) -> ReloadView:
+        return self.carry_out(calls.reload())
 
     def runtimes(self) -> list[RuntimeView]:
         return self.carry_out(calls.runtimes())

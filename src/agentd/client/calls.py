@@ -22,6 +22,7 @@ from agentd.views import (
     NodeView,
     PluginView,
     RefusalView,
+    ReloadView,
     RuntimeView,
     SlotTypeView,
 )
@@ -52,6 +53,11 @@ def node(*, check: bool = False) -> Call[NodeView]:
 def whoami() -> Call[CallerView]:
     """`GET /v1/whoami`."""
     return Call("GET", at("whoami"))
+
+
+def reload() -> Call[ReloadView]:
+    """`POST /v1/reload`."""
+    return Call("POST", at("reload"))
 
 
 def runtimes() -> Call[list[RuntimeView]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -211,7 +211,11 @@ class Assembly:
         )
 
     def site(
-        self, node: Recalled, services: Services, warnings: Callable[[], Sequence[str]]
+        self,
+        node: Recalled,
+        services: Services,
+        reload: Callable[[], Awaitable[list[str]]],
+        warnings: Callable[[], Sequence[str]],
     ) -> Served:
         """Return the site and its routes; `warnings` are those of the running daemon."""
         settings, plugins = self._settings, self._plugins
@@ -236,6 +240,7 @@ class Assembly:
             visibility,
             services.check,
             metrics,
+            reload,
             lambda: [*lasting, *warnings()],
             partial(runtime_factory.checkup, settings, plugins),
         )

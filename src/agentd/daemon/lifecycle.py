@@ -24,9 +24,7 @@ from agentd.config.loading import Loaded
 from agentd.daemon import runtime_factory
 from agentd.daemon.assembly import Assembly, Services, discover, node_id_of, plugin_host
 from agentd.daemon.reload import Reload
-from agentd.errors import (
-    DaemonFailed,
-)
+from agentd.errors import ConfigRefused, DaemonFailed, NotReady
 from agentd.events import EventLog
 from agentd.failpoints import reach
 from agentd.host.probe import probe
@@ -71,7 +69,8 @@ class Daemon:
         self._neighbours = HostPeers(self._node_id, boot_id(), PeerPaths.of(os.geteuid()))
         self._clock = Clock(time.time, time.monotonic)
         self._notifier = Notifier()
-        self._shutdown, self._reload = Shutdown(), asyncio.Event()
+        self._shutdown, self._hung_up = Shutdown(), asyncio.Event()
+        self._reload: Reload | None = None
         self._passed = passed_sockets()
         self._status = ""
         self._weaknesses = Weaknesses()
@@ -84,7 +83,7 @@ class Daemon:
             DaemonFailed: a part that it cannot do without has failed.
         """
         shutdown = self._shutdown
-        shutdown.listen({signal.SIGHUP: self._reload.set})
+        shutdown.listen({signal.SIGHUP: self._hung_up.set})
         cancelled: dict[str, list[str]] = {}
         try:
             async with contextlib.AsyncExitStack() as stack:
@@ -161,13 +160,13 @@ class Daemon:
         background.run("reconciler", node.services.loops.run())
         await self._until_listed(node)
         await reach("start.before_ready")
+        self._reload = Reload(self._loaded, server, node.runtimes, self._weaknesses)
         self._open(node)
         retention = Retention(node.state, node.services.kernels, self._settings.node.keep_ended)
         background.run("retention", retention.run())
         if self._notifier.is_heard:
             background.run("status", self._telling(node))
-        reload = Reload(self._loaded, server, node.runtimes, self._weaknesses)
-        background.run("reload", self._reloading(reload))
+        background.run("reload", self._reloading())
         return node
 
     def _open(self, node: _Node) -> None:
@@ -204,7 +203,10 @@ class Daemon:
         for warning in devices.warnings:
             log.warning("node.warning", warning=warning)
         served = parts.site(
-            node, services, lambda: [*self._weaknesses.warnings(), *background.warnings]
+            node,
+            services,
+            self._reload_now,
+            lambda: [*self._weaknesses.warnings(), *background.warnings],
         )
         return _Node(node.state, events, services, runtimes, *served)
 
@@ -218,14 +220,28 @@ class Daemon:
         used |= {name for name, status in node.state.runtimes.items() if not status.is_listed}
         self._memory.save_runtimes(sorted(used | {self._settings.node.runtime}))
 
-    async def _reloading(self, reload: Reload) -> None:
-        """Read the configuration again whenever that is asked for."""
-        while True:
-            await self._reload.wait()
-            self._reload.clear()
-            self._notifier.reloading()
-            await reload.once(self._settings.node.state_dir)
+    async def _reload_now(self) -> list[str]:
+        """Read the configuration again; return the keys that wait for a restart.
+
+        Raises:
+            NotReady: the daemon has not started yet.
+            ConfigRefused: it cannot be used; nothing has changed.
+        """
+        if self._reload is None:
+            raise NotReady("the daemon has not finished starting")
+        self._notifier.reloading()
+        try:
+            return await self._reload.once()
+        finally:
             self._notifier.ready(self._status)
+
+    async def _reloading(self) -> None:
+        """Reload at each SIGHUP."""
+        while True:
+            await self._hung_up.wait()
+            self._hung_up.clear()
+            with contextlib.suppress(ConfigRefused):  # it was logged
+                await self._reload_now()
 
     async def _telling(self, node: _Node) -> None:
         """Keep systemd's STATUS= line current, at most `STATUS_PAUSE_S` late."""

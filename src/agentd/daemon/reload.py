@@ -9,15 +9,8 @@ with the agents.
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import json
-import os
-import signal
-import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import structlog
@@ -27,23 +20,16 @@ from agentd import log as logging
 from agentd.config.loading import Loaded, load
 from agentd.config.settings import Settings
 from agentd.daemon import runtime_factory
-from agentd.errors import ConfigRefused, StartRefused
+from agentd.errors import ConfigRefused, Problem
 from agentd.http.endpoint import Weaknesses, certificate_of, tokens, weaknesses
 from agentd.http.server import Server
 from agentd.services.protocols import Runtime
-from agentd.tomlfile.regular_files import read_regular
 
 log = structlog.get_logger()
 
-OUTCOME = "reload.json"
 READ_TIMEOUT_S = 20.0
 """Seconds that reading all files together may take."""
-_PAUSE_S, _PATIENCE_S = 0.05, 30.0
 _M = TypeVar("_M", bound=BaseModel)
-
-
-class NoDaemon(StartRefused):
-    """No daemon runs that could reload."""
 
 
 class ReadSettings:
@@ -115,6 +101,7 @@ class Reload:
         self._server = server
         self._runtimes = runtimes
         self._known = known
+        self._turn = asyncio.Lock()
 
     def prepare(self) -> tuple[Settings, Settings, list[Step]]:
         """Read the configuration; return it, the part that can be taken, and the steps.
@@ -169,84 +156,31 @@ class Reload:
             self._in_force = with_keys(self._in_force, wanted, step.keys)
         return list(differing(self._in_force, settings))
 
-    async def once(self, folder: Path) -> None:
-        """Take the configuration, and report the outcome in the log and in a file of the folder."""
-        waiting, reasons = list[str](), list[str]()
+    async def once(self) -> list[str]:
+        """Take the configuration, log the outcome, and return the keys that wait for a restart.
+
+        Raises:
+            ConfigRefused: it cannot be used; nothing has changed.
+        """
         try:
-            waiting = await self.take()
+            async with self._turn:
+                waiting = await self.take()
         except ConfigRefused as error:
-            reasons = error.lines()
+            refused = error
         except TimeoutError:
-            reasons = [f"the files could not be read within {READ_TIMEOUT_S:g} s"]
+            why = f"the files could not be read within {READ_TIMEOUT_S:g} s"
+            refused = ConfigRefused([Problem("", why)])
         except Exception as error:  # a fault here must not end all reloads
             log.exception("daemon.reload_failed")
-            reasons = [f"{type(error).__name__}: {error}"]
-        if reasons:
-            log.warning("daemon.not_reloaded", reasons=reasons)
+            refused = ConfigRefused([Problem("", f"{type(error).__name__}: {error}")])
         else:
             log.info("daemon.reloaded", needs_restart=waiting)
-        _write(folder, {"at": time.time(), "needs_restart": waiting, "reasons": reasons})
+            return waiting
+        log.warning("daemon.not_reloaded", reasons=refused.lines())
+        raise refused
 
 
 def _reading(settings: Settings) -> tuple[Settings, set[str]]:
     """Return settings, and the set in which they note what is read."""
     keys: set[str] = set()
     return cast("Settings", ReadSettings(settings, keys)), keys
-
-
-def _write(folder: Path, outcome: Mapping[str, Any]) -> None:
-    unfinished = folder / f".{OUTCOME}.new"
-    with suppress(OSError):
-        unfinished.write_text(json.dumps(outcome), encoding="utf-8")
-        unfinished.replace(folder / OUTCOME)
-
-
-def outcome(folder: Path) -> dict[str, Any]:
-    """Return how the last reload went; empty if there was none."""
-    try:
-        content = json.loads(read_regular(folder / OUTCOME).content)
-    except ValueError:  # UnusableFile is one
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def ask(settings: Settings, environ: Mapping[str, str]) -> list[str]:
-    """Have the running daemon reload, wait for it, and return what waits for a restart.
-
-    Raises:
-        StartRefused: there is none, or it refused; the message has its reasons.
-    """
-    folder = settings.node.state_dir
-    pid = environ.get("MAINPID") or _holder(folder)
-    before = outcome(folder)
-    try:
-        if (number := int(pid)) <= 1:
-            raise ValueError
-        os.kill(number, signal.SIGHUP)
-    except (ValueError, OSError):
-        raise NoDaemon(f"no daemon of the state folder {folder} runs") from None
-    end = time.monotonic() + _PATIENCE_S
-    while (now := outcome(folder)) == before:
-        if time.monotonic() > end:
-            raise StartRefused(
-                f"agentd did not finish reloading within {_PATIENCE_S:g} s"
-            ) from None
-        time.sleep(_PAUSE_S)
-    if now["reasons"]:
-        raise StartRefused("not reloaded: " + "; ".join(now["reasons"]))
-    return list(now["needs_restart"])
-
-
-def _holder(folder: Path) -> str:
-    """Return the process that holds the lock of a state folder, as it wrote it."""
-    try:
-        with (folder / "lock").open("rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:  # held: the number in it is its holder's
-                return file.read(32).decode(errors="replace").strip()
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise StartRefused(f"{folder / 'lock'}: {error.strerror}") from None
-    raise NoDaemon(f"no daemon of the state folder {folder} runs")

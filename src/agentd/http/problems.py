@@ -11,6 +11,7 @@ from aiohttp import web
 BAD_GATEWAY = 502
 STATUSES = {
     "UnsupportedResource": 422,
+    "ConfigRefused": 422,
     "InvalidRequest": 422,
     "InvalidSlotAmount": 422,
     "InvalidSlotCombination": 422,
@@ -51,7 +52,8 @@ STATUSES = {
 }
 CREATE_CODES = frozenset(
     {code for code, status in STATUSES.items() if status in (409, 422, 500, 502, 503)}
-    | {"Forbidden", "UnknownAgent", "UnknownDevice", "UnknownNode"} - {"SlotTypeInUse"}
+    | {"Forbidden", "UnknownAgent", "UnknownDevice", "UnknownNode"}
+    - {"ConfigRefused", "SlotTypeInUse"}
 )
 """Codes that a create can be answered with: counters by code begin at zero for each."""
 MEMBERS = frozenset({"type", "title", "status", "detail", "code"})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from aiohttp import web
 
@@ -38,6 +38,7 @@ class NodeHandlers:
         visibility: Visibility,
         check: SelfCheck,
         metrics: Metrics,
+        reload: Callable[[], Awaitable[list[str]]],
         warnings: Callable[[], Sequence[str]] = tuple,
         host_warnings: Callable[[Collection[str]], Sequence[str]] = tuple,
     ) -> None:
@@ -47,6 +48,7 @@ class NodeHandlers:
         self._visibility = visibility
         self._check = check
         self._metrics = metrics
+        self._reload = reload
         self._warnings = warnings
         self._host_warnings = host_warnings
         self._checking = asyncio.Lock()
@@ -69,6 +71,10 @@ class NodeHandlers:
         caller = caller_of(request)
         text = await self._metrics.text(caller, len(self._node(caller)["warnings"]))
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
+
+    async def reload(self, _: web.Request) -> web.Response:
+        """Read the configuration again: take all of it, or refuse it with every problem."""
+        return answer({"needs_restart": await self._reload()})
 
     def _node(self, caller: Caller) -> NodeView:
         node = self._view()

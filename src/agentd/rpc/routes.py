@@ -25,6 +25,7 @@ from agentd.views import (
     NodeView,
     PluginView,
     RefusalView,
+    ReloadView,
     RuntimeView,
     SlotTypeView,
 )
@@ -94,6 +95,7 @@ def routes(
     change, use, nobody = Right.NODE, Right.KERNELS, None
     return (
         get("/v1/node", node.get_node, NodeView, *CHECK),
+        post("/v1/reload", node.reload, ReloadView, right=change),
         get("/v1/runtimes", parts.list_runtimes, list[RuntimeView]),
         delete("/v1/runtimes/{runtime}", parts.forget_runtime, right=change),
         get("/v1/plugins", parts.list_plugins, list[PluginView]),

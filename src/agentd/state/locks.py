@@ -17,6 +17,22 @@ UNWRITABLE = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO)
 """What passes, or is for an operator to mend, while the node goes on."""
 
 
+def holder(folder: Path) -> str | None:
+    """Return the process that holds the lock of a state folder, as it wrote it; None if none does.
+
+    Raises:
+        OSError: the lock cannot be looked at.
+    """
+    try:
+        with (folder / "lock").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return None
+    except FileNotFoundError:
+        return None
+    except BlockingIOError:
+        return (folder / "lock").read_text(errors="replace").strip() or "another"
+
+
 class Locks:
     """The locks of this daemon, held until `close`."""
 

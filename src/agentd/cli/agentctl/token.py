@@ -10,8 +10,9 @@ import click
 import tomlkit
 
 from agentd.cli.output import say
+from agentd.client import Client
 from agentd.core.names import is_name, shortened
-from agentd.errors import ConfigRefused, StartRefused
+from agentd.errors import AgentdError, ConfigRefused, Unreachable
 
 FOLDER = Path("/etc/agentd/tokens")
 _BYTES = 32
@@ -75,7 +76,7 @@ def revoke_token(name: str, config_file: str | None) -> None:
     """
     from agentd.config.document import without_token, write_file
     from agentd.config.loading import find_config, load_text
-    from agentd.daemon.reload import NoDaemon, ask
+    from agentd.state.locks import holder
     from agentd.tomlfile.regular_files import read_regular
 
     path = find_config(config_file, os.environ)
@@ -87,9 +88,15 @@ def revoke_token(name: str, config_file: str | None) -> None:
         write_file(path, text)
         say(f"removed {name} from {path}")
         try:
-            waiting = ask(settings, os.environ)
-        except NoDaemon as error:
-            say(f"not reloaded: {error}")
+            waiting = Client(str(settings.rpc.socket), retry_s=0).reload()["needs_restart"]
+        except Unreachable as error:
+            if (process := holder(settings.node.state_dir)) is not None:
+                why = f"process {process} holds {settings.node.state_dir}, and {error}"
+                raise click.ClickException(f"{name} is still valid: {why}") from None
+            say(f"not reloaded: no daemon runs: {error}")
+        except AgentdError as error:
+            why = f"{name} is still valid: not reloaded: {error}"
+            raise click.ClickException(why) from None
         else:
             if late := [key for key in waiting if key.startswith("rpc.")]:
                 why = f"{name} is valid until agentd restarts: {', '.join(late)} differ"
@@ -99,8 +106,6 @@ def revoke_token(name: str, config_file: str | None) -> None:
         say(f"deleted {file}")
     except ConfigRefused as error:
         raise click.ClickException("; ".join(error.lines())) from None
-    except StartRefused as error:
-        raise click.ClickException(f"{name} is still valid: {error}") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise click.ClickException(f"{path}: {reason}") from None

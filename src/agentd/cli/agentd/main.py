@@ -41,9 +41,8 @@ def agentd() -> None:
     """The node agent that divides a machine's devices among logical agents."""
 
 
-def _refused(error: ConfigRefused | DaemonFailed | StartRefused) -> NoReturn:
-    lines = error.lines() if isinstance(error, ConfigRefused) else [str(error)]
-    for line in lines:
+def _refused(error: AgentdError) -> NoReturn:
+    for line in str(error).splitlines():
         say(f"agentd: {line}", err=True)
     sys.exit(EX_CONFIG if isinstance(error, ConfigRefused) else 1)
 
@@ -106,11 +105,11 @@ def reload(config_file: str | None) -> None:
     a restart is named. A file that is wrong changes nothing, and fails this command.
     """
     loaded = _settings(config_file)
-    from agentd.daemon.reload import ask
+    from agentd.client import Client
 
     try:
-        waiting = ask(loaded.settings, os.environ)
-    except StartRefused as error:
+        waiting = Client(str(loaded.settings.rpc.socket)).reload()["needs_restart"]
+    except AgentdError as error:
         _refused(error)
     say("reloaded")
     for key in waiting:
