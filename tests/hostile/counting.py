@@ -19,7 +19,7 @@ from agentd.cli.agentd.main import agentd
 from agentd.http.connections.connection import Connection
 from agentd.http.connections.fair import FairConnection
 from agentd.http.connections.turns import Kind
-from agentd.rpc import handlers
+from agentd.rpc import events
 
 served: Counter[tuple[Hashable, str]] = Counter()
 """By caller and kind, since the start; bytes that were read, and all else by numbers."""
@@ -30,7 +30,7 @@ PROBE = b"GET /livez HTTP/1.1\r\nHost: counted\r\n\r\n"
 def count(file: Path) -> None:
     """Count from now on."""
     updated, turn = FairConnection.buffer_updated, FairConnection.turn
-    encode = handlers.encode_event
+    encode = events.encode_event
     received, began, ended = Connection.data_received, Connection.began, Connection.ended
 
     def buffer_updated(self: Connection, nbytes: int) -> None:
@@ -67,7 +67,7 @@ def count(file: Path) -> None:
             lines.write(json.dumps(event_id) + "\n")
         return encode(event_id, *content)
 
-    handlers.encode_event = counted_encode
+    events.encode_event = counted_encode
     FairConnection.buffer_updated = buffer_updated
     FairConnection.turn = counted_turn
     Connection.data_received = data_received

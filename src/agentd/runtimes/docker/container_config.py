@@ -223,7 +223,7 @@ def _bind(source: str, mount: Mount, engine: EngineFacts) -> dict[str, Any]:
     """Return a bind mount; what else is mounted below a read-only one is read-only, or left out."""
     bound: dict[str, Any] = {
         "Type": "bind",
-        "MountSource": source,
+        "Source": source,
         "Target": mount.target,
         "ReadOnly": mount.read_only,
     }
