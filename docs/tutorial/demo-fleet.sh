@@ -151,16 +151,16 @@ sure '{row["name"]: row["capacity"] for row in it} == {"cpu": "24", "mem": str(2
   "rocm.device": "2", "npu.shares": "2", "tpu.device": "4"}' agentctl fleet slots
 
 say "a kernel goes where its slots are; whoever wants to, has nodes filled up one after the other"
-run agentctl fleet create --id trainer -s cuda.device=2 -s cpu=5 -- \
+run agentctl create --id trainer -s cuda.device=2 -s cpu=5 -- \
   sh -c 'echo "my GPUs: $CUDA_VISIBLE_DEVICES"; exec sleep 1000'
-run agentctl fleet create --id sharer -s npu.shares=0.25 -- sleep 1000
-run agentctl fleet create --id tuner -s tpu.device=4 -s rocm.device=0 -- sleep 1000
-run agentctl fleet create --id packed-1 --policy pack -s cpu=1 -- sleep 1000
-run agentctl fleet create --id packed-2 --policy pack -s cpu=1 -- sleep 1000
-run agentctl fleet logs trainer
+run agentctl create --id sharer -s npu.shares=0.25 -- sleep 1000
+run agentctl create --id tuner -s tpu.device=4 -s rocm.device=0 -- sleep 1000
+run agentctl create --id packed-1 --policy pack -s cpu=1 -- sleep 1000
+run agentctl create --id packed-2 --policy pack -s cpu=1 -- sleep 1000
+run agentctl logs trainer
 a="${nodes[0]}" b="${nodes[1]}" c="${nodes[2]}"
 sure "{kernel['kernel_id']: kernel['node_id'] for kernel in it} == {'trainer': '$a', 'sharer': '$b', 'tuner': '$c',
-  'packed-1': '$a', 'packed-2': '$a'}" agentctl fleet ls
+  'packed-1': '$a', 'packed-2': '$a'}" agentctl ls
 soon '{row["name"]: row["free"] for row in it}.items() >= {"cuda.device": "2", "rocm.device": "2",
   "npu.shares": "1.75", "tpu.device": "0"}.items()' agentctl fleet slots
 run agentctl fleet slots
@@ -168,13 +168,13 @@ run agentctl fleet slots
 say "a slot that no node ever had is refused before any node is asked"
 calls() { cat "$folder"/*/log | grep -c rpc.call; }
 before=$(calls)
-refused 'qpu.device' agentctl fleet create --id strange -s qpu.device=1 -- sleep 1000
+refused 'qpu.device' agentctl create --id strange -s qpu.device=1 -- sleep 1000
 [ "$(calls)" = "$before" ] || untrue "no node was asked"
 echo "calls in the logs of the nodes: $before before, $(calls) after"
 
 say "what nobody has enough of is refused by class"
-refused 'lack cuda.device.*too small for cuda.device' agentctl fleet create -s cuda.device=5 -- sleep 1000
-refused 'full' agentctl fleet create -s cuda.device=3 -- sleep 1000
+refused 'lack cuda.device.*too small for cuda.device' agentctl create -s cuda.device=5 -- sleep 1000
+refused 'full' agentctl create -s cuda.device=3 -- sleep 1000
 
 say "one daemon is killed: its kernel is unknown, and created nowhere else; its slots stay known"
 pid=$(node "$a" ls -o json | python3 -c 'import json, sys; print({k["kernel_id"]: k["pid"] for k in json.load(sys.stdin)}["trainer"])')
@@ -183,11 +183,11 @@ kill -KILL "${daemons[$a]}"
 wait "${daemons[$a]}" 2>/dev/null || true
 soon "{node['id']: node['state'] for node in it} == {'$a': 'daemon-down', '$b': 'ready', '$c': 'ready'}" agentctl fleet nodes
 run agentctl fleet nodes
-run agentctl fleet ls
-sure '{kernel["kernel_id"]: kernel["state"] for kernel in it}["trainer"] == "unknown"' agentctl fleet ls
-refused "$a" agentctl fleet create --id trainer -s cuda.device=2 -s cpu=5 -- \
+run agentctl ls
+sure '{kernel["kernel_id"]: kernel["state"] for kernel in it}["trainer"] == "unknown"' agentctl ls
+refused "$a" agentctl create --id trainer -s cuda.device=2 -s cpu=5 -- \
   sh -c 'echo "my GPUs: $CUDA_VISIBLE_DEVICES"; exec sleep 1000'
-refused 'daemon-down' agentctl fleet create -s cuda.device=1 -- sleep 1000
+refused 'daemon-down' agentctl create -s cuda.device=1 -- sleep 1000
 sure '"cuda.device" in {row["name"] for row in it}' agentctl fleet slots
 for name in "$b" "$c"; do sure '"trainer" not in {kernel["kernel_id"] for kernel in it}' node "$name" ls; done
 [ -d "/proc/$pid" ] || untrue "process $pid, the kernel, runs on without its daemon"
@@ -197,14 +197,14 @@ shown agentd run --config "$folder/$a/agent.toml"
 start "$a"
 ready "$a"
 soon 'all(node["state"] == "ready" for node in it)' agentctl fleet nodes
-run agentctl fleet ls
+run agentctl ls
 sure "[(kernel['node_id'], kernel['state'], kernel['pid']) for kernel in it if kernel['kernel_id'] == 'trainer'] ==
-  [('$a', 'running', $pid)]" agentctl fleet ls
+  [('$a', 'running', $pid)]" agentctl ls
 echo "trainer is process $pid, as before"
 
 say "clean up"
-run agentctl fleet rm --timeout 0 "${kernels[@]}"
-run agentctl fleet ls
-sure 'it == []' agentctl fleet ls
+run agentctl rm --timeout 0 "${kernels[@]}"
+run agentctl ls
+sure 'it == []' agentctl ls
 for name in "${nodes[@]}"; do sure 'it == []' node "$name" ls; done
 say "shown in $((SECONDS - began)) seconds"

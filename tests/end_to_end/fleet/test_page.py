@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -134,8 +135,19 @@ async def test_people_look_into_kernels_of_all_nodes_from_the_command_line(fleet
 
     done = await asyncio.to_thread(run, "fleet", "exec", "far", "--", "sh", "-c", "echo in; exit 4")
     assert (done.returncode, done.stdout) == (4, "in\n")
-    done = await asyncio.to_thread(run, "fleet", "exec", "--node", cuda, "direct", "echo", "there")
+    done = await asyncio.to_thread(run, "exec", "--node", cuda, "direct", "echo", "there")
     assert (done.returncode, done.stdout) == (0, "there\n"), done.stderr
-    shown = await asyncio.to_thread(run, "fleet", "top", "--count", "1", "--interval", "1.1")
+    shown = await asyncio.to_thread(run, "top", "--count", "1", "--interval", "1.1")
     assert shown.returncode == 0, shown.stderr
     assert f"{cuda}/far" in shown.stdout
+    listed = await asyncio.to_thread(run, "ls", "-o", "json")
+    places = {row["kernel_id"]: row["node_id"] for row in json.loads(listed.stdout)}
+    assert places == {"far": cuda, "direct": cuda}
+    table = await asyncio.to_thread(run, "ls")
+    assert table.stdout.split()[:2] == ["KERNEL", "NODE"]
+    usage = await asyncio.to_thread(run, "stats", "-o", "json")
+    assert f"{cuda}/far" in {row["kernel_id"] for row in json.loads(usage.stdout)}
+    about_one = await asyncio.to_thread(run, "drain", "cuda0")
+    assert (about_one.returncode, "it is about one node" in about_one.stderr) == (2, True)
+    removed = await asyncio.to_thread(run, "rm", "--timeout", "0", "-o", "json", "far")
+    assert json.loads(removed.stdout) == {"removed": ["far"]}

@@ -14,13 +14,13 @@ from agentd.cli.agentctl.create import kernel_body, kernel_options, print_decisi
 from agentd.cli.agentctl.exec import run_inside
 from agentd.cli.agentctl.options import (
     KERNEL_COLUMNS,
-    for_each,
     json_option,
     kernel_row,
     pairs,
     print_answer,
+    remove_each,
 )
-from agentd.cli.agentctl.stats import watch, watching
+from agentd.cli.agentctl.stats import print_usage, watch, watching
 from agentd.cli.agentctl.ui import ui
 from agentd.cli.output import say
 from agentd.client import Client, fleet_calls
@@ -36,16 +36,28 @@ _UNKNOWN = {"allocation": {}, "degraded": [], "reason": ""}
 node_option = click.option("--node", help="The kernel's node, if the fleet did not place it.")
 
 
-@click.group("fleet")
+class FleetGroup(click.Group):
+    """Commands of a fleet; those that a node has too are listed as `agentctl --fleet … NAME`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        del ctx
+        return [nodes.name or "", slots.name or ""]
+
+
+@click.group("fleet", cls=FleetGroup)
 def fleet_group() -> None:
-    """Look at a whole fleet, and run kernels on it (agentctl --fleet, $AGENTCTL_FLEET)."""
+    """Show the nodes and slots of a fleet.
+
+    Every command of a node that a fleet has too is `agentctl --fleet ADDRESS COMMAND`; without
+    ADDRESS (or $AGENTCTL_FLEET) the gateway of this host is asked.
+    """
 
 
 @fleet_group.group(invoke_without_command=True)
 @json_option
 @click.pass_context
 def nodes(context: click.Context, as_json: bool) -> None:
-    """List the nodes, how they do, and what they have free."""
+    """List the nodes, their state, and what is free."""
     if context.invoked_subcommand is not None:
         return
     rows = context.obj.carry_out(fleet_calls.nodes())
@@ -96,7 +108,7 @@ def forget_node(client: Client, node: str, yes: bool) -> None:
 @json_option
 @click.pass_context
 def slots(context: click.Context, as_json: bool) -> None:
-    """List the slots that any node ever offered, and their sums over the fleet_calls."""
+    """List the slots of all nodes with their sums."""
     if context.invoked_subcommand is not None:
         return
     from agentd.cli.tables import amount
@@ -152,8 +164,8 @@ def create(client: Client, /, as_json: bool, **options: Any) -> None:
     """Create a kernel that runs COMMAND (after `--`) on a node that has what it asks for.
 
     \b
-    agentctl fleet create -s cuda.device=2 -- python train.py
-    agentctl fleet create --on zone=a --policy pack -s tpu.chip=4 -- ./train
+    agentctl --fleet https://gateway:7001 create -s cuda.device=2 -- python train.py
+    agentctl --fleet https://gateway:7001 create --on zone=a --policy pack -s tpu.chip=4 -- ./train
     """
     wanted = {
         "nodes": list(options["node"]),
@@ -218,17 +230,28 @@ def logs(client: Client, kernel: str, node: str | None, follow: bool, tail: int 
 @click.argument("kernels", nargs=-1, required=True)
 @node_option
 @click.option("--timeout", type=float, help="Seconds between TERM and KILL.")
+@json_option
 @click.pass_obj
-def rm(client: Client, kernels: Sequence[str], node: str | None, timeout: float | None) -> None:
-    """Stop kernels if need be, and remove them."""
+def rm(
+    client: Client, kernels: Sequence[str], node: str | None, timeout: float | None, as_json: bool
+) -> None:
+    """Stop and remove kernels."""
 
     def remove(kernel: str) -> None:
-        client.carry_out(
-            fleet_calls.delete_kernel(kernel, node, timeout), timeout_s=CREATE_TIMEOUT_S
-        )
-        say(kernel)
+        call = fleet_calls.delete_kernel(kernel, node, timeout)
+        client.carry_out(call, timeout_s=CREATE_TIMEOUT_S)
 
-    sys.exit(for_each(kernels, remove))
+    remove_each(kernels, remove, as_json=as_json)
+
+
+@fleet_group.command()
+@click.argument("kernels", nargs=-1)
+@json_option
+@click.pass_obj
+def stats(client: Client, kernels: Sequence[str], as_json: bool) -> None:
+    """Show the usage of kernels on all nodes."""
+    rows = [client.stats(kernel) for kernel in kernels] if kernels else _uses_of_all(client)
+    print_usage(rows, as_json=as_json)
 
 
 @fleet_group.command()
@@ -236,18 +259,18 @@ def rm(client: Client, kernels: Sequence[str], node: str | None, timeout: float 
 @click.pass_obj
 def top(client: Client, agent: str | None, interval: float, count: int | None) -> None:
     """Show what kernels of all nodes use now (NODE/KERNEL), the busiest first."""
+    watch(lambda: _uses_of_all(client), agent, interval, count)
 
-    def look() -> list[KernelUseView]:
-        ready = [
-            node["id"] for node in client.carry_out(fleet_calls.nodes()) if node["state"] == "ready"
-        ]
-        return [
-            {**use, "kernel_id": f"{node}/{use['kernel_id']}"}
-            for node in ready
-            for use in _uses(client, node)
-        ]
 
-    watch(look, agent, interval, count)
+def _uses_of_all(client: Client) -> list[KernelUseView]:
+    """Return the usage of the kernels of every ready node, as NODE/KERNEL."""
+    nodes = client.carry_out(fleet_calls.nodes())
+    return [
+        {**use, "kernel_id": f"{node['id']}/{use['kernel_id']}"}
+        for node in nodes
+        if node["state"] == "ready"
+        for use in _uses(client, node["id"])
+    ]
 
 
 def _uses(client: Client, node: str) -> list[KernelUseView]:

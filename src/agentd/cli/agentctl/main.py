@@ -34,6 +34,7 @@ from agentd.cli.agentctl.options import (
     kernel_row,
     pairs,
     print_answer,
+    remove_each,
     socket_of,
     token_of,
 )
@@ -48,7 +49,45 @@ from agentd.views import KernelView
 PLUGIN_COLUMNS = ["name", "plugin", "state", "slots", "reason"]
 
 
-@click.group(cls=RpcGroup)
+AT_A_GATEWAY = ("fleet", "inspect", "stop", "token", "wait", "whoami")
+"""Commands of a node that are the same at a gateway."""
+
+
+class NodeOrFleet(RpcGroup):
+    """The commands of a node; with `--fleet`, those of a fleet by the same names."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        if fleet_of(ctx) is None:
+            return super().list_commands(ctx)
+        return sorted({*fleet_group.commands, *AT_A_GATEWAY})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        found = super().get_command(ctx, cmd_name)
+        if fleet_of(ctx) is None or cmd_name in AT_A_GATEWAY:
+            return found
+        of_fleet = fleet_group.get_command(ctx, cmd_name)
+        if of_fleet is None and found is not None:
+            raise click.UsageError(
+                f"no command {cmd_name} for a fleet: it is about one node; ask that one"
+                " (--socket or --url)"
+            )
+        return of_fleet
+
+
+def fleet_of(context: click.Context) -> str | None:
+    """Return the gateway that a command line is for; None: a node.
+
+    A node that is named with an option comes before a fleet that the environment names.
+    """
+    options = context.params
+    address: str | None = options.get("fleet_address")
+    if options.get("socket_path") or options.get("url"):
+        is_named = ParameterSource.COMMANDLINE
+        return address if context.get_parameter_source("fleet_address") is is_named else None
+    return address
+
+
+@click.group(cls=NodeOrFleet)
 @click.version_option(__version__, prog_name="agentctl")
 @click.option(
     "--socket", "socket_path", envvar="AGENTD_SOCKET", metavar="PATH", help="Unix socket."
@@ -79,14 +118,12 @@ def agentctl(
     token_file: str | None,
 ) -> None:
     """Look at a node, and run kernels on it; or at a whole fleet."""
-    token = token_of(token_file)
-    is_named = ParameterSource.COMMANDLINE
-    if (socket_path or url) and context.get_parameter_source("fleet_address") is not is_named:
-        fleet_address = fleet_address if context.invoked_subcommand == fleet_group.name else None
-    if fleet_address or context.invoked_subcommand == fleet_group.name:
-        address = fleet_address or GATEWAY
-        path = address.removeprefix("unix:") if address.startswith("unix:") else None
-        context.obj = Client(path, url=None if path else address, token=token, retry_s=0)
+    token, gateway = token_of(token_file), fleet_of(context)
+    if context.invoked_subcommand == fleet_group.name:
+        gateway = fleet_address or GATEWAY
+    if gateway is not None:
+        path = gateway.removeprefix("unix:") if gateway.startswith("unix:") else None
+        context.obj = Client(path, url=None if path else gateway, token=token, retry_s=0)
         return
     context.obj = Client(socket_path or socket_of(config), url=url, token=token, retry_s=0)
 
@@ -290,19 +327,8 @@ def stop(client: Client, kernels: Sequence[str], timeout: float | None, as_json:
 @json_option
 @click.pass_obj
 def rm(client: Client, kernels: Sequence[str], timeout: float | None, as_json: bool) -> None:
-    """Stop kernels if need be, and remove them."""
-    removed: list[str] = []
-
-    def remove(kernel: str) -> None:
-        client.delete_kernel(kernel, timeout)
-        removed.append(kernel)
-        if not as_json:
-            say(kernel)
-
-    failed = for_each(kernels, remove)
-    if as_json:
-        click.echo(json.dumps({"removed": removed}))
-    sys.exit(failed)
+    """Stop and remove kernels."""
+    remove_each(kernels, lambda kernel: client.delete_kernel(kernel, timeout), as_json=as_json)
 
 
 @agentctl.command()

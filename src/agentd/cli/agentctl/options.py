@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import click
 
@@ -259,6 +259,24 @@ def for_each(kernels: Sequence[str], act: Callable[[str], object]) -> bool:
             (RpcProblem.of(error) if isinstance(error, AgentdError) else error).show()
             failed = True
     return failed
+
+
+def remove_each(
+    kernels: Sequence[str], remove: Callable[[str], object], *, as_json: bool
+) -> NoReturn:
+    """Remove kernels, print each that was, and exit: 1 if one was not."""
+    removed: list[str] = []
+
+    def act(kernel: str) -> None:
+        remove(kernel)
+        removed.append(kernel)
+        if not as_json:
+            say(kernel)
+
+    failed = for_each(kernels, act)
+    if as_json:
+        click.echo(json.dumps({"removed": removed}))
+    sys.exit(failed)
 
 
 def event_line(kind: str, content: Mapping[str, Any]) -> str:

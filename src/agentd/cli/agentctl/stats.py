@@ -32,6 +32,11 @@ def stats(client: Client, kernels: Sequence[str], as_json: bool) -> None:
     agentctl stats train-1 -o json
     """
     rows = [client.stats(kernel) for kernel in kernels] if kernels else client.stats()
+    print_usage(rows, as_json=as_json)
+
+
+def print_usage(rows: Sequence[KernelUseView], *, as_json: bool) -> None:
+    """Print the usage of kernels."""
     if as_json:
         print_answer(rows, COLUMNS, as_json=True)
         return
