@@ -1,9 +1,11 @@
 """The house: directions, sizes, and what is shipped with it."""
 
 import ast
+import re
 import socket
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from agentd.http.problems import STATUSES
 from agentd.pluginhost.conformance import _parsed as parsed
 from agentd.rpc.routes import ROUTES
 from agentd.service.sd_notify import Notifier
+from code_size import class_names, modules_of
 from needs import require
 
 ROOT = Path(__file__).parents[1]
@@ -79,6 +82,23 @@ def test_a_test_file_is_read_in_one_go(path: Path) -> None:
 def test_there_is_no_drawer_for_odds_and_ends() -> None:
     drawers = {"utils", "helpers", "common", "base", "types", "manager"}
     assert not drawers & {path.stem for path in SOURCES}
+
+
+def test_no_class_name_stands_for_two_things() -> None:
+    assert [name for name, count in class_names(modules_of(ROOT)).items() if count > 1] == []
+
+
+def test_no_package_has_more_than_sixteen_modules() -> None:
+    modules = Counter(path.parent for path in SOURCES if path.stem != "__init__")
+    assert max(modules.values()) <= 16, modules.most_common(1)
+
+
+def test_architecture_page_names_files_that_exist() -> None:
+    page = (ROOT / "docs/explanation/architecture.md").read_text()
+    named = set(re.findall(r"[a-z_]+(?:/[a-z_*]+)+\.(?:py|toml)", page))
+    folders = [ROOT / "src/agentd", ROOT / "fleet/src/agentd_fleet", ROOT]
+    assert len(named) > 40
+    assert [name for name in named if not any(list(at.glob(name)) for at in folders)] == []
 
 
 UNITS = {

@@ -145,7 +145,7 @@ class Services(NamedTuple):
     execs: Execs
 
 
-class Served(NamedTuple):
+class ServedSite(NamedTuple):
     """The site of a node, its routes, and the line that it shows to systemd."""
 
     site: NodeSite
@@ -216,7 +216,7 @@ class Assembly:
         services: Services,
         reload: Callable[[], Awaitable[list[str]]],
         warnings: Callable[[], Sequence[str]],
-    ) -> Served:
+    ) -> ServedSite:
         """Return the site and its routes; `warnings` are those of the running daemon."""
         settings, plugins = self._settings, self._plugins
         state, devices, access = node.state, node.devices, services.access
@@ -262,7 +262,7 @@ class Assembly:
             kernels,
             EventHandlers(node.events, services.refusals, visibility, site.streams),
         )
-        return Served(site, table, partial(status_line, self._node_id, state, devices))
+        return ServedSite(site, table, partial(status_line, self._node_id, state, devices))
 
     def _real(self) -> tuple[frozenset[str], int | None]:
         """Return the cores and the memory that are the host's own, not declared ones."""
