@@ -134,6 +134,13 @@ def test_what_is_forgotten_is_unknown_and_only_what_nobody_offers_is_forgotten()
     assert "tpu.chip" not in gone.without_slot_type("tpu.chip", 3).slot_types
 
 
+def test_a_slot_of_a_node_of_a_newer_schema_is_not_forgotten() -> None:
+    newer = node("b", status=NodeStatus.NEWER)
+    view = fleet(node("a", slot("tpu.chip")), newer).without_node("a", 2)
+    with pytest.raises(ValueError, match=r"1 nodes of a newer schema \(b\)"):
+        view.without_slot_type("tpu.chip", 3)
+
+
 def test_a_request_keeps_the_view_that_it_began_with() -> None:
     before = fleet(node("a", slot("cuda.device"), cuda_device=2))
     after = before.with_node(node("a", slot("cuda.device"), cuda_device=0), 9)

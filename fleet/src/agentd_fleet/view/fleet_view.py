@@ -258,9 +258,16 @@ class FleetView:
         """Return the view in which a slot type is forgotten.
 
         Raises:
-            ValueError: a node offers it, or did before it was lost; the message names some.
+            ValueError: a node offers it, or did before it was lost, or what a node of a newer schema
+                offers cannot be read; the message names some.
         """
         nodes = self.nodes.values()
+        if newer := sorted(node.node_id for node in nodes if node.status is NodeStatus.NEWER):
+            shown = ", ".join(newer[:5])
+            raise ValueError(
+                f"{name} may be offered by {len(newer)} nodes of a newer schema ({shown}); ask a"
+                " gateway of their version"
+            )
         if offering := sorted(node.node_id for node in nodes if name in node.slot_types):
             shown = ", ".join(offering[:5])
             raise ValueError(f"{name} is offered by {len(offering)} nodes ({shown})")
