@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from enum import StrEnum
 from fractions import Fraction
@@ -118,6 +118,8 @@ class Quantity:
 
     value: Fraction
     is_size: bool
+    text: str = field(compare=False)
+    """As it was written, for messages."""
 
     def in_units_of(self, kind: SlotKind) -> Fraction:
         """Return the amount in base units of `kind`, possibly a fraction."""
@@ -131,27 +133,41 @@ class Quantity:
 def parse_quantity(raw: object) -> Quantity:
     """Read a JSON or TOML value as a quantity: a number, a plain decimal, or a size.
 
+    What `read_quantity` returned is taken as it is.
+
     Sizes are binary whatever their spelling: `1g`, `1GB` and `1GiB` are 2**30 bytes.
 
     Raises:
         AmountError: it is negative, not finite, in exponent notation, a boolean,
             or not a number.
     """
+    if isinstance(raw, Quantity):
+        return raw
+    if isinstance(raw, AmountError):
+        raise AmountError(*raw.args)
     return _quantity_of(_text_of(raw))
+
+
+def read_quantity(raw: object) -> Quantity | AmountError:
+    """Read a value once, at the edge; whoever uses it decides what an error means."""
+    try:
+        return parse_quantity(raw)
+    except AmountError as error:
+        return error
 
 
 @lru_cache
 def _quantity_of(text: str) -> Quantity:
     """Read a text of at most `MAX_TEXT` characters; requests mostly name the same few amounts."""
     if text.isdecimal() and text.isascii():
-        return Quantity(Fraction(int(text)), is_size=False)
+        return Quantity(Fraction(int(text)), is_size=False, text=text)
     if match := _PLAIN.fullmatch(text):
-        return Quantity(Fraction(text), is_size=False)
+        return Quantity(Fraction(text), is_size=False, text=text)
     if match := _SIZE.fullmatch(text):
         suffix = (match[2] or "").lower()
         power = "kmgtpe".index(suffix) + 1 if suffix else 0
         number = Fraction(int(match[1]) if match[1].isdecimal() else match[1])
-        return Quantity(number * 1024**power, is_size=True)
+        return Quantity(number * 1024**power, is_size=True, text=text)
     raise AmountError(_why_no_quantity(text))
 
 
@@ -219,7 +235,9 @@ def parse_base_units(raw: object, kind: SlotKind, quantum: int = 1) -> int:
     """
     quantity = parse_quantity(raw)
     if quantity.is_size and kind is not SlotKind.BYTES:
-        raise AmountError(f"{raw!r} is a size; this slot is counted, write a plain decimal")
+        raise AmountError(
+            f"{quantity.text!r} is a size; this slot is counted, write a plain decimal"
+        )
     exact = quantity.in_units_of(kind)
     if exact > MAX_AMOUNT:
         raise AmountError(f"too large; at most {format_amount(MAX_AMOUNT, kind)}")

@@ -30,11 +30,14 @@ from agentd.core.kernel.options import (
 )
 from agentd.core.kernel.states import KernelSpec
 from agentd.core.slots import (
+    CPU,
     MAX_TEXT,
+    MEM,
     AmountError,
+    Quantity,
     SlotKind,
     parse_base_units,
-    parse_quantity,
+    read_quantity,
 )
 from agentd.http.bodies import (
     _ID,
@@ -177,14 +180,15 @@ class CreateKernelRequest(Body):
 
     def to_spec(self, agent_id: str, caller: Caller | None = None) -> KernelSpec:
         """Return the request as the core knows it, with a kernel id if it has none."""
+        slots = _read(self.slots)
         return KernelSpec(
             kernel_id=self.kernel_id or f"k-{uuid.uuid4().hex[:12]}",
             agent_id=agent_id,
             command=tuple(self.command),
-            spec_hash=self.digest(agent_id),
+            spec_hash=self._digest(agent_id, slots),
             image=self.image,
             env=self.env,
-            slots=self.slots,
+            slots=slots,
             devices={name: tuple(ids) for name, ids in self.devices.items()},
             mounts=tuple(Mount(m.source, m.target, m.read_only) for m in self.mounts),
             ports=tuple(Port(p.container, p.host, p.protocol) for p in self.ports),
@@ -204,25 +208,28 @@ class CreateKernelRequest(Body):
             is_discreet=caller is not None and caller.agents is not None,
         )
 
-    def digest(self, agent_id: str) -> str:
-        """Return a hash that is equal for equal requests; what says nothing does not count."""
+    def digest(self) -> str:
+        """Return the hash of a request to a fleet, which names no agent."""
+        return self._digest("", _read(self.slots))
+
+    def _digest(self, agent_id: str, slots: Mapping[str, Quantity | AmountError]) -> str:
+        """Return a hash that is equal for equal requests; defaults and zero slots do not count.
+
+        cpu and mem do, as their default is more than zero. An amount that cannot be read has no
+        form of its own: no kernel has it, as the request is going to be refused.
+        """
         content = self.model_dump(exclude_defaults=True, exclude={"kernel_id", "slots"})
-        content |= {"agent_id": agent_id, "slots": _canonical(self.slots)}
+        canonical = {
+            name: read.canonical() if isinstance(read, Quantity) else "?"
+            for name, read in slots.items()
+            if isinstance(read, AmountError) or read.value or name in (CPU, MEM)
+        }
+        content |= {"agent_id": agent_id, "slots": canonical}
         return sha256(msgspec.json.encode(content, order="deterministic")).hexdigest()[:32]
 
 
-def _canonical(slots: Mapping[str, object]) -> dict[str, str]:
-    """Return one canonical form for equal requests; zero slots are left out, but cpu and mem."""
-    result = {}
-    for name, raw in slots.items():
-        try:
-            quantity = parse_quantity(raw)
-        except AmountError:
-            result[name] = "?"  # no kernel has it: the request is going to be refused
-            continue
-        if quantity.value or name in ("cpu", "mem"):
-            result[name] = quantity.canonical()
-    return result
+def _read(slots: Mapping[str, object]) -> dict[str, Quantity | AmountError]:
+    return {name: read_quantity(raw) for name, raw in slots.items()}
 
 
 class StopRequest(Body):

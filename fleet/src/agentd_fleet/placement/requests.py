@@ -69,7 +69,7 @@ def order_of(
     content = request.model_dump(mode="json", exclude_unset=True, exclude={"placement", "slots"})
     content |= {"kernel_id": kernel_id, "slots": dict(request.slots)}
     where = wanted.model_dump(mode="json", exclude_defaults=True)
-    said = msgspec.json.encode([request.digest(""), where], order="deterministic")
+    said = msgspec.json.encode([request.digest(), where], order="deterministic")
     return PlacementRequest(
         kernel_id=kernel_id,
         request_hash=sha256(said).hexdigest()[:32],

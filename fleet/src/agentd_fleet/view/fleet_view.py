@@ -258,8 +258,8 @@ class FleetView:
         """Return the view in which a slot type is forgotten.
 
         Raises:
-            ValueError: a node offers it, or did before it was lost, or what a node of a newer schema
-                offers cannot be read; the message names some.
+            ValueError: a node offers it, or did before it was lost, or may, being of a newer
+                schema; the message names some.
         """
         nodes = self.nodes.values()
         if newer := sorted(node.node_id for node in nodes if node.status is NodeStatus.NEWER):

@@ -104,7 +104,8 @@ OBSERVATIONS: Mapping[KernelState, Mapping[Observed, KernelState]] = {
 class KernelSpec(msgspec.Struct, frozen=True):
     """A create request after it was read; `spec_hash` is equal for equal requests.
 
-    `devices` narrows the choice, by device name: ids, stable ids or aliases.
+    `slots` are amounts as `agentd.core.slots.read_quantity` returns them. `devices` narrows the
+    choice, by device name: ids, stable ids or aliases.
     """
 
     kernel_id: str
