@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from agentd.core.slots import ONE, ResourceSlots, SlotKind, SlotType
-from agentd_fleet.placement.candidates import (
+from agentd_fleet.placement.choice import (
     Candidate,
     Constraints,
     PlacementPolicy,

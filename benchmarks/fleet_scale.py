@@ -31,7 +31,7 @@ from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from agentd.core.slots import ONE, ResourceSlots
-from agentd_fleet.placement.candidates import Constraints, PlacementPolicy, candidates
+from agentd_fleet.placement.choice import Constraints, PlacementPolicy, candidates
 from agentd_fleet.store.etcd_client import Etcd
 from agentd_fleet.view.fleet_view import FleetView
 from agentd_fleet.view.reports import published_in, slot_type_in, with_free

@@ -164,8 +164,8 @@ def spawn(
 ) -> Forked:
     """Fork a program from this worker's server.
 
-    `deadlines` replace constants of the product in the fork: `{"agentd.http.streams.KEEP_ALIVE_S":
-    1.0}`.
+    `deadlines` replace constants of the product in the fork, by dotted name:
+    `{"agentd.daemon.lifecycle.AFTER_DRAIN_S": 1.0}`.
     """
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - a descriptor is wanted
         source = nothing.fileno() if stdin is None else stdin

@@ -19,7 +19,7 @@ DROPPED = re.compile(r"stream\.dropped|rpc\.nobody_reads")
 """Whichever looks first lets go of a reader that takes nothing."""
 IMPATIENT = {
     "agentd.http.connections.connection.READ_TIMEOUT_S": 1.0,
-    "agentd.http.streams.WRITE_PATIENCE_S": 1.0,
+    "agentd.http.streaming.streams.WRITE_PATIENCE_S": 1.0,
 }
 
 

@@ -15,7 +15,7 @@ import pytest
 from openapi_spec_validator import validate
 
 from agentd.http.problems import STATUSES
-from agentd.http.routes import Media
+from agentd.http.route import Media
 from agentd.http.server import MAX_BODY
 from agentd.rpc.routes import ROUTES
 from daemon import AGENTS, Daemon, gpus

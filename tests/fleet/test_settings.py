@@ -14,7 +14,7 @@ from agentd.errors import ConfigRefused
 from agentd.http.endpoint import tokens
 from agentd.http.settings import TokenSettings
 from agentd_fleet.daemon import etcd_access, rpc_settings, tls_of
-from agentd_fleet.placement.candidates import PlacementPolicy
+from agentd_fleet.placement.choice import PlacementPolicy
 from agentd_fleet.settings import FleetFile, load
 
 ROOT = Path(__file__).parents[2]

@@ -34,7 +34,7 @@ PATIENCE_S = 0.05 if SOAK else 1.0
 DEADLINES = {
     "agentd.http.connections.connection.HEADER_TIMEOUT_S": 3.0,
     "agentd.http.connections.connection.READ_TIMEOUT_S": 1.5,
-    "agentd.http.streams.WRITE_PATIENCE_S": 1.5,
+    "agentd.http.streaming.streams.WRITE_PATIENCE_S": 1.5,
 }
 
 

@@ -16,7 +16,7 @@ from agentd.http.audit import Auditor
 from agentd.http.callers import Token
 from agentd.http.connections.connection import Connection
 from agentd.http.connections.turns import ROUNDS, Kind
-from agentd.http.routes import get
+from agentd.http.route import get
 from agentd.http.server import Endpoint, Server, UnixSocket
 from agentd.http.site import Site
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from openapi_spec_validator import validate
 
-from agentd.http.routes import Route, document
+from agentd.http.openapi import document
+from agentd.http.route import Route
 from agentd.rpc.routes import ROUTES
 from agentd_fleet.gateway.routes import ROUTES as FLEET_ROUTES
 

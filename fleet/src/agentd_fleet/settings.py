@@ -25,7 +25,7 @@ from agentd.errors import ConfigRefused
 from agentd.http.settings import TokenSettings, short_enough
 from agentd.tomlfile.loading import parse, read_text
 from agentd.tomlfile.section import Name, Section, refuse_bool
-from agentd_fleet.placement.candidates import PlacementPolicy
+from agentd_fleet.placement.choice import PlacementPolicy
 
 ENV_PREFIX = "AGENTD_FLEET__"
 SEARCHED = Path("/etc/agentd/fleet.toml")

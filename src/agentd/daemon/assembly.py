@@ -18,7 +18,7 @@ from agentd.errors import ConfigRefused, Problem, StartRefused
 from agentd.events import EventLog
 from agentd.host.cgroups.usage import groups_of
 from agentd.host.probe import Host, derived_node_id, is_port_free
-from agentd.http.routes import Route
+from agentd.http.route import Route
 from agentd.plugin_api import NODE_ID_VARIABLE, Features
 from agentd.pluginhost.host import PluginHost
 from agentd.pluginhost.instance import PluginTimeouts

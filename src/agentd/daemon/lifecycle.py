@@ -29,7 +29,7 @@ from agentd.events import EventLog
 from agentd.failpoints import reach
 from agentd.host.probe import probe
 from agentd.http.endpoint import Weaknesses, endpoint, weaknesses
-from agentd.http.routes import Route
+from agentd.http.route import Route
 from agentd.http.server import Server
 from agentd.http.static import HOME, Pages
 from agentd.pluginhost.host import PluginHost

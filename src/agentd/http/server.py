@@ -1,7 +1,7 @@
-"""The HTTP server: who may call, what an error looks like, and where it listens.
+"""The HTTP server: where it listens, its connections, and the end of open requests.
 
 A unix socket's mode and group decide who may connect, and the socket what they may do; on TCP a
-bearer token does both. Every error is a problem (RFC 9457) with a stable code.
+bearer token does both (`gate`). Every error is a problem (RFC 9457) with a stable code.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TypeAlias
 
 import msgspec
 import structlog
@@ -21,22 +20,21 @@ from aiohttp import web
 
 from agentd.concurrency import Deadline
 from agentd.core.access import Caller
-from agentd.errors import AgentdError, InvalidRequest, Problem, StartRefused, Unavailable
-from agentd.http.callers import NODE, Callers, Token, note_caller
+from agentd.errors import StartRefused
+from agentd.http.callers import NODE, Callers, Token
 from agentd.http.connections.admission import Limits, Newcomers
 from agentd.http.connections.connection import ACCEPT_ROUNDS, Connection, TlsHandshake
 from agentd.http.connections.turns import Kind, Turns
 from agentd.http.connections.unix_sockets import unix_socket, with_a_queue
-from agentd.http.path_names import require_names
-from agentd.http.problems import HTTP_CODES, MEMBERS, problem
-from agentd.http.queries import body_of, is_true
-from agentd.http.routes import OPEN_PATHS, PROBE_PATHS, Route, document
+from agentd.http.gate import MAX_BODY, Answering, Gate, refusal
+from agentd.http.openapi import document
+from agentd.http.problems import problem
+from agentd.http.route import PROBE_PATHS, Route
 from agentd.http.site import Site
-from agentd.http.static import Pages, is_foreign
+from agentd.http.static import Pages
 
 log = structlog.get_logger()
 
-MAX_BODY = 1024 * 1024
 ACCEPTED_AT_ONCE = 8
 """How many connections are accepted in one round of the event loop; the others stay queued."""
 TCP_PART, FURTHER_PART = 0.5, 0.125
@@ -47,9 +45,6 @@ FIRST_REQUEST_S = 1.0
 """How long a stop waits for the first request of whom it let in: it would be reset."""
 OPEN_PATIENCE_S = 30.0
 """How long a request waits for the end of the start, where somebody holds the sockets."""
-SERVER_ERROR = 500
-
-_Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class UnixSocket(msgspec.Struct, frozen=True):
@@ -97,7 +92,7 @@ class Server:
     ) -> None:
         self._title = title
         self._node_id = node_id
-        self._routes = {(route.method, route.path): route for route in routes}
+        self._routes = routes
         self._site = site
         self._endpoint = endpoint
         self._tls = endpoint.tls
@@ -106,7 +101,8 @@ class Server:
         )
         self._tcp = Limits(endpoint.max_connections, TCP_PART)
         self._further = Limits(endpoint.max_connections, FURTHER_PART)
-        self._pages = pages
+        patience_s = OPEN_PATIENCE_S if endpoint.passed else 0
+        self._gate = Gate(site, routes, self._callers, pages, node_id, patience_s)
         self._turns, self._newcomers = Turns(), Newcomers()
         self._handshakes: set[asyncio.Task[None]] = set()
         self._bound: list[Path] = []
@@ -122,10 +118,10 @@ class Server:
         Raises:
             StartRefused: a socket or the address cannot be had.
         """
-        self._site.describe(cache(lambda: document(self._title, self._routes.values())))
+        self._site.describe(cache(lambda: document(self._title, self._routes)))
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._answer])
         app.on_response_prepare.append(self._sign)
-        for route in self._routes.values():
+        for route in self._routes:
             path = route.path.replace("{rest}", "{rest:.+}") if route.passes else route.path
             app.router.add_route(route.method, path, route.handler, expect_handler=_expected)
         self._runner = web.AppRunner(app, shutdown_timeout=CANCEL_TIMEOUT_S)
@@ -245,7 +241,7 @@ class Server:
             response.headers[NODE] = self._node_id
 
     @web.middleware
-    async def _answer(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, handler: Answering) -> web.StreamResponse:
         """Refuse who may not call, or what cannot be asked; turn every error into a problem."""
         connection = request.protocol
         self._open[id(request)] = request
@@ -255,11 +251,11 @@ class Server:
                     connection.belongs_to(self._callers.payer_of(request))
                 kind = Kind.PROBES if request.path in PROBE_PATHS else Kind.REQUESTS
                 await connection.began(kind)
-            response = await self._answered(request, handler)
+            response = await self._gate.answered(request, handler)
         except ConnectionError:
             raise  # the caller has gone; there is nobody to answer
         except Exception as error:  # noqa: BLE001 - what has no code of its own is logged
-            response = self._refusal(request, error)
+            response = refusal(request, error)
         finally:
             del self._open[id(request)]
             if self._stopping is not None and not self._open:
@@ -267,81 +263,6 @@ class Server:
             if isinstance(connection, Connection):
                 connection.ended()
         return response
-
-    async def _identified(self, request: web.Request) -> Caller | None:
-        """Return who calls, once all of the request is there: a token may be gone by then.
-
-        A body that is too large is refused by whoever wants it, after rights and names.
-        """
-        caller = self._callers.identify(request)
-        if caller is not None and not request.content.is_eof():
-            with suppress(web.HTTPRequestEntityTooLarge):
-                await body_of(request)
-            caller = self._callers.identify(request)
-        return caller
-
-    async def _answered(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Carry out a call that may be made.
-
-        Raises:
-            AgentdError, web.HTTPException: it may not, or cannot.
-        """
-        if (told := self._told_anybody(request)) is not None:
-            return told
-        caller = await self._identified(request)
-        route = self._route_of(request)
-        needs_nobody = route is not None and route.right is None
-        if caller is None and not needs_nobody:
-            challenge = {"WWW-Authenticate": 'Bearer realm="agentd"'}
-            return problem("Unauthorized", "a bearer token is needed", None, challenge)
-        if request.path not in OPEN_PATHS:
-            await self._site.until_open(OPEN_PATIENCE_S if self._endpoint.passed else 0)
-        if route is None or caller is None or route.right is None:
-            return await handler(request)
-        note_caller(request, caller)
-        require_names(request.match_info)
-        _refuse_unknown_query(request, route)
-        if not route.is_audited or is_true(request.query, "dry_run"):
-            self._site.require(request, caller, route.right)
-            return await handler(request)
-        with self._site.auditor(request, route.action) as auditor:
-            self._site.require(request, caller, route.right)
-            response = await handler(request)
-            auditor.answered(str(response.status))
-        return response
-
-    def _told_anybody(self, request: web.Request) -> web.Response | None:
-        """Return what is answered whoever asks: a page, or that this is the wrong place to ask."""
-        if is_foreign(request):
-            return problem("Forbidden", "a page of another origin, or under a foreign name, asks")
-        if self._pages is not None and (page := self._pages.answer(request)) is not None:
-            return page
-        if self._node_id is not None and request.headers.get(NODE, self._node_id) != self._node_id:
-            return problem("WrongNode", f"this is node {self._node_id}")
-        return None
-
-    def _route_of(self, request: web.Request) -> Route | None:
-        resource = request.match_info.route.resource
-        return self._routes.get((request.method, resource.canonical)) if resource else None
-
-    def _refusal(self, request: web.Request, error: Exception) -> web.Response:
-        """Return the problem that an error is."""
-        if isinstance(error, AgentdError):
-            headers = dict(error.headers)
-            if isinstance(error, Unavailable):
-                headers["Retry-After"] = str(error.retry_after_s)
-            told = {k: v for k, v in error.content.items() if k not in MEMBERS}
-            return problem(error.code, str(error), told or dict(error.facts()), headers)
-        if isinstance(error, web.HTTPException):
-            unnamed = "InvalidRequest" if error.status < SERVER_ERROR else "Internal"
-            code = HTTP_CODES.get(error.status, unnamed)
-            allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-            detail = f"{request.method} {request.path}: {error.reason}"
-            if code == "BodyTooLarge":
-                detail = f"the body is larger than {MAX_BODY} bytes"
-            return problem(code, detail, None, allow)
-        log.error("rpc.failed", method=request.method, path=request.path, exc_info=error)
-        return problem("Internal", f"{type(error).__name__}; the log has more")
 
 
 def _broken(why: str) -> web.Response:
@@ -354,26 +275,3 @@ async def _expected(request: web.Request) -> web.StreamResponse | None:
         return problem("ExpectationFailed", "only 100-continue can be expected")
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     return None
-
-
-def _refuse_unknown_query(request: web.Request, route: Route) -> None:
-    """Refuse query parameters that a route does not know, or knows once: a typo is no order.
-
-    Raises:
-        InvalidRequest: every one of them is named.
-    """
-    if not request.query_string or route.passes:
-        return
-    given = [name for name, _ in request.query.items()]
-    allowed = ", ".join(route.parameters) or "none"
-    problems = [
-        Problem(name, f"unknown query parameter {name}; allowed: {allowed}")
-        for name in sorted(set(given) - route.parameters.keys())
-    ]
-    problems += [
-        Problem(name, "given more than once")
-        for name, parameter in route.parameters.items()
-        if given.count(name) > 1 and not parameter.is_repeatable
-    ]
-    if problems:
-        raise InvalidRequest(problems)

@@ -12,7 +12,7 @@ from agentd.core.access import Caller, Right
 from agentd.http.answers import answer
 from agentd.http.audit import Auditor
 from agentd.http.callers import caller_of, caller_view
-from agentd.http.streams import Streams
+from agentd.http.streaming.streams import Streams
 
 
 class Site(ABC):

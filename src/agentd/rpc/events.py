@@ -9,8 +9,8 @@ from aiohttp import web
 from agentd.events import Event, EventLog
 from agentd.http.answers import answer
 from agentd.http.callers import caller_of
-from agentd.http.server_sent_events import EncodedEvents, encode_event
-from agentd.http.streams import Streams, stream_events
+from agentd.http.streaming.server_sent_events import EncodedEvents, encode_event
+from agentd.http.streaming.streams import Streams, stream_events
 from agentd.rpc import rendering
 from agentd.rpc.visibility import Visibility
 from agentd.services.refusals import Refusals

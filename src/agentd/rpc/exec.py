@@ -26,8 +26,8 @@ from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.errors import AgentdError, InvalidRequest, Problem
 from agentd.http.bodies import Body, Command, Path, Variables, read_body
 from agentd.http.connections.client_warnings import warn_of_client
-from agentd.http.connections.websocket import FairSocket, TooManyControlFrames, probe
 from agentd.http.problems import problem_content
+from agentd.http.streaming.websocket import FairSocket, TooManyControlFrames, probe
 from agentd.services.protocols import Session
 
 log = structlog.get_logger()

@@ -14,7 +14,7 @@ from agentd.http.bodies import read_body
 from agentd.http.callers import caller_of, note_kernel
 from agentd.http.queries import body_of, prefers_async, read_flag, read_timeout
 from agentd.http.site import Site
-from agentd.http.streams import stream_log
+from agentd.http.streaming.streams import stream_log
 from agentd.rpc import rendering
 from agentd.rpc.exec import run_over
 from agentd.rpc.log_query import read_log_query

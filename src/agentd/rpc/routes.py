@@ -8,7 +8,7 @@ from typing import Any
 from agentd.core.access import Right
 from agentd.core.kernel.states import KERNEL_ID, KernelState
 from agentd.http.queries import MAX_PAGE, MAX_TIMEOUT_S
-from agentd.http.routes import SWITCHED, Media, Parameter, Route, delete, get, post
+from agentd.http.route import SWITCHED, Media, Parameter, Route, delete, get, post
 from agentd.rpc.devices import DeviceHandlers
 from agentd.rpc.events import EventHandlers
 from agentd.rpc.kernels import KernelHandlers

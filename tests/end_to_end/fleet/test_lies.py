@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from agentd.http.connections.websocket import MAX_FRAME
+from agentd.http.streaming.websocket import MAX_FRAME
 from agentd_fleet.nodes.calls import GATEWAY, NodeAnswerLost, Nodes
 from agentd_fleet.placement.attempts import PlacementTimeouts
 from agentd_fleet.placement.placer import Placer

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from agentd.core.slots import BUILT_IN, ONE, ResourceSlots, SlotKind, SlotType
 from agentd.errors import UnsupportedResource
-from agentd_fleet.placement.candidates import Constraints, PlacementPolicy, asked, candidates
+from agentd_fleet.placement.choice import Constraints, PlacementPolicy, asked, candidates
 from agentd_fleet.view.fleet_view import FleetNode, FleetView, NodeStatus, Offer, Use, is_same
-from agentd_fleet.view.ranking import Layered
+from agentd_fleet.view.persistent import Layered
 
 NAMES = ("cuda.device", "cuda.shares", "rocm.device", "tpu.chip")
 QUANTA = (ONE, ONE // 100)
@@ -198,8 +198,8 @@ def after(view: FleetView, kind: str, first, second, revision: int) -> FleetView
 @given(st.lists(REPORTS, max_size=6), CHANGES)
 def test_the_tables_after_any_changes_are_those_made_from_scratch(chunk, few, at_first, changes):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agentd_fleet.view.ranking.CHUNK", chunk)
-        patch.setattr("agentd_fleet.view.ranking.MOST_ABOVE", chunk)
+        patch.setattr("agentd_fleet.view.persistent.CHUNK", chunk)
+        patch.setattr("agentd_fleet.view.persistent.MOST_ABOVE", chunk)
         patch.setattr("agentd_fleet.view.fleet_view.FEW", few)
         view = fleet(*at_first)
         for number, (kind, first, second) in enumerate(changes, 10):
@@ -265,7 +265,7 @@ def test_of_a_batch_the_last_word_counts() -> None:
 @given(st.lists(st.tuples(st.dictionaries(st.text(max_size=1), st.integers()), st.sets(st.text()))))
 def test_a_layered_mapping_is_as_the_plain_one_and_never_changes(changes) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agentd_fleet.view.ranking.MOST_ABOVE", 3)
+        patch.setattr("agentd_fleet.view.persistent.MOST_ABOVE", 3)
         plain: dict[str, int] = {}
         layered = Layered(plain)
         for come, gone in changes:

@@ -32,7 +32,6 @@ from agentd.runtimes.systemd.bundle import (
     static_busybox,
 )
 from agentd.runtimes.systemd.journal import JournalSource
-from agentd.runtimes.systemd.properties import end_of, state_of
 from agentd.runtimes.systemd.slices import journal_remarks
 from agentd.runtimes.systemd.unit import (
     SystemdRules,
@@ -44,6 +43,7 @@ from agentd.runtimes.systemd.unit import (
     unexpanded,
     unit_name,
 )
+from agentd.runtimes.systemd.unit_state import end_of, state_of
 
 
 def plan(*command: str, edits: ContainerEdits | None = None, **spec: Any) -> KernelPlan:

@@ -25,7 +25,7 @@ from agentd_fleet.gateway.lists import Lists
 from agentd_fleet.gateway.metrics import CONTENT_TYPE, GatewayCounts, exposition
 from agentd_fleet.gateway.proxy import pass_on, pass_socket
 from agentd_fleet.nodes.calls import NodeAnswer, Nodes
-from agentd_fleet.placement.candidates import read
+from agentd_fleet.placement.choice import read
 from agentd_fleet.placement.deleter import Deleter
 from agentd_fleet.placement.kernels import FleetKernels, path_of, unknown_kernel
 from agentd_fleet.placement.placer import Placer

@@ -14,8 +14,8 @@ from agentd.concurrency import to_the_end
 from agentd.errors import NodeUnavailable
 from agentd.http.callers import caller_of
 from agentd.http.connections.fair import turn_to_write
-from agentd.http.connections.websocket import FairSocket, TooManyControlFrames, probe
 from agentd.http.queries import body_of
+from agentd.http.streaming.websocket import FairSocket, TooManyControlFrames, probe
 from agentd_fleet.nodes.calls import CREATE_PATIENCE_S, PATIENCE_S, Nodes
 from agentd_fleet.view.fleet_view import FleetNode
 

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from agentd.core.access import Right
-from agentd.http.routes import SWITCHED, Handler, Parameter, Route, delete, get, post
+from agentd.http.route import SWITCHED, Handler, Parameter, Route, delete, get, post
 from agentd.rpc.requests import StopRequest
 from agentd.rpc.routes import DELETE, DRY_RUN, LIST, LOG, LOGS, METRICS
 from agentd.rpc.routes import ROUTES as NODE_ROUTES

@@ -19,7 +19,7 @@ from agentd.core.access import Caller, Role
 from agentd.errors import AgentdError, NodeUnavailable
 from agentd.http.callers import NODE, ON_BEHALF
 from agentd.http.connections.admission import enable_keepalive
-from agentd.http.connections.websocket import MAX_FRAME
+from agentd.http.streaming.websocket import MAX_FRAME
 from agentd_fleet.view.fleet_view import FleetNode
 
 REFUSED: Mapping[int, str] = {

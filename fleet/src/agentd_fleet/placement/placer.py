@@ -25,7 +25,7 @@ from agentd.core.slots import ResourceSlots
 from agentd.errors import AgentdError, KernelConflict, NodeUnavailable
 from agentd_fleet.nodes.calls import GATEWAY, NeverAsked, NodeAnswer, Nodes
 from agentd_fleet.placement.attempts import Asker, Overtaken, PlacementTimeouts, now, path_of
-from agentd_fleet.placement.candidates import Candidate, PlacementPolicy, asked, candidates
+from agentd_fleet.placement.choice import Candidate, PlacementPolicy, asked, candidates
 from agentd_fleet.placement.refusals import refusal
 from agentd_fleet.placement.requests import PlacementRequest
 from agentd_fleet.store.route import Kept, KernelRoute, RouteProgress, Store, StoreAway

@@ -14,7 +14,7 @@ from agentd.errors import (
     UnknownAgent,
     UnknownNode,
 )
-from agentd_fleet.placement.candidates import MOST_NAMED, NEWER, Constraints, Unfit, unfit
+from agentd_fleet.placement.choice import MOST_NAMED, NEWER, Constraints, Unfit, unfit
 from agentd_fleet.view.fleet_view import FleetView
 
 PASSING = frozenset(

@@ -16,7 +16,7 @@ from agentd.core.slots import WrittenFloat
 from agentd.errors import InvalidRequest, Problem
 from agentd.http.bodies import Body, Labels, Names
 from agentd.rpc.requests import CreateKernelRequest
-from agentd_fleet.placement.candidates import Constraints, PlacementPolicy
+from agentd_fleet.placement.choice import Constraints, PlacementPolicy
 
 
 class Placement(Body):

@@ -19,7 +19,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 from agentd.core.slots import MAX_AMOUNT, ResourceSlots, SlotName, SlotType
-from agentd_fleet.view.ranking import AGENT, AgentKey, Layered, Ranking, Row, ranked, reranked
+from agentd_fleet.view.persistent import AGENT, AgentKey, Layered, Ranking, Row, ranked, reranked
 
 
 class NodeStatus(StrEnum):

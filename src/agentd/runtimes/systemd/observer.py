@@ -19,8 +19,8 @@ from agentd.host.cgroups.usage import MOUNT, UNIFIED, CgroupCounters, counted
 from agentd.host.systemd.dbus import Manager, Unit
 from agentd.runtimes.host.private_folder import TRASH, looking, names_in
 from agentd.runtimes.systemd.bundle import NODE_RESTARTED, UnitBundle, UnitIdentity
-from agentd.runtimes.systemd.properties import LIVING, SEEN, end_of, fields_of, state_of, usage_of
 from agentd.runtimes.systemd.unit import kernel_of, slice_name, unit_name
+from agentd.runtimes.systemd.unit_state import LIVING, SEEN, end_of, fields_of, state_of, usage_of
 
 RUNTIME = "systemd"
 

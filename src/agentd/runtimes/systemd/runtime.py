@@ -41,7 +41,6 @@ from agentd.runtimes.host.private_folder import TRASH, looking, names_in
 from agentd.runtimes.systemd.bundle import UnitBundle
 from agentd.runtimes.systemd.journal import JournalSource, read_lines
 from agentd.runtimes.systemd.observer import RUNTIME, UnitObserver, agent_of
-from agentd.runtimes.systemd.properties import LIVING, state_of
 from agentd.runtimes.systemd.slices import Ends, Slices
 from agentd.runtimes.systemd.unit import (
     SystemdRules,
@@ -50,6 +49,7 @@ from agentd.runtimes.systemd.unit import (
     request_problems,
     unit_name,
 )
+from agentd.runtimes.systemd.unit_state import LIVING, state_of
 from agentd.services.protocols import CreateProgress, LogQuery, LogStream, Session, Support, Undone
 
 ENDING = frozenset({"stop-post", "final-sigterm", "final-sigkill"})

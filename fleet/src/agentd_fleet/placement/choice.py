@@ -19,7 +19,7 @@ from typing import NamedTuple
 from agentd.core.slots import ResourceSlots, SlotName, SlotReading, SlotType, read_slots
 from agentd.errors import UnsupportedResource
 from agentd_fleet.view.fleet_view import FleetNode, FleetView, NodeStatus
-from agentd_fleet.view.ranking import AGENT, AgentKey, Place, Ranking, Row, ranked
+from agentd_fleet.view.persistent import AGENT, AgentKey, Place, Ranking, Row, ranked
 
 
 class PlacementPolicy(StrEnum):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentd.core.slots import ONE, ResourceSlots
-from agentd_fleet.placement.candidates import (
+from agentd_fleet.placement.choice import (
     Candidate,
     Constraints,
     PlacementPolicy,
@@ -134,7 +134,7 @@ def test_candidates_are_of_those_that_fit_and_as_many_as_wanted(
     few_nodes, view, request, wanted, policy, most, seed
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agentd_fleet.placement.candidates.FEW_NODES", few_nodes)
+        patch.setattr("agentd_fleet.placement.choice.FEW_NODES", few_nodes)
         found = candidates(view, request, wanted, policy, random.Random(seed), most)
     everyone = fitting(view, request, wanted)
     assert len(found) == len(set(found)) == min(most, len(everyone))
@@ -173,7 +173,7 @@ def test_packing_goes_by_what_is_left_of_the_scarcest_then_of_all_then_by_the_id
         return free[scarcest], others, candidate
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agentd_fleet.placement.candidates.FEW_NODES", few_nodes)
+        patch.setattr("agentd_fleet.placement.choice.FEW_NODES", few_nodes)
         found = candidates(view, request, wanted, PlacementPolicy.PACK, random.Random(1), 100)
     assert found == sorted(fitting(view, request, wanted), key=order)
 
@@ -184,7 +184,7 @@ def test_packing_compares_a_few_of_those_with_equally_much(view, request, ties) 
     choose = (view, request, Constraints(), PlacementPolicy.PACK, random.Random(1), 100)
     exact = candidates(*choose)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agentd_fleet.placement.candidates.TIES", ties)
+        patch.setattr("agentd_fleet.placement.choice.TIES", ties)
         found = candidates(*choose)
     assert sorted(found) == sorted(exact)
     if len(request) == 1:

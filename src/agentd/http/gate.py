@@ -1,0 +1,153 @@
+"""The gate: every request is identified, and may be made, before its handler runs.
+
+The order is that of the contract: foreign pages, pages of ours, the right node, authentication,
+the end of the start, names, query parameters, rights; then the handler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import TypeAlias
+
+import structlog
+from aiohttp import web
+
+from agentd.core.access import Caller
+from agentd.errors import AgentdError, InvalidRequest, Problem, Unavailable
+from agentd.http.callers import NODE, Callers, note_caller
+from agentd.http.path_names import require_names
+from agentd.http.problems import HTTP_CODES, MEMBERS, problem
+from agentd.http.queries import body_of, is_true
+from agentd.http.route import OPEN_PATHS, Route
+from agentd.http.site import Site
+from agentd.http.static import Pages, is_foreign
+
+log = structlog.get_logger()
+
+MAX_BODY = 1024 * 1024
+SERVER_ERROR = 500
+
+Answering: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Gate:
+    """Lets requests through to the handlers of a site.
+
+    `patience_s` is how long a request waits for the end of the start.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        routes: Sequence[Route],
+        callers: Callers,
+        pages: Pages | None,
+        node_id: str | None,
+        patience_s: float,
+    ) -> None:
+        self._site = site
+        self._routes = {(route.method, route.path): route for route in routes}
+        self._callers = callers
+        self._pages = pages
+        self._node_id = node_id
+        self._patience_s = patience_s
+
+    async def answered(self, request: web.Request, handler: Answering) -> web.StreamResponse:
+        """Carry out a call that may be made.
+
+        Raises:
+            AgentdError, web.HTTPException: it may not, or cannot.
+        """
+        if (told := self._told_anybody(request)) is not None:
+            return told
+        caller = await self._identified(request)
+        route = self._route_of(request)
+        needs_nobody = route is not None and route.right is None
+        if caller is None and not needs_nobody:
+            challenge = {"WWW-Authenticate": 'Bearer realm="agentd"'}
+            return problem("Unauthorized", "a bearer token is needed", None, challenge)
+        if request.path not in OPEN_PATHS:
+            await self._site.until_open(self._patience_s)
+        if route is None or caller is None or route.right is None:
+            return await handler(request)
+        note_caller(request, caller)
+        require_names(request.match_info)
+        _refuse_unknown_query(request, route)
+        if not route.is_audited or is_true(request.query, "dry_run"):
+            self._site.require(request, caller, route.right)
+            return await handler(request)
+        with self._site.auditor(request, route.action) as auditor:
+            self._site.require(request, caller, route.right)
+            response = await handler(request)
+            auditor.answered(str(response.status))
+        return response
+
+    async def _identified(self, request: web.Request) -> Caller | None:
+        """Return who calls, once all of the request is there: a token may be gone by then.
+
+        A body that is too large is refused by whoever wants it, after rights and names.
+        """
+        caller = self._callers.identify(request)
+        if caller is not None and not request.content.is_eof():
+            with suppress(web.HTTPRequestEntityTooLarge):
+                await body_of(request)
+            caller = self._callers.identify(request)
+        return caller
+
+    def _told_anybody(self, request: web.Request) -> web.Response | None:
+        """Return what is answered whoever asks: a page, or that this is the wrong place to ask."""
+        if is_foreign(request):
+            return problem("Forbidden", "a page of another origin, or under a foreign name, asks")
+        if self._pages is not None and (page := self._pages.answer(request)) is not None:
+            return page
+        if self._node_id is not None and request.headers.get(NODE, self._node_id) != self._node_id:
+            return problem("WrongNode", f"this is node {self._node_id}")
+        return None
+
+    def _route_of(self, request: web.Request) -> Route | None:
+        resource = request.match_info.route.resource
+        return self._routes.get((request.method, resource.canonical)) if resource else None
+
+
+def refusal(request: web.Request, error: Exception) -> web.Response:
+    """Return the problem that an error is."""
+    if isinstance(error, AgentdError):
+        headers = dict(error.headers)
+        if isinstance(error, Unavailable):
+            headers["Retry-After"] = str(error.retry_after_s)
+        told = {k: v for k, v in error.content.items() if k not in MEMBERS}
+        return problem(error.code, str(error), told or dict(error.facts()), headers)
+    if isinstance(error, web.HTTPException):
+        unnamed = "InvalidRequest" if error.status < SERVER_ERROR else "Internal"
+        code = HTTP_CODES.get(error.status, unnamed)
+        allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+        detail = f"{request.method} {request.path}: {error.reason}"
+        if code == "BodyTooLarge":
+            detail = f"the body is larger than {MAX_BODY} bytes"
+        return problem(code, detail, None, allow)
+    log.error("rpc.failed", method=request.method, path=request.path, exc_info=error)
+    return problem("Internal", f"{type(error).__name__}; the log has more")
+
+
+def _refuse_unknown_query(request: web.Request, route: Route) -> None:
+    """Refuse query parameters that a route does not know, or knows once: a typo is no order.
+
+    Raises:
+        InvalidRequest: every one of them is named.
+    """
+    if not request.query_string or route.passes:
+        return
+    given = [name for name, _ in request.query.items()]
+    allowed = ", ".join(route.parameters) or "none"
+    problems = [
+        Problem(name, f"unknown query parameter {name}; allowed: {allowed}")
+        for name in sorted(set(given) - route.parameters.keys())
+    ]
+    problems += [
+        Problem(name, "given more than once")
+        for name, parameter in route.parameters.items()
+        if given.count(name) > 1 and not parameter.is_repeatable
+    ]
+    if problems:
+        raise InvalidRequest(problems)

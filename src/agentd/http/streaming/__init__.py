@@ -1,0 +1,1 @@
+"""Answers that go on: logs, server-sent events, WebSockets."""
