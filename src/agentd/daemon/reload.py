@@ -175,7 +175,7 @@ class Reload:
         try:
             waiting = await self.take()
         except ConfigRefused as error:
-            reasons = error.lines()
+            reasons = error.of(self._loaded.source).lines()
         except TimeoutError:
             reasons = [f"the files could not be read within {READ_TIMEOUT_S:g} s"]
         except Exception as error:  # a fault here must not end all reloads
