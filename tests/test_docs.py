@@ -5,6 +5,8 @@ A block of TOML is a whole `agent.toml` unless the word after `toml` says otherw
 `fleet.toml`), `not-agentd`.
 """
 
+import itertools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +27,13 @@ KINDS = {
     "fleet": ("agentd-fleet", ""),
     "fleet-fragment": ("agentd-fleet", FLEET),
 }
-NOT_HERE = ("systemd is not PID 1 here; use docker or process", "No such file or directory")
+NOT_IN_ANCHORS = re.compile(r"[^\w\- ]")
+"""The characters of a heading that its anchor lacks."""
+NOT_HERE = (
+    "systemd is not PID 1 here; use docker or process",
+    "No such file or directory",
+    "on this machine",
+)
 """How a refusal ends that is about the machine of the test and not about what is written."""
 
 
@@ -66,8 +74,47 @@ def test_configuration_in_a_document_is_accepted(block: Block, tmp_path: Path) -
     assert done.returncode == 0 or not refused, done.stderr
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    found: set[str] = set()
+    headings = [token for token in tokens(page) if token.type == "heading_open" and token.map]
+    lines = page.read_text().splitlines()
+    for heading in headings:
+        inline = MarkdownIt("commonmark").parseInline(lines[heading.map[0]].lstrip("# "))
+        text = "".join(
+            token.content for token in inline[0].children if token.type in ("text", "code_inline")
+        )
+        slug = NOT_IN_ANCHORS.sub("", text.strip().lower()).replace(" ", "-")
+        again = itertools.count(1)
+        anchor = slug
+        while anchor in found:
+            anchor = f"{slug}-{next(again)}"
+        found.add(anchor)
+    return found
+
+
+def dead(page: Path, link: str) -> bool:
+    """Return whether a link of a page leads to a file or a heading that is not there."""
+    file, _, anchor = link.partition("#")
+    target = page.parent / file if file else page
+    if not target.exists():
+        return True
+    return bool(anchor) and target.suffix == ".md" and anchor not in anchors(target)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_to_files_lead_somewhere(page: Path) -> None:
-    links = [str(token.attrs["href"]) for token in tokens(page) if token.type == "link_open"]
-    files = [link.partition("#")[0] for link in links if "://" not in link]
-    assert [file for file in files if not (page.parent / file).exists()] == []
+def test_links_and_images_lead_somewhere(page: Path) -> None:
+    kinds = {"link_open": "href", "image": "src"}
+    links = [str(token.attrs[kinds[token.type]]) for token in tokens(page) if token.type in kinds]
+    inside = [link for link in links if "://" not in link and not link.startswith("mailto:")]
+    assert [link for link in inside if dead(page, link)] == []
+
+
+def test_dead_anchors_and_images_are_found(tmp_path: Path) -> None:
+    page, other = tmp_path / "page.md", tmp_path / "other.md"
+    other.write_text("# A `b_c`, d.\n## Twice\n## Twice\n")
+    page.write_text("# Here\n")
+    for link in ("#here", "other.md", "other.md#a-b_c-d", "other.md#twice-1"):
+        assert not dead(page, link), link
+    for link in ("#there", "none.png", "other.md#twice-2", "other.md#a-bc-d"):
+        assert dead(page, link), link

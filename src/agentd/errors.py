@@ -91,6 +91,10 @@ class ConfigRefused(AgentdError):
     def facts(self) -> Mapping[str, object]:
         return {"errors": [{"where": p.where, "why": p.why} for p in self.problems]}
 
+    def of(self, source: str) -> ConfigRefused:
+        """Return the same with the file that the problems stand in, if none is named yet."""
+        return self if self.source else ConfigRefused(self.problems, source)
+
     def lines(self) -> list[str]:
         """Return one line for each problem, led by the file it stands in."""
         lead = f"{self.source}: " if self.source else ""

@@ -214,17 +214,27 @@ def arm(text: str) -> None:
     Raises:
         ValueError: the text is invalid; the message says what is expected.
     """
-    armed: dict[str, list[Term]] = {}
-    for part in filter(None, map(str.strip, text.split(";"))):
-        name, found, terms = part.partition("=")
-        if not found or name not in POINTS:
-            known = ", ".join(POINTS)
-            raise ValueError(f"invalid failpoint {part!r}: expected POINT=TERM; points: {known}")
-        armed[name] = [_term(term.strip()) for term in terms.split("->")]
+    armed = parsed(text)
     _armed.clear()
     _armed.update(armed)
     _handed_on.clear()
     _handed_on.update({VARIABLE: text} if armed else {})
+
+
+def parsed(text: str) -> dict[str, list[Term]]:
+    """Return the points that a text describes, without setting them.
+
+    Raises:
+        ValueError: the text is invalid; the message says what is expected.
+    """
+    found: dict[str, list[Term]] = {}
+    for part in filter(None, map(str.strip, text.split(";"))):
+        name, is_set, terms = part.partition("=")
+        if not is_set or name not in POINTS:
+            known = ", ".join(POINTS)
+            raise ValueError(f"invalid failpoint {part!r}: expected POINT=TERM; points: {known}")
+        found[name] = [_term(term.strip()) for term in terms.split("->")]
+    return found
 
 
 def armed() -> list[str]:

@@ -5,7 +5,7 @@ import pytest
 
 from agentd.config.default_file import default_text
 from agentd.config.document import with_setting, without_token, write_file
-from agentd.config.loading import find_config, load, load_text
+from agentd.config.loading import Examined, examine_text, find_config, load, load_text
 from agentd.config.settings import Settings
 from agentd.core.allocation.policy import Affinity, Strategy
 from agentd.core.partition.rules import AllocationMode, Count, Ids, Size
@@ -102,6 +102,35 @@ count = 2
             '[[agents]]\nid = "a"\n[agents.resource]\ncuda = ["cuda0"]',
             "agents.0.resource.cuda: unknown key; if it is a device name, write devices = { cuda",
         ),
+        (
+            "[agents]\nx = 1",
+            "agents: expected a list, not {'x': 1}; write [[agents]] for each table",
+        ),
+        ("[agents]\n'?x' = 1", "agents: expected a list, not {'?x': 1};"),
+        ("[resource]\nint = 1", "resource.int: unknown key; allowed: allocation-mode"),
+        ("[resource]\n'a[0]' = 1", "resource.a[0]: unknown key; allowed: allocation-mode"),
+        ("[resource]\n'?x' = 1", "resource.?x: unknown key; allowed: allocation-mode"),
+        ("[resource]\n'tuple[str, ...]' = 1", "resource.tuple[str, ...]: unknown key; allowed"),
+        ('[resource]\n"\\u001b[31m" = 1', "resource.\\x1b[31m: unknown key; allowed"),
+        ('[resource]\n"a\\nagentd: b" = 1', "resource.a\\nagentd: b: unknown key; allowed"),
+        ("[runtime.process.ulimits]\nnofile = 'x'", "runtime.process.ulimits.nofile: expected a"),
+        ('[plugins."a\\nb"]\nx = 1', "plugins.a\\nb: invalid device name 'a\\nb'"),
+        (
+            '[node]\nstate-dir = "/a\\u0000"',
+            "node.state-dir: invalid text '/a\\x00': expected no NUL",
+        ),
+        (
+            '[runtime.docker]\nallowed-mounts = ["/a\\u0000"]',
+            "runtime.docker.allowed-mounts: invalid text '/a\\x00': expected no NUL",
+        ),
+        (
+            '[[rpc.sockets]]\npath = "/s"\nrole = "agent"\nagents = ["x"]',
+            "rpc.sockets.0.agents: no agent x; there are main",
+        ),
+        (
+            '[[agents]]\nid = "a"\n[agents.resource]\nlimits = { cuda = "x" }',
+            "agents.0.resource.limits.cuda: invalid amount 'x'",
+        ),
         ("[nood]", "nood: unknown key; did you mean node? allowed: node, rpc, host"),
         ('[runtime.docker]\npublish-ports = "9-8"', "publish-ports: invalid port range '9-8'"),
         ('[runtime.docker]\npublish-address = "lo"', "publish-address: invalid address 'lo'"),
@@ -166,6 +195,53 @@ def test_what_is_refused_says_where_why_and_what_is_allowed(text, line) -> None:
 
 def test_every_error_is_reported_at_once() -> None:
     assert len(refusal('[node]\nruntime = 1\nid = "/"\n[rpc]\nsock = 1\n[host]\ncpus = "x"')) == 4
+
+
+def examined(text: str) -> Examined:
+    return examine_text(text, FILE, {})
+
+
+def places(text: str) -> list[str]:
+    return [problem.where for problem in examined(text).problems]
+
+
+def test_settings_are_examined_without_the_invalid_keys() -> None:
+    found = examined('[node]\nruntime = "podman"\nid = "n"\n[host]\ncpus = 8\n')
+    assert found.loaded is not None
+    settings = found.loaded.settings
+    assert (settings.node.runtime, settings.node.id, settings.host.cpus) == ("docker", "n", 8)
+    assert found.left_out == {("node", "runtime")}
+    assert found.lacks("node", "runtime")
+    assert not found.lacks("node")
+    assert not found.is_whole("node")
+    assert found.is_whole("node", "id")
+
+
+def test_settings_are_examined_for_what_an_invalid_section_hides() -> None:
+    agent = '[[rpc.tokens]]\nname = "t"\nfile = "/t"\nrole = "agent"\nagents = ["x"]\n'
+    assert places(f"[host]\ncpus = 0\n{agent}") == ["host.cpus", "rpc.tokens.0.agents"]
+    hidden = '[rpc]\nmax-connections = 0\n[node]\nid = "/"\n[[agents]]\nid = "a"\nx = 1\n'
+    twice = f'{hidden}[[agents]]\nid = "a"\n'
+    assert sorted(places(twice)) == ["agents.0.x", "node.id", "rpc.max-connections"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[rpc]\nlisten = "127.0.0.1:1"\ntoken-file = 3\n',
+        '[rpc]\nlisten = "127.0.0.1:1"\n[[rpc.tokens]]\nname = "t"\nfile = "/t"\nrole = "x"\n',
+        '[[agents]]\nid = "/"\n[[rpc.sockets]]\npath = "/s"\nrole = "agent"\nagents = ["a"]\n',
+    ],
+)
+def test_a_gap_in_the_settings_is_not_a_problem_itself(text: str) -> None:
+    assert len(places(text)) == 1
+
+
+def test_a_rule_of_a_table_leaves_out_one_key() -> None:
+    found = examined('[rpc]\nlisten = "127.0.0.1:1"\nsocket-group = "g"\n')
+    assert found.left_out == {("rpc", "listen")}
+    assert found.loaded is not None
+    assert found.loaded.settings.rpc.socket_group == "g"
 
 
 def test_the_environment_goes_over_the_file(monkeypatch: pytest.MonkeyPatch) -> None:

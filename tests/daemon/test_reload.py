@@ -73,7 +73,7 @@ class Node:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ('tls-cert = "/tmp/\\u0000x"\ntls-key = "/k"\n', "embedded null byte"),
+        ('tls-cert = "/tmp/\\u0000x"\ntls-key = "/k"\n', "expected no NUL"),
         ('tls-cert = "{fifo}"\ntls-key = "{fifo}"\n', "is a FIFO, expected a regular file"),
         (
             '[[rpc.tokens]]\nname = "t"\nrole = "read"\nfile = "{fifo}"\n',
@@ -81,7 +81,7 @@ class Node:
         ),
         (
             '[[rpc.tokens]]\nname = "t"\nrole = "read"\nfile = "/x/\\u0000"\n',
-            "embedded null byte",
+            "expected no NUL",
         ),
         ("[nonsense", "invalid TOML"),
     ],

@@ -134,7 +134,7 @@ async def test_readiness_does_not_wait_for_a_late_plugin_and_it_joins_when_it_op
 async def test_a_required_plugin_that_failed_is_reported_as_such(host) -> None:
     made = host([PluginTable(name="bad", plugin="bad", required=True)], bad="RaisesAtOpen")
     await opened(made)
-    assert made.failed_required() == [
+    assert list(made.failed_required().values()) == [
         "plugin bad is required and pending: open: RuntimeError: no driver here; next try in 1 s"
     ]
 

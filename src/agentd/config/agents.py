@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator
+from pydantic_core import InitErrorDetails
 
 from agentd.core.partition.rules import (
     AgentRule,
@@ -62,15 +63,22 @@ class AgentResources(Section):
 
 
 def _all_read(value: Mapping[str, Any], read: Callable[[str, object], _R]) -> dict[str, _R]:
-    """Read every rule of a table, and say all that is wrong at once."""
-    rules, wrong = {}, []
+    """Return the rule of each key.
+
+    Raises:
+        ValidationError: some cannot be read; each error has its key as location.
+    """
+    rules: dict[str, _R] = {}
+    wrong: list[InitErrorDetails] = []
     for name, raw in value.items():
         try:
             rules[name] = read(name, raw)
         except ValueError as error:
-            wrong.append(f"{name}: {error}")
+            wrong.append(
+                InitErrorDetails(type="value_error", loc=(name,), input=raw, ctx={"error": error})
+            )
     if wrong:
-        raise ValueError("; ".join(wrong))
+        raise ValidationError.from_exception_data(AgentResources.__name__, wrong)
     return rules
 
 

@@ -7,15 +7,17 @@ All errors are found before any is reported.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentd.config.plugins import PluginSettings, table_problems
 from agentd.config.settings import Settings
+from agentd.core.printable import printable_line
 from agentd.errors import ConfigRefused, Problem
-from agentd.tomlfile.loading import UNKNOWN, is_set_in, parse, read_text, variable_of
+from agentd.tomlfile.key_paths import Keys, unmarked
+from agentd.tomlfile.loading import is_set_in, parse, read_text, variable_of
 
 ENV_PREFIX = "AGENTD__"
 SEARCHED = Path("/etc/agentd/agent.toml")
@@ -29,6 +31,11 @@ class Loaded:
     path: Path | None
     raw: Mapping[str, Any]
     environ: Mapping[str, str]
+
+    @property
+    def source(self) -> str:
+        """The name of the file in messages."""
+        return source_of(self.path)
 
     def origin(self, keys: tuple[str, ...]) -> str:
         """Return where a setting comes from: a variable, the file, or `default`."""
@@ -54,6 +61,29 @@ def find_config(option: str | None, environ: Mapping[str, str]) -> Path | None:
     return SEARCHED if SEARCHED.exists() else None
 
 
+def source_of(path: Path | None) -> str:
+    """Return the name of a file in messages; without one there are the defaults."""
+    return str(path) if path else "defaults"
+
+
+class Examined(NamedTuple):
+    """A configuration as far as it can be used, and every problem of the rest."""
+
+    loaded: Loaded | None
+    """None if no part can be used; defaults stand in place of the keys in `left_out`."""
+    problems: tuple[Problem, ...]
+    left_out: frozenset[Keys]
+    source: str
+
+    def lacks(self, *keys: str) -> bool:
+        """Return whether a key, or a table that it stands in, was left out."""
+        return any(keys[: len(gone)] == gone for gone in self.left_out)
+
+    def is_whole(self, *keys: str) -> bool:
+        """Return whether neither a key nor anything below it was left out."""
+        return not self.lacks(*keys) and all(gone[: len(keys)] != keys for gone in self.left_out)
+
+
 def load(path: Path | None, environ: Mapping[str, str] = os.environ) -> Loaded:
     """Read settings; no path means the defaults, with the environment over them.
 
@@ -64,28 +94,65 @@ def load(path: Path | None, environ: Mapping[str, str] = os.environ) -> Loaded:
 
 
 def load_text(text: str, path: Path | None, environ: Mapping[str, str]) -> Loaded:
-    """Read settings from the text of a file."""
-    source = str(path) if path else "defaults"
-    settings, problems, raw, values = parse(Settings, text, source, environ, ENV_PREFIX)
-    if settings is None:
+    """Read settings from the text of a file.
+
+    Raises:
+        ConfigRefused: they cannot be used.
+    """
+    examined = examine_text(text, path, environ)
+    if examined.problems or examined.loaded is None:
+        raise ConfigRefused(examined.problems, examined.source)
+    return examined.loaded
+
+
+def examine_text(text: str, path: Path | None, environ: Mapping[str, str]) -> Examined:
+    """Read settings from the text of a file, as far as they can be used.
+
+    Raises:
+        ConfigRefused: the text is not TOML.
+    """
+    source = source_of(path)
+    settings, problems, left_out, raw, values = parse(Settings, text, source, environ, ENV_PREFIX)
+    if problems:
         from agentd.config.migration import explanations  # noqa: PLC0415 - for refusals alone
 
         older = explanations(raw)
         problems = [Problem(p.where, older.get(p.where, p.why)) for p in problems]
-    extras = settings.plugins.model_extra if settings else values.get("plugins", {})
+    given = settings.plugins.model_extra if settings is not None else values.get("plugins", {})
+    extras = dict(_further_keys(given))
+    wrong = {key: [*table_problems(key, value)] for key, value in extras.items()}
     problems += [
-        Problem(f"plugins.{key}", why) for key, why in table_problems(_further_keys(extras or {}))
+        Problem(f"plugins.{printable_line(where)}", printable_line(why))
+        for found in wrong.values()
+        for where, why in found
     ]
-    if problems or settings is None:
-        raise ConfigRefused(problems, source)
-    return Loaded(settings, path, raw, environ)
+    if settings is None:
+        return Examined(None, tuple(problems), left_out, source)
+    unusable = [key for key, found in wrong.items() if found]
+    if unusable:
+        settings = _without_tables(settings, unusable)
+        left_out |= {("plugins", key) for key in unusable}
+    examined = Examined(Loaded(settings, path, raw, environ), tuple(problems), left_out, source)
+    if examined.lacks("agents"):
+        return examined
+    return examined._replace(problems=(*problems, *settings.unknown_agents()))
 
 
-def _further_keys(plugins: object) -> dict[str, object]:
-    if not isinstance(plugins, Mapping):
-        return {}
-    known = PluginSettings.model_fields
-    return {key.lstrip(UNKNOWN): raw for key, raw in plugins.items() if key not in known}
+def _further_keys(plugins: object) -> Iterator[tuple[str, object]]:
+    if isinstance(plugins, Mapping):
+        for key, raw in plugins.items():
+            if key not in PluginSettings.model_fields:
+                yield key if isinstance(raw, Mapping) else unmarked(key), raw
+
+
+def _without_tables(settings: Settings, names: Collection[str]) -> Settings:
+    """Return settings without some further keys of [plugins]."""
+    plugins = settings.plugins
+    known: dict[str, Any] = {n: getattr(plugins, n) for n in type(plugins).model_fields}
+    kept: dict[str, Any] = {
+        k: raw for k, raw in _further_keys(plugins.model_extra or {}) if k not in names
+    }
+    return settings.model_copy(update={"plugins": PluginSettings(**{**known, **kept})})
 
 
 def _flatten(keys: tuple[str, ...], value: object) -> Iterator[tuple[tuple[str, ...], object]]:

@@ -54,23 +54,22 @@ class PluginSettings(BaseModel):
         )
 
 
-def table_problems(extras: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with the further keys of [plugins]: the key path, and why."""
-    for name, raw in extras.items():
-        if not isinstance(raw, Mapping):
-            near = get_close_matches(name, _KEYS, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}? " if near else ""
-            allowed = f"allowed: {', '.join(_KEYS)}, and tables such as [plugins.cuda]"
-            yield name, f"unknown key; {hint}{allowed}"
-        elif name in (CPU, MEM):
-            yield name, "is built in and has no table"
-        elif not DEVICE_NAME.fullmatch(name):
-            yield name, f"invalid device name {name!r}: expected a-z, then a-z, 0-9, '_', '-'"
-        else:
-            if not isinstance(raw.get("plugin", ""), str):
-                yield f"{name}.plugin", f"invalid entry point {raw['plugin']!r}: expected text"
-            if not isinstance(raw.get("required", False), bool):
-                yield f"{name}.required", f"expected true or false, not {raw['required']!r}"
+def table_problems(name: str, raw: object) -> Iterator[tuple[str, str]]:
+    """Yield the problems of a further key of [plugins]: the key path, and why."""
+    if not isinstance(raw, Mapping):
+        near = get_close_matches(name, _KEYS, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}? " if near else ""
+        allowed = f"allowed: {', '.join(_KEYS)}, and tables such as [plugins.cuda]"
+        yield name, f"unknown key; {hint}{allowed}"
+    elif name in (CPU, MEM):
+        yield name, "is built in and has no table"
+    elif not DEVICE_NAME.fullmatch(name):
+        yield name, f"invalid device name {name!r}: expected a-z, then a-z, 0-9, '_', '-'"
+    else:
+        if not isinstance(raw.get("plugin", ""), str):
+            yield f"{name}.plugin", f"invalid entry point {raw['plugin']!r}: expected text"
+        if not isinstance(raw.get("required", False), bool):
+            yield f"{name}.required", f"expected true or false, not {raw['required']!r}"
 
 
 _KEYS = ("allow", "block", "open-timeout", "call-timeout", "health-interval")

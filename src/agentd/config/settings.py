@@ -8,11 +8,11 @@ default file and the reference are made from them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
@@ -35,6 +35,7 @@ from agentd.core.partition.rules import (
 )
 from agentd.core.partition.split import DEFAULT_AGENT
 from agentd.core.slots import BUILT_IN, MEM, AmountError, WrittenFloat, parse_amount
+from agentd.errors import Problem
 from agentd.http.settings import RpcSettings
 from agentd.tomlfile.section import (
     DEFAULT_SLOTS,
@@ -223,15 +224,14 @@ class Settings(BaseSettings):
             raise ValueError(f"duplicate id {', '.join(twice)}; each agent needs its own id")
         return value
 
-    @model_validator(mode="after")
-    def _callers_agents(self) -> Settings:
+    def unknown_agents(self) -> Iterator[Problem]:
+        """Yield the tokens and sockets that are for agents without an [[agents]] table."""
         known = {agent.id for agent in self.agents} or {DEFAULT_AGENT}
-        entries = [*self.rpc.tokens, *self.rpc.sockets]
-        if unknown := sorted({a for entry in entries for a in entry.agents} - known):
-            have = ", ".join(sorted(known))
-            why = f"no agent {', '.join(unknown)}; there are {have}"
-            raise ValueError(f"rpc.tokens and rpc.sockets: {why}")
-        return self
+        for key, entries in (("tokens", self.rpc.tokens), ("sockets", self.rpc.sockets)):
+            for index, entry in enumerate(entries):
+                if unknown := sorted(set(entry.agents) - known):
+                    why = f"no agent {', '.join(unknown)}; there are {', '.join(sorted(known))}"
+                    yield Problem(f"rpc.{key}.{index}.agents", why)
 
     def split_rules(self) -> SplitRules:
         """Return what the partition follows from."""

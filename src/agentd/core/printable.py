@@ -14,6 +14,18 @@ _OBEYED = re.compile(
 )
 
 
+_OBEYED_OR_BROKEN = re.compile(f"[\t\n]|{_OBEYED.pattern}")
+
+
 def printable(text: str) -> str:
     """Return text with control characters written out, as in Python; lines and tabs stay."""
-    return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _OBEYED.sub(_written_out, text)
+
+
+def printable_line(text: str) -> str:
+    """Return text as one line: line ends and tabs are written out like control characters."""
+    return _OBEYED_OR_BROKEN.sub(_written_out, text)
+
+
+def _written_out(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode()

@@ -31,6 +31,7 @@ from agentd.rpc.rendering import node_view, status_line
 from agentd.rpc.routes import routes
 from agentd.rpc.site import NodeSite
 from agentd.rpc.visibility import Visibility
+from agentd.service.boot_id import boot_id
 from agentd.services.access import Access
 from agentd.services.counts import NodeCounts
 from agentd.services.devices import NodeDevices
@@ -38,7 +39,7 @@ from agentd.services.kernels.exec import Execs
 from agentd.services.kernels.lifecycle import KernelService
 from agentd.services.kernels.reconciler import Loops, Reconciler
 from agentd.services.kernels.records import recall, remember
-from agentd.services.peers import SharedDevices
+from agentd.services.peers import SharedDevices, claimable, taken_by_others
 from agentd.services.planner import NodeRules, Planner
 from agentd.services.protocols import Clock, Peers, Runtime, SavedRecord, StateStore
 from agentd.services.refusals import Refusals
@@ -46,6 +47,7 @@ from agentd.services.selfcheck import SelfCheck
 from agentd.services.state import NodeState
 from agentd.services.statistics import Statistics
 from agentd.state.folder import StateFolder
+from agentd.state.peers import HostPeers, PeerPaths
 
 log = structlog.get_logger()
 
@@ -68,42 +70,52 @@ def plugin_host(settings: Settings) -> PluginHost:
     )
 
 
+def node_devices(
+    settings: Settings, host: Host, plugins: PluginHost, memory: StateStore, events: EventLog
+) -> NodeDevices:
+    """Return the devices of a node, which are yet to be discovered."""
+    declared = settings.host
+    return NodeDevices(
+        plugins,
+        memory,
+        settings.split_rules(),
+        BUILT_IN,
+        host.devices(declared.cpus, declared.mem),
+        events,
+    )
+
+
 def discover(
-    loaded: Loaded,
-    host: Host,
-    plugins: PluginHost,
-    memory: StateStore,
-    events: EventLog,
-    *,
-    is_strict: bool = False,
+    settings: Settings, host: Host, plugins: PluginHost, memory: StateStore, events: EventLog
 ) -> NodeDevices:
     """Find the devices and divide them.
-
-    With `is_strict`, entry points that are not installed are errors of the configuration too.
 
     Raises:
         ConfigRefused: the configuration does not fit what was found.
         StartRefused: it does, and a required plugin is not ready.
     """
-    declared = loaded.settings.host
-    devices = NodeDevices(
-        plugins,
-        memory,
-        loaded.settings.split_rules(),
-        BUILT_IN,
-        host.devices(declared.cpus, declared.mem),
-        events,
-    )
-    problems = plugins.problems() + (plugins.doubts() if is_strict else [])
+    devices = node_devices(settings, host, plugins, memory, events)
+    problems = plugins.problems()
     try:
         devices.discover()
     except ConfigRefused as error:
         problems += error.problems
     if problems:
-        raise ConfigRefused(problems, str(loaded.path or "defaults"))
+        raise ConfigRefused(problems)
     if missing := plugins.failed_required():
-        raise StartRefused("; ".join(missing))
+        raise StartRefused("; ".join(missing.values()))
     return devices
+
+
+def withhold_devices_of_peers(settings: Settings, devices: NodeDevices) -> None:
+    """Withhold the devices that other daemons of this host serve.
+
+    Without a node id, a daemon of this node could not be told from the others.
+    """
+    with contextlib.suppress(ConfigRefused):
+        paths = PeerPaths.of(os.geteuid())
+        peers = HostPeers(node_id_of(settings), boot_id(), paths).others()
+        devices.withhold(taken_by_others(claimable(devices), peers))
 
 
 def node_id_of(settings: Settings) -> str:

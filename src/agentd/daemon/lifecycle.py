@@ -138,7 +138,7 @@ class Daemon:
         if points := failpoints.armed():
             log.warning("failpoints.armed", points=points)
         await reach("start.after_locks")
-        await runtime_factory.refuse_changed_id(self._loaded, self._node_id, self._memory)
+        await runtime_factory.refuse_changed_id(self._settings, self._node_id, self._memory)
         plugins = plugin_host(self._settings)
         stack.push_async_callback(reach, "shutdown.after_plugins")
         stack.push_async_callback(step, "plugins", lambda _: plugins.close())
@@ -187,7 +187,7 @@ class Daemon:
     ) -> _Node:
         """Build the parts and bring in what is remembered; nothing is asked of a runtime yet."""
         host, store = probe(), self._memory
-        devices = discover(self._loaded, host, plugins, store, events)
+        devices = discover(self._settings, host, plugins, store, events)
         _log_what_is_not_ready(plugins)
         records = store.load_records()
         names = self._used_runtimes(records)

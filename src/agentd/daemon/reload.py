@@ -166,7 +166,7 @@ class Reload:
             async with self._turn:
                 waiting = await self.take()
         except ConfigRefused as error:
-            refused = error
+            refused = error.of(self._loaded.source)
         except TimeoutError:
             why = f"the files could not be read within {READ_TIMEOUT_S:g} s"
             refused = ConfigRefused([Problem("", why)])

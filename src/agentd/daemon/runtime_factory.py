@@ -14,11 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from agentd.config.loading import Loaded
 from agentd.config.runtimes import DockerSettings
 from agentd.config.settings import Settings
 from agentd.errors import ConfigRefused, InvalidRequest, Problem, RuntimeUnavailable
-from agentd.host.cgroups.hierarchies import find_cgroups
+from agentd.host.cgroups.hierarchies import existing_cgroups, find_cgroups
 from agentd.host.node_warnings import node_remarks
 from agentd.host.systemd.availability import (
     failed_units,
@@ -102,10 +101,13 @@ def refuse_unfit(settings: Settings) -> None:
         case "process":
             process_rules(settings)
         case "systemd":
-            if problems := why_no_systemd():
-                found = [Problem("node.runtime", why) for why in problems]
-                raise ConfigRefused(found)
-            systemd_rules(settings)
+            problems = [Problem("node.runtime", why) for why in why_no_systemd()]
+            try:
+                systemd_rules(settings)
+            except ConfigRefused as error:
+                problems += error.problems
+            if problems:
+                raise ConfigRefused(problems)
 
 
 def refuse_unknown_users(settings: Settings) -> None:
@@ -241,8 +243,8 @@ def checkup(settings: Settings, plugins: Plugins, used: Collection[str]) -> list
     return found
 
 
-async def refuse_changed_id(loaded: Loaded, node_id: str, memory: StateFolder) -> None:
-    """Refuse another node id while kernels of the old one live.
+async def refuse_changed_id(settings: Settings, node_id: str, memory: StateFolder) -> None:
+    """Refuse another node id while kernels of the old one live; changes nothing.
 
     Raises:
         ConfigRefused: some do, or it cannot be told.
@@ -251,21 +253,58 @@ async def refuse_changed_id(loaded: Loaded, node_id: str, memory: StateFolder) -
     if node is None or node.node_id == node_id:
         return
     old = node.node_id
-    for name in RUNTIMES & {*node.runtimes, *memory.bundled()}:
-        old_runtime = runtime(name, loaded.settings, old, memory.bundles)
+    problems: list[Problem] = []
+    for name in sorted(RUNTIMES & {*node.runtimes, *memory.bundled()}):
         try:
-            listing = await old_runtime.list()
+            live = await _live_kernels(name, settings, old, memory.bundles)
         except RuntimeUnavailable as error:
             why = f"the {name} runtime does not say whether kernels of {old} live: {error}"
-            raise ConfigRefused([Problem("node.id", why)]) from None
-        finally:
-            await old_runtime.close()
-        if live := sorted(k.kernel_id for k in listing.kernels if k.is_alive):
+            problems.append(Problem("node.id", why))
+            continue
+        if live:
             why = (
-                f"was {old}, whose kernels {', '.join(live)} live;"
+                f"was {old}, whose kernels {', '.join(sorted(live))} live;"
                 f" go back to it, or remove them first"
             )
-            raise ConfigRefused([Problem("node.id", why)], str(loaded.path or ""))
+            problems.append(Problem("node.id", why))
+    if problems:
+        raise ConfigRefused(problems)
+
+
+async def _live_kernels(
+    name: str, settings: Settings, node_id: str, bundles: Mapping[str, Path]
+) -> list[str]:
+    """Return the kernels of a node that live in one of `RUNTIMES`, without changing anything.
+
+    Raises:
+        RuntimeUnavailable: it cannot be told.
+    """
+    if name == "systemd":
+        from agentd.host.systemd.dbus import Manager
+        from agentd.runtimes.systemd.observer import live_units
+
+        manager = Manager(is_user=os.geteuid() != 0)
+        try:
+            return await live_units(manager, node_id)
+        finally:
+            await manager.close()
+    if name == "docker":
+        from agentd.runtimes.docker.absences import Absences
+        from agentd.runtimes.docker.engine import EngineClient
+        from agentd.runtimes.docker.observer import ContainerObserver
+
+        engine = EngineClient(settings.runtime.docker.socket)
+        try:
+            listing = await ContainerObserver(engine, node_id, Absences(None, "")).listing()
+        finally:
+            await engine.close()
+    else:
+        from agentd.runtimes.host.private_folder import looking
+        from agentd.runtimes.process.bundles import Bundles
+
+        with looking():
+            listing = Bundles(bundles[name], node_id, boot_id(), existing_cgroups()).listing()
+    return [kernel.kernel_id for kernel in listing.kernels if kernel.is_alive]
 
 
 def remarks(settings: Settings) -> list[str]:

@@ -78,6 +78,20 @@ class Endpoint(msgspec.Struct, frozen=True):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+def address_refusal(host: str) -> str:
+    """Return why no TCP socket can be bound to an address, empty if one can.
+
+    The port is not tried: a daemon may listen on it.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as tried:
+            tried.bind((host, 0))
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
 class Server:
     """Serves routes, whose handlers are bound, at an endpoint."""
 

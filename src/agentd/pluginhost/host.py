@@ -147,13 +147,30 @@ class PluginHost:
             if name not in self._points
         ]
 
-    def failed_required(self) -> list[str]:
-        """Return one line for each plugin that the start depends on and that is not ready."""
+    async def unvalidated(self, timeout_s: float) -> list[Problem]:
+        """Return the tables that their plugins have not validated, after at most `timeout_s`.
+
+        A plugin that cannot be imported, or finds no hardware, is not one of them.
+        """
+        tabled = [i for i in self._instances.values() if i.wanted.has_table]
+        waits = [asyncio.create_task(i.validation.wait()) for i in tabled]
+        if waits:
+            _, late = await asyncio.wait(waits, timeout=timeout_s)
+            for task in late:
+                task.cancel()
         return [
-            f"plugin {i.wanted.name} is required and {i.state.value}: {i.reason}"
-            for i in self._instances.values()
-            if i.wanted.required and i.state is not PluginState.READY
+            Problem(f"plugins.{i.wanted.name}", f"the table is not validated: {why}")
+            for i in tabled
+            if (why := i.why_not_validated)
         ]
+
+    def failed_required(self) -> dict[str, str]:
+        """Return one line for each plugin that the start depends on and that is not ready."""
+        return {
+            name: f"plugin {name} is required and {i.state.value}: {i.reason}"
+            for name, i in self._instances.items()
+            if i.wanted.required and i.state is not PluginState.READY
+        }
 
     def statuses(self, *, everything: bool = False) -> list[PluginStatus]:
         """Return how each instance does; with `everything`, those that wait for a table too."""
@@ -227,23 +244,20 @@ def _wanted(
     tables: Sequence[Table], allow: set[str], block: set[str], points: EntryPoints
 ) -> Iterable[tuple[Wanted, PluginState, str]]:
     """Yield what is to run, and what is not to, with the reason."""
-
-    def is_allowed(plugin: str) -> bool:
-        return plugin not in block and (not allow or plugin in allow)
-
     for table in tables:
-        target = points.target(table.plugin)
-        wanted = Wanted(table.name, table.plugin, target, table.settings, True, table.required)
-        if not is_allowed(table.plugin):
-            why = f"entry point {table.plugin} is blocked by plugins.allow or plugins.block"
+        plugin, target = table.plugin, points.target(table.plugin)
+        wanted = Wanted(table.name, plugin, target, table.settings, True, table.required)
+        if plugin not in points and plugin not in block:
+            yield wanted, PluginState.FAILED, points.missing(plugin)
+        elif why := _blocked(plugin, allow, block):
             yield wanted, PluginState.BLOCKED, why
         elif not target:
-            yield wanted, PluginState.FAILED, points.why_not(table.plugin)
+            yield wanted, PluginState.FAILED, points.why_not(plugin)
         else:
             yield wanted, PluginState.PENDING, ""
     named = {table.name for table in tables}
     for plugin in sorted(points):
-        if plugin in named or not is_allowed(plugin):
+        if plugin in named or _blocked(plugin, allow, block):
             continue
         wanted = Wanted(plugin, plugin, points.target(plugin))
         if plugin in (CPU, MEM):
@@ -254,6 +268,15 @@ def _wanted(
             yield wanted, PluginState.FAILED, points.why_not(plugin)
         else:
             yield wanted, PluginState.PENDING, ""
+
+
+def _blocked(plugin: str, allow: set[str], block: set[str]) -> str:
+    """Return why the operator's choice keeps an entry point from running; empty if it does not."""
+    if plugin in block:
+        return f"entry point {plugin} is blocked by plugins.block"
+    if allow and plugin not in allow:
+        return f"entry point {plugin} is not in plugins.allow"
+    return ""
 
 
 def _allocated(allocation: Allocation, name: str) -> list[AllocatedDevice]:

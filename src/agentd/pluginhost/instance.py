@@ -27,6 +27,7 @@ from agentd.core.kernel.edits import ContainerEdits
 from agentd.errors import PluginUnavailable, Problem
 from agentd.failpoints import reach
 from agentd.plugin_api import AllocatedDevice, Features, KernelEvent, Measurement
+from agentd.pluginhost.output import one_line
 from agentd.pluginhost.process import PluginAbsent, PluginLost, PluginProcess, PluginRefused
 from agentd.pluginhost.protocol import DeviceListing, Facts
 from agentd.pluginhost.validation import (
@@ -144,6 +145,10 @@ class PluginInstance:
         self.hiding: ContainerEdits | None = None
         self.measurements: Sequence[Measurement] = ()
         self.settled = asyncio.Event()
+        self.validation = asyncio.Event()
+        """Set once `validate` has answered, or a try has ended without that."""
+        self._is_validated = False
+        self._step = ""
         self._features = features
         self._pace = pace
         self._tell_changed = changed
@@ -167,11 +172,25 @@ class PluginInstance:
         """Whether it only waits for a table of its own, and is not worth a word."""
         return self._facts is not None and self._facts.needs_table and not self.wanted.has_table
 
+    @property
+    def why_not_validated(self) -> str:
+        """Why nothing is known of the table: `validate` did not answer; empty otherwise.
+
+        A plugin that cannot be imported or finds no hardware is served by no node, and its table
+        is not the reason.
+        """
+        if self._is_validated or self.state in (PluginState.BLOCKED, PluginState.ABSENT):
+            return ""
+        if not self.validation.is_set():
+            return f"{self._step}: no answer yet"
+        return self.reason.partition("; next try")[0] if self._step == "settings" else ""
+
     def settle(self, state: PluginState, reason: str) -> None:
         """Take a state that others can rely on."""
         self.state, self.reason = state, " ".join(reason.split())
         self.settled_tries = self.tries
         self.settled.set()
+        self.validation.set()
 
     async def run(self) -> None:
         """Keep the plugin up until cancelled, or until it is known that it cannot be."""
@@ -225,7 +244,7 @@ class PluginInstance:
         self._process = process = await PluginProcess.start(
             wanted.name, wanted.target, wanted.settings, self._woken.set
         )
-        step = "import"
+        self._step = "import"
         try:
             self._facts = await process.call("load", timeout_s=LOAD_TIMEOUT_S)
             check_version(self._facts.api_version)
@@ -235,23 +254,27 @@ class PluginInstance:
                 self.settle(PluginState.BLOCKED, f"needs a table of its own, such as {example}")
                 await self.close()
                 return
-            step = "settings"
+            self._step = "settings"
             wrong = await process.call("validate", timeout_s=self._pace.call_timeout_s)
+            self._is_validated = True
+            self.validation.set()
             where = f"plugins.{wanted.name}"
-            self._refuse_settings([Problem(f"{where}.{item.key}", item.why) for item in wrong])
-            step = "hiding edits"
+            self._refuse_settings(
+                [Problem(f"{where}.{one_line(item.key)}", one_line(item.why)) for item in wrong]
+            )
+            self._step = "hiding edits"
             with contextlib.suppress(PluginRefused, InvalidAnswer):
                 self.hiding = await self._hiding(process)
-            step = "open"
+            self._step = "open"
             await process.call("open", timeout_s=OPEN_TIMEOUT_S)
             await reach("plugin.after_open")
-            step = "list"
+            self._step = "list"
             listing = await _once_more(lambda: self._listed(process))
             await reach("plugin.after_list")
-            step = "hiding edits"
+            self._step = "hiding edits"
             self.hiding = await self._hiding(process)
         except (PluginRefused, InvalidAnswer, PluginLost) as error:
-            raise type(error)(f"{step}: {error}") from None
+            raise type(error)(f"{self._step}: {error}") from None
         first = self.listing or listing
         self.listing = replace(first, devices=listing.devices)
         self._ready_since = time.monotonic()
@@ -405,7 +428,10 @@ async def _ask_to_close(process: PluginProcess, name: str) -> None:
 def _too_large(wanted: Wanted) -> list[Problem]:
     """Return the numbers of a table that cannot cross the channel."""
     why = "is too large a number; allowed: up to 64 bits"
-    return [Problem(key, why) for key in _large_numbers(f"plugins.{wanted.name}", wanted.settings)]
+    return [
+        Problem(one_line(key), why)
+        for key in _large_numbers(f"plugins.{wanted.name}", wanted.settings)
+    ]
 
 
 def _large_numbers(where: str, value: object) -> Iterator[str]:

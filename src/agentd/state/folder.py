@@ -38,6 +38,7 @@ from agentd.services.protocols import Phase, SavedRecord
 from agentd.state.locks import UNWRITABLE, Locks
 from agentd.state.removed_kernels import RemovedKernelsFile
 from agentd.state.schemas import SCHEMA, UNREADABLE, SavedDevices, SavedNode
+from agentd.tomlfile.folders import refusal
 from agentd.tomlfile.regular_files import MissingFile, UnusableFile, read_regular
 
 log = structlog.get_logger()
@@ -91,6 +92,18 @@ class StateFolder:
                 with suppress(OSError):
                     unfinished.unlink()
         self._phases = {kernel_id: phase for kernel_id, (phase, _) in self._saved().items()}
+
+    def refusal(self) -> str:
+        """Return why `open` would be refused, empty if it would not; nothing is made or locked."""
+        folders = (self.folder, *self.bundles.values(), *self._folders.values())
+        for folder in folders:
+            error = refusal(folder)
+            if error is not None and error.errno not in UNWRITABLE:
+                return str(error.strerror)
+        lock = self.folder / "lock"
+        if lock.is_symlink() or (lock.exists() and not lock.is_file()):
+            return f"{lock} is not a regular file"
+        return ""
 
     def _lock(self, path: Path, refusal: str) -> None:
         if complaint := self._locks.take(path, refusal):

@@ -1,6 +1,8 @@
 """Settings from TOML text and the environment, with every problem in the terms of the file.
 
 Keys are kebab-case in the file; the environment sets `PREFIX` + `SECTION__KEY` in upper snake case.
+After an error the rest is validated without the key that it is about (see `salvage`), so one pass
+reports the problems of all sections.
 """
 
 from __future__ import annotations
@@ -9,26 +11,39 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar, get_args
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_settings import BaseSettings, SettingsError
 
+from agentd.core.printable import printable_line
 from agentd.core.slots import WrittenFloat
 from agentd.errors import ConfigRefused, Problem
+from agentd.tomlfile.key_paths import (
+    KeyPath,
+    Keys,
+    is_list_of_tables,
+    key_path,
+    model_at,
+    with_field_names,
+)
 from agentd.tomlfile.regular_files import UnusableFile, read_regular
+from agentd.tomlfile.salvage import salvage
 from agentd.tomlfile.section import Section
 
-UNKNOWN = "?"
-"""Mark before the name of a key that the model does not list."""
 _S = TypeVar("_S", bound=BaseSettings)
 
 
 class Parsed(NamedTuple, Generic[_S]):
-    """Settings, None if they have problems; with the file's own content and its field names."""
+    """Settings as far as they are valid, with their problems and the file's own content.
+
+    `settings` is None if no part is valid. Without problems it lacks nothing; else it has defaults
+    in place of the keys in `left_out`.
+    """
 
     settings: _S | None
     problems: list[Problem]
+    left_out: frozenset[Keys]
     raw: Mapping[str, Any]
     values: Mapping[str, Any]
 
@@ -63,15 +78,17 @@ def parse(
         why = "holds a number of over 4300 digits, or is nested too deeply"
         raise ConfigRefused([Problem("", why)], source) from None
     problems = list(_unknown_sections(environ, model, prefix))
-    values = _field_names(raw, model)
-    settings = None
+    values = with_field_names(raw, model)
+    settings, left_out = None, frozenset[Keys]()
     try:
         settings = model(**values)
     except ValidationError as error:
-        problems += [problem_of(dict(item), environ, model, prefix) for item in error.errors()]
+        found = error.errors()
+        settings, further, left_out = salvage(model, values, found)
+        problems += [problem_of(dict(item), environ, model, prefix) for item in (*found, *further)]
     except SettingsError as error:
         problems.append(Problem("environment", f"{error}: {error.__cause__}"))
-    return Parsed(settings, problems, raw, values)
+    return Parsed(settings, problems, left_out, raw, values)
 
 
 def _unknown_sections(
@@ -82,34 +99,7 @@ def _unknown_sections(
             section = name[len(prefix) :].split("__")[0].lower()
             if section not in root.model_fields:
                 allowed = ", ".join(f"{prefix}{field.upper()}__…" for field in root.model_fields)
-                yield Problem(name, f"unknown section; allowed: {allowed}")
-
-
-def _models_of(annotation: object) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((model for arg in get_args(annotation) if (model := _models_of(arg))), None)
-
-
-def _field_names(raw: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
-    """Turn kebab-case keys into field names, and mark the others as unknown."""
-    fields = {name.replace("_", "-"): name for name in model.model_fields}
-    result: dict[str, Any] = {}
-    for key, value in raw.items():
-        name = fields.get(key)
-        if name is None:
-            is_table = model.model_config.get("extra") == "allow" and isinstance(value, dict)
-            result[key if is_table else UNKNOWN + key] = value
-            continue
-        below = _models_of(model.model_fields[name].annotation)
-        result[name] = _fields_below(value, below) if below else value
-    return result
-
-
-def _fields_below(value: object, model: type[BaseModel]) -> object:
-    if isinstance(value, list):
-        return [_fields_below(item, model) for item in value]
-    return _field_names(value, model) if isinstance(value, dict) else value
+                yield Problem(printable_line(name), f"unknown section; allowed: {allowed}")
 
 
 def problem_of(
@@ -119,20 +109,18 @@ def problem_of(
     prefix: str = "",
 ) -> Problem:
     """Return what pydantic found (an item of `ValidationError.errors`) in the terms of a file."""
-    loc = tuple(str(part) for part in item["loc"])
-    keys = tuple(part.lstrip(UNKNOWN).replace("_", "-") for part in loc if not _is_union(part))
-    where = variable_of(keys, environ, prefix) or ".".join(
-        part.lstrip(UNKNOWN) if part.startswith(UNKNOWN) else part.replace("_", "-")
-        for part in loc
-        if not _is_union(part)
-    )
+    path = key_path(item["loc"], root)
+    key = ".".join(path.shown)
+    where = variable_of(path.shown, environ, prefix) or key
+    message = _TYPES.get(item["type"], item["msg"].removeprefix("Value error, "))
     if item["type"] == "extra_forbidden":
-        return Problem(where, _unknown_key(loc, item["input"], _parent(loc, root)))
-    message = item["msg"].removeprefix("Value error, ")
-    message = _TYPES.get(item["type"], message)
-    if item["type"] not in ("value_error", "missing"):
+        message = _unknown_key(path, item["input"], model_at(path.data[:-1], root))
+    elif item["type"] not in ("value_error", "missing"):
         message = f"{message}, not {_shown(item['input'])}"
-    return Problem(where, message)
+        is_table = where == key and isinstance(item["input"], Mapping)
+        if is_table and is_list_of_tables(path.data, root):
+            message = f"{message}; write [[{key}]] for each table"
+    return Problem(printable_line(where), printable_line(message))
 
 
 _TYPES = {
@@ -142,6 +130,7 @@ _TYPES = {
     "mapping_type": "expected a table",
     "model_type": "expected a table",
     "string_type": "expected text",
+    "path_type": "expected a path",
     "int_type": "expected a whole number",
     "int_parsing": "expected a whole number",
     "bool_type": "expected true or false",
@@ -152,24 +141,12 @@ _TYPES = {
 """Messages for pydantic's error types, in the terms of a TOML file."""
 
 
-def _is_union(part: str) -> bool:
-    return "[" in part or part in ("int", "str", "tuple")
-
-
 def _shown(value: object) -> str:
     return repr(value.text if isinstance(value, WrittenFloat) else value)
 
 
-def _parent(loc: tuple[str, ...], root: type[BaseModel]) -> type[BaseModel]:
-    model = root
-    for part in loc[:-1]:
-        if part in model.model_fields:
-            model = _models_of(model.model_fields[part].annotation) or model
-    return model
-
-
-def _unknown_key(loc: tuple[str, ...], value: object, parent: type[BaseModel]) -> str:
-    key = loc[-1].lstrip(UNKNOWN)
+def _unknown_key(path: KeyPath, value: object, parent: type[BaseModel]) -> str:
+    key = path.shown[-1]
     if issubclass(parent, Section) and (explained := parent.explain_unknown(key, value)):
         return explained
     known = [name.replace("_", "-") for name in parent.model_fields]

@@ -18,7 +18,13 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
+    stat.S_IFREG: "a regular file",
 }
+
+
+def kind_of(mode: int) -> str:
+    """Return the kind of a file with its article, from the mode that stat(2) gives."""
+    return _KINDS.get(stat.S_IFMT(mode), "something else")
 
 
 class UnusableFile(ValueError):
@@ -77,8 +83,7 @@ def read_regular(
 def _read(descriptor: int, most_bytes: int) -> RegularFile:
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
-        raise UnusableFile(f"is {kind}, expected a regular file")
+        raise UnusableFile(f"is {kind_of(found.st_mode)}, expected a regular file")
     parts, left = [], most_bytes + 1
     while left and (part := os.read(descriptor, left)):
         parts.append(part)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator
 
 from agentd.core.names import is_name
 from agentd.core.slots import CPU, MEM, AmountError, SlotKind, parse_base_units
@@ -44,6 +44,15 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, arbitrary_types_allowed=True, defer_build=True
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _without_nul(cls, value: object) -> object:
+        """Refuse NUL, which no path and no name of a user or group can contain."""
+        for text in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(text, str) and "\0" in text:
+                raise ValueError(f"invalid text {text!r}: expected no NUL")
+        return value
 
     @classmethod
     def explain_unknown(cls, key: str, value: object) -> str | None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -24,6 +25,7 @@ from agentd.errors import AgentdError, ConfigRefused, DaemonFailed, Problem, Sta
 from agentd.tomlfile.regular_files import UnusableFile, read_regular
 
 EX_CONFIG = 78
+_UNINDENTED = re.compile(r"\n(?!    )")
 _T = TypeVar("_T")
 
 config_option = click.option(
@@ -41,10 +43,17 @@ def agentd() -> None:
     """The node agent that divides a machine's devices among logical agents."""
 
 
-def _refused(error: AgentdError) -> NoReturn:
-    for line in str(error).splitlines():
-        say(f"agentd: {line}", err=True)
+def _refused(error: AgentdError, source: str = "") -> NoReturn:
+    """Print the problems, led by the file that they stand in, and end."""
+    lines = error.of(source).lines() if isinstance(error, ConfigRefused) else [str(error)]
+    _complain(lines)
     sys.exit(EX_CONFIG if isinstance(error, ConfigRefused) else 1)
+
+
+def _complain(lines: Iterable[str]) -> None:
+    """Print problems; the further lines of one are indented, so that none looks like another."""
+    for line in lines:
+        say("agentd: " + _UNINDENTED.sub("\n    ", line), err=True)
 
 
 def _settings(config_file: str | None) -> Any:
@@ -62,13 +71,13 @@ def _log_from(level: str) -> None:
     log.configure(level)
 
 
-def _run(work: Coroutine[Any, Any, _T]) -> _T:
+def _run(work: Coroutine[Any, Any, _T], source: str) -> _T:
     import asyncio
 
     try:
         return asyncio.run(work)
     except (ConfigRefused, DaemonFailed, StartRefused) as error:
-        _refused(error)
+        _refused(error, source)
 
 
 @agentd.command()
@@ -93,7 +102,7 @@ def run(config_file: str | None, log_level: str | None) -> None:
     async def daemon() -> None:
         await Daemon(loaded).run()
 
-    _run(daemon())
+    _run(daemon(), loaded.source)
 
 
 @agentd.command()
@@ -116,47 +125,66 @@ def reload(config_file: str | None) -> None:
         say(f"{key} differs, and needs a restart")
 
 
-def _with_node(
-    config_file: str | None, show: Callable[[Any, Any], _T], *, is_strict: bool = False
-) -> _T:
-    """Open the plugins and divide the devices as the daemon would, and change nothing.
+@agentd.command("check-config")
+@config_option
+@json_option
+def check_config(config_file: str | None, as_json: bool) -> None:
+    """Check the configuration without running.
 
-    Where that is strict, all that a daemon would be refused for is told at once.
+    Reads everything that "agentd run" reads and prints every problem in one pass. Plugins are
+    started to validate their tables; nothing is written, and a running daemon is not disturbed.
+
+    Exit status: 0 fine; otherwise the one of "agentd run": 78 the configuration cannot be used,
+    1 it cannot run here, or a plugin did not validate its table.
     """
+    import asyncio
+
+    from agentd.config.loading import find_config
+    from agentd.daemon.config_check import check
+
+    _log_from("error")
+    try:
+        found = asyncio.run(check(find_config(config_file, os.environ)))
+    except ConfigRefused as error:
+        _refused(error)
+    if found.problems:
+        _complain(ConfigRefused(found.problems, found.source).lines())
+        sys.exit(found.status)
+    if as_json:
+        click.echo(json.dumps({"ok": True, "warnings": found.warnings}))
+        return
+    for warning in found.warnings:
+        say(f"warning: {warning}", err=True)
+    say("the configuration is fine")
+
+
+def _split(config_file: str | None) -> Any:
+    """Return the partition as the daemon would make it; nothing is changed."""
     loaded = _settings(config_file)
     _log_from("error")
     from agentd.daemon import assembly, runtime_factory
     from agentd.events import EventLog
     from agentd.host.probe import probe
-    from agentd.http.endpoint import endpoint
     from agentd.state.folder import ReadOnlyState
 
-    async def look() -> _T:
+    async def divided() -> Any:
         problems: list[Problem] = []
-        if not is_strict:
-            with _noting(problems):
-                runtime_factory.refuse_unknown_users(loaded.settings)
-        else:
-            with _noting(problems):
-                runtime_factory.refuse_unfit(loaded.settings)
-            with _noting(problems):
-                endpoint(loaded.settings.rpc)
-        plugins = assembly.plugin_host(loaded.settings)
+        with _noting(problems):
+            runtime_factory.refuse_unknown_users(loaded.settings)
+        host = assembly.plugin_host(loaded.settings)
         try:
-            await plugins.open(loaded.settings.plugins.open_timeout)
+            await host.open(loaded.settings.plugins.open_timeout)
             memory = ReadOnlyState(loaded.settings.node.state_dir)
             with _noting(problems):
-                devices = assembly.discover(
-                    loaded, probe(), plugins, memory, EventLog(), is_strict=is_strict
-                )
+                devices = assembly.discover(loaded.settings, probe(), host, memory, EventLog())
             if problems:
-                raise ConfigRefused(problems, str(loaded.path or "defaults"))
-            _withhold_what_others_serve(loaded.settings, devices)
-            return show(devices, plugins)
+                raise ConfigRefused(problems)
+            assembly.withhold_devices_of_peers(loaded.settings, devices)
+            return devices.split
         finally:
-            await plugins.close()
+            await host.close()
 
-    return _run(look())
+    return _run(divided(), loaded.source)
 
 
 @contextlib.contextmanager
@@ -168,41 +196,6 @@ def _noting(problems: list[Problem]) -> Iterator[None]:
         problems += error.problems
 
 
-def _withhold_what_others_serve(settings: Any, devices: Any) -> None:
-    """Withhold the devices that other daemons of this host serve.
-
-    Without a node id, a daemon of this node could not be told from the others.
-    """
-    from agentd.daemon.assembly import node_id_of
-    from agentd.service.boot_id import boot_id
-    from agentd.services.peers import claimable, taken_by_others
-    from agentd.state.peers import HostPeers, PeerPaths
-
-    with contextlib.suppress(ConfigRefused):
-        places = PeerPaths.of(os.geteuid())
-        others = HostPeers(node_id_of(settings), boot_id(), places).others()
-        devices.withhold(taken_by_others(claimable(devices), others))
-
-
-@agentd.command("check-config")
-@config_option
-@json_option
-def check_config(config_file: str | None, as_json: bool) -> None:
-    """Check the configuration, the plugins' tables and the partition."""
-    warnings = _with_node(config_file, lambda devices, _: list(devices.warnings), is_strict=True)
-    from agentd.http.endpoint import Weaknesses, weaknesses
-
-    weak = Weaknesses()
-    weak.replace(weaknesses(_settings(config_file).settings.rpc))
-    warnings += weak.warnings()
-    if as_json:
-        click.echo(json.dumps({"ok": True, "warnings": warnings}))
-        return
-    for warning in warnings:
-        say(f"warning: {warning}", err=True)
-    say("the configuration is fine")
-
-
 @agentd.command()
 @config_option
 @json_option
@@ -211,7 +204,7 @@ def plan(config_file: str | None, as_json: bool, live: bool) -> None:
     """Print the partition without starting anything."""
     from agentd.rpc.plan import plan_view
 
-    split = _with_node(config_file, lambda devices, _: devices.split)
+    split = _split(config_file)
     content = plan_view(split)
     if live:
         from agentd.cli.agentd.live_plan import held_under
@@ -245,7 +238,7 @@ def plugins(config_file: str | None, as_json: bool) -> None:
         await host.close()
         return rows
 
-    rows = _run(look())
+    rows = _run(look(), loaded.source)
     if as_json:
         click.echo(json.dumps(rows))
         return
@@ -292,7 +285,7 @@ def check(
     except LookupError as error:
         raise click.ClickException(str(error)) from None
     conformance = Conformance(wanted, assembly.pace_of(loaded.settings))
-    findings = _run(conformance.run())
+    findings = _run(conformance.run(), loaded.source)
     if hardware:
         from agentd.cli.agentd.hardware_check import Ways, tried
 

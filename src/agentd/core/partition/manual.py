@@ -26,6 +26,7 @@ from agentd.core.partition.rules import (
     Size,
     SplitRules,
 )
+from agentd.core.printable import printable_line
 from agentd.core.slots import CPU, MEM
 from agentd.errors import Problem
 
@@ -118,7 +119,8 @@ class _Assigning:
                 names = self._pool.known_names | self._pool.by_name.keys()
                 have = ", ".join(sorted(names - {CPU, MEM})) or "none"
                 self._refuse(
-                    f"{where}.devices.{name}", f"unknown device name {name!r}; available: {have}"
+                    f"{where}.devices.{printable_line(name)}",
+                    f"unknown device name {name!r}; available: {have}",
                 )
 
     def _assign_named(self, where: str, agent: str, name: str, rule: Ids) -> None:

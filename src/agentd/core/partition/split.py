@@ -23,6 +23,7 @@ from agentd.core.partition.auto_split import deal, split_units, torn_cores
 from agentd.core.partition.limits import Limit, Limitable, guaranteed, remarks, resolved
 from agentd.core.partition.manual import AssignableDevices, Assignment, assign_manually
 from agentd.core.partition.rules import AllocationMode, SplitRules
+from agentd.core.printable import printable_line
 from agentd.core.slots import CPU, MEM, ResourceSlots, SlotName, device_name_of
 from agentd.errors import ConfigRefused, Problem
 
@@ -257,7 +258,7 @@ def _unknown_limits(rules: SplitRules, pool: AssignableDevices) -> Iterator[Prob
         for name in rule.limits:
             if name not in known and name not in pool.unlisted:
                 have = ", ".join(sorted(known))
-                where = f"agents.{index}.resource.limits.{name}"
+                where = f"agents.{index}.resource.limits.{printable_line(name)}"
                 yield Problem(where, f"unknown device name {name!r}; available: {have}")
 
 

@@ -174,22 +174,34 @@ def _write(file: Path, text: str, may_miss: bool = False) -> None:  # noqa: FBT0
         file.write_text(text, encoding="ascii")
 
 
+def existing_cgroups(root: Path = Path("/")) -> Cgroups | None:
+    """Return where groups were made before, without making anything; None if nowhere."""
+    folders = [(mount / _PARENT, version) for mount, version, _ in _mounts(root)]
+    found = [Hierarchy(f, version, frozenset(), False) for f, version in folders if f.is_dir()]
+    return Cgroups(tuple(found)) if found else None
+
+
 def find_cgroups(root: Path = Path("/")) -> Cgroups | None:
     """Return where groups with limits can be made; None if nowhere."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    mount = root / "sys/fs/cgroup"
-    on_v1 = {name for line in lines for name in line.split(":", 2)[1].split(",")}
-    names = [name for name in (MEMORY, PIDS, *sorted(COUNTED)) if name in on_v1]
-    wanted = [(mount / name, 1, frozenset({name})) for name in names]
-    if not on_v1 & {MEMORY, PIDS}:
-        wanted = [(mount, 2, frozenset({MEMORY, PIDS, *COUNTED}))]
+    wanted = _mounts(root)
     found = [_usable(top, version, controllers) for top, version, controllers in wanted]
     hierarchies = tuple(item for item in found if item is not None and item.controllers)
     has_limits = any(item.controllers - COUNTED for item in hierarchies)
     return Cgroups(hierarchies) if has_limits else None
+
+
+def _mounts(root: Path) -> list[tuple[Path, int, frozenset[str]]]:
+    """Return each hierarchy with its version and the controllers that are used of it."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    mount = root / "sys/fs/cgroup"
+    on_v1 = {name for line in lines for name in line.split(":", 2)[1].split(",")}
+    names = [name for name in (MEMORY, PIDS, *sorted(COUNTED)) if name in on_v1]
+    if on_v1 & {MEMORY, PIDS}:
+        return [(mount / name, 1, frozenset({name})) for name in names]
+    return [(mount, 2, frozenset({MEMORY, PIDS, *COUNTED}))]
 
 
 def _usable(top: Path, version: int, controllers: frozenset[str]) -> Hierarchy | None:

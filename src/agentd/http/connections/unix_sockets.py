@@ -6,12 +6,48 @@ import asyncio
 import grp
 import os
 import socket
+import stat
 from pathlib import Path
 
 from agentd.errors import StartRefused
+from agentd.tomlfile.folders import refusal
+from agentd.tomlfile.regular_files import kind_of
 
 SOCKET_MODE = 0o660
 BACKLOG = 1024
+
+
+def path_refusal(path: Path) -> str:
+    """Return why a socket cannot be made at a path, empty if it can; nothing is made or asked.
+
+    A socket that exists is no obstacle: a daemon may listen on it, or have left it behind.
+    """
+    if error := refusal(path.parent):
+        return f"{path}: {error.strerror}"
+    kind = _kind_in_the_way(path)
+    return f"{path} is {kind}, expected a socket or nothing" if kind else ""
+
+
+def group_refusal(group: str) -> str:
+    """Return why a socket cannot be given to a group; empty if it can."""
+    try:
+        number = grp.getgrnam(group).gr_gid
+    except KeyError:
+        return f"no group {group!r} on this machine"
+    if os.geteuid() != 0 and number not in {os.getegid(), *os.getgroups()}:
+        return f"agentd is not root and not a member of group {group!r}"
+    return ""
+
+
+def _kind_in_the_way(path: Path) -> str:
+    """Return the kind of a file at a socket's path that is not a socket; empty if none is."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return ""
+    if stat.S_ISLNK(mode):
+        return "" if path.is_socket() else "a link"
+    return "" if stat.S_ISSOCK(mode) else kind_of(mode)
 
 
 def unix_socket(path: Path, group: str | None) -> socket.socket:
@@ -22,6 +58,8 @@ def unix_socket(path: Path, group: str | None) -> socket.socket:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if kind := _kind_in_the_way(path):
+            raise StartRefused(f"socket {path} is {kind}, expected a socket or nothing")
         if path.is_socket():
             _refuse_in_use(path)
             path.unlink()

@@ -25,6 +25,24 @@ from agentd.runtimes.systemd.unit_state import LIVING, SEEN, end_of, fields_of, 
 RUNTIME = "systemd"
 
 
+async def live_units(manager: Manager, node_id: str) -> list[str]:
+    """Return the kernels of a node whose units live; writes nothing, unlike `UnitObserver`.
+
+    Raises:
+        RuntimeUnavailable: the manager does not answer.
+    """
+    found = []
+    for unit in await manager.units(f"{name_prefix(node_id)}*.service"):
+        kernel_id = kernel_of(node_id, unit.name)
+        if kernel_id is None:
+            continue
+        seen = await manager.properties(unit.name, ("ControlGroup",))
+        group = str(seen["ControlGroup"]) if seen else ""
+        if state_of(unit.active, unit.sub, group) in LIVING:
+            found.append(kernel_id)
+    return found
+
+
 class UnitObserver:
     """Looks at the kernels of one node, in one boot."""
 

@@ -1,0 +1,203 @@
+"""Everything that `agentd run` reads or asks for, checked in one pass without a daemon.
+
+The parts are checked in the order in which a start comes to them, and all problems are collected.
+Only the processes of plugins are started; nothing is written, locked or listened on, so a daemon of
+the same configuration can run meanwhile. Of a configuration that lacks an unusable key, only the
+checks that depend on this key are skipped.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from agentd import failpoints
+from agentd.config.loading import Examined, Loaded, examine_text
+from agentd.config.settings import Settings
+from agentd.core.printable import printable_line
+from agentd.daemon import assembly, runtime_factory
+from agentd.errors import ConfigRefused, Problem
+from agentd.events import EventLog
+from agentd.host.probe import probe
+from agentd.http.connections.unix_sockets import group_refusal, path_refusal
+from agentd.http.endpoint import Weaknesses, certificate_of, tokens, weaknesses
+from agentd.http.server import address_refusal
+from agentd.http.settings import RpcSettings
+from agentd.pluginhost.host import PluginHost
+from agentd.state.folder import ReadOnlyState
+from agentd.tomlfile.loading import read_text
+
+EX_CONFIG, CANNOT_RUN = 78, 1
+"""Exit statuses: the configuration cannot be used, and agentd cannot run here."""
+VALIDATION_TIMEOUT_S = 60.0
+"""Longest wait for the plugins' `validate` in seconds, whatever `call-timeout` allows."""
+
+
+class Checked(NamedTuple):
+    """The problems and warnings of a configuration, and the exit status of a start with it."""
+
+    problems: tuple[Problem, ...]
+    warnings: tuple[str, ...]
+    source: str
+    status: int
+
+
+async def check(path: Path | None) -> Checked:
+    """Return every problem for which `agentd run` would refuse a configuration.
+
+    Two more are reported that no start refuses: entry points that are not installed, and tables
+    that their plugins did not validate.
+
+    Raises:
+        ConfigRefused: the file cannot be read, or is not TOML.
+    """
+    return await _Check(examine_text(read_text(path), path, os.environ)).checked()
+
+
+class _Check:
+    """One pass over a configuration."""
+
+    def __init__(self, examined: Examined) -> None:
+        self._examined = examined
+        self._problems: list[Problem] = []
+        self._warnings: list[str] = []
+        self._status = self._status_of_doubts = 0
+
+    async def checked(self) -> Checked:
+        """Check all parts in the order of a start."""
+        examined = self._examined
+        self._add(EX_CONFIG, examined.problems)
+        try:
+            failpoints.parsed(os.environ.get(failpoints.VARIABLE, ""))
+        except ValueError as error:
+            self._add(EX_CONFIG, [Problem(failpoints.VARIABLE, str(error))])
+        if examined.loaded is not None:
+            settings = examined.loaded.settings
+            memory = ReadOnlyState(settings.node.state_dir.absolute())
+            await self._check_node(settings, memory)
+            await self._check_plugins(examined.loaded, memory)
+            self._check_rpc(settings.rpc)
+        problems = tuple(dict.fromkeys(self._problems))
+        status = self._status or self._status_of_doubts
+        return Checked(problems, tuple(self._warnings), examined.source, status)
+
+    async def _check_node(self, settings: Settings, memory: ReadOnlyState) -> None:
+        is_whole, name = self._examined.is_whole, settings.node.runtime
+        node_id = ""
+        if is_whole("node", "id"):
+            with self._collecting():
+                node_id = assembly.node_id_of(settings)
+        if is_whole("node", "runtime") and is_whole("runtime", name):
+            with self._collecting():
+                runtime_factory.refuse_unfit(settings)
+        if is_whole("node", "state_dir"):
+            self._add(CANNOT_RUN, _problems("node.state-dir", memory.refusal()))
+            if node_id:
+                with self._collecting():
+                    await runtime_factory.refuse_changed_id(settings, node_id, memory)
+
+    async def _check_plugins(self, loaded: Loaded, memory: ReadOnlyState) -> None:
+        """Let the plugins validate their tables, and divide the devices that they list."""
+        if self._examined.lacks("plugins"):
+            return
+        settings = loaded.settings.plugins
+        host = assembly.plugin_host(loaded.settings)
+        self._add_doubts(EX_CONFIG, host.doubts())
+        if not self._may_open(loaded):
+            self._add(EX_CONFIG, host.problems())
+            return
+        try:
+            await host.open(settings.open_timeout)
+            unvalidated = await host.unvalidated(min(settings.call_timeout, VALIDATION_TIMEOUT_S))
+            wrong = host.problems()
+            self._add(EX_CONFIG, wrong)
+            self._check_partition(loaded, host, memory)
+            self._add_doubts(CANNOT_RUN, unvalidated)
+            reported = {problem.where.split(".")[1] for problem in wrong}
+            for name, why in host.failed_required().items():
+                if name not in reported:
+                    self._add(CANNOT_RUN, _problems(f"plugins.{name}", why))
+        finally:
+            await host.close()
+
+    def _may_open(self, loaded: Loaded) -> bool:
+        """Return whether it is certain which plugins the operator allows to run."""
+        given = loaded.raw.get("plugins", {})
+        left_out = [keys[1] for keys in self._examined.left_out if keys[0] == "plugins"]
+        return all(
+            str(key).endswith(("_timeout", "_interval")) or isinstance(given.get(key), Mapping)
+            for key in left_out
+        )
+
+    def _check_partition(self, loaded: Loaded, host: PluginHost, memory: ReadOnlyState) -> None:
+        examined = self._examined
+        is_known = all(map(examined.is_whole, ("resource", "host"))) and not examined.lacks(
+            "agents"
+        )
+        if not is_known or not examined.is_whole("node", "state_dir"):
+            return
+        devices = assembly.node_devices(loaded.settings, probe(), host, memory, EventLog())
+        try:
+            devices.discover()
+        except ConfigRefused as error:
+            self._add(EX_CONFIG, [p for p in error.problems if not self._follows_from_gap(p)])
+            return
+        assembly.withhold_devices_of_peers(loaded.settings, devices)
+        self._warnings += devices.warnings
+
+    def _follows_from_gap(self, problem: Problem) -> bool:
+        """Return whether a problem is about a table of which a key was left out."""
+        gaps = (".".join(map(str, keys)).replace("_", "-") for keys in self._examined.left_out)
+        return any(f"{gap}.".startswith(f"{problem.where}.") for gap in gaps)
+
+    def _check_rpc(self, rpc: RpcSettings) -> None:
+        examined = self._examined
+        if examined.lacks("rpc"):
+            return
+        if rpc.listen is not None or examined.lacks("rpc", "listen"):
+            with self._collecting():
+                certificate_of(rpc)
+            with self._collecting():
+                tokens(rpc)
+        sockets = [("rpc.socket", rpc.socket, "rpc.socket-group", rpc.socket_group)]
+        for index, further in enumerate(rpc.sockets):
+            where = f"rpc.sockets.{index}"
+            sockets.append((f"{where}.path", further.path, f"{where}.group", further.group))
+        for at, path, group_at, group in sockets:
+            if at != "rpc.socket" or examined.is_whole("rpc", "socket"):
+                self._add(CANNOT_RUN, _problems(at, path_refusal(path.absolute())))
+            if group is not None:
+                self._add(CANNOT_RUN, _problems(group_at, group_refusal(group)))
+        if rpc.listen is not None:
+            why = address_refusal(str(rpc.host_port[0]))
+            self._add(CANNOT_RUN, _problems("rpc.listen", why and f"{rpc.listen}: {why}"))
+        weak = Weaknesses()
+        weak.replace(weaknesses(rpc))
+        self._warnings += weak.warnings()
+
+    def _add(self, status: int, problems: Iterable[Problem]) -> None:
+        """Collect problems for which a start would end with a status."""
+        if found := list(problems):
+            self._problems += found
+            self._status = self._status or status
+
+    def _add_doubts(self, status: int, problems: Iterable[Problem]) -> None:
+        """Collect problems that no start refuses; any other problem decides the status."""
+        if found := list(problems):
+            self._problems += found
+            self._status_of_doubts = self._status_of_doubts or status
+
+    @contextmanager
+    def _collecting(self) -> Iterator[None]:
+        try:
+            yield
+        except ConfigRefused as error:
+            self._add(EX_CONFIG, error.problems)
+
+
+def _problems(where: str, why: str) -> list[Problem]:
+    """Return a problem, or none where there is no reason."""
+    return [Problem(where, printable_line(why))] if why else []

@@ -1,0 +1,304 @@
+"""`agentd check-config`: what `agentd run` refuses, it refuses too, in one pass."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+import fork_server
+from certificates import certificate
+from daemon import AGENTS, Daemon, gpus
+
+PLUGIN = """
+import time
+from agentd.plugin_api import AcceleratorPlugin, ContainerEdits, SettingProblem
+
+class Odd(AcceleratorPlugin):
+    @classmethod
+    def validate(cls, settings):
+        if settings.get("hangs"):
+            time.sleep(1000)
+        return [SettingProblem("a\\nagentd: b", "no\\nagentd: the configuration is fine")]
+
+    def slot_types(self):
+        return []
+
+    def list_devices(self):
+        return []
+
+    def container_edits(self, allocation, features):
+        return ContainerEdits()
+"""
+
+
+class Config:
+    """A configuration with the process runtime, and how the commands take it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.file = folder / "agent.toml"
+        self.values = {
+            "node": f'id = "checked-{folder.name}"\nruntime = "process"\n'
+            f'state-dir = "{folder}/state"\n',
+            "rpc": f'socket = "{folder}/agentd.sock"\n',
+            "plugins": 'allow = ["sim"]\n',
+        }
+
+    def write(self, further: str = "", **sections: str) -> None:
+        text = "".join(f"[{key}]\n{value}" for key, value in {**self.values, **sections}.items())
+        self.file.write_text(text + further)
+
+    def run(self, command: str, **environ: str) -> tuple[int, str]:
+        """Return the exit status, and the lines of errors as one text."""
+        words = [command, "--config", str(self.file)]
+        if environ:
+            env = {**os.environ, **environ}
+            argv = [sys.executable, "-m", "agentd", *words]
+            done = subprocess.run(argv, capture_output=True, text=True, env=env, check=False)
+        else:
+            done = fork_server.run("agentd", *words)
+        lines = (line for line in done.stderr.splitlines() if not line.startswith("{"))
+        return done.returncode, "\n".join(lines)
+
+    def refusals(self) -> list[str]:
+        """Return what `check-config` refuses, without the file; its status is that of `run`."""
+        status, text = self.run("check-config")
+        assert self.run("run")[0] == status != 0, text
+        lead = f"agentd: {self.file}: "
+        assert all(line.startswith(lead) for line in text.splitlines()), text
+        return [line.removeprefix(lead) for line in text.splitlines()]
+
+
+@pytest.fixture
+def config(folder: Path) -> Config:
+    return Config(folder)
+
+
+def contents(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("socket-group", "nosuchgroup", "rpc.socket-group: no group 'nosuchgroup'"),
+        ("socket", "{folder}/file/a.sock", "rpc.socket: {folder}/file/a.sock: {folder}/file is a"),
+        (
+            "socket",
+            "{folder}/file",
+            "{folder}/file is a regular file, expected a socket or nothing",
+        ),
+        ("socket", "{folder}/sub", "{folder}/sub is a directory, expected a socket or nothing"),
+        ("socket", "{folder}/a\\u0000b", "a\\x00b': expected no NUL"),
+        ("socket", "/proc/agentd/a.sock", "/proc is on a proc file system"),
+    ],
+)
+def test_check_config_refuses_a_socket_that_run_cannot_make(
+    config: Config, key: str, value: str, expected: str
+) -> None:
+    (config.folder / "file").touch()
+    (config.folder / "sub").mkdir()
+    line = f'{key} = "{value.replace("{folder}", str(config.folder))}"\n'
+    config.write(rpc=line if key == "socket" else config.values["rpc"] + line)
+    before = contents(config.folder)
+    status, text = config.run("check-config")
+    assert contents(config.folder) == before
+    assert expected.replace("{folder}", str(config.folder)) in text
+    assert config.run("run")[0] == status
+
+
+def test_run_names_the_file_in_the_way_of_a_socket(config: Config) -> None:
+    (config.folder / "sub").mkdir()
+    config.write(rpc=f'socket = "{config.folder}/sub"\n')
+    assert "is a directory, expected a socket or nothing" in config.run("run")[1]
+
+
+def test_check_config_refuses_a_group_of_a_further_socket(config: Config) -> None:
+    entry = f'[[rpc.sockets]]\npath = "{config.folder}/b.sock"\nrole = "read"\ngroup = "nosuch"\n'
+    config.write(entry)
+    assert config.refusals() == ["rpc.sockets.0.group: no group 'nosuch' on this machine"]
+
+
+@pytest.mark.parametrize(
+    ("state_dir", "expected"),
+    [
+        ("{folder}/file", "{folder}/file is a regular file, expected a directory"),
+        ("{folder}/file/below", "{folder}/file is a regular file, expected a directory"),
+        ("/proc/agentd", "/proc is on a proc file system"),
+        ("/sys/agentd", "/sys is on a "),
+    ],
+)
+def test_check_config_refuses_a_state_dir_that_cannot_be(
+    config: Config, state_dir: str, expected: str
+) -> None:
+    (config.folder / "file").touch()
+    state_dir = state_dir.replace("{folder}", str(config.folder))
+    config.write(node=f'id = "n"\nruntime = "process"\nstate-dir = "{state_dir}"\n')
+    (line,) = config.refusals()
+    assert line.startswith(f"node.state-dir: {expected.replace('{folder}', str(config.folder))}")
+
+
+def test_check_config_refuses_a_file_in_the_state_dir(config: Config) -> None:
+    (config.folder / "state").mkdir()
+    (config.folder / "state" / "records").touch()
+    config.write()
+    assert "state/records is a regular file, expected a directory" in config.refusals()[0]
+
+
+def test_check_config_refuses_an_address_of_another_host(config: Config) -> None:
+    cert, key = certificate(config.folder)
+    token = config.folder / "token"
+    token.write_text("a-token-that-is-long-enough")
+    token.chmod(0o600)
+    config.write(
+        rpc=config.values["rpc"] + f'listen = "192.0.2.7:6123"\ntoken-file = "{token}"\n'
+        f'tls-cert = "{cert}"\ntls-key = "{key}"\n'
+    )
+    (line,) = config.refusals()
+    assert line == "rpc.listen: 192.0.2.7:6123: Cannot assign requested address"
+
+
+def test_check_config_reads_failpoints(config: Config) -> None:
+    config.write()
+    status, text = config.run("check-config", AGENTD_FAILPOINTS="nosuch=kill")
+    assert status == 78
+    assert "AGENTD_FAILPOINTS: invalid failpoint 'nosuch=kill'" in text
+
+
+@pytest.fixture
+async def up(folder: Path) -> AsyncIterator[Daemon]:
+    made = Daemon(folder, "process")
+    await made.start()
+    yield made
+    await made.close()
+
+
+async def test_check_config_takes_a_running_daemon_s_configuration(up: Daemon) -> None:
+    before = contents(up.folder)
+    done = fork_server.run("agentd", "check-config", "--config", str(up.config_file))
+    assert (done.returncode, done.stdout) == (0, "the configuration is fine\n"), done.stderr
+    assert contents(up.folder) == before
+
+
+async def test_check_config_refuses_a_new_id_while_kernels_live(up: Daemon) -> None:
+    await up.running(kernel_id="k1")
+    await up.stop()
+    text, before = up.config_file.read_text(), contents(up.folder)
+    up.config_file.write_text(text.replace(f'id = "{up.node}"', 'id = "another"'))
+    done = fork_server.run("agentd", "check-config", "--config", str(up.config_file))
+    assert contents(up.folder) == before
+    refused = fork_server.run("agentd", "run", "--config", str(up.config_file))
+    up.config_file.write_text(text)
+    assert done.returncode == refused.returncode == 78
+    expected = f"{up.config_file}: node.id: was {up.node}, whose kernels k1 live"
+    assert expected in done.stderr
+    assert expected in refused.stderr
+
+
+def plugin_path(folder: Path) -> str:
+    """Install the plugin `odd` below a folder; return what PYTHONPATH needs."""
+    info = folder / "odd-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: odd\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[agentd.accelerators]\nodd = odd:Odd\n")
+    (folder / "odd.py").write_text(PLUGIN)
+    return str(folder)
+
+
+def test_check_config_reports_a_validate_that_hangs(config: Config, tmp_path: Path) -> None:
+    plugins = "open-timeout = 0.5\ncall-timeout = 1\n"
+    config.write("[plugins.odd]\nhangs = true\n", plugins=plugins)
+    status, text = config.run("check-config", PYTHONPATH=plugin_path(tmp_path))
+    assert status == 1
+    why = "the table is not validated: settings: validate: no answer within 1 s"
+    assert f"plugins.odd: {why}" in text
+
+
+@pytest.mark.parametrize("command", ["check-config", "plan"])
+def test_a_plugin_s_problem_is_one_line(config: Config, tmp_path: Path, command: str) -> None:
+    config.write("[plugins.odd]\n", plugins="open-timeout = 20\n")
+    status, text = config.run(command, PYTHONPATH=plugin_path(tmp_path))
+    assert status == 78
+    lead = f"agentd: {config.file}: "
+    assert text == f"{lead}plugins.odd.a agentd: b: no agentd: the configuration is fine"
+
+
+def test_check_config_looks_on_after_an_invalid_section(config: Config) -> None:
+    config.write(
+        '[plugins.cuda]\nplugin = "sim"\ncount = -4\nbogus = 1\n'
+        '[plugins.foo]\nplugin = "nosuch"\n[plugins.Bar]\nx = 1\n'
+        '[[agents]]\nid = "a"\nuser = "nosuchuser"\n'
+        '[[rpc.tokens]]\nname = "t"\nfile = "/nonexistent/t"\nrole = "agent"\nagents = ["b"]\n',
+        node=f'runtime = "process"\nlog-level = "loud"\nstate-dir = "{config.folder}/state"\n',
+        rpc=config.values["rpc"] + 'listen = "127.0.0.1:0"\nsocket-group = "nosuchgroup"\n',
+    )
+    lines = config.refusals()
+    assert [line.partition(": ")[0] for line in lines] == [
+        "node.log-level",
+        "plugins.Bar",
+        "rpc.tokens.0.agents",
+        "agents.0.user",
+        "plugins.foo.plugin",
+        "plugins.cuda.bogus",
+        "plugins.cuda.count",
+        "rpc.tokens.0.file",
+        "rpc.socket-group",
+    ]
+
+
+def test_check_config_skips_only_what_depends_on_the_runtime(config: Config) -> None:
+    config.write(
+        '[plugins.cuda]\nplugin = "sim"\ncount = -4\n[[agents]]\nid = "a"\nuser = "nosuchuser"\n',
+        node=f'runtime = "podman"\nstate-dir = "{config.folder}/state"\n',
+    )
+    places = [line.partition(": ")[0] for line in config.refusals()]
+    assert places == ["node.runtime", "plugins.cuda.count"]
+
+
+def test_check_config_reports_each_limit_of_an_agent(config: Config) -> None:
+    config.write('[[agents]]\nid = "a"\nresource.limits = { tpu = 1, cuda = "abc" }\n')
+    first, second = config.refusals()
+    assert first.startswith("agents.0.resource.limits.cuda: invalid amount 'abc'")
+    assert second.startswith("agents.0.resource.limits.tpu: unknown device name 'tpu'")
+
+
+def test_check_config_adds_no_problem_that_follows_from_another(config: Config) -> None:
+    config.write(
+        AGENTS.replace("agent-2", "agent 2") + "resource.cpu = 1\n"
+        '[[rpc.tokens]]\nname = "t"\nfile = 3\nrole = "agent"\nagents = ["agent-1"]\n',
+        rpc=config.values["rpc"] + 'listen = "127.0.0.1:0"\n',
+        resource='allocation-mode = "manual"\n',
+    )
+    places = [line.partition(": ")[0] for line in config.refusals()]
+    assert sorted(places) == ["agents.1.id", "rpc.tokens.0.file"]
+
+
+def test_check_config_starts_no_plugin_if_allow_is_unclear(config: Config, tmp_path: Path) -> None:
+    config.write("[plugins.odd]\nhangs = true\n", plugins="allow = 3\n")
+    status, text = config.run("check-config", PYTHONPATH=plugin_path(tmp_path))
+    assert status == 78
+    assert text == f"agentd: {config.file}: plugins.allow: expected a list, not 3"
+
+
+def test_run_names_the_file_as_check_config_does(config: Config) -> None:
+    config.write('[[agents]]\nid = "a"\nuser = "nosuchuser"\n')
+    line = f"agentd: {config.file}: agents.0.user: no user 'nosuchuser' on this machine"
+    assert config.run("check-config") == (78, line)
+    assert config.run("run") == (78, line)
+
+
+def test_a_plugin_that_is_not_installed_is_not_called_blocked(config: Config) -> None:
+    config.write('[plugins.tpu]\nplugin = "nosuch"\nrequired = true\n')
+    status, text = config.run("run")
+    assert status == 1
+    assert "plugin tpu is required and failed: no entry point 'nosuch' is installed" in text
+
+
+def test_check_config_prints_warnings_as_json(config: Config) -> None:
+    config.write(gpus(1))
+    done = fork_server.run("agentd", "check-config", "--config", str(config.file), "--json")
+    assert json.loads(done.stdout) == {"ok": True, "warnings": []}, done.stderr
