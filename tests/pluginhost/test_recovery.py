@@ -62,7 +62,7 @@ ROWS = (
         UnsupportedResource, mends=False),
     Row("wrong settings", "fine", PluginState.FAILED, "plugins.moody.wrong: unknown key",
         UnsupportedResource, mends=False),
-    Row("it is blocked", "fine", PluginState.BLOCKED, "blocked by plugins.allow",
+    Row("it is blocked", "fine", PluginState.BLOCKED, "blocked by plugins.block",
         UnsupportedResource, mends=False),
     Row("it works", "fine", PluginState.READY, "", None, mends=False),
 )  # fmt: skip
