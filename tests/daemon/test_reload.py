@@ -13,7 +13,7 @@ from agentd.daemon import reload as module
 from agentd.daemon import runtime_factory
 from agentd.daemon.reload import Reload
 from agentd.errors import ConfigRefused
-from agentd.http.endpoint import Weaknesses
+from agentd.http.credentials import Weaknesses
 from certificates import certificate
 from fakes import FakeRuntime
 
@@ -190,7 +190,7 @@ async def test_weak_credentials_are_warned_of(
 ) -> None:
     day_s = 24 * 3600.0
     now = [time.time() + 3 * day_s]
-    monkeypatch.setattr("agentd.http.endpoint.time", SimpleNamespace(time=lambda: now[0]))
+    monkeypatch.setattr("agentd.http.credentials.time", SimpleNamespace(time=lambda: now[0]))
     node = Node(tmp_path, has_tls=True)
     cert, key = certificate(tmp_path, "-days", "2")
     key.chmod(0o644)

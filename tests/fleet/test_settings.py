@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from agentd.errors import ConfigRefused
-from agentd.http.endpoint import tokens
+from agentd.http.credentials import tokens
 from agentd.http.settings import TokenSettings
 from agentd_fleet.daemon import etcd_access, rpc_settings, tls_of
 from agentd_fleet.placement.choice import PlacementPolicy

@@ -17,13 +17,13 @@ from agentd.client.asynchronous import AsyncClient
 from agentd.concurrency import is_set_within
 from agentd.errors import ConfigRefused, Problem
 from agentd.http.certificates import load_chain, read_named
-from agentd.http.endpoint import endpoint, guarded_secret_in, tokens
+from agentd.http.credentials import endpoint, guarded_secret_in, tokens
 from agentd.http.server import Server
 from agentd.http.settings import RpcSettings
 from agentd.http.static import HOME, NODE_HOME, Pages
 from agentd.service.sd_notify import Notifier
 from agentd.service.shutdown import Shutdown
-from agentd.tomlfile.loading import problem_of
+from agentd.tomlfile.parsing import problem_of
 from agentd_fleet.gateway.handlers import Gateway
 from agentd_fleet.gateway.routes import routes
 from agentd_fleet.nodes.calls import UNIX, Nodes

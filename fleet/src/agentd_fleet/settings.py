@@ -23,7 +23,7 @@ from pydantic_settings import (
 from agentd.core.names import repeated
 from agentd.errors import ConfigRefused
 from agentd.http.settings import TokenSettings, short_enough
-from agentd.tomlfile.loading import parse, read_text
+from agentd.tomlfile.parsing import parse, read_text
 from agentd.tomlfile.section import Name, Section, refuse_bool
 from agentd_fleet.placement.choice import PlacementPolicy
 

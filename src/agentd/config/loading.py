@@ -1,7 +1,6 @@
-"""Loading settings from a file and the environment; every problem is reported.
+"""Settings of `agent.toml` and the environment: where the file is found, and what was loaded.
 
-Keys are kebab-case; an unknown key is an error that names the nearest known one.
-All errors are found before any is reported.
+`agentd.tomlfile.parsing` reads the text, names unknown keys and words every problem.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from agentd.config.settings import Settings
 from agentd.core.printable import printable_line
 from agentd.errors import ConfigRefused, Problem
 from agentd.tomlfile.key_paths import Keys, unmarked
-from agentd.tomlfile.loading import is_set_in, parse, read_text, variable_of
+from agentd.tomlfile.parsing import is_set_in, parse, read_text, variable_of
 
 ENV_PREFIX = "AGENTD__"
 SEARCHED = Path("/etc/agentd/agent.toml")

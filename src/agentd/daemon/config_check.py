@@ -23,12 +23,12 @@ from agentd.errors import ConfigRefused, Problem
 from agentd.events import EventLog
 from agentd.host.probe import probe
 from agentd.http.connections.unix_sockets import group_refusal, path_refusal
-from agentd.http.endpoint import Weaknesses, certificate_of, tokens, weaknesses
+from agentd.http.credentials import Weaknesses, certificate_of, tokens, weaknesses
 from agentd.http.server import address_refusal
 from agentd.http.settings import RpcSettings
 from agentd.pluginhost.host import PluginHost
 from agentd.state.folder import ReadOnlyState
-from agentd.tomlfile.loading import read_text
+from agentd.tomlfile.parsing import read_text
 
 EX_CONFIG, CANNOT_RUN = 78, 1
 """Exit statuses: the configuration cannot be used, and agentd cannot run here."""

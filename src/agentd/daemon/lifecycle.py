@@ -28,7 +28,7 @@ from agentd.errors import ConfigRefused, DaemonFailed, NotReady
 from agentd.events import EventLog
 from agentd.failpoints import reach
 from agentd.host.probe import probe
-from agentd.http.endpoint import Weaknesses, endpoint, weaknesses
+from agentd.http.credentials import Weaknesses, endpoint, weaknesses
 from agentd.http.route import Route
 from agentd.http.server import Server
 from agentd.http.static import HOME, Pages

@@ -21,7 +21,7 @@ from agentd.config.loading import Loaded, load
 from agentd.config.settings import Settings
 from agentd.daemon import runtime_factory
 from agentd.errors import ConfigRefused, Problem
-from agentd.http.endpoint import Weaknesses, certificate_of, tokens, weaknesses
+from agentd.http.credentials import Weaknesses, certificate_of, tokens, weaknesses
 from agentd.http.server import Server
 from agentd.services.protocols import Runtime
 

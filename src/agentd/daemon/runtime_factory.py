@@ -26,7 +26,7 @@ from agentd.host.systemd.availability import (
     lingers,
     why_no_systemd,
 )
-from agentd.http.endpoint import weaknesses
+from agentd.http.credentials import weaknesses
 from agentd.service.boot_id import boot_id
 from agentd.services.protocols import Plugins, Runtime
 from agentd.state.folder import StateFolder

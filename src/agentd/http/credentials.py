@@ -1,4 +1,4 @@
-"""Where a daemon answers, and whom: from the settings of its RPC."""
+"""Tokens and certificates from the files that the settings name, and what is weak about them."""
 
 from __future__ import annotations
 
