@@ -90,7 +90,10 @@ class LeavesAtOpen(Good):
 
 
 class Scripted(Good):
-    """Does what the file says, at every listing: crash, hang, leak, raise, sick, none, two."""
+    """Does what the file says, at every listing: crash, hang, leak, raise, sick, none, two.
+
+    Its edits are as the file says too: broken, groups, env.
+    """
 
     leaked: ClassVar[list[bytes]] = []
     _never = threading.Event()
@@ -125,6 +128,10 @@ class Scripted(Good):
     ) -> ContainerEdits:
         if allocation and self._word() == "broken":
             raise OSError("driver gone")
+        if allocation and self._word() == "groups":
+            return ContainerEdits(groups=tuple(f"g{n}" for n in range(100_000)))
+        if allocation and self._word() == "env":
+            return ContainerEdits(env={"X": "é" * 100_000})
         return super().container_edits(allocation, features)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from types import MappingProxyType
 from typing import ClassVar
 
 MOST_PROBLEMS = 64
@@ -158,7 +159,11 @@ class InvalidSlotCombination(_ListedRequestError):
 
 
 class UnsupportedResource(RequestError):
-    """The request names slots this node does not know, with amounts that are not zero."""
+    """The request names slots this node does not know, with amounts that are not zero.
+
+    `plugins` holds the reasons of failed plugins that would offer them, `absent` those of plugins
+    whose hardware this node does not have: a fact, but the message says only that it is so.
+    """
 
     code = "UnsupportedResource"
 
@@ -168,11 +173,13 @@ class UnsupportedResource(RequestError):
         known: Iterable[str],
         plugins: Mapping[str, str],
         who: str = "this node",
+        absent: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.slots = sorted(slots)
         self.known = sorted(known)
-        self.plugins = dict(plugins)
-        why = "".join(f"; plugin {name} failed: {why}" for name, why in self.plugins.items())
+        self.plugins = {**plugins, **absent}
+        why = "".join(f"; plugin {name} failed: {why}" for name, why in plugins.items())
+        why += "".join(f"; plugin {name}: no such hardware on this node" for name in absent)
         shown = [_shortened(name, MOST_WHERE) for name in self.slots[:MOST_PROBLEMS]]
         if len(self.slots) > MOST_PROBLEMS:
             shown.append("and more")

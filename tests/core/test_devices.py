@@ -2,6 +2,7 @@ import pytest
 from msgspec.structs import replace
 
 from agentd.core.devices import (
+    MOST_NAMED,
     Device,
     DeviceId,
     Health,
@@ -10,6 +11,7 @@ from agentd.core.devices import (
     served_once,
     with_remembered,
     with_shared_health,
+    withheld_warnings,
 )
 from agentd.core.slots import ONE
 from core.machines import cores, gpus, machine
@@ -115,6 +117,28 @@ def test_a_physical_device_that_two_plugins_offer_is_served_by_the_first(change)
     kept, warnings = served_once([mine, other])
     assert kept == mine
     assert "gpu/gpu0 is the same device as cuda/cuda0" in warnings[0]
+
+
+def test_devices_that_two_plugins_offer_are_few_warnings() -> None:
+    mine = gpus(*[1] * 500)
+    other = [replace(d, device_id=DeviceId("gpu", d.device_id.id)) for d in mine]
+    kept, warnings = served_once([mine, other])
+    assert kept == mine
+    assert len(warnings) == MOST_NAMED + 1
+    assert warnings[-1] == "496 more devices of gpu are served by others; withheld"
+
+
+def test_withheld_devices_are_one_warning_for_each_name() -> None:
+    devices = [*cores(2), *gpus(*[1] * 300)]
+    reasons = {d.device_id: "served by agentd other" for d in devices}
+    found = [*withheld_warnings(Inventory.of([], devices).with_withheld(reasons))]
+    assert found == [
+        "2 devices of cpu are withheld (0, 1): served by agentd other",
+        (
+            "300 devices of cuda are withheld (cuda0, cuda1, cuda2, cuda3 and 296 more):"
+            " served by agentd other"
+        ),
+    ]
 
 
 def test_parts_of_one_parent_under_one_plugin_are_different_devices() -> None:

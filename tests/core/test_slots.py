@@ -1,4 +1,5 @@
 import json
+import re
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -9,12 +10,15 @@ from hypothesis import strategies as st
 
 from agentd.core.slots import (
     MAX_AMOUNT,
+    MAX_SLOT_NAME,
     ONE,
+    SLOT_NAME,
     AmountError,
     ResourceSlots,
     SlotKind,
     SlotType,
     format_amount,
+    is_slot_name,
     parse_amount,
     parse_base_units,
     parse_quantity,
@@ -173,6 +177,28 @@ def test_unknown_slots_are_dropped_when_zero_and_all_named_when_not() -> None:
         "known_slots": sorted(TYPES),
         "plugins": {"tpu": "no driver"},
     }
+
+
+def test_absent_hardware_is_not_called_failed() -> None:
+    with pytest.raises(UnsupportedResource) as caught:
+        read_slots(
+            {"rocm.device": 1, "tpu": 1},
+            TYPES,
+            failed={"tpu": "x"},
+            absent={"rocm": "no library", "npu": "no NPU"},
+        )
+    assert str(caught.value).endswith(
+        "; plugin tpu failed: x; plugin rocm: no such hardware on this node"
+    )
+    assert caught.value.facts()["plugins"] == {"tpu": "x", "rocm": "no library"}
+
+
+def test_slot_names_have_a_bound() -> None:
+    assert is_slot_name("cuda.device:1g.10gb-mig")
+    for longest in ("a" * MAX_SLOT_NAME, f"cuda.{'a' * (MAX_SLOT_NAME - 5)}"):
+        assert is_slot_name(longest)
+        assert not is_slot_name(f"{longest}a")
+        assert not re.compile(SLOT_NAME).fullmatch(f"{longest}a")
 
 
 def test_an_unknown_slot_of_a_late_plugin_can_be_retried() -> None:

@@ -63,6 +63,16 @@ MALFORMED = {
 }
 
 
+REASONS = {
+    "record-gone": "its record is missing; recovered",
+    "folder-empty": "its record is missing; recovered",
+    "folder-gone": "its record is missing; recovered",
+    "record-empty": "unreadable record (its file is empty or cannot be read)",
+    "record-of-another": "unreadable record (it is the record of kernel another of node",
+    "record-of-another-node": "of kernel record-of-another-node of node another)",
+}
+
+
 AS_BEFORE = (
     "record-unknown-members",
     "exit-is-a-folder",
@@ -88,6 +98,8 @@ async def test_a_damaged_kernel_harms_only_itself_and_is_charged(plain_world: Wo
         assert (now["state"], now["pid"]) == (expected, kernel["pid"]), name
         assert now["allocation"] == kernel["allocation"], name
         assert (now["reason"] == "") == (name in AS_BEFORE or "identity" in name), now
+        assert REASONS.get(name, "") in now["reason"]
+        assert now["created_at"] > "2000", name
     looked = await world.look()
     assert looked.holdings == census.holdings
     assert (await daemon.create(slots={"cuda.device": 32 - len(MALFORMED) + 1})).status == 409
@@ -107,6 +119,12 @@ def edited(path: Path, **members: str) -> None:
     path.write_text(json.dumps(record))
 
 
+def repeated(path: Path) -> None:
+    """Name each device of a record twice."""
+    record = json.loads(path.read_text())
+    changed(path, allocation=record["allocation"] * 2)
+
+
 FREED = {
     "amount-zero": (lambda f: edited(f, amount="0"), "got 0"),
     "nothing": (lambda f: changed(f, allocation=[]), "says nothing else"),
@@ -116,6 +134,9 @@ FREED = {
     ),
     "another-stable-id": (lambda f: edited(f, stable_id="X-1"), "@X-1"),
     "unlisted-device": (lambda f: edited(f, id="evil0", stable_id="X-2"), "cuda/evil0/"),
+    "another-slot": (lambda f: edited(f, slot="cuda.shares"), "/cuda.shares=1@"),
+    "more": (lambda f: edited(f, amount="7"), "/cuda.device=7@"),
+    "twice": (repeated, "duplicate device"),
 }
 
 
@@ -134,6 +155,9 @@ async def test_an_edited_record_frees_no_device(plain_world: World) -> None:
         assert (kernel["state"], kernel["pid"]) == ("running", before[name]["pid"])
         (gpu,) = before[name]["allocation"]["cuda"]["cuda.device"]
         assert name in [h["kernel_id"] for h in devices[gpu]["holders"]]
+        assert gpu in kernel["allocation"]["cuda"]["cuda.device"]
+        allocated = [devices[gpu][member] for member in ("state", "allocated", "free")]
+        assert allocated == ["ok", "1", "0"], name
         assert said in kernel["reason"]
         assert "second statement" in kernel["reason"]
         assert f"kernel {name}: {kernel['reason']}" in warnings

@@ -157,6 +157,16 @@ async def test_edits_that_fail_are_the_plugin_s_fault_and_say_so(host, tmp_path)
     assert (env["ONE"], env["TWO"]) == ("", "")
 
 
+async def test_edits_beyond_their_bounds_are_the_plugin_s_fault(host, tmp_path) -> None:
+    table, file = scripted(tmp_path)
+    made = host([table], Scripted="Scripted")
+    await opened(made)
+    for word, why in (("groups", "too many entries of groups"), ("env", "invalid variable 'X'")):
+        file.write_text(word)
+        with pytest.raises(PluginUnavailable, match=f"plugin one .* {why}"):
+            await made.container_edits(given("one"), PROCESS)
+
+
 def test_sim_is_installed_as_its_own_distribution() -> None:
     assert EntryPoints(installed()).target("sim") == "agentd_sim:SimPlugin"
 

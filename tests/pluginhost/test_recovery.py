@@ -93,11 +93,8 @@ def ask(host: PluginHost, devices: NodeDevices, slot: str) -> None:
         {slot: 1},
         devices.inventory.slot_types,
         pending={s.name: s.reason for s in statuses if s.state is PluginState.PENDING},
-        failed={
-            s.name: s.reason
-            for s in statuses
-            if s.state in (PluginState.FAILED, PluginState.ABSENT)
-        },
+        failed={s.name: s.reason for s in statuses if s.state is PluginState.FAILED},
+        absent={s.name: s.reason for s in statuses if s.state is PluginState.ABSENT},
     ).accepted()
 
 

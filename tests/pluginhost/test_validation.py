@@ -1,10 +1,23 @@
 """What plugins say is bounded, cleaned and checked before anybody sees it."""
 
 import math
+import re
+from typing import Any
 
 import pytest
 
-from agentd.plugin_api import ContainerEdits, Measurement, SlotTypeInfo
+from agentd.core.slots import MAX_SLOT_NAME
+from agentd.plugin_api import (
+    ContainerEdits,
+    DeviceInfo,
+    DeviceNode,
+    DeviceRequest,
+    Measurement,
+    Mount,
+    ProcessUse,
+    SlotTypeInfo,
+)
+from agentd.pluginhost.output import MAX_TEXT
 from agentd.pluginhost.validation import (
     MAX_SLOT_TYPES,
     InvalidAnswer,
@@ -22,6 +35,25 @@ def test_slot_types_are_so_many_at_most() -> None:
     assert len(checked_listing("x", slots(MAX_SLOT_TYPES), []).slot_types) == MAX_SLOT_TYPES
     with pytest.raises(InvalidAnswer, match="it lists 50000 slot types; allowed: up to 256"):
         checked_listing("x", slots(50_000), [])
+
+
+def test_slot_names_have_a_bound() -> None:
+    longest = f"x.{'s' * (MAX_SLOT_NAME - 2)}"
+    (slot,) = checked_listing("x", [SlotTypeInfo(longest)], []).slot_types
+    assert slot.name == longest
+    with pytest.raises(InvalidAnswer, match="got 129 characters, expected at most 128"):
+        checked_listing("x", [SlotTypeInfo(f"{longest}s")], [])
+
+
+@pytest.mark.parametrize("name", ["y.s", "x.\n", "y." + "s" * 99])
+def test_reason_is_one_line_of_bounded_length(name: str) -> None:
+    with pytest.raises(InvalidAnswer) as caught:
+        checked_listing("x", [SlotTypeInfo(name)], [])
+    assert str(caught.value).isprintable()
+    twice = [DeviceInfo(f"d{n}", "S" * 128 + str(n % 4), "x.s") for n in range(4096)]
+    with pytest.raises(InvalidAnswer) as caught:
+        checked_listing("x", slots(1), twice)
+    assert len(str(caught.value)) <= MAX_TEXT
 
 
 def test_unit_is_one_short_line() -> None:
@@ -43,23 +75,103 @@ def test_exclusive_group_is_a_name(group: str) -> None:
         (Measurement("a", 50.0, 1, 2, -5.0, 3.0), Measurement("a", 50.0, 1, 2, -5.0, 3.0)),
         (Measurement("a", math.nan, -1, 2, math.inf, -0.5), Measurement("a", None, None, 2)),
         (Measurement("a", -1.0, 0, -2, 0.0, math.inf), Measurement("a", None, 0, None, 0.0)),
+        (Measurement("a", 1e300, 2**63, 2**64, -1e300, 1e308), Measurement("a")),
+        (Measurement("a", 100.1, 1, 1, 1000.1, 1.1e6), Measurement("a", None, 1, 1)),
+        (Measurement("a", 100, 2**63 - 1, 2**63 - 1, -273, 1e6),) * 2,
+        (
+            Measurement("a", processes=[ProcessUse(1, -1), ProcessUse(2, 2**63)]),
+            Measurement("a", processes=[ProcessUse(1), ProcessUse(2)]),
+        ),
     ],
 )
 def test_figure_that_cannot_be_one_is_not_known(said: Measurement, kept: Measurement) -> None:
     assert checked_measurements([said]) == [kept]
 
 
+def test_measurements_are_one_for_each_device_the_last() -> None:
+    said = [Measurement("a", 1.0), Measurement("b", 2.0), Measurement("a", 3.0)]
+    assert checked_measurements(said) == [Measurement("a", 3.0), Measurement("b", 2.0)]
+
+
+def test_processes_are_so_many_at_most() -> None:
+    said = [Measurement(str(n), processes=[ProcessUse(1)] * 20_000) for n in range(4)]
+    with pytest.raises(InvalidAnswer, match="too many processes on its devices: got 80000"):
+        checked_measurements(said)
+
+
 @pytest.mark.parametrize(
     ("env", "why"),
     [
         ({"PATH": "/evil"}, "it sets PATH, which is the kernel's own"),
-        ({"A": "b" * 10_000_000}, "allowed: up to 1024 of 131072 together"),
-        ({f"A{n}": "" for n in range(1025)}, "it sets 1025 variables"),
+        ({"A": "b" * 10_000_000}, "invalid variable 'A': got 10000002 bytes"),
+        ({"A": "é" * 100_000}, "invalid variable 'A': got 200002 bytes"),
+        ({"A": "b" * 131_070}, "invalid variable 'A': got 131072 bytes with its value, expected"),
+        ({"A": "b" * 66_000, "B": "é" * 33_000}, "too many bytes of env: got 132002, expected at"),
+        (
+            {f"A{n}": "" for n in range(1025)},
+            "too many entries of env: got 1025, expected at most 1024",
+        ),
     ],
-    ids=["path", "large", "many"],
+    ids=["path", "large", "bytes", "one", "together", "many"],
 )
 def test_edits_that_would_break_a_kernel_are_the_plugins_fault(
     env: dict[str, str], why: str
 ) -> None:
     with pytest.raises(InvalidAnswer, match=why):
         checked_edits(ContainerEdits(env=env))
+
+
+NODE = DeviceNode("/dev/a", "/dev/a")
+BOUNDED = {
+    "nodes": ({"device_nodes": (NODE,) * 1025}, "too many entries of device_nodes: got 1025"),
+    "mounts": ({"mounts": (Mount("/a", "/b"),) * 1025}, "too many entries of mounts: got 1025"),
+    "cdi": ({"cdi": ("v/c=d",) * 4097}, "too many entries of cdi: got 4097, expected at most 4096"),
+    "requests": (
+        {"device_requests": (DeviceRequest("d", ()),) * 65},
+        "too many entries of device_requests",
+    ),
+    "ids": (
+        {"device_requests": (DeviceRequest("d", ("i",) * 2049),) * 2},
+        "too many device_ids in device_requests: got 4098",
+    ),
+    "capabilities": (
+        {"device_requests": (DeviceRequest("d", (), ("c",) * 257),)},
+        "too many capabilities in device_requests: got 257",
+    ),
+    "groups": (
+        {"groups": tuple(f"g{n}" for n in range(100_000))},
+        "too many entries of groups: got 100000",
+    ),
+    "long-path": ({"mounts": (Mount("/" + "é" * 2048, "/b"),)}, "got 4097 bytes"),
+    "long-node": ({"device_nodes": (DeviceNode("/a", "/" * 4096),)}, "got 4096 bytes, expected"),
+    "permissions": (
+        {"device_nodes": (DeviceNode("/a", "/a", "r" * 9),)},
+        "invalid permissions of '/a': got 'rrrrrrrrr', expected some of 'rwm'",
+    ),
+    "long-cdi": ({"cdi": ("d" * 256,)}, "invalid CDI name"),
+    "no-cdi": ({"cdi": ("",)}, "invalid CDI name '': expected 1 to 255 bytes"),
+    "long-id": ({"device_requests": (DeviceRequest("d", ("i" * 256,)),)}, "invalid device id"),
+    "long-driver": ({"device_requests": (DeviceRequest("d" * 256, ()),)}, "invalid driver"),
+    "long-group": ({"groups": ("g" * 256,)}, "invalid group"),
+    "no-group": ({"groups": ("a\0",)}, "invalid group"),
+    "group-id": ({"groups": ("4294967295",)}, "expected a name, or an id up to 4294967294"),
+    "group-digits": ({"groups": ("\u0663",)}, "invalid group"),
+}
+
+
+@pytest.mark.parametrize(("members", "why"), BOUNDED.values(), ids=BOUNDED)
+def test_every_member_of_edits_has_a_bound(members: dict[str, Any], why: str) -> None:
+    with pytest.raises(InvalidAnswer, match=re.escape(why)):
+        checked_edits(ContainerEdits(**members))
+
+
+def test_edits_within_their_bounds_are_kept() -> None:
+    edits = ContainerEdits(
+        env={"A": "b" * 131_069},
+        device_nodes=(DeviceNode("/a", "/" + "b" * 4094, "mrw"),) * 1024,
+        mounts=(Mount("/a", "/b"),) * 1024,
+        cdi=("vendor.com/class=MIG-GPU-0/1/0",) * 4096,
+        device_requests=(DeviceRequest("", ("i",) * 64),) * 64,
+        groups=("render", "domain users", "44", *(f"g{n}" for n in range(253))),
+    )
+    assert checked_edits(edits) is edits

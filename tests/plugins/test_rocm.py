@@ -148,7 +148,7 @@ async def test_what_is_not_available_is_not_a_number(host: PluginHost) -> None:
 async def test_no_library_is_one_line_and_offers_nothing(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("ROCM_PATH", str(tmp_path))
     for vendor, state, why in (
-        ("10de", PluginState.ABSENT, "open: NotPresent: no AMD GPU on the PCI bus, and libamd_smi"),
+        ("10de", PluginState.ABSENT, "open: no AMD GPU on the PCI bus, and libamd_smi"),
         ("1002", PluginState.PENDING, "open: RuntimeError: no AMD driver: libamd_smi.so is not"),
     ):
         device = tmp_path / vendor / "bus/pci/devices/0000:c1:00.0"

@@ -126,6 +126,27 @@ async def test_what_appears_outside_shared_mode_belongs_to_nobody_before_a_resta
     ]  # fmt: skip
 
 
+async def test_many_that_appear_are_one_warning() -> None:
+    rig = Rig(rules=SplitRules(AllocationMode.AUTO_SPLIT, (AgentRule("a"), AgentRule("b"))))
+    listed = tuple(gpus(*[1] * 302))
+    rig.plugins.ready = [PluginListing("cuda", (CUDA,), listed)]
+    rig.devices.refresh("cuda")
+    told = [warning for warning in rig.devices.warnings if "appeared" in warning]
+    first = "cuda2, cuda3, cuda4, cuda5"
+    assert told == [f"{first} and 296 more appeared, and are assigned to no agent before a restart"]
+
+
+async def test_a_plugin_that_is_not_allowed_any_more_is_one_warning(rig: Rig) -> None:
+    rig.plugins.ready = [PluginListing("cuda", (CUDA,), tuple(gpus(*[1] * 4096)))]
+    rig.devices.refresh("cuda")
+    again = Rig(rig.memory)
+    again.plugins.ready = []
+    again.devices.discover()
+    (warning,) = again.devices.warnings
+    assert warning.startswith("4096 devices of cuda are gone (cuda0, cuda1, cuda2, cuda3 and 4092")
+    assert len(warning) < 200
+
+
 async def test_plugins_hear_of_each_step_of_a_kernel_once(rig: Rig) -> None:
     await rig.create(cuda_device=1)
     await rig.service.stop("k1")

@@ -10,7 +10,7 @@ to another agent, anything else.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -40,6 +40,9 @@ class DeviceId(NamedTuple):
 
 MAX_NEWS = 8
 """Newcomers under one device name that are warned of one by one."""
+
+MOST_NAMED = 4
+"""Devices that one warning about many names."""
 
 MAX_FORMER = 64
 
@@ -254,6 +257,45 @@ class Inventory:
         return Inventory.of(self.slot_types.values(), kept)
 
 
+def warnings_by_name(
+    devices: Iterable[Device],
+    state: str,
+    reason_of: Callable[[Device], str],
+    endings: tuple[str, str] = ("", ""),
+) -> Iterator[str]:
+    """Yield one warning for each device name with devices in a state, such as `gone`.
+
+    It names the first devices and counts the others. `endings` are its last words about one device
+    and about several.
+    """
+    one, several = endings
+    names: dict[str, list[Device]] = {}
+    for device in devices:
+        names.setdefault(device.device_id.name, []).append(device)
+    for name, found in names.items():
+        first, *others = dict.fromkeys(map(reason_of, found))
+        reason = f"{first}, and {len(others)} other reasons" if others else first
+        ids = [device.device_id.id for device in found]
+        if len(ids) == 1:
+            shown = str(found[0].device_id) if name == CPU else ids[0]
+            yield f"{shown} is {state}: {reason}{one}"
+        else:
+            shown = first_of(ids)
+            yield f"{len(ids)} devices of {name} are {state} ({shown}): {reason}{several}"
+
+
+def first_of(ids: Sequence[str]) -> str:
+    """Return the first ids, and how many more there are."""
+    shown = ", ".join(ids[:MOST_NAMED])
+    return shown if len(ids) <= MOST_NAMED else f"{shown} and {len(ids) - MOST_NAMED} more"
+
+
+def withheld_warnings(inventory: Inventory) -> Iterator[str]:
+    """Yield the warnings about devices that another agentd of this host serves."""
+    devices = (device for device in inventory.devices if device.withheld)
+    return warnings_by_name(devices, "withheld", lambda device: device.withheld)
+
+
 def _as_listed(device: Device, now: Device | None) -> Device:
     if now is None:
         return replace(device, gone=True, reason="no longer listed by its plugin")
@@ -293,16 +335,20 @@ def served_once(plugins: Sequence[Sequence[Device]]) -> tuple[list[Device], list
     warnings = []
     for devices in plugins:
         mine: dict[str, DeviceId] = {}
+        twice: dict[str, list[str]] = {}
         for device in devices:
             keys = device.physical_keys()
             if taken := next((owners[key] for key in sorted(keys) if key in owners), None):
-                warnings.append(
-                    f"{device.device_id} is the same device as {taken}, which serves it; withheld"
-                )
+                why = f"{device.device_id} is the same device as {taken}, which serves it; withheld"
+                twice.setdefault(device.device_id.name, []).append(why)
                 continue
             kept.append(device)
             mine.update(dict.fromkeys(keys, device.device_id))
         owners.update(mine)
+        for name, found in twice.items():
+            warnings += found[:MOST_NAMED]
+            if (more := len(found) - MOST_NAMED) > 0:
+                warnings.append(f"{more} more devices of {name} are served by others; withheld")
     return kept, warnings
 
 

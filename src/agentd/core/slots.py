@@ -48,7 +48,11 @@ _ZERO = re.compile(
 _PLAIN = re.compile(r"[0-9]+(?:\.[0-9]+)?")
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(?:([kmgtpe])(?:i?b)?|b)", re.IGNORECASE | re.ASCII)
 _EXPONENT = re.compile(r"[+-]?[0-9.]+e[+-]?[0-9]+", re.IGNORECASE)
-SLOT_NAME = r"[a-z][a-z0-9_-]*(?:\.[A-Za-z0-9][A-Za-z0-9._:+-]*)?"
+MAX_SLOT_NAME = 128
+"""Characters in the longest name of a slot."""
+
+SLOT_NAME = rf"[a-z](?!.{{{MAX_SLOT_NAME}}})[a-z0-9_-]*(?:\.[A-Za-z0-9][A-Za-z0-9._:+-]*)?"
+"""A device name, or a device name, a dot and more; `MAX_SLOT_NAME` characters at most."""
 _SLOT_NAME = re.compile(SLOT_NAME)
 
 
@@ -103,7 +107,10 @@ def device_name_of(slot: SlotName) -> str:
 
 
 def is_slot_name(text: str) -> bool:
-    """Tell whether `text` is `name` or `name.rest`, as `cuda.device:1g.10gb-mig` is."""
+    """Return whether `text` is `name` or `name.rest`, as `cuda.device:1g.10gb-mig` is.
+
+    It has `MAX_SLOT_NAME` characters at most.
+    """
     return _SLOT_NAME.fullmatch(text) is not None
 
 
@@ -392,13 +399,14 @@ def read_slots(
     *,
     pending: Mapping[str, str] = MappingProxyType({}),
     failed: Mapping[str, str] = MappingProxyType({}),
+    absent: Mapping[str, str] = MappingProxyType({}),
 ) -> SlotReading:
     """Read a request's slots: first whether this node can know them, then their amounts.
 
     An unknown slot whose amount cannot be read counts as not zero.
 
-    `pending` holds device names whose plugin has not opened yet, `failed` those whose
-    plugin failed; both with the reason.
+    `pending` holds device names whose plugin has not opened yet, `failed` those whose plugin
+    failed, `absent` those whose hardware is not on the node; each with the reason.
 
     Raises:
         UnsupportedResource: some unknown slots of no pending plugin are not zero.
@@ -423,9 +431,9 @@ def read_slots(
                 unknown.append(name)
     if unknown:
         names = {device_name_of(name) for name in unknown}
-        raise UnsupportedResource(
-            unknown, types, {name: why for name, why in failed.items() if name in names}
-        )
+        reasons = {name: why for name, why in failed.items() if name in names}
+        missing = {name: why for name, why in absent.items() if name in names}
+        raise UnsupportedResource(unknown, types, reasons, absent=missing)
     slots = ResourceSlots(amounts)
     return SlotReading(slots, tuple(problems), tuple(_excluded(slots, types)), late)
 

@@ -147,6 +147,19 @@ def read_stat(pid: int) -> Stat | None:
     return Stat(pid, fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]))
 
 
+def started_at(pid: int) -> float | None:
+    """Return when a process started, in seconds since the epoch; None if there is none.
+
+    It is the start time in ticks since the boot, added to the time of the boot (proc(5), stat).
+    """
+    stat = read_stat(pid)
+    if stat is None:
+        return None
+    lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
+    boot_time = next(int(line.split()[1]) for line in lines if line.startswith("btime "))
+    return boot_time + stat.start_time / os.sysconf("SC_CLK_TCK")
+
+
 def read_env(pid: int) -> dict[str, str]:
     """Return the environment a process was started with; empty if it may not be read."""
     try:

@@ -80,7 +80,11 @@ class PluginServer:
             result = encode(getattr(self, call.method)(*call.arguments))
             return PluginAnswer(call.number, msgspec.Raw(result))
         except BaseException as error:
-            return PluginAnswer(call.number, error=said(error), failure=_failure(error))
+            failure = _failure(error)
+            why = said(error)
+            if failure is Failure.ABSENT:  # an answer, not an error of the plugin
+                why = why.removeprefix(f"{type(error).__name__}: ")
+            return PluginAnswer(call.number, error=why, failure=failure)
 
     def _send(self, message: Message) -> None:
         try:

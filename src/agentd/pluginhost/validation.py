@@ -7,15 +7,16 @@ the whole listing a lie, and the plugin fails with the reason.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 from agentd.core.devices import ID_PATTERN, Device, DeviceId, Health
+from agentd.core.names import shortened
 from agentd.core.slots import (
+    MAX_SLOT_NAME,
     ONE,
     AmountError,
     SlotKind,
@@ -29,6 +30,7 @@ from agentd.plugin_api import (
     ContainerEdits,
     DeviceInfo,
     Measurement,
+    ProcessUse,
     SlotTypeInfo,
 )
 from agentd.pluginhost.output import one_line
@@ -37,14 +39,44 @@ from agentd.services.protocols import PluginListing
 MAX_DEVICES = 4096
 MAX_SLOT_TYPES = 256
 _MAX_ALIASES, _MAX_ATTRIBUTES, _MAX_UNIT = 16, 64, 32
-_MAX_VARIABLES, _MAX_ENV_CHARACTERS = 1024, 128 * 1024
+MAX_PROCESSES = 65_536
+"""Processes in all measurements of a plugin together."""
+_MAX_ENV_BYTES = 128 * 1024
+"""Bytes of all names and values of a plugin's variables together."""
+_MAX_VARIABLE_BYTES = 128 * 1024 - 1
+"""Bytes of one `NAME=value`: MAX_ARG_STRLEN of Linux, less the NUL (execve(2))."""
+_MAX_PATH_BYTES = 4095
+"""PATH_MAX of Linux, less the NUL."""
+_MAX_NAME_BYTES = 255
+"""Bytes of a group, a CDI name, a driver, a device id or a capability."""
+_MOST_EDITS: Mapping[str, int] = {
+    "env": 1024,
+    "device_nodes": 1024,
+    "mounts": 1024,
+    "cdi": MAX_DEVICES,
+    "device_requests": 64,
+    "groups": 256,
+}
+"""Entries of each member of container edits."""
+_MAX_CAPABILITIES = 256
+_MAX_GROUP_ID = 2**32 - 2
 _NEVER_SET = {"PATH"}
 """Variables that decide which command a kernel runs."""
-_NOT_NEGATIVE = ("utilization_percent", "memory_used_bytes", "memory_total_bytes", "power_w")
+_PLAUSIBLE: Mapping[str, tuple[float, float]] = {
+    "utilization_percent": (0, 100),
+    "memory_used_bytes": (0, 2**63 - 1),
+    "memory_total_bytes": (0, 2**63 - 1),
+    "temperature_c": (-273, 1000),
+    "power_w": (0, 1_000_000),
+}
+"""The least and the largest value of each figure of a measurement."""
 
 
 class InvalidAnswer(Exception):
-    """A plugin's answer breaks the contract; the message says how."""
+    """A plugin's answer breaks the contract; the message, one line of bounded length, says how."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 def check_version(version: object) -> None:
@@ -79,8 +111,13 @@ def checked_listing(
 
 def _slot_type(name: str, info: SlotTypeInfo) -> SlotType:
     slot = info.name
+    if len(slot) > MAX_SLOT_NAME:
+        raise InvalidAnswer(
+            f"invalid slot {shortened(slot)}: got {len(slot)} characters,"
+            f" expected at most {MAX_SLOT_NAME}"
+        )
     if not is_slot_name(slot) or device_name_of(slot) != name:
-        raise InvalidAnswer(f"its slot {slot!r} is outside its prefix {name!r}")
+        raise InvalidAnswer(f"its slot {shortened(slot)} is outside its prefix {name!r}")
     try:
         kind = SlotKind(info.kind)
         quantum = parse_base_units(info.quantum, kind)
@@ -88,7 +125,7 @@ def _slot_type(name: str, info: SlotTypeInfo) -> SlotType:
         raise InvalidAnswer(f"the quantum of {slot}: {error}") from None
     except ValueError:
         raise InvalidAnswer(
-            f"invalid kind {info.kind!r} of {slot}: expected count, bytes or unique"
+            f"invalid kind {shortened(info.kind)} of {slot}: expected count, bytes or unique"
         ) from None
     if kind is SlotKind.UNIQUE and quantum != ONE:
         raise InvalidAnswer(
@@ -119,7 +156,7 @@ def _device(name: str, info: DeviceInfo, kinds: dict[str, SlotKind]) -> Device:
             raise InvalidAnswer(f"invalid {label} {shown}: expected letters, digits, '_.:-'")
     if info.slot not in kinds:
         raise InvalidAnswer(
-            f"device {info.id} offers {info.slot!r}, which is not in its slot types"
+            f"device {info.id} offers {shortened(info.slot)}, which is not in its slot types"
         )
     try:
         capacity = parse_base_units(info.capacity, kinds[info.slot])
@@ -128,7 +165,7 @@ def _device(name: str, info: DeviceInfo, kinds: dict[str, SlotKind]) -> Device:
     if kinds[info.slot] is SlotKind.UNIQUE and capacity not in (0, ONE):
         raise InvalidAnswer(f"{info.id} offers {info.capacity} of a unique slot")
     if info.health not in set(Health):
-        raise InvalidAnswer(f"the health of {info.id} is {info.health!r}")
+        raise InvalidAnswer(f"the health of {info.id} is {shortened(info.health)}")
     if info.numa_node is not None and info.numa_node < 0:
         raise InvalidAnswer(f"the NUMA node of {info.id} is {info.numa_node}")
     return Device(
@@ -152,58 +189,131 @@ def _device(name: str, info: DeviceInfo, kinds: dict[str, SlotKind]) -> Device:
 
 
 def checked_measurements(measurements: Sequence[Measurement]) -> list[Measurement]:
-    """Return what a plugin measured; a figure that cannot be one (NaN, -1 bytes) is not known.
+    """Return the last measurement of each device; an implausible figure is not known.
 
     Raises:
-        InvalidAnswer: it measured more than a plugin has devices.
+        InvalidAnswer: there are more than a plugin has devices, or too many processes.
     """
     if len(measurements) > MAX_DEVICES:
         raise InvalidAnswer(
             f"it measures {len(measurements)} devices; allowed: up to {MAX_DEVICES}"
         )
-    return [_measurement(measurement) for measurement in measurements]
+    processes = sum(len(measurement.processes or ()) for measurement in measurements)
+    if processes > MAX_PROCESSES:
+        raise InvalidAnswer(
+            f"too many processes on its devices: got {processes}, expected at most {MAX_PROCESSES}"
+        )
+    last = {measurement.stable_id: measurement for measurement in measurements}
+    return [_measurement(measurement) for measurement in last.values()]
 
 
-def _measurement(said: Measurement) -> Measurement:
-    figures = {name: getattr(said, name) for name in (*_NOT_NEGATIVE, "temperature_c")}
+def _measurement(measurement: Measurement) -> Measurement:
     wrong: dict[str, Any] = {
-        name: None
-        for name, figure in figures.items()
-        if figure is not None
-        and (not math.isfinite(figure) or (figure < 0 and name in _NOT_NEGATIVE))
+        name: None for name in _PLAUSIBLE if not _is_plausible(name, getattr(measurement, name))
     }
-    return replace(said, **wrong) if wrong else said
+    if measurement.processes is not None:
+        wrong["processes"] = [_process(process) for process in measurement.processes]
+    return replace(measurement, **wrong) if wrong else measurement
+
+
+def _process(process: ProcessUse) -> ProcessUse:
+    is_plausible = _is_plausible("memory_used_bytes", process.memory_bytes)
+    return process if is_plausible else replace(process, memory_bytes=None)
+
+
+def _is_plausible(name: str, figure: float | None) -> bool:
+    """Return whether a figure is in its range; None is, and NaN is not."""
+    least, most = _PLAUSIBLE[name]
+    return figure is None or least <= figure <= most
 
 
 def checked_edits(edits: ContainerEdits) -> ContainerEdits:
     """Return a plugin's container edits, checked.
 
     Raises:
-        InvalidAnswer: a runtime cannot use them.
+        InvalidAnswer: a runtime cannot use them, or they are beyond a bound.
     """
-    size = sum(len(name) + len(value) for name, value in edits.env.items())
-    if len(edits.env) > _MAX_VARIABLES or size > _MAX_ENV_CHARACTERS:
-        raise InvalidAnswer(
-            f"it sets {len(edits.env)} variables of {size} characters;"
-            f" allowed: up to {_MAX_VARIABLES} of {_MAX_ENV_CHARACTERS} together"
-        )
-    if refused := sorted(_NEVER_SET & edits.env.keys()):
+    ids = [device for request in edits.device_requests for device in request.device_ids]
+    capabilities = [text for request in edits.device_requests for text in request.capabilities]
+    for member, most in _MOST_EDITS.items():
+        _refuse_more(f"entries of {member}", len(getattr(edits, member)), most)
+    _refuse_more("device_ids in device_requests", len(ids), MAX_DEVICES)
+    _refuse_more("capabilities in device_requests", len(capabilities), _MAX_CAPABILITIES)
+    _check_env(edits.env)
+    for node in edits.device_nodes:
+        allowed = set(node.permissions)
+        if not allowed or not allowed <= set("rwm") or len(allowed) < len(node.permissions):
+            raise InvalidAnswer(
+                f"invalid permissions of {shortened(node.host_path)}:"
+                f" got {shortened(node.permissions)}, expected some of 'rwm'"
+            )
+    for path in _paths(edits):
+        if (size := _size(path)) > _MAX_PATH_BYTES:
+            raise InvalidAnswer(
+                f"invalid path {shortened(path)}: got {size} bytes,"
+                f" expected at most {_MAX_PATH_BYTES}"
+            )
+        if not path.startswith("/") or "\0" in path or ".." in path.split("/"):
+            raise InvalidAnswer(f"invalid path {shortened(path)}: expected an absolute path")
+    drivers = [request.driver for request in edits.device_requests if request.driver]
+    _check_names("CDI name", edits.cdi)
+    _check_names("driver", drivers)
+    _check_names("device id", ids)
+    _check_names("capability", capabilities)
+    _check_names("group", edits.groups)
+    for group in edits.groups:
+        if group.isdecimal() and not (group.isascii() and int(group) <= _MAX_GROUP_ID):
+            raise InvalidAnswer(
+                f"invalid group {shortened(group)}: expected a name, or an id up to {_MAX_GROUP_ID}"
+            )
+    return edits
+
+
+def _check_env(env: Mapping[str, str]) -> None:
+    if refused := sorted(_NEVER_SET & env.keys()):
         raise InvalidAnswer(f"it sets {', '.join(refused)}, which is the kernel's own")
-    for name, value in edits.env.items():
+    total = 0
+    for name, value in env.items():
         if not name or "=" in name or "\0" in name + value:
             raise InvalidAnswer(
-                f"invalid variable {name!r}: expected no '=' in its name and no NUL"
+                f"invalid variable {shortened(name)}: expected no '=' in its name and no NUL"
             )
+        size = _size(name) + _size(value)
+        if size + len("=") > _MAX_VARIABLE_BYTES:
+            raise InvalidAnswer(
+                f"invalid variable {shortened(name)}: got {size + len('=')} bytes with its value,"
+                f" expected at most {_MAX_VARIABLE_BYTES}"
+            )
+        total += size
+    if total > _MAX_ENV_BYTES:
+        raise InvalidAnswer(
+            f"too many bytes of env: got {total}, expected at most {_MAX_ENV_BYTES}"
+        )
+
+
+def _paths(edits: ContainerEdits) -> Iterator[str]:
     for node in edits.device_nodes:
-        if not set(node.permissions) <= set("rwm") or not node.permissions:
-            raise InvalidAnswer(f"the permissions of {node.host_path} are {node.permissions!r}")
-    paths = [node.host_path for node in edits.device_nodes]
-    paths += [node.container_path for node in edits.device_nodes]
-    paths += [path for mount in edits.mounts for path in (mount.source, mount.target)]
-    for path in paths:
-        if not path.startswith("/") or "\0" in path or ".." in path.split("/"):
-            raise InvalidAnswer(f"invalid path {path!r}: expected an absolute path")
-    return edits
+        yield from (node.host_path, node.container_path)
+    for mount in edits.mounts:
+        yield from (mount.source, mount.target)
+
+
+def _check_names(label: str, names: Iterable[str]) -> None:
+    for name in names:
+        if not name or _size(name) > _MAX_NAME_BYTES or not name.isprintable():
+            raise InvalidAnswer(
+                f"invalid {label} {shortened(name)}:"
+                f" expected 1 to {_MAX_NAME_BYTES} bytes of printable text"
+            )
+
+
+def _size(text: str) -> int:
+    return len(text.encode(errors="surrogatepass"))
+
+
+def _refuse_more(label: str, count: int, most: int) -> None:
+    if count > most:
+        raise InvalidAnswer(f"too many {label}: got {count}, expected at most {most}")
 
 
 def _refuse_twice(label: str, values: Sequence[str]) -> None:

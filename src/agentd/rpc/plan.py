@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from agentd.core.devices import withheld_warnings
 from agentd.core.partition.split import Partition, Split
 from agentd.core.slots import MEM, SlotKind, format_amount
 from agentd.rpc.rendering import amounts, partition_devices
@@ -33,11 +34,7 @@ def plan_view(split: Split) -> dict[str, object]:
         },
         "warnings": [
             *split.warnings,
-            *(
-                f"{d.device_id.id} is withheld: {d.withheld}"
-                for d in split.inventory.devices
-                if d.withheld
-            ),
+            *withheld_warnings(split.inventory),
         ],
     }
 

@@ -8,7 +8,7 @@ raises `generation`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import structlog
 from msgspec.structs import replace
@@ -21,6 +21,7 @@ from agentd.core.devices import (
     served_once,
     with_remembered,
     with_shared_health,
+    withheld_warnings,
 )
 from agentd.core.partition.rules import SplitRules
 from agentd.core.partition.split import Partition, Split, joined, split
@@ -87,7 +88,7 @@ class NodeDevices:
         """What the operator should know, the partition's warnings included."""
         news = (warning for warnings in self._news.values() for warning in warnings)
         installed, memory = self._plugins.warnings(), self._memory.warnings()
-        own = (*self.split.warnings, *_withheld_warnings(self.inventory), *self._remarks)
+        own = (*self.split.warnings, *withheld_warnings(self.inventory), *self._remarks)
         unsaved = [self._unsaved] if self._unsaved else []
         return (*installed, *self._warnings, *news, *own, *memory, *unsaved)
 
@@ -307,12 +308,6 @@ def _refuse_forgetting(device: Device, holders: Iterable[str]) -> None:
         raise Conflict(why)
     if held := ", ".join(holders):
         raise Conflict(f"{device.device_id} is held by {held}")
-
-
-def _withheld_warnings(inventory: Inventory) -> Iterator[str]:
-    for device in inventory.devices:
-        if device.withheld:
-            yield f"{device.device_id.id} is withheld: {device.withheld}"
 
 
 def _not_ready(statuses: Iterable[PluginStatus]) -> dict[str, str]:

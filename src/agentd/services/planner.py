@@ -134,11 +134,8 @@ class Planner:
             asked,
             types,
             pending={s.name: s.reason for s in statuses if s.state is PluginState.PENDING},
-            failed={
-                s.name: s.reason
-                for s in statuses
-                if s.state in (PluginState.FAILED, PluginState.ABSENT)
-            },
+            failed={s.name: s.reason for s in statuses if s.state is PluginState.FAILED},
+            absent={s.name: s.reason for s in statuses if s.state is PluginState.ABSENT},
         )
 
     def _reading(self, spec: KernelSpec, runtime: Runtime) -> SlotReading:

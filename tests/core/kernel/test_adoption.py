@@ -39,7 +39,7 @@ def test_a_damaged_record_is_recovered_from_the_second_statement() -> None:
     assert kernel.slots == {"cuda.device": "1", "mem": "4096"}
     assert "recovered" in kernel.reason
     foreign = adopt(found(record=encoded(kernel_id="k2")), NODE).kernel
-    assert "record of k2" in foreign.reason
+    assert "record of kernel k2" in foreign.reason
 
 
 def test_what_cannot_be_read_at_all_keeps_back_what_it_might_hold() -> None:
@@ -66,7 +66,29 @@ def test_a_device_that_a_damaged_record_names_twice_is_charged_once_and_comes_ba
     assert ledger.without("k1") == Ledger()
     other = share._replace(slot="old.slot")
     (merged,) = located(Allocation((share, other)), NODE)[0].shares
-    assert merged.slot == UNREADABLE_SLOT
+    assert merged == other
+    whole = share._replace(amount=ONE)
+    assert located(Allocation((whole, other)), NODE)[0].shares == (whole,)
+    assert located(Allocation((whole, whole)), NODE)[0].shares == (whole,)
+
+
+def test_shares_of_two_slots_hold_the_device_whole_and_are_shown() -> None:
+    """Whatever the two slots are, the wire names the device and nothing of it is left."""
+    device = NODE.by_name["cuda"][0]
+    part = Share(device.device_id, device.stable_id, device.slot, device.kind, 1000)
+    unreadable = part._replace(slot=UNREADABLE_SLOT, amount=0)
+    old, older = part._replace(slot="old.slot"), part._replace(slot="older.slot")
+    pairs = [(part, old), (old, older), (GPU, old), (GPU, unreadable), (old, unreadable)]
+    for pair in [*pairs, *(pair[::-1] for pair in pairs)]:
+        held, _ = located(Allocation(pair), NODE)
+        ledger = Ledger().with_held("k1", "a", held)
+        (slots,) = held.to_wire().values()
+        ((slot, ids),) = slots.items()
+        assert ids.keys() == {"cuda0"}, pair
+        assert ledger.kept_back_by(device) or (slot, ids["cuda0"]) == (device.slot, "1"), pair
+        assert ledger.used(device.device_id) <= device.capacity, pair
+    held, _ = located(Allocation((part, unreadable)), NODE)
+    assert held.shares == (unreadable,)
 
 
 def test_a_record_keeps_devices_back_and_never_creates_renames_or_moves_one() -> None:
@@ -99,9 +121,10 @@ EDITED = {
     "unlisted-device": ((EVIL,), {"GPU-cuda-0": ONE, "X": ONE}, "cuda/evil0"),
     "another-name": ((GPU._replace(device_id=OTHER.device_id),), {"GPU-cuda-0": ONE}, "cuda1"),
     "less": ((GPU._replace(amount=1),), {"GPU-cuda-0": ONE}, "=0.000001@"),
-    "more": ((GPU._replace(amount=ONE + 1),), {"GPU-cuda-0": ONE + 1}, "=1.000001@"),
-    "another-slot": ((GPU._replace(slot="x.y"),), {"GPU-cuda-0": 0}, "x.y=1"),
-    "twice": ((GPU, GPU), {"GPU-cuda-0": 2 * ONE}, "says nothing else"),
+    "more": ((GPU._replace(amount=ONE + 1),), {"GPU-cuda-0": ONE}, "=1.000001@"),
+    "another-slot": ((GPU._replace(slot="x.y"),), {"GPU-cuda-0": ONE}, "x.y=1"),
+    "twice": ((GPU, GPU), {"GPU-cuda-0": ONE}, "duplicate device cuda/cuda0 (GPU-cuda-0)"),
+    "two-slots": ((GPU, GPU._replace(slot="x.y")), {"GPU-cuda-0": ONE}, "duplicate device"),
     "zero": ((ZERO,), {"GPU-cuda-0": ONE}, "amount of cuda/cuda0: got 0"),
 }
 
@@ -116,10 +139,53 @@ def test_a_kernel_holds_record_and_second_statement(shares, held, said) -> None:
     assert kernel.state is KernelState.RUNNING
     assert said in kernel.reason
     assert "second statement" in kernel.reason
+    assert kernel.allocation.to_wire()["cuda"]["cuda.device"].keys() >= {"cuda0"}
     assert [device.device_id.id for device in adoption.missing] == ["X"] * ("X" in held)
     assert all(device.gone for device in adoption.missing)
     again = recalled("k1", encode(kernel, "n"), "docker", NODE, 5.0).kernel
     assert again.allocation == kernel.allocation
+
+
+def test_a_difference_names_both_statements() -> None:
+    text = encoded(allocation=Allocation((GPU._replace(slot="cuda.shares"),)))
+    kernel = adopt(found(record=text, statement=statement(Allocation((GPU,)))), NODE).kernel
+    assert kernel.reason == (
+        "its record says cuda/cuda0/cuda.shares=1@GPU-cuda-0 and its second statement"
+        " cuda/cuda0/cuda.device=1@GPU-cuda-0; the devices of both are charged"
+    )
+    assert kernel.allocation.to_wire() == {"cuda": {"cuda.device": {"cuda0": "1"}}}
+
+
+def test_a_statement_in_another_order_is_no_difference() -> None:
+    words = statement(HELD).split()
+    item = found(statement=f" {'  '.join(reversed(words))} ")
+    kernel = adopt(item, NODE).kernel
+    assert (kernel.reason, kernel.allocation) == ("", HELD)
+    twice = found(statement=f"{words[0]} {statement(HELD)}")
+    assert "unreadable (duplicate device cuda/cuda0" in adopt(twice, NODE).kernel.reason
+
+
+RECORD_PROBLEMS = {
+    "missing": ({}, "its record is missing; recovered"),
+    "other": ({"record_problem": "it is k2's"}, "unreadable record (it is k2's); recovered"),
+    "both": ({"statement": ""}, "its record is missing; its devices cannot be recovered"),
+}
+
+
+@pytest.mark.parametrize(("changes", "reason"), RECORD_PROBLEMS.values(), ids=RECORD_PROBLEMS)
+def test_reason_says_what_is_wrong_with_the_record(changes, reason) -> None:
+    kernel = adopt(found(record="", **changes), NODE).kernel
+    assert kernel.reason.startswith(reason)
+
+
+def test_a_kernel_without_record_counts_from_a_known_time() -> None:
+    assert adopt(found(record=""), NODE, now=9.0).kernel.created_at == 6.0
+    unknown = found(record="", started_at=None)
+    first = adopt(unknown, NODE, now=9.0).kernel
+    assert first.created_at == 9.0
+    assert adopt(unknown, NODE, first, now=11.0).kernel.created_at == 9.0
+    (adoption,) = reconcile({}, [unknown], NODE, now=9.0)
+    assert adoption.kernel.created_at == 9.0
 
 
 UNEQUAL = {

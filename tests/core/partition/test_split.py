@@ -96,6 +96,34 @@ def test_a_missing_device_keeps_its_seat_and_its_neighbours_theirs() -> None:
     assert any("cuda1 is gone" in warning for warning in result.warnings)
 
 
+def test_warnings_count_devices_and_name_the_first() -> None:
+    lost = [
+        replace(d, gone=True, reason="no plugin cuda is installed and allowed")
+        for d in gpus(*[1] * 4096)
+    ]
+    node = machine(*cores(2), memory(), *lost)
+    result = split(node, SplitRules(AllocationMode.MANUAL, (described("a", cpu=2, mem="1g"),)))
+    assert [warning for warning in result.warnings if "cuda" in warning] == [
+        (
+            "4096 devices of cuda are gone (cuda0, cuda1, cuda2, cuda3 and 4092 more):"
+            " no plugin cuda is installed and allowed; their places are kept"
+        ),
+        "cuda0, cuda1, cuda2, cuda3 and 4092 more are assigned to no agent",
+    ]
+
+
+def test_warning_of_devices_with_several_reasons_says_so() -> None:
+    lost = [replace(d, gone=True, reason=f"r{n}") for n, d in enumerate(gpus(1, 1, 1))]
+    result = split(
+        machine(*cores(2), memory(), *lost), SplitRules(AllocationMode.SHARED, agents("a"))
+    )
+    (warning,) = result.warnings
+    assert warning == (
+        "3 devices of cuda are gone (cuda0, cuda1, cuda2): r0, and 2 other reasons;"
+        " their places are kept"
+    )
+
+
 def test_reservation_is_withheld_from_everyone() -> None:
     rules = SplitRules(
         AllocationMode.AUTO_SPLIT, agents("a", "b"), reserved_cpu=2, reserved_mem=2 * GIB, align=GIB

@@ -22,6 +22,7 @@ from agentd.core.kernel.states import Kernel, KernelSpec, KernelState
 from agentd.core.kernel.usage import Usage
 from agentd.errors import RuntimeFailure
 from agentd.host.systemd.availability import version_of, why_no_systemd
+from agentd.host.systemd.dbus import Manager
 from agentd.host.systemd.unit_paths import UNIT_PATH, is_there, unit_of
 from agentd.runtimes.systemd.bundle import (
     DROP_IN,
@@ -32,6 +33,7 @@ from agentd.runtimes.systemd.bundle import (
     static_busybox,
 )
 from agentd.runtimes.systemd.journal import JournalSource
+from agentd.runtimes.systemd.observer import UnitObserver
 from agentd.runtimes.systemd.slices import journal_remarks
 from agentd.runtimes.systemd.unit import (
     SystemdRules,
@@ -51,6 +53,9 @@ def plan(*command: str, edits: ContainerEdits | None = None, **spec: Any) -> Ker
     kernel = Kernel("k1", "team-a", KernelState.PREPARING, "hash", 1.0, "systemd",
                     allocation=Allocation(()))  # fmt: skip
     return build_plan(made, kernel, edits or ContainerEdits(), NodeFacts("n", (), frozenset()))
+
+
+OWN = plan("true").record
 
 
 def told(made: KernelPlan, **rules: Any) -> dict[str, Any]:
@@ -236,6 +241,31 @@ def test_a_bundle_keeps_what_it_was_given(tmp_path: Path) -> None:
     assert bundle.end().ending.exit_code == 3
     (bundle.path / "exit").write_text("rubbish")
     assert bundle.end() is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, ("", "", False)),
+        ("", ("", "its file is empty or cannot be read", True)),
+        ("{", ("", "Expecting property name", True)),
+        (OWN.replace('"k1"', '"k2"'), ("", "it is the record of kernel k2 of node n", False)),
+        (OWN.replace('"n"', '"m"'), ("", "it is the record of kernel k1 of node m", False)),
+        (OWN, (OWN, "", True)),
+    ],
+    ids=["missing", "empty", "no-json", "other", "other-node", "own"],
+)
+def test_problem_of_a_record_is_told(tmp_path: Path, text, expected) -> None:
+    observer = UnitObserver(tmp_path, "n", "boot", Manager(is_user=True))
+    bundle = observer.bundle("k1")
+    bundle.make("", {})
+    (bundle.path / "record.json").unlink()
+    if text is not None:
+        (bundle.path / "record.json").write_text(text)
+    record, problem, is_own = observer._own_record(bundle)
+    assert (record, is_own) == (expected[0], expected[2])
+    assert problem.startswith(expected[1])
+    assert bool(problem) is bool(expected[1])
 
 
 @given(st.text(st.characters(exclude_categories=["Cs", "Cc"]) | st.sampled_from("\n\t\"\\$`'")))

@@ -178,8 +178,12 @@ async def test_a_refused_request_reaches_nobody(rig: Rig, change, error) -> None
 async def test_a_failed_plugin_is_named_in_the_refusal_and_a_late_one_can_be_retried(rig) -> None:
     rig.plugins.failed = {"tpu": "no driver"}
     rig.plugins.pending = ["npu"]
+    rig.plugins.absent = {"rocm": "open: no AMD GPU on the PCI bus. Please ensure"}
     with pytest.raises(UnsupportedResource, match="plugin tpu failed: no driver"):
         await rig.create(tpu_chip=1)
+    absent = "; plugin rocm: no such hardware on this node$"
+    with pytest.raises(UnsupportedResource, match=absent):
+        await rig.create(rocm_device=1)
     with pytest.raises(PluginUnavailable):
         await rig.create(npu_device=1)
 

@@ -21,6 +21,7 @@ import msgspec
 
 from agentd.core.names import is_name, shortened
 from agentd.core.slots import (
+    MAX_SLOT_NAME,
     AmountError,
     ResourceSlots,
     SlotKind,
@@ -36,7 +37,6 @@ from agentd_fleet.view.fleet_view import NOTHING, FleetNode, NodeStatus, Offer
 SCHEMA = 1
 MOST_SLOT_TYPES = 256
 """How many slots one node can have the fleet know."""
-MAX_SLOT_NAME = 128
 UNREADABLE = (msgspec.MsgspecError, AmountError, ValueError, RecursionError)
 NOT_THERE = ("gone", "unhealthy", "withheld")
 """States of devices that have no capacity."""
@@ -333,7 +333,7 @@ def slot_type_in(item: SlotTypeReport) -> SlotType:
     Raises:
         ValueError: it is none that there can be.
     """
-    if not is_slot_name(item.name) or len(item.name) > MAX_SLOT_NAME:
+    if not is_slot_name(item.name):
         raise ValueError(f"{item.name[:MAX_SLOT_NAME]!r} is no name of a slot")
     quantum = parse_base_units(item.quantum, item.kind)
     if quantum < 1:

@@ -1,9 +1,10 @@
 """Adopting: from what a runtime found to a kernel, charged to the physical devices.
 
 A kernel holds the devices of its record and those of its second statement; where they differ,
-its reason names both. A record never creates, renames, moves or frees a device. Where only one
-of the two can be read, that one counts; where neither can, everything that the kernel might
-hold is charged.
+its reason names both. A record never creates, renames, moves or frees a device, and a difference
+never charges more of a device than there is. A device of which the two name different slots is
+held whole, under one of them. Where only one of the two can be read, that one counts; where
+neither can, everything that the kernel might hold is charged.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from agentd.core.kernel.observation import ObservedKernel, ObservedState
 from agentd.core.kernel.plan import KernelPlan
 from agentd.core.kernel.record import (
     STATEMENT,
+    MissingRecordError,
     NewerRecordError,
     RecordError,
     decode,
@@ -47,11 +49,14 @@ def adopt(
     inventory: Inventory,
     before: Kernel | None = None,
     plan: KernelPlan | None = None,
+    *,
+    now: float = 0.0,
 ) -> Adoption:
     """Describe an observed kernel by its record and its second statement, or what it might hold.
 
     `before` is the kernel as it was known, if it was; `plan` what it was created from just now:
-    a record that is the plan's need not be read.
+    a record that is the plan's need not be read. `now` (seconds since the epoch) is the time of
+    adoption, which a kernel counts from whose record and start are not known.
     """
     state = KernelState.CREATING
     if before is not None and item.state is not ObservedState.CREATED:
@@ -61,7 +66,7 @@ def adopt(
         agent_id=item.agent_id,
         state=state,
         spec_hash="",
-        created_at=item.started_at or 0.0,
+        created_at=before.created_at if before else item.started_at or now,
         runtime=item.runtime,
         handle=item.handle,
         started_at=item.started_at,
@@ -117,11 +122,15 @@ def _united(
         inventory = inventory.with_device(device)
     also, unknown = located(stated, inventory)
     one, two = set(in_record.split()), set(statement(stated).split())
+    if one == two:
+        return allocation, missing, ""
     doubt = (
         f"its record says {_listed(one - two)} and its second statement {_listed(two - one)};"
         " the devices of both are charged"
     )
-    held = _one_for_each_device((*allocation.shares, *also.shares), _larger)
+    for device in unknown:
+        inventory = inventory.with_device(device)
+    held = _one_for_each_device((*allocation.shares, *also.shares), inventory, _larger)
     return Allocation(held), (*missing, *unknown), doubt
 
 
@@ -129,12 +138,20 @@ def _listed(words: Iterable[str]) -> str:
     return ", ".join(sorted(words)) or "nothing else"
 
 
-def _larger(one: Share, other: Share) -> Share:
-    return max(one, other, key=lambda share: share.amount)
+def _larger(one: Share, other: Share, device: Device) -> Share:
+    """Return the larger share, or all of the device where that is more than there is."""
+    less, more = sorted((other, one), key=lambda share: share.amount)
+    if more.slot == device.slot:
+        more = more._replace(kind=device.kind, amount=min(more.amount, device.capacity))
+    return max(more, less, key=lambda share: share.amount)
 
 
-def _sum(one: Share, other: Share) -> Share:
-    return other._replace(amount=one.amount + other.amount)
+def _sum(one: Share, other: Share, device: Device) -> Share:
+    """Return two shares of devices that are one now, or all of it where that is more."""
+    both = other._replace(amount=one.amount + other.amount)
+    if both.slot == device.slot:
+        both = both._replace(amount=min(both.amount, device.capacity))
+    return max(both, one, other, key=lambda share: share.amount)
 
 
 def _sighted(kernel: Kernel, item: ObservedKernel) -> Kernel:
@@ -168,9 +185,11 @@ def changed_limits(kernel: Kernel, item: ObservedKernel) -> tuple[str, ...]:
 
 
 def _recorded(item: ObservedKernel) -> Kernel:
+    if not item.record and item.record_problem:
+        raise RecordError(item.record_problem)
     kernel = decode(item.record).kernel
     if kernel.kernel_id != item.kernel_id:
-        raise RecordError(f"it is the record of {kernel.kernel_id}")
+        raise RecordError(f"it is the record of kernel {kernel.kernel_id}")
     return kernel
 
 
@@ -181,12 +200,14 @@ def _without_record(
 
     There its devices are charged all the same: they are what the statement is for.
     """
+    is_missing = isinstance(why, MissingRecordError)
+    record = "its record is missing" if is_missing else f"unreadable record ({why})"
     try:
         stated = parse_statement(item.statement)
         if not stated.shares:
             raise RecordError("the second statement is empty")
     except RecordError as error:
-        reason = f"unreadable record ({why}) and devices ({error})"
+        reason = f"{record}; its devices cannot be recovered: {error}"
         held = Allocation(tuple(_might_hold(item, inventory)))
         return Adoption(_unreadable(replace(seen, reason=reason, allocation=held), item))
     allocation, missing = located(stated, inventory)
@@ -194,7 +215,7 @@ def _without_record(
     if isinstance(why, NewerRecordError):
         reason = f"its record is of a newer agentd ({why}); its devices are charged"
         return Adoption(_unreadable(replace(kernel, reason=reason), item), missing)
-    reason = f"unreadable record ({why}); recovered from the second statement of its devices"
+    reason = f"{record}; recovered from the second statement of its devices"
     return Adoption(_sighted(replace(kernel, reason=reason), item), missing)
 
 
@@ -226,7 +247,7 @@ def recalled(kernel_id: str, text: str, runtime: str, inventory: Inventory, now:
             created_at=now,
             runtime=runtime,
             allocation=kept_back(inventory),
-            reason=f"its record cannot be read: {error}",
+            reason="its record cannot be read" + (f": {error}" if text else ""),
         )
         return Adoption(kernel)
     allocation, missing = located(record.kernel.allocation, inventory)
@@ -249,7 +270,10 @@ def located(recorded: Allocation, inventory: Inventory) -> tuple[Allocation, tup
             missing[stable_id] = device
         placed.append(share._replace(device_id=device.device_id, stable_id=device.stable_id))
         placed += (_whole(part) for part in inventory.parts_of(stable_id))
-    return Allocation(_one_for_each_device(placed, _sum)), tuple(missing.values())
+    for device in missing.values():
+        inventory = inventory.with_device(device)
+    held = _one_for_each_device(placed, inventory, _sum)
+    return Allocation(held), tuple(missing.values())
 
 
 def _whole(device: Device) -> Share:
@@ -257,18 +281,33 @@ def _whole(device: Device) -> Share:
 
 
 def _one_for_each_device(
-    shares: Iterable[Share], merge: Callable[[Share, Share], Share]
+    shares: Iterable[Share], inventory: Inventory, merge: Callable[[Share, Share, Device], Share]
 ) -> tuple[Share, ...]:
     """Merge the shares of one device; it is held whole where they are of two slots."""
     merged: dict[DeviceId, Share] = {}
     for share in shares:
-        other = merged.get(share.device_id)
-        if other is not None and other.slot == share.slot:
-            share = merge(other, share)  # noqa: PLW2901 - of both
-        elif other is not None:
-            share = share._replace(slot=UNREADABLE_SLOT, amount=0)  # noqa: PLW2901 - the whole
-        merged[share.device_id] = share
+        device_id = share.device_id
+        if (other := merged.get(device_id)) is None:
+            merged[device_id] = share
+            continue
+        merge_two = merge if other.slot == share.slot else _held_whole
+        merged[device_id] = merge_two(other, share, inventory.by_id[device_id])
     return tuple(merged.values())
+
+
+def _held_whole(one: Share, other: Share, device: Device) -> Share:
+    """Return the share by which a device is held whole, of two that are of different slots.
+
+    That is all of what the device offers, if one of the two is. Else it is the share of another
+    slot: as long as a kernel holds that, nothing of the device is given to others.
+    """
+    for share in (one, other):
+        if share.slot == device.slot and share.amount >= device.capacity:
+            return share._replace(amount=device.capacity or share.amount)
+    for share in (one, other):
+        if share.slot not in (UNREADABLE_SLOT, device.slot):
+            return share
+    return _whole(device)
 
 
 def _gone(share: Share, inventory: Inventory) -> Device:

@@ -25,7 +25,8 @@ class ObservedKernel(msgspec.Struct, frozen=True):
 
     `cores`, `memory_bytes` and `ports` are what the runtime holds it to, where it can tell;
     they matter only if `record` cannot be read. One that `is_partial` was only listed, and
-    its times and ending are not known. `pid` and `unit` are as in `Kernel`.
+    its times and ending are not known. `pid` and `unit` are as in `Kernel`. An empty `record` is
+    missing, unless `record_problem` says otherwise.
     """
 
     kernel_id: str
@@ -43,6 +44,7 @@ class ObservedKernel(msgspec.Struct, frozen=True):
     is_partial: bool = False
     pid: int | None = None
     unit: str | None = None
+    record_problem: str = ""
 
     def __post_init__(self) -> None:
         checked(self.kernel_id)

@@ -43,8 +43,12 @@ def reconcile(
     inventory: Inventory,
     *,
     expired: Collection[str] = (),
+    now: float = 0.0,
 ) -> list[Action]:
-    """Return what to do about every difference between `known` and a complete list."""
+    """Return what to do about every difference between `known` and a complete list.
+
+    `now` is the time of adoption, in seconds since the epoch.
+    """
     by_id = {item.kernel_id: item for item in found}
     actions: list[Action] = []
     for kernel_id, item in by_id.items():
@@ -52,7 +56,7 @@ def reconcile(
         shown = as_seen_before(before, item) if before else item
         if shown.state is ObservedState.CREATED:
             actions.append(RemoveNeverRan(shown))
-        elif action := _difference(before, shown, inventory):
+        elif action := _difference(before, shown, inventory, now):
             actions.append(action)
             for device in action.missing:
                 inventory = inventory.with_device(device)
@@ -84,10 +88,10 @@ def stopped(before: Kernel, item: ObservedKernel | None) -> Kernel:
 
 
 def _difference(
-    before: Kernel | None, item: ObservedKernel, inventory: Inventory
+    before: Kernel | None, item: ObservedKernel, inventory: Inventory, now: float
 ) -> Adoption | None:
     if before is None or before.state in STARTING or before.handle != item.handle:
-        return adopt(item, inventory, before)
+        return adopt(item, inventory, before, now=now)
     after = before.observed(_sight(before, item), degraded=changed_limits(before, item))
     ending = item.ending if after.state in ENDED else Ending()
     is_same = (after.state, after.degraded) == (before.state, before.degraded)

@@ -11,7 +11,7 @@ A reader accepts its own schema and older ones and ignores members that it does 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from msgspec.structs import asdict
@@ -38,6 +38,14 @@ _WRITER = json.JSONEncoder(separators=(",", ":"))
 
 class RecordError(ValueError):
     """A record or statement that cannot be read, and why."""
+
+
+class MissingRecordError(RecordError):
+    """There is no record."""
+
+
+class ForeignRecordError(RecordError):
+    """A record of another kernel."""
 
 
 class NewerRecordError(RecordError):
@@ -99,8 +107,11 @@ def decode(text: str) -> Record:
     """Read a record.
 
     Raises:
-        RecordError: not JSON, a newer schema, or members missing or of another shape.
+        RecordError: it is empty, not JSON, of a newer schema, lacks a member, has one of another
+            shape, or names a device twice.
     """
+    if not text:
+        raise MissingRecordError("it is missing")
     try:
         raw = json.loads(text)
         if not isinstance(raw, dict) or not isinstance(raw.get("schema"), int):
@@ -115,7 +126,7 @@ def decode(text: str) -> Record:
             created_at=parse_time(raw["created_at"]),
             runtime=_text(raw["runtime"]),
             slots={_text(name): _text(amount) for name, amount in raw["slots"].items()},
-            allocation=Allocation(tuple(_decode_share(item) for item in raw["allocation"])),
+            allocation=_allocation(_decode_share(item) for item in raw["allocation"]),
             not_enforced=tuple(_text(item) for item in raw["not_enforced"]),
             ports=tuple(_decode_port(item) for item in raw["ports"]),
             created_by=_text(raw.get("created_by", "")),
@@ -132,6 +143,54 @@ def decode(text: str) -> Record:
         raise RecordError(f"it has no {error.args[0]}") from None
     except MALFORMED as error:
         raise RecordError(str(error) or type(error).__name__) from None
+
+
+def required_record(text: str | None) -> str:
+    """Return the text of a record's file: None if there is no file, empty if it cannot be read.
+
+    Raises:
+        MissingRecordError: there is no file.
+        RecordError: it is empty or cannot be read.
+    """
+    if text is None:
+        raise MissingRecordError("it is missing")
+    if not text:
+        raise RecordError("its file is empty or cannot be read")
+    return text
+
+
+def require_owner(text: str, node_id: str, kernel_id: str) -> None:
+    """Refuse the record of another kernel.
+
+    Raises:
+        ForeignRecordError: it is one.
+        RecordError: that cannot be read.
+    """
+    try:
+        raw = json.loads(text)
+        node, kernel = raw["node_id"], raw["kernel_id"]
+    except KeyError as error:
+        raise RecordError(f"it has no {error.args[0]}") from None
+    except MALFORMED as error:
+        raise RecordError(str(error) or type(error).__name__) from None
+    if (node, kernel) != (node_id, kernel_id):
+        node, kernel = (name if is_name(name) else shortened(name) for name in (node, kernel))
+        raise ForeignRecordError(f"it is the record of kernel {kernel} of node {node}")
+
+
+def _allocation(shares: Iterable[Share]) -> Allocation:
+    """Return an allocation.
+
+    Raises:
+        RecordError: a device is there twice, which agentd never writes.
+    """
+    found = tuple(shares)
+    seen: set[str] = set()
+    for share in found:
+        if share.stable_id in seen:
+            raise RecordError(f"duplicate device {share.device_id} ({share.stable_id})")
+        seen.add(share.stable_id)
+    return Allocation(found)
 
 
 def _decode_share(raw: Mapping[str, object]) -> Share:
@@ -217,9 +276,10 @@ def parse_statement(text: str) -> Allocation:
     """Read a statement back.
 
     Raises:
-        RecordError: a word of it is damaged, or gives nothing of a device.
+        RecordError: a word of it is damaged, gives nothing of a device, or is of a device that was
+            named before.
     """
-    return Allocation(tuple(_parse_word(word) for word in text.split()))
+    return _allocation(_parse_word(word) for word in text.split())
 
 
 def _parse_word(word: str) -> Share:

@@ -18,7 +18,14 @@ from types import MappingProxyType
 
 import msgspec
 
-from agentd.core.devices import MEMORY, Device, DeviceId, Inventory
+from agentd.core.devices import (
+    MEMORY,
+    Device,
+    DeviceId,
+    Inventory,
+    first_of,
+    warnings_by_name,
+)
 from agentd.core.partition.auto_split import deal, split_units, torn_cores
 from agentd.core.partition.limits import Limit, Limitable, guaranteed, remarks, resolved
 from agentd.core.partition.manual import AssignableDevices, Assignment, assign_manually
@@ -126,7 +133,8 @@ class Split:
         Devices that are new belong to everybody in shared mode, and to an agent that is alone;
         else to nobody yet.
         """
-        new = sorted(inventory.listed - self.inventory.listed, key=str)
+        before = self.inventory.listed
+        new = [d.device_id for d in inventory.devices if d.device_id in inventory.listed - before]
         if not new:
             return replace(self, inventory=inventory)
         is_alone = self.mode is AllocationMode.AUTO_SPLIT and len(self.partitions) == 1
@@ -136,11 +144,15 @@ class Split:
                 for agent, part in self.partitions.items()
             }
             return replace(self, inventory=inventory, partitions=partitions)
-        unassigned, warnings = dict(self.unassigned), []
+        unassigned, appeared = dict(self.unassigned), dict[str, list[str]]()
         for device_id in new:
             unassigned[device_id.name] = (*unassigned.get(device_id.name, ()), device_id.id)
-            name = _shown(device_id)
-            warnings.append(f"{name} appeared, and is assigned to no agent before a restart")
+            appeared.setdefault(device_id.name, []).append(_shown(device_id))
+        warnings = [
+            f"{first_of(ids)} appeared, and {'is' if len(ids) == 1 else 'are'} assigned to no agent"
+            " before a restart"
+            for ids in appeared.values()
+        ]
         return replace(
             self,
             inventory=inventory,
@@ -352,14 +364,14 @@ def _split(
 
 
 def _gone_warnings(inventory: Inventory) -> Iterator[str]:
-    for device in inventory.devices:
-        if device.gone:
-            yield f"{_shown(device.device_id)} is gone ({device.reason}); its place is kept"
+    gone = (device for device in inventory.devices if device.gone)
+    endings = ("; its place is kept", "; their places are kept")
+    return warnings_by_name(gone, "gone", lambda device: device.reason, endings)
 
 
 def _left_over(name: str, ids: tuple[str, ...]) -> str:
     lead = f"{name} " if name == CPU else ""
-    return f"{lead}{', '.join(ids)} {'is' if len(ids) == 1 else 'are'} assigned to no agent"
+    return f"{lead}{first_of(ids)} {'is' if len(ids) == 1 else 'are'} assigned to no agent"
 
 
 def _ignored_rules(rules: SplitRules) -> Iterator[str]:

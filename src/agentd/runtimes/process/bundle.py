@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from agentd.core.kernel.record import MALFORMED, parse_time
+from agentd.core.kernel.record import MALFORMED, parse_time, required_record
 from agentd.core.kernel.states import Ending
 from agentd.host.processes import Proc
 from agentd.runtimes.host.private_folder import PASSING, PrivateFolder, names_in
@@ -86,8 +86,12 @@ class Bundle(PrivateFolder):
         return any(not name.startswith(f"{LOG}.") for name in names_in(self.path) - ours)
 
     def record(self) -> str:
-        """Return the record; empty if it is missing or unreadable."""
-        return self.read(RECORD) or ""
+        """Return the record.
+
+        Raises:
+            RecordError: it is missing (`MissingRecordError`), empty or cannot be read.
+        """
+        return required_record(self.read(RECORD))
 
     def has_identity(self) -> bool:
         """Tell whether the shim wrote something down, readable or not."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +9,13 @@ import msgspec
 
 from agentd.core.kernel.observation import Leftover, Listing, ObservedKernel, ObservedState
 from agentd.core.kernel.plan import kernel_name, name_prefix
-from agentd.core.kernel.record import MALFORMED
+from agentd.core.kernel.record import (
+    ForeignRecordError,
+    MissingRecordError,
+    RecordError,
+    require_owner,
+    required_record,
+)
 from agentd.core.names import checked, is_name, name_or_empty
 from agentd.errors import RuntimeFailure
 from agentd.failpoints import reach
@@ -85,11 +90,9 @@ class Bundles(msgspec.Struct, frozen=True):
         is_bundle = bundle.exists()
         state, ending = proof.state()
         is_alive = state is ObservedState.RUNNING
-        record = bundle.record() if is_bundle else ""
-        if not self._is_own(kernel_id, record):
-            if not proof.is_grouped:
-                return None
-            record = ""  # it lives in a cgroup of its own, so this is not its record
+        record, problem, is_own = self._record(kernel_id, is_bundle=is_bundle)
+        if not is_own and not proof.is_grouped:
+            return None  # else it lives in a cgroup of its own
         if not (is_bundle or is_alive):
             return None
         handle = proof.handle()
@@ -101,21 +104,29 @@ class Bundles(msgspec.Struct, frozen=True):
             state=state,
             record=record,
             statement=cgroup.attribute(DEVICES) if cgroup else "",
-            started_at=proof.identity.started_at if proof.identity else None,
+            started_at=proof.started_at(),
             ending=ending,
             pid=int(handle) if handle else None,
+            record_problem=problem,
         )
 
-    def _is_own(self, kernel_id: str, record: str) -> bool:
-        """Tell whether a bundle's record does not name another kernel, as a copied one does.
+    def _record(self, kernel_id: str, *, is_bundle: bool) -> tuple[str, str, bool]:
+        """Return a kernel's record, what is wrong with it, and whether the bundle is its own.
 
-        Without a record that can be read, it is own if nobody else's files are in the bundle.
+        A bundle is another kernel's if its record names that, as a copied one does. Without a
+        record that can be read, it is own if nobody else's files are in it.
         """
+        bundle = self.bundle(kernel_id)
         try:
-            raw = json.loads(record)
-            return bool((raw["node_id"], raw["kernel_id"]) == (self.node_id, kernel_id))
-        except MALFORMED:
-            return not self.bundle(kernel_id).has_strangers()
+            record = bundle.record() if is_bundle else required_record(None)
+            require_owner(record, self.node_id, kernel_id)
+        except MissingRecordError:
+            return "", "", not bundle.has_strangers()
+        except ForeignRecordError as error:
+            return "", str(error), False
+        except RecordError as error:
+            return "", str(error), not bundle.has_strangers()
+        return record, "", True
 
     async def take_away(self, kernel_id: str) -> bool:
         """Remove the bundle of a kernel that does not live; False if it began to."""

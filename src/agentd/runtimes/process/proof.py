@@ -29,7 +29,15 @@ from msgspec.structs import replace
 from agentd.core.kernel.observation import ObservedState
 from agentd.core.kernel.states import Ending
 from agentd.host.cgroups.hierarchies import Cgroup
-from agentd.host.processes import Proc, all_processes, children, descendants, read_stat, strike
+from agentd.host.processes import (
+    Proc,
+    all_processes,
+    children,
+    descendants,
+    read_stat,
+    started_at,
+    strike,
+)
 from agentd.runtimes.process.bundle import LOCK, Bundle, ShimIdentity
 from agentd.runtimes.process.shim import COMMAND_BYTE, SHIM_BYTE
 
@@ -109,6 +117,13 @@ class Proof:
         if written is not None and (not mine or written in {process.pid for process in mine}):
             return str(written)
         return str(min(mine, key=lambda process: process.start_time).pid) if mine else ""
+
+    def started_at(self) -> float | None:
+        """Return when the kernel started: as written down, else the start of its first process."""
+        if self.identity is not None:
+            return self.identity.started_at
+        handle = self.handle()
+        return started_at(int(handle)) if handle else None
 
     def state(self) -> tuple[ObservedState, Ending]:
         """Return what the kernel is doing, and how it ended if it has."""

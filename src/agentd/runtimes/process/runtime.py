@@ -13,6 +13,7 @@ import pwd
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from agentd.errors import (
 from agentd.failpoints import reach
 from agentd.host.cgroups.hierarchies import MEMORY, PIDS, Cgroup, Cgroups
 from agentd.host.cgroups.usage import CgroupCounters, counted
+from agentd.host.lookups import Lookups
 from agentd.host.systemd.dbus import Manager
 from agentd.plugin_api import Features
 from agentd.runtimes.host.exec import ExecTarget, enter, exec_unit
@@ -44,7 +46,14 @@ from agentd.runtimes.host.request_limits import uncontained_problems
 from agentd.runtimes.process.bundle import LOG, Bundle
 from agentd.runtimes.process.bundles import AGENT, DEVICES, Bundles
 from agentd.runtimes.process.logs import read_log, unkept
-from agentd.runtimes.process.spawn import ProcessRules, failure, order_of, spawn, spawn_unit
+from agentd.runtimes.process.spawn import (
+    ProcessRules,
+    failure,
+    group_ids,
+    order_of,
+    spawn,
+    spawn_unit,
+)
 from agentd.services.protocols import CreateProgress, LogQuery, Session, Support, Undone
 
 log = structlog.get_logger()
@@ -77,6 +86,7 @@ class ProcessRuntime:
         self._rules = rules
         self._accounts: dict[str, CgroupCounters] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
+        self._lookups = Lookups()
         self._is_followed = False
         self._events: asyncio.Queue[str] = asyncio.Queue()
         self._log_pool = ThreadPoolExecutor(LOG_THREADS, "logs")
@@ -136,7 +146,8 @@ class ProcessRuntime:
             await reach("create.after_record")
             cgroup = self._made_cgroup(plan)
             await reach("create.after_group")
-            order = order_of(plan, bundle.path, self._boot_id, self._rules, cgroup)
+            groups = await self._group_ids(plan)
+            order = order_of(plan, bundle.path, self._boot_id, self._rules, cgroup, groups)
             spawning = asyncio.create_task(self._spawned(plan, order, lock))
             try:
                 answer = await asyncio.shield(spawning)
@@ -150,6 +161,17 @@ class ProcessRuntime:
         if (found := await self.find(KernelRef(plan.spec.kernel_id))) is None:
             raise RuntimeFailure(f"{bundle.path} was removed while its kernel was started")
         return found
+
+    async def _group_ids(self, plan: KernelPlan) -> Sequence[int]:
+        """Return the ids of the groups that a kernel's devices need.
+
+        Raises:
+            RuntimeUnavailable: the lookup gives no answer in time.
+        """
+        if not plan.edits.groups or self._rules.account_of(plan.spec.agent_id) is None:
+            return ()
+        names = plan.edits.groups
+        return await self._lookups.look("the group database", partial(group_ids, names))
 
     async def _spawned(
         self, plan: KernelPlan, order: Mapping[str, Any], lock: int

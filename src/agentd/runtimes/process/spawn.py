@@ -85,16 +85,16 @@ def find_account(user: str, where: str) -> UserAccount:
     return UserAccount(entry.pw_name, entry.pw_uid, entry.pw_gid, tuple(groups))
 
 
-def _as_user(account: UserAccount | None, names: Sequence[str]) -> Mapping[str, Any] | None:
-    """Return an account with further groups, those that this node has."""
-    if account is None:
-        return None
-    numbers = [int(name) if name.isdecimal() else _group_number(name) for name in names]
-    groups = [*account.groups, *(number for number in numbers if number is not None)]
-    return {"uid": account.uid, "gid": account.gid, "groups": groups}
+def group_ids(names: Sequence[str]) -> list[int]:
+    """Return the ids of those groups that this node has.
+
+    Names are looked up by NSS (nsswitch.conf(5)), which may ask a server and block.
+    """
+    found = (int(name) if name.isdecimal() else _group_id(name) for name in names)
+    return [group for group in found if group is not None]
 
 
-def _group_number(name: str) -> int | None:
+def _group_id(name: str) -> int | None:
     try:
         return grp.getgrnam(name).gr_gid
     except KeyError:
@@ -102,11 +102,20 @@ def _group_number(name: str) -> int | None:
 
 
 def order_of(
-    plan: KernelPlan, folder: Path, boot_id: str, rules: ProcessRules, cgroup: Cgroup | None
+    plan: KernelPlan,
+    folder: Path,
+    boot_id: str,
+    rules: ProcessRules,
+    cgroup: Cgroup | None,
+    groups: Sequence[int],
 ) -> dict[str, Any]:
-    """Return what a shim is told to do for a kernel; whoever spawns it adds the lock."""
+    """Return the order of a kernel's shim, without the lock.
+
+    `groups` are added to those of the account; without an account they are not used.
+    """
     spec = plan.spec
     limits = spec.container.ulimits.items()
+    account = rules.account_of(spec.agent_id)
     return {
         "folder": str(folder),
         "boot_id": boot_id,
@@ -114,7 +123,9 @@ def order_of(
         "env": environment(plan),
         "cpus": [int(core) for core in plan.cpus],
         "working_dir": spec.working_dir or "/",
-        "user": _as_user(rules.account_of(spec.agent_id), plan.edits.groups),
+        "user": None
+        if account is None
+        else {"uid": account.uid, "gid": account.gid, "groups": [*account.groups, *groups]},
         "cgroup_procs": [str(file) for file in cgroup.procs_files] if cgroup else [],
         "oom_file": str(cgroup.oom_file) if cgroup else "",
         "ulimits": {name: [limit.soft, limit.hard] for name, limit in limits},

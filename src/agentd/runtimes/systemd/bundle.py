@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import asdict, fields, replace
 
-from agentd.core.kernel.record import MALFORMED, parse_time
+from agentd.core.kernel.record import MALFORMED, parse_time, required_record
 from agentd.core.kernel.states import Ending
 from agentd.core.kernel.usage import UNKNOWN, Usage
 from agentd.host.cgroups.usage import counted_in
@@ -126,8 +126,12 @@ class UnitBundle(PrivateFolder):
         self.write(ENVIRONMENT, "".join(f"{name}={quoted(env[name])}\n" for name in env))
 
     def record(self) -> str:
-        """Return the record; empty if it is missing or unreadable."""
-        return self.read(RECORD) or ""
+        """Return the record.
+
+        Raises:
+            RecordError: it is missing (`MissingRecordError`), empty or cannot be read.
+        """
+        return required_record(self.read(RECORD))
 
     def identify(self, identity: UnitIdentity) -> None:
         """Write down which run of the unit is the kernel's."""

@@ -10,7 +10,15 @@ from pathlib import Path
 
 from agentd.core.kernel.observation import Leftover, Listing, ObservedKernel, ObservedState
 from agentd.core.kernel.plan import name_prefix
-from agentd.core.kernel.record import MALFORMED, RecordError, decode
+from agentd.core.kernel.record import (
+    MALFORMED,
+    ForeignRecordError,
+    MissingRecordError,
+    RecordError,
+    decode,
+    require_owner,
+    required_record,
+)
 from agentd.core.kernel.states import ENDED, Ending, Kernel
 from agentd.core.kernel.usage import UsageReading
 from agentd.core.names import checked, is_name, name_or_empty
@@ -80,8 +88,8 @@ class UnitObserver:
         bundle = self.bundle(kernel_id)
         if unit is None:
             return self._gone(kernel_id, bundle)
-        record, identity = bundle.record(), bundle.identity()
-        agent_id = self._agent_of(kernel_id, record)
+        record, _, _ = self._own_record(bundle)
+        identity, agent_id = bundle.identity(), self._agent_of(record)
         if agent_id is None or identity is None:
             return await self.find(kernel_id)  # what the record does not tell, the manager does
         slice_ = "" if self._is_user else f"/agentd.slice/{slice_name(agent_id)}/"
@@ -101,7 +109,7 @@ class UnitObserver:
             if seen is None:
                 return self._gone(kernel_id, bundle)
             state = state_of(seen["Unit.ActiveState"], seen["Unit.SubState"], seen["ControlGroup"])
-            record = self._own_record(bundle) or ""
+            record, problem, _ = self._own_record(bundle)
             identity = UnitIdentity(
                 bytes(seen["Unit.InvocationID"]).hex(),
                 self._boot_id,
@@ -123,6 +131,7 @@ class UnitObserver:
             identity,
             ending=end_of(seen).ending if state is ObservedState.EXITED else Ending(),
             said=fields_of(seen["LogExtraFields"]),
+            problem=problem,
         )
 
     async def usages(self, kernels: Sequence[Kernel]) -> dict[str, UsageReading]:
@@ -169,19 +178,20 @@ class UnitObserver:
 
     def _gone(self, kernel_id: str, bundle: UnitBundle) -> ObservedKernel | None:
         """Return what is known of a kernel whose unit is not there (any more)."""
-        record = self._own_record(bundle)
-        if record is None:
+        record, problem, is_own = self._own_record(bundle)
+        if not is_own:
             return None
         identity, end = bundle.identity(), bundle.end()
         if end is not None:
             ending = end.ending
         elif identity is None:
-            return self._observed(kernel_id, ObservedState.CREATED, record, None)
+            return self._observed(kernel_id, ObservedState.CREATED, record, None, problem=problem)
         elif identity.boot_id != self._boot_id:
             ending = Ending(reason=f"{NODE_RESTARTED}; its exit status is lost")
         else:
             ending = Ending(reason="its unit was removed; its exit status is lost")
-        return self._observed(kernel_id, ObservedState.EXITED, record, identity, ending=ending)
+        state = ObservedState.EXITED
+        return self._observed(kernel_id, state, record, identity, ending=ending, problem=problem)
 
     def _observed(
         self,
@@ -192,6 +202,7 @@ class UnitObserver:
         *,
         ending: Ending | None = None,
         said: Mapping[str, str] | None = None,
+        problem: str = "",
     ) -> ObservedKernel:
         said = said or {}
         return ObservedKernel(
@@ -206,31 +217,34 @@ class UnitObserver:
             ending=ending or Ending(),
             pid=(identity.pid or None) if identity and state in LIVING else None,
             unit=unit_name(self._node_id, kernel_id),
+            record_problem=problem,
         )
 
     def bundle(self, kernel_id: str) -> UnitBundle:
         """Return the folder of a kernel, which need not be there."""
         return UnitBundle(self._folder / checked(kernel_id))
 
-    def _agent_of(self, kernel_id: str, text: str) -> str | None:
-        """Return the agent of a record; None if it cannot be read, or is another kernel's."""
+    def _agent_of(self, record: str) -> str | None:
+        """Return the agent of a record; None if it cannot be read."""
         with suppress(RecordError):
-            record = decode(text)
-            if (record.node_id, record.kernel.kernel_id) == (self._node_id, kernel_id):
-                return record.kernel.agent_id
+            return decode(record).kernel.agent_id
         return None
 
-    def _own_record(self, bundle: UnitBundle) -> str | None:
-        """Return a record, empty if it cannot be read; None if it is missing, or another's."""
-        if not bundle.exists():
-            return None
-        record = bundle.record()
+    def _own_record(self, bundle: UnitBundle) -> tuple[str, str, bool]:
+        """Return a kernel's record, what is wrong with it, and whether the folder is its own.
+
+        A folder without a record, or with that of another kernel, is not.
+        """
         try:
-            raw = json.loads(record)
-            is_own = (raw["node_id"], raw["kernel_id"]) == (self._node_id, bundle.path.name)
-        except MALFORMED:
-            return ""
-        return record if is_own else None
+            record = bundle.record() if bundle.exists() else required_record(None)
+            require_owner(record, self._node_id, bundle.path.name)
+        except MissingRecordError:
+            return "", "", False
+        except ForeignRecordError as error:
+            return "", str(error), False
+        except RecordError as error:
+            return "", str(error), True
+        return record, "", True
 
 
 def agent_of(record: str) -> str:

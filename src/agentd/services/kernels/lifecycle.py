@@ -154,7 +154,8 @@ class KernelService:
                 raise
             await reach("create.after_runtime")
             now = self._state.get(kernel_id)
-            running = adopt(found, self._devices.inventory, now, plan).kernel
+            wall = self._clock.wall()
+            running = adopt(found, self._devices.inventory, now, plan, now=wall).kernel
             log.info("kernel.created", kernel_id=kernel_id, agent_id=kernel.agent_id)
             self._state.put(running)
         return running

@@ -122,6 +122,7 @@ class Reconciler:
             [item for kernel_id, item in seen.items() if kernel_id not in changed],
             self._devices.inventory,
             expired=[k for k, create in state.unsettled.items() if create.until <= now],
+            now=self._clock.wall(),
         )
         await self._settle(actions)
         self._partial |= {item.kernel_id for item in found if item.is_partial}
@@ -200,7 +201,8 @@ class Reconciler:
             return
         before = {kernel_id: known} if known else {}
         items = [found] if found and not self._is_second(found) else []
-        await self._settle(reconcile(before, items, self._devices.inventory), is_locked=True)
+        inventory, now = self._devices.inventory, self._clock.wall()
+        await self._settle(reconcile(before, items, inventory, now=now), is_locked=True)
         await reach("reconcile.after_settle")
 
     async def retry(self) -> None:
@@ -283,7 +285,7 @@ class Reconciler:
     async def _remove_never_ran(self, found: ObservedKernel) -> None:
         """Remove what was cut short; its share is held until that is confirmed."""
         kernel_id = found.kernel_id
-        held = adopt(found, self._devices.inventory)
+        held = adopt(found, self._devices.inventory, now=self._clock.wall())
         self._devices.add_missing(held.missing)
         self._state.put(held.kernel)
         self._state.leave_unsettled(kernel_id, self._clock.steady() + GRACE_S)
