@@ -136,11 +136,15 @@ class Scripted(Good):
 
 
 class TellsOfChanges(Scripted):
-    """Notices when the file changes."""
+    """Notices when the file has changed since the devices were listed."""
+
+    def list_devices(self) -> Sequence[DeviceInfo]:
+        self._listed = self._word()
+        return super().list_devices()
 
     def wait_for_change(self, timeout_s: float) -> bool:
-        before, end = self._word(), time.monotonic() + timeout_s
-        while self._word() == before and time.monotonic() < end:
+        end = time.monotonic() + timeout_s
+        while self._word() == self._listed and time.monotonic() < end:
             time.sleep(0.01)
         return True
 
