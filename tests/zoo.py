@@ -136,7 +136,11 @@ class Scripted(Good):
 
 
 class TellsOfChanges(Scripted):
-    """Notices when the file has changed since the devices were listed."""
+    """Notices when the file has changed since the devices were listed, or the plugin was opened."""
+
+    def open(self) -> None:
+        self._listed = self._word()
+        super().open()
 
     def list_devices(self) -> Sequence[DeviceInfo]:
         self._listed = self._word()
