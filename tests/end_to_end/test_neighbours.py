@@ -28,7 +28,7 @@ class Two:
         (self.folder / name).mkdir()
         made = Daemon(self.folder / name, "process")
         made.node = f"{self.folder.name}-{name}"
-        made.deadlines = {"agentd.services.kernels.reconciler.NEIGHBOURS_PAUSE_S": 0.2}
+        made.deadlines = {"agentd.services.kernels.reconciler.PEERS_PAUSE_S": 0.2}
         return made
 
     async def start(self, daemon: Daemon) -> None:

@@ -71,13 +71,13 @@ def plugin_host(settings: Settings) -> PluginHost:
 
 
 def node_devices(
-    settings: Settings, host: Host, plugins: PluginHost, memory: StateStore, events: EventLog
+    settings: Settings, host: Host, plugins: PluginHost, store: StateStore, events: EventLog
 ) -> NodeDevices:
     """Return the devices of a node, which are yet to be discovered."""
     declared = settings.host
     return NodeDevices(
         plugins,
-        memory,
+        store,
         settings.split_rules(),
         BUILT_IN,
         host.devices(declared.cpus, declared.mem),
@@ -86,7 +86,7 @@ def node_devices(
 
 
 def discover(
-    settings: Settings, host: Host, plugins: PluginHost, memory: StateStore, events: EventLog
+    settings: Settings, host: Host, plugins: PluginHost, store: StateStore, events: EventLog
 ) -> NodeDevices:
     """Find the devices and divide them.
 
@@ -94,7 +94,7 @@ def discover(
         ConfigRefused: the configuration does not fit what was found.
         StartRefused: it does, and a required plugin is not ready.
     """
-    devices = node_devices(settings, host, plugins, memory, events)
+    devices = node_devices(settings, host, plugins, store, events)
     problems = plugins.problems()
     try:
         devices.discover()

@@ -76,15 +76,15 @@ class _Check:
             self._add(EX_CONFIG, [Problem(failpoints.VARIABLE, str(error))])
         if examined.loaded is not None:
             settings = examined.loaded.settings
-            memory = ReadOnlyState(settings.node.state_dir.absolute())
-            await self._check_node(settings, memory)
-            await self._check_plugins(examined.loaded, memory)
+            store = ReadOnlyState(settings.node.state_dir.absolute())
+            await self._check_node(settings, store)
+            await self._check_plugins(examined.loaded, store)
             self._check_rpc(settings.rpc)
         problems = tuple(dict.fromkeys(self._problems))
         status = self._status or self._status_of_doubts
         return Checked(problems, tuple(self._warnings), examined.source, status)
 
-    async def _check_node(self, settings: Settings, memory: ReadOnlyState) -> None:
+    async def _check_node(self, settings: Settings, store: ReadOnlyState) -> None:
         is_whole, name = self._examined.is_whole, settings.node.runtime
         node_id = ""
         if is_whole("node", "id"):
@@ -94,12 +94,12 @@ class _Check:
             with self._collecting():
                 runtime_factory.refuse_unfit(settings)
         if is_whole("node", "state_dir"):
-            self._add(CANNOT_RUN, _problems("node.state-dir", memory.refusal()))
+            self._add(CANNOT_RUN, _problems("node.state-dir", store.refusal()))
             if node_id:
                 with self._collecting():
-                    await runtime_factory.refuse_changed_id(settings, node_id, memory)
+                    await runtime_factory.refuse_changed_id(settings, node_id, store)
 
-    async def _check_plugins(self, loaded: Loaded, memory: ReadOnlyState) -> None:
+    async def _check_plugins(self, loaded: Loaded, store: ReadOnlyState) -> None:
         """Let the plugins validate their tables, and divide the devices that they list."""
         if self._examined.lacks("plugins"):
             return
@@ -114,7 +114,7 @@ class _Check:
             unvalidated = await host.unvalidated(min(settings.call_timeout, VALIDATION_TIMEOUT_S))
             wrong = host.problems()
             self._add(EX_CONFIG, wrong)
-            self._check_partition(loaded, host, memory)
+            self._check_partition(loaded, host, store)
             self._add_doubts(CANNOT_RUN, unvalidated)
             reported = {problem.where.split(".")[1] for problem in wrong}
             for name, why in host.failed_required().items():
@@ -132,14 +132,14 @@ class _Check:
             for key in left_out
         )
 
-    def _check_partition(self, loaded: Loaded, host: PluginHost, memory: ReadOnlyState) -> None:
+    def _check_partition(self, loaded: Loaded, host: PluginHost, store: ReadOnlyState) -> None:
         examined = self._examined
         is_known = all(map(examined.is_whole, ("resource", "host"))) and not examined.lacks(
             "agents"
         )
         if not is_known or not examined.is_whole("node", "state_dir"):
             return
-        devices = assembly.node_devices(loaded.settings, probe(), host, memory, EventLog())
+        devices = assembly.node_devices(loaded.settings, probe(), host, store, EventLog())
         try:
             devices.discover()
         except ConfigRefused as error:

@@ -65,8 +65,8 @@ class Daemon:
         self._settings = loaded.settings
         self._node_id = node_id_of(loaded.settings)
         state_dir = loaded.settings.node.state_dir.absolute()
-        self._memory = StateFolder(state_dir, self._node_id)
-        self._neighbours = HostPeers(self._node_id, boot_id(), PeerPaths.of(os.geteuid()))
+        self._store = StateFolder(state_dir, self._node_id)
+        self._peers = HostPeers(self._node_id, boot_id(), PeerPaths.of(os.geteuid()))
         self._clock = Clock(time.time, time.monotonic)
         self._notifier = Notifier()
         self._shutdown, self._hung_up = Shutdown(), asyncio.Event()
@@ -131,14 +131,14 @@ class Daemon:
         """Start part after part; each adds to the stack how it stops."""
         step = self._shutdown.step
         runtime_factory.refuse_unfit(self._settings)
-        self._memory.open(runtime_factory.lock_folder())
-        stack.callback(self._memory.close)
-        self._neighbours.open()
-        stack.callback(self._neighbours.close)
+        self._store.open(runtime_factory.lock_folder())
+        stack.callback(self._store.close)
+        self._peers.open()
+        stack.callback(self._peers.close)
         if points := failpoints.armed():
             log.warning("failpoints.armed", points=points)
         await reach("start.after_locks")
-        await runtime_factory.refuse_changed_id(self._settings, self._node_id, self._memory)
+        await runtime_factory.refuse_changed_id(self._settings, self._node_id, self._store)
         plugins = plugin_host(self._settings)
         stack.push_async_callback(reach, "shutdown.after_plugins")
         stack.push_async_callback(step, "plugins", lambda _: plugins.close())
@@ -186,14 +186,14 @@ class Daemon:
         background: Background,
     ) -> _Node:
         """Build the parts and bring in what is remembered; nothing is asked of a runtime yet."""
-        host, store = probe(), self._memory
+        host, store = probe(), self._store
         devices = discover(self._settings, host, plugins, store, events)
         _log_what_is_not_ready(plugins)
         records = store.load_records()
         names = self._used_runtimes(records)
         runtimes = {n: self._runtime(n, stack) for n in names if n in runtime_factory.RUNTIMES}
         await reach("start.after_discover")
-        peers, clock = self._neighbours, self._clock
+        peers, clock = self._peers, self._clock
         parts = Assembly(self._loaded, self._node_id, store, peers, plugins, host, clock)
         node = parts.recalled(devices, events, names, records)
         await reach("start.after_recall")
@@ -218,7 +218,7 @@ class Daemon:
         node.services.reconciler.give_up_waiting(f"gave no list within {FIRST_LIST_TIMEOUT_S:g} s")
         used = {kernel.runtime for kernel in node.state}
         used |= {name for name, status in node.state.runtimes.items() if not status.is_listed}
-        self._memory.save_runtimes(sorted(used | {self._settings.node.runtime}))
+        self._store.save_runtimes(sorted(used | {self._settings.node.runtime}))
 
     async def _reload_now(self) -> list[str]:
         """Read the configuration again; return the keys that wait for a restart.
@@ -256,16 +256,16 @@ class Daemon:
 
         Where it is not remembered which ones had some, an engine that can be asked may have.
         """
-        node = self._memory.load_node()
+        node = self._store.load_node()
         used = {self._settings.node.runtime, *(node.runtimes if node else ())}
-        used |= recorded_runtimes(records) | self._memory.bundled()
+        used |= recorded_runtimes(records) | self._store.bundled()
         if node is None and os.access(self._settings.runtime.docker.socket, os.W_OK):
             used.add("docker")
-        self._memory.save_runtimes(sorted(used))
+        self._store.save_runtimes(sorted(used))
         return sorted(used)
 
     def _runtime(self, name: str, stack: contextlib.AsyncExitStack) -> Runtime:
-        made = runtime_factory.runtime(name, self._settings, self._node_id, self._memory.bundles)
+        made = runtime_factory.runtime(name, self._settings, self._node_id, self._store.bundles)
         step = f"runtime {name}"
         stack.push_async_callback(
             self._shutdown.step, step, lambda _: made.close(), AFTER_RUNTIMES_S

@@ -243,20 +243,20 @@ def checkup(settings: Settings, plugins: Plugins, used: Collection[str]) -> list
     return found
 
 
-async def refuse_changed_id(settings: Settings, node_id: str, memory: StateFolder) -> None:
+async def refuse_changed_id(settings: Settings, node_id: str, store: StateFolder) -> None:
     """Refuse another node id while kernels of the old one live; changes nothing.
 
     Raises:
         ConfigRefused: some do, or it cannot be told.
     """
-    node = memory.load_node()
+    node = store.load_node()
     if node is None or node.node_id == node_id:
         return
     old = node.node_id
     problems: list[Problem] = []
-    for name in sorted(RUNTIMES & {*node.runtimes, *memory.bundled()}):
+    for name in sorted(RUNTIMES & {*node.runtimes, *store.bundled()}):
         try:
-            live = await _live_kernels(name, settings, old, memory.bundles)
+            live = await _live_kernels(name, settings, old, store.bundles)
         except RuntimeUnavailable as error:
             why = f"the {name} runtime does not say whether kernels of {old} live: {error}"
             problems.append(Problem("node.id", why))

@@ -46,14 +46,14 @@ class NodeDevices:
     def __init__(
         self,
         plugins: Plugins,
-        memory: StateStore,
+        store: StateStore,
         rules: SplitRules,
         host_types: Sequence[SlotType],
         host_devices: Sequence[Device],
         events: EventLog,
     ) -> None:
         self._plugins = plugins
-        self._memory = memory
+        self._store = store
         self._rules = rules
         self._host_types = tuple(host_types)
         self._host_devices = tuple(host_devices)
@@ -87,10 +87,10 @@ class NodeDevices:
     def warnings(self) -> tuple[str, ...]:
         """What the operator should know, the partition's warnings included."""
         news = (warning for warnings in self._news.values() for warning in warnings)
-        installed, memory = self._plugins.warnings(), self._memory.warnings()
+        installed, saved = self._plugins.warnings(), self._store.warnings()
         own = (*self.split.warnings, *withheld_warnings(self.inventory), *self._remarks)
         unsaved = [self._unsaved] if self._unsaved else []
-        return (*installed, *self._warnings, *news, *own, *memory, *unsaved)
+        return (*installed, *self._warnings, *news, *own, *saved, *unsaved)
 
     @property
     def generation(self) -> int:
@@ -98,7 +98,7 @@ class NodeDevices:
         return self._generation
 
     def discover(self) -> None:
-        """Bring listings, host and memory together, and divide them.
+        """Bring listings, host and saved devices together, and divide them.
 
         Raises:
             ConfigRefused: the rules do not fit what was found.
@@ -162,7 +162,7 @@ class NodeDevices:
         """
         names = {listing.name for listing in listings}
         known = before.inventory if before else None
-        remembered = self._memory.load_devices() if known is None else _lasting(known, names)
+        remembered = self._store.load_devices() if known is None else _lasting(known, names)
         kept, devices, warnings = _together(
             known.devices if known else self._host_devices,
             listings,
@@ -260,7 +260,7 @@ class NodeDevices:
 
     def _replace_for_good(self, inventory: Inventory) -> None:
         """Do what an operator wants: remembered first, or not done at all."""
-        self._memory.save_devices(_lasting(inventory))
+        self._store.save_devices(_lasting(inventory))
         self._unsaved = ""
         self._take(inventory)
 
@@ -276,7 +276,7 @@ class NodeDevices:
 
     def _save(self) -> None:
         try:
-            self._memory.save_devices(_lasting(self.inventory))
+            self._store.save_devices(_lasting(self.inventory))
         except StateUnavailable as error:
             if not self._unsaved:
                 log.warning("devices.not_saved", reason=str(error))
@@ -288,7 +288,7 @@ class NodeDevices:
         """Try again to remember what could not be."""
         if self._unsaved:
             self._save()
-        self._memory.retry()
+        self._store.retry()
 
 
 def _publish_changes(events: EventLog, before: Inventory, now: Inventory) -> None:

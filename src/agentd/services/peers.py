@@ -55,16 +55,16 @@ class SharedDevices:
         self,
         devices: NodeDevices,
         state: NodeState,
-        neighbours: Peers,
+        peers: Peers,
         real_cores: Iterable[str],
         real_memory: int | None,
     ) -> None:
         self._devices = devices
         self._state = state
-        self._neighbours = neighbours
+        self._peers = peers
         self._real_cores = frozenset(real_cores)
         self._real_memory = real_memory
-        before = neighbours.own()
+        before = peers.own()
         self._before = tuple(d for d in before.devices if d.held) if before else ()
         self._served: tuple[ServedDevice, ...] = ()
         self._changes = 0
@@ -96,11 +96,11 @@ class SharedDevices:
     def close(self) -> None:
         """Serve nothing any more but what kernels hold."""
         self._is_over = True
-        self._neighbours.publish(Served((*self._kept(), *self._held())))
+        self._peers.publish(Served((*self._kept(), *self._held())))
 
     def _decided(self, wish: _Wish, *, patience_s: float) -> _Decision:
-        with self._neighbours.deciding(patience_s) as may_decide:
-            others = tuple(self._neighbours.others())
+        with self._peers.deciding(patience_s) as may_decide:
+            others = tuple(self._peers.others())
             withheld = taken_by_others(wish.devices, others)
             if not may_decide:
                 mine = {device.name for device in self._served}
@@ -110,12 +110,12 @@ class SharedDevices:
                 *wish.kept,
                 *(d for i, d in wish.devices.items() if d.held or i not in withheld),
             )
-            self._neighbours.publish(Served(served, wish.cores, wish.memory))
+            self._peers.publish(Served(served, wish.cores, wish.memory))
         return _Decision(served, withheld, others)
 
     def _take(self, wish: _Wish, decision: _Decision) -> None:
         self._served = decision.served
-        remarks = [*self._remarks(wish, decision.others), *self._neighbours.warnings()]
+        remarks = [*self._remarks(wish, decision.others), *self._peers.warnings()]
         self._devices.withhold(decision.withheld, tuple(remarks))
 
     def _changed(self, before: Kernel | None, now: Kernel | None) -> None:
@@ -129,7 +129,7 @@ class SharedDevices:
         served = {device.name for device in self._served}
         now_served = [d for d in wish.devices.values() if d.held or d.name in served]
         self._served = (*wish.kept, *now_served)
-        self._neighbours.publish(Served(self._served, wish.cores, wish.memory))
+        self._peers.publish(Served(self._served, wish.cores, wish.memory))
 
     def _wish(self) -> _Wish:
         devices = {device.device_id: self._as_served(device) for device in self._wanted()}

@@ -48,12 +48,12 @@ class SelfCheck:
         state: NodeState,
         devices: NodeDevices,
         runtimes: Mapping[str, Runtime],
-        memory: StateStore,
+        store: StateStore,
     ) -> None:
         self._state = state
         self._devices = devices
         self._runtimes = runtimes
-        self._memory = memory
+        self._store = store
 
     async def run(self) -> list[Check]:
         """Return a check for each rule.
@@ -100,7 +100,7 @@ class SelfCheck:
             for (protocol, number), kernel_id in self._state.ports.items()
             if kernel_id not in kernels or not kernels[kernel_id].holds
         )
-        saved = {record.kernel_id for record in self._memory.load_records()}
+        saved = {record.kernel_id for record in self._store.load_records()}
         return [*(f"record of kernel {k}" for k in sorted(saved - kernels.keys())), *sorted(ports)]
 
     def _node(

@@ -175,7 +175,7 @@ class HostPeers:
             for path in self._files(folder, uid):
                 content = self._read(path, uid)
                 if content is not None and not self._is_own(content, uid):
-                    found.append(self._neighbour(content, uid))
+                    found.append(self._peer(content, uid))
         return found
 
     def _files(self, folder: Path, uid: int) -> list[Path]:
@@ -233,7 +233,7 @@ class HostPeers:
         )
         return content if is_sound else None
 
-    def _neighbour(self, content: _Published, uid: int) -> Peer:
+    def _peer(self, content: _Published, uid: int) -> Peer:
         with_lock = uid == 0 and self.places.root is None
         is_alive = (
             _is_held(self._lock_of(content.node_id))

@@ -48,7 +48,7 @@ class KernelService:
         planner: Planner,
         runtimes: Mapping[str, Runtime],
         default: str,
-        memory: StateStore,
+        store: StateStore,
         clock: Clock,
     ) -> None:
         self._state = state
@@ -56,7 +56,7 @@ class KernelService:
         self._planner = planner
         self._runtimes = runtimes
         self._default = runtimes[default]
-        self._memory = memory
+        self._store = store
         self._clock = clock
         self._creates = Creates(state, clock)
 
@@ -145,7 +145,7 @@ class KernelService:
                 await reach("create.after_commit")
                 plan = await self._planner.plan(kernel, spec, self._state, self._default)
                 await reach("create.after_plan")
-                self._memory.save_intent(kernel_id, plan.record)
+                self._store.save_intent(kernel_id, plan.record)
                 found = await self._default.create(plan, self._progress(kernel_id))
             except BaseException as error:
                 if is_unresolved(error, self._state.get(kernel_id)):

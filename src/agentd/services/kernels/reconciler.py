@@ -35,7 +35,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 RETRY_PAUSE_S = 1.0
 PARTIAL_PAUSE_S = 10.0
 """How often kernels that a runtime only listed are looked at again."""
-NEIGHBOURS_PAUSE_S = 2.0
+PEERS_PAUSE_S = 2.0
 """How often it is looked at what other daemons of the machine serve."""
 LOOKS_AT_ONCE = 16
 
@@ -49,14 +49,14 @@ class Reconciler:
         devices: NodeDevices,
         runtimes: Mapping[str, Runtime],
         default: str,
-        memory: StateStore,
+        store: StateStore,
         clock: Clock,
     ) -> None:
         self._state = state
         self._devices = devices
         self._runtimes = runtimes
         self._default = default
-        self._memory = memory
+        self._store = store
         self._clock = clock
         self._tried = {name: asyncio.Event() for name in runtimes}
         self._following: set[str] = set()
@@ -246,7 +246,7 @@ class Reconciler:
             self._state.drop(kernel_id)
         if name != self._default:
             self._state.forget_runtime(name)
-        self._memory.save_runtimes(sorted(self._state.runtimes))
+        self._store.save_runtimes(sorted(self._state.runtimes))
 
     async def _settle(self, actions: Iterable[Action], *, is_locked: bool = False) -> None:
         removals = []
@@ -339,7 +339,7 @@ class Loops:
                 group.create_task(self._follow(runtime), name=f"follow-{name}")
             group.create_task(self._forever(lambda: self._work(group)), name="work")
             group.create_task(self._forever(self._retry), name="retry")
-            group.create_task(self._forever(self._watch_neighbours), name="watch-neighbours")
+            group.create_task(self._forever(self._watch_peers), name="watch-peers")
             watching = self._forever(self._watch_plugins)
             group.create_task(watching, name="watch-plugins")
 
@@ -349,9 +349,9 @@ class Loops:
                 self._reconciler.relocate()
             self._serving.update()
 
-    async def _watch_neighbours(self) -> None:
+    async def _watch_peers(self) -> None:
         while True:
-            await asyncio.sleep(NEIGHBOURS_PAUSE_S)
+            await asyncio.sleep(PEERS_PAUSE_S)
             await self._serving.look()
 
     async def _forever(self, loop: Callable[[], Awaitable[None]]) -> None:

@@ -59,7 +59,7 @@ def recorded_runtimes(records: Iterable[SavedRecord]) -> set[str]:
     return names
 
 
-def remember(state: NodeState, memory: StateStore, node_id: str) -> None:
+def remember(state: NodeState, store: StateStore, node_id: str) -> None:
     """Have the state folder follow every change of a kernel from now on."""
 
     def changed(before: Kernel | None, now: Kernel | None) -> None:
@@ -67,13 +67,13 @@ def remember(state: NodeState, memory: StateStore, node_id: str) -> None:
         if kernel is None or (now is not None and now.state not in _PHASES):
             return
         if now is None or now.state is KernelState.FAILED:
-            memory.drop_record(kernel.kernel_id)
+            store.drop_record(kernel.kernel_id)
         else:
             phase = _PHASES[now.state]
-            memory.save_phase(now.kernel_id, phase, lambda: encode(kernel, node_id))
+            store.save_phase(now.kernel_id, phase, lambda: encode(kernel, node_id))
             is_known = now.state is not KernelState.UNREADABLE
             if before is not None and is_known and before.allocation != now.allocation:
-                memory.save_record(now.kernel_id, encode(now, node_id))
+                store.save_record(now.kernel_id, encode(now, node_id))
 
     state.listen(changed)
 
