@@ -20,11 +20,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar
 
 from agentd.core.kernel.edits import ContainerEdits, DeviceNode, DeviceRequest, Mount
+from agentd.core.names import did_you_mean
 
 __all__ = [
     "API_VERSION",
@@ -183,8 +183,7 @@ def unknown_settings(settings: Mapping[str, Any], known: Iterable[str]) -> list[
     problems = []
     for key in settings:
         if key not in known:
-            near = get_close_matches(key, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}? " if near else ""
+            hint = did_you_mean(key, known)
             problems.append(SettingProblem(key, f"unknown key; {hint}allowed: {', '.join(known)}"))
     return problems
 

@@ -171,7 +171,7 @@ async def test_every_key_of_a_runtime_is_taken_or_named(tmp_path: Path) -> None:
     docker = DockerRuntime(
         Path("/none"),
         "n",
-        runtime_factory.docker_rules(module.load(node.file, {}).settings.runtime.docker),
+        runtime_factory.docker_rules(module.load(node.file, {}).settings),
     )
     node.reload._runtimes = {"docker": docker}
     node.write(

@@ -10,15 +10,13 @@ import asyncio
 import os
 import signal
 import sys
-from typing import NoReturn
+from functools import partial
 
 import click
 
 from agentd import __version__, log
-from agentd.core.printable import printable
 from agentd.errors import AgentdError, ConfigRefused, Problem
-
-EX_CONFIG = 78
+from agentd.service.exit_status import end_refused
 
 config_option = click.option(
     "--config",
@@ -34,11 +32,7 @@ def agentd_fleet() -> None:
     """Many nodes of agentd as one."""
 
 
-def _refused(error: AgentdError) -> NoReturn:
-    lines = error.lines() if isinstance(error, ConfigRefused) else [str(error)]
-    for line in lines:
-        click.echo(printable(f"agentd-fleet: {line}"), err=True)
-    sys.exit(EX_CONFIG if isinstance(error, ConfigRefused) else 1)
+_refused = partial(end_refused, "agentd-fleet")
 
 
 @agentd_fleet.command()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from agentd.core.names import did_you_mean
 from agentd.core.slots import CPU, MEM
 from agentd.tomlfile.section import DEVICE_NAME, Section
 
@@ -57,8 +57,7 @@ class PluginSettings(BaseModel):
 def table_problems(name: str, raw: object) -> Iterator[tuple[str, str]]:
     """Yield the problems of a further key of [plugins]: the key path, and why."""
     if not isinstance(raw, Mapping):
-        near = get_close_matches(name, _KEYS, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}? " if near else ""
+        hint = did_you_mean(name, _KEYS)
         allowed = f"allowed: {', '.join(_KEYS)}, and tables such as [plugins.cuda]"
         yield name, f"unknown key; {hint}{allowed}"
     elif name in (CPU, MEM):

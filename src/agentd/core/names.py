@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterable
+from difflib import get_close_matches
 from functools import lru_cache
 from typing import TypeGuard, TypeVar
 
@@ -48,6 +49,15 @@ def name_or_empty(text: object) -> str:
 def repeated(items: Iterable[_H]) -> list[str]:
     """Return what is there more than once, as sorted text."""
     return sorted(str(item) for item, count in Counter(items).items() if count > 1)
+
+
+def did_you_mean(word: str, known: Iterable[str], least: float = 0.5) -> str:
+    """Return a hint at the nearest known name, with a blank after it; empty if none is near.
+
+    `least` is how near: 1 is equal, 0 has nothing in common (difflib).
+    """
+    near = get_close_matches(word, list(known), n=1, cutoff=least)
+    return f"did you mean {near[0]}? " if near else ""
 
 
 def shortened(text: object) -> str:

@@ -27,11 +27,10 @@ from agentd.http.credentials import Weaknesses, certificate_of, tokens, weakness
 from agentd.http.server import address_refusal
 from agentd.http.settings import RpcSettings
 from agentd.pluginhost.host import PluginHost
+from agentd.service.exit_status import CANNOT_RUN, EX_CONFIG
 from agentd.state.folder import ReadOnlyState
 from agentd.tomlfile.parsing import read_text
 
-EX_CONFIG, CANNOT_RUN = 78, 1
-"""Exit statuses: the configuration cannot be used, and agentd cannot run here."""
 VALIDATION_TIMEOUT_S = 60.0
 """Longest wait for the plugins' `validate` in seconds, whatever `call-timeout` allows."""
 

@@ -12,9 +12,10 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
-from agentd.config.runtimes import DockerSettings
+import msgspec
+
 from agentd.config.settings import Settings
 from agentd.errors import ConfigRefused, InvalidRequest, Problem, RuntimeUnavailable
 from agentd.host.cgroups.hierarchies import existing_cgroups, find_cgroups
@@ -30,6 +31,7 @@ from agentd.http.credentials import weaknesses
 from agentd.service.boot_id import boot_id
 from agentd.services.protocols import Plugins, Runtime
 from agentd.state.folder import StateFolder
+from agentd.tomlfile.section import Section
 
 if TYPE_CHECKING:
     from agentd.runtimes.docker.container_config import DockerRules
@@ -51,7 +53,7 @@ def runtime(name: str, settings: Settings, node_id: str, bundles: Mapping[str, P
 
         docker = settings.runtime.docker
         absences = Absences(bundles[name] / "absences.json", boot_id())
-        return DockerRuntime(docker.socket, node_id, docker_rules(docker), absences)
+        return DockerRuntime(docker.socket, node_id, docker_rules(settings), absences)
     if name == "systemd":
         from agentd.runtimes.systemd.runtime import SystemdRuntime
 
@@ -67,28 +69,15 @@ def runtime(name: str, settings: Settings, node_id: str, bundles: Mapping[str, P
 
 
 def renewal(runtime: Runtime, settings: Settings) -> Callable[[], object]:
-    """Return what has a runtime take its settings anew; the engine's socket stays.
+    """Return what gives a runtime the settings for kernels from now on; an engine's socket stays.
 
     Raises:
-        ConfigRefused: they do not fit this machine.
+        ConfigRefused: they do not fit this host.
     """
-    match runtime.name:
-        case "docker":
-            from agentd.runtimes.docker.runtime import DockerRuntime
-
-            docker = docker_rules(settings.runtime.docker)
-            return partial(DockerRuntime.renew, cast("DockerRuntime", runtime), docker)
-        case "systemd":
-            from agentd.runtimes.systemd.runtime import SystemdRuntime
-
-            systemd = systemd_rules(settings)
-            return partial(SystemdRuntime.renew, cast("SystemdRuntime", runtime), systemd)
-        case "process":
-            from agentd.runtimes.process.runtime import ProcessRuntime
-
-            process = process_rules(settings)
-            return partial(ProcessRuntime.renew, cast("ProcessRuntime", runtime), process)
-    return lambda: None
+    rules = {"docker": docker_rules, "systemd": systemd_rules, "process": process_rules}
+    if (rules_of := rules.get(runtime.name)) is None:
+        return lambda: None
+    return partial(runtime.renew, rules_of(settings))
 
 
 def refuse_unfit(settings: Settings) -> None:
@@ -130,22 +119,17 @@ def refuse_unknown_users(settings: Settings) -> None:
         raise ConfigRefused(problems)
 
 
-def docker_rules(docker: DockerSettings) -> DockerRules:
+def docker_rules(settings: Settings) -> DockerRules:
     """Return what containers may have."""
     from agentd.runtimes.docker.container_config import DockerRules
 
-    return DockerRules(
-        network=docker.network,
-        allowed_networks=docker.allowed_networks,
-        allowed_mounts=docker.allowed_mounts,
-        capabilities=docker.capabilities,
-        pids_limit=docker.pids_limit,
-        log_max_size=docker.log_max_size,
-        log_max_files=docker.log_max_files,
-        registry_auth=docker.registry_auth,
-        stop_timeout_s=docker.stop_timeout,
-        ulimits=docker.ulimits,
-    )
+    return DockerRules(**_same(DockerRules, settings.runtime.docker))
+
+
+def _same(rules: type[msgspec.Struct], table: Section) -> dict[str, Any]:
+    """Return the fields of rules that a table of settings has too, there without the unit `_s`."""
+    keys = {name: name.removesuffix("_s") for name in rules.__struct_fields__}
+    return {name: getattr(table, key) for name, key in keys.items() if hasattr(table, key)}
 
 
 def process_rules(settings: Settings) -> ProcessRules:
@@ -158,15 +142,7 @@ def process_rules(settings: Settings) -> ProcessRules:
 
     process = settings.runtime.process
     default, accounts = _accounts(settings, process.user, "runtime.process.user")
-    return ProcessRules(
-        default,
-        accounts,
-        log_max_size=process.log_max_size,
-        log_max_files=process.log_max_files,
-        pids_limit=process.pids_limit,
-        stop_timeout_s=process.stop_timeout,
-        ulimits=process.ulimits,
-    )
+    return ProcessRules(default, accounts, **_same(ProcessRules, process))
 
 
 def systemd_rules(settings: Settings) -> SystemdRules:
@@ -181,14 +157,12 @@ def systemd_rules(settings: Settings) -> SystemdRules:
     default, accounts = _accounts(settings, systemd.user, "runtime.systemd.user")
     if systemd.user is not None and not is_root:
         raise ConfigRefused([Problem("runtime.systemd.user", _NOT_ROOT)])
-    return SystemdRules(
-        is_user=not is_root,
-        user=default.name if default else None,
-        users={agent: account.name for agent, account in accounts.items()},
-        pids_limit=systemd.pids_limit,
-        stop_timeout_s=systemd.stop_timeout,
-        ulimits=systemd.ulimits,
-    )
+    given = _same(SystemdRules, systemd) | {
+        "is_user": not is_root,
+        "user": default.name if default else None,
+        "users": {agent: account.name for agent, account in accounts.items()},
+    }
+    return SystemdRules(**given)
 
 
 _NOT_ROOT = "agentd is not root, and runs kernels as its own user"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
@@ -20,6 +19,7 @@ from pydantic import (
 )
 
 from agentd.core.kernel.states import KERNEL_ID
+from agentd.core.names import did_you_mean
 from agentd.core.slots import (
     WrittenFloat,
 )
@@ -209,8 +209,7 @@ def _problem(
     where = ".".join(str(part) for part in place if part != "[key]")
     if kind == "extra_forbidden":
         known = list(model.model_fields)
-        near = get_close_matches(str(place[-1])[:_SHOWN], known, n=1, cutoff=0.6)
-        hint = f"did you mean {near[0]}? " if near else ""
+        hint = did_you_mean(str(place[-1])[:_SHOWN], known, 0.6)
         allowed = f"allowed: {', '.join(known)}" if len(place) == 1 else ""
         return Problem(where, f"unknown member; {hint}{allowed}".rstrip("; "))
     if kind == "value_error":

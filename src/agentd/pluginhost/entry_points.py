@@ -7,10 +7,10 @@ the order of a path. https://packaging.python.org/en/latest/specifications/entry
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from difflib import get_close_matches
 
 from importlib_metadata import EntryPoint, entry_points
 
+from agentd.core.names import did_you_mean
 from agentd.plugin_api import ENTRY_POINT_GROUP
 
 
@@ -45,8 +45,7 @@ class EntryPoints:
 
     def missing(self, name: str) -> str:
         """Return that no such entry point is installed, and the nearest that is."""
-        near = get_close_matches(name, self, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
+        hint = did_you_mean(name, self, 0.6)
         have = ", ".join(sorted(self)) or "none"
         return f"no entry point {name!r} is installed; {hint}installed: {have}"
 

@@ -6,7 +6,7 @@ from asyncio import CancelledError
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -184,6 +184,10 @@ class Runtime(Protocol):
     minimum_memory_bytes: int
 
     async def close(self) -> None: ...
+
+    def renew(self, rules: Any) -> None:
+        """Take other settings for kernels that are created from now on."""
+        ...
 
     async def problems(self, spec: KernelSpec) -> Sequence[Problem]:
         """Return what of a request this runtime cannot do; nothing is decided yet.

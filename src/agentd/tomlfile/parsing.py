@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_settings import BaseSettings, SettingsError
 
+from agentd.core.names import did_you_mean
 from agentd.core.printable import printable_line
 from agentd.core.slots import WrittenFloat
 from agentd.errors import ConfigRefused, Problem
@@ -150,8 +150,7 @@ def _unknown_key(path: KeyPath, value: object, parent: type[BaseModel]) -> str:
     if issubclass(parent, Section) and (explained := parent.explain_unknown(key, value)):
         return explained
     known = [name.replace("_", "-") for name in parent.model_fields]
-    near = get_close_matches(key.replace("_", "-"), known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}? " if near else ""
+    hint = did_you_mean(key.replace("_", "-"), known)
     return f"unknown key; {hint}allowed: {', '.join(known)}"
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import sys
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Coroutine, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import click
 from msgspec.structs import asdict
@@ -22,10 +22,9 @@ from msgspec.structs import asdict
 from agentd import __version__, failpoints
 from agentd.cli.output import say
 from agentd.errors import AgentdError, ConfigRefused, DaemonFailed, Problem, StartRefused
+from agentd.service.exit_status import end_refused, print_problems
 from agentd.tomlfile.regular_files import UnusableFile, read_regular
 
-EX_CONFIG = 78
-_UNINDENTED = re.compile(r"\n(?!    )")
 _T = TypeVar("_T")
 
 config_option = click.option(
@@ -43,17 +42,7 @@ def agentd() -> None:
     """The node agent that divides a machine's devices among logical agents."""
 
 
-def _refused(error: AgentdError, source: str = "") -> NoReturn:
-    """Print the problems, led by the file that they stand in, and end."""
-    lines = error.of(source).lines() if isinstance(error, ConfigRefused) else [str(error)]
-    _complain(lines)
-    sys.exit(EX_CONFIG if isinstance(error, ConfigRefused) else 1)
-
-
-def _complain(lines: Iterable[str]) -> None:
-    """Print problems; the further lines of one are indented, so that none looks like another."""
-    for line in lines:
-        say("agentd: " + _UNINDENTED.sub("\n    ", line), err=True)
+_refused = partial(end_refused, "agentd")
 
 
 def _settings(config_file: str | None) -> Any:
@@ -148,7 +137,7 @@ def check_config(config_file: str | None, as_json: bool) -> None:
     except ConfigRefused as error:
         _refused(error)
     if found.problems:
-        _complain(ConfigRefused(found.problems, found.source).lines())
+        print_problems("agentd", ConfigRefused(found.problems, found.source).lines())
         sys.exit(found.status)
     if as_json:
         click.echo(json.dumps({"ok": True, "warnings": found.warnings}))
