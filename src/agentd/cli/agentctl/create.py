@@ -14,6 +14,7 @@ import click
 from agentd.cli.agentctl import completion
 from agentd.cli.agentctl.options import (
     KERNEL_COLUMNS,
+    is_json,
     json_only_option,
     json_option,
     kernel_row,
@@ -95,7 +96,7 @@ def kernel_body(options: Mapping[str, Any]) -> dict[str, Any]:
 @kernel_options
 @json_option
 @click.pass_obj
-def create(client: Client, /, agent: str, as_json: bool, **options: Any) -> None:
+def create(client: Client, /, agent: str, **options: Any) -> None:
     """Create a kernel on AGENT that runs COMMAND (after `--`).
 
     \b
@@ -104,7 +105,7 @@ def create(client: Client, /, agent: str, as_json: bool, **options: Any) -> None
     """
     body = kernel_body(options)
     content: Mapping[str, Any]
-    waits = not (as_json or options["dry_run"] or options["is_async"])
+    waits = not (is_json() or options["dry_run"] or options["is_async"])
     try:
         if options["dry_run"]:
             content = client.explain(agent, body)
@@ -114,15 +115,15 @@ def create(client: Client, /, agent: str, as_json: bool, **options: Any) -> None
         else:
             content = client.create_kernel(agent, body, wait=not options["is_async"])
     except InsufficientResource as error:
-        if not as_json:
+        if not is_json():
             print_decision({"explain": {error.slot: error.explain}}, is_refused=True)
         raise
-    if as_json:
+    if is_json():
         click.echo(json.dumps(content, indent=1))
     elif options["dry_run"] and "explain" in content:
         print_decision(content)
     else:
-        print_answer(kernel_row(content), KERNEL_COLUMNS, as_json=False)
+        print_answer(content, KERNEL_COLUMNS, kernel_row)
 
 
 _EXPLAIN_COLUMNS = ["slot", "device", "free", "given", "reason"]
@@ -156,7 +157,6 @@ def explain(
     agent: str,
     slot: Sequence[str],
     device: Sequence[str],
-    as_json: bool,
 ) -> None:
     """Show which devices a kernel on AGENT would get, or why it would get none."""
     choice = {"slots": pairs(slot), "devices": listed(device)}
@@ -164,10 +164,10 @@ def explain(
     try:
         content = client.explain(agent, body)
     except InsufficientResource as error:
-        if not as_json:
+        if not is_json():
             print_decision({"explain": {error.slot: error.explain}})
         raise
-    if as_json:
+    if is_json():
         click.echo(json.dumps(content, indent=1))
     else:
         print_decision(content)

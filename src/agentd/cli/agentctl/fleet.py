@@ -14,6 +14,7 @@ from agentd.cli.agentctl.create import kernel_body, kernel_options, print_decisi
 from agentd.cli.agentctl.exec import run_inside
 from agentd.cli.agentctl.options import (
     KERNEL_COLUMNS,
+    is_json,
     json_option,
     kernel_row,
     pairs,
@@ -56,17 +57,12 @@ def fleet_group() -> None:
 @fleet_group.group(invoke_without_command=True)
 @json_option
 @click.pass_context
-def nodes(context: click.Context, as_json: bool) -> None:
+def nodes(context: click.Context) -> None:
     """List the nodes, their state, and what is free."""
     if context.invoked_subcommand is not None:
         return
     rows = context.obj.carry_out(fleet_calls.nodes())
-    print_answer(
-        rows if as_json else [_node_row(row) for row in rows],
-        _NODE_COLUMNS,
-        as_json=as_json,
-        wide=["url", "generation", "conflicting"],
-    )
+    print_answer(rows, _NODE_COLUMNS, _node_row, wide=["url", "generation", "conflicting"])
 
 
 def _listed(client: Client, call: Call[list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -107,19 +103,18 @@ def forget_node(client: Client, node: str, yes: bool) -> None:
 @fleet_group.group(invoke_without_command=True)
 @json_option
 @click.pass_context
-def slots(context: click.Context, as_json: bool) -> None:
+def slots(context: click.Context) -> None:
     """List the slots of all nodes with their sums."""
     if context.invoked_subcommand is not None:
         return
     from agentd.cli.tables import amount
 
-    rows: list[Mapping[str, Any]] = [*context.obj.slot_types()]
+    def row(slot: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: amount(slot["name"], value) for key, value in slot.items()}
+
     sums = context.obj.carry_out(fleet_calls.stats())["slots"]
-    rows = [{**row, **sums.get(row["name"], {})} for row in rows]
-    if not as_json:
-        rows = [{key: amount(row["name"], value) for key, value in row.items()} for row in rows]
-    columns = ["name", "kind", "quantum", "capacity", "allocated", "free"]
-    print_answer(rows, columns, as_json=as_json)
+    rows = [{**slot, **sums.get(slot["name"], {})} for slot in context.obj.slot_types()]
+    print_answer(rows, ["name", "kind", "quantum", "capacity", "allocated", "free"], row)
 
 
 @slots.command("forget")
@@ -134,21 +129,20 @@ def forget_slot(client: Client, name: str) -> None:
 @click.option("--node", multiple=True, help="Only of this node; may be repeated.")
 @json_option
 @click.pass_obj
-def devices(client: Client, node: Sequence[str], as_json: bool) -> None:
+def devices(client: Client, node: Sequence[str]) -> None:
     """List the devices of the nodes, and who holds them."""
     rows = _listed(client, fleet_calls.devices(tuple(node)))
-    if not as_json:
-        rows = [
-            {
-                **row,
-                "device": f"{row['device_name']}/{row['id']}",
-                "node": row["node_id"],
-                "holders": [f"{h['kernel_id']}={h['amount']}" for h in row["holders"]],
-            }
-            for row in rows
-        ]
     columns = ["device", "node", "state", "slot", "capacity", "free", "agents", "holders"]
-    print_answer(rows, columns, as_json=as_json)
+    print_answer(rows, columns, _device_row)
+
+
+def _device_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **row,
+        "device": f"{row['device_name']}/{row['id']}",
+        "node": row["node_id"],
+        "holders": [f"{h['kernel_id']}={h['amount']}" for h in row["holders"]],
+    }
 
 
 @fleet_group.command(context_settings={"ignore_unknown_options": True})
@@ -160,7 +154,7 @@ def devices(client: Client, node: Sequence[str], as_json: bool) -> None:
 @click.option("--policy", type=click.Choice(["random", "pack"]), help="Which node is asked first.")
 @json_option
 @click.pass_obj
-def create(client: Client, /, as_json: bool, **options: Any) -> None:
+def create(client: Client, /, **options: Any) -> None:
     """Create a kernel that runs COMMAND (after `--`) on a node that has what it asks for.
 
     \b
@@ -178,13 +172,13 @@ def create(client: Client, /, as_json: bool, **options: Any) -> None:
     is_dry = options["dry_run"]
     call = fleet_calls.create_kernel(body, wait=not options["is_async"], dry_run=is_dry)
     content = client.carry_out(call, timeout_s=CREATE_TIMEOUT_S)
-    if as_json:
+    if is_json():
         click.echo(json.dumps(content, indent=1))
     elif is_dry:
         say(f"node {content['node_id']}, agent {content['agent_id']}")
         print_decision(content)
     else:
-        print_answer(_row(content), _KERNEL_COLUMNS, as_json=False)
+        print_answer(content, _KERNEL_COLUMNS, _row)
 
 
 def _row(kernel: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,13 +196,10 @@ def ls(
     node: Sequence[str],
     state: Sequence[str],
     label: Sequence[str],
-    as_json: bool,
 ) -> None:
     """List the kernels of all nodes."""
     call = fleet_calls.kernels(tuple(node), state=tuple(state), label=tuple(label))
-    found = _listed(client, call)
-    shown = found if as_json else [_row(row) for row in found]
-    print_answer(shown, _KERNEL_COLUMNS, as_json=as_json)
+    print_answer(_listed(client, call), _KERNEL_COLUMNS, _row)
 
 
 @fleet_group.command()
@@ -232,26 +223,24 @@ def logs(client: Client, kernel: str, node: str | None, follow: bool, tail: int 
 @click.option("--timeout", type=float, help="Seconds between TERM and KILL.")
 @json_option
 @click.pass_obj
-def rm(
-    client: Client, kernels: Sequence[str], node: str | None, timeout: float | None, as_json: bool
-) -> None:
+def rm(client: Client, kernels: Sequence[str], node: str | None, timeout: float | None) -> None:
     """Stop and remove kernels."""
 
     def remove(kernel: str) -> None:
         call = fleet_calls.delete_kernel(kernel, node, timeout)
         client.carry_out(call, timeout_s=CREATE_TIMEOUT_S)
 
-    remove_each(kernels, remove, as_json=as_json)
+    remove_each(kernels, remove)
 
 
 @fleet_group.command()
 @click.argument("kernels", nargs=-1)
 @json_option
 @click.pass_obj
-def stats(client: Client, kernels: Sequence[str], as_json: bool) -> None:
+def stats(client: Client, kernels: Sequence[str]) -> None:
     """Show the usage of kernels on all nodes."""
     rows = [client.stats(kernel) for kernel in kernels] if kernels else _uses_of_all(client)
-    print_usage(rows, as_json=as_json)
+    print_usage(rows)
 
 
 @fleet_group.command()

@@ -29,6 +29,7 @@ from agentd.cli.agentctl.options import (
     RpcProblem,
     event_line,
     for_each,
+    is_json,
     json_only_option,
     json_option,
     kernel_row,
@@ -131,10 +132,10 @@ def agentctl(
 @agentctl.command()
 @json_only_option
 @click.pass_obj
-def status(client: Client, as_json: bool) -> None:
+def status(client: Client) -> None:
     """Show the node, its runtime and its plugins."""
     node = client.node()
-    if as_json:
+    if is_json():
         click.echo(json.dumps(node, indent=1))
         return
     from agentd.cli.tables import print_rows
@@ -151,7 +152,7 @@ def status(client: Client, as_json: bool) -> None:
 @agentctl.command()
 @json_only_option
 @click.pass_obj
-def doctor(client: Client, as_json: bool) -> None:
+def doctor(client: Client) -> None:
     """Check the node by its own rules; exit status 1 if one does not hold, or cannot be told."""
     node = client.node()
     rows: list[Mapping[str, Any]] = [runtimes_row(node)]
@@ -160,7 +161,7 @@ def doctor(client: Client, as_json: bool) -> None:
         rows += node["checks"]
     except AgentdError as error:
         rows.append(check_row("books", "the books can be compared", str(error)))
-    if as_json:
+    if is_json():
         click.echo(json.dumps(rows, indent=1))
     else:
         print_checks(rows, node["warnings"])
@@ -170,13 +171,8 @@ def doctor(client: Client, as_json: bool) -> None:
 @agentctl.command()
 @json_option
 @click.pass_obj
-def devices(client: Client, as_json: bool) -> None:
+def devices(client: Client) -> None:
     """List the devices and who holds them."""
-    rows: list[Mapping[str, Any]] = [*client.devices()]
-    if not as_json:
-        rows = [
-            {**row, "device": f"{row['device_name']}/{row['id']}"} | _holders(row) for row in rows
-        ]
     columns = [
         "device",
         "state",
@@ -189,49 +185,47 @@ def devices(client: Client, as_json: bool) -> None:
         "reason",
     ]
     wide = ["stable_id", "model", "numa_node", "aliases"]
-    print_answer(rows, columns, as_json=as_json, wide=wide)
+    print_answer(client.devices(), columns, _device_row, wide=wide)
 
 
-def _holders(row: Mapping[str, Any]) -> dict[str, Any]:
+def _device_row(row: Mapping[str, Any]) -> dict[str, Any]:
     from agentd.cli.tables import amount
 
     sizes = {key: amount(row["slot"], row[key]) for key in ("capacity", "allocated", "free")}
     holders = [f"{h['kernel_id']}={amount(row['slot'], h['amount'])}" for h in row["holders"]]
-    return {**sizes, "holders": holders}
+    return {**row, **sizes, "device": f"{row['device_name']}/{row['id']}", "holders": holders}
 
 
 @agentctl.command()
 @json_option
 @click.pass_obj
-def agents(client: Client, as_json: bool) -> None:
+def agents(client: Client) -> None:
     """List the agents and their partitions."""
-    rows: list[Mapping[str, Any]] = [*client.agents()]
-    if not as_json:
-        from agentd.cli.tables import compact, limit_line
-
-        rows = [
-            {
-                "agent": row["agent_id"],
-                "devices": [f"{name} {compact(ids)}" for name, ids in row["devices"].items()],
-                "free": {name: use["free"] for name, use in row["slots"].items()},
-                "capacity": {name: use["capacity"] for name, use in row["slots"].items()},
-                "scaling_factors": row["scaling_factors"],
-                "limits": [limit_line(name, limit) for name, limit in row["limits"].items()],
-            }
-            for row in rows
-        ]
+    rows = client.agents()
     columns = ["agent", "devices", "free", "capacity", "scaling_factors"]
     columns += ["limits"] if any(row["limits"] for row in rows) else []
-    print_answer(rows, columns, as_json=as_json)
+    print_answer(rows, columns, _agent_row)
+
+
+def _agent_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    from agentd.cli.tables import compact, limit_line
+
+    return {
+        "agent": row["agent_id"],
+        "devices": [f"{name} {compact(ids)}" for name, ids in row["devices"].items()],
+        "free": {name: use["free"] for name, use in row["slots"].items()},
+        "capacity": {name: use["capacity"] for name, use in row["slots"].items()},
+        "scaling_factors": row["scaling_factors"],
+        "limits": [limit_line(name, limit) for name, limit in row["limits"].items()],
+    }
 
 
 @agentctl.command()
 @json_option
 @click.pass_obj
-def slots(client: Client, as_json: bool) -> None:
+def slots(client: Client) -> None:
     """List the slots that the node knows."""
-    rows = client.slot_types()
-    print_answer(rows, ["name", "kind", "quantum", "exclusive_group", "unit"], as_json=as_json)
+    print_answer(client.slot_types(), ["name", "kind", "quantum", "exclusive_group", "unit"])
 
 
 agentctl.add_command(fleet_group)
@@ -250,7 +244,6 @@ def ls(
     agent: str | None,
     state: Sequence[str],
     label: Sequence[str],
-    as_json: bool,
 ) -> None:
     """List kernels.
 
@@ -259,15 +252,14 @@ def ls(
     agentctl rm $(agentctl ls --state terminated -o name)
     """
     rows = client.kernels(agent, state=state, labels=pairs(label))
-    shown = rows if as_json else [kernel_row(row) for row in rows]
-    print_answer(shown, KERNEL_COLUMNS, as_json=as_json, wide=WIDE_KERNEL_COLUMNS)
+    print_answer(rows, KERNEL_COLUMNS, kernel_row, wide=WIDE_KERNEL_COLUMNS)
 
 
 @agentctl.command()
 @click.argument("kernels", nargs=-1, required=True, shell_complete=completion.kernels)
 @json_only_option
 @click.pass_obj
-def inspect(client: Client, kernels: Sequence[str], as_json: bool) -> None:
+def inspect(client: Client, kernels: Sequence[str]) -> None:
     """Show everything about kernels."""
     found: list[KernelView] = []
 
@@ -275,12 +267,12 @@ def inspect(client: Client, kernels: Sequence[str], as_json: bool) -> None:
         from agentd.cli.tables import print_rows, shown_whole
 
         found.append(client.kernel(kernel))
-        if not as_json:
+        if not is_json():
             rows = [{"member": k, "value": shown_whole(k, v)} for k, v in found[-1].items()]
             print_rows(rows, ["member", "value"])
 
     failed = for_each(kernels, show)
-    if as_json and found:
+    if is_json() and found:
         click.echo(json.dumps(found if len(kernels) > 1 else found[0], indent=1))
     sys.exit(failed)
 
@@ -296,10 +288,10 @@ agentctl.add_command(top)
 @agentctl.command()
 @json_only_option
 @click.pass_obj
-def events(client: Client, as_json: bool) -> None:
+def events(client: Client) -> None:
     """Print what happens on the node and when it was heard of, until interrupted."""
     for event in client.events():
-        if as_json:
+        if is_json():
             click.echo(json.dumps({"event": event.kind, "data": event.data}))
         else:
             say(f"{time.strftime('%H:%M:%S')} {event_line(event.kind, event.data)}")
@@ -310,14 +302,12 @@ def events(client: Client, as_json: bool) -> None:
 @click.option("--timeout", type=float, help="Seconds between TERM and KILL.")
 @json_option
 @click.pass_obj
-def stop(client: Client, kernels: Sequence[str], timeout: float | None, as_json: bool) -> None:
+def stop(client: Client, kernels: Sequence[str], timeout: float | None) -> None:
     """End kernels, and keep them listed."""
     ended: list[KernelView] = []
     failed = for_each(kernels, lambda kernel: ended.append(client.stop_kernel(kernel, timeout)))
     if ended:
-        shown: Any = ended if as_json else [kernel_row(kernel) for kernel in ended]
-        content = shown if len(kernels) > 1 else shown[0]
-        print_answer(content, KERNEL_COLUMNS, as_json=as_json)
+        print_answer(ended if len(kernels) > 1 else ended[0], KERNEL_COLUMNS, kernel_row)
     sys.exit(failed)
 
 
@@ -326,27 +316,27 @@ def stop(client: Client, kernels: Sequence[str], timeout: float | None, as_json:
 @click.option("--timeout", type=float, help="Seconds between TERM and KILL.")
 @json_option
 @click.pass_obj
-def rm(client: Client, kernels: Sequence[str], timeout: float | None, as_json: bool) -> None:
+def rm(client: Client, kernels: Sequence[str], timeout: float | None) -> None:
     """Stop and remove kernels."""
-    remove_each(kernels, lambda kernel: client.delete_kernel(kernel, timeout), as_json=as_json)
+    remove_each(kernels, lambda kernel: client.delete_kernel(kernel, timeout))
 
 
 @agentctl.command()
 @click.argument("device", shell_complete=completion.devices)
 @json_option
 @click.pass_obj
-def drain(client: Client, device: str, as_json: bool) -> None:
+def drain(client: Client, device: str) -> None:
     """Give nothing new from DEVICE (cuda3, or cuda/cuda3)."""
-    _print_device(client.drain(*_device(client, device)), as_json=as_json)
+    _print_device(client.drain(*_device(client, device)))
 
 
 @agentctl.command()
 @click.argument("device", shell_complete=completion.devices)
 @json_option
 @click.pass_obj
-def undrain(client: Client, device: str, as_json: bool) -> None:
+def undrain(client: Client, device: str) -> None:
     """Give from DEVICE again."""
-    _print_device(client.undrain(*_device(client, device)), as_json=as_json)
+    _print_device(client.undrain(*_device(client, device)))
 
 
 @agentctl.command()
@@ -360,11 +350,10 @@ def forget(client: Client, device: str) -> None:
 @agentctl.group(invoke_without_command=True)
 @json_option
 @click.pass_context
-def runtimes(context: click.Context, as_json: bool) -> None:
+def runtimes(context: click.Context) -> None:
     """List the runtimes that may have kernels of this node, and whether they answer."""
     if context.invoked_subcommand is None:
-        rows = context.obj.runtimes()
-        print_answer(rows, ["name", "state", "reason"], as_json=as_json)
+        print_answer(context.obj.runtimes(), ["name", "state", "reason"])
 
 
 @runtimes.command("forget")
@@ -378,39 +367,36 @@ def forget_runtime(client: Client, name: str) -> None:
 @agentctl.group(invoke_without_command=True)
 @json_option
 @click.pass_context
-def plugins(context: click.Context, as_json: bool) -> None:
+def plugins(context: click.Context) -> None:
     """List the accelerator plugins, and how they do."""
     if context.invoked_subcommand is None:
-        rows = context.obj.plugins()
-        print_answer(rows, PLUGIN_COLUMNS, as_json=as_json)
+        print_answer(context.obj.plugins(), PLUGIN_COLUMNS)
 
 
 @plugins.command("retry")
 @json_option
 @click.argument("name")
 @click.pass_obj
-def retry_plugin(client: Client, name: str, as_json: bool) -> None:
+def retry_plugin(client: Client, name: str) -> None:
     """Have plugin NAME, which is not ready, tried again now; exit status 1 if it is not then."""
     row = client.retry_plugin(name)
-    print_answer(row, PLUGIN_COLUMNS, as_json=as_json)
+    print_answer(row, PLUGIN_COLUMNS)
     sys.exit(0 if row["state"] == "ready" else 1)
 
 
 @agentctl.command()
 @json_option
 @click.pass_obj
-def whoami(client: Client, as_json: bool) -> None:
+def whoami(client: Client) -> None:
     """Show as whom the node takes this call."""
-    row = client.whoami()
-    print_answer(row, ["name", "role", "agents", "uid"], as_json=as_json)
+    print_answer(client.whoami(), ["name", "role", "agents", "uid"])
 
 
 agentctl.add_command(token)
 
 
-def _print_device(row: Mapping[str, Any], *, as_json: bool) -> None:
-    shown = row if as_json else {**row, "device": f"{row['device_name']}/{row['id']}"}
-    print_answer(shown, ["device", "state", "agents", "reason"], as_json=as_json)
+def _print_device(device: Mapping[str, Any]) -> None:
+    print_answer(device, ["device", "state", "agents", "reason"], _device_row)
 
 
 def _device(client: Client, device: str) -> tuple[str, str]:

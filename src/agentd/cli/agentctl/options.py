@@ -8,9 +8,8 @@ import os
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar
 
 import click
 
@@ -75,14 +74,13 @@ OUT_OF_TIME = 3
 """Exit status of a `wait` that ran out of time."""
 
 
-def _note_output(context: click.Context, _: click.Parameter, value: str | None) -> str | None:
-    if value is not None:
-        context.meta[_OUTPUT] = value
-    return value
+def is_json() -> bool:
+    """Return whether the command that runs is to print JSON."""
+    return click.get_current_context().meta.get(_OUTPUT) == "json"
 
 
 def json_option(command: _F) -> _F:
-    """Add `-o json|wide|name`, and `--json`; the command is told of JSON alone."""
+    """Add `-o json|wide|name`, and `--json`; `print_answer` follows them."""
     return _with_output(command, ["json", "wide", "name"], "JSON, more columns, or names alone.")
 
 
@@ -92,19 +90,17 @@ def json_only_option(command: _F) -> _F:
 
 
 def _with_output(command: _F, choices: Sequence[str], text: str) -> _F:
-    @wraps(command)
-    def told(*args: Any, as_json: bool, output: str | None, **options: Any) -> Any:
-        return command(*args, as_json=as_json or output == "json", **options)
+    def note(context: click.Context, _: click.Parameter, value: str | bool | None) -> None:
+        if value and not context.meta.get(_OUTPUT) == "json":
+            context.meta[_OUTPUT] = "json" if value is True else value
 
-    flag = click.option("--json", "as_json", is_flag=True, help="The same as -o json.")
-    choice = click.option(
-        "-o",
-        "--output",
-        type=click.Choice(choices),
-        callback=_note_output,
-        help=text,
+    flag = click.option(
+        "--json", is_flag=True, callback=note, expose_value=False, help="The same as -o json."
     )
-    return cast("_F", flag(choice(told)))
+    choice = click.option(
+        "-o", "--output", type=click.Choice(choices), callback=note, expose_value=False, help=text
+    )
+    return flag(choice(command))
 
 
 def pairs(values: Sequence[str], separator: str = "=") -> dict[str, str]:
@@ -185,22 +181,24 @@ def ulimits(values: Sequence[str]) -> dict[str, Any]:
 def print_answer(
     content: Any,
     columns: Sequence[str],
+    row: Callable[[Any], Mapping[str, Any]] | None = None,
     *,
-    as_json: bool,
     wide: Sequence[str] = (),
 ) -> None:
     """Print an answer as JSON, as the names in its first column, or as a table.
 
-    `wide` are the columns that are shown only where they are asked for.
+    `row` makes the cells for people of an entry. `wide` are the columns that are shown only where
+    they are asked for.
     """
-    if as_json:
+    output = click.get_current_context().meta.get(_OUTPUT)
+    if output == "json":
         click.echo(json.dumps(content, indent=1))
         return
-    rows = content if isinstance(content, list) else [content]
-    output = click.get_current_context().meta.get(_OUTPUT)
+    entries = content if isinstance(content, list) else [content]
+    rows = [row(entry) for entry in entries] if row is not None else entries
     if output == "name":
-        for row in rows:
-            say(row[columns[0]])
+        for cells in rows:
+            say(cells[columns[0]])
         return
     from agentd.cli.tables import print_rows
 
@@ -261,20 +259,18 @@ def for_each(kernels: Sequence[str], act: Callable[[str], object]) -> bool:
     return failed
 
 
-def remove_each(
-    kernels: Sequence[str], remove: Callable[[str], object], *, as_json: bool
-) -> NoReturn:
+def remove_each(kernels: Sequence[str], remove: Callable[[str], object]) -> NoReturn:
     """Remove kernels, print each that was, and exit: 1 if one was not."""
     removed: list[str] = []
 
     def act(kernel: str) -> None:
         remove(kernel)
         removed.append(kernel)
-        if not as_json:
+        if not is_json():
             say(kernel)
 
     failed = for_each(kernels, act)
-    if as_json:
+    if is_json():
         click.echo(json.dumps({"removed": removed}))
     sys.exit(failed)
 

@@ -24,7 +24,7 @@ TOP = ["kernel", "agent", "cpu", "memory", "limit", "processes", "read_s", "writ
 @click.argument("kernels", nargs=-1, shell_complete=completion.kernels)
 @json_option
 @click.pass_obj
-def stats(client: Client, kernels: Sequence[str], as_json: bool) -> None:
+def stats(client: Client, kernels: Sequence[str]) -> None:
     """Show what kernels use, or have used; `-` where that is not known.
 
     \b
@@ -32,36 +32,33 @@ def stats(client: Client, kernels: Sequence[str], as_json: bool) -> None:
     agentctl stats train-1 -o json
     """
     rows = [client.stats(kernel) for kernel in kernels] if kernels else client.stats()
-    print_usage(rows, as_json=as_json)
+    print_usage(rows)
 
 
-def print_usage(rows: Sequence[KernelUseView], *, as_json: bool) -> None:
+def print_usage(rows: Sequence[KernelUseView]) -> None:
     """Print the usage of kernels."""
-    if as_json:
-        print_answer(rows, COLUMNS, as_json=True)
-        return
+    columns = COLUMNS + (["devices"] if any(row["devices"] for row in rows) else [])
+    print_answer([*rows], columns, _usage_row, wide=[c for c in WIDE if c not in columns])
+
+
+def _usage_row(row: KernelUseView) -> dict[str, Any]:
     from agentd.cli.tables import byte_size
 
-    shown = [
-        {
-            "kernel": row["kernel_id"],
-            "agent": row["agent_id"],
-            "cpu_seconds": _decimals(row["cpu_seconds"]),
-            "throttled": _decimals(row["cpu_throttled_seconds"]),
-            "memory": byte_size(row["memory_bytes"]),
-            "peak": byte_size(row["memory_peak_bytes"]),
-            "limit": byte_size(row["memory_limit_bytes"]),
-            "read": byte_size(row["io_read_bytes"]),
-            "written": byte_size(row["io_write_bytes"]),
-            "received": byte_size(row["network_rx_bytes"]),
-            "sent": byte_size(row["network_tx_bytes"]),
-            "processes": row["processes"],
-            "devices": [_device(device) for device in row["devices"]],
-        }
-        for row in rows
-    ]
-    columns = COLUMNS + (["devices"] if any(row["devices"] for row in rows) else [])
-    print_answer(shown, columns, as_json=False, wide=[c for c in WIDE if c not in columns])
+    return {
+        "kernel": row["kernel_id"],
+        "agent": row["agent_id"],
+        "cpu_seconds": _decimals(row["cpu_seconds"]),
+        "throttled": _decimals(row["cpu_throttled_seconds"]),
+        "memory": byte_size(row["memory_bytes"]),
+        "peak": byte_size(row["memory_peak_bytes"]),
+        "limit": byte_size(row["memory_limit_bytes"]),
+        "read": byte_size(row["io_read_bytes"]),
+        "written": byte_size(row["io_write_bytes"]),
+        "received": byte_size(row["network_rx_bytes"]),
+        "sent": byte_size(row["network_tx_bytes"]),
+        "processes": row["processes"],
+        "devices": [_device(device) for device in row["devices"]],
+    }
 
 
 def watching(command: Callable[..., None]) -> Callable[..., None]:
