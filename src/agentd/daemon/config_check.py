@@ -31,6 +31,8 @@ from agentd.service.exit_status import CANNOT_RUN, EX_CONFIG
 from agentd.state.folder import ReadOnlyState
 from agentd.tomlfile.parsing import read_text
 
+CALL_MARGIN_S = 5.0
+"""Seconds beyond `call-timeout`, so that the deadline of the call itself gives the reason."""
 VALIDATION_TIMEOUT_S = 60.0
 """Longest wait for the plugins' `validate` in seconds, whatever `call-timeout` allows."""
 
@@ -110,7 +112,8 @@ class _Check:
             return
         try:
             await host.open(settings.open_timeout)
-            unvalidated = await host.unvalidated(min(settings.call_timeout, VALIDATION_TIMEOUT_S))
+            patience_s = min(settings.call_timeout + CALL_MARGIN_S, VALIDATION_TIMEOUT_S)
+            unvalidated = await host.unvalidated(patience_s)
             wrong = host.problems()
             self._add(EX_CONFIG, wrong)
             self._check_partition(loaded, host, store)

@@ -91,7 +91,7 @@ def json_only_option(command: _F) -> _F:
 
 def _with_output(command: _F, choices: Sequence[str], text: str) -> _F:
     def note(context: click.Context, _: click.Parameter, value: str | bool | None) -> None:
-        if value and not context.meta.get(_OUTPUT) == "json":
+        if value and context.meta.get(_OUTPUT) != "json":
             context.meta[_OUTPUT] = "json" if value is True else value
 
     flag = click.option(
