@@ -11,6 +11,14 @@ from daemon import AGENTS, Daemon, gpus
 from daemon_pool import Serving
 
 
+async def environment(pid: int) -> bytes:
+    """Return the environment of a process, which has none for the moment of its execve(2)."""
+    async with asyncio.timeout(10):
+        while not (found := Path(f"/proc/{pid}/environ").read_bytes()):
+            await asyncio.sleep(0.01)
+    return found
+
+
 async def test_a_kernel_gets_its_devices_its_cores_and_its_memory(serving: Serving) -> None:
     daemon = await serving()
     kernel = await daemon.running(slots={"cuda.device": 1, "cpu": 1, "mem": "64m"}, kernel_id="k1")
@@ -26,7 +34,7 @@ async def test_a_kernel_gets_its_devices_its_cores_and_its_memory(serving: Servi
     pid = daemon.main_pid(kernel, daemon.test_engine)
     status = Path(f"/proc/{pid}/status").read_text()
     assert "Cpus_allowed_list:\t0\n" in status
-    env = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    env = (await environment(pid)).split(b"\0")
     assert b"CUDA_VISIBLE_DEVICES=cuda0" in env
     device = await daemon.device("cuda0")
     assert device["holders"] == [{"kernel_id": "k1", "amount": "1"}]
@@ -53,7 +61,7 @@ async def test_the_memory_limit_is_the_allocation_or_said_not_to_be(serving: Ser
 async def test_a_kernel_without_gpus_sees_none(serving: Serving) -> None:
     daemon = await serving()
     kernel = await daemon.running(slots={})
-    env = Path(f"/proc/{daemon.main_pid(kernel, daemon.test_engine)}/environ").read_bytes()
+    env = await environment(daemon.main_pid(kernel, daemon.test_engine))
     assert b"CUDA_VISIBLE_DEVICES=\0" in env
     assert kernel["slots"] == {"cpu": "1", "mem": "268435456"}
 
