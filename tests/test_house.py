@@ -6,8 +6,10 @@ import socket
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 
 from agentd.cli.agentctl.main import agentctl
@@ -16,6 +18,7 @@ from agentd.http.problems import STATUSES
 from agentd.pluginhost.conformance import _parsed as parsed
 from agentd.rpc.routes import ROUTES
 from agentd.service.sd_notify import Notifier
+from agentd_fleet.cli import agentd_fleet
 from code_size import class_names, modules_of
 from needs import require
 
@@ -99,6 +102,21 @@ def test_architecture_page_names_files_that_exist() -> None:
     folders = [ROOT / "src/agentd", ROOT / "fleet/src/agentd_fleet", ROOT]
     assert len(named) > 40
     assert [name for name in named if not any(list(at.glob(name)) for at in folders)] == []
+
+
+def commands(command: click.Command, path: str) -> Iterator[tuple[str, click.Command]]:
+    yield path, command
+    if isinstance(command, click.Group):
+        for name, below in command.commands.items():
+            yield from commands(below, f"{path} {name}")
+
+
+@pytest.mark.parametrize("program", [agentctl, agentd, agentd_fleet], ids=lambda it: it.name)
+def test_help_fits_its_line_and_every_option_has_a_text(program: click.Group) -> None:
+    for path, command in commands(program, program.name or ""):
+        assert len((command.help or "").split("\n")[0]) in range(1, 46), path
+        options = [item for item in command.params if isinstance(item, click.Option)]
+        assert [option.opts for option in options if not option.help] == [], path
 
 
 UNITS = {

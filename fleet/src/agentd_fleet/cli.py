@@ -29,7 +29,7 @@ config_option = click.option(
 @click.group()
 @click.version_option(__version__, prog_name="agentd-fleet")
 def agentd_fleet() -> None:
-    """Many nodes of agentd as one."""
+    """Run many nodes of agentd as one fleet."""
 
 
 _refused = partial(end_refused, "agentd-fleet")
@@ -38,7 +38,7 @@ _refused = partial(end_refused, "agentd-fleet")
 @agentd_fleet.command()
 @config_option
 def gateway(config_file: str | None) -> None:
-    """Serve the whole fleet: one view, placement, and every node's kernels."""
+    """Serve the fleet in the foreground."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     from agentd_fleet.daemon import GatewayDaemon
     from agentd_fleet.settings import load
@@ -58,7 +58,7 @@ def gateway(config_file: str | None) -> None:
 @agentd_fleet.command()
 @config_option
 def join(config_file: str | None) -> None:
-    """Tell the fleet of this machine's node, for as long as this runs."""
+    """Publish this host's node to the fleet."""
     import msgspec
 
     from agentd_fleet.daemon import etcd_access
@@ -98,7 +98,7 @@ def join(config_file: str | None) -> None:
 @agentd_fleet.command("check-config")
 @config_option
 def check_config(config_file: str | None) -> None:
-    """Say whether a configuration can be used."""
+    """Check the configuration without running."""
     from agentd_fleet.daemon import etcd_access, rpc_settings
     from agentd_fleet.settings import load
 

@@ -41,24 +41,40 @@ _KERNEL_OPTIONS: Sequence[Callable[[_F], _F]] = (
     click.option("--id", "kernel_id", help="Name of the kernel; default: a generated one."),
     click.option("--image", help="Image; the docker runtime needs one."),
     click.option(
-        "--slot", "-s", "slot", multiple=True, metavar="NAME=AMOUNT", help="cuda.device=1"
+        "--slot",
+        "-s",
+        "slot",
+        multiple=True,
+        metavar="NAME=AMOUNT",
+        help="Amount of a slot: cuda.device=1.",
     ),
     click.option(
-        "--device", multiple=True, metavar="NAME=ID", help="Choose from these: cuda=cuda0"
+        "--device", multiple=True, metavar="NAME=ID", help="Choose only these: cuda=cuda0."
     ),
-    click.option("--env", "-e", multiple=True, metavar="NAME=VALUE"),
-    click.option("--label", multiple=True, metavar="NAME=VALUE"),
-    click.option("--mount", multiple=True, metavar="SOURCE:TARGET[:rw]"),
-    click.option("--port", "-p", multiple=True, metavar="[HOST:]CONTAINER[/udp]"),
-    click.option("--workdir", "working_dir"),
-    click.option("--user"),
+    click.option("--env", "-e", multiple=True, metavar="NAME=VALUE", help="Environment variable."),
+    click.option("--label", multiple=True, metavar="NAME=VALUE", help="Label of the kernel."),
+    click.option(
+        "--mount",
+        multiple=True,
+        metavar="SOURCE:TARGET[:rw]",
+        help="Host folder, read-only by default.",
+    ),
+    click.option(
+        "--port", "-p", multiple=True, metavar="[HOST:]CONTAINER[/udp]", help="Port to publish."
+    ),
+    click.option("--workdir", "working_dir", metavar="PATH", help="Working directory."),
+    click.option("--user", help="User inside the container."),
     click.option("--pull", type=click.Choice(["missing", "always", "never"]), help="When to pull."),
-    click.option("--platform", metavar="OS/ARCH", help="Of the image; default: the engine's own."),
-    click.option("--network", help="One of those that the node allows."),
+    click.option(
+        "--platform", metavar="OS/ARCH", help="Platform of the image; default: the engine's."
+    ),
+    click.option("--network", help="Network that the node allows."),
     click.option("--tmpfs", multiple=True, metavar="TARGET[:SIZE]", help="A folder in memory."),
-    click.option("--shm-size", metavar="SIZE", help="Of /dev/shm."),
+    click.option("--shm-size", metavar="SIZE", help="Size of /dev/shm."),
     click.option("--pids-limit", type=click.IntRange(min=1), help="Maximum number of processes."),
-    click.option("--ulimit", multiple=True, metavar="NAME=SOFT[:HARD]"),
+    click.option(
+        "--ulimit", multiple=True, metavar="NAME=SOFT[:HARD]", help="Limit of setrlimit(2)."
+    ),
     click.option("--async", "is_async", is_flag=True, help="Do not wait until it runs."),
     click.option("--dry-run", is_flag=True, help="Decide and explain, change nothing."),
 )
@@ -97,7 +113,9 @@ def kernel_body(options: Mapping[str, Any]) -> dict[str, Any]:
 @json_option
 @click.pass_obj
 def create(client: Client, /, agent: str, **options: Any) -> None:
-    """Create a kernel on AGENT that runs COMMAND (after `--`).
+    """Create a kernel on an agent.
+
+    The kernel runs COMMAND, which stands after `--`.
 
     \b
     agentctl create agent-1 -s cuda.device=2 --image pytorch:2 -- python train.py
@@ -148,8 +166,15 @@ def print_decision(content: Mapping[str, Any], *, is_refused: bool = False) -> N
 
 @click.command()
 @click.argument("agent", shell_complete=completion.agents)
-@click.option("--slot", "-s", "slot", multiple=True, metavar="NAME=AMOUNT", help="cuda.device=1")
-@click.option("--device", multiple=True, metavar="NAME=ID", help="Choose from these: cuda=cuda0")
+@click.option(
+    "--slot",
+    "-s",
+    "slot",
+    multiple=True,
+    metavar="NAME=AMOUNT",
+    help="Amount of a slot: cuda.device=1.",
+)
+@click.option("--device", multiple=True, metavar="NAME=ID", help="Choose only these: cuda=cuda0.")
 @json_only_option
 @click.pass_obj
 def explain(
@@ -158,7 +183,10 @@ def explain(
     slot: Sequence[str],
     device: Sequence[str],
 ) -> None:
-    """Show which devices a kernel on AGENT would get, or why it would get none."""
+    """Show which devices a kernel would get.
+
+    Nothing is created. A refusal says for each device why it cannot be given.
+    """
     choice = {"slots": pairs(slot), "devices": listed(device)}
     body = choice | {"command": ["any"], "image": "any"}
     try:

@@ -36,7 +36,7 @@ INTERRUPTED = 130
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.option("--interactive", "-i", is_flag=True, help="Pass on standard input.")
 @click.option("--tty", "-t", "is_terminal", is_flag=True, help="Run it on a terminal.")
-@click.option("--env", "-e", multiple=True, metavar="NAME=VALUE")
+@click.option("--env", "-e", multiple=True, metavar="NAME=VALUE", help="Environment variable.")
 @click.option("--workdir", help="The folder in which it begins.")
 @click.pass_obj
 def run_inside(
@@ -49,7 +49,9 @@ def run_inside(
     workdir: str | None,
     node: str | None = None,
 ) -> None:
-    """Run COMMAND inside KERNEL, with what the kernel has; exit status is the command's.
+    """Run a command inside a kernel.
+
+    Exit status: the command's.
 
     \b
     agentctl exec train-1 -- nvidia-smi

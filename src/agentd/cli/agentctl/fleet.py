@@ -58,7 +58,7 @@ def fleet_group() -> None:
 @json_option
 @click.pass_context
 def nodes(context: click.Context) -> None:
-    """List the nodes, their state, and what is free."""
+    """List the nodes and what is free."""
     if context.invoked_subcommand is not None:
         return
     rows = context.obj.carry_out(fleet_calls.nodes())
@@ -91,10 +91,10 @@ def _free(slots: Mapping[str, Mapping[str, str]]) -> str:
 
 @nodes.command("forget")
 @click.argument("node")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @click.pass_obj
 def forget_node(client: Client, node: str, yes: bool) -> None:
-    """Forget NODE, which is lost for good, and which kernels were on it."""
+    """Forget a lost node and its routes."""
     if not yes:
         click.confirm(f"Forget {node} and the routes to its kernels?", abort=True)
     client.carry_out(fleet_calls.forget_node(node))
@@ -121,7 +121,7 @@ def slots(context: click.Context) -> None:
 @click.argument("name")
 @click.pass_obj
 def forget_slot(client: Client, name: str) -> None:
-    """Forget slot NAME, which no node offers any more."""
+    """Forget a slot that no node offers."""
     client.carry_out(fleet_calls.forget_slot_type(name))
 
 
@@ -130,7 +130,7 @@ def forget_slot(client: Client, name: str) -> None:
 @json_option
 @click.pass_obj
 def devices(client: Client, node: Sequence[str]) -> None:
-    """List the devices of the nodes, and who holds them."""
+    """List the devices of all nodes."""
     rows = _listed(client, fleet_calls.devices(tuple(node)))
     columns = ["device", "node", "state", "slot", "capacity", "free", "agents", "holders"]
     print_answer(rows, columns, _device_row)
@@ -147,15 +147,19 @@ def _device_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 @fleet_group.command(context_settings={"ignore_unknown_options": True})
 @kernel_options
-@click.option("--node", multiple=True, help="One of these nodes.")
-@click.option("--agent", multiple=True, help="One of these agents.")
-@click.option("--on", multiple=True, metavar="LABEL=VALUE", help="Nodes with this label.")
-@click.option("--model", multiple=True, help="An agent with a device of this model.")
-@click.option("--policy", type=click.Choice(["random", "pack"]), help="Which node is asked first.")
+@click.option("--node", multiple=True, help="Only these nodes.")
+@click.option("--agent", multiple=True, help="Only these agents.")
+@click.option("--on", multiple=True, metavar="LABEL=VALUE", help="Only nodes with this label.")
+@click.option("--model", multiple=True, help="Only agents with this device model.")
+@click.option(
+    "--policy", type=click.Choice(["random", "pack"]), help="Order in which nodes are tried."
+)
 @json_option
 @click.pass_obj
 def create(client: Client, /, **options: Any) -> None:
-    """Create a kernel that runs COMMAND (after `--`) on a node that has what it asks for.
+    """Create a kernel on a node with room.
+
+    The kernel runs COMMAND, which stands after `--`.
 
     \b
     agentctl --fleet https://gateway:7001 create -s cuda.device=2 -- python train.py
@@ -205,11 +209,11 @@ def ls(
 @fleet_group.command()
 @click.argument("kernel")
 @node_option
-@click.option("--follow", "-f", is_flag=True, help="Go on until the kernel ends.")
+@click.option("--follow", "-f", is_flag=True, help="Follow until the kernel ends.")
 @click.option("--tail", type=click.IntRange(min=0), help="The last lines.")
 @click.pass_obj
 def logs(client: Client, kernel: str, node: str | None, follow: bool, tail: int | None) -> None:
-    """Print what KERNEL printed."""
+    """Print the output of a kernel."""
     call = fleet_calls.logs(kernel, node, follow=follow, tail=tail)
     response = client.open(call, CREATE_TIMEOUT_S if follow else None)
     while chunk := response.read1(CHUNK):
@@ -247,7 +251,10 @@ def stats(client: Client, kernels: Sequence[str]) -> None:
 @watching
 @click.pass_obj
 def top(client: Client, agent: str | None, interval: float, count: int | None) -> None:
-    """Show what kernels of all nodes use now (NODE/KERNEL), the busiest first."""
+    """Show current usage of all nodes.
+
+    Kernels are NODE/KERNEL, the busiest first.
+    """
     watch(lambda: _uses_of_all(client), agent, interval, count)
 
 

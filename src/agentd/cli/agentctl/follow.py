@@ -30,10 +30,12 @@ ENDED = ("terminated", "failed", "lost")
 @click.option(
     "--timestamps", "-t", is_flag=True, help="Start each line with the time it was printed."
 )
-@click.option("--stream", type=click.Choice(["both", "stdout", "stderr"]))
+@click.option("--stream", type=click.Choice(["both", "stdout", "stderr"]), help="Default: both.")
 @click.pass_obj
 def logs(client: Client, /, kernels: Sequence[str], **options: Any) -> None:
-    """Print what kernels printed; of several, each line after its kernel's name.
+    """Print the output of kernels.
+
+    Of several kernels, each line begins with the kernel's name.
 
     \b
     agentctl logs -f train-1
@@ -105,9 +107,9 @@ def _read(chunks: Iterator[bytes], lead: bytes, lines: _Lines) -> None:
 @click.option("--timeout", type=click.FloatRange(min=0), help="Seconds; then exit status 3.")
 @click.pass_obj
 def wait(client: Client, kernels: Sequence[str], wanted: str, timeout: float | None) -> None:
-    """Wait until kernels have ended, run, or are removed.
+    """Wait for a state of kernels.
 
-    One that can never come to that any more is an error.
+    Exit status: 0 all are there, 1 one can never be, 3 out of time.
 
     \b
     agentctl wait train-1

@@ -118,7 +118,10 @@ def agentctl(
     fleet_address: str | None,
     token_file: str | None,
 ) -> None:
-    """Look at a node, and run kernels on it; or at a whole fleet."""
+    """Run kernels on a node or on a fleet.
+
+    Exit status: 0 done, 1 refused or nothing answers, 2 wrong usage.
+    """
     token, gateway = token_of(token_file), fleet_of(context)
     if context.invoked_subcommand == fleet_group.name:
         gateway = fleet_address or GATEWAY
@@ -153,7 +156,10 @@ def status(client: Client) -> None:
 @json_only_option
 @click.pass_obj
 def doctor(client: Client) -> None:
-    """Check the node by its own rules; exit status 1 if one does not hold, or cannot be told."""
+    """Check the node against its own rules.
+
+    Exit status: 0 all hold, 1 one does not or cannot be checked.
+    """
     node = client.node()
     rows: list[Mapping[str, Any]] = [runtimes_row(node)]
     try:
@@ -172,7 +178,7 @@ def doctor(client: Client) -> None:
 @json_option
 @click.pass_obj
 def devices(client: Client) -> None:
-    """List the devices and who holds them."""
+    """List the devices and their holders."""
     columns = [
         "device",
         "state",
@@ -289,7 +295,7 @@ agentctl.add_command(top)
 @json_only_option
 @click.pass_obj
 def events(client: Client) -> None:
-    """Print what happens on the node and when it was heard of, until interrupted."""
+    """Print events of the node as they come."""
     for event in client.events():
         if is_json():
             click.echo(json.dumps({"event": event.kind, "data": event.data}))
@@ -303,7 +309,7 @@ def events(client: Client) -> None:
 @json_option
 @click.pass_obj
 def stop(client: Client, kernels: Sequence[str], timeout: float | None) -> None:
-    """End kernels, and keep them listed."""
+    """Stop kernels and keep them listed."""
     ended: list[KernelView] = []
     failed = for_each(kernels, lambda kernel: ended.append(client.stop_kernel(kernel, timeout)))
     if ended:
@@ -326,7 +332,11 @@ def rm(client: Client, kernels: Sequence[str], timeout: float | None) -> None:
 @json_option
 @click.pass_obj
 def drain(client: Client, device: str) -> None:
-    """Give nothing new from DEVICE (cuda3, or cuda/cuda3)."""
+    """Stop allocating a device to new kernels.
+
+    DEVICE is an id such as cuda3 or cuda/cuda3. Running kernels keep it. Undo with
+    "agentctl undrain".
+    """
     _print_device(client.drain(*_device(client, device)))
 
 
@@ -335,7 +345,7 @@ def drain(client: Client, device: str) -> None:
 @json_option
 @click.pass_obj
 def undrain(client: Client, device: str) -> None:
-    """Give from DEVICE again."""
+    """Undo a drain."""
     _print_device(client.undrain(*_device(client, device)))
 
 
@@ -343,7 +353,10 @@ def undrain(client: Client, device: str) -> None:
 @click.argument("device", shell_complete=completion.devices)
 @click.pass_obj
 def forget(client: Client, device: str) -> None:
-    """Forget DEVICE, which is gone, and its place at the next start."""
+    """Forget a missing device.
+
+    Its id is free at the next start of agentd.
+    """
     client.forget_device(*_device(client, device))
 
 
@@ -351,7 +364,7 @@ def forget(client: Client, device: str) -> None:
 @json_option
 @click.pass_context
 def runtimes(context: click.Context) -> None:
-    """List the runtimes that may have kernels of this node, and whether they answer."""
+    """List the runtimes and whether they answer."""
     if context.invoked_subcommand is None:
         print_answer(context.obj.runtimes(), ["name", "state", "reason"])
 
@@ -360,7 +373,11 @@ def runtimes(context: click.Context) -> None:
 @click.argument("name")
 @click.pass_obj
 def forget_runtime(client: Client, name: str) -> None:
-    """Drop what runtime NAME, which does not answer, was last known to hold, for good."""
+    """Forget the kernels of a lost runtime.
+
+    What runtime NAME was last known to hold is given back for good. It is refused while the runtime
+    answers.
+    """
     client.forget_runtime(name)
 
 
@@ -368,7 +385,7 @@ def forget_runtime(client: Client, name: str) -> None:
 @json_option
 @click.pass_context
 def plugins(context: click.Context) -> None:
-    """List the accelerator plugins, and how they do."""
+    """List the plugins and their state."""
     if context.invoked_subcommand is None:
         print_answer(context.obj.plugins(), PLUGIN_COLUMNS)
 
@@ -378,7 +395,10 @@ def plugins(context: click.Context) -> None:
 @click.argument("name")
 @click.pass_obj
 def retry_plugin(client: Client, name: str) -> None:
-    """Have plugin NAME, which is not ready, tried again now; exit status 1 if it is not then."""
+    """Retry a plugin that is not ready.
+
+    Exit status: 0 it is ready now, 1 it is not.
+    """
     row = client.retry_plugin(name)
     print_answer(row, PLUGIN_COLUMNS)
     sys.exit(0 if row["state"] == "ready" else 1)
@@ -388,7 +408,7 @@ def retry_plugin(client: Client, name: str) -> None:
 @json_option
 @click.pass_obj
 def whoami(client: Client) -> None:
-    """Show as whom the node takes this call."""
+    """Show your identity and role."""
     print_answer(client.whoami(), ["name", "role", "agents", "uid"])
 
 

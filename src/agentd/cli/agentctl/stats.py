@@ -25,7 +25,9 @@ TOP = ["kernel", "agent", "cpu", "memory", "limit", "processes", "read_s", "writ
 @json_option
 @click.pass_obj
 def stats(client: Client, kernels: Sequence[str]) -> None:
-    """Show what kernels use, or have used; `-` where that is not known.
+    """Show the usage of kernels.
+
+    `-` stands for a figure that is not known.
 
     \b
     agentctl stats
@@ -78,7 +80,7 @@ def watching(command: Callable[..., None]) -> Callable[..., None]:
 @watching
 @click.pass_obj
 def top(client: Client, agent: str | None, interval: float, count: int | None) -> None:
-    """Show what kernels use now, the busiest first, again and again."""
+    """Show current usage, the busiest first."""
     watch(client.stats, agent, interval, count)
 
 

@@ -20,7 +20,7 @@ _BYTES = 32
 
 @click.group()
 def token() -> None:
-    """Make and revoke tokens for callers over TCP."""
+    """Create and revoke tokens for TCP."""
 
 
 @token.command("create")
@@ -36,7 +36,7 @@ def create_token(
     file: Path | None,
     gateway: bool,
 ) -> None:
-    """Write a new token for NAME, and print the lines that let it in."""
+    """Create a token and print its settings."""
     if odd := [word for word in (name, *agents) if not is_name(word)]:
         raise click.UsageError(f"invalid name {shortened(odd[0])}")
     chosen = role or ("admin" if gateway else "agent")
@@ -67,7 +67,7 @@ def create_token(
 @click.argument("name")
 @click.option("--config", "config_file", metavar="FILE", help="Default: as for agentd.")
 def revoke_token(name: str, config_file: str | None) -> None:
-    """Take away the token NAME, and end its connections.
+    """Revoke a token and end its connections.
 
     Removes its entry from the configuration, has the running daemon reload, and deletes the
     token's file. Where the daemon does not take that, the file stays.

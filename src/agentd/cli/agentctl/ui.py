@@ -45,7 +45,9 @@ _FILE = re.compile(r"/|/ui|/ui/(node/)?[a-z0-9.]*")
 @click.option("--print", "is_printed", is_flag=True, help="Print the address; open no browser.")
 @click.pass_obj
 def ui(client: Client, port: int, is_printed: bool) -> None:
-    """Show the node, or the fleet, in a browser, for as long as this runs.
+    """Open the status page in a browser.
+
+    The page is served for as long as this command runs.
 
     \b
     agentctl ui

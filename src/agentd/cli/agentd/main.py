@@ -39,7 +39,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 @click.group()
 @click.version_option(__version__, prog_name="agentd")
 def agentd() -> None:
-    """The node agent that divides a machine's devices among logical agents."""
+    """Divide a node's devices among its agents."""
 
 
 _refused = partial(end_refused, "agentd")
@@ -97,10 +97,12 @@ def run(config_file: str | None, log_level: str | None) -> None:
 @agentd.command()
 @config_option
 def reload(config_file: str | None) -> None:
-    """Have the running daemon read its configuration again, and wait for the outcome.
+    """Reload the configuration of the daemon.
 
-    It takes tokens, certificates, what runtimes let kernels have, and the log's level. What needs
-    a restart is named. A file that is wrong changes nothing, and fails this command.
+    It takes tokens, certificates, the limits of runtimes and the log level, and names what needs a
+    restart. A configuration that is refused changes nothing.
+
+    Exit status: 0 reloaded, 1 no daemon answers, 78 refused.
     """
     loaded = _settings(config_file)
     from agentd.client import Client
@@ -190,7 +192,7 @@ def _noting(problems: list[Problem]) -> Iterator[None]:
 @json_option
 @click.option("--live", is_flag=True, help="Also: what it would leave held, given the kernels now.")
 def plan(config_file: str | None, as_json: bool, live: bool) -> None:
-    """Print the partition without starting anything."""
+    """Print the partition; start nothing."""
     from agentd.rpc.plan import plan_view
 
     split = _split(config_file)
@@ -215,7 +217,7 @@ def plan(config_file: str | None, as_json: bool, live: bool) -> None:
 @config_option
 @json_option
 def plugins(config_file: str | None, as_json: bool) -> None:
-    """List the accelerator plugins, opened as the daemon would."""
+    """List the plugins, opened as by the daemon."""
     loaded = _settings(config_file)
     _log_from("error")
     from agentd.daemon import assembly
@@ -238,7 +240,7 @@ def plugins(config_file: str | None, as_json: bool) -> None:
 
 @agentd.group()
 def plugin() -> None:
-    """Try a plugin."""
+    """Test a plugin."""
 
 
 @plugin.command()
@@ -256,7 +258,9 @@ def check(
     image: str | None,
     probe: str,
 ) -> None:
-    """Run the conformance suite against plugin NAME: a table of the file, or an entry point.
+    """Run the conformance suite on a plugin.
+
+    NAME is a table of the file, or an entry point.
 
     With --hardware a daemon of its own then gives each device to a real kernel. The probe is to
     end with 0 in a kernel that has a device, and with another status in one that has none; if it
@@ -302,7 +306,7 @@ def config() -> None:
 @config_option
 @json_option
 def show(config_file: str | None, as_json: bool) -> None:
-    """Print the effective settings and where each comes from."""
+    """Print the settings and their origins."""
     loaded = _settings(config_file)
     rows = [
         {"key": ".".join(keys), "value": value, "origin": loaded.origin(keys)}
@@ -322,7 +326,9 @@ def show(config_file: str | None, as_json: bool) -> None:
 @click.argument("file", type=click.Path(), required=False)
 @click.option("--force", is_flag=True, help="Replace a file that is there.")
 def init(file: str | None, force: bool) -> None:
-    """Write the commented default, to FILE or to standard output.
+    """Write the commented default.
+
+    It goes to FILE or to standard output.
 
     On a node with systemd and without a Docker Engine it proposes the runtime systemd.
     """
@@ -351,7 +357,10 @@ def init(file: str | None, force: bool) -> None:
 @click.option("--output", type=click.Path(path_type=Path), help="Write it there; default: print.")
 @click.option("--force", is_flag=True, help="Replace a file that is there.")
 def migrate(old: Path, output: Path | None, force: bool) -> None:
-    """Bring OLD, a slot-based configuration of an older agent, into today's form."""
+    """Migrate an older configuration.
+
+    OLD is a slot-based configuration of an older agent.
+    """
     from agentd.config.document import write_file
     from agentd.config.loading import load_text
     from agentd.config.migration import migrated
@@ -377,7 +386,9 @@ def migrate(old: Path, output: Path | None, force: bool) -> None:
 @click.argument("key")
 @click.argument("value")
 def set_(config_file: str | None, key: str, value: str) -> None:
-    """Change one setting in the file; its comments and order stay.
+    """Change one setting in the file.
+
+    Comments and order stay.
 
     KEY is a dotted path such as resource.allocation-mode, VALUE a TOML value or plain text.
     """
