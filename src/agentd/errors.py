@@ -184,7 +184,7 @@ class UnsupportedResource(RequestError):
         if len(self.slots) > MOST_PROBLEMS:
             shown.append("and more")
         super().__init__(
-            f"{who} does not know {', '.join(shown)}; it knows {', '.join(self.known)}{why}"
+            f"unknown slots: {', '.join(shown)} ({who} has: {', '.join(self.known)}){why}"
         )
 
     def facts(self) -> Mapping[str, object]:
@@ -204,17 +204,20 @@ class InsufficientResource(RequestError):
         explain: Sequence[Mapping[str, object]],
         limit: str = "",
         *,
-        why_never: str = "",
+        total: str = "",
+        never: str | None = None,
     ) -> None:
+        """`total` is what the devices can give at most, `never` why it can never fit, if so."""
         self.slot = slot
         self.requested = requested
         self.free = free
         self.explain = tuple(explain)
         self.limit = limit
         why = f"; {limit}" if limit else ""
-        if why_never:
-            why += f"; {why_never}, so this can never fit"
-        super().__init__(f"{slot}: {requested} asked for, {free} free{why}")
+        if never is not None:
+            why += "".join(f"; {part}" for part in (never, "this can never fit") if part)
+        free = f"{free} free ({total} in total)" if total else f"{free} free"
+        super().__init__(f"insufficient {slot}: requested {requested}, {free}{why}")
 
     def facts(self) -> Mapping[str, object]:
         return {
@@ -309,8 +312,8 @@ class Forbidden(RequestError):
     def __init__(self, caller: str, role: str, right: str, roles: Sequence[str]) -> None:
         self.roles = list(roles)
         super().__init__(
-            f"{caller} has the role {role}, which may not do this ({right});"
-            f" {' and '.join(self.roles)} may"
+            f'{caller}: role "{role}" lacks the right "{right}"'
+            f" (required: {' or '.join(self.roles)})"
         )
 
     def facts(self) -> Mapping[str, object]:

@@ -22,7 +22,7 @@ class Odd(AcceleratorPlugin):
     def validate(cls, settings):
         if settings.get("hangs"):
             time.sleep(1000)
-        return [SettingProblem("a\\nagentd: b", "no\\nagentd: the configuration is fine")]
+        return [SettingProblem("a\\nagentd: b", "no\\nagentd: configuration OK")]
 
     def slot_types(self):
         return []
@@ -180,7 +180,7 @@ async def up(folder: Path) -> AsyncIterator[Daemon]:
 async def test_check_config_takes_a_running_daemon_s_configuration(up: Daemon) -> None:
     before = contents(up.folder)
     done = fork_server.run("agentd", "check-config", "--config", str(up.config_file))
-    assert (done.returncode, done.stdout) == (0, "the configuration is fine\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "configuration OK\n"), done.stderr
     assert contents(up.folder) == before
 
 
@@ -224,7 +224,7 @@ def test_a_plugin_s_problem_is_one_line(config: Config, tmp_path: Path, command:
     status, text = config.run(command, PYTHONPATH=plugin_path(tmp_path))
     assert status == 78
     lead = f"agentd: {config.file}: "
-    assert text == f"{lead}plugins.odd.a agentd: b: no agentd: the configuration is fine"
+    assert text == f"{lead}plugins.odd.a agentd: b: no agentd: configuration OK"
 
 
 def test_check_config_looks_on_after_an_invalid_section(config: Config) -> None:

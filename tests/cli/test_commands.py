@@ -65,7 +65,7 @@ async def test_a_day_with_agentctl(up: Daemon) -> None:
 
 async def test_an_error_is_one_line_with_the_problem_s_detail(up: Daemon) -> None:
     done = ctl(up, "create", "agent-1", "-s", "tpu.chip=1", "--", "true", code=1)
-    assert done.stderr.startswith("agentctl: UnsupportedResource: this node does not know tpu.chip")
+    assert done.stderr.startswith("agentctl: UnsupportedResource: unknown slots: tpu.chip")
     assert done.stderr.count("\n") == 1
     as_json = ctl(up, "inspect", "nobody", "--json", code=1)
     assert json.loads(as_json.stderr)["code"] == "UnknownKernel"
@@ -198,7 +198,7 @@ async def test_a_refused_create_says_why_of_each_device(up: Daemon) -> None:
     refused = ctl(up, "create", "agent-1", "-s", "cuda.device=5", "--", "true", code=1)
     assert "cuda0" in refused.stderr
     assert "has 1 of the 5" in refused.stderr
-    assert "in total, so this can never fit" in refused.stderr
+    assert "in total); this can never fit" in refused.stderr
     other = ctl(up, "create", "agent-1", "--device", "cuda=cuda0", "--", "true", code=1)
     assert "no slot of cuda is asked for" in other.stderr
 

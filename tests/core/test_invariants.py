@@ -56,12 +56,12 @@ CASES = {
     "alive and in no book": (
         replace(GOOD, present=present(k5=Present("5", is_alive=True))),
         "stray",
-        "kernel k5 (5) is in no book",
+        "kernel k5 (5) runs but is not recorded",
     ),
     "ended and in no book": (
         replace(GOOD, present=present(k5=Present("5", is_alive=False))),
         "stray",
-        "kernel k5 (5) is in no book",
+        "kernel k5 (5) runs but is not recorded",
     ),
     "another process than the one booked": (
         replace(GOOD, accounted=accounted(k2=RecordedKernel("a", RUNNING, "9"))),

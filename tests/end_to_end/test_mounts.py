@@ -63,7 +63,7 @@ async def test_a_folder_that_is_exchanged_before_the_mount_is_found_out(
     proxy.rule("POST .*/containers/create", proxy.change(exchange))
     answer = await daemon.create(mounts=[{"source": str(data / "mine"), "target": "/data"}])
     assert (answer.status, answer.json["code"]) == (502, "RuntimeFailure")
-    assert "was exchanged while the kernel was created" in answer.json["detail"]
+    assert "was replaced during the create" in answer.json["detail"]
     assert engine.containers() == []
 
 

@@ -39,7 +39,7 @@ DRIVER = {"sys/module/nvidia/version": "1\n"}
         (GPU, False, (), []),
         (GPU, False, ("cuda",), ["no driver nvidia"]),
         ({**GPU, **DRIVER}, False, ("cuda",), []),
-        ({**GPU, **DRIVER}, False, ("rocm",), ["no plugin cuda"]),
+        ({**GPU, **DRIVER}, False, ("rocm",), ["plugin cuda is not"]),
         ({"run/systemd/system/x": ""}, False, (), ["clock"]),
         ({"run/systemd/system/x": "", "proc/9/comm": "chronyd\n"}, False, (), []),
     ],

@@ -201,7 +201,7 @@ async def test_a_try_that_is_under_way_does_not_answer_for_the_one_that_was_aske
 async def test_only_what_is_to_run_can_be_tried_again(host: Hosts) -> None:
     made = host([PluginTable(name="x", plugin="nothing")], block=["good"], good="Good")
     await opened(made)
-    with pytest.raises(Conflict, match="plugin x is not to run: no entry point 'nothing'"):
+    with pytest.raises(Conflict, match="plugin x is blocked: no entry point 'nothing'"):
         await made.retry("x")
     with pytest.raises(UnknownPlugin, match="no plugin 'y' on this node; it has x"):
         await made.retry("y")

@@ -120,7 +120,7 @@ async def test_what_appears_outside_shared_mode_belongs_to_nobody_before_a_resta
     rig.plugins.ready = [PluginListing("cuda", (CUDA,), (*gpus(1, 1), third))]
     assert rig.devices.refresh("cuda") is True
     assert rig.devices.split.unassigned == {"cuda": ("cuda7",)}
-    assert "cuda7 appeared, and is assigned to no agent before a restart" in rig.devices.warnings
+    assert "cuda7 is new; restart agentd to assign it" in rig.devices.warnings
     assert [p.members & {third.device_id} for p in rig.devices.split.partitions.values()] == [
         frozenset(), frozenset(),
     ]  # fmt: skip
@@ -131,9 +131,9 @@ async def test_many_that_appear_are_one_warning() -> None:
     listed = tuple(gpus(*[1] * 302))
     rig.plugins.ready = [PluginListing("cuda", (CUDA,), listed)]
     rig.devices.refresh("cuda")
-    told = [warning for warning in rig.devices.warnings if "appeared" in warning]
+    told = [warning for warning in rig.devices.warnings if "restart agentd" in warning]
     first = "cuda2, cuda3, cuda4, cuda5"
-    assert told == [f"{first} and 296 more appeared, and are assigned to no agent before a restart"]
+    assert told == [f"{first} and 296 more are new; restart agentd to assign them"]
 
 
 async def test_a_plugin_that_is_not_allowed_any_more_is_one_warning(rig: Rig) -> None:

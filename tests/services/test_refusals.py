@@ -18,7 +18,7 @@ def test_they_are_counted_told_and_kept_for_an_hour() -> None:
     assert (event.kind, event.value) == (EventKind.REFUSAL, kept)
     assert (kept.at, kept.caller, kept.agent_id) == (1000.0, "team-a", "agent-1")
     assert kept.code == "InsufficientResource"
-    assert kept.detail.startswith("cuda.device: 2 asked for, 1 free")
+    assert kept.detail.startswith("insufficient cuda.device: requested 2, 1 free")
     assert len(kept.detail) == MOST_DETAIL
     assert counts.refusals["InsufficientResource", "cuda.device"] == 1
     now[0] += KEPT_S

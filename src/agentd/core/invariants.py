@@ -110,7 +110,9 @@ def _unaccounted(snapshot: NodeSnapshot) -> Iterator[Violation]:
     for kernel_id, present in snapshot.present.items():
         accounted = snapshot.accounted.get(kernel_id)
         if accounted is None:
-            yield Violation("stray", f"kernel {kernel_id} ({present.handle}) is in no book")
+            yield Violation(
+                "stray", f"kernel {kernel_id} ({present.handle}) runs but is not recorded"
+            )
         elif present.is_alive and accounted.state in ENDED:
             why = f"kernel {kernel_id} ({present.handle}) lives, and is {accounted.state}"
             yield Violation("accounted", why)

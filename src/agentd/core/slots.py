@@ -190,7 +190,7 @@ def _text_of(raw: object) -> str:
     elif isinstance(raw, (str, Decimal)):
         text = str(raw)
     else:
-        raise AmountError(f"a number or a string is needed, not {_json_kind(raw)}")
+        raise AmountError(f"expected a number or a string, got {_json_kind(raw)}")
     if _ZERO.fullmatch(text):
         return "0"
     if len(text) > MAX_TEXT:

@@ -96,6 +96,6 @@ def _drivers(root: Path, plugins: frozenset[str]) -> Iterator[str]:
         is_loaded = (root / "sys/module" / driver).exists()
         plugin = _PLUGINS[vendor]
         if is_loaded and vendor in vendors and plugin not in plugins:
-            yield f"the driver {driver} is loaded, and no plugin {plugin} serves its GPUs"
+            yield f"driver {driver} is loaded but plugin {plugin} is not"
         elif vendor in vendors and plugin in plugins and not is_loaded:
             yield f"there is a GPU of {vendor} and a plugin {plugin}, but no driver {driver}"

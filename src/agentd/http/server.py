@@ -280,7 +280,7 @@ class Server:
 
 
 def _broken(why: str) -> web.Response:
-    return problem("BadRequest", f"this is no request of HTTP/1.1: {why}")
+    return problem("BadRequest", f"malformed HTTP/1.1 request: {why}")
 
 
 async def _expected(request: web.Request) -> web.StreamResponse | None:

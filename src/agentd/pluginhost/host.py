@@ -194,7 +194,7 @@ class PluginHost:
             have = ", ".join(self._instances) or "none"
             raise UnknownPlugin(f"no plugin {name!r} on this node; it has {have}")
         if not instance.wanted.target or instance.state is PluginState.BLOCKED:
-            raise Conflict(f"plugin {name} is not to run: {instance.reason}")
+            raise Conflict(f"plugin {name} is blocked: {instance.reason}")
         await instance.retry(RETRY_WAIT_S)
         return instance.status
 

@@ -158,7 +158,7 @@ def _device_state(  # noqa: PLR0911 - one line for each state, the gravest first
             for kernel_id, share in shares.items()
         ]
         until = "it ends" if len(held) == 1 else "they end"
-        return "held", f"{', '.join(held)}; nothing new until {until}"
+        return "held", f"{', '.join(held)}; unavailable until {until}"
     if (used := ledger.used(device.device_id)) > device.capacity:
         over = format_amount(used - device.capacity, device.kind)
         return "overcommitted", f"over-allocated by {over}"
@@ -326,7 +326,7 @@ def _left_agents(state: NodeState, split: Split) -> Iterator[str]:
             holding.setdefault(held.agent_id or "unknown", []).append(kernel_id)
     for agent, kernels in holding.items():
         who = ", ".join(kernels)
-        yield f"agent {agent} is not configured any more, and its {who} still hold devices"
+        yield f"agent {agent} was removed from the configuration; its {who} still hold devices"
 
 
 def check_views(checks: Iterable[Check]) -> list[CheckView]:

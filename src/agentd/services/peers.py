@@ -22,7 +22,7 @@ from agentd.services.state import NodeState
 
 UPDATE_PATIENCE_S, LOOK_PATIENCE_S = 0.05, 1.0
 """How long others may keep a decision from being made: while everything waits, and beside it."""
-_UNDECIDED = "it is not decided yet which agentd of this machine serves it"
+_UNDECIDED = "waiting for another agentd on this host"
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ class Plugins(Protocol):
 
         Raises:
             UnknownPlugin: there is none of that name.
-            Conflict: it is not to run.
+            Conflict: it is blocked.
         """
         ...
 

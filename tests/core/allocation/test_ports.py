@@ -34,7 +34,7 @@ def test_the_lowest_free_port_is_given(ports, holders, busy, expected) -> None:
     [
         ([Port(80, 4999)], "ports.0.host", "outside publish-ports 5000-5003"),
         ([Port(80), Port(80, 5004)], "ports.1.host", "outside publish-ports"),
-        ([Port(80, 5000), Port(81, 5000)], "ports.0.host", "asked for twice"),
+        ([Port(80, 5000), Port(81, 5000)], "ports.0.host", "duplicate host port"),
     ],
 )
 def test_what_can_never_be_is_named(ports, where, why) -> None:

@@ -19,10 +19,10 @@ def problems(**changes) -> dict[str, str]:
     ("name", "limit", "why"),
     [
         ("nofile", Ulimit(1024, 1024), ""),
-        ("nofile", Ulimit(10, 1025), "1025 is too much; allowed: up to 1024"),
-        ("nofile", Ulimit(10, -1), "unlimited is too much; allowed: up to 1024"),
+        ("nofile", Ulimit(10, 1025), "1025 exceeds the limit of 1024"),
+        ("nofile", Ulimit(10, -1), "unlimited exceeds the limit of 1024"),
         ("rtprio", Ulimit(0, 0), ""),
-        ("rtprio", Ulimit(1, 1), "1 is too much; allowed: up to 0"),
+        ("rtprio", Ulimit(1, 1), "1 exceeds the limit of 0"),
         ("memlock", Ulimit(-1, -1), ""),
         ("core", Ulimit(-1, -1), ""),
     ],

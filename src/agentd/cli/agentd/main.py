@@ -146,7 +146,7 @@ def check_config(config_file: str | None, as_json: bool) -> None:
         return
     for warning in found.warnings:
         say(f"warning: {warning}", err=True)
-    say("the configuration is fine")
+    say("configuration OK")
 
 
 def _split(config_file: str | None) -> Any:

@@ -62,15 +62,18 @@ class Question(msgspec.Struct, frozen=True):
         return not fewest(alike(self.potentials), self.amount // self.slot_type.quantum)
 
     @property
-    def why_never(self) -> str:
-        """Why the request can never be granted as things are divided; empty if it can."""
+    def total(self) -> int:
+        """What the devices could give if all were there, healthy and unheld, in base units."""
+        return sum(self.potentials) * self.slot_type.quantum
+
+    @property
+    def never(self) -> str | None:
+        """Why the request can never be granted, beyond its amounts; None if it can."""
         limit = self.partition.limits.get(self.name)
-        if limit is not None and self.earlier + self.amount > limit.amount:
-            return f"the limit is {limit}"
-        total = sum(self.potentials) * self.slot_type.quantum
-        if self.amount > total:
-            return f"{self.written(total)} in total"
-        return "the devices are too unequal for equal parts" if self.is_too_unequal else ""
+        is_over = limit is not None and self.earlier + self.amount > limit.amount
+        if is_over or self.amount > self.total:
+            return ""
+        return "the devices are too unequal for equal parts" if self.is_too_unequal else None
 
     @property
     def name(self) -> str:
@@ -109,7 +112,8 @@ def refusal(question: Question) -> InsufficientResource:
         question.written(free),
         explain(question),
         question.limit_line if question.is_over_limit else "",
-        why_never=question.why_never,
+        total=question.written(question.total),
+        never=question.never,
     )
 
 

@@ -91,7 +91,7 @@ def port_problems(requested: Sequence[Port], allowed: PortRange) -> Iterator[Pro
             why = f"{port.host} is outside publish-ports {allowed}"
             yield Problem(f"ports.{index}.host", why)
         elif counts[port.protocol, port.host] > 1:
-            yield Problem(f"ports.{index}.host", f"{port.host} is asked for twice")
+            yield Problem(f"ports.{index}.host", f"duplicate host port {port.host}")
 
 
 class Port(msgspec.Struct, frozen=True):

@@ -56,7 +56,7 @@ def over_ceiling(
         values = (limit.soft, limit.hard)
         if ceiling != UNLIMITED and any(v == UNLIMITED or v > ceiling for v in values):
             given = "unlimited" if limit.hard == UNLIMITED else limit.hard
-            yield name, f"{given} is too much; allowed: up to {ceiling}"
+            yield name, f"{given} exceeds the limit of {ceiling}"
 
 
 class ContainerOptions(msgspec.Struct, frozen=True):

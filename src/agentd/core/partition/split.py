@@ -149,8 +149,8 @@ class Split:
             unassigned[device_id.name] = (*unassigned.get(device_id.name, ()), device_id.id)
             appeared.setdefault(device_id.name, []).append(_shown(device_id))
         warnings = [
-            f"{first_of(ids)} appeared, and {'is' if len(ids) == 1 else 'are'} assigned to no agent"
-            " before a restart"
+            f"{first_of(ids)} {'is' if len(ids) == 1 else 'are'} new; restart agentd to assign"
+            f" {'it' if len(ids) == 1 else 'them'}"
             for ids in appeared.values()
         ]
         return replace(

@@ -42,7 +42,7 @@ BAD_REQUEST, NOT_FOUND, CONFLICT = 400, 404, 409
 def unknown(plan: KernelPlan, error: BaseException) -> OutcomeUnknown:
     """Return the error that keeps a kernel's share held until the engine tells."""
     kernel_id = plan.spec.kernel_id
-    return OutcomeUnknown(f"the engine did not say what became of kernel {kernel_id}: {error}")
+    return OutcomeUnknown(f"no answer from the engine; kernel {kernel_id} may exist: {error}")
 
 
 def is_no_image(error: EngineError) -> bool:

@@ -140,7 +140,7 @@ def verify_mounts(pid: int, mounts: Sequence[Mount], sources: Sequence[MountSour
 
 
 def _exchanged(mount: Mount) -> RuntimeFailure:
-    return RuntimeFailure(f"{mount.source} was exchanged while the kernel was created")
+    return RuntimeFailure(f"{mount.source} was replaced during the create")
 
 
 def _mounted(pid: int) -> Iterator[tuple[str, tuple[int, int]]]:

@@ -347,6 +347,6 @@ def _failure(spec: ExecSpec, answer: dict[str, Any]) -> AgentdError:
             return InvalidRequest([Problem("working_dir", f"{spec.working_dir!r}: {why}")])
         case "kernel":
             why = str(answer.get("why", why))
-            return KernelConflict(f"the kernel has nothing that a command could join: {why}")
+            return KernelConflict(f"no running process to attach to: {why}")
         case _:
             return RuntimeFailure(f"the command did not start; {step}: {why}")
