@@ -12,9 +12,9 @@ from daemon_pool import Serving
 
 
 async def environment(pid: int) -> bytes:
-    """Return the environment of a process, which has none for the moment of its execve(2)."""
+    """Return a kernel's environment; for a moment its process is still the engine's."""
     async with asyncio.timeout(10):
-        while not (found := Path(f"/proc/{pid}/environ").read_bytes()):
+        while b"CUDA_VISIBLE_DEVICES=" not in (found := Path(f"/proc/{pid}/environ").read_bytes()):
             await asyncio.sleep(0.01)
     return found
 

@@ -53,7 +53,7 @@ async def test_it_answers_what_operators_ask(node: Daemon, page: Visit) -> None:
     assert (await node.create("research", kernel_id="big", slots={"cuda.shares": 9})).status == 409
     assert node.node in await page.text("#node")
     await page.until("#refusals", "InsufficientResource")
-    assert "9 asked for" in await page.text("#refusals")
+    assert "requested 9, 1.5 free" in await page.text("#refusals")
     assert "kernel big, asked by agentd" in await page.text("#refusals")
     await page.until("#tiles", "of 4 cuda free")
     troubles = await page.text("#troubles")
