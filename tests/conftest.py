@@ -1,6 +1,7 @@
 import asyncio
 import os
 import random
+import re
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -53,8 +54,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def unsteady(terminal: pytest.TerminalReporter) -> dict[str, str]:
     """Tests that failed and were run again (`--reruns`), with where they failed."""
-    reports = terminal.stats.get("rerun", [])
-    return {test.nodeid: test.longreprtext.rstrip().rpartition("\n")[2] for test in reports}
+    return {report.nodeid: _failure(report) for report in terminal.stats.get("rerun", [])}
+
+
+def _failure(report: pytest.TestReport) -> str:
+    """Return the step that failed, the last line of a test's own on the way, and the error."""
+    lines = report.longreprtext.rstrip().splitlines()
+    own = [line.rstrip(": ") for line in lines if re.match(r"tests/\S+:\d+: ?$", line)]
+    return ": ".join([report.when or "", *own[-1:], *lines[-1:]])
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
