@@ -10,7 +10,6 @@ import asyncio
 import socket
 import ssl
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from agentd.concurrency import Deadline
+from agentd.concurrency import Deadline, is_set_within
 from agentd.core.access import Caller
 from agentd.errors import StartRefused
 from agentd.http.callers import NODE, Callers, Token
@@ -232,9 +231,7 @@ class Server:
     async def _until_answered(self, timeout_s: float) -> None:
         if self._open:
             self._stopping = asyncio.Event()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    await self._stopping.wait()
+            await is_set_within(self._stopping, timeout_s)
 
     async def _stop_accepting(self) -> None:
         """Let nobody in any more; whoever was accepted becomes a connection first.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import msgspec
 
@@ -124,20 +125,21 @@ def explain(question: Question) -> list[dict[str, object]]:
     something, `reason` why it gave nothing, or not enough.
     """
     devices = question.inventory.by_name.get(question.name, ())
+    parts = _equal_parts(question)
     return [
-        _row(question, device, question.room(device))
+        _row(question, device, question.room(device), parts)
         for device in devices
         if not question.policy.is_discreet or device.device_id in question.partition.members
     ]
 
 
-def _row(question: Question, device: Device, room: int) -> dict[str, object]:
+def _row(question: Question, device: Device, room: int, parts: _EqualParts) -> dict[str, object]:
     return {
         "device": device.device_id.id,
         "free": question.written(room),
         "considered": room > 0,
         "given": question.written(question.given.get(device.device_id, 0)),
-        "reason": _cannot_give(question, device) or _did_not_do(question, device, room),
+        "reason": _cannot_give(question, device) or _did_not_do(question, device, room, parts),
     }
 
 
@@ -185,7 +187,7 @@ def _listed(question: Question, kernels: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(named))
 
 
-def _did_not_do(question: Question, device: Device, room: int) -> str:
+def _did_not_do(question: Question, device: Device, room: int, parts: _EqualParts) -> str:
     """Return why a device that offers this slot gave nothing, or not enough; empty if it gave."""
     if device.device_id in question.given:
         return ""
@@ -196,9 +198,9 @@ def _did_not_do(question: Question, device: Device, room: int) -> str:
     if question.is_over_limit:
         return question.limit_line
     has = f"has {question.written(room)} of the {question.written(question.amount)}"
-    if question.is_too_unequal:
+    if parts.are_impossible:
         return f"{has}; the devices are too unequal for equal parts{_rest(question, device)}"
-    if part := _equal_part(question):
+    if part := parts.least:
         least = question.written(part)
         has = (
             f"has enough for an equal part of {least}, and too few others do"
@@ -240,18 +242,27 @@ def _mine(question: Question, device: Device) -> list[str] | None:
     return [k for k in ledger.holders(device.device_id) if ledger.holdings[k].agent_id == agent]
 
 
-def _equal_part(question: Question) -> int:
+class _EqualParts(NamedTuple):
+    """The equal parts of a refused request; both are about all devices, so they are found once."""
+
+    are_impossible: bool = False
+    least: int = 0
+
+
+def _equal_parts(question: Question) -> _EqualParts:
     """Return the least equal part, if it is for want of equal parts that a slot is refused."""
     slot_type = question.slot_type
-    if question.policy.allow_fragmentation or not is_divisible(slot_type):
-        return 0
+    if question.given or question.policy.allow_fragmentation or not is_divisible(slot_type):
+        return _EqualParts()
+    if question.is_too_unequal:
+        return _EqualParts(are_impossible=True)
     index = question.ledger.index(question.inventory, question.partition, slot_type)
     if question.only is not None:
         index = index.only(question.only)
     wanted = question.amount // slot_type.quantum
     if total(index.buckets) < wanted or not (count := fewest(index.capacities, wanted)):
-        return 0
-    return wanted // count * slot_type.quantum
+        return _EqualParts()
+    return _EqualParts(least=wanted // count * slot_type.quantum)
 
 
 def _not_chosen(question: Question, device: Device, room: int) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
-from contextlib import suppress
 
+from agentd.concurrency import is_set_within
 from agentd.http.connections.client_warnings import warn_of_client
 
 TCP_KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
@@ -55,9 +55,7 @@ class Newcomers:
         """Wait until all have asked or hung up, or have had their time."""
         if self._waiting:
             self._are_gone.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(patience_s):
-                    await self._are_gone.wait()
+            await is_set_within(self._are_gone, patience_s)
 
 
 def enable_keepalive(connection: socket.socket | None) -> None:
