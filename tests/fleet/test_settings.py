@@ -123,16 +123,16 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
     ),
     "a node that is named twice": (
         '[fleet]\nnodes = ["https://a:1", "https://a:1/"]',
-        ["fleet.nodes: https://a:1 is given twice"],
+        ["fleet.nodes: duplicate address https://a:1"],
     ),
     "a list that is none": ('[fleet]\nnodes = "unix:/a"', ["fleet.nodes: expected a list, not"]),
     "a certificate without its key": (
         '[fleet]\ncert = "/x"',
-        ["fleet: cert and key go together"],
+        ["fleet: cert and key must be set together"],
     ),
     "a user without a password": (
         '[fleet]\netcd-user = "node"',
-        ["fleet: etcd-user and etcd-password-file go together"],
+        ["fleet: etcd-user and etcd-password-file must be set together"],
     ),
     "a fleet whose name is a path": (
         '[fleet]\nname = "a/b"',

@@ -163,7 +163,7 @@ async def test_revisions_that_the_store_gave_up_are_told_as_compacted(
     assert len(await anext(pages)) == 1
     last = await in_mortal.put("nodes/c", b"4")
     await mortal.compact(last)
-    with pytest.raises(Compacted, match=f"nothing before {last}"):
+    with pytest.raises(Compacted, match=f"revisions before {last}"):
         await told(in_mortal, "nodes/", first, 1)
     with pytest.raises(Compacted):
         await anext(pages)

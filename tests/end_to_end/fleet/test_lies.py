@@ -135,7 +135,7 @@ async def test_what_somebody_wrote_into_the_store_ends_no_sweep(world: World, li
                 await asyncio.sleep(0.01)
         typo = state.node("typo")
         assert typo is not None
-        assert typo.remark == "its address cannot be read"
+        assert typo.remark == "its address is malformed"
         sweep = Sweep(store, state, nodes, placer, PACE)
         async with asyncio.timeout(10):
             while not liar.asked:
