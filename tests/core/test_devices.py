@@ -161,7 +161,7 @@ def test_a_listing_changes_health_and_presence_and_nothing_else() -> None:
     core, first, second = sick.devices
     assert core.health is Health.HEALTHY
     assert (first.health, first.reason, first.capacity) == (Health.UNHEALTHY, "hot", ONE)
-    assert (second.gone, second.reason) == (True, "no longer listed by its plugin")
+    assert (second.gone, second.reason) == (True, "not listed by its plugin any more")
     back, _ = sick.with_listing("cuda", listed("cuda0", "cuda1"))
     assert back.devices == inventory.devices
 
@@ -171,7 +171,7 @@ def test_what_appears_joins_if_its_slot_is_known_and_another_slot_is_gone() -> N
     same, news = inventory.with_listing("cuda", listed("cuda0", "cuda1", "cuda2"))
     assert same is inventory
     (warning,) = news
-    assert warning.startswith("cuda/cuda2 (GPU-cuda-2) appeared and offers cuda.device, which is")
+    assert warning.startswith("cuda/cuda2 (GPU-cuda-2) is new and offers cuda.device; restart")
     knows = machine(*gpus(1, 1))
     three = listed("cuda0", "cuda1", "cuda2")
     more, news = knows.with_listing("cuda", three)
@@ -186,7 +186,7 @@ def test_what_appears_joins_if_its_slot_is_known_and_another_slot_is_gone() -> N
     assert twin.by_stable_id["X"].device_id.id == "cuda2"
     other, _ = inventory.with_listing("cuda", listed("cuda0", "cuda1", slot="cuda.shares"))
     assert {d.reason for d in other.devices} == {
-        "offers cuda.shares now; it joins when agentd is restarted"
+        "offers cuda.shares now; restart agentd to use it"
     }
 
 

@@ -119,7 +119,7 @@ async def test_one_bad_gpu_at_the_start_harms_no_other(node: Node, trouble: str)
     assert second.health is Health.HEALTHY
     if "Event" not in trouble:
         assert first.health is Health.UNHEALTHY
-        assert first.reason.startswith("it does not answer")
+        assert first.reason.startswith("no answer")
 
 
 async def test_a_gpu_that_is_lost_at_the_start_is_left_out_and_said_so(node: Node) -> None:
@@ -305,7 +305,7 @@ async def test_the_driver_s_wish_for_a_reset_counts_until_it_is_fulfilled(node: 
     host = await node.plugin()
     node.say(HEALTHY.replace("recovery=0", "recovery=1"))
     first, _ = await until(host, lambda found: found[0].health is Health.UNHEALTHY)
-    assert first.reason == "the driver asks for a GPU reset"
+    assert first.reason == "the driver requires a GPU reset"
     node.say(HEALTHY)
     await until(host, lambda found: found[0].health is Health.HEALTHY)
 

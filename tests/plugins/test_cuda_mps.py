@@ -123,13 +123,13 @@ async def test_a_server_with_shared_memory_of_its_own_serves_containers(
     host = await node.plugin(**mps(control, **{"mps-shm-directory": str(tmp_path / "shm")}))
     found = await edits(host, aaaa="0.5")
     assert found.mounts[1] == Mount(str(tmp_path / "shm"), "/dev/shm", read_only=False)
-    with pytest.raises(PluginUnavailable, match="plain processes see /dev/shm"):
+    with pytest.raises(PluginUnavailable, match="plain processes use /dev/shm"):
         await edits(host, "process", aaaa="0.5")
 
 
 def test_a_set_up_that_cannot_work_does_not_open(control: Control, tmp_path: Path) -> None:
     plugin = CudaPlugin("cuda", mps(control, **{"mps-shm-directory": str(tmp_path)}))
-    with pytest.raises(RuntimeError, match="plain processes see /dev/shm"):
+    with pytest.raises(RuntimeError, match="plain processes use /dev/shm"):
         plugin.container_edits([], Features("process"))
     assert plugin.container_edits([], Features("docker")).env
 
@@ -152,7 +152,7 @@ async def test_without_a_server_it_does_not_open_and_says_how_to_start_one(
 ) -> None:
     control.stop()
     reason = refused(await node.plugin(**mps(control)))
-    assert "no MPS control daemon runs" in reason
+    assert "no MPS control daemon is running" in reason
     assert f"CUDA_MPS_PIPE_DIRECTORY={control.folder} nvidia-cuda-mps-control -d" in reason
 
 
@@ -162,7 +162,7 @@ def test_a_pid_file_that_names_nobody_counts_for_nothing(control: Control, text:
     control.pid_file.write_text(text)
     assert server.trouble() == "", "its socket answers"
     control.socket.close()
-    assert "no MPS control daemon runs" in server.trouble()
+    assert "no MPS control daemon is running" in server.trouble()
 
 
 def test_without_a_setting_the_daemon_s_own_variable_says_where(monkeypatch, tmp_path) -> None:
@@ -195,7 +195,7 @@ async def test_a_server_that_ends_makes_its_gpus_unhealthy_until_it_is_back(
     host = await node.plugin(**mps(control))
     control.stop()
     found = await until(host, lambda found: found[0].health == "unhealthy")
-    assert "no MPS control daemon runs" in found[0].reason
+    assert "no MPS control daemon is running" in found[0].reason
     again = Control(control.folder.with_name("again"))
     try:
         control.pid_file.write_text(f"{again.process.pid}\n")

@@ -168,7 +168,7 @@ async def test_a_file_that_vanishes_is_a_device_that_is_gone(tmp_path: Path) -> 
     host = await opened(devices=[f"{tmp_path}/accel*"])
     (device,) = host.listings()[0].devices
     file.unlink()
-    with pytest.raises(PluginUnavailable, match="the device file of tpu0 is not there"):
+    with pytest.raises(PluginUnavailable, match="missing device file of tpu0"):
         await host.container_edits(given(device.stable_id), PROCESS)
     changes = host.changes()
     while host.listings()[0].devices:

@@ -109,7 +109,7 @@ async def test_what_a_plugin_says_later_changes_devices_and_the_generation_only_
     rig.devices.refresh("cuda")
     assert rig.free_gpus == 1
     gone = rig.devices.find("cuda", "cuda7")
-    assert (gone.gone, gone.reason) == (True, "no longer listed by its plugin")
+    assert (gone.gone, gone.reason) == (True, "not listed by its plugin any more")
     assert list(rig.state.ledger.holders(gone.device_id)) == ["k7"]
 
 
