@@ -41,7 +41,7 @@ CASES = {
     "more than there is": (
         replace(GOOD, is_shared=True, holdings=holding(k3=1)),
         "capacity",
-        "cuda/cuda0: 101 of 100 is held, by k1, k2, k3",
+        "cuda/cuda0: 101 of 100 are held, by k1, k2, k3",
     ),
     "two agents on one device": (
         replace(GOOD, capacities=GOOD.capacities | {"cuda/cuda0": 200}, holdings=holding(k3=1)),
