@@ -120,7 +120,7 @@ def test_run_names_the_file_in_the_way_of_a_socket(config: Config) -> None:
 def test_check_config_refuses_a_group_of_a_further_socket(config: Config) -> None:
     entry = f'[[rpc.sockets]]\npath = "{config.folder}/b.sock"\nrole = "read"\ngroup = "nosuch"\n'
     config.write(entry)
-    assert config.refusals() == ["rpc.sockets.0.group: no group 'nosuch' on this machine"]
+    assert config.refusals() == ["rpc.sockets.0.group: no group 'nosuch' on this host"]
 
 
 @pytest.mark.parametrize(

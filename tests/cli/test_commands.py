@@ -200,7 +200,7 @@ async def test_a_refused_create_says_why_of_each_device(up: Daemon) -> None:
     assert "has 1 of the 5" in refused.stderr
     assert "in total); this can never fit" in refused.stderr
     other = ctl(up, "create", "agent-1", "--device", "cuda=cuda0", "--", "true", code=1)
-    assert "no slot of cuda is asked for" in other.stderr
+    assert "no slot of cuda is requested" in other.stderr
 
 
 def test_check_config_tells_in_one_pass_all_that_a_run_would_be_refused_for(tmp_path: Path) -> None:
