@@ -286,7 +286,7 @@ def test_check_config_starts_no_plugin_if_allow_is_unclear(config: Config, tmp_p
 
 def test_run_names_the_file_as_check_config_does(config: Config) -> None:
     config.write('[[agents]]\nid = "a"\nuser = "nosuchuser"\n')
-    line = f"agentd: {config.file}: agents.0.user: no user 'nosuchuser' on this machine"
+    line = f"agentd: {config.file}: agents.0.user: no user 'nosuchuser' on this host"
     assert config.run("check-config") == (78, line)
     assert config.run("run") == (78, line)
 

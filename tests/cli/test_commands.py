@@ -119,7 +119,7 @@ def test_a_plan_names_users_that_are_not_there(config: Path) -> None:
     config.write_text(text)
     for command in ("plan", "check-config"):
         done = run("agentd", command, "--config", str(config), code=78)
-        assert done.stderr.count("agents.0.user: no user 'nobody-such' on this machine") == 1
+        assert done.stderr.count("agents.0.user: no user 'nobody-such' on this host") == 1
 
 
 def test_a_wrong_table_of_a_plugin_exits_with_78(config: Path) -> None:
