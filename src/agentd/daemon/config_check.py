@@ -27,7 +27,7 @@ from agentd.http.credentials import Weaknesses, certificate_of, tokens, weakness
 from agentd.http.server import address_refusal
 from agentd.http.settings import RpcSettings
 from agentd.pluginhost.host import PluginHost
-from agentd.service.exit_status import CANNOT_RUN, EX_CONFIG
+from agentd.service.exit_status import ExitStatus
 from agentd.state.folder import ReadOnlyState
 from agentd.tomlfile.parsing import read_text
 
@@ -71,11 +71,11 @@ class _Check:
     async def checked(self) -> Checked:
         """Check all parts in the order of a start."""
         examined = self._examined
-        self._add(EX_CONFIG, examined.problems)
+        self._add(ExitStatus.CONFIG, examined.problems)
         try:
             failpoints.parsed(os.environ.get(failpoints.VARIABLE, ""))
         except ValueError as error:
-            self._add(EX_CONFIG, [Problem(failpoints.VARIABLE, str(error))])
+            self._add(ExitStatus.CONFIG, [Problem(failpoints.VARIABLE, str(error))])
         if examined.loaded is not None:
             settings = examined.loaded.settings
             store = ReadOnlyState(settings.node.state_dir.absolute())
@@ -96,7 +96,7 @@ class _Check:
             with self._collecting():
                 runtime_factory.refuse_unfit(settings)
         if is_whole("node", "state_dir"):
-            self._add(CANNOT_RUN, _problems("node.state-dir", store.refusal()))
+            self._add(ExitStatus.FAILED, _problems("node.state-dir", store.refusal()))
             if node_id:
                 with self._collecting():
                     await runtime_factory.refuse_changed_id(settings, node_id, store)
@@ -107,22 +107,22 @@ class _Check:
             return
         settings = loaded.settings.plugins
         host = assembly.plugin_host(loaded.settings)
-        self._add_doubts(EX_CONFIG, host.doubts())
+        self._add_doubts(ExitStatus.CONFIG, host.doubts())
         if not self._may_open(loaded):
-            self._add(EX_CONFIG, host.problems())
+            self._add(ExitStatus.CONFIG, host.problems())
             return
         try:
             await host.open(settings.open_timeout)
             patience_s = min(settings.call_timeout + CALL_MARGIN_S, VALIDATION_TIMEOUT_S)
             unvalidated = await host.unvalidated(patience_s)
             wrong = host.problems()
-            self._add(EX_CONFIG, wrong)
+            self._add(ExitStatus.CONFIG, wrong)
             self._check_partition(loaded, host, store)
-            self._add_doubts(CANNOT_RUN, unvalidated)
+            self._add_doubts(ExitStatus.FAILED, unvalidated)
             reported = {problem.where.split(".")[1] for problem in wrong}
             for name, why in host.failed_required().items():
                 if name not in reported:
-                    self._add(CANNOT_RUN, _problems(f"plugins.{name}", why))
+                    self._add(ExitStatus.FAILED, _problems(f"plugins.{name}", why))
         finally:
             await host.close()
 
@@ -146,7 +146,9 @@ class _Check:
         try:
             devices.discover()
         except ConfigRefused as error:
-            self._add(EX_CONFIG, [p for p in error.problems if not self._follows_from_gap(p)])
+            self._add(
+                ExitStatus.CONFIG, [p for p in error.problems if not self._follows_from_gap(p)]
+            )
             return
         assembly.withhold_devices_of_peers(loaded.settings, devices)
         self._warnings += devices.warnings
@@ -171,12 +173,12 @@ class _Check:
             sockets.append((f"{where}.path", further.path, f"{where}.group", further.group))
         for at, path, group_at, group in sockets:
             if at != "rpc.socket" or examined.is_whole("rpc", "socket"):
-                self._add(CANNOT_RUN, _problems(at, path_refusal(path.absolute())))
+                self._add(ExitStatus.FAILED, _problems(at, path_refusal(path.absolute())))
             if group is not None:
-                self._add(CANNOT_RUN, _problems(group_at, group_refusal(group)))
+                self._add(ExitStatus.FAILED, _problems(group_at, group_refusal(group)))
         if rpc.listen is not None:
             why = address_refusal(str(rpc.host_port[0]))
-            self._add(CANNOT_RUN, _problems("rpc.listen", why and f"{rpc.listen}: {why}"))
+            self._add(ExitStatus.FAILED, _problems("rpc.listen", why and f"{rpc.listen}: {why}"))
         weak = Weaknesses()
         weak.replace(weaknesses(rpc))
         self._warnings += weak.warnings()
@@ -198,7 +200,7 @@ class _Check:
         try:
             yield
         except ConfigRefused as error:
-            self._add(EX_CONFIG, error.problems)
+            self._add(ExitStatus.CONFIG, error.problems)
 
 
 def _problems(where: str, why: str) -> list[Problem]:

@@ -6,12 +6,20 @@ path. https://packaging.python.org/en/latest/specifications/entry-points/
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 from importlib_metadata import EntryPoint, entry_points
 
 from agentd.core.names import did_you_mean
 from agentd.plugin_api import ENTRY_POINT_GROUP
+
+SCHEMA_FILE = "settings.schema.json"
+"""JSON Schema of a plugin's table, in the package of its entry point."""
 
 
 def installed() -> list[EntryPoint]:
@@ -53,3 +61,18 @@ class EntryPoints:
 def _clash(name: str, points: Iterable[EntryPoint]) -> str:
     owners = sorted(point.dist.name if point.dist else point.value for point in points)
     return f"entry point {name!r} is claimed by {' and '.join(owners)}; uninstall one of them"
+
+
+def settings_schemas(points: Iterable[EntryPoint]) -> dict[str, dict[str, Any]]:
+    """Return the JSON Schema of the table of each entry point whose package has one.
+
+    The packages are found and not imported.
+    """
+    found = {}
+    for point in points:
+        spec = find_spec(point.module.partition(".")[0])
+        for folder in (spec and spec.submodule_search_locations) or ():
+            with contextlib.suppress(FileNotFoundError):
+                text = (Path(folder) / SCHEMA_FILE).read_text(encoding="utf-8")
+                found[point.name] = json.loads(text)
+    return found

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, WithJsonSchema, field_validator
 
-from agentd.core.names import is_name
+from agentd.core.names import NAME, is_name
 from agentd.core.slots import CPU, MEM, AmountError, SlotKind, parse_base_units
 
 DEVICE_NAME = re.compile(r"[a-z][a-z0-9_-]{0,30}")
@@ -35,7 +35,9 @@ def refuse_bool(value: object) -> object:
     return value
 
 
-SizeBytes = Annotated[int, BeforeValidator(size)]
+SizeBytes = Annotated[
+    int, BeforeValidator(size), WithJsonSchema({"type": ["integer", "string"], "minimum": 0})
+]
 
 
 class Section(BaseModel):
@@ -71,7 +73,9 @@ def name(value: object) -> object:
     return value
 
 
-Name = Annotated[str, BeforeValidator(name)]
+Name = Annotated[
+    str, BeforeValidator(name), WithJsonSchema({"type": "string", "pattern": f"^{NAME}$"})
+]
 
 LONGEST_AGENT_ID = 48
 """An escaped agent id of this length still fits into a file name as part of a slice."""
@@ -84,4 +88,8 @@ def agent_id(value: object) -> object:
     return value
 
 
-AgentId = Annotated[str, BeforeValidator(agent_id)]
+AgentId = Annotated[
+    str,
+    BeforeValidator(agent_id),
+    WithJsonSchema({"type": "string", "pattern": f"^{NAME}$", "maxLength": LONGEST_AGENT_ID}),
+]

@@ -136,7 +136,7 @@ class Deleter:
         be in
         progress, and the sweep resolves that.
         """
-        node = self._kernels.node(kept.route.node_id)
+        node = self._kernels.routed(kept.route)
         mine = await self._taken(kept, kept.route.progress)
         if mine is not None and mine.route.progress is RouteProgress.PLACING:
             kernel = path_of(mine.route.kernel_id)
