@@ -185,9 +185,7 @@ def test_what_appears_joins_if_its_slot_is_known_and_another_slot_is_gone() -> N
     twin, _ = knows.with_listing("cuda", [*three[:2], clash])
     assert twin.by_stable_id["X"].device_id.id == "cuda2"
     other, _ = inventory.with_listing("cuda", listed("cuda0", "cuda1", slot="cuda.shares"))
-    assert {d.reason for d in other.devices} == {
-        "offers cuda.shares now; restart agentd to use it"
-    }
+    assert {d.reason for d in other.devices} == {"offers cuda.shares now; restart agentd to use it"}
 
 
 def test_unknown_health_is_said_and_takes_nothing_away() -> None:

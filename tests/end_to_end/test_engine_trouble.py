@@ -108,7 +108,7 @@ async def test_a_create_that_arrives_after_its_grace_is_removed_too(
     second = await daemon.running(kernel_id="k2", slots={"cuda.device": 1})
     gate.set()
     async with asyncio.timeout(20):
-        while "kernel.never_ran_removed" not in daemon.log:
+        while "kernel.orphan_removed" not in daemon.log:
             await asyncio.sleep(0.05)
     assert [c["Id"] for c in engine.containers()] == [second["container_id"]]
 

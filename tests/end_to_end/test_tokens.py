@@ -130,7 +130,7 @@ async def test_a_reload_that_cannot_be_read_changes_nothing(tokens: Tokens) -> N
     assert tokens.daemon.process is not None
     tokens.daemon.process.send_signal(signal.SIGHUP)
     async with asyncio.timeout(10):
-        while "daemon.not_reloaded" not in tokens.daemon.log:
+        while "daemon.reload_refused" not in tokens.daemon.log:
             await asyncio.sleep(0.02)
     assert (await tokens.get("team")).status == 200
     tokens.configure(tokens.entry("team", "agent", "team-a"))

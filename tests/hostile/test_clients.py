@@ -215,7 +215,7 @@ async def test_readers_of_an_answer_are_dropped_too(node: Node) -> None:
             stack.callback(sock.close)
             sock.send(8 * node.request("/v1/kernels"))
         async with asyncio.timeout(60):
-            while node.daemon.log.count("rpc.nobody_reads") < 1:
+            while node.daemon.log.count("connection.stalled") < 1:
                 await asyncio.sleep(0.1)
         await node.back_to(before, within_s=40)
 
@@ -299,7 +299,7 @@ async def test_what_is_no_request_is_a_problem_like_every_other(node: Node, sent
         content = json.loads(body)
         assert (content["status"], content["code"]) == (400, "BadRequest")
     assert "Traceback" not in node.daemon.log
-    assert node.daemon.log.count("rpc.broken_request") <= 3
+    assert node.daemon.log.count("request.rejected") <= 3
 
 
 @pytest.mark.parametrize(

@@ -306,8 +306,8 @@ def test_the_journal_tells_kernels_and_troubles_apart(node: Node) -> None:
         "journalctl -u agentd -p warning -o json --output-fields=AGENTD_EVENT,AGENTD_KERNEL"
     )
     lines = [json.loads(line) for line in warned.splitlines()]
-    assert "kernel.out_of_memory" in {line.get("AGENTD_EVENT") for line in lines}
-    assert "kernel.out_of_memory" in node.must("journalctl AGENTD_KERNEL=big -p warning")
+    assert "kernel.oom_killed" in {line.get("AGENTD_EVENT") for line in lines}
+    assert "kernel.oom_killed" in node.must("journalctl AGENTD_KERNEL=big -p warning")
     assert "SYSLOG_IDENTIFIER=agentd" in node.must(
         "journalctl _SYSTEMD_UNIT=agentd.service -n 1 -o export"
     )

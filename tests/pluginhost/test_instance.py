@@ -197,7 +197,7 @@ async def test_a_plugin_that_always_tells_of_changes_is_listed_less_often(host, 
                 await asyncio.sleep(0.02)
                 told = file.read_text().count("told")
     assert file.read_text().count("listed") == 1 + MOST_WAKES
-    assert [line["event"] for line in logged].count("plugin.restless") == 1
+    assert [line["event"] for line in logged].count("plugin.throttled") == 1
 
 
 def test_looks_at_once_come_back_in_time() -> None:
@@ -227,7 +227,7 @@ async def test_what_a_plugin_prints_goes_to_the_log_under_its_name_and_is_bounde
         made = host(loud="Prints")
         await opened(made)
         await made.close()
-    lines = [entry for entry in logged if entry["event"] == "plugin.printed"]
+    lines = [entry for entry in logged if entry["event"] == "plugin.log"]
     assert {entry["plugin"] for entry in lines} == {"loud"}
     assert lines[0]["text"] == "to standard output"
     assert 10 < len(lines) <= 50

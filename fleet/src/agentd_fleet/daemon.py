@@ -209,10 +209,10 @@ class GatewayDaemon:
                 found = await asyncio.to_thread(lambda: tokens(rpc_settings(self._reread())))
                 server.renew_tokens(found)
             except ConfigRefused as error:
-                log.warning("gateway.not_reloaded", reasons=error.lines())
+                log.warning("gateway.reload_refused", reasons=error.lines())
             except Exception as error:  # noqa: BLE001 - an error here must not end all reloads
                 reasons = [f"{type(error).__name__}: {error}"]
-                log.warning("gateway.not_reloaded", reasons=reasons)
+                log.warning("gateway.reload_refused", reasons=reasons)
             else:
                 log.info("gateway.reloaded")
 

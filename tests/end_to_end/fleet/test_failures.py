@@ -158,7 +158,7 @@ async def test_a_node_that_is_installed_anew_has_its_id_and_not_its_kernels(worl
     first.file.write_text(text)
     first.start()
     async with asyncio.timeout(20):
-        while first.log.count("join.joined") < 2:
+        while first.log.count("node.published") < 2:
             await asyncio.sleep(0.05)
     await gateway.until({cuda: "ready"})
     assert (await gateway.call("GET", "/v1/kernels/k1")).json["code"] == "UnknownKernel"

@@ -111,7 +111,7 @@ async def test_a_flood_of_control_frames_is_cut_off_at_the_gateway(fleet) -> Non
         async with asyncio.timeout(30):
             await reader.readuntil(b"more than 256 control frames in 1 s")
         writer.transport.abort()
-    assert "exec.cut_off" in gateway.log
+    assert "exec.aborted" in gateway.log
 
 
 async def test_caller_of_a_gateway_that_hangs_up_ends_its_command(world: World) -> None:

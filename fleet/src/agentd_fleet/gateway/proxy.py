@@ -93,7 +93,7 @@ async def pass_socket(
         if far.close_code == aiohttp.WSCloseCode.POLICY_VIOLATION:
             flood = TooManyControlFrames()
         if flood is not None:
-            log.warning("exec.cut_off", path=request.path, reason=str(flood))
+            log.warning("exec.aborted", path=request.path, reason=str(flood))
         await near.end(flood)
     finally:
         await to_the_end(hang_up(far))

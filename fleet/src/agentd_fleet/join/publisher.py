@@ -135,7 +135,7 @@ class Publisher:
             raise Taken(f"node id {reading.node_id} was claimed concurrently by another node")
         self._lease, self._revision, self._said = lease, revision, (value, b"")
         self._known = b""
-        log.info("join.joined", node_id=reading.node_id, fleet=self._options.fleet)
+        log.info("node.published", node_id=reading.node_id, fleet=self._options.fleet)
         self._notifier.status(f"node {reading.node_id} is in fleet {self._options.fleet}")
 
     def _is_mine(self, value: bytes) -> bool:
@@ -180,7 +180,7 @@ class Publisher:
             )
             await self._etcd.put(key, msgspec.json.encode(known))
         except EtcdRefused as error:  # a missing right; the node is in the fleet anyway
-            log.warning("join.not_known", key=key, reason=str(error))
+            log.warning("node.record_failed", key=key, reason=str(error))
         self._known = what
 
     def _report(self, reading: NodeReading) -> bytes:
@@ -199,7 +199,7 @@ class Publisher:
     def _complain(self, error: AgentdError) -> None:
         now = asyncio.get_running_loop().time()
         if now >= self._quiet_until:
-            log.error("join.not_published", code=error.code, reason=str(error))
+            log.error("node.publish_failed", code=error.code, reason=str(error))
             self._notifier.status(f"not in the fleet: {error}")
             self._quiet_until = now + COMPLAINT_S
 

@@ -283,7 +283,7 @@ class Placer:
                 if await self._store.keep(placed, kept.revision) is None:
                     await self._reconcile(placed)
             except AgentdError as error:
-                log.warning("fleet.not_noted", kernel_id=placed.kernel_id, reason=str(error))
+                log.warning("route.confirm_failed", kernel_id=placed.kernel_id, reason=str(error))
 
     async def _reconcile(self, placed: KernelRoute) -> None:
         """Resolve a kernel whose route was taken over during the call.
@@ -301,7 +301,7 @@ class Placer:
             return
         path = f"/v1/kernels/{kernel_id}"
         if not (await self._nodes.ask(node, GATEWAY, "GET", path)).is_error:
-            log.warning("fleet.kernel_too_many", kernel_id=kernel_id, node_id=placed.node_id)
+            log.warning("kernel.misplaced", kernel_id=kernel_id, node_id=placed.node_id)
             await self._nodes.ask(node, GATEWAY, "DELETE", f"{path}?timeout=0")
 
     async def close(self) -> None:

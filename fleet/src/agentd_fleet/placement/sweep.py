@@ -62,7 +62,7 @@ class Sweep:
             try:
                 await self.once()
             except AgentdError as error:
-                log.info("fleet.sweep_later", reason=str(error))
+                log.info("sweep.postponed", reason=str(error))
             worked_s = time.thread_time() - began
             pause_s = max(self._pace.sweep_s, min(MOST_REST_S, REST * worked_s))
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
@@ -120,9 +120,9 @@ class Sweep:
             for kept in grown:
                 await self._settle(kept, states)
         except (Unavailable, NodeUnavailable) as error:
-            log.info("fleet.sweep_later", node_id=node_id, reason=str(error))
+            log.info("sweep.postponed", node_id=node_id, reason=str(error))
         except Exception as error:  # noqa: BLE001 - a node may answer anything
-            log.warning("fleet.not_settled", node_id=node_id, reason=repr(error))
+            log.warning("route.resolve_failed", node_id=node_id, reason=repr(error))
 
     async def _states(self, node: FleetNode) -> Mapping[str, str] | None:
         """Return the states of a node's kernels, None if it does not answer."""
@@ -149,13 +149,13 @@ class Sweep:
                     await self._store.keep(
                         replace(route, progress=RouteProgress.PLACED), kept.revision
                     )
-                    log.info("fleet.settled", kernel_id=route.kernel_id, node_id=route.node_id)
+                    log.info("route.confirmed", kernel_id=route.kernel_id, node_id=route.node_id)
                 return
             now = asyncio.get_running_loop().time()
             since = self._absent.setdefault(key, now)
             if now - since >= self._pace.settled_s:
                 await self._store.drop(route.kernel_id, kept.revision)
-                log.info("fleet.not_there", kernel_id=route.kernel_id, node_id=route.node_id)
+                log.info("route.dropped", kernel_id=route.kernel_id, node_id=route.node_id)
 
 
 def _key(kept: Kept) -> _Key:

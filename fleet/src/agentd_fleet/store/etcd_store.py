@@ -107,7 +107,7 @@ class EtcdStore:
         except RouteUnreadable as error:
             if (what := (found.key, found.mod_revision)) not in self._unreadable:
                 self._unreadable.add(what)
-                log.warning("fleet.route_unreadable", key=found.key, reason=str(error))
+                log.warning("route.read_failed", key=found.key, reason=str(error))
             return None
 
     async def unlearn(self, name: SlotName) -> None:
@@ -162,7 +162,7 @@ class EtcdStore:
                 continue
             except AgentdError as error:
                 if not self._away[part]:
-                    log.warning("fleet.store_away", part=part, reason=str(error))
+                    log.warning("store.lost", part=part, reason=str(error))
                 self._away[part] = str(error)
             await asyncio.sleep(random.uniform(*AGAIN_S))  # noqa: S311 - no secret
 
@@ -189,7 +189,7 @@ class EtcdStore:
         try:
             return slot_type_in(msgspec.json.decode(value, type=SlotTypeReport))
         except (msgspec.MsgspecError, ValueError) as error:
-            log.warning("fleet.slot_type_unreadable", name=name, reason=str(error))
+            log.warning("slot_type.read_failed", name=name, reason=str(error))
             return None
 
     async def _nodes_are(self, found: Mapping[str, KeyValue], _: int) -> None:
@@ -201,7 +201,7 @@ class EtcdStore:
 
     async def _node(self, node_id: str, value: bytes | None, revision: int) -> None:
         if not is_name(node_id):
-            log.warning("fleet.node_ignored", key=shortened(node_id))
+            log.warning("node.ignored", key=shortened(node_id))
             return
         if value is not None:
             if self._forgotten.get(node_id, 0) < revision:
@@ -261,7 +261,7 @@ class EtcdStore:
         node = replace(node, seen_at=time.time())
         before = self._state.node(node_id)
         if node.status is NodeStatus.NEWER and (before is None or before.remark != node.remark):
-            log.warning("fleet.node_newer", node_id=node_id, reason=node.remark)
+            log.warning("node.schema_unsupported", node_id=node_id, reason=node.remark)
         self._state.note(node)
         self._teach(self._state.learned(node))
 
@@ -292,7 +292,7 @@ class EtcdStore:
             except AgentdError as error:
                 if str(error) != reason:
                     reason = str(error)
-                    log.warning("slot_types.write_failed", reason=reason)
+                    log.warning("slot_type.write_failed", reason=reason)
                 await asyncio.sleep(random.uniform(*AGAIN_S))  # noqa: S311 - not a secret
                 continue
             for name in some:

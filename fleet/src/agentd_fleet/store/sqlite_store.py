@@ -83,7 +83,7 @@ class SqliteStore:
             try:
                 slot = slot_type_in(msgspec.json.decode(value, type=SlotTypeReport))
             except (msgspec.MsgspecError, ValueError, TypeError) as error:
-                log.warning("fleet.slot_type_unreadable", reason=str(error))
+                log.warning("slot_type.read_failed", reason=str(error))
             else:
                 self._state.learn(slot)
         for node_id, value in await self._do(
@@ -147,7 +147,7 @@ class SqliteStore:
         except RouteUnreadable as error:
             if (what := (kernel_id, revision)) not in self._unreadable:
                 self._unreadable.add(what)
-                log.warning("fleet.route_unreadable", key=kernel_id, reason=str(error))
+                log.warning("route.read_failed", key=kernel_id, reason=str(error))
             return None
 
     def _rows(self, query: str, *values: object) -> list[Any]:
@@ -206,7 +206,7 @@ class SqliteStore:
         self._unheard.discard(address)
         first = self._address.setdefault(node_id, address)
         if first != address:
-            log.error("fleet.duplicate_node", node_id=node_id, first=first, second=address)
+            log.error("node.duplicate_id", node_id=node_id, first=first, second=address)
             return
         report = reading.reported(install_id="", boot_id="", url=address, labels={})
         said, free = msgspec.json.encode(report), msgspec.json.encode(reading.free)
