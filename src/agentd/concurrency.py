@@ -41,8 +41,7 @@ class _Shielded(Generic[_T]):
     """A view of a future: awaited like it, and not cancelled with its waiter.
 
     `cancel` refuses, so asyncio raises the cancellation after the wait. A waiter is woken in the
-    turn
-    after the future's end; `asyncio.shield` and `asyncio.wait` take one turn more.
+    turn after the future's end; `asyncio.shield` and `asyncio.wait` take one turn more.
     """
 
     def __init__(self, future: asyncio.Future[_T]) -> None:
@@ -117,8 +116,7 @@ async def uninterrupted(step: Coroutine[Any, Any, _T]) -> _T:
     """Complete a step before a cancellation takes effect, without a task of its own.
 
     The step must bound its waits by other means than a cancellation: `asyncio.timeout` has no
-    effect
-    inside.
+    effect inside.
     """
     return await _Uninterrupted(step)
 

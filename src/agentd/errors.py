@@ -38,7 +38,7 @@ class Problem:
         return f"{self.where}: {self.why}" if self.where else self.why
 
     def shortened(self) -> Problem:
-        """Return the problem with shortened texts, parts of which a client may have sent."""
+        """Return the problem with shortened texts, which a client may have sent."""
         if len(self.where) <= MOST_WHERE and len(self.why) <= MOST_WHY:
             return self
         where, why = _shortened(self.where, MOST_WHERE), _shortened(self.why, MOST_WHY)

@@ -34,8 +34,7 @@ class Point(NamedTuple):
     """A point, its meaning, and the runtimes that pass it.
 
     `same_as` names an earlier point with the same state outside: between the two the daemon only
-    reads
-    and waits. If it names several, they belong to different runtimes.
+    reads and waits. If it names several, they belong to different runtimes.
     """
 
     name: str

@@ -41,10 +41,9 @@ class KernelView(TypedDict):
     """A kernel. `allocation` is device name -> slot -> device id -> amount.
 
     `image`, `command`, `mounts` and `labels` are as requested, and `env` has the names of the
-    variables
-    without their values; a member of more than 32 KiB is left empty. `pid` is the kernel's first
-    process on the host (`process`: its own, `systemd`: the unit's main process while it runs), and
-    `unit` is the unit of the `systemd` runtime.
+    variables without their values; a member of more than 32 KiB is left empty. `pid` is the
+    kernel's first process on the host (`process`: its own, `systemd`: the unit's main process while
+    it runs), and `unit` is the unit of the `systemd` runtime.
     """
 
     kernel_id: str
@@ -78,7 +77,7 @@ class KernelView(TypedDict):
 
 
 class DeviceUseView(TypedDict):
-    """The usage of a device of which a kernel has a `share` (0 to 1); null means unknown.
+    """The usage of a device in which a kernel has a `share` (0 to 1); null means unknown.
 
     Utilization (0 to 1), `memory_used_bytes` and power are those of the whole device.
     """

@@ -47,8 +47,8 @@ class AsyncClient(Transport):
             kernel = await node.create_kernel("agent-1", {"command": ["true"]})
 
     Refusals are raised as the classes of `agentd.errors`; a daemon that does not answer in
-    `timeout_s`
-    is `Unreachable`. Answers of 503 are retried after their Retry-After, for at most `timeout_s`.
+    `timeout_s` is `Unreachable`. Answers of 503 are retried after their Retry-After, for at most
+    `timeout_s`.
     """
 
     async def node(self, *, check: bool = False) -> NodeView:
@@ -219,9 +219,9 @@ class AsyncClient(Transport):
             yield _events_of(response.content.iter_any())
 
     async def events(self, *, after: str | None = None) -> AsyncIterator[NodeEvent]:
-        """Yield what happens on the node, for ever; after a lost connection it goes on by itself.
+        """Yield events of the node forever, and reconnect after a lost connection.
 
-        What cannot be told any more comes as an event of kind `reset`: list anew.
+        If events were missed, one of kind `reset` asks the reader to list everything again.
         """
         is_again = False
         while True:

@@ -78,18 +78,18 @@ class Execution:
         raise Unreachable(f"{self._where}: the connection ended before the command did")
 
     async def write(self, data: bytes) -> None:
-        """Give it input; returns when there is room for more."""
+        """Write input; returns when there is room for more."""
         for start in range(0, len(data), CHUNK):
             await self._wire.send_bytes(data[start : start + CHUNK])
 
     async def close_input(self) -> None:
-        """Let its input end."""
+        """Close the command's input."""
         await self._wire.send_str(json.dumps({"stdin": "closed"}))
 
     async def resize(self, columns: int, rows: int) -> None:
-        """Tell its terminal how large it is."""
+        """Set the size of the terminal."""
         await self._wire.send_str(json.dumps({"resize": [columns, rows]}))
 
     async def send_signal(self, name: str) -> None:
-        """Send it a signal by its name, such as INT."""
+        """Send a signal by its name, such as INT."""
         await self._wire.send_str(json.dumps({"signal": name}))

@@ -193,10 +193,8 @@ class Inventory:
         """Return the inventory with the current listing of one device name, and warnings.
 
         If nothing changed, it is the same inventory. Slots and capacities are fixed: a device that
-        is not
-        listed any more, or lists another slot, is missing until it returns. A new device is added
-        if its
-        slot is known and no other plugin serves it.
+        is not listed any more, or lists another slot, is missing until it returns. A new device is
+        added if its slot is known and no other plugin serves it.
         """
         now = {device.stable_id: device for device in listed}
         there = [d for d in self.devices if not (d.is_hearsay and d.stable_id in now)]
@@ -328,8 +326,7 @@ def served_once(plugins: Sequence[Sequence[Device]]) -> tuple[list[Device], list
     """Drop devices that an earlier plugin lists, too; return the rest, and warnings.
 
     Two devices are the same physical device if they share a stable id, an alias (UUID, PCI address)
-    or
-    a parent. Parts of one parent under one plugin are different devices.
+    or a parent. Parts of one parent under one plugin are different devices.
     """
     kept: list[Device] = []
     owners: dict[str, DeviceId] = {}
@@ -362,11 +359,10 @@ def with_remembered(
     """Restore the former ids of listed devices, and add missing ones as `gone`.
 
     The id of a missing device is never reused; a new device whose suggested id is taken gets the
-    next
-    free number. If a missing device is listed in another form now (the GPU instead of its part, or
-    by
-    another plugin), its stable id becomes a `former` one of that. A missing device whose plugin may
-    still list it (`late`: why) has unknown health. `plugins` are the existing ones (None: all).
+    next free number. If a missing device is listed in another form now (the GPU instead of its
+    part, or by another plugin), its stable id becomes a `former` one of that. A missing device
+    whose plugin may still list it (`late`: why) has unknown health. `plugins` are the existing ones
+    (None: all).
     """
     past = {device.stable_id: device for device in remembered}
     listed = _with_former([*listed], past)
@@ -420,7 +416,7 @@ def _with_former(listed: list[Device], past: Mapping[str, Device]) -> list[Devic
 def _other_form(device: Device, owners: Mapping[str, Device]) -> Device | None:
     """Return the listed device that a missing one has become.
 
-    Under the same plugin an alias alone is no proof: another GPU may be in the same PCI slot.
+    Under the same plugin an alias alone proves nothing: another GPU may be in the same PCI slot.
     """
     for key in (device.parent, *device.aliases):
         now = owners.get(key or "")

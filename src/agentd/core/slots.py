@@ -71,7 +71,7 @@ class WrittenFloat(float):
 
 
 class SlotKind(StrEnum):
-    """How amounts of a slot are counted."""
+    """The unit in which amounts of a slot are counted."""
 
     COUNT = "count"
     BYTES = "bytes"
@@ -351,7 +351,7 @@ class ResourceSlots(Mapping[SlotName, int]):
 
 
 class SlotReading(NamedTuple):
-    """The parsed slots of a request, all of which this node may know."""
+    """The parsed slots of a request; this node may know all of them."""
 
     slots: ResourceSlots
     problems: tuple[Problem, ...] = ()
@@ -405,8 +405,7 @@ def read_slots(
     An unknown slot with an invalid amount counts as not zero.
 
     `pending` holds device names whose plugin has not opened yet, `failed` those whose plugin
-    failed,
-    `absent` those without hardware on the node; each with the reason.
+    failed, `absent` those without hardware on the node; each with the reason.
 
     Raises:
         UnsupportedResource: unknown slots without a pending plugin are not zero.

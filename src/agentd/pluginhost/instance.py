@@ -180,8 +180,7 @@ class PluginInstance:
         """Why `validate` has not judged the table, empty if it has.
 
         It is empty, too, for a plugin that cannot be imported or finds no hardware: the table is
-        not the
-        reason.
+        not the reason.
         """
         if self._is_validated or self.state in (PluginState.BLOCKED, PluginState.ABSENT):
             return ""

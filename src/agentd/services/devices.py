@@ -155,8 +155,7 @@ class NodeDevices:
         """Merge listings with known and saved devices.
 
         Without `before` everything is new, including the devices of the host. With it, only the
-        listed
-        devices change.
+        listed devices change.
 
         Raises:
             ConfigRefused: the rules do not fit; nothing changed.

@@ -130,8 +130,7 @@ class Lists:
         """Return at most `limit` kernels, node after node, with a link to the next page.
 
         A few nodes are called concurrently, so that hanging ones delay the page only once. Routes
-        to
-        unavailable nodes are read once.
+        to unavailable nodes are read once.
         """
         caller, missing = caller_of(request), list[str]()
         begin, after = request.query.get("after_node", ""), request.query.get("after", "")

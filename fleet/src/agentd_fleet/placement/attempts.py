@@ -32,21 +32,19 @@ class PlacementTimeouts:
     """Time limits of placements in seconds; tests use shorter ones."""
 
     insist_s: float = 10.0
-    """How long a lost answer is requested again before the caller gets an error."""
+    """The time in which a lost answer is requested again before the caller gets an error."""
     again_s: float = 0.3
     join_s: float = 2.0
-    """How long another gateway's route may stay unchanged before it is taken over."""
+    """The time in which another gateway's route may stay unchanged before it is taken over."""
     fresh_s: float = 20.0
-    """How long after the write of a route a request may be sent under it."""
+    """The time after the write of a route in which a request may be sent under it."""
     sweep_s: float = 15.0
     settled_s: float = 90.0
-    """How long a node must lack a kernel before the kernel counts as never created.
+    """The time in which a node must lack a kernel before the kernel counts as never created.
 
     It is longer than a request under the same route can be in progress: it is sent within
-    `fresh_s`,
-    abandoned by TCP after 20 s, and by a node that answers after 10 s for its header and 30 s for
-    its
-    body.
+    `fresh_s`, abandoned by TCP after 20 s, and by a node that answers after 10 s for its header and
+    30 s for its body.
     """
 
 
@@ -104,8 +102,7 @@ class Asker:
         """Call a node for a kernel until it answers.
 
         Before each repetition the route is written again: a gateway that resolved it meanwhile, or
-        took it
-        over, must not miss the call. `began` is when the route was about to be written.
+        took it over, must not miss the call. `began` is when the route was about to be written.
 
         Raises:
             NeverAsked: the node cannot be called and was not called.

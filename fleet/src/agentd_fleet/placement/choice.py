@@ -1,6 +1,6 @@
 """The choice of agents for a request, and the reasons against the others.
 
-1. The scarcest requested slot is the one of which the fewest agents have enough.
+1. The scarcest requested slot is the one that the fewest agents have enough of.
 2. Only those agents are considered: in random order, or from the least free amount upwards.
 3. The first few that also have the other slots, and that the constraints allow, are chosen.
 """
@@ -105,10 +105,8 @@ def candidates(
 
     `random` chooses uniformly, which keeps gateways with slightly outdated views from crowding one
     node. `pack` chooses those with the least left over, which leaves whole nodes free: of the
-    scarcest
-    requested slot, then of all slots by name, then by ids. Of agents with equal amounts of the
-    scarcest
-    slot, `TIES` are compared.
+    scarcest requested slot, then of all slots by name, then by ids. Of agents with equal amounts of
+    the scarcest slot, `TIES` are compared.
     """
     columns = view.tables.columns
     if not all(name in columns for name in request):

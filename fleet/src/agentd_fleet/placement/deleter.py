@@ -133,8 +133,7 @@ class Deleter:
         """Return the node's answer, None if it was not called, and whether the delete is complete.
 
         A kernel that is being placed is looked up first: if its node has none, a request for it may
-        be in
-        progress, and the sweep resolves that.
+        be in progress, and the sweep resolves that.
         """
         node = self._kernels.routed(kept.route)
         mine = await self._taken(kept, kept.route.progress)

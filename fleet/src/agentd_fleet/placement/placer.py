@@ -289,8 +289,7 @@ class Placer:
         """Resolve a kernel whose route was taken over during the call.
 
         If its id was freed meanwhile, the id belongs to this kernel. If the id belongs to another
-        node by
-        now, this kernel is surplus and is removed.
+        node by now, this kernel is surplus and is removed.
         """
         kernel_id = placed.kernel_id
         kept = await self._store.route(kernel_id)

@@ -20,7 +20,7 @@ from agentd_fleet.placement.choice import Constraints, PlacementPolicy
 
 
 class Placement(Body):
-    """Placement constraints; a missing member is no constraint."""
+    """Placement constraints; a missing member constrains nothing."""
 
     nodes: Names | None = None
     agents: Names | None = None

@@ -36,11 +36,9 @@ class Sweep:
     """Checks all routes periodically; any number of gateways may do so concurrently.
 
     Each ready node is called for one list. A route that has just changed is being worked on. A
-    route is
-    dropped only if its node lacked the kernel twice, with more time in between than a request can
-    be in
-    progress, and answered every time meanwhile. The time is that of this process's monotonic clock.
-    Routes to nodes that are not ready wait for their return.
+    route is dropped only if its node lacked the kernel twice, with more time in between than a
+    request can be in progress, and answered every time meanwhile. The time is that of this
+    process's monotonic clock. Routes to nodes that are not ready wait for their return.
     """
 
     def __init__(

@@ -144,8 +144,7 @@ class Etcd:
         """Write a key whose revision is `expected` (0: it does not exist); return its new one.
 
         None means that the key has another revision. If an answer was lost and the key has exactly
-        this
-        value and lease, it counts as written by this call: values must be unique.
+        this value and lease, it counts as written by this call: values must be unique.
 
         Raises:
             LeaseGone: the lease does not exist.
@@ -185,8 +184,7 @@ class Etcd:
         """Delete a key whose revision is `expected`; return whether that was so.
 
         With `without` only if that key does not exist. If an answer was lost, True means that the
-        revision
-        is gone, deleted by any client.
+        revision is gone, deleted by any client.
         """
         write = {"request_delete_range": {"key": _coded(key)}}
         absent = [_revision_is(without, 0)] if without else []
@@ -229,9 +227,8 @@ class Etcd:
         """Yield the changes below a prefix since `after`, in order, with the revision they reach.
 
         That revision is the `after` of the next watch; it may come without a change. After
-        `silence_s`
-        seconds of silence the endpoint is probed for life and a leader. Close the iterator
-        (`contextlib.aclosing`) to end the watch.
+        `silence_s` seconds of silence the endpoint is probed for life and a leader. Close the
+        iterator (`contextlib.aclosing`) to end the watch.
 
         Raises:
             EtcdUnavailable: the connection ended, or its endpoint does not answer.

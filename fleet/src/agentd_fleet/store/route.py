@@ -70,8 +70,7 @@ class KernelRoute(msgspec.Struct, frozen=True, kw_only=True):
     """The node of one kernel id, and the owner of the route.
 
     Every takeover sets a new `owner`, so no two values are equal. While a route is `placing`, only
-    its
-    owner may change its node.
+    its owner may change its node.
     """
 
     schema: int = SCHEMA

@@ -102,7 +102,7 @@ class FleetState:
             self._fold_soon()
 
     def undebited(self) -> FleetView:
-        """Return the view without deductions: a guess is no reason to refuse."""
+        """Return the view without deductions: a guess must not cause a refusal."""
         for node_id in list(self._debits):
             self.undebit(node_id)
         return self.view

@@ -319,8 +319,7 @@ class FleetView:
         """Return the view in which an agent holds more, with nothing free below zero.
 
         It represents a pending placement until the node's next report. The revision stays. An agent
-        that is
-        not in the view any more is ignored.
+        that is not in the view any more is ignored.
         """
         node = self.nodes.get(node_id)
         if node is None or agent_id not in node.offers:

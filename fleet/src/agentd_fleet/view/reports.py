@@ -203,7 +203,7 @@ def _whole(
     """Return the amounts of a whole node.
 
     They are at most the sum over its agents, which may share devices, and at most the sum over its
-    devices, parts of which may belong to no agent.
+    devices, which may belong to no agent in part.
     """
     of_agents, of_devices = Counter[str](), Counter[str]()
     for amounts in agents.values():

@@ -98,8 +98,7 @@ class MpsServer:
         """Return the edits that limit a client to its shares, in the order in which it sees GPUs.
 
         A client has one percentage for all of its GPUs: that of its smallest share. Without a known
-        amount
-        of memory there is no memory limit.
+        amount of memory there is no memory limit.
         """
         percentage = min(part.amount for part in parts) * 100
         limits = [

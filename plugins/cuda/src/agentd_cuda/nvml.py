@@ -193,8 +193,7 @@ def profile_name(gpu_slices: int, compute_slices: int, memory_bytes: int, total_
     """Return a MIG profile in NVIDIA's notation, such as `1g.10gb` or `1c.3g.40gb`.
 
     The memory is the GPU's, in whole GiB, times the part's eighths, rounded up; half a GiB is
-    rounded
-    up, too, as Go's math.Round does in NVIDIA's go-nvlib (pkg/nvlib/device/mig_profile.go).
+    rounded up, too, as Go's math.Round does in NVIDIA's go-nvlib (pkg/nvlib/device/mig_profile.go).
     """
     eighths = ceil(Fraction(memory_bytes * 8, total_bytes)) if total_bytes else 0
     gib = floor(Fraction(eighths, 8) * ceil(Fraction(total_bytes, 2**30)) + Fraction(1, 2))

@@ -100,8 +100,7 @@ def name_prefix(node_id: str) -> str:
     """Return the prefix of the names of a node's kernels.
 
     It contains a digest of the node id: ids may contain any separator, and two nodes must never use
-    the
-    same container name.
+    the same container name.
     """
     return f"agentd-{sha256(node_id.encode()).hexdigest()[:10]}-"
 

@@ -135,7 +135,7 @@ class Pull(msgspec.Struct, frozen=True):
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """How a kernel's command ended; times are seconds since the epoch."""
+    """The end of a kernel's command; times are seconds since the epoch."""
 
     exit_code: int | None = None
     oom_killed: bool = False
@@ -162,11 +162,9 @@ class Kernel(msgspec.Struct, frozen=True):
     """One kernel as agentd knows it; times are seconds since the epoch.
 
     `slots` are plain decimals as they were granted; `handle` is the runtime's name for it (a
-    container
-    id, a process id); `created_by` is the caller's name; `degraded` lists limits that were changed
-    outside of agentd. `pid` is that of its first process on the host, if its runtime starts
-    processes;
-    `unit` is the unit of the systemd runtime.
+    container id, a process id); `created_by` is the caller's name; `degraded` lists limits that
+    were changed outside of agentd. `pid` is that of its first process on the host, if its runtime
+    starts processes; `unit` is the unit of the systemd runtime.
     """
 
     kernel_id: str

@@ -167,8 +167,7 @@ class Reconciler:
         """Queue a kernel for observation.
 
         The observation is skipped if the kernel is removed meanwhile and had no other event: the
-        event was
-        its removal.
+        event was its removal.
         """
         if kernel_id in self._queued:
             self._once.discard(kernel_id)
