@@ -251,7 +251,7 @@ async def test_damaged_files_of_the_node_are_told_of_and_harm_nothing(world: Wor
     assert (await daemon.create(slots=ONE)).status == 201
 
 
-async def test_a_newer_agentd_s_files_are_read_as_far_as_they_are_known(plain_world: World) -> None:
+async def test_newer_state_files_are_read_as_far_as_known(plain_world: World) -> None:
     world, daemon = plain_world, plain_world.daemon
     await daemon.call("POST", "/v1/devices/cuda/cuda7/drain")
     await world.kill()

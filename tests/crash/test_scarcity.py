@@ -74,7 +74,7 @@ async def test_a_read_only_state_folder_keeps_nobody_from_being_served(world: Wo
 
 
 @ROOT_ONLY
-async def test_a_full_state_folder_is_the_same_and_mends_when_there_is_room(
+async def test_full_state_folder_recovers_when_there_is_room(
     folder: Path,
 ) -> None:
     world, state = World(Daemon(folder, "process")), folder / "state"

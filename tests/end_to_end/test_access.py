@@ -218,7 +218,7 @@ async def test_an_id_that_another_team_has_is_only_taken(node: Daemon) -> None:
     assert answer.json["detail"] == f"kernel id {FOREIGN} is taken"
 
 
-async def test_a_shared_device_is_seen_and_its_other_holders_are_nobody(plain: Daemon) -> None:
+async def test_shared_device_hides_holders_of_other_agents(plain: Daemon) -> None:
     await plain.start(TEAMS + gpus(1, "shares") + SOCKETS.format(folder=plain.folder))
     await plain.running("secret-team", kernel_id=FOREIGN, slots={"cuda.shares": "0.75"})
     await plain.running("team-a", kernel_id=OWN, slots={"cuda.shares": "0.25"})
@@ -271,7 +271,7 @@ async def test_an_explanation_shows_the_devices_of_the_team_alone(node: Daemon) 
     assert [row["device"] for row in refused["explain"]] == ["cuda0", "cuda1"]
 
 
-async def test_what_says_that_it_changes_nothing_and_does_is_written_down(node: Daemon) -> None:
+async def test_get_that_runs_something_is_audited(node: Daemon) -> None:
     body = {"command": ["true"], "kernel_id": "made", "slots": {"cpu": 0}}
     path = "/v1/agents/team-a/kernels?dry_run=false"
     assert (await call(node, "a", "POST", path, body)).status == 201

@@ -162,9 +162,7 @@ async def test_a_container_made_by_hand_is_adopted_by_its_events(dockered, engin
     await dockered.until("k1", "lost")
 
 
-async def test_an_event_of_a_container_with_its_image_s_labels_makes_no_kernel(
-    dockered, engine: Engine
-) -> None:
+async def test_event_with_inherited_labels_creates_no_kernel(dockered, engine: Engine) -> None:
     engine.clean()
     await dockered.start(ONE_GPU)
     kernel = await dockered.running(**ASK)

@@ -50,9 +50,7 @@ async def test_a_create_that_goes_wrong_leaves_nothing(
     assert again["state"] == "running"
 
 
-async def test_a_removal_without_an_answer_keeps_the_share_until_it_is_known(
-    one_gpu, engine: Engine
-) -> None:
+async def test_remove_keeps_the_share_until_confirmed(one_gpu, engine: Engine) -> None:
     """The start fails, and so does what would undo the create."""
     daemon, proxy = one_gpu
     proxy.rule("POST .*/start", proxy.fail)
@@ -113,9 +111,7 @@ async def test_a_create_that_arrives_after_its_grace_is_removed_too(
     assert [c["Id"] for c in engine.containers()] == [second["container_id"]]
 
 
-async def test_an_engine_that_cannot_be_reached_is_a_state_of_the_runtime(
-    one_gpu, engine: Engine
-) -> None:
+async def test_unreachable_engine_is_a_runtime_state(one_gpu, engine: Engine) -> None:
     daemon, proxy = one_gpu
     script = "trap 'exit 7' USR1; while :; do sleep 0.05; done"
     kernel = await daemon.running(command=["sh", "-c", script], **ASK)

@@ -109,7 +109,7 @@ async def test_a_listener_goes_on_where_it_was_or_is_told_to_look_anew(plain: Da
         assert (await anext(frames))["event"] == "reset"
 
 
-async def test_a_reader_that_takes_nothing_is_dropped_and_holds_up_nobody(plain: Daemon) -> None:
+async def test_stalled_event_reader_is_dropped_alone(plain: Daemon) -> None:
     plain.deadlines = IMPATIENT
     await plain.start()
     with socket.socket(socket.AF_UNIX) as reader:

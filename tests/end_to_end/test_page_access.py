@@ -205,7 +205,7 @@ async def test_a_daemon_that_goes_is_said_to_the_page(node: Tokens) -> None:
             assert (answer.status, (await answer.json())["code"]) == (502, "RuntimeFailure")
 
 
-async def test_the_browser_is_sent_on_by_a_file_that_nobody_else_can_read(node: Tokens) -> None:
+async def test_browser_is_redirected_by_a_private_file(node: Tokens) -> None:
     folder = node.daemon.folder
     browser = folder / "browser"
     script = f'#!/bin/sh\nstat -c %a "${{1#file://}}" >{folder}/mode\n'

@@ -111,7 +111,7 @@ async def test_a_moved_partition_does_not_free_what_runs(daemon: Daemon) -> None
     assert (await daemon.create("agent-2", slots={"cuda.device": 1})).status == 409
 
 
-async def test_less_memory_than_is_held_is_overcommitted_and_only_shrinks(daemon: Daemon) -> None:
+async def test_memory_below_the_held_amount_is_overcommitted(daemon: Daemon) -> None:
     await daemon.start()
     await daemon.running(kernel_id="k1", slots={"mem": "4g"})
     await daemon.stop()
@@ -134,7 +134,7 @@ def devices(*ids: str) -> str:
     return f'[plugins.cuda]\nplugin = "sim"\ndevices = [{listed}]\n'
 
 
-async def test_ids_follow_the_physical_device_when_the_driver_order_changes(plain: Daemon) -> None:
+async def test_ids_follow_devices_over_a_changed_driver_order(plain: Daemon) -> None:
     await plain.start(AGENTS + devices("a", "b", "c"))
     await plain.running(kernel_id="k1", slots={"cuda.device": 1})
     await plain.restart(AGENTS + devices("c", "b", "a"))

@@ -73,7 +73,7 @@ def tokens(plain: Daemon) -> Tokens:
     return made
 
 
-async def test_each_token_is_its_own_caller_and_a_removed_one_is_dead_at_once(
+async def test_token_is_one_caller_and_ends_when_revoked(
     tokens: Tokens,
 ) -> None:
     team = tokens.entry("team", "agent", "team-a")
@@ -189,7 +189,7 @@ def test_a_new_token_is_written_for_its_owner_alone(tmp_path: Path) -> None:
     assert (again.exit_code, "exists" in again.output) == (1, True)
 
 
-def test_a_token_for_a_gateway_is_an_admin_s_that_may_name_others(tmp_path: Path) -> None:
+def test_gateway_token_must_be_admin(tmp_path: Path) -> None:
     file = tmp_path / "gate"
     options = ["token", "create", "gate", "--gateway", "--file", str(file)]
     made = CliRunner().invoke(agentctl, options)

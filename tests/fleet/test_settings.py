@@ -177,9 +177,7 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, case: str) -> None:
         assert line.startswith(start), line
 
 
-def test_a_file_that_is_not_there_is_refused_and_the_system_s_may_be_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_named_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentd_fleet.settings.SEARCHED", tmp_path / "none")
     assert load(None, {}) == FleetFile()
     for option, environ in (("none", {}), (None, {"AGENTD_FLEET_CONFIG": "none"})):
@@ -262,7 +260,7 @@ def test_where_a_gateway_answers_is_protected(tmp_path: Path, text: str, why: st
     assert line.removeprefix("configuration: ").startswith(why), line
 
 
-def test_tokens_that_others_can_read_or_that_are_the_same_are_refused(tmp_path: Path) -> None:
+def test_exposed_or_equal_tokens_are_refused(tmp_path: Path) -> None:
     text = '[gateway]\nlisten = "127.0.0.1:7001"\n'
     for name in ("a", "b", "c"):
         file = tmp_path / name

@@ -183,7 +183,7 @@ async def test_readers_that_read_nothing_are_let_go_of(node: Node) -> None:
     assert node.memory_kib < memory + 100_000
 
 
-async def test_followers_with_requests_queued_behind_them_leave_nothing(node: Node) -> None:
+async def test_followers_with_queued_requests_leave_nothing(node: Node) -> None:
     """With its queue full the server reads no more, and is not told of the end."""
     await node.daemon.running(kernel_id="quiet", command=["sh", "-c", "echo one; sleep 1000"])
     before = node.descriptors

@@ -116,7 +116,7 @@ async def test_a_process_that_says_it_is_a_kernel_is_nobody(world, as_nobody, ke
     assert forger.poll() is None, "agentd ended a process that is none of its own"
 
 
-async def test_an_id_that_a_stranger_claims_can_be_created_all_the_same(world, as_nobody) -> None:
+async def test_forged_container_does_not_block_its_kernel_id(world, as_nobody) -> None:
     as_nobody("sleep", "1000", **marks(world.node, "ghost2"))
     async with asyncio.timeout(ANSWERS_WITHIN_S):
         kernel = await world.daemon.running(kernel_id="ghost2", slots=ONE)
@@ -260,7 +260,7 @@ async def test_records_that_lie_rename_and_move_nothing(world, folder) -> None:
     assert await picture(world) == before
 
 
-async def test_a_device_that_only_a_record_knows_is_gone_with_its_kernel(world, folder) -> None:
+async def test_device_known_only_from_a_record_ends_with_it(world, folder) -> None:
     record = folder / "state" / "kernels" / "of-agent-1" / "record.json"
     await world.kill()
     lie = record.read_text().replace(f"SIM-{world.node}-cuda-cuda0", "SIM-nobody")
@@ -275,7 +275,7 @@ async def test_a_device_that_only_a_record_knows_is_gone_with_its_kernel(world, 
     assert "SIM-nobody" not in stable_ids
 
 
-async def test_the_daemon_is_not_held_up_by_many_who_claim_to_be_kernels(world, as_nobody) -> None:
+async def test_many_forged_kernels_do_not_delay_the_daemon(world, as_nobody) -> None:
     for number in range(50):
         as_nobody("sleep", "1000", **marks(world.node, f"ghost{number}"))
     await restarted(world, signal.SIGKILL)

@@ -98,7 +98,7 @@ def test_a_kernel_cannot_take_another_s_descriptor(node: Node) -> None:
     node.remove("has")
 
 
-def test_a_child_that_outlives_its_parent_keeps_the_kernel_and_its_devices(node: Node) -> None:
+def test_orphaned_child_keeps_the_kernel_alive(node: Node) -> None:
     slots = {"cpu": 0, "mem": "32m", "tpu.device": 1}
     node.create("parent", "sh", "-c", "sleep 999 & echo gone; exit 3", slots=slots)
     end = time.monotonic() + 30
@@ -177,7 +177,7 @@ def test_a_reload_of_systemd_itself_loses_no_kernel(node: Node) -> None:
     node.remove("reloaded")
 
 
-def test_kernels_and_their_logs_outlive_the_daemon_however_it_ends(node: Node) -> None:
+def test_kernels_and_logs_survive_any_end_of_the_daemon(node: Node) -> None:
     node.create("talks", "sh", "-c", "while :; do date +%s; sleep 1; done", agent="team-b")
     pids = {name: node.must(f"systemctl show {node.unit(name)} -p MainPID --value") for name in
             ("talks", "secret")}  # fmt: skip

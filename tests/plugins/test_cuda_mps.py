@@ -116,7 +116,7 @@ async def test_kernels_without_a_share_get_nothing_of_mps(node: Node, control: C
     assert not found.mounts
 
 
-async def test_a_server_with_shared_memory_of_its_own_serves_containers(
+async def test_mps_server_with_own_shared_memory_needs_containers(
     node: Node, control: Control, tmp_path: Path
 ) -> None:
     (tmp_path / "shm").mkdir()
@@ -147,7 +147,7 @@ def refused(host: PluginHost) -> str:
     return status.reason
 
 
-async def test_without_a_server_it_does_not_open_and_says_how_to_start_one(
+async def test_plugin_explains_how_to_start_a_missing_mps_server(
     node: Node, control: Control
 ) -> None:
     control.stop()
@@ -189,9 +189,7 @@ async def test_a_gpu_that_cannot_be_shared_so_is_named(
     assert why in refused(await node.plugin(**mps(control)))
 
 
-async def test_a_server_that_ends_makes_its_gpus_unhealthy_until_it_is_back(
-    node: Node, control: Control
-) -> None:
+async def test_ended_mps_server_makes_gpus_unhealthy(node: Node, control: Control) -> None:
     host = await node.plugin(**mps(control))
     control.stop()
     found = await until(host, lambda found: found[0].health == "unhealthy")

@@ -56,7 +56,7 @@ def given(*stable_ids: str) -> Allocation:
     )
 
 
-async def test_a_table_alone_makes_devices_with_their_place_and_what_goes_along(
+async def test_table_alone_defines_devices_and_edits(
     tmp_path: Path,
 ) -> None:
     dev, sysfs = tmp_path / "dev", tmp_path / "sys"

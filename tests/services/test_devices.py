@@ -92,7 +92,7 @@ async def test_whole_gpus_that_are_parts_now_hold_back_their_parts(rig: Rig) -> 
         await again.service.create(spec)
 
 
-async def test_what_a_plugin_says_later_changes_devices_and_the_generation_only_then(rig) -> None:
+async def test_listing_raises_the_generation_only_when_it_changes(rig) -> None:
     await rig.create(cuda_device=1)
     first, second = gpus(1, 1)
     before = rig.devices.generation
@@ -113,7 +113,7 @@ async def test_what_a_plugin_says_later_changes_devices_and_the_generation_only_
     assert list(rig.state.ledger.holders(gone.device_id)) == ["k7"]
 
 
-async def test_what_appears_outside_shared_mode_belongs_to_nobody_before_a_restart() -> None:
+async def test_new_device_has_no_agent_outside_shared_mode() -> None:
     agents = (AgentRule("a"), AgentRule("b"))
     rig = Rig(rules=SplitRules(AllocationMode.AUTO_SPLIT, agents))
     third = replace(gpus(1)[0], device_id=DeviceId("cuda", "cuda7"), stable_id="N", aliases=())
@@ -182,7 +182,7 @@ async def test_two_plugins_that_open_late_together_both_join() -> None:
     assert not any("does not fit" in warning for warning in rig.devices.warnings)
 
 
-async def test_what_only_a_record_knew_is_a_device_again_when_it_is_listed(rig: Rig) -> None:
+async def test_device_known_from_a_record_returns_when_listed(rig: Rig) -> None:
     (gpu,) = gpus(1)
     hearsay = replace(
         gpu, device_id=DeviceId("cuda", "cuda9"), stable_id="N", aliases=(), capacity=ONE // 4,

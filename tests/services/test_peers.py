@@ -83,7 +83,7 @@ async def test_what_nobody_else_serves_is_served_and_told() -> None:
     assert node.neighbours.told[-1].cores == tuple("0123")
 
 
-async def test_what_another_serves_is_withheld_with_its_name_until_it_is_free() -> None:
+async def test_device_of_a_peer_is_withheld_until_free() -> None:
     node = Node()
     node.neighbours.serve(node.keys[0])
     node.serving.update()
@@ -117,7 +117,7 @@ async def test_a_kernel_keeps_what_another_came_to_serve() -> None:
 
 
 @pytest.mark.parametrize(("held", "withheld"), [(True, ["cuda0"]), (False, [])])
-async def test_of_a_daemon_that_died_only_what_kernels_hold_is_withheld(
+async def test_only_held_devices_of_a_dead_peer_are_withheld(
     held: bool, withheld: list[str]
 ) -> None:
     node = Node()
@@ -127,7 +127,7 @@ async def test_of_a_daemon_that_died_only_what_kernels_hold_is_withheld(
     assert any("which is not running" in warning for warning in node.devices.warnings) is held
 
 
-async def test_a_device_is_told_as_held_from_before_the_start_to_the_end() -> None:
+async def test_device_is_published_as_held_for_a_kernels_life() -> None:
     node = await Node.listed()
     seen = []
     create = node.runtime.create
@@ -150,7 +150,7 @@ async def test_kernels_without_accelerators_tell_nobody_anything() -> None:
     assert len(node.neighbours.told) == told
 
 
-async def test_what_was_held_stays_so_until_every_runtime_has_been_listed() -> None:
+async def test_devices_stay_published_until_runtimes_are_listed() -> None:
     before = await Node.listed()
     await before.create(cuda_device=1)
     node = Node(before=before.neighbours.told[-1])
@@ -221,7 +221,7 @@ async def test_what_another_came_to_serve_stays_told_as_held() -> None:
     assert node.neighbours.served == [str(held)]
 
 
-async def test_what_was_held_of_a_device_that_is_not_listed_yet_stays_told() -> None:
+async def test_held_device_stays_published_before_it_is_listed() -> None:
     late = ServedDevice("cuda/cuda9", ("GPU-late",), held=True)
     node = Node(before=Served((late,)))
     assert node.neighbours.held == ["cuda/cuda9"]

@@ -93,7 +93,7 @@ async def test_what_was_seen_counts_only_if_nothing_happened_meanwhile(state: No
     assert not state.is_unchanged("never", since), "it may be the one that came and went"
 
 
-async def test_a_lock_is_one_for_all_who_work_on_a_kernel_and_goes_with_them(state) -> None:
+async def test_kernel_lock_is_shared_and_dropped_after_use(state) -> None:
     lock = state.lock("k1")
     assert state.lock("k1") is lock
     async with lock:

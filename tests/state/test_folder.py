@@ -170,7 +170,7 @@ def test_what_could_not_be_written_is_written_later(state: StateFolder) -> None:
     assert state.warnings() == []
 
 
-def test_looking_at_records_changes_nothing_of_what_is_to_be_done(state: StateFolder) -> None:
+def test_reading_records_changes_nothing(state: StateFolder) -> None:
     state.save_intent("k1", "{}")
     failpoints.arm("record.before_move=1*error(EROFS)")
     state.save_phase("k1", Phase.HELD, lambda: "{}")

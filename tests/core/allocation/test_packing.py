@@ -41,7 +41,7 @@ def test_a_request_may_name_the_devices_to_choose_from(only, asked, expected) ->
     assert given_ids(got, "cuda") == expected
 
 
-def test_what_a_request_did_not_name_is_not_given_and_the_refusal_says_so() -> None:
+def test_unnamed_devices_are_not_allocated_or_hinted() -> None:
     node = shared(machine(*cores(2), *gpus(1, 1), memory(), quantum=CENT), "a")
     part = node.partitions["a"]
     with pytest.raises(InsufficientResource) as refused:

@@ -79,15 +79,13 @@ def test_half_of_one_gpu_for_each_of_two_teams() -> None:
           "a2": {"cpu": ("2", True), "mem": (str(4 * GIB), True)}}, None),
     ],
 )  # fmt: skip
-def test_what_adds_up_is_guaranteed_and_what_does_not_is_an_upper_bound(
-    limits, expected, warning
-) -> None:
+def test_limits_are_guaranteed_only_when_they_add_up(limits, expected, warning) -> None:
     node = limited(one_gpu(), *limits)
     assert shown(node) == expected
     assert node.warnings == ((warning,) if warning else ())
 
 
-def test_a_guarantee_on_several_devices_in_parts_is_of_the_amount_and_says_so() -> None:
+def test_guarantee_covers_the_amount_on_several_devices() -> None:
     inventory = machine(*cores(2), *gpus(1, 1, slot="cuda.shares"), memory(), quantum=CENT)
     node = limited(inventory, {"cuda": Amount("1")}, {"cuda": Amount("1")})
     (warning,) = node.warnings

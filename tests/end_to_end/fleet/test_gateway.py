@@ -20,7 +20,7 @@ async def fleet(world: World) -> tuple[World, GatewayProgram, list[str]]:
     return world, gateway, nodes
 
 
-async def test_slot_types_merge_a_missing_one_is_zero_and_sums_are_exact(fleet) -> None:
+async def test_slot_types_merge_with_exact_sums(fleet) -> None:
     world, gateway, (cuda, _rocm, bare) = fleet
     names = {slot["name"] for slot in await gateway.get("/v1/slot-types")}
     assert names == {"cpu", "mem", "cuda.device", "rocm.device"}

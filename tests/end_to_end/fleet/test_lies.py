@@ -88,9 +88,7 @@ def problem(code: str, status: int, **members: Any) -> Any:
     return lambda _: web.Response(body=json.dumps(content), status=status)
 
 
-async def test_a_node_that_answers_rubbish_spoils_nothing_but_its_own_part(
-    world: World, liar: Liar
-) -> None:
+async def test_malformed_node_answers_affect_only_that_node(world: World, liar: Liar) -> None:
     gateway, honest = await with_liar(world, liar)
     only = {"placement": {"nodes": ["liar"]}}
     for said in ("<html>", '{"a": 1}', "[1, 2]", "[{}]", '[{"kernel_id": 7}]', "[" * 9000):

@@ -125,7 +125,7 @@ async def test_caller_of_a_gateway_that_hangs_up_ends_its_command(world: World) 
     await gone(marker)
 
 
-async def test_people_look_into_kernels_of_all_nodes_from_the_command_line(fleet) -> None:
+async def test_command_line_inspects_kernels_of_all_nodes(fleet) -> None:
     world, gateway, (cuda, _) = fleet
     assert (await gateway.create(kernel_id="far", slots={"cuda.device": 1})).status == 201
     await world.nodes[cuda].running(kernel_id="direct", command=["sleep", "1000"])

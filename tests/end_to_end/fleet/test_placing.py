@@ -119,7 +119,7 @@ async def test_an_answer_that_is_lost_is_asked_for_at_that_node_again(rig: Rig) 
     assert kept.route.progress is RouteProgress.PLACED
 
 
-async def test_a_node_that_was_asked_and_freezes_has_the_kernel_id_for_itself(rig: Rig) -> None:
+async def test_frozen_node_keeps_the_kernel_id(rig: Rig) -> None:
     first, second = rig.names
     rig.proxies[first].passing.clear()
     creating = asyncio.create_task(rig.create(order(placement={"nodes": [first, second]})))
@@ -142,7 +142,7 @@ async def test_a_node_that_was_asked_and_freezes_has_the_kernel_id_for_itself(ri
     assert await rig.world.census() == {"k1": [node]}
 
 
-async def test_a_gateway_that_dies_before_it_asks_leaves_what_another_takes_over(rig: Rig) -> None:
+async def test_gateway_takes_over_routes_of_a_dead_one(rig: Rig) -> None:
     wanted = order()
     first, _ = rig.names
     left = KernelRoute(

@@ -39,7 +39,7 @@ def test_an_engine_that_restores_its_containers_ends_none(tmp_path: Path) -> Non
     assert reason(absences, 0) == ""
 
 
-def test_an_absence_that_the_daemon_did_not_live_through_is_known(tmp_path: Path) -> None:
+def test_absence_is_known_after_a_daemon_crash(tmp_path: Path) -> None:
     absences = Absences(tmp_path / "a.json", "boot")
     absences.came()
     absences.went(ends_kernels=True)

@@ -156,7 +156,7 @@ def test_the_cores_of_a_container_are_read_one_by_one(listed: Any, cores: Any) -
     assert found.cores == cores
 
 
-def test_how_a_container_ended_shows_nothing_of_the_engine_s_storage() -> None:
+def test_ending_hides_the_engines_storage_paths() -> None:
     said = f"mount /var/lib/docker/overlay2/{HASH}/merged/x: {'y' * 5000}"
     found = observed_kernel(shown(State={"Status": "exited", "Error": said}))
     assert found.ending.reason.startswith("mount /x: yyy")

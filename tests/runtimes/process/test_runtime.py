@@ -74,7 +74,7 @@ async def test_one_that_ignores_term_is_killed_after_its_grace(runtime) -> None:
     assert (await found(runtime)).ending.exit_code == 137
 
 
-async def test_the_configured_grace_is_what_a_stop_without_a_time_takes(folder) -> None:
+async def test_stop_without_timeout_uses_the_configured_one(folder) -> None:
     (folder / "kernels").mkdir()
     runtime = process_runtime(folder / "kernels", stop_timeout_s=0)
     await create(runtime, "sh", "-c", "trap '' TERM; sleep 1000; sleep 1000")
@@ -98,9 +98,7 @@ async def test_a_killed_shim_loses_the_exit_status_and_not_the_kernel(runtime, f
     assert "exit status is lost" in ended.ending.reason
 
 
-async def test_what_forgot_whose_it_is_and_has_no_shim_is_known_by_its_cgroup(
-    runtime, folder
-) -> None:
+async def test_kernel_without_identity_is_proved_by_its_cgroup(runtime, folder) -> None:
     if not await has_cgroups(runtime):
         return
     await create(runtime, "sh", "-c", "env -i setsid sleep 1000 & exit")
@@ -311,7 +309,7 @@ async def test_kernels_of_one_user_are_said_not_to_be_separated(runtime) -> None
     assert "separation" in (await runtime.support(plan("sleep").spec)).not_enforced
 
 
-async def test_a_shim_that_was_stopped_keeps_nobody_from_removing_its_kernel(runtime, folder):
+async def test_kernel_with_a_stopped_shim_can_be_removed(runtime, folder):
     await create(runtime, "sleep", "1000")
     shim(folder).signal(signal.SIGSTOP)
     async with asyncio.timeout(30):

@@ -176,7 +176,7 @@ def test_systemd_itself_writes_how_a_kernel_ended(
     assert bundle.end() == end, "what is written stays"
 
 
-def test_systemd_keeps_what_a_kernel_used_unless_that_was_counted_elsewhere(tmp_path: Path) -> None:
+def test_usage_from_systemd_is_kept_unless_counted(tmp_path: Path) -> None:
     group = tmp_path / "groups" / "k1.service"
     group.mkdir(parents=True)
     (group / "cpu.stat").write_text("usage_usec 2500000\nthrottled_usec 0\n")
