@@ -34,9 +34,9 @@ def source_breaches(path: Path) -> list[str]:
 def _docstrings(text: str) -> Iterator[tuple[int, str]]:
     """Yield docstrings, those of attributes included."""
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            if isinstance(node.value.value, str):
-                yield node.lineno, node.value.value
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(prose))):
+                yield node.lineno, prose
 
 
 def _comments(path: Path) -> Iterator[tuple[int, str]]:
@@ -47,8 +47,11 @@ def _comments(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _strings(text: str) -> Iterator[tuple[int, str]]:
-    """Yield string literals that are prose or the name of a log event."""
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if " " in node.value or _LOG_EVENT.fullmatch(node.value):
-                yield node.lineno, node.value
+    """Yield string literals that are prose or the name of a log event, without docstrings."""
+    tree = ast.parse(text)
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Constant(value=str(value)) if id(node) not in docstrings:
+                if " " in value or _LOG_EVENT.fullmatch(value):
+                    yield node.lineno, value

@@ -273,7 +273,7 @@ resource.limits = {{ npu = "0.75" }}
 
 
 async def test_what_others_write_is_shown_and_not_obeyed(up: Daemon) -> None:
-    """By other teams, and by whoever mistypes: escape codes, and bytes that are not UTF-8."""
+    """Input from other teams, or mistyped: escape codes, and bytes that are not UTF-8."""
     red = "\x1b[31mred\x9b"
     await up.running(kernel_id="k1", labels={"a": red}, env={red: "x"})
     for words in (["inspect", "k1"], ["ls", "-o", "wide"], ["ls", "-o", "json"]):

@@ -123,7 +123,7 @@ async def test_client_waits_for_a_starting_daemon_only(
 
 
 async def first_event(node: AsyncClient, events: AsyncIterator[NodeEvent]) -> NodeEvent:
-    """Have something happen until the stream, which is then open, tells of it."""
+    """Repeat an action until the open stream yields its event."""
     first = asyncio.ensure_future(anext(events))
     async with asyncio.timeout(20):
         while not first.done():

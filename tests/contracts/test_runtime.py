@@ -1,4 +1,4 @@
-"""What every runtime promises, the fake included."""
+"""The contract of every runtime, including the fake."""
 
 import asyncio
 import os

@@ -243,7 +243,7 @@ async def test_damaged_files_of_the_node_are_told_of_and_harm_nothing(world: Wor
     assert "its record cannot be read" in gone["reason"]
     assert world.lives() == lives
     refused = await daemon.create(slots=ONE)
-    assert refused.status == 409, refused.content  # whatever 'gone' had is kept back
+    assert refused.status == 409, refused.content  # the devices of 'gone' are quarantined
     await world.check(before)
     async with asyncio.timeout(20):
         while "gone" in [k["kernel_id"] for k in await daemon.get("/v1/kernels")]:
@@ -275,7 +275,7 @@ EDITS = {
 
 
 @pytest.mark.docker
-async def test_labels_that_somebody_edits_free_no_device(folder: Path, own_engine: Engine) -> None:
+async def test_edited_labels_release_no_device(folder: Path, own_engine: Engine) -> None:
     world = World(Daemon(folder, "docker", own_engine))
     daemon = world.daemon
     await world.start(text=NODE)

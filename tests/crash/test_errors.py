@@ -1,4 +1,4 @@
-"""Every step fails once: the caller is told, the daemon lives, and the books are right."""
+"""Every step fails once: the client gets an error, the daemon lives, and the ledger is right."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ TRIES = 25
 
 
 def armed(*steps: str, error: str = "ENOSPC") -> str:
-    """Let every point of these steps fail, one after the other."""
+    """Set an error at every point of these steps, one after another."""
     return ";".join(f"{p}=1*error({error})" for p in POINTS if p.split(".")[0] in steps)
 
 

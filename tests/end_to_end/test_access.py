@@ -1,4 +1,4 @@
-"""Who may do what on a node that teams share: every role on every route, over real sockets."""
+"""Access on a shared node: every role on every route, over real sockets."""
 
 import json
 import os
@@ -38,7 +38,7 @@ RIGHTS = {
     "get_logs": "output", "get_events": "look", "whoami": "look", "get_openapi": "look",
     "get_metrics": "look", "livez": "look", "readyz": "look",
 }  # fmt: skip
-"""What each operation is; one that is missing here fails."""
+"""The right of each operation; a missing one fails."""
 MAY = {
     "agentd": {"look", "output", "kernels", "node"},
     "a": {"look", "output", "kernels"},
@@ -233,7 +233,7 @@ async def test_shared_device_hides_holders_of_other_agents(plain: Daemon) -> Non
         assert "secret" not in answer.content.decode()
 
 
-async def test_no_answer_tells_whether_a_guessed_name_is_somebody_s(node: Daemon) -> None:
+async def test_answers_do_not_reveal_names_of_other_agents(node: Daemon) -> None:
     """The same request with a name that exists, and with one that does not, reads the same."""
     await node.call("DELETE", f"/v1/kernels/{FOREIGN}?timeout=0")
     await node.running("secret-team", kernel_id="secret-two", slots={"cuda.device": 1})

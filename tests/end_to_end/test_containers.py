@@ -1,4 +1,4 @@
-"""What a kernel may ask of a container, and what it gets whatever it asks."""
+"""Container options of a request, and the defaults of every container."""
 
 import asyncio
 import json

@@ -201,7 +201,7 @@ async def test_a_delete_without_an_answer_can_be_asked_again(one_gpu, engine: En
     assert await daemon.get("/v1/kernels") == []
 
 
-async def test_a_slow_engine_holds_up_nobody_else(one_gpu, engine: Engine) -> None:
+async def test_slow_engine_delays_no_other_runtime(one_gpu, engine: Engine) -> None:
     daemon, proxy = one_gpu
     gate = asyncio.Event()
     proxy.rule("POST .*/start", proxy.stall(gate, before=True))

@@ -40,7 +40,7 @@ async def begun(running) -> None:
 
 @pytest.mark.needs("cgroups")
 async def test_nothing_of_roots_is_ever_in_a_kernels_cgroup(plain: Daemon) -> None:
-    """What is in there can be taken for one of the kernel's, and signalled by it."""
+    """Every process in there may pass for the kernel's, and the kernel can signal it."""
     await plain.start(AGENTS + gpus(1))
     kernel = await plain.running(kernel_id="k1", command=SLEEPER)
     pid = plain.main_pid(kernel, None)
@@ -80,7 +80,7 @@ async def test_a_command_that_is_stopped_ends_with_its_caller(daemon, client) ->
 async def test_disconnected_client_leaves_no_command(
     daemon, client, monkeypatch, does: str
 ) -> None:
-    """Whoever reads no more does not see that the other side says farewell."""
+    """A client that does not read misses the close of the far end."""
     monkeypatch.setattr(client_exec, "FAREWELL_S", 0.5)
     await daemon.running(kernel_id="k1", command=SLEEPER)
     marker = os.urandom(8).hex()

@@ -111,7 +111,7 @@ async def test_submounts_of_read_only_mounts_are_read_only(dockered: Daemon, fol
         subprocess.run(["umount", below], check=True)
 
 
-async def test_a_mount_that_gives_no_answer_holds_nobody_up(dockered: Daemon, folder: Path) -> None:
+async def test_unresponsive_mount_delays_no_other_request(dockered: Daemon, folder: Path) -> None:
     require("fuse")
     dead = folder / "data" / "dead"
     dead.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""How the status page draws what it knows: where devices stand, hatching, curves."""
+"""Drawing of the status page: positions of devices, hatching, curves."""
 
 import pytest
 from playwright.async_api import Browser

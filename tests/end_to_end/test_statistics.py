@@ -1,4 +1,4 @@
-"""What kernels use is what they use: a load of known size, on every runtime."""
+"""Reported usage matches a load of known size, on every runtime."""
 
 import asyncio
 import json

@@ -133,7 +133,7 @@ async def node(plain: Daemon, request: pytest.FixtureRequest) -> AsyncIterator[N
     assert made.slowest_s < PATIENCE_S, f"/livez took {made.slowest_s:.3f} s"
 
 
-async def test_half_requests_lock_nobody_out(node: Node) -> None:
+async def test_half_requests_do_not_block_other_clients(node: Node) -> None:
     before = node.descriptors
     async with AsyncExitStack() as stack:
         half = []
@@ -200,7 +200,7 @@ async def test_followers_with_queued_requests_leave_nothing(node: Node) -> None:
 
 
 async def test_readers_of_an_answer_are_dropped_too(node: Node) -> None:
-    """Many answers asked for at once, of which nobody reads any."""
+    """Many answers requested at once, and none read."""
     for number in range(60):
         await node.daemon.create(
             kernel_id=f"k{number}", labels={"text": "x" * 30000}, slots={"cpu": 0, "mem": "1m"}
@@ -220,7 +220,7 @@ async def test_readers_of_an_answer_are_dropped_too(node: Node) -> None:
         await node.back_to(before, within_s=40)
 
 
-async def test_callers_that_say_nothing_before_tls_lock_nobody_out(plain: Daemon) -> None:
+async def test_silent_tls_clients_do_not_block_others(plain: Daemon) -> None:
     certificate(plain.folder)
     made = Node(plain, f'tls-cert = "{plain.folder}/cert"\ntls-key = "{plain.folder}/key"\n')
     await plain.start()
@@ -249,7 +249,7 @@ async def test_callers_that_say_nothing_before_tls_lock_nobody_out(plain: Daemon
         assert (await answer.json())["role"] == "admin"
 
 
-async def test_a_team_on_its_own_socket_locks_nobody_out(plain: Daemon) -> None:
+async def test_busy_socket_does_not_block_other_sockets(plain: Daemon) -> None:
     team = f'[[rpc.sockets]]\npath = "{plain.folder}/team.sock"\nrole = "read"\n'
     made = Node(plain, max_connections=40)
     with plain.config_file.open("a") as file:

@@ -139,7 +139,7 @@ def test_what_anybody_can_read_has_no_variables(node: Node) -> None:
     assert denied.status != 0
 
 
-def test_nobody_forges_a_unit_a_log_or_a_record(node: Node) -> None:
+def test_units_logs_and_records_cannot_be_forged(node: Node) -> None:
     unit = node.unit("secret")
     assert node.run("runuser -u mallory -- systemd-run --unit agentd-forged true").status != 0
     assert node.run(f"runuser -u mallory -- systemctl kill {unit}").status != 0
@@ -196,7 +196,7 @@ def test_kernels_and_logs_survive_any_end_of_the_daemon(node: Node) -> None:
     assert node.logs("talks", "?tail=2&timestamps=true").count("Z ") == 2
 
 
-def test_a_daemon_that_hangs_is_begun_anew(node: Node) -> None:
+def test_hanging_daemon_is_restarted(node: Node) -> None:
     drop_in = "/run/systemd/system/agentd.service.d"
     node.must(f"mkdir -p {drop_in} && printf '[Service]\\nWatchdogSec=8\\n' >{drop_in}/w.conf")
     node.must("systemctl daemon-reload && systemctl restart agentd", 300)
@@ -279,7 +279,7 @@ resource = { cpu = ["1"], mem = "256m" }
 """
 
 
-def test_a_slice_that_becomes_smaller_kills_nobody(node: Node) -> None:
+def test_smaller_slice_kills_no_kernel(node: Node) -> None:
     node.create("wide", "sleep", "999", slots={"cpu": 1, "mem": "1g"})
     node.configure(NARROW)
     kernels = node.ask("GET", "/v1/kernels")[1]

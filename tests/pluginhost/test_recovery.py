@@ -1,7 +1,7 @@
-"""What becomes of a plugin that cannot be brought up: the rows of docs/plugins/plugin-states.md.
+"""Plugins that cannot start: the rows of docs/plugins/plugin-states.md.
 
-Each row is tried with a table of its own, loaded by itself, and as `required`, on a node on
-which a kernel already holds the plugin's device and another one that of a healthy plugin.
+Each row is tried with a table of its own, loaded by itself, and as `required`, on a node on which a
+kernel already holds the plugin's device and another kernel that of a healthy plugin.
 """
 
 import asyncio
@@ -224,7 +224,7 @@ def claimed(name: str, target: str, owner: str) -> EntryPoint:
     return found
 
 
-async def test_a_name_that_two_distributions_claim_is_nobodys(host: Hosts) -> None:
+async def test_entry_point_of_two_distributions_is_not_loaded(host: Hosts) -> None:
     points = [claimed("cuda", "Good", "ours"), claimed("cuda", "Twice", "theirs")]
     why = "entry point 'cuda' is claimed by ours and theirs; uninstall one of them"
     made = host(points=points)

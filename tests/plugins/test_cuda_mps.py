@@ -135,7 +135,7 @@ def test_a_set_up_that_cannot_work_does_not_open(control: Control, tmp_path: Pat
 
 
 @pytest.mark.needs("root")
-def test_a_stranger_s_server_is_nobody_s(control: Control) -> None:
+def test_mps_server_of_another_user_is_refused(control: Control) -> None:
     os.chown(control.folder, 61001, 61001)
     server = MpsServer(str(control.folder), "/dev/shm")
     assert "user 61001's, whom kernels would talk to" in server.trouble()
@@ -157,7 +157,7 @@ async def test_plugin_explains_how_to_start_a_missing_mps_server(
 
 
 @pytest.mark.parametrize("text", ["", "what", "0x1", "99999999999999999999", "1", "0", "-1"])
-def test_a_pid_file_that_names_nobody_counts_for_nothing(control: Control, text: str) -> None:
+def test_pid_file_of_a_dead_process_is_ignored(control: Control, text: str) -> None:
     server = MpsServer(str(control.folder), "/dev/shm")
     control.pid_file.write_text(text)
     assert server.trouble() == "", "its socket answers"

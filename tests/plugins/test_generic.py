@@ -126,7 +126,7 @@ async def test_many_names_of_one_file_are_one_device(tmp_path: Path) -> None:
 
 
 async def test_one_odd_file_harms_no_other(tmp_path: Path) -> None:
-    """The same number twice, a name that is no id, two files of one PCI function."""
+    """The same number twice, a name that is not an id, two files of one PCI function."""
     sysfs = tmp_path / "sys"
     files = [
         node(tmp_path / name, 3 + n) for n, name in enumerate(("x/a0", "y/a0", "x/a1", "x/a2"))

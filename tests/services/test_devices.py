@@ -31,7 +31,7 @@ async def test_a_late_plugin_joins_without_moving_anything(rig: Rig) -> None:
 
 
 async def test_a_late_plugin_takes_nothing_from_the_one_that_serves(rig: Rig) -> None:
-    """Also where it comes first in the order of plugins; the next start decides anew."""
+    """The same holds if its plugin comes first; the next start decides again."""
     await rig.create(cuda_device=2)
     npu = SlotType("npu.device", SlotKind.COUNT, ONE)
     same = [replace(d, device_id=DeviceId("npu", d.device_id.id)) for d in gpus(1, 1)]
@@ -58,7 +58,7 @@ async def test_a_late_plugin_takes_nothing_from_the_one_that_serves(rig: Rig) ->
         await again.create("k2", npu_device=2)
 
 
-async def test_a_neighbour_that_keeps_failing_changes_nothing(rig: Rig) -> None:
+async def test_failing_peer_changes_nothing(rig: Rig) -> None:
     rig.plugins.failed["bad"] = "it was killed"
     extra = replace(gpus(1)[0], device_id=DeviceId("cuda", "cuda9"), stable_id="X", aliases=())
     ready = rig.plugins.ready[0]

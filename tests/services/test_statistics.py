@@ -1,4 +1,4 @@
-"""What kernels use, from figures of cgroups and of plugins."""
+"""Usage of kernels, from cgroups and plugins."""
 
 from decimal import Decimal
 

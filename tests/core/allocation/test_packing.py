@@ -107,7 +107,7 @@ def test_parts_of_one_parent_are_given_together() -> None:
 
 @given(st.sets(st.integers(0, 11), max_size=11), st.integers(1, 12), st.sampled_from([2, 3, 4]))
 def test_no_more_cores_are_broken_than_must_be(held: set[int], asked: int, width: int) -> None:
-    """On one node, with cores of several threads some of which are held."""
+    """Use one node whose cores have several threads, some of them held."""
     devices = threads(*((0, n % (12 // width)) for n in range(12)))
     free = [n for n in range(12) if n not in held]
     if asked > len(free):

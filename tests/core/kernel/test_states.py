@@ -62,7 +62,7 @@ def test_what_is_seen_means_what_the_table_says(before: KernelState, sight: Obse
 @pytest.mark.parametrize("sight", FINDS)
 @pytest.mark.parametrize("before", [state for state in KernelState if OBSERVATIONS[state]])
 def test_comparing_takes_every_edge_of_what_is_found(before: KernelState, sight: Observed) -> None:
-    """A kernel of another handle is read anew; one of the same keeps what was read of it."""
+    """A new handle means a new reading; the same handle keeps the first one."""
     known = replace(kernel(before), handle="another")
     actions = reconcile({"k1": known}, [FINDS[sight]], NODE)
     after = [action.kernel.state for action in actions]

@@ -147,7 +147,7 @@ def test_a_limit_that_shrank_touches_nothing_that_runs() -> None:
     st.lists(st.integers(0, 60), min_size=2, max_size=3),
     st.lists(st.tuples(st.integers(0, 2), st.integers(1, 100)), max_size=25),
 )
-def test_nobody_passes_a_limit_and_nobody_breaks_a_guarantee(
+def test_limits_and_guarantees_hold_for_all_agents(
     limits: list[int], requests: list[tuple[int, int]]
 ) -> None:
     """On one device in parts: whatever is asked in whatever order, limits hold; what is guaranteed

@@ -1,4 +1,4 @@
-"""What fails in a fleet, and what holds then: each row of the table with real parts."""
+"""Failures in a fleet: each row of the table, with real parts."""
 
 import asyncio
 import json

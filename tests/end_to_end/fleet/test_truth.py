@@ -1,4 +1,4 @@
-"""What gateways believe is what is: after a restart, after a cut, and beside an older gateway."""
+"""The view of gateways is true after a restart, after a cut, and beside an older gateway."""
 
 import asyncio
 import contextlib
@@ -77,7 +77,7 @@ async def test_a_node_that_is_back_is_not_forgotten(world: World) -> None:
         assert (await gateway.call("DELETE", "/v1/nodes/ghost")).status == 422
 
 
-async def test_after_a_cut_that_spans_a_compaction_all_is_read_anew(world: World) -> None:
+async def test_store_is_read_again_after_a_compaction(world: World) -> None:
     servers = await world.start_etcd(is_own=True)
     proxy = Proxy(servers.endpoints[0])
     await proxy.start()

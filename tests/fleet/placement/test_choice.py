@@ -1,4 +1,4 @@
-"""Who is a candidate is who can give it, in the order promised; who is not has a reason."""
+"""Candidates are exactly the suitable agents, in the promised order; others have a reason."""
 
 import random
 from dataclasses import replace
@@ -100,7 +100,7 @@ CONSTRAINTS = st.builds(
 
 
 def fitting(view: FleetView, request: ResourceSlots, wanted: Constraints) -> list[Candidate]:
-    """Who can give a request, found by looking at everyone."""
+    """Return the suitable agents, found by checking all."""
     return [
         Candidate(found.node_id, agent)
         for found in view.nodes.values()
@@ -176,7 +176,7 @@ def test_pack_orders_by_scarcest_then_all_then_ids(few_nodes, view, request, wan
 
 @given(VIEWS, REQUESTS, st.integers(1, 3))
 def test_packing_compares_a_few_of_those_with_equally_much(view, request, ties) -> None:
-    """Who comes first has the least of the scarcest slot, however few are compared."""
+    """The first candidate has the least of the scarcest slot, however few are compared."""
     choose = (view, request, Constraints(), PlacementPolicy.PACK, random.Random(1), 100)
     exact = candidates(*choose)
     with pytest.MonkeyPatch.context() as patch:

@@ -109,7 +109,7 @@ def test_id_on_a_healthy_node_is_freed_despite_a_frozen_one(monkeypatch) -> None
     run(1, story, monkeypatch)
 
 
-def test_a_kernel_that_was_pruned_refuses_nobody(monkeypatch) -> None:
+def test_pruned_kernel_blocks_no_later_create(monkeypatch) -> None:
     async def story(fleet: Fleet) -> None:
         assert (await fleet.one.create("k1"))[0] == 201
         await fleet.one.placer.close()

@@ -1,4 +1,4 @@
-"""What ended while its engine was away is told from what ended by itself."""
+"""Ends during an engine's absence are told apart from other ends."""
 
 import time
 from pathlib import Path
@@ -62,7 +62,7 @@ def test_a_signal_to_one_kernel_says_nothing_of_another(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
-def test_an_engine_goes_when_it_signals_what_nobody_asked_for(
+def test_unrequested_signals_begin_an_absence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_asked: bool
 ) -> None:
     absences = Absences(tmp_path / "a.json", "boot")

@@ -1,4 +1,4 @@
-"""What is left behind inside containers is found by one look at each process."""
+"""Commands left behind in containers are found by one read of each process."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ def marked() -> subprocess.Popen[bytes]:
 
 @pytest.fixture
 def reads() -> Counter[str]:
-    """How often each file of /proc was opened since, by its path."""
+    """Return how often each file of /proc was opened, by path."""
     counted: Counter[str] = Counter()
     is_on = True
 

@@ -1,4 +1,4 @@
-"""What an engine calls its containers, images, execs and processes, before it becomes a path."""
+"""Ids of containers, images, execs and processes are validated before they become paths."""
 
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +40,7 @@ def test_what_is_no_process_id_is_a_lost_answer(raw: object) -> None:
 
 
 def shown(**changes: Any) -> dict[str, Any]:
-    """What an engine says of a container."""
+    """An inspection of a container."""
     labels = {"io.agentd.node": "n", "io.agentd.kernel": "k1", "io.agentd.agent": "a"}
     base = {
         "Id": HASH,

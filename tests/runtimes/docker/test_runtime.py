@@ -1,4 +1,4 @@
-"""What only the docker runtime has: an engine that misbehaves, and containers of others."""
+"""Cases of the docker runtime only: a misbehaving engine, and foreign containers."""
 
 from collections.abc import AsyncIterator
 

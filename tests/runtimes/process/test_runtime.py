@@ -1,4 +1,4 @@
-"""What only the process runtime has: shims, sessions, identities."""
+"""Cases of the process runtime only: shims, sessions, identities."""
 
 import asyncio
 import json
@@ -124,8 +124,8 @@ async def test_a_kernel_that_forks_and_exits_without_pause_is_ended(folder, with
 
 
 @pytest.mark.parametrize("program", [("chain.c", "2000"), ("headless.c",)])
-async def test_a_cgroup_with_somebody_in_it_is_a_kernel_that_lives(runtime, folder, program):
-    """Whoever is in it has moved on, or looks like a zombie, and there is no shim to ask."""
+async def test_cgroup_with_members_proves_a_live_kernel(runtime, folder, program):
+    """Its member has moved on, or looks like a zombie, and there is no shim."""
     if not await has_cgroups(runtime):
         return
     await create(runtime, str(built(program[0], folder / "program")), *program[1:])
@@ -142,7 +142,7 @@ async def test_a_cgroup_with_somebody_in_it_is_a_kernel_that_lives(runtime, fold
     assert not any(path.exists() for path in folders)
 
 
-async def test_a_pid_of_another_boot_is_nobody(runtime, folder) -> None:
+async def test_pid_of_another_boot_proves_nothing(runtime, folder) -> None:
     await create(runtime, "sleep", "1000")
     await runtime.stop(K1, 0)
     (bundle(folder) / "exit.json").unlink()
@@ -159,7 +159,7 @@ async def test_a_pid_of_another_boot_is_nobody(runtime, folder) -> None:
     await after.close()
 
 
-async def test_a_pid_that_was_used_again_is_somebody_else(runtime, folder) -> None:
+async def test_reused_pid_proves_nothing(runtime, folder) -> None:
     await create(runtime, "sleep", "1000")
     await runtime.stop(K1, 0)
     (bundle(folder) / "exit.json").unlink()

@@ -162,7 +162,7 @@ async def test_the_same_request_joins_the_create_under_way(rig: Rig) -> None:
         ({"command": ()}, InvalidRequest),
     ],
 )
-async def test_a_refused_request_reaches_nobody(rig: Rig, change, error) -> None:
+async def test_refused_request_reaches_no_runtime(rig: Rig, change, error) -> None:
     spec = replace(
         rig.spec(agent=change.get("agent", "a")),
         slots=change.get("slots", {}),

@@ -207,7 +207,7 @@ async def test_list_does_not_make_an_unfollowed_runtime_available(rig: Rig) -> N
 
 
 async def test_a_list_that_is_out_of_date_undoes_nothing(rig: Rig) -> None:
-    """What is created, ended or removed while a list is made is looked at alone, afterwards."""
+    """Kernels created, ended or removed during a list are observed alone, afterwards."""
     await rig.create("gone")
     await rig.create("ends")
     before = Listing(tuple(rig.runtime.kernels.values()))
@@ -229,7 +229,7 @@ async def test_a_list_that_is_out_of_date_undoes_nothing(rig: Rig) -> None:
     assert rig.states == {"ends": "terminated", "new": "running"}
 
 
-async def test_a_kernel_is_looked_at_when_nobody_works_on_it(watched: Rig) -> None:
+async def test_kernel_is_observed_when_its_lock_is_free(watched: Rig) -> None:
     watched.runtime.gate = asyncio.Event()
     creating = asyncio.create_task(watched.create())
     await settled(watched, "k1", "creating")

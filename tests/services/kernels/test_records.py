@@ -1,4 +1,4 @@
-"""What is remembered of kernels, while nobody can be asked and after a restart."""
+"""Records of kernels, while no runtime answers and after a restart."""
 
 import pytest
 
