@@ -143,7 +143,7 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
         ["join.lease: Input should be greater than or equal to 2, not 1"],
     ),
     "a lease that is true": ("[join]\nlease = true", ["join.lease: expected a number, not true"]),
-    "a label that is no text": (
+    "a label that is not text": (
         "[join]\nlabels = { rack = 7 }",
         ["join.labels.rack: expected text, not 7"],
     ),
@@ -156,7 +156,7 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
         '[[rpc.tokens]]\nname = "a"\nfile = "/a"\nrole = "agent"',
         ['rpc.tokens.0: role "agent" requires agents = ["…"], the agents in scope'],
     ),
-    "a token that may name others, and is no admin's": (
+    "a token for a gateway without role admin": (
         '[[rpc.tokens]]\nname = "a"\nfile = "/a"\nrole = "read"\ngateway = true',
         ['rpc.tokens.0: gateway = true requires role = "admin": it may act for any caller'],
     ),
@@ -164,7 +164,7 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
         '[fleet]\nnodes = ["a"]\n[join]\nlease = 0\n[gateway]\nx = 1',
         ["fleet.nodes: ", "join.lease: ", "gateway.x: unknown key; allowed: "],
     ),
-    "what is no TOML": ("[fleet", ["invalid TOML: "]),
+    "text that is not TOML": ("[fleet", ["invalid TOML: "]),
 }  # fmt: skip
 
 

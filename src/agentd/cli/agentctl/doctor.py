@@ -1,4 +1,4 @@
-"""What `agentctl doctor` shows: a row for each check, and what was found against it."""
+"""The output of `agentctl doctor`: a row for each check, with its findings."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _OPENED = "opened "
 
 @dataclass(frozen=True)
 class Ways:
-    """How devices are tried: `image` for containers (None: only processes), and a command.
+    """The test of devices: `image` for containers (None: only processes), and a command.
 
     `probe` is run by a shell in every kernel, and ends with 0 only where it sees a device; if it
     prints anything, it names the devices that it sees.
@@ -51,7 +51,7 @@ class Ways:
 
 @dataclass(frozen=True)
 class Report:
-    """What was tried, on what: devices as `GET /v1/devices` shows them, and their measurements."""
+    """The test that ran: devices as in `GET /v1/devices`, with their measurements."""
 
     plugin: str
     settings: dict[str, Any]

@@ -1,4 +1,4 @@
-"""What `agentd plan --live` adds: what running kernels would hold back."""
+"""The additions of `agentd plan --live`: devices that running kernels hold."""
 
 from __future__ import annotations
 
