@@ -96,7 +96,7 @@ def test_what_has_no_equivalent_is_a_comment_that_says_why() -> None:
     assert "# [agent] rpc-listen-addr" in comments
     assert "# [resource] reserved-disk" in comments
     assert any('"cuda.mem" = 0.5: not divisible by itself' in line for line in comments)
-    assert any("which are for shared mode" in line for line in comments)
+    assert any("which require shared mode" in line for line in comments)
 
 
 def test_devices_stay_devices_in_manual_mode() -> None:
@@ -128,7 +128,7 @@ devices = { "cuda.shares" = 0.5, rocm = ["rocm0"] }
         Path("old.toml"),
     )
     assert tomllib.loads(found)["agents"][0]["resource"]["limits"] == {"cpu": 3, "cuda": 0.5}
-    assert '# cpu = ["0", "1", "2"]: a number of them' in found
+    assert '# cpu = ["0", "1", "2"]: now a number' in found
     assert '# devices = { rocm = ["rocm0"] }: agents own no devices in shared mode' in found
 
 
@@ -144,7 +144,7 @@ def test_an_older_file_is_refused_with_the_lines_to_write(text: str, where: str)
     with pytest.raises(ConfigRefused) as refused:
         load_text(text, Path("old.toml"), {})
     why = next(problem.why for problem in refused.value.problems if problem.where == where)
-    assert "is of an older form" in why
+    assert "belongs to an older form" in why
     wanted = {
         "agent": "cuda = 0.50",
         "agents.1.agent": 'cuda = ["cuda2"]',
@@ -205,7 +205,7 @@ def test_a_wrong_key_of_today_is_explained_as_what_it_is() -> None:
 
 def test_a_file_of_today_is_not_migrated() -> None:
     for text in ("", '[[agents]]\nid = "a"\n', '[agents]\nid = "a"\n', "agent = 1\n"):
-        with pytest.raises(ConfigRefused, match="of no older form"):
+        with pytest.raises(ConfigRefused, match="not of an older form"):
             migrated(text, Path("new.toml"))
 
 
@@ -231,7 +231,7 @@ def test_the_command_prints_or_writes(tmp_path: Path) -> None:
     again = run(agentd, ["config", "migrate", str(old), "--output", str(output)])
     assert (again.exit_code, "--force replaces it" in again.output) == (1, True)
     refused = run(agentd, ["config", "migrate", str(output)])
-    assert (refused.exit_code, "of no older form" in refused.output) == (78, True)
+    assert (refused.exit_code, "not of an older form" in refused.output) == (78, True)
 
 
 def test_what_cannot_be_used_afterwards_is_said_and_not_written(tmp_path: Path) -> None:

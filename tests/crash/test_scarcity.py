@@ -94,7 +94,7 @@ async def test_full_state_folder_recovers_when_there_is_room(
         (state / "filler").unlink()
         assert (await daemon.create(kernel_id="k2", slots=ONE)).status == 201
         async with asyncio.timeout(10):
-            while any("not remembered" in w for w in (await daemon.get("/v1/node"))["warnings"]):
+            while any("not saved" in w for w in (await daemon.get("/v1/node"))["warnings"]):
                 await asyncio.sleep(0.05)
         await world.check()
         await daemon.close()

@@ -232,7 +232,7 @@ def served(folder: Path, text: str) -> Any:
     [
         (
             '[gateway]\nlisten = "127.0.0.1:7001"',
-            "gateway: listen needs token-file or [[rpc.tokens]]: TCP callers must send a bearer",
+            "gateway: listen requires token-file or [[rpc.tokens]]: TCP callers must send a bearer",
         ),
         (
             '[gateway]\nlisten = "0.0.0.0:7001"\n[rpc]\ntoken-file = "/t"',
@@ -270,7 +270,7 @@ def test_exposed_or_equal_tokens_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigRefused) as caught:
         tokens(served(tmp_path, text))
     lines = caught.value.lines()
-    assert f"rpc.tokens.2.file: {tmp_path}/c has mode 0644: others can read or write" in lines[0]
+    assert f"rpc.tokens.2.file: {tmp_path}/c has mode 0644: accessible by others" in lines[0]
     assert "rpc.tokens: two callers have the same token" in lines[1]
 
 

@@ -37,7 +37,7 @@ DRIVER = {"sys/module/nvidia/version": "1\n"}
         ({"sys/fs/cgroup/memory/tasks": ""}, True, (), ["live-restore"]),
         ({"sys/fs/cgroup/cgroup.controllers": "cpu"}, False, (), []),
         (GPU, False, (), []),
-        (GPU, False, ("cuda",), ["no driver nvidia"]),
+        (GPU, False, ("cuda",), ["driver nvidia is not loaded"]),
         ({**GPU, **DRIVER}, False, ("cuda",), []),
         ({**GPU, **DRIVER}, False, ("rocm",), ["plugin cuda is not"]),
         ({"run/systemd/system/x": ""}, False, (), ["clock"]),

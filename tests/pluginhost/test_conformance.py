@@ -30,7 +30,7 @@ async def test_a_good_plugin_passes_every_check() -> None:
         ("OldApi", "it is imported", "unsupported plugin API: got 0"),
         ("RaisesAtOpen", "it opens", "no driver here"),
         ("CrashesAtOpen", "it opens", "SIGSEGV"),
-        ("OutsidePrefix", "it lists slots and devices", "outside its prefix"),
+        ("OutsidePrefix", "it lists slots and devices", "outside the prefix"),
         ("ListsNonsense", "it lists slots and devices", "Expected `object`, got `str`"),
         ("Moves", "ids are the same in two listings", "S-one"),
         ("OddEdits", "it says how to hide its devices", "Expected `str`, got `int`"),

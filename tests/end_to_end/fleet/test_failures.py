@@ -60,7 +60,7 @@ async def test_gateway_shows_the_last_view_without_etcd(world: World) -> None:
     assert (await gateway.call("GET", "/readyz")).status == 503
     refused = await gateway.create()
     assert refused.status == 503
-    assert "while the fleet cannot be seen" in refused.json["detail"]
+    assert "without a current view of the fleet" in refused.json["detail"]
     assert (await world.nodes[cuda].get("/v1/kernels/k1"))["state"] == "running"
     world.etcd.resume(0)
     async with asyncio.timeout(30):

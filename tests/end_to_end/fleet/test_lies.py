@@ -261,7 +261,7 @@ async def test_exec_reaches_only_its_node(folder: Path) -> None:
             async with await nodes.connected(node, GATEWAY, "/right") as socket:
                 assert not socket.closed
             for path in ("/moved", "/exec"):
-                with pytest.raises(NodeAnswerLost, match="something else answers"):
+                with pytest.raises(NodeAnswerLost, match="another server answers"):
                     await nodes.connected(node, GATEWAY, path)
     finally:
         await runner.cleanup()

@@ -120,9 +120,9 @@ async def test_what_is_believed_of_an_answer(server, kept, pieces, answer, conne
 @pytest.mark.parametrize(
     ("pieces", "told"),
     [
-        ([CUT, END], "within the answer"),
-        ([b"HTTP/1.1 200 OK\r\n\r\nuntil the end", END], "within the answer"),
-        ([END], "before the answer"),
+        ([CUT, END], "within the response"),
+        ([b"HTTP/1.1 200 OK\r\n\r\nuntil the end", END], "within the response"),
+        ([END], "before the response"),
         ([b"SSH-2.0-OpenSSH\r\n"], "not HTTP"),
         ([b"HTTP/1.1 101 Switching\r\nConnection: upgrade\r\nUpgrade: tcp\r\n\r\n"], "not HTTP"),
         ([b"HTTP/1.1 200 OK\r\n" + b"X-Many: 1\r\n" * 10_000], "too large"),

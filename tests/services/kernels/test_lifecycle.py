@@ -291,7 +291,7 @@ async def test_a_retry_of_what_is_not_known_yet_is_told_so(rig: Rig) -> None:
     spec = rig.spec(cuda_device=1)
     with pytest.raises(OutcomeUnknown):
         await rig.service.create(spec)
-    with pytest.raises(RuntimeUnavailable, match="not known yet"):
+    with pytest.raises(RuntimeUnavailable, match="is unresolved"):
         await rig.service.create(spec)
     rig.now += GRACE_S
     await rig.reconciler.relist(rig.runtime)
