@@ -99,7 +99,7 @@ def test_guarantee_covers_the_amount_on_several_devices() -> None:
         ({"cpu": Percent(Fraction(30))}, "cpu",
          "30% of 4 cpu is not a whole number; the nearest are 1 (25%) and 2 (50%)"),
         ({"cpu": HALF}, "cpu", "0.5 cpu: these devices are given whole"),
-        ({"cuda": Amount("4g")}, "cuda", "'4g' is a size, expected a plain decimal for a counted slot"),
+        ({"cuda": Amount("4g")}, "cuda", "'4g' is a size, expected a plain decimal"),
         ({"cuda": Amount("0.0000001")}, "cuda", "not a multiple of 0.000001"),
     ],
 )  # fmt: skip
