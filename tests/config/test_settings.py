@@ -187,7 +187,7 @@ count = 2
         ("[node", "invalid TOML:"),
     ],
 )
-def test_what_is_refused_says_where_why_and_what_is_allowed(text, line) -> None:
+def test_invalid_setting_names_key_reason_and_expectation(text, line) -> None:
     lines = refusal(text)
     assert any(line in got for got in lines), lines
     assert all(got.startswith("agent.toml: ") for got in lines)
@@ -217,7 +217,7 @@ def test_settings_are_examined_without_the_invalid_keys() -> None:
     assert found.is_whole("node", "id")
 
 
-def test_settings_are_examined_for_what_an_invalid_section_hides() -> None:
+def test_settings_below_an_invalid_section_are_examined() -> None:
     agent = '[[rpc.tokens]]\nname = "t"\nfile = "/t"\nrole = "agent"\nagents = ["x"]\n'
     assert places(f"[host]\ncpus = 0\n{agent}") == ["host.cpus", "rpc.tokens.0.agents"]
     hidden = '[rpc]\nmax-connections = 0\n[node]\nid = "/"\n[[agents]]\nid = "a"\nx = 1\n'

@@ -115,7 +115,7 @@ def test_formatting_and_parsing_are_inverse(amount, kind) -> None:
 
 
 @given(st.text())
-def test_no_text_is_read_as_anything_but_an_amount_or_refused(text) -> None:
+def test_text_is_an_amount_or_refused(text) -> None:
     try:
         assert parse_quantity(text).value >= 0
     except AmountError as error:
@@ -161,7 +161,7 @@ def test_amounts_are_whole_base_units() -> None:
         ResourceSlots({"cpu": 0.5})  # type: ignore[dict-item]
 
 
-def test_what_comes_in_goes_out_unchanged() -> None:
+def test_amounts_round_trip_unchanged() -> None:
     wire = {"cpu": "4", "cuda.shares": "0.67", "mem": "8589934592"}
     assert ResourceSlots.parse(wire, TYPES).to_wire(TYPES) == wire
 

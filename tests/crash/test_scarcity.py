@@ -167,7 +167,7 @@ def few_descriptors(pid: int) -> Iterator[None]:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, usual)
 
 
-async def test_no_file_descriptors_left_is_no_end_of_a_kernel(world: World) -> None:
+async def test_kernel_survives_exhausted_descriptors(world: World) -> None:
     daemon = world.daemon
     for name in ("k1", "k2"):
         await daemon.running(kernel_id=name, slots=ONE)

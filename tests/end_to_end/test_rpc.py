@@ -116,7 +116,7 @@ async def test_a_body_over_the_limit_is_refused(up: Daemon) -> None:
     assert (answer.status, answer.json["code"]) == (413, "BodyTooLarge")
 
 
-async def test_a_body_that_is_not_what_its_encoding_says_is_refused(up: Daemon) -> None:
+async def test_body_with_a_wrong_encoding_is_refused(up: Daemon) -> None:
     headers = {"Content-Encoding": "gzip"}
     answer = await up.call("POST", "/v1/agents/agent-1/kernels", None, headers, b"no gzip")
     assert (answer.status, answer.json["code"]) == (422, "InvalidRequest")
@@ -167,7 +167,7 @@ async def test_the_openapi_document_is_valid_and_has_every_route(up: Daemon) -> 
     assert len(set(ids)) == len(ids)
 
 
-async def test_answers_are_what_the_document_says(up: Daemon) -> None:
+async def test_answers_match_the_document(up: Daemon) -> None:
     from jsonschema import Draft202012Validator
 
     await up.running(kernel_id="k1", slots={"cuda.device": 1})

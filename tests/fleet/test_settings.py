@@ -169,7 +169,7 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_meant_is_refused(tmp_path: Path, case: str) -> None:
+def test_contradicting_settings_are_refused(tmp_path: Path, case: str) -> None:
     text, wanted = REFUSED[case]
     lines = refusal(tmp_path, text)
     assert len(lines) == len(wanted), lines
@@ -274,7 +274,7 @@ def test_exposed_or_equal_tokens_are_refused(tmp_path: Path) -> None:
     assert "rpc.tokens: two callers have the same token" in lines[1]
 
 
-def test_what_etcd_is_asked_with_has_to_be_there(tmp_path: Path) -> None:
+def test_missing_etcd_credentials_are_refused(tmp_path: Path) -> None:
     login = f'[fleet]\netcd-user = "n"\netcd-password-file = "{tmp_path}/none"'
     with pytest.raises(ConfigRefused, match=r"etcd-password-file: .*cannot be read: No such file"):
         etcd_access(read(tmp_path, login).fleet)

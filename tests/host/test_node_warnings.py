@@ -44,7 +44,7 @@ DRIVER = {"sys/module/nvidia/version": "1\n"}
         ({"run/systemd/system/x": "", "proc/9/comm": "chronyd\n"}, False, (), []),
     ],
 )  # fmt: skip
-def test_what_is_odd_about_a_machine_is_said(files, engine, plugins, said, tmp_path) -> None:
+def test_oddities_of_a_host_are_warnings(files, engine, plugins, said, tmp_path) -> None:
     root = machine(tmp_path, **files)
     socket = machine(tmp_path, **{"docker.sock": ""}) / "docker.sock" if engine else None
     found = node_remarks(socket, plugins, root)

@@ -89,7 +89,7 @@ async def test_the_plugin_of_the_how_to_is_one(tmp_path: Path, monkeypatch) -> N
     assert len(findings) >= 9
 
 
-def test_what_devices_need_and_the_node_has_not_is_found(tmp_path: Path) -> None:
+def test_missing_device_files_are_found(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     edits = plugin_api.ContainerEdits(
         device_nodes=tuple(

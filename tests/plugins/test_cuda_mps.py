@@ -127,7 +127,7 @@ async def test_mps_server_with_own_shared_memory_needs_containers(
         await edits(host, "process", aaaa="0.5")
 
 
-def test_a_set_up_that_cannot_work_does_not_open(control: Control, tmp_path: Path) -> None:
+def test_impossible_mps_setup_does_not_open(control: Control, tmp_path: Path) -> None:
     plugin = CudaPlugin("cuda", mps(control, **{"mps-shm-directory": str(tmp_path)}))
     with pytest.raises(RuntimeError, match="plain processes use /dev/shm"):
         plugin.container_edits([], Features("process"))

@@ -104,7 +104,7 @@ async def test_a_node_that_is_lost_keeps_its_kernels(world: World) -> None:
     await gateway.until({rocm: "ready"})
 
 
-async def test_a_daemon_that_is_down_is_told_at_once(world: World) -> None:
+async def test_stopped_daemon_is_reported_at_once(world: World) -> None:
     patience = {"agentd_fleet.nodes.reader.PROBE_PATIENCE_S": 1.0}
     gateway, (cuda,) = await joined(world, "cuda", deadlines=patience)
     await world.nodes[cuda].stop(signal.SIGKILL)

@@ -134,7 +134,7 @@ async def test_a_list_of_a_thousand_containers_is_read(engine, client) -> None:
         b'[{"a": ' + b"[" * 100_000,
     ],
 )
-async def test_a_list_that_is_none_or_not_whole_is_lost(engine, client, raw: bytes) -> None:
+async def test_malformed_or_cut_list_is_lost(engine, client, raw: bytes) -> None:
     engine.answer = says(200, raw)
     with pytest.raises(EngineAnswerLost):
         await listed(client)
@@ -152,7 +152,7 @@ async def test_a_list_beyond_a_bound_is_lost(engine, client, monkeypatch, bound,
 
 
 @pytest.mark.parametrize("version", ["1.41/../../images", "", 7, None, "1.41\n"])
-async def test_a_version_that_is_none_becomes_no_path(engine, client, version) -> None:
+async def test_malformed_version_becomes_no_path(engine, client, version) -> None:
     engine.version = version
     with pytest.raises(EngineAnswerLost, match="version"):
         await client.call("GET", "/info")
@@ -195,9 +195,7 @@ def test_a_message_of_many_paths_is_cut_before_it_is_read(part: str) -> None:
         ([b'{"status": "Downloading", "id": 7, "progressDetail": 3}'], RuntimeUnavailable, "short"),
     ],
 )
-async def test_what_an_engine_tells_of_a_pull_is_bounded(
-    engine, client, lines, error, told
-) -> None:
+async def test_pull_progress_is_bounded(engine, client, lines, error, told) -> None:
     engine.answer = pieces(*(line + b"\n" for line in lines))
     with pytest.raises(error, match=told) as caught:
         await Images(client, None).pull("image:1", None, lambda _: None)
