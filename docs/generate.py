@@ -10,9 +10,12 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 
 from agentd import plugin_api
+from agentd.config.schema import PACKAGED, schema_text
 from agentd.core.kernel.states import LIVE, MOVES, OBSERVATIONS, STARTING, KernelState, Observed
+from agentd.service.exit_status import MEANINGS
 
 STATES = Path(__file__).parent / "reference" / "states.md"
+EXIT_CODES = STATES.with_name("exit-codes.md")
 PLUGIN_API = STATES.parents[1] / "plugins" / "plugin-api.md"
 
 
@@ -66,6 +69,34 @@ def states_page() -> str:
         "",
         f"Starting: {starting}; nothing is found before `creating`, since no runtime was asked. Live: {live}.",
         "An `unreadable` sight is a kernel that lives and whose record cannot be read.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def exit_codes_page() -> str:
+    """Return the page of exit statuses, from their table in the code."""
+    lines = [
+        "# Exit codes",
+        "",
+        "Made from `agentd.service.exit_status` by `docs/generate.py`.",
+        "",
+        "| program | status | meaning |",
+        "|---|---|---|",
+    ]
+    for commands, status, text in MEANINGS:
+        programs = ", ".join(f"`{command}`" for command in commands) or "all"
+        lines.append(f"| {programs} | {'any' if status is None else status.value} | {text} |")
+    lines += [
+        "",
+        "`agentd check-config` exits with the status that `agentd run` would have.",
+        "",
+        "`agentctl` prints an error to standard error: one line with its code and detail, and an",
+        "indented line for each remedy. With `-o json` or `-o yaml` the error has that format.",
+        "",
+        "```text",
+        "agentctl: UnknownDevice: unknown device cuda-1",
+        "  did you mean cuda1?",
+        "```",
     ]
     return "\n".join(lines) + "\n"
 
@@ -125,3 +156,5 @@ def _methods(value: type) -> Iterator[str]:
 if __name__ == "__main__":
     STATES.write_text(states_page())
     PLUGIN_API.write_text(plugin_api_page())
+    EXIT_CODES.write_text(exit_codes_page())
+    PACKAGED.write_text(schema_text({}))
