@@ -1,9 +1,9 @@
-"""Everything that `agentd run` reads or asks for, checked in one pass without a daemon.
+"""The check of a configuration: everything that `agentd run` reads, without a daemon.
 
-The parts are checked in the order in which a start comes to them, and all problems are collected.
-Only the processes of plugins are started; nothing is written, locked or listened on, so a daemon of
-the same configuration can run meanwhile. Of a configuration that lacks an unusable key, only the
-checks that depend on this key are skipped.
+The parts are checked in the order of a start, and all problems are collected. Only processes of
+plugins are started. Nothing is written, locked or listened on, so a daemon with the same
+configuration may be running. If an unusable key is missing, only the checks that depend on it are
+skipped.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from agentd.state.folder import ReadOnlyState
 from agentd.tomlfile.parsing import read_text
 
 CALL_MARGIN_S = 5.0
-"""Seconds beyond `call-timeout`, so that the deadline of the call itself gives the reason."""
+"""Seconds beyond `call-timeout`, so that the call's own deadline gives the reason."""
 VALIDATION_TIMEOUT_S = 60.0
-"""Longest wait for the plugins' `validate` in seconds, whatever `call-timeout` allows."""
+"""Maximum seconds to wait for the plugins' `validate`, whatever `call-timeout` is."""
 
 
 class Checked(NamedTuple):
-    """The problems and warnings of a configuration, and the exit status of a start with it."""
+    """The problems and warnings of a configuration, and the exit status of a start."""
 
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...]
@@ -49,17 +49,18 @@ class Checked(NamedTuple):
 async def check(path: Path | None) -> Checked:
     """Return every problem for which `agentd run` would refuse a configuration.
 
-    Two more are reported that no start refuses: entry points that are not installed, and tables
-    that their plugins did not validate.
+    It also reports two kinds of problems that no start refuses: entry points that are not
+    installed,
+    and tables that their plugins did not validate.
 
     Raises:
-        ConfigRefused: the file cannot be read, or is not TOML.
+        ConfigRefused: the file is unreadable or not TOML.
     """
     return await _Check(examine_text(read_text(path), path, os.environ)).checked()
 
 
 class _Check:
-    """One pass over a configuration."""
+    """One check of a configuration."""
 
     def __init__(self, examined: Examined) -> None:
         self._examined = examined
@@ -101,7 +102,7 @@ class _Check:
                     await runtime_factory.refuse_changed_id(settings, node_id, store)
 
     async def _check_plugins(self, loaded: Loaded, store: ReadOnlyState) -> None:
-        """Let the plugins validate their tables, and divide the devices that they list."""
+        """Validate the plugins' tables, and divide the devices that they list."""
         if self._examined.lacks("plugins"):
             return
         settings = loaded.settings.plugins
@@ -126,7 +127,7 @@ class _Check:
             await host.close()
 
     def _may_open(self, loaded: Loaded) -> bool:
-        """Return whether it is certain which plugins the operator allows to run."""
+        """Return whether it is certain which plugins the operator allows."""
         given = loaded.raw.get("plugins", {})
         left_out = [keys[1] for keys in self._examined.left_out if keys[0] == "plugins"]
         return all(
@@ -153,7 +154,7 @@ class _Check:
         self._warnings += devices.warnings
 
     def _follows_from_gap(self, problem: Problem) -> bool:
-        """Return whether a problem is about a table of which a key was left out."""
+        """Return whether a problem is about a table with a missing key."""
         gaps = (".".join(map(str, keys)).replace("_", "-") for keys in self._examined.left_out)
         return any(f"{gap}.".startswith(f"{problem.where}.") for gap in gaps)
 
@@ -183,13 +184,13 @@ class _Check:
         self._warnings += weak.warnings()
 
     def _add(self, status: int, problems: Iterable[Problem]) -> None:
-        """Collect problems for which a start would end with a status."""
+        """Add problems that end a start with an exit status."""
         if found := list(problems):
             self._problems += found
             self._status = self._status or status
 
     def _add_doubts(self, status: int, problems: Iterable[Problem]) -> None:
-        """Collect problems that no start refuses; any other problem decides the status."""
+        """Add problems that no start refuses; any other problem decides the exit status."""
         if found := list(problems):
             self._problems += found
             self._status_of_doubts = self._status_of_doubts or status
@@ -203,5 +204,5 @@ class _Check:
 
 
 def _problems(where: str, why: str) -> list[Problem]:
-    """Return a problem, or none where there is no reason."""
+    """Return a problem, or none without a reason."""
     return [Problem(where, printable_line(why))] if why else []

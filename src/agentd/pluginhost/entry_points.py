@@ -1,7 +1,7 @@
-"""The entry points of the group `agentd.accelerators`, found by their metadata alone.
+"""Entry points of the group `agentd.accelerators`, found by their metadata alone.
 
-A name that two distributions claim belongs to neither: which one would be loaded would depend on
-the order of a path. https://packaging.python.org/en/latest/specifications/entry-points/
+If two distributions claim a name, neither is loaded: the choice would depend on the order of a
+path. https://packaging.python.org/en/latest/specifications/entry-points/
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ SCHEMA_FILE = "settings.schema.json"
 
 
 def installed() -> list[EntryPoint]:
-    """Return the entry points that are installed."""
+    """Return the installed entry points."""
     return [*entry_points(group=ENTRY_POINT_GROUP)]
 
 
 class EntryPoints:
-    """Entry points by name, and the names that more than one distribution claims."""
+    """Entry points by name, and the names that several distributions claim."""
 
     def __init__(self, points: Iterable[EntryPoint]) -> None:
         found: dict[str, list[EntryPoint]] = {}
@@ -44,15 +44,15 @@ class EntryPoints:
         return name in self._targets or name in self.clashes
 
     def target(self, name: str) -> str:
-        """Return what an entry point names (`module:class`); empty where it cannot be loaded."""
+        """Return the target of an entry point (`module:class`), empty if it cannot be loaded."""
         return self._targets.get(name, "")
 
     def why_not(self, name: str) -> str:
-        """Return why there is no target of that name."""
+        """Return why an entry point has no target."""
         return self.clashes.get(name) or self.missing(name)
 
     def missing(self, name: str) -> str:
-        """Return that no such entry point is installed, and the nearest that is."""
+        """Return the error for a missing entry point, with the nearest installed one."""
         hint = did_you_mean(name, self, 0.6)
         have = ", ".join(sorted(self)) or "none"
         return f"no entry point {name!r} is installed; {hint}installed: {have}"
