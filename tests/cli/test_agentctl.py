@@ -1,6 +1,7 @@
 """What people expect of `agentctl`: names completed, columns chosen, waiting, several logs."""
 
 import asyncio
+import contextlib
 import json
 import os
 import pty
@@ -12,6 +13,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 import fork_server
 from daemon import AGENTS, Daemon, gpus
@@ -65,6 +67,80 @@ async def test_columns_are_chosen_by_output(up: Daemon) -> None:
     assert "sleep, 1000" in wide
     assert ctl(up, "devices", "-o", "name").stdout.splitlines()[-1] == "mem/root"
     assert "unknown state" not in ctl(up, "ls", "--state", "asleep", code=1).stdout
+
+
+async def test_ps_lists_kernels_and_quiet_their_ids(up: Daemon) -> None:
+    await up.running(kernel_id="k1", slots={"cpu": 0})
+    assert ctl(up, "ps").stdout == ctl(up, "ls").stdout
+    assert ctl(up, "ls", "-q").stdout == ctl(up, "ps", "-q").stdout == "k1\n"
+    as_json = json.loads(ctl(up, "ls", "--json").stdout)
+    assert yaml.safe_load(ctl(up, "ls", "-o", "yaml").stdout) == as_json
+    assert "Alias of ls." in ctl(up, "--help").stdout
+
+
+async def test_error_suggests_the_nearest_name(up: Daemon) -> None:
+    device = ctl(up, "drain", "cuda-1", code=1).stderr
+    assert device == "agentctl: UnknownDevice: unknown device cuda-1\n  did you mean cuda1?\n"
+    slot = ctl(up, "explain", "agent-1", "-s", "cuda.devcie=1", code=1).stderr
+    assert slot.splitlines()[1:] == ["  did you mean cuda.device?"]
+    for words in (["create", "agent1", "--", "true"], ["explain", "agent1", "-s", "cpu=1"]):
+        agent = ctl(up, *words, code=1).stderr
+        assert agent.startswith("agentctl: UnknownAgent: ")
+        assert agent.splitlines()[1:] == ["  did you mean agent-1?"]
+    assert "did you mean inspect?" in ctl(up, "inspct", "k1", code=2).stderr
+
+
+async def test_stats_measures_the_processor_time_of_live_kernels(up: Daemon) -> None:
+    busy = ["sh", "-c", "while :; do :; done"]
+    await up.running(kernel_id="busy", slots={"cpu": 1}, command=busy)
+    await up.running(kernel_id="ended", slots={"cpu": 0})
+    await up.call("POST", "/v1/kernels/ended/stop", {"timeout": 0})
+    head, _, *rows = ctl(up, "stats").stdout.splitlines()
+    at = head.split().index("CPU")
+    cells = {row.split()[0]: row.split()[at] for row in rows if row.strip()}
+    assert re.fullmatch(r"[1-9][0-9]*%", cells["busy"])
+    assert cells["ended"] == "-"
+
+
+async def on_terminal(up: Daemon, *words: str, **environ: str) -> tuple[bytes, bytes]:
+    """Run a command with a terminal as standard error and output; return output, and both."""
+    ours, theirs = pty.openpty()
+    env = {**os.environ, "AGENTD_SOCKET": str(up.folder / "agentd.sock"), "TERM": "xterm"}
+    env |= {"COLUMNS": "80", "LINES": "24", **environ}
+    is_piped = words[0] == "wait"
+    process = subprocess.Popen(
+        [BIN / "agentctl", *words],
+        stdout=subprocess.PIPE if is_piped else theirs,
+        stderr=theirs,
+        env=env,
+    )
+    output, _ = await asyncio.to_thread(process.communicate, timeout=30)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # EIO is the end of a terminal
+        while chunk := os.read(ours, 65536):
+            shown += chunk
+    os.close(ours)
+    return output or b"", shown
+
+
+async def test_colours_are_for_terminals_without_no_color(up: Daemon) -> None:
+    await up.running(kernel_id="k1", slots={"cpu": 0})
+    _, coloured = await on_terminal(up, "ls", NO_COLOR="")
+    assert b"\x1b[32mrunning\x1b[0m" in coloured
+    for environ in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
+        _, plain = await on_terminal(up, "ls", **environ)
+        assert b"running" in plain
+        assert b"\x1b" not in plain
+    assert "\x1b" not in ctl(up, "ls", FORCE_COLOR="1").stdout
+
+
+async def test_wait_shows_progress_on_a_terminal_alone(up: Daemon) -> None:
+    await up.create(kernel_id="short", command=["sleep", "0.6"], slots={"cpu": 0})
+    output, shown = await on_terminal(up, "wait", "short")
+    assert output == b"short\n"
+    assert b"waiting for ended: short (" in shown
+    assert ctl(up, "wait", "short").stderr == ""
 
 
 async def test_waiting_ends_as_it_says(up: Daemon) -> None:
@@ -141,7 +217,9 @@ async def test_errors_are_json_where_answers_are(up: Daemon) -> None:
     for option in (["-o", "json"], ["--json"], ["--output=json"]):
         shown = ctl(up, "inspect", "nobody", *option, code=1).stderr
         assert json.loads(shown)["code"] == "UnknownKernel"
-    ctl(up, "status", "-o", "name", code=2)
+    assert ctl(up, "status", "-o", "name").stdout == f"{up.node}\n"
+    shown = ctl(up, "inspect", "nobody", "-o", "yaml", code=1).stderr
+    assert yaml.safe_load(shown)["code"] == "UnknownKernel"
 
 
 def test_help_shows_how() -> None:
