@@ -102,45 +102,57 @@ async def test_stats_measures_the_processor_time_of_live_kernels(up: Daemon) -> 
     assert cells["ended"] == "-"
 
 
-async def on_terminal(up: Daemon, *words: str, **environ: str) -> tuple[bytes, bytes]:
-    """Run a command with a terminal as standard error and output; return output, and both."""
-    ours, theirs = pty.openpty()
-    env = {**os.environ, "AGENTD_SOCKET": str(up.folder / "agentd.sock"), "TERM": "xterm"}
-    env |= {"COLUMNS": "80", "LINES": "24", **environ}
-    is_piped = words[0] == "wait"
-    process = subprocess.Popen(
-        [BIN / "agentctl", *words],
-        stdout=subprocess.PIPE if is_piped else theirs,
-        stderr=theirs,
-        env=env,
-    )
-    output, _ = await asyncio.to_thread(process.communicate, timeout=30)
-    os.close(theirs)
-    shown = b""
-    with contextlib.suppress(OSError):  # EIO is the end of a terminal
-        while chunk := os.read(ours, 65536):
-            shown += chunk
-    os.close(ours)
-    return output or b"", shown
+class Terminal:
+    """A command with a terminal as standard error, and as standard output unless piped."""
+
+    def __init__(self, up: Daemon, *words: str, is_piped: bool = False, **environ: str) -> None:
+        self._ours, theirs = pty.openpty()
+        env = {**os.environ, "AGENTD_SOCKET": str(up.folder / "agentd.sock"), "TERM": "xterm"}
+        env |= {"COLUMNS": "80", "LINES": "24", **environ}
+        stdout = subprocess.PIPE if is_piped else theirs
+        self.process = subprocess.Popen(
+            [BIN / "agentctl", *words], stdout=stdout, stderr=theirs, env=env
+        )
+        os.close(theirs)
+
+    def shown(self, until: bytes = b"") -> bytes:
+        """Return what the terminal shows, up to a text or to its end."""
+        text = b""
+        with contextlib.suppress(OSError):  # EIO is the end of a terminal
+            while not until or until not in text:
+                text += os.read(self._ours, 65536)
+        return text
+
+    def output(self) -> bytes:
+        """Wait for the end of the command; return its standard output."""
+        output, _ = self.process.communicate(timeout=30)
+        os.close(self._ours)
+        return output or b""
 
 
 async def test_colours_are_for_terminals_without_no_color(up: Daemon) -> None:
     await up.running(kernel_id="k1", slots={"cpu": 0})
-    _, coloured = await on_terminal(up, "ls", NO_COLOR="")
-    assert b"\x1b[32mrunning\x1b[0m" in coloured
+    coloured = Terminal(up, "ls", NO_COLOR="")
+    assert b"\x1b[32mrunning\x1b[0m" in await asyncio.to_thread(coloured.shown)
+    coloured.output()
     for environ in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
-        _, plain = await on_terminal(up, "ls", **environ)
-        assert b"running" in plain
-        assert b"\x1b" not in plain
+        plain = Terminal(up, "ls", **environ)
+        text = await asyncio.to_thread(plain.shown)
+        plain.output()
+        assert b"running" in text
+        assert b"\x1b" not in text
     assert "\x1b" not in ctl(up, "ls", FORCE_COLOR="1").stdout
 
 
 async def test_wait_shows_progress_on_a_terminal_alone(up: Daemon) -> None:
-    await up.create(kernel_id="short", command=["sleep", "0.6"], slots={"cpu": 0})
-    output, shown = await on_terminal(up, "wait", "short")
-    assert output == b"short\n"
-    assert b"waiting for ended: short (" in shown
-    assert ctl(up, "wait", "short").stderr == ""
+    await up.running(kernel_id="k1", slots={"cpu": 0})
+    waiting = Terminal(up, "wait", "k1", is_piped=True)
+    text = b"waiting for ended: k1 (running)"
+    assert text in await asyncio.to_thread(waiting.shown, text)
+    await up.call("POST", "/v1/kernels/k1/stop", {"timeout": 0})
+    await asyncio.to_thread(waiting.shown)
+    assert await asyncio.to_thread(waiting.output) == b"k1\n"
+    assert ctl(up, "wait", "k1").stderr == ""
 
 
 async def test_waiting_ends_as_it_says(up: Daemon) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from agentd.cli.agentctl.main import agentctl
 from agentd.cli.output import (
     FORMATS,
-    Failure,
+    CommandError,
     data_format,
     encoded,
     output_format,
@@ -37,7 +37,7 @@ def listing() -> None:
 @click.command()
 @output_option
 def failing() -> None:
-    raise Failure(f"no answer in {output_format()}\nat all", ["start it", "or \x1b[31m not"])
+    raise CommandError(f"no answer in {output_format()}\nat all", ["start it", "or \x1b[31m not"])
 
 
 def lines_of(*words: str) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import tomlkit
 
-from agentd.cli.output import Failure, say
+from agentd.cli.output import CommandError, say
 from agentd.client import Client
 from agentd.core.names import is_name, shortened
 from agentd.errors import AgentdError, ConfigRefused, Unreachable
@@ -25,9 +25,15 @@ def token() -> None:
 
 @token.command("create")
 @click.argument("name")
-@click.option("--role", type=click.Choice(["admin", "agent", "read"]), help="Role of the token. Default: agent.")
+@click.option(
+    "--role",
+    type=click.Choice(["admin", "agent", "read"]),
+    help="Role of the token. Default: agent.",
+)
 @click.option("--agent", "agents", multiple=True, help="Agent of the token; may be repeated.")
-@click.option("--file", type=click.Path(path_type=Path), help=f"File to write. Default: {FOLDER}/NAME.")
+@click.option(
+    "--file", type=click.Path(path_type=Path), help=f"File to write. Default: {FOLDER}/NAME."
+)
 @click.option("--gateway", is_flag=True, help="Allow a gateway to act for its callers.")
 def create_token(
     name: str,
@@ -44,9 +50,13 @@ def create_token(
         raise click.UsageError(f"invalid name {shortened(odd[0])}")
     chosen = role or ("admin" if gateway else "agent")
     if gateway and chosen != "admin":
-        raise click.UsageError(f"invalid role {chosen} for a gateway: expected admin; leave --role out")
+        raise click.UsageError(
+            f"invalid role {chosen} for a gateway: expected admin; leave --role out"
+        )
     if chosen == "agent" and not agents:
-        raise click.UsageError("missing --agent: role agent needs the agents whose kernels it may create")
+        raise click.UsageError(
+            "missing --agent: role agent needs the agents whose kernels it may create"
+        )
     if chosen == "admin" and agents:
         raise click.UsageError("role admin is for all agents; leave --agent out")
     path = (file or FOLDER / name).absolute()
@@ -56,9 +66,9 @@ def create_token(
         with os.fdopen(os.open(path, flags, 0o600), "w", encoding="ascii") as new:
             new.write(f"{secrets.token_urlsafe(_BYTES)}\n")
     except FileExistsError:
-        raise Failure(f"{path} exists; remove it, or choose another with --file") from None
+        raise CommandError(f"{path} exists; remove it, or choose another with --file") from None
     except OSError as error:
-        raise Failure(f"{path}: {error.strerror}") from None
+        raise CommandError(f"{path}: {error.strerror}") from None
     lines: dict[str, object] = {"name": name, "file": str(path), "role": chosen}
     lines |= {"agents": list(agents)} if agents else {}
     lines |= {"gateway": True} if gateway else {}
@@ -68,7 +78,9 @@ def create_token(
 
 @token.command("revoke")
 @click.argument("name")
-@click.option("--config", "config_file", metavar="FILE", help="agent.toml. Default: that of agentd.")
+@click.option(
+    "--config", "config_file", metavar="FILE", help="agent.toml. Default: that of agentd."
+)
 def revoke_token(name: str, config_file: str | None) -> None:
     """Revoke a token and end its connections.
 
@@ -84,7 +96,7 @@ def revoke_token(name: str, config_file: str | None) -> None:
 
     path = find_config(config_file, os.environ)
     if path is None:
-        raise Failure("no configuration file found; name it with --config")
+        raise CommandError("no configuration file found; name it with --config")
     try:
         text, file = without_token(read_regular(path).text, name, path)
         settings = load_text(text, path, os.environ).settings
@@ -95,20 +107,20 @@ def revoke_token(name: str, config_file: str | None) -> None:
         except Unreachable as error:
             if (process := holder(settings.node.state_dir)) is not None:
                 why = f"process {process} holds {settings.node.state_dir}, and {error}"
-                raise Failure(f"{name} is still valid: {why}") from None
+                raise CommandError(f"{name} is still valid: {why}") from None
             say(f"not reloaded: no daemon runs: {error}")
         except AgentdError as error:
             why = f"{name} is still valid: not reloaded: {error}"
-            raise Failure(why) from None
+            raise CommandError(why) from None
         else:
             if late := [key for key in waiting if key.startswith("rpc.")]:
                 why = f"{name} is valid until agentd restarts: {', '.join(late)} differ"
-                raise Failure(why)
+                raise CommandError(why)
             say("reloaded agentd")
         file.unlink(missing_ok=True)
         say(f"deleted {file}")
     except ConfigRefused as error:
-        raise Failure("; ".join(error.lines())) from None
+        raise CommandError("; ".join(error.lines())) from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise Failure(f"{path}: {reason}") from None
+        raise CommandError(f"{path}: {reason}") from None

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from agentd.cli.output import Failure, say
+from agentd.cli.output import CommandError, say
 from agentd.client import Client
 from agentd.errors import Unreachable
 
@@ -74,7 +74,7 @@ async def _serve(client: AsyncClient, port: int, *, is_printed: bool) -> None:
             try:
                 await site.start()
             except OSError as error:
-                raise Failure(f"127.0.0.1:{port}: {error.strerror}") from None
+                raise CommandError(f"127.0.0.1:{port}: {error.strerror}") from None
             relay.host = f"127.0.0.1:{runner.addresses[0][1]}"
             address = f"http://{relay.host}/ui/#token={relay.token}"
             with contextlib.ExitStack() as stack:
@@ -83,7 +83,9 @@ async def _serve(client: AsyncClient, port: int, *, is_printed: bool) -> None:
                     page = stack.enter_context(_sent_on(address))
                     # Some browsers run in the terminal, until they are left.
                     if not await asyncio.to_thread(webbrowser.open, page.as_uri()):
-                        raise Failure("no browser could be opened", ["print the address: --print"])
+                        raise CommandError(
+                            "no browser could be opened", ["print the address: --print"]
+                        )
                 await done.wait()
         finally:
             await runner.cleanup()
