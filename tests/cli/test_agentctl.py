@@ -240,3 +240,11 @@ def test_help_shows_how() -> None:
             [BIN / "agentctl", command, "--help"], capture_output=True, text=True, check=True
         ).stdout
         assert f"\n  agentctl {command} " in text
+
+
+def test_help_lists_the_commands_of_a_fleet() -> None:
+    words = [BIN / "agentctl", "--fleet", "unix:/none", "--help"]
+    text = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    listed = [line.split()[0] for line in text.partition("Commands:")[2].split("\n") if line]
+    assert "nodes" in listed
+    assert "drain" not in listed
