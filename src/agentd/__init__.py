@@ -1,4 +1,4 @@
-"""agentd: the node agent that divides a host's devices among logical agents."""
+"""agentd: a node agent that divides a host's devices among logical agents."""
 
 from pathlib import Path
 
