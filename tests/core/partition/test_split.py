@@ -180,7 +180,7 @@ def test_manual_mode_follows_the_rules() -> None:
         (
             [described("a", cuda=["cuda1"]), described("b", cuda=["GPU-cuda-1"])],
             "agents.1.resource.devices.cuda",
-            "GPU-cuda-1 is given to b, and the rules give it to a too",
+            "GPU-cuda-1 is assigned to b and to a, too",
         ),
         ([described("a", mem="20g"), described("b", mem="13g")], "agents", "mem adds up to"),
         ([described("a", cpu=None)], "agents.0.resource.cpu", "has no cpu"),
