@@ -195,9 +195,9 @@ def test_manual_mode_follows_the_rules() -> None:
             "agents.0.resource.devices.cuda",
             "30% of 5 devices is not a whole number; the nearest counts are 1 (20%) and 2 (40%)",
         ),
-        ([described("a", cuda=6)], "agents.0.resource.devices.cuda", "6 cuda devices for a, of 5"),
+        ([described("a", cuda=6)], "agents.0.resource.devices.cuda", "6 of 5 cuda devices for a"),
         ([described("a", cpu=9)], "agents.0.resource.cpu", "7 are left"),
-        ([described("a", cpu="99")], "agents.0.resource.cpu", "no cpu device '99'"),
+        ([described("a", cpu="99")], "agents.0.resource.cpu", "unknown cpu device '99'"),
     ],
 )
 def test_manual_mode_refusal_names_key_and_devices(rules, where, why) -> None:
