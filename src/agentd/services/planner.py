@@ -166,7 +166,7 @@ class Planner:
         """
         support = await runtime.support(spec)
         edits = await self._plugins.container_edits(kernel.allocation, support.features)
-        missing = support.not_enforced | _unheld(kernel.allocation, self._devices.inventory)
+        missing = support.not_enforced | _unenforced(kernel.allocation, self._devices.inventory)
         partition, real = self._devices.partition(spec.agent_id), self._rules.real_cores
         cores = [device.id for device in partition.devices if device.name == CPU]
         if not cores:
@@ -179,7 +179,7 @@ class Planner:
         return build_plan(spec, kernel, edits, node)
 
 
-def _unheld(allocation: Allocation, inventory: Inventory) -> frozenset[str]:
+def _unenforced(allocation: Allocation, inventory: Inventory) -> frozenset[str]:
     """Return the slots of partial devices whose share nothing enforces."""
     return frozenset(
         share.slot
