@@ -71,10 +71,13 @@ class SlotTypeInfo:
     """A slot that the plugin's devices offer.
 
     `name` is the device name, or the device name, a dot and more. `kind` is `count`,
-    `bytes` or `unique`; `quantum` the smallest step it is given in, at most 1 for counts.
-    A request may ask for one slot of each `exclusive_group` only. `unit` is for people.
+    `bytes` or `unique`. `quantum` is the smallest step in which agentd allocates it: at most 1
+    for counts, at most 1 GiB for bytes. A request may ask for one slot of each `exclusive_group`
+    only. `unit` is for people.
     `is_enforced` says that a kernel which was given a part of a device cannot use more of it,
     whatever it does; else the slot stands in the kernel's `not_enforced`.
+    `primary` makes it a secondary slot, of kind `count` or `bytes`, of devices that offer the slot
+    of that name. It takes the exclusive group of its primary.
     """
 
     name: str
@@ -83,16 +86,19 @@ class SlotTypeInfo:
     exclusive_group: str | None = None
     unit: str = ""
     is_enforced: bool = False
+    primary: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
     """A device, as it is now.
 
-    `id` is a suggestion (agentd keeps the one it gave first), `stable_id` names the physical
-    thing for good. `parent` is the stable id of what it is a part of. `health` is `healthy`,
-    `unhealthy` (with a `reason`) or `unknown`. One that `is_simulated` is no hardware: other
-    daemons of the machine are not kept from one of the same stable id.
+    `id` is a suggestion (agentd keeps the one it gave first). `stable_id` always names the same
+    physical device. `slot` and `capacity` are its primary slot; `secondary` maps up to seven
+    further slots of the same device to their capacities, such as GPU memory beside GPU shares.
+    `parent` is the stable id of the device that it is a part of. `health` is `healthy`,
+    `unhealthy` (with a `reason`) or `unknown`. If it `is_simulated`, other daemons of the host may
+    offer a device of the same stable id.
     """
 
     id: str
@@ -107,16 +113,21 @@ class DeviceInfo:
     reason: str = ""
     attributes: Mapping[str, str] = field(default_factory=dict)
     is_simulated: bool = False
+    secondary: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class AllocatedDevice:
-    """A share of a device that a kernel was given."""
+    """A kernel's share of a device.
+
+    `slot` and `amount` are those of the primary slot; `amounts` has every slot of the device.
+    """
 
     id: str
     stable_id: str
     slot: str
     amount: str
+    amounts: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
