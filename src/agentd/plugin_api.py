@@ -20,11 +20,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import Any, ClassVar
 
+from agentd.core.devices import natural_key
 from agentd.core.kernel.edits import ContainerEdits, DeviceNode, DeviceRequest, Mount
 from agentd.core.names import did_you_mean
+from agentd.core.partition.auto_split import split_units
 
 __all__ = [
     "API_VERSION",
@@ -41,8 +44,10 @@ __all__ = [
     "Measurement",
     "Mount",
     "NotPresent",
+    "PartitionInfo",
     "SettingProblem",
     "SlotTypeInfo",
+    "dealt_in_groups",
     "on_pci_bus",
     "unknown_settings",
 ]
@@ -181,6 +186,19 @@ class KernelEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class PartitionInfo:
+    """How a plugin divides its devices among agents: agents to ids of devices.
+
+    Each device belongs to one agent at most. Devices that are left out belong to no agent. Agents
+    get equal numbers of the devices with the same slots, or numbers that differ by one. If they
+    do not, `reason` says why, and becomes a warning.
+    """
+
+    devices: Mapping[str, Sequence[str]]
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class SettingProblem:
     """A key of the plugin's table that cannot be used, and what would be."""
 
@@ -197,6 +215,44 @@ def unknown_settings(settings: Mapping[str, Any], known: Iterable[str]) -> list[
             hint = did_you_mean(key, known)
             problems.append(SettingProblem(key, f"unknown key; {hint}allowed: {', '.join(known)}"))
     return problems
+
+
+def dealt_in_groups(
+    groups: Iterable[Iterable[str]], agents: Sequence[str]
+) -> dict[str, list[str]]:
+    """Return the device ids of each agent, with groups kept together where possible.
+
+    `groups` holds every device once, alone if it has no group. Agents get as many devices as with
+    `auto-split-order = "id"`. Groups are dealt from the largest to the smallest. Each goes to the
+    agent with the fewest places left among those that have room for all of it. If no agent has,
+    it fills the agent with the most places left, and its other devices are a group of their own.
+    Single devices fill the agents in order. The result does not depend on the order of groups.
+
+    Raises:
+        ValueError: there are no agents.
+    """
+    waiting = [
+        (-len(ids), natural_key(ids[0]), ids)
+        for ids in (sorted(group, key=natural_key) for group in groups)
+        if ids
+    ]
+    heapify(waiting)
+    counts = split_units(sum(len(ids) for *_, ids in waiting), len(agents))
+    left = dict(zip(agents, counts, strict=True))
+    dealt: dict[str, list[str]] = {agent: [] for agent in agents}
+    while waiting:
+        *_, ids = heappop(waiting)
+        if len(ids) == 1:
+            agent = next(agent for agent in agents if left[agent])
+        else:
+            fitting = [agent for agent in agents if left[agent] >= len(ids)]
+            agent = min(fitting, key=left.__getitem__) if fitting else max(agents, key=left.get)
+        taken, rest = ids[: left[agent]], ids[left[agent] :]
+        dealt[agent] += taken
+        left[agent] -= len(taken)
+        if rest:
+            heappush(waiting, (-len(rest), natural_key(rest[0]), rest))
+    return {agent: sorted(ids, key=natural_key) for agent, ids in dealt.items()}
 
 
 def on_pci_bus(
@@ -267,6 +323,20 @@ class AcceleratorPlugin(ABC):
         self, allocation: Sequence[AllocatedDevice], features: Features
     ) -> ContainerEdits:
         """Return what a kernel needs to use these devices; for none, how to hide them all."""
+
+    def partition(
+        self, devices: Sequence[DeviceInfo], agents: Sequence[str]
+    ) -> PartitionInfo | None:
+        """Divide the devices among the agents; None deals them in the order of their ids.
+
+        For devices that belong together, such as GPUs joined by links. Called in auto-split with
+        `auto-split-order = "plugin"`, after the first listing. `devices` have the ids that agentd
+        gave them, in natural order; missing ones that agentd remembers are among them, with health
+        `unknown`. The answer is kept and used again while agents, devices and their slots are the
+        same. It may not depend on the order of devices.
+        """
+        del devices, agents
+        return None
 
     def measure(self) -> Sequence[Measurement]:
         """Return what the devices do now."""

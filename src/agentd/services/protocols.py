@@ -18,6 +18,7 @@ from agentd.core.kernel.observation import Listing, ObservedKernel
 from agentd.core.kernel.plan import KernelPlan
 from agentd.core.kernel.states import Kernel, KernelRef, KernelSpec, KernelState, Pull
 from agentd.core.kernel.usage import UsageReading
+from agentd.core.partition.dealing import Dealing
 from agentd.core.slots import SlotType
 from agentd.errors import Problem
 from agentd.plugin_api import Features, Measurement
@@ -56,11 +57,12 @@ class PluginVitals(NamedTuple):
 
 
 class PluginListing(msgspec.Struct, frozen=True):
-    """What a plugin offers, checked."""
+    """What a plugin offers, checked; `dealing` if it deals its devices to the agents."""
 
     name: str
     slot_types: tuple[SlotType, ...]
     devices: tuple[Device, ...]
+    dealing: Dealing | None = None
 
 
 class Plugins(Protocol):
@@ -315,8 +317,16 @@ class StateStore(Protocol):
         """Return the devices of the last inventory, with what operators said of them."""
         ...
 
-    def save_devices(self, devices: Sequence[Device]) -> None:
-        """Remember an inventory; StateUnavailable if the last one is still remembered."""
+    def load_dealings(self) -> Mapping[str, Dealing]:
+        """Return how plugins dealt their devices, by device name."""
+        ...
+
+    def save_devices(self, devices: Sequence[Device], dealings: Mapping[str, Dealing]) -> None:
+        """Remember an inventory and its dealings.
+
+        Raises:
+            StateUnavailable: the last ones are still remembered.
+        """
         ...
 
     def save_runtimes(self, names: Sequence[str]) -> None:

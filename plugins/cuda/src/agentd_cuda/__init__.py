@@ -32,13 +32,15 @@ from agentd.plugin_api import (
     Features,
     Measurement,
     NotPresent,
+    PartitionInfo,
     ProcessUse,
     SettingProblem,
     SlotTypeInfo,
+    dealt_in_groups,
     on_pci_bus,
     unknown_settings,
 )
-from agentd_cuda import cdi, mps, nvml
+from agentd_cuda import cdi, links, mps, nvml
 from agentd_cuda.files import device_files
 
 _KEYS = ("mode", "quantum", "ignored-xids", "sysfs", *mps.KEYS)
@@ -224,6 +226,23 @@ class CudaPlugin(AcceleratorPlugin):
         self._xids[uuid] = (xid, time.monotonic())
         return True
 
+    def partition(
+        self, devices: Sequence[DeviceInfo], agents: Sequence[str]
+    ) -> PartitionInfo | None:
+        found = nvml.handles()
+        close = links.close_groups({self._last[n].uuid: handle for n, handle in found})
+        group_of = {uuid: number for number, group in enumerate(close) for uuid in group}
+        dealt: dict[str, list[str]] = {agent: [] for agent in agents}
+        for slots in sorted({_slots(device) for device in devices}):
+            groups: dict[object, list[str]] = {}
+            for device in devices:
+                if _slots(device) == slots:
+                    gpu = device.parent or device.stable_id
+                    groups.setdefault(group_of.get(gpu, gpu), []).append(device.id)
+            for agent, ids in dealt_in_groups(groups.values(), agents).items():
+                dealt[agent] += ids
+        return PartitionInfo(dealt)
+
     def container_edits(
         self, allocation: Sequence[AllocatedDevice], features: Features
     ) -> ContainerEdits:
@@ -277,6 +296,10 @@ class CudaPlugin(AcceleratorPlugin):
                 for load in loads
             ]
         return found
+
+
+def _slots(device: DeviceInfo) -> tuple[str, ...]:
+    return (device.slot, *sorted(device.secondary))
 
 
 def _decimal(value: object) -> str:

@@ -28,13 +28,18 @@ from agentd.plugin_api import (
     DeviceInfo,
     Features,
     Measurement,
+    PartitionInfo,
     SettingProblem,
     SlotTypeInfo,
+    dealt_in_groups,
     unknown_settings,
 )
 from agentd_sim import faults
 
-_KEYS = ("count", "mode", "quantum", "memory", "numa-nodes", "devices", "health-file", *faults.KEYS)
+_KEYS = (
+    *("count", "mode", "quantum", "memory", "numa-nodes", "devices", "links", "health-file"),
+    *faults.KEYS,
+)
 _DEVICE_KEYS = ("id", "stable-id", "capacity", "numa-node")
 _QUANTA = {"device": "1", "shares": "0.01"}
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
@@ -68,6 +73,10 @@ class SimPlugin(AcceleratorPlugin):
             problems.append(SettingProblem("memory", why))
         if not isinstance(settings.get("health-file", ""), str):
             problems.append(SettingProblem("health-file", "expected the path of a file"))
+        links = settings.get("links", [])
+        if not isinstance(links, list) or not all(map(_is_link, links)):
+            why = 'expected lists of two or more ids, such as [["a0", "a3"]]'
+            problems.append(SettingProblem("links", why))
         problems += faults.problems(settings)
         if not problems:
             faults.Faults(settings).reached("import")
@@ -81,6 +90,10 @@ class SimPlugin(AcceleratorPlugin):
 
     def open(self) -> None:
         self._faults.reached("open")
+        known = [device.id for device in self._devices()]
+        linked = {name for link in self.settings.get("links", []) for name in link}
+        if unknown := sorted(linked.difference(known)):
+            raise ValueError(f"links: unknown devices {', '.join(unknown)}")
 
     def close(self) -> None:
         self._faults.reached("close")
@@ -135,6 +148,23 @@ class SimPlugin(AcceleratorPlugin):
         node = f"-{os.environ.get(NODE_ID_VARIABLE, '')}"[: _MOST_ID - len("SIM" + mine)]
         return f"SIM{node.rstrip('-')}{mine}"
 
+    def partition(
+        self, devices: Sequence[DeviceInfo], agents: Sequence[str]
+    ) -> PartitionInfo | None:
+        self._faults.reached("partition")
+        if self.settings.get("lie") == "unequal":
+            return PartitionInfo({agents[0]: [device.id for device in devices]})
+        linked = self.settings.get("links")
+        if linked is None:
+            return None
+        stable_ids = {device.id: device.stable_id for device in self._devices()}
+        group_of = _group_of([[stable_ids[name] for name in link] for link in linked])
+        groups: dict[str, list[str]] = {}
+        for device in devices:
+            group = group_of.get(device.stable_id, device.stable_id)
+            groups.setdefault(group, []).append(device.id)
+        return PartitionInfo(dealt_in_groups(groups.values(), agents))
+
     def container_edits(
         self, allocation: Sequence[AllocatedDevice], features: Features
     ) -> ContainerEdits:
@@ -188,6 +218,19 @@ def _is_amount(value: object) -> bool:
 
 def _is_quantum(value: object) -> bool:
     return _is_amount(value) and 0 < Decimal(str(value)) <= 1
+
+
+def _is_link(value: object) -> bool:
+    return isinstance(value, list) and len(value) > 1 and all(isinstance(n, str) for n in value)
+
+
+def _group_of(links: Sequence[Sequence[str]]) -> dict[str, str]:
+    """Return for each linked device the first one of its group; links may be chained."""
+    groups: dict[str, list[str]] = {}
+    for link in links:
+        whole = [name for member in link for name in groups.get(member, [member])]
+        groups |= dict.fromkeys(whole, whole)
+    return {name: group[0] for name, group in groups.items()}
 
 
 def _check_devices(entries: object) -> list[SettingProblem]:
