@@ -217,9 +217,7 @@ def unknown_settings(settings: Mapping[str, Any], known: Iterable[str]) -> list[
     return problems
 
 
-def dealt_in_groups(
-    groups: Iterable[Iterable[str]], agents: Sequence[str]
-) -> dict[str, list[str]]:
+def dealt_in_groups(groups: Iterable[Iterable[str]], agents: Sequence[str]) -> dict[str, list[str]]:
     """Return the device ids of each agent, with groups kept together where possible.
 
     `groups` holds every device once, alone if it has no group. Agents get as many devices as with
@@ -246,7 +244,9 @@ def dealt_in_groups(
             agent = next(agent for agent in agents if left[agent])
         else:
             fitting = [agent for agent in agents if left[agent] >= len(ids)]
-            agent = min(fitting, key=left.__getitem__) if fitting else max(agents, key=left.get)
+            agent = (
+                min(fitting, key=left.__getitem__) if fitting else max(agents, key=left.__getitem__)
+            )
         taken, rest = ids[: left[agent]], ids[left[agent] :]
         dealt[agent] += taken
         left[agent] -= len(taken)

@@ -19,8 +19,9 @@ async def failures(target: str, **settings) -> dict[str, str]:
     return {finding.check: finding.detail for finding in findings if not finding.passed}
 
 
-async def test_a_good_plugin_passes_every_check() -> None:
-    assert await failures("Good") == {}
+@pytest.mark.parametrize("target", ["Good", "Deals"])
+async def test_a_good_plugin_passes_every_check(target: str) -> None:
+    assert await failures(target) == {}
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,7 @@ async def test_a_good_plugin_passes_every_check() -> None:
         ("Moves", "ids are the same in two listings", "S-one"),
         ("OddEdits", "it says how to hide its devices", "Expected `str`, got `int`"),
         ("MovesSlots", "slot types are the same in two listings", "they are others"),
+        ("DealsByOrder", "it deals the same way in another order", "S-one0, S-one4"),
         ("Deaf", "it hears of kernels", "RuntimeError: not now"),
         ("LooksInside", "it imports agentd.plugin_api alone", "agentd.core.kernel.reconcile"),
     ],

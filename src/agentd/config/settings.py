@@ -107,7 +107,8 @@ class ResourceSettings(Section):
         default=False, description="Whether half a GPU may be parts of several; else it is of one."
     )
     auto_split_order: SplitOrder = Field(
-        default=SplitOrder.ID, description='"id", "numa" (devices of one node together) or "plugin".'
+        default=SplitOrder.ID,
+        description='"id", "numa" (devices of one node together) or "plugin".',
     )
     default_slots: Mapping[str, object] = Field(
         default=DEFAULT_SLOTS, description="What a request gets that does not name cpu or mem."

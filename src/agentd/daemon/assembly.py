@@ -61,7 +61,8 @@ def pace_of(settings: Settings) -> PluginTimeouts:
 def plugin_host(settings: Settings, store: StateStore) -> PluginHost:
     """Return the plugins that the configuration asks for, none of them started.
 
-    In auto-split they may deal their devices, unless the store has a dealing already. They find the node's id in their environment, which is this process's.
+    In auto-split they may deal their devices, unless the store has a dealing already. They find
+    the node's id in their environment, which is this process's.
     """
     with contextlib.suppress(ConfigRefused):
         os.environ[NODE_ID_VARIABLE] = node_id_of(settings)

@@ -16,8 +16,8 @@ from typing import TypeVar
 
 import msgspec
 
-from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.devices import Device, Inventory
+from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.partition.dealing import Dealing
 from agentd.core.slots import format_amount
 from agentd.plugin_api import AllocatedDevice, Features, KernelEvent
@@ -157,9 +157,7 @@ class Conformance:
 
     async def _dealt(self, process: PluginProcess, devices: Sequence[Device]) -> Dealing:
         agents = list(_AGENTS)
-        call = process.call(
-            "partition", asked_devices(devices), agents, timeout_s=self._timeout_s
-        )
+        call = process.call("partition", asked_devices(devices), agents, timeout_s=self._timeout_s)
         return checked_dealing(await call, devices, agents)
 
     async def _edits(

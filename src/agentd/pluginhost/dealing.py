@@ -40,7 +40,7 @@ class DealingRules(NamedTuple):
     remembered: Remembered
 
     def known(self, listing: PluginListing) -> list[Device]:
-        """Return the devices of a listing and the missing ones, with their ids, in natural order."""
+        """Return listed and missing devices with their ids, in natural order."""
         name = listing.name
         past = [d for d in self.remembered.load_devices() if d.device_id.name == name]
         known = with_remembered(with_shared_health(listing.devices), past)

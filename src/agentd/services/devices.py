@@ -179,20 +179,20 @@ class NodeDevices:
         missed = {name for rule in self._rules.agents for name in (*rule.devices, *rule.limits)}
         missed |= {device.device_id.name for device in devices}
         unlisted = _unlisted(self._plugins.statuses(), missed, self._joined | names)
-        kept = self._kept_with(listings)
-        dealings = self._in_force(inventory, kept, names | self._joined)
+        dealings = self._dealings_with(listings)
+        in_force = self._in_force(inventory, dealings, names | self._joined)
         if before is None:
-            self._split = split(inventory, self._rules, unlisted, dealings)
+            self._split = split(inventory, self._rules, unlisted, in_force)
         else:
-            self._split = joined(before, names, inventory, self._rules, unlisted, dealings)
-        self._dealings = kept
+            self._split = joined(before, names, inventory, self._rules, unlisted, in_force)
+        self._dealings = dealings
         for listing in listings:
             self._note_served(listing, kept)
         self._warnings = (*self._warnings, *warnings)
         self._generation += 1
         self._save()
 
-    def _kept_with(self, listings: Iterable[PluginListing]) -> dict[str, Dealing]:
+    def _dealings_with(self, listings: Iterable[PluginListing]) -> dict[str, Dealing]:
         """Return the kept dealings, those of listings in place of their earlier ones."""
         kept = dict(self._dealings)
         for listing in listings if self._rules.are_plugins_asked else ():
