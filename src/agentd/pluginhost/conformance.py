@@ -107,10 +107,7 @@ class Conformance:
         await self._tried(
             "it says how to hide its devices", lambda: self._edits(process, [], _ENGINES[0])
         )
-        devices = [
-            AllocatedDevice(d.device_id.id, d.stable_id, d.slot, format_amount(d.capacity, d.kind))
-            for d in listing.devices
-        ]
+        devices = [_whole(device) for device in listing.devices]
         if not devices:
             nothing = Finding(
                 "its devices' needs", passed=True, detail="it lists none", tried=False
@@ -196,10 +193,17 @@ def missing(edits: ContainerEdits) -> Iterator[str]:
             yield f"{mount.source}: No such file or directory"
 
 
+def _whole(device: Device) -> AllocatedDevice:
+    """Return a device as a kernel gets it that holds all of it."""
+    amounts = {offer.slot: format_amount(offer.capacity, offer.kind) for offer in device.slots}
+    primary = amounts[device.slot]
+    return AllocatedDevice(device.device_id.id, device.stable_id, device.slot, primary, amounts)
+
+
 def _moved(first: PluginListing, second: PluginListing) -> str:
     """Say which ids mean something else in the second listing."""
-    before = {d.stable_id: (d.device_id.id, d.slot) for d in first.devices}
-    after = {d.stable_id: (d.device_id.id, d.slot) for d in second.devices}
+    before = {d.stable_id: (d.device_id.id, d.slot_names) for d in first.devices}
+    after = {d.stable_id: (d.device_id.id, d.slot_names) for d in second.devices}
     moved = {name for name in {*before, *after} if before.get(name) != after.get(name)}
     return ", ".join(sorted(moved))
 

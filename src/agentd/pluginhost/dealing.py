@@ -18,7 +18,7 @@ from agentd.core.devices import (
 )
 from agentd.core.names import shortened
 from agentd.core.partition.auto_split import shares_in_order
-from agentd.core.partition.dealing import Dealing, slots_of
+from agentd.core.partition.dealing import Dealing
 from agentd.core.slots import format_amount
 from agentd.plugin_api import DeviceInfo, PartitionInfo
 from agentd.pluginhost.output import one_line
@@ -68,6 +68,7 @@ def asked_devices(known: Sequence[Device]) -> list[DeviceInfo]:
             device.reason,
             device.attributes,
             device.is_simulated,
+            {other.slot: format_amount(other.capacity, other.kind) for other in device.secondary},
         )
         for device in known
     ]
@@ -105,7 +106,9 @@ def checked_dealing(
 
 def _refuse_unequal(shares: Mapping[str, Sequence[Device]]) -> None:
     """Refuse numbers of devices with the same slots that differ by more than one."""
-    counts = {agent: Counter(map(slots_of, share)) for agent, share in shares.items()}
+    counts = {
+        agent: Counter(device.slot_names for device in share) for agent, share in shares.items()
+    }
     for slots in sorted({slots for mine in counts.values() for slots in mine}):
         numbers = {agent: mine[slots] for agent, mine in counts.items()}
         if max(numbers.values()) - min(numbers.values()) > 1:

@@ -290,6 +290,7 @@ def _allocated(allocation: Allocation, name: str) -> list[AllocatedDevice]:
             share.stable_id,
             share.slot,
             format_amount(share.amount, share.kind),
+            {slot: format_amount(amount, kind) for slot, kind, amount in share.amounts},
         )
         for share in allocation.devices_of(name)
     ]

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from agentd.core.devices import Device, DeviceId, natural_key
-from agentd.core.partition.dealing import Dealing, slots_of
+from agentd.core.partition.dealing import Dealing
 from agentd.core.partition.rules import SplitOrder
 from agentd.core.slots import CPU, SlotName
 
@@ -93,7 +93,7 @@ def _dealt(units: Sequence[Unit], agents: Sequence[str]) -> Iterator[tuple[str, 
 def _by_slots(devices: Iterable[Device]) -> list[list[Device]]:
     groups: dict[tuple[SlotName, ...], list[Device]] = {}
     for device in devices:
-        groups.setdefault(slots_of(device), []).append(device)
+        groups.setdefault(device.slot_names, []).append(device)
     return [groups[slots] for slots in sorted(groups, key=lambda slots: [*map(natural_key, slots)])]
 
 

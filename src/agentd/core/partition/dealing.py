@@ -32,13 +32,13 @@ class Dealing(msgspec.Struct, frozen=True):
         """Return the dealing that gives each agent its share of the known devices."""
         return cls(
             {agent: tuple(d.stable_id for d in share) for agent, share in shares.items()},
-            {device.stable_id: slots_of(device) for device in known},
+            {device.stable_id: device.slot_names for device in known},
             reason,
         )
 
     def is_for(self, agents: Sequence[str], known: Iterable[Device]) -> bool:
         """Return whether a plugin would be asked about the same agents and devices."""
-        slots = {device.stable_id: slots_of(device) for device in known}
+        slots = {device.stable_id: device.slot_names for device in known}
         return [*self.devices] == [*agents] and dict(self.slots) == slots
 
     def shares(self, devices: Collection[Device]) -> dict[str, list[Device]]:
@@ -48,8 +48,3 @@ class Dealing(msgspec.Struct, frozen=True):
             agent: [by_stable_id[name] for name in names if name in by_stable_id]
             for agent, names in self.devices.items()
         }
-
-
-def slots_of(device: Device) -> tuple[SlotName, ...]:
-    """Return the slots that a device offers."""
-    return (device.slot,)

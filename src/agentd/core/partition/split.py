@@ -61,6 +61,12 @@ class Partition:
         """Return the most that this agent may hold of `device`, in base units."""
         return self._part(device, device.offered)
 
+    def limits_of(self, device: Device) -> tuple[int, ...]:
+        """Return the same for each slot of `device`, the primary one first."""
+        if not device.secondary:
+            return (self.limit(device),)
+        return device.offers if device.device_id in self.members else (0,) * len(device.slots)
+
     def potential(self, device: Device) -> int:
         """Return the same, if the device were there and healthy."""
         return self._part(device, device.capacity)
@@ -91,14 +97,14 @@ class Split:
     def slots_of(self, agent_id: str) -> ResourceSlots:
         """Return the amounts that an agent's healthy devices offer; never configured."""
         part = self.partitions[agent_id]
-        return _slots(self.inventory.devices, part.limit)
+        return _slots(self.inventory.devices, part.limits_of)
 
     def node_slots(self) -> ResourceSlots:
         """Return what the whole node offers after the reservation."""
         withheld = {DeviceId(CPU, core) for core in self.reserved_cpu}
         return _slots(
             (d for d in self.inventory.devices if d.device_id not in withheld),
-            lambda device: device.offered,
+            lambda device: device.offers,
         )
 
     @cached_property
@@ -199,10 +205,11 @@ def joined(
     )
 
 
-def _slots(devices: Iterable[Device], limit: Callable[[Device], int]) -> ResourceSlots:
+def _slots(devices: Iterable[Device], limits: Callable[[Device], Iterable[int]]) -> ResourceSlots:
     amounts: dict[SlotName, int] = {}
     for device in devices:
-        amounts[device.slot] = amounts.get(device.slot, 0) + limit(device)
+        for slot, amount in zip(device.slot_names, limits(device), strict=True):
+            amounts[slot] = amounts.get(slot, 0) + amount
     return ResourceSlots(amounts)
 
 
