@@ -40,7 +40,7 @@ def listed() -> PluginListing:
 
 async def test_dealing_gives_agents_what_the_plugin_says(host, tmp_path) -> None:
     made = host([table(tmp_path / "word", "fair")], Deals="Deals", dealing_rules=ALONE)
-    assert await opened(made) == {"one": (PluginState.READY, "")}
+    assert (await opened(made))["one"] == (PluginState.READY, "")
     dealing = listing_of(made).dealing
     assert dealing is not None
     assert (dealing.devices, dealing.reason) == (FAIR, "")
@@ -130,17 +130,19 @@ async def test_dealing_that_is_kept_is_not_asked_for(host, tmp_path) -> None:
     [(("b", "a"), 5), (("a", "b", "c"), 5), (("a", "b"), 4)],
     ids=["other order", "one agent more", "one device more"],
 )
-async def test_dealing_is_asked_for_again_after_a_change(host, tmp_path, agents, known) -> None:
+async def test_dealing_is_asked_for_again_after_a_change(host, agents, known) -> None:
     memory = FakeMemory()
     before = listed().devices[:known]
     memory.devices, memory.dealings = before, {"one": Dealing.of({"a": before, "b": ()}, before)}
-    made = host(
-        [table(tmp_path / "word", "fair")], Deals="Deals", dealing_rules=rules(memory, *agents)
-    )
+    in_turn = PluginTable(name="one", plugin="Deals", settings={})
+    made = host([in_turn], Deals="Deals", dealing_rules=rules(memory, *agents))
     await opened(made)
     dealing = listing_of(made).dealing
     assert dealing is not None
-    assert {name: dealing.devices[name] for name in "ab"} == FAIR
+    ids = [f"S-one{n}" for n in range(5)]
+    assert dealing.devices == {
+        agent: tuple(ids[n :: len(agents)]) for n, agent in enumerate(agents)
+    }
 
 
 def test_known_devices_have_their_ids_and_the_missing_ones() -> None:

@@ -99,9 +99,11 @@ class Conformance:
         self._say("slot types are the same in two listings", changed)
         if facts.has_partition:
             known = Inventory.of(listing.slot_types, listing.devices).devices
-            first = await self._tried("it deals its devices", lambda: self._dealt(process, known))
+            first = await self._tried(
+                "it deals its devices", lambda: self._dealt(process, known, known)
+            )
             other = await self._tried(
-                "it deals them again", lambda: self._dealt(process, known[::-1])
+                "it deals them again", lambda: self._dealt(process, known, known[::-1])
             )
             self._say("it deals the same way in another order", _dealt_otherwise(first, other))
         await self._tried(
@@ -152,10 +154,13 @@ class Conformance:
         found = await process.call("listing", timeout_s=self._timeout_s)
         return checked_listing(self._wanted.name, found.slot_types, found.devices)
 
-    async def _dealt(self, process: PluginProcess, devices: Sequence[Device]) -> Dealing:
-        agents = list(_AGENTS)
-        call = process.call("partition", asked_devices(devices), agents, timeout_s=self._timeout_s)
-        return checked_dealing(await call, devices, agents)
+    async def _dealt(
+        self, process: PluginProcess, known: Sequence[Device], asked: Sequence[Device]
+    ) -> Dealing:
+        """Ask the plugin to deal devices, in the order of `asked`."""
+        agents, devices = list(_AGENTS), asked_devices(asked)
+        call = process.call("partition", devices, agents, timeout_s=self._timeout_s)
+        return checked_dealing(await call, known, agents)
 
     async def _edits(
         self, process: PluginProcess, devices: list[AllocatedDevice], features: Features

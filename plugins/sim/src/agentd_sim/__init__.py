@@ -159,11 +159,16 @@ class SimPlugin(AcceleratorPlugin):
             return None
         stable_ids = {device.id: device.stable_id for device in self._devices()}
         group_of = _group_of([[stable_ids[name] for name in link] for link in linked])
-        groups: dict[str, list[str]] = {}
-        for device in devices:
-            group = group_of.get(device.stable_id, device.stable_id)
-            groups.setdefault(group, []).append(device.id)
-        return PartitionInfo(dealt_in_groups(groups.values(), agents))
+        dealt: dict[str, list[str]] = {agent: [] for agent in agents}
+        for slots in sorted({_slots(device) for device in devices}):
+            groups: dict[str, list[str]] = {}
+            for device in devices:
+                if _slots(device) == slots:
+                    group = group_of.get(device.stable_id, device.stable_id)
+                    groups.setdefault(group, []).append(device.id)
+            for agent, ids in dealt_in_groups(groups.values(), agents).items():
+                dealt[agent] += ids
+        return PartitionInfo(dealt)
 
     def container_edits(
         self, allocation: Sequence[AllocatedDevice], features: Features
@@ -218,6 +223,10 @@ def _is_amount(value: object) -> bool:
 
 def _is_quantum(value: object) -> bool:
     return _is_amount(value) and 0 < Decimal(str(value)) <= 1
+
+
+def _slots(device: DeviceInfo) -> tuple[str, ...]:
+    return (device.slot, *sorted(device.secondary))
 
 
 def _is_link(value: object) -> bool:
