@@ -28,10 +28,12 @@ from agentd.core.devices import natural_key
 from agentd.core.kernel.edits import ContainerEdits, DeviceNode, DeviceRequest, Mount
 from agentd.core.names import did_you_mean
 from agentd.core.partition.auto_split import split_units
+from agentd.core.slots import SlotKind, parse_base_units
 
 __all__ = [
     "API_VERSION",
     "ENTRY_POINT_GROUP",
+    "MEMORY_SLOT_KEYS",
     "NODE_ID_VARIABLE",
     "AcceleratorPlugin",
     "AllocatedDevice",
@@ -48,7 +50,11 @@ __all__ = [
     "SettingProblem",
     "SlotTypeInfo",
     "dealt_in_groups",
+    "memory_slot",
+    "memory_slot_problems",
+    "memory_slots",
     "on_pci_bus",
+    "size_in_bytes",
     "unknown_settings",
 ]
 
@@ -56,6 +62,9 @@ API_VERSION = 1
 ENTRY_POINT_GROUP = "agentd.accelerators"
 NODE_ID_VARIABLE = "AGENTD_NODE_ID"
 """Where a plugin finds the id of its node, in its environment."""
+MEMORY_SLOT_KEYS = ("memory-slot", "memory-quantum")
+"""The settings of plugins that offer the memory of their devices as a secondary slot."""
+_MEBIBYTE = 1 << 20
 GPU_CLASSES = ("03", "12")
 """PCI base classes of GPUs: display controllers and processing accelerators.
 
@@ -214,6 +223,45 @@ def unknown_settings(settings: Mapping[str, Any], known: Iterable[str]) -> list[
         if key not in known:
             hint = did_you_mean(key, known)
             problems.append(SettingProblem(key, f"unknown key; {hint}allowed: {', '.join(known)}"))
+    return problems
+
+
+def size_in_bytes(value: object) -> int:
+    """Return a size of the settings in bytes: a number, or a text such as `80g` or `512MiB`.
+
+    Raises:
+        ValueError: it is not a size.
+    """
+    return parse_base_units(value, SlotKind.BYTES)
+
+
+def memory_slot(name: str, primary: str, quantum: object = _MEBIBYTE) -> SlotTypeInfo:
+    """Return the secondary slot `NAME.mem` of devices that offer `primary`."""
+    step = str(size_in_bytes(quantum))
+    return SlotTypeInfo(f"{name}.mem", "bytes", step, unit="bytes", primary=primary)
+
+
+def memory_slots(name: str, primary: str, settings: Mapping[str, Any]) -> list[SlotTypeInfo]:
+    """Return the memory slot that the settings ask for: one if `memory-slot` is true."""
+    quantum = settings.get("memory-quantum", _MEBIBYTE)
+    return [memory_slot(name, primary, quantum)] if settings.get("memory-slot") else []
+
+
+def memory_slot_problems(settings: Mapping[str, Any]) -> list[SettingProblem]:
+    """Return what is wrong with `memory-slot` and `memory-quantum`."""
+    problems = []
+    if not isinstance(settings.get("memory-slot", False), bool):
+        problems.append(SettingProblem("memory-slot", "expected true or false"))
+    quantum = settings.get("memory-quantum", _MEBIBYTE)
+    try:
+        size = size_in_bytes(quantum)
+    except ValueError:
+        size = 0
+    if size % _MEBIBYTE or not 0 < size <= _MEBIBYTE << 10:
+        why = f'invalid size {quantum!r}: expected whole MiB up to 1 GiB, such as "1m"'
+        problems.append(SettingProblem("memory-quantum", why))
+    elif "memory-quantum" in settings and not settings.get("memory-slot"):
+        problems.append(SettingProblem("memory-quantum", "is not used without memory-slot = true"))
     return problems
 
 

@@ -43,9 +43,9 @@ def _has_nvlink(one: Any, other: Any) -> bool:
     """Return whether NVLink joins two GPUs, also by way of an NVSwitch."""
     index = pynvml.NVML_P2P_CAPS_INDEX_NVLINK
     status = nvml.asked(pynvml.nvmlDeviceGetP2PStatus, one, other, index)
-    return status == pynvml.NVML_P2P_STATUS_OK
+    return bool(status == pynvml.NVML_P2P_STATUS_OK)
 
 
 def _has_common_bridge(one: Any, other: Any) -> bool:
     level = nvml.asked(pynvml.nvmlDeviceGetTopologyCommonAncestor, one, other)
-    return level is not None and level <= pynvml.NVML_TOPOLOGY_HOSTBRIDGE
+    return level is not None and int(level) <= pynvml.NVML_TOPOLOGY_HOSTBRIDGE
