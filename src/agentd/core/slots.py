@@ -134,6 +134,16 @@ def is_divisible(slot: SlotType) -> bool:
     return slot.kind is SlotKind.COUNT and slot.quantum < ONE
 
 
+def derived_amount(amount: int, of: int, to: int, quantum: int) -> int:
+    """Return what a kernel with `amount` of one slot of a device holds of another slot of it.
+
+    `of` and `to` are the usable capacities of the two, `quantum` is that of the other. The part is
+    rounded down, and is one quantum at least.
+    """
+    part = amount * to // (of * quantum) * quantum if of else 0
+    return max(quantum, part)
+
+
 @dataclass(frozen=True, slots=True)
 class Quantity:
     """A number as it was written, before it is known which slot it is for."""

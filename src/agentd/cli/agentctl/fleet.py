@@ -137,11 +137,13 @@ def devices(client: Client, node: Sequence[str]) -> None:
 
 
 def _device_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    from agentd.cli.tables import held_amounts
+
     return {
         **row,
         "device": f"{row['device_name']}/{row['id']}",
         "node": row["node_id"],
-        "holders": [f"{h['kernel_id']}={h['amount']}" for h in row["holders"]],
+        "holders": [f"{h['kernel_id']}={held_amounts(row['slot'], h)}" for h in row["holders"]],
     }
 
 

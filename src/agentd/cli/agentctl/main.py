@@ -190,16 +190,24 @@ def devices(client: Client) -> None:
         "holders",
         "reason",
     ]
-    wide = ["stable_id", "model", "numa_node", "aliases"]
+    wide = ["slots", "stable_id", "model", "numa_node", "aliases"]
     print_answer(client.devices(), columns, _device_row, wide=wide)
 
 
 def _device_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    from agentd.cli.tables import amount
+    from agentd.cli.tables import amount, held_amounts
 
     sizes = {key: amount(row["slot"], row[key]) for key in ("capacity", "allocated", "free")}
-    holders = [f"{h['kernel_id']}={amount(row['slot'], h['amount'])}" for h in row["holders"]]
-    return {**row, **sizes, "device": f"{row['device_name']}/{row['id']}", "holders": holders}
+    return {
+        **row,
+        **sizes,
+        "device": f"{row['device_name']}/{row['id']}",
+        "slots": [
+            f"{slot} {amount(slot, use['free'])} of {amount(slot, use['capacity'])} free"
+            for slot, use in row["slots"].items()
+        ],
+        "holders": [f"{h['kernel_id']}={held_amounts(row['slot'], h)}" for h in row["holders"]],
+    }
 
 
 @agentctl.command()
@@ -231,7 +239,8 @@ def _agent_row(row: Mapping[str, Any]) -> dict[str, Any]:
 @click.pass_obj
 def slots(client: Client) -> None:
     """List the slots that the node knows."""
-    print_answer(client.slot_types(), ["name", "kind", "quantum", "exclusive_group", "unit"])
+    columns = ["name", "kind", "quantum", "exclusive_group", "unit", "primary"]
+    print_answer(client.slot_types(), columns)
 
 
 agentctl.add_command(fleet_group)

@@ -24,14 +24,6 @@ class SlotMeasure(NamedTuple):
     usable: int
 
 
-def derived_amount(amount: int, of: SlotMeasure, to: SlotMeasure) -> int:
-    """Return what goes with `amount` of one slot of another slot of the same device."""
-    if not of.usable:
-        return to.quantum
-    part = amount * to.usable // (of.usable * to.quantum) * to.quantum
-    return max(to.quantum, part)
-
-
 def room(left: Sequence[int], measures: Sequence[SlotMeasure]) -> int:
     """Return the quanta of a slot that a device has room for.
 

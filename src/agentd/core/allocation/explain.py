@@ -10,9 +10,8 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from agentd.core.allocation.derivation import derived_amount
 from agentd.core.allocation.distribute import alike, fewest, fewest_together
-from agentd.core.allocation.free_index import FreeIndex, total
+from agentd.core.allocation.free_index import FreeIndex, sizes, total
 from agentd.core.allocation.ledger import Ledger, measured
 from agentd.core.allocation.policy import Affinity, AllocationPolicy
 from agentd.core.devices import Device, DeviceId, Health, Inventory
@@ -20,6 +19,7 @@ from agentd.core.partition.split import Partition
 from agentd.core.slots import (
     SlotName,
     SlotType,
+    derived_amount,
     device_name_of,
     format_amount,
     is_divisible,
@@ -101,21 +101,23 @@ class Question(msgspec.Struct, frozen=True, dict=True):
     @property
     def potentials(self) -> list[int]:
         """What each device could give if all were there, healthy and empty, in quanta."""
-        offering = self.inventory.by_slot.get(self.slot, ())
-        parts = (
-            min(device.capacity_of(self.slot), self.partition.potential(device))
-            if self.slot == device.slot
-            else device.capacity_of(self.slot) * bool(self.partition.potential(device))
-            for device in offering
-            if self.may_give(device)
-        )
-        return [part // self.slot_type.quantum for part in parts]
+        return [part for part in self._potential_by_device if part]
+
+    @property
+    def _potential_by_device(self) -> list[int]:
+        """The same for every device of the primary slot, 0 of those that could give nothing."""
+        devices = self.inventory.by_slot.get(self.slot_type.family, ())
+        quantum = self.slot_type.quantum
+        return [
+            self.partition.potential(device, self.slot) // quantum if self.may_give(device) else 0
+            for device in devices
+        ]
 
     @property
     def is_too_unequal(self) -> bool:
         """Whether equal parts are asked for, and no number of devices could ever hold them."""
         if self.are_several:
-            return not self.parts
+            return not self._parts_if_empty
         if self.policy.allow_fragmentation or not is_divisible(self.slot_type):
             return False
         return not fewest(alike(self.potentials), self.amount // self.slot_type.quantum)
@@ -126,6 +128,13 @@ class Question(msgspec.Struct, frozen=True, dict=True):
         found = [self.of(slot) for slot in self.asked]
         wanted = [each.amount // each.slot_type.quantum for each in found]
         return fewest_together([each.index.sizes for each in found], wanted)
+
+    @property
+    def _parts_if_empty(self) -> int:
+        """The same, if all devices were there, healthy and empty."""
+        found = [self.of(slot) for slot in self.asked]
+        wanted = [each.amount // each.slot_type.quantum for each in found]
+        return fewest_together([sizes(each._potential_by_device) for each in found], wanted)
 
     @property
     def total(self) -> int:
@@ -349,7 +358,7 @@ def _short_of(question: Question, device: Device, parts: _EqualParts) -> str:
         if slot in question.asked:
             needed = parts.amounts.get(slot, part if slot == question.deciding else 0)
         else:
-            needed = derived_amount(part, deciding, measure)
+            needed = derived_amount(part, deciding.usable, measure.usable, measure.quantum)
             shown = readable_amount(part, slot_types[question.deciding].kind)
             why = f" (in proportion to {question.deciding} {shown})"
         free = left[measure.place] // measure.quantum * measure.quantum

@@ -14,11 +14,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from agentd.core.allocation.derivation import SlotMeasure, beyond_primary, derived_amount, room
+from agentd.core.allocation.derivation import SlotMeasure, beyond_primary, room
 from agentd.core.allocation.free_index import FreeIndex, siblings, sizes
 from agentd.core.devices import MEMORY, Device, DeviceId, Inventory, natural_key
 from agentd.core.partition.split import Partition
-from agentd.core.slots import SlotKind, SlotName, SlotType, format_amount
+from agentd.core.slots import SlotKind, SlotName, SlotType, derived_amount, format_amount
 
 UNREADABLE_SLOT: SlotName = ""
 """The slot of a share whose record cannot be read: it keeps back the whole device."""
@@ -78,13 +78,14 @@ def share_of(device: Device, inventory: Inventory, amounts: Mapping[SlotName, in
     """
     measures = measured(device, inventory)
     deciding, amount = next(iter(amounts.items()))
+    of = measures[deciding].usable
     found = [
         SlotAmount(
             offer.slot,
             offer.kind,
             amounts[offer.slot]
             if offer.slot in amounts
-            else derived_amount(amount, measures[deciding], measures[offer.slot]),
+            else derived_amount(amount, of, (to := measures[offer.slot]).usable, to.quantum),
         )
         for offer in device.slots
     ]

@@ -67,9 +67,9 @@ class Partition:
             return (self.limit(device),)
         return device.offers if device.device_id in self.members else (0,) * len(device.slots)
 
-    def potential(self, device: Device) -> int:
-        """Return the same, if the device were there and healthy."""
-        return self._part(device, device.capacity)
+    def potential(self, device: Device, slot: SlotName) -> int:
+        """Return the most of a slot of `device`, if the device were there and healthy."""
+        return self._part(device, device.capacity_of(slot))
 
     def _part(self, device: Device, amount: int) -> int:
         if device.device_id not in self.members:
