@@ -10,7 +10,7 @@ from agentd.cli.agentd.main import agentd
 from daemon import AGENTS, Daemon, gpus
 
 ORDER = '[resource]\nallocation-mode = "auto-split"\nauto-split-order = "plugin"\n'
-PACE = '[plugins]\nallow = ["sim"]\nopen-timeout = 1.5\ncall-timeout = 1\nhealth-interval = 0.1\n'
+PACE = '[plugins]\nallow = ["sim"]\nhealth-interval = 0.1\n'
 CROSSED = 'links = [["cuda0", "cuda3"]]\n'
 
 
@@ -19,8 +19,7 @@ def config(extra: str, agents: str = AGENTS) -> str:
 
 
 async def owned(daemon: Daemon) -> list[list[str]]:
-    node = await daemon.get("/v1/node")
-    return [agent["devices"].get("cuda", []) for agent in node["agents"]]
+    return [agent["devices"]["cuda"] for agent in await daemon.get("/v1/agents")]
 
 
 async def test_linked_devices_stay_with_one_agent_whatever_is_lost(

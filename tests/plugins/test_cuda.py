@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 from agentd.config.plugins import PluginTable
 from agentd.core.allocation.ledger import Allocation, Share
-from agentd.core.devices import Device, DeviceId, Health
+from agentd.core.devices import Device, DeviceId, Health, SecondarySlot
 from agentd.core.slots import ONE, SlotKind
 from agentd.plugin_api import Features, Measurement, ProcessUse
 from agentd.pluginhost.dealing import DealingRules
@@ -19,6 +19,7 @@ from agentd.pluginhost.instance import PluginTimeouts
 from agentd.services.protocols import PluginState
 from agentd_cuda import CudaPlugin, nvml
 from agentd_cuda.files import capability_minors
+from agentd_rocm import RocmPlugin
 from fakes import FakeMemory
 from native.libraries import nvml_library
 
@@ -458,3 +459,36 @@ async def test_linked_gpus_go_to_one_agent(node: Node, text: str, expected: list
     id_of = {d.stable_id: d.device_id.id.removeprefix("cuda") for d in listing.devices}
     owned = listing.dealing.devices
     assert [" ".join(sorted(id_of[n] for n in owned[agent])) for agent in "ab"] == expected
+
+
+async def test_memory_slot_offers_the_memory_of_each_gpu(node: Node) -> None:
+    node.say(four_gpus(gpu1="mem=42949672960", gpu2="mig=1", gpu3="mem=0"))
+    host = await node.plugin(mode="shares", **{"memory-slot": True, "memory-quantum": "16m"})
+    listing = host.listings()[0]
+    assert [(t.name, t.quantum, t.primary, t.exclusive_group) for t in listing.slot_types] == [
+        ("cuda.shares", ONE // 100, None, "mode"),
+        ("cuda.mem", 16 << 20, "cuda.shares", "mode"),
+    ]
+    assert {d.device_id.id: d.secondary for d in listing.devices} == {
+        "cuda0": (SecondarySlot("cuda.mem", SlotKind.BYTES, 80 << 30),),
+        "cuda1": (SecondarySlot("cuda.mem", SlotKind.BYTES, 40 << 30),),
+        "cuda3": (),
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"memory-slot": True}, "memory-slot"),
+        ({"memory-slot": True, "mode": "device"}, "memory-slot"),
+        ({"memory-slot": "yes", "mode": "shares"}, "memory-slot"),
+        ({"memory-quantum": "1m", "mode": "shares"}, "memory-quantum"),
+        *(
+            ({"memory-slot": True, "mode": "shares", "memory-quantum": size}, "memory-quantum")
+            for size in ("1", "1.5m", "0", "2g", "x", [])
+        ),
+    ],
+)
+def test_memory_slot_that_cannot_be_is_named(settings, key) -> None:
+    for plugin in (CudaPlugin, RocmPlugin):
+        assert [problem.key for problem in plugin.validate(settings)] == [key]

@@ -49,6 +49,17 @@ async def test_devices_one_by_one() -> None:
     assert found.devices[1].stable_id == "X"
 
 
+@pytest.mark.parametrize("mode", ["device", "shares"])
+async def test_memory_slot_is_offered_in_any_mode(mode: str) -> None:
+    entries = [{"id": "a0"}, {"id": "a1", "memory": "40g"}]
+    settings = {"memory-slot": True, "memory-quantum": "1g"}
+    found = await listing(mode=mode, devices=entries, memory="80g", **settings)
+    slot = found.slot_types[1]
+    assert (slot.name, slot.primary, slot.quantum) == ("cuda.mem", f"cuda.{mode}", 1 << 30)
+    assert [d.capacity_of("cuda.mem") >> 30 for d in found.devices] == [80, 40]
+    assert [d.attributes["memory"] for d in found.devices] == [str(80 << 30), str(40 << 30)]
+
+
 @pytest.mark.parametrize(
     ("links", "expected"),
     [
@@ -87,6 +98,14 @@ async def test_a_link_to_an_unknown_device_is_not_taken() -> None:
         ({"count": 1, "mode": []}, "mode"),
         ({"count": 1, "quantum": "2"}, "quantum"),
         ({"count": 1, "quantum": "x"}, "quantum"),
+        ({"count": 1, "memory-slot": True}, "memory-slot"),
+        ({"count": 1, "memory-slot": True, "memory": "1k"}, "memory-slot"),
+        ({"count": 1, "memory-slot": 1, "memory": "1g"}, "memory-slot"),
+        (
+            {"devices": [{"id": "a", "memory": "1g"}, {"id": "b"}], "memory-slot": True},
+            "memory-slot",
+        ),
+        ({"devices": [{"id": "a", "memory": "x"}]}, "devices.0.memory"),
         ({"count": 1, "links": "a0"}, "links"),
         ({"count": 1, "links": [["a0"]]}, "links"),
         ({"count": 1, "quantum": "1e-2"}, "quantum"),
