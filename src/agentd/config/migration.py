@@ -37,9 +37,9 @@ _HAVE_MEMORY_SLOT = ("cuda", "rocm", "sim")
 """Entry points whose plugins have the setting `memory-slot`."""
 _HEAD = "# Written by `agentd config migrate`. What had no equivalent stands in comments.\n"
 _SHARED_HEAD = """\
-# Written by `agentd config migrate`. The file gave an agent a fraction of a device. That is a limit in
-# shared mode, so the whole file is in shared mode now: all agents share all devices, every agent has
-# a limit for every device name, and lists of cores and devices are lost.
+# Written by `agentd config migrate`. The file gave an agent a fraction of a device. That is a limit
+# in shared mode, so the whole file is in shared mode now: all agents share all devices, and every
+# agent has a limit for every device name. Lists of cores and devices are lost by it.
 # What had no equivalent stands in comments.
 """
 
