@@ -108,7 +108,7 @@ class Device(msgspec.Struct, frozen=True):
         """The slots that it offers, the primary one first."""
         if not self.secondary:
             return (self.slot,)
-        return self.slot, *(other.slot for other in self.secondary)
+        return self.slot, *[other.slot for other in self.secondary]
 
     @property
     def slots(self) -> tuple[SecondarySlot, ...]:
@@ -134,7 +134,9 @@ class Device(msgspec.Struct, frozen=True):
         """The capacities that count now, by slot, the primary one first."""
         if not self.secondary:
             return (self.offered,)
-        return tuple(offer.capacity if self._is_there else 0 for offer in self.slots)
+        if not self._is_there:
+            return (0,) * (1 + len(self.secondary))
+        return self.capacity, *[other.capacity for other in self.secondary]
 
     @property
     def _is_there(self) -> bool:

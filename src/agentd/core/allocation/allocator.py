@@ -41,7 +41,15 @@ from agentd.core.allocation.free_index import (
     rooms,
     total,
 )
-from agentd.core.allocation.ledger import Allocation, Holding, Ledger, Share, release, share_of
+from agentd.core.allocation.ledger import (
+    Allocation,
+    Holding,
+    Ledger,
+    Share,
+    release,
+    share_at,
+    share_of,
+)
 from agentd.core.allocation.policy import Affinity, AllocationPolicy, Strategy
 from agentd.core.allocation.steps import Step, steps
 from agentd.core.devices import DeviceId, Inventory
@@ -87,7 +95,9 @@ def allocate(
         named = only.get(name)
         left = ledger.within_limit(partition, name)
         chosen = _chosen(ledger, inventory, partition, step, near, policy, named)
-        counts = sum([share.amount + share.limit_excess for share in chosen or ()])
+        counts = 0
+        if left is not None:
+            counts = sum(share.counts for share in chosen or ())
         if chosen is None or (left is not None and counted[name] + counts > left):
             question = Question(
                 ledger,
@@ -131,13 +141,7 @@ def _chosen(
     parts = _parts(index, slot_type, step.amount, near, policy)
     if parts is None:
         return None
-    quantum, devices, slot, kind = index.quantum, index.devices, slot_type.name, slot_type.kind
-    return [
-        share_of(device, inventory, {slot: part * quantum})
-        if (device := devices[at]).secondary
-        else Share(device.device_id, device.stable_id, slot, kind, part * quantum)
-        for at, part in sorted(parts)
-    ]
+    return [share_at(index, at, part) for at, part in sorted(parts)]
 
 
 def _parts(

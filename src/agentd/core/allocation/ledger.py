@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import add, sub
 from typing import NamedTuple, TypeAlias
 
 from agentd.core.allocation.derivation import SlotMeasure, beyond_primary, room
@@ -93,6 +94,37 @@ def share_of(device: Device, inventory: Inventory, amounts: Mapping[SlotName, in
     excess = beyond_primary([each.amount for each in found], usable)
     primary, *secondary = found
     return Share(device.device_id, device.stable_id, *primary, tuple(secondary), excess)
+
+
+def share_at(index: FreeIndex, position: int, quanta: int) -> Share:
+    """Return a share of a device of an index: so much of its slot, and the others derived."""
+    device, measures = index.devices[position], index.measures[position]
+    own, amount = measures[0], quanta * index.quantum
+    if not device.secondary:
+        return Share(device.device_id, device.stable_id, device.slot, device.kind, amount)
+    amounts, usable = [0] * len(measures), [0] * len(measures)
+    for measure in measures:
+        place, quantum, whole = measure
+        usable[place] = whole
+        amounts[place] = (
+            amount if measure is own else derived_amount(amount, own.usable, whole, quantum)
+        )
+    secondary = tuple(
+        [
+            SlotAmount(offer.slot, offer.kind, each)
+            for offer, each in zip(device.secondary, amounts[1:], strict=True)
+        ]
+    )
+    excess = beyond_primary(amounts, usable)
+    return Share(
+        device.device_id,
+        device.stable_id,
+        device.slot,
+        device.kind,
+        amounts[0],
+        secondary,
+        excess,
+    )
 
 
 def completed(share: Share, device: Device, inventory: Inventory) -> Share:
@@ -360,39 +392,55 @@ class Ledger:
 
     def left(self, device: Device, partition: Partition) -> tuple[int, ...]:
         """Return what is free for an agent of each slot of this device, the primary one first."""
-        names = device.slot_names
-        nothing = (0,) * len(names)
-        if not device.usable or not (limit := partition.limit(device)):
-            return nothing
+        if not device.secondary:
+            return (self._left_alone(device, partition),)
+        limits = partition.limits_of(device)
+        if not limits[0] or device.drained:
+            return (0,) * len(limits)
         tallies = self._tallies.get(device.device_id)
         if not tallies:
-            return partition.limits_of(device)
-        agent_id = partition.agent_id
+            return limits
+        names = device.slot_names
+        used: tuple[int, ...] = ()
+        for (agent, slots), (_, held) in tallies.items():
+            if slots != names:
+                if not _is_held_by(names, slots):
+                    return (0,) * len(names)
+                held = tuple([held[slots.index(name)] for name in names])
+            if partition.is_exclusive and agent != partition.agent_id:
+                return (0,) * len(names)
+            used = tuple(map(add, used, held)) if used else held
+        return tuple([limit - held if limit > held else 0 for limit, held in zip(limits, used, strict=True)])
+
+    def _left_alone(self, device: Device, partition: Partition) -> int:
+        """Return what is free of a device that offers one slot."""
+        if not device.usable or not (limit := partition.limit(device)):
+            return 0
+        tallies = self._tallies.get(device.device_id)
+        if not tallies:
+            return limit
+        agent_id, slot = partition.agent_id, device.slot
         is_exclusive = partition.is_exclusive and device.device_id != MEMORY
-        used, mine = [0] * len(names), 0
+        used = mine = 0
         for (agent, slots), (_, amounts) in tallies.items():
-            if is_exclusive and agent != agent_id:
-                return nothing
-            if slots == names:
-                held = amounts
-            elif _is_held_by(names, slots):
-                held = tuple(amounts[slots.index(name)] for name in names)
-            else:
-                return nothing
-            used = [one + other for one, other in zip(used, held, strict=True)]
-            mine += held[0] if agent == agent_id else 0
-        first = device.capacity - used[0]
+            if slots[0] != slot or (is_exclusive and agent != agent_id):
+                return 0
+            used += amounts[0]
+            if agent == agent_id:
+                mine += amounts[0]
+        left = device.capacity - used
         if limit < device.capacity:
-            first = min(first, limit - mine)
-        others = (
-            offer.capacity - held for offer, held in zip(device.secondary, used[1:], strict=True)
-        )
-        return max(0, first), *(max(0, each) for each in others)
+            left = min(left, limit - mine)
+        return max(0, left)
 
     def room(self, index: FreeIndex, position: int, partition: Partition) -> int:
         """Return the quanta of an index's slot that one of its devices has room for."""
-        measures = index.measures[position]
-        return room(self.left(index.devices[position], partition), measures) if measures else 0
+        device = index.devices[position]
+        if not (measures := index.measures[position]):
+            return 0
+        if not device.secondary:
+            return self._left_alone(device, partition) // index.quantum
+        return room(self.left(device, partition), measures)
 
 
 def _is_held_by(offered: tuple[SlotName, ...], slots: tuple[SlotName, ...]) -> bool:
@@ -431,18 +479,19 @@ def _kept_up(
 
 
 def _counted(tallies: _Tallies, agent_id: str, share: Share, sign: int) -> _Tallies:
-    key = (agent_id, share.slot_names)
-    if not share.secondary:
-        held: tuple[int, ...] = (share.amount,)
-    else:
-        held = share.amount, *(other.amount for other in share.secondary)
+    slots: tuple[SlotName, ...] = (share.slot,)
+    held: tuple[int, ...] = (share.amount,)
+    if share.secondary:
+        names, _, amounts = zip(*share.secondary, strict=True)
+        slots, held = slots + names, held + amounts
+    key = (agent_id, slots)
     if (before := tallies.get(key)) is None:
         return {**tallies, key: HeldAmount(1, held)}
     kernels = before.kernels + sign
     if not kernels:
         return {other: tally for other, tally in tallies.items() if other != key}
-    amounts = tuple(amount + sign * one for amount, one in zip(before.amounts, held, strict=True))
-    return {**tallies, key: HeldAmount(kernels, amounts)}
+    summed = tuple(map(add if sign > 0 else sub, before.amounts, held))
+    return {**tallies, key: HeldAmount(kernels, summed)}
 
 
 def release(ledger: Ledger, kernel_id: str) -> tuple[Ledger, bool]:

@@ -199,10 +199,9 @@ def _allocation(entries: Iterable[Share]) -> Allocation:
         share = found.setdefault(entry.stable_id, entry)
         if share is entry:
             continue
-        if share.device_id != entry.device_id:
+        is_whole = UNREADABLE_SLOT in (share.slot, entry.slot)
+        if share.device_id != entry.device_id or is_whole or entry.slot in share.slot_names:
             raise RecordError(f"duplicate device {entry.device_id} ({entry.stable_id})")
-        if UNREADABLE_SLOT in (share.slot, entry.slot) or entry.slot in share.slot_names:
-            raise RecordError(f"duplicate device {entry.device_id}/{entry.slot}")
         secondary = SlotAmount(entry.slot, entry.kind, entry.amount)
         found[entry.stable_id] = share._replace(secondary=(*share.secondary, secondary))
     return Allocation(tuple(found.values()))
