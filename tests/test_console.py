@@ -1,8 +1,8 @@
 """What documents have a person type is typed, and what they show is what comes of it.
 
 The blocks of one page are run in one shell, in a folder with the repository's `configs` and
-`.venv`, and with each block of TOML that begins with its name, such as `# half.toml`. Lines that begin with `$ ` are commands, the others what is printed; `…` stands for
-anything. A command whose output is not shown ends with status 0. What runs in the background is
+`.venv`, and with each block of TOML that begins with its name, such as `# half.toml`. Lines that
+begin with `$ ` are commands, the others what is printed; `…` stands for anything. A command whose output is not shown ends with status 0. What runs in the background is
 waited for until a daemon answers.
 
 A block is run here, unless its fence says `console node` (run in a virtual machine, by
@@ -94,7 +94,7 @@ def test_what_a_page_has_typed_comes_out_as_it_shows(page: str, folder: Path) ->
 @pytest.mark.parametrize("block", [b for b in blocks("console") if b.info], ids=lambda b: b.place)
 def test_what_is_not_run_here_is_run_elsewhere_or_says_why(block: Block) -> None:
     if block.info == ["node"]:
-        assert Path(block.place.partition(":")[0]).name in NODE_PAGES
+        assert block.place.partition(":")[0] in {f"docs/{page}" for page in NODE_PAGES}
     else:
         assert block.info[0] == "not-run"
         assert len(block.info) > 2, "a reason is missing"

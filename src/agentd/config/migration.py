@@ -1,11 +1,11 @@
-"""From older configurations of such agents, which are divided by slots, to this one.
+"""Migration of older configurations, which divide agents by slots.
 
 Both published forms are read (https://github.com/lablup/backend.ai, proposals/BEP-1044, "Before"
-and "After"): amounts by slot under `[agent.resource.allocations]`, for one agent or as what all
-`[[agents]]` start from; and devices under `[agents.resource]`, with the id in `[agents.agent]`.
+and "After"): amounts by slot under `[agent.resource.allocations]`, for one agent or as the common
+base of all `[[agents]]`; and devices under `[agents.resource]`, with the id in `[agents.agent]`.
 Whole devices stay devices of one agent. A fraction of a device needs a limit in shared mode, so it
 turns the whole file into shared mode, with a limit for every agent and device name.
-What has no equivalent here is kept as a comment that says why.
+Keys without an equivalent become comments with the reason.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from agentd.errors import ConfigRefused, Problem
 
 _SHARED, _MANUAL = "shared", "manual"
 _DIVIDED = ("shares", "device")
-"""The slots whose amounts say how much of a device an agent had, the most telling first."""
+"""The slots whose amount is an agent's share of a device, in order of preference."""
 _RESOURCE = ("reserved-cpu", "reserved-mem", "memory-align-size", "affinity-policy")
 _WORDS = ("allocation-mode", "affinity-policy")
 _TODAY = ("node", "rpc", "host", "runtime", "plugins")
-"""Sections that older files do not have: who wrote one meant today's."""
+"""Sections of today's form, which older files do not have."""
 _MEMORY = "mem"
 """The slot that follows from how much of a device an agent has."""
 _HAVE_MEMORY_SLOT = ("cuda", "rocm", "sim")
 """Entry points whose plugins have the setting `memory-slot`."""
-_HEAD = "# Written by `agentd config migrate`. What had no equivalent stands in comments.\n"
+_HEAD = "# Written by `agentd config migrate`. Keys without an equivalent are comments.\n"
 _SHARED_HEAD = """\
 # Written by `agentd config migrate`. The file gave an agent a fraction of a device. That is a limit
 # in shared mode, so the whole file is in shared mode now: all agents share all devices, and every
 # agent has a limit for every device name. Lists of cores and devices are lost by it.
-# What had no equivalent stands in comments.
+# Keys without an equivalent are comments.
 """
 
 
@@ -77,7 +77,7 @@ class _Agent:
 
 
 def explanations(raw: Mapping[str, Any]) -> dict[str, str]:
-    """Return for each key of the older forms that a file has, what to write; empty if none."""
+    """Return the replacement for each key of an older form in a file."""
     found = {"agent": _explained([*_lines(raw)])} if isinstance(raw.get("agent"), Mapping) else {}
     agents = _agents(raw)
     is_divided = _is_divided(agents)
@@ -89,20 +89,20 @@ def explanations(raw: Mapping[str, Any]) -> dict[str, str]:
         why = _explained([*mode, *_agent_lines(agents[index], names, is_divided)])
         for key in keys:
             found[f"agents.{index}.{key}"] = why
-            why = f"is of an older form; see agents.{index}.{keys[0]}"
+            why = f"belongs to an older form; see agents.{index}.{keys[0]}"
     return found
 
 
 def _explained(lines: list[str]) -> str:
     shown = "".join(f"\n    {line}" for line in lines if line and not line.startswith("#"))
-    return f"is of an older form. `agentd config migrate FILE` writes all of today's:{shown}"
+    return f"belongs to an older form; convert it with `agentd config migrate FILE`:{shown}"
 
 
 def migrated(text: str, path: Path) -> str:
     """Return the text of a file in today's form.
 
     Raises:
-        ConfigRefused: it is no TOML, or of no older form.
+        ConfigRefused: the text is not TOML, or not of an older form.
     """
     try:
         raw = tomllib.loads(text, parse_float=WrittenFloat)
@@ -110,7 +110,7 @@ def migrated(text: str, path: Path) -> str:
         raise ConfigRefused([Problem("", f"invalid TOML: {error}")], str(path)) from None
     agents = _agents(raw)
     if not explanations(raw) and not any(agent.amounts for agent in agents):
-        why = "is of no older form: it has neither [agent] nor [agents.agent] nor allocations"
+        why = "not of an older form: no [agent], [agents.agent] or allocations"
         raise ConfigRefused([Problem("", why)], str(path))
     head = _SHARED_HEAD if _is_divided(agents) else _HEAD
     return "\n".join([head, *_lines(raw), *_kept(raw, agents), *_left_out(raw)]) + "\n"
@@ -141,7 +141,7 @@ def _offers_memory(name: str, table: Mapping[str, Any], agents: list[_Agent]) ->
 
 
 def _kept(raw: Mapping[str, Any], agents: list[_Agent]) -> Iterator[str]:
-    """Yield the sections that are today's already, as they are."""
+    """Yield the sections that already have today's form."""
     shared = {name for agent in agents for name in agent.shared}
     for section in _TODAY:
         content = raw.get(section)
@@ -174,7 +174,7 @@ def _device_names(agents: list[_Agent]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _mode_lines(is_divided: bool) -> list[str]:  # noqa: FBT001 - it is what it is about
+def _mode_lines(is_divided: bool) -> list[str]:  # noqa: FBT001 - the subject of the function
     return ["[resource]", f"allocation-mode = {_toml(_SHARED)}"] if is_divided else []
 
 
@@ -186,7 +186,7 @@ def _agent_lines(
     yield "[[agents]]"
     yield f"id = {_toml(agent.id)}"
     for key, value in agent.others.items():
-        yield f"# {_key(key)} = {_toml(value)}: there is no such setting of an agent"
+        yield f"# {_key(key)} = {_toml(value)}: agents have no such setting"
     yield from _shared_lines(agent, names) if is_divided else _manual_lines(agent)
 
 
@@ -198,7 +198,7 @@ def _resource_lines(
     mode = _word(resource.get("allocation-mode", ""))
     if is_divided:
         if mode != _SHARED:
-            yield "# a fraction of a device is a limit, and limits are for shared mode"
+            yield "# a fraction of a device becomes a limit, which requires shared mode"
         mode = _SHARED
     elif not mode and any(
         agent.cpu or agent.mem or agent.devices or agent.amounts for agent in agents
@@ -217,14 +217,14 @@ def _shared_lines(agent: _Agent, names: Collection[str]) -> Iterator[str]:
     if agent.cpu is not None:
         limits["cpu"] = _limit_of(agent.cpu)
         if limits["cpu"] != agent.cpu:
-            yield f"# cpu = {_toml(agent.cpu)}: a number of them, as all agents share all cores"
+            yield f"# cpu = {_toml(agent.cpu)}: now a number, because agents share all cores"
     if agent.mem is not None:
         limits["mem"] = agent.mem
     yield from _derived(agent)
     for name in names:
         value = agent.devices.get(name)
         if value is not None:
-            yield f"# devices = {_inline({name: value})}: no agent owns devices in shared mode"
+            yield f"# devices = {_inline({name: value})}: agents own no devices in shared mode"
         limits[name] = agent.telling.get(name, 0 if value is None else _limit_of(value))
     limits = {name: limit for name, limit in limits.items() if limit is not None}
     if limits:
@@ -249,12 +249,12 @@ def _derived(agent: _Agent) -> Iterator[str]:
     for slot, amount in agent.amounts.items():
         if slot not in chosen.values():
             is_known = device_name_of(slot) in chosen
-            why = "it follows from the device" if is_known else "it says nothing of devices"
-            yield f"# {_key(slot)} = {_toml(amount)}: is not divided by itself; {why}"
+            why = "it is part of the device" if is_known else "it names no device"
+            yield f"# {_key(slot)} = {_toml(amount)}: not divisible by itself; {why}"
 
 
 def _telling(amounts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield for each device name the slot whose amount says how much of it an agent had."""
+    """Yield each device name with the slot whose amount is an agent's share of it."""
     for name in dict.fromkeys(map(device_name_of, amounts)):
         slots = (f"{name}.{kind}" for kind in _DIVIDED)
         if found := next((slot for slot in slots if slot in amounts), None):
@@ -262,7 +262,7 @@ def _telling(amounts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _manual_lines(agent: _Agent) -> Iterator[str]:
-    """Yield the devices of an agent, which the other modes do not look at."""
+    """Yield the devices of an agent, which the other modes ignore."""
     devices = {name: int(float(amount)) for name, amount in agent.telling.items()} | dict(
         agent.devices
     )
@@ -278,7 +278,7 @@ def _manual_lines(agent: _Agent) -> Iterator[str]:
 
 
 def _left_out(raw: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a comment for each section of which something has no equivalent."""
+    """Yield a comment for each section with keys that have no equivalent."""
     taken = {"resource": {"allocation-mode", *_RESOURCE}, "agent": {"id", "resource"}}
     left = []
     for section, content in raw.items():
@@ -295,7 +295,7 @@ def _left_out(raw: Mapping[str, Any]) -> Iterator[str]:
             left.append(f"# [[agents]] {index}: {', '.join(map(_key, others))}")
     if left:
         yield ""
-        yield "# without an equivalent, and left out (`agentd config init` shows what there is):"
+        yield "# without an equivalent, and left out (`agentd config init` shows all settings):"
         yield from left
 
 
@@ -340,7 +340,7 @@ def _entries(raw: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _table(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return a table with its keys in kebab-case; empty if there is none."""
+    """Return a table with kebab-case keys, empty if it is missing."""
     value = raw.get(key)
     if not isinstance(value, Mapping):
         return {}
@@ -361,7 +361,7 @@ def _inline(values: Mapping[str, Any]) -> str:
 
 
 def _toml(value: object) -> str:
-    """Return a value on one line, numbers as they were written."""
+    """Format a value on one line, with numbers as they were written."""
     if isinstance(value, WrittenFloat):
         return value.text
     if isinstance(value, Mapping):
@@ -372,7 +372,7 @@ def _toml(value: object) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value with its numbers as tomlkit writes them."""
+    """Convert numbers to tomlkit's, as they were written."""
     if isinstance(value, Mapping):
         return {key: _plain(below) for key, below in value.items()}
     if isinstance(value, list):
