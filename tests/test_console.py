@@ -2,8 +2,9 @@
 
 The blocks of one page are run in one shell, in a folder with the repository's `configs` and
 `.venv`, and with each block of TOML that begins with its name, such as `# half.toml`. Lines that
-begin with `$ ` are commands, the others what is printed; `…` stands for anything. A command whose output is not shown ends with status 0. What runs in the background is
-waited for until a daemon answers.
+begin with `$ ` are commands, the others what is printed; `…` stands for anything. A command whose
+output is not shown ends with status 0. What runs in the background is waited for until a daemon
+answers.
 
 A block is run here, unless its fence says `console node` (run in a virtual machine, by
 `tests/node/test_node_docs.py`) or `console not-run REASON`.
