@@ -251,7 +251,9 @@ def _secondary(info: DeviceInfo, types: Mapping[str, SlotType]) -> Iterator[Seco
         slot = types[name]
         if slot.primary != info.slot:
             beside = f"a secondary slot of {slot.primary}" if slot.primary else "a primary slot"
-            raise InvalidAnswer(f"device {info.id} offers {name} beside {info.slot}: it is {beside}")
+            raise InvalidAnswer(
+                f"device {info.id} offers {name} beside {info.slot}: it is {beside}"
+            )
         capacity = _capacity(info.id, info.secondary[name], slot.kind)
         yield SecondarySlot(name, slot.kind, capacity)
 

@@ -153,7 +153,9 @@ def device_view(
                 "kernel_id": named(kernel_id),
                 "amount": format_amount(share.amount, share.kind),
                 "amounts": {
-                    slot: format_amount(amount, kind) for slot, kind, amount in share.amounts if slot
+                    slot: format_amount(amount, kind)
+                    for slot, kind, amount in share.amounts
+                    if slot
                 },
             }
             for kernel_id, share in holders.items()

@@ -195,9 +195,7 @@ def _together(
     groups = _groups(_tiers(buckets, wanted[0], near, policy), buckets, near)
     group = next(group for group in groups if count_of(group) >= count)
     tightest = distribute.first_rooms(rooms(group), count)
-    places = [
-        distribute.Portion(room, larger[0], devices) for room, devices in tightest
-    ]
+    places = [distribute.Portion(room, larger[0], devices) for room, devices in tightest]
     chosen = sorted(at for at, _ in given(group, places))
     shares = []
     for number, at in enumerate(chosen):
