@@ -187,9 +187,7 @@ def plain(free: dict[str, int], wanted: int) -> Callable[[], None]:
 
 def one_case(case: Case, other: "Other | None" = None) -> dict[str, float]:
     inventory, partition = node(case.count, shares=case.shares, slots=case.slots)
-    ledger = half_full(
-        inventory, "cuda", shares=case.shares, slots=case.slots, uneven=case.uneven
-    )
+    ledger = half_full(inventory, "cuda", shares=case.shares, slots=case.slots, uneven=case.uneven)
     request = asked(case)
     (wanted,) = request.values()
     free = {d.device_id.id: ledger.free(d, partition) for d in inventory.by_name["cuda"]}

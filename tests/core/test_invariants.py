@@ -8,7 +8,10 @@ RUNNING, ENDED = KernelState.RUNNING, KernelState.TERMINATED
 GOOD = NodeSnapshot(
     is_shared=False,
     capacities={"cuda/cuda0/cuda.device": 100, "cuda/cuda1/cuda.device": 100, "mem/root/mem": 1000},
-    holdings={"cuda/cuda0/cuda.device": {"k1": 60, "k2": 40}, "mem/root/mem": {"k1": 500, "k3": 500}},
+    holdings={
+        "cuda/cuda0/cuda.device": {"k1": 60, "k2": 40},
+        "mem/root/mem": {"k1": 500, "k3": 500},
+    },
     accounted={
         "k1": RecordedKernel("a", RUNNING, "1"),
         "k2": RecordedKernel("a", RUNNING, "2"),
@@ -16,7 +19,9 @@ GOOD = NodeSnapshot(
         "k4": RecordedKernel("b", ENDED, "4"),
     },
     present={
-        "k1": Present("1", is_alive=True, given={"cuda/cuda0/cuda.device": 60, "mem/root/mem": 500}),
+        "k1": Present(
+            "1", is_alive=True, given={"cuda/cuda0/cuda.device": 60, "mem/root/mem": 500}
+        ),
         "k2": Present("2", is_alive=True, given={"cuda/cuda0/cuda.device": 40}),
         "k3": Present("3", is_alive=True, given={"mem/root/mem": 500}),
         "k4": Present("4", is_alive=False),
@@ -26,7 +31,10 @@ GOOD = NodeSnapshot(
 
 
 def holding(**by_kernel: int) -> dict:
-    return {"cuda/cuda0/cuda.device": {"k1": 60, "k2": 40} | by_kernel, "mem/root/mem": {"k1": 500, "k3": 500}}
+    return {
+        "cuda/cuda0/cuda.device": {"k1": 60, "k2": 40} | by_kernel,
+        "mem/root/mem": {"k1": 500, "k3": 500},
+    }
 
 
 def accounted(**kernels: RecordedKernel) -> dict:
@@ -44,7 +52,11 @@ CASES = {
         "cuda/cuda0/cuda.device: 101 of 100 is held, by k1, k2, k3",
     ),
     "two agents on one device": (
-        replace(GOOD, capacities=GOOD.capacities | {"cuda/cuda0/cuda.device": 200}, holdings=holding(k3=1)),
+        replace(
+            GOOD,
+            capacities=GOOD.capacities | {"cuda/cuda0/cuda.device": 200},
+            holdings=holding(k3=1),
+        ),
         "owner",
         "cuda/cuda0 is held by k1, k2, k3, of agents a, b",
     ),
@@ -74,7 +86,10 @@ CASES = {
         "kernel k2 was given 40 of cuda/cuda0/cuda.device, the ledger has 30",
     ),
     "holds nothing of what it was given": (
-        replace(GOOD, present=present(k3=Present("3", is_alive=True, given={"cuda/cuda1/cuda.device": 1}))),
+        replace(
+            GOOD,
+            present=present(k3=Present("3", is_alive=True, given={"cuda/cuda1/cuda.device": 1})),
+        ),
         "accounted",
         "kernel k3 was given 1 of cuda/cuda1/cuda.device, the ledger has 0",
     ),
@@ -115,7 +130,10 @@ CASES = {
                     held_to={"cpu/0/cpu": 1, "cpu/1/cpu": 1},
                 ),
                 k4=Present(
-                    "4", is_alive=True, given={"cpu/0/cpu": 1}, held_to={"cpu/0/cpu": 1, "mem/root/mem": 7}
+                    "4",
+                    is_alive=True,
+                    given={"cpu/0/cpu": 1},
+                    held_to={"cpu/0/cpu": 1, "mem/root/mem": 7},
                 ),
             ),
         ),
@@ -126,7 +144,9 @@ CASES = {
         replace(
             GOOD,
             present=present(
-                k3=Present("3", is_alive=True, given={"mem/root/mem": 500}, held_to={"mem/root/mem": 600})
+                k3=Present(
+                    "3", is_alive=True, given={"mem/root/mem": 500}, held_to={"mem/root/mem": 600}
+                )
             ),
         ),
         "limits",

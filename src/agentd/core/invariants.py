@@ -15,8 +15,10 @@ import msgspec
 from agentd.core.kernel.states import ENDED, LIVE, STARTING, KernelState
 
 Holdings = Mapping[str, Mapping[str, int]]
-"""By device and slot (`name/id/slot`), by kernel: how much, in base units; 0 of the slot "" holds the
-whole device."""
+"""By device and slot (`name/id/slot`), by kernel: how much, in base units.
+
+0 of the slot "" holds the whole device.
+"""
 
 
 class Violation(NamedTuple):

@@ -49,7 +49,9 @@ TABLE = {
         {"cuda0": ("1", "50g"), "cuda1": ("1", "50g")},
     ),
     "more memory than a device has is on two": (
-        [gpu(0), gpu(1)], asked(cuda_mem="100g"), {"cuda0": ("0.62", "50g"), "cuda1": ("0.62", "50g")},
+        [gpu(0), gpu(1)],
+        asked(cuda_mem="100g"),
+        {"cuda0": ("0.62", "50g"), "cuda1": ("0.62", "50g")},
     ),
     "a whole device with part of its memory": (
         [npu(0)], asked(npu_device=1, npu_mem="20g"), {"npu0": ("1", "20g")},
@@ -142,7 +144,7 @@ def test_refusal_names_the_derived_slot_that_is_short() -> None:
 REFUSED = {
     "the deciding slot is short": (
         asked(cuda_shares="0.8", cuda_mem="1g"), asked(cuda_shares="0.5", cuda_mem="1g"),
-        "cuda.shares", "0.2", "insufficient cuda.shares: requested 0.5, 0.2 free (1 in total); held by k1",
+        "cuda.shares", "0.2", "",
     ),
     "the other slot is short": (
         asked(cuda_shares="0.1", cuda_mem="70g"), asked(cuda_shares="0.5", cuda_mem="20g"),
@@ -151,7 +153,7 @@ REFUSED = {
     ),
     "both are short": (
         asked(cuda_shares="0.9", cuda_mem="70g"), asked(cuda_shares="0.5", cuda_mem="20g"),
-        "cuda.shares", "0.1", "insufficient cuda.shares: requested 0.5, 0.1 free (1 in total); held by k1",
+        "cuda.shares", "0.1", "",
     ),
 }  # fmt: skip
 
@@ -163,10 +165,8 @@ def test_refusal_of_several_slots_blames_one(case: str) -> None:
     error = refused(split, request, holding(split, first))
     assert (error.slot, error.free) == (slot, free)
     (row,) = error.explain
-    if slot == "cuda.mem":
-        assert row["reason"] == reason
-    else:
-        assert "held by k1" in row["reason"]
+    assert row["reason"].endswith(reason)
+    assert "held by k1" in row["reason"]
 
 
 def test_refusal_of_what_can_never_fit_says_so() -> None:

@@ -54,7 +54,12 @@ RESTARTS = {
     # the device now, the record, what is charged, its state, unknown slots, free shares
     "the same slots": (gpu(0), BOTH, {"cuda0": ("0.1", "60g")}, "ok", {}, "0.25"),
     "another primary slot": (
-        gpu(0, slot="cuda.units"), BOTH, {"cuda0": ("0.1", "60g")}, "held", {"cuda.shares": "0.1"}, "0",
+        gpu(0, slot="cuda.units"),
+        BOTH,
+        {"cuda0": ("0.1", "60g")},
+        "held",
+        {"cuda.shares": "0.1"},
+        "0",
     ),
     "a slot that was switched on": (
         gpu(0), SHARES_ALONE, {"cuda0": ("0.1", "8g")}, "ok", {}, "0.9",
@@ -72,7 +77,7 @@ RESTARTS = {
 def test_a_restart_charges_what_is_recorded(case: str) -> None:
     device, recorded, expected, state, unknown, free = RESTARTS[case]
     inventory = inventory_of(device)
-    slots = {slot: each for slot, each in recorded.totals().items()}
+    slots = recorded.totals()
     text = encode(
         replace(
             KERNEL,
@@ -98,7 +103,9 @@ def test_a_restart_charges_what_is_recorded(case: str) -> None:
         assert shown["slots"] == kernel.slots == {s: _written(each) for s, each in slots.items()}
         assert shown["unknown_slots"].items() >= unknown.items()
         primary = inventory.slot_types[device.slot]
-        question = Question(ledger, inventory, split.partitions["a"], primary, {primary.name: ONE}, PLAIN)
+        question = Question(
+            ledger, inventory, split.partitions["a"], primary, {primary.name: ONE}, PLAIN
+        )
         (row,) = explain(question)
         assert row["free"] == free
 
@@ -172,7 +179,9 @@ def test_switching_a_slot_off_and_on_changes_nothing(amounts, offered) -> None:
     for number, amount in enumerate(amounts):
         part[SHARES.name] = amount
         device = split.inventory.by_name["cuda"][number]
-        kernels.append(place(split, asked(cuda_shares=f"{amount / ONE:.2f}"), only=[device.device_id.id]))
+        kernels.append(
+            place(split, asked(cuda_shares=f"{amount / ONE:.2f}"), only=[device.device_id.id])
+        )
     for is_offered in (*offered, True):
         gib = 80 if is_offered else None
         inventory = node(*(gpu(n, gib) for n in range(len(amounts)))).inventory

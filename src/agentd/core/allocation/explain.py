@@ -101,10 +101,10 @@ class Question(msgspec.Struct, frozen=True, dict=True):
     @property
     def potentials(self) -> list[int]:
         """What each device could give if all were there, healthy and empty, in quanta."""
-        return [part for part in self._potential_by_device if part]
+        return [part for part in self.potential_by_device if part]
 
     @property
-    def _potential_by_device(self) -> list[int]:
+    def potential_by_device(self) -> list[int]:
         """The same for every device of the primary slot, 0 of those that could give nothing."""
         devices = self.inventory.by_slot.get(self.slot_type.family, ())
         quantum = self.slot_type.quantum
@@ -134,7 +134,7 @@ class Question(msgspec.Struct, frozen=True, dict=True):
         """The same, if all devices were there, healthy and empty."""
         found = [self.of(slot) for slot in self.asked]
         wanted = [each.amount // each.slot_type.quantum for each in found]
-        return fewest_together([sizes(each._potential_by_device) for each in found], wanted)
+        return fewest_together([sizes(each.potential_by_device) for each in found], wanted)
 
     @property
     def total(self) -> int:

@@ -402,15 +402,18 @@ class Ledger:
             return limits
         names = device.slot_names
         used: tuple[int, ...] = ()
-        for (agent, slots), (_, held) in tallies.items():
+        for (agent, slots), (_, amounts) in tallies.items():
+            held = amounts
             if slots != names:
                 if not _is_held_by(names, slots):
                     return (0,) * len(names)
-                held = tuple([held[slots.index(name)] for name in names])
+                held = tuple([amounts[slots.index(name)] for name in names])
             if partition.is_exclusive and agent != partition.agent_id:
                 return (0,) * len(names)
             used = tuple(map(add, used, held)) if used else held
-        return tuple([limit - held if limit > held else 0 for limit, held in zip(limits, used, strict=True)])
+        return tuple(
+            [limit - held if limit > held else 0 for limit, held in zip(limits, used, strict=True)]
+        )
 
     def _left_alone(self, device: Device, partition: Partition) -> int:
         """Return what is free of a device that offers one slot."""
