@@ -215,11 +215,11 @@ OTHER = SlotTypeInfo("x.other")
 EIGHT = [SlotTypeInfo(f"x.s{number}", primary="x.shares") for number in range(8)]
 LIES = {
     "more than a gibibyte": ([SlotTypeInfo("x.m", "bytes", str(2**30 + 1))], [], "quantum of x.m"),
-    "a primary that is not listed": ([MEMORY], [], "primary slot of x.mem, x.shares, is not in"),
+    "a primary that is not listed": ([MEMORY], [], "primary slot of x.mem, 'x.shares', is not in"),
     "a secondary of a secondary": (
         [SHARES, MEMORY, SlotTypeInfo("x.more", primary="x.mem")],
         [],
-        "x.mem, is a secondary slot of x.shares",
+        "'x.mem', is a secondary slot of x.shares",
     ),
     "its own primary": ([SlotTypeInfo("x.s", primary="x.s")], [], "is a secondary slot of x.s"),
     "a unique secondary": (
@@ -230,7 +230,7 @@ LIES = {
     "a primary in bytes": (
         [SlotTypeInfo("x.b", "bytes"), SlotTypeInfo("x.c", primary="x.b")],
         [],
-        "invalid kind bytes of x.b, a primary slot with secondary ones: expected count or unique",
+        "invalid kind bytes of 'x.b', a primary slot with secondary ones: expected count",
     ),
     "a secondary as a device's primary": (
         [SHARES, MEMORY],
@@ -250,7 +250,7 @@ LIES = {
     "an unknown secondary": (
         [SHARES],
         [DeviceInfo("x0", "S0", "x.shares", secondary={"x.mem": "1"})],
-        "x0 offers x.mem, which is not in its slot types",
+        "x0 offers 'x.mem', which is not in its slot types",
     ),
     "a number of five thousand digits": (
         [SHARES],
