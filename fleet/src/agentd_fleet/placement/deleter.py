@@ -134,7 +134,7 @@ class Deleter:
         A kernel that is being placed is looked for first: if its node has none, a request for it
         may be on its way, and the sweep settles that.
         """
-        node = self._kernels.node(kept.route.node_id)
+        node = self._kernels.routed(kept.route)
         mine = await self._taken(kept, kept.route.progress)
         if mine is not None and mine.route.progress is RouteProgress.PLACING:
             kernel = path_of(mine.route.kernel_id)
@@ -165,8 +165,9 @@ class Deleter:
         return answer
 
     async def _asked(self, node: FleetNode, caller: Caller, call: _Call) -> NodeAnswer:
-        patience_s = call.patience_s
-        return await self._nodes.ask(node, caller, "DELETE", call.path, patience_s=patience_s)
+        return await self._kernels.ask_node(
+            node, caller, "DELETE", call.path, patience_s=call.patience_s
+        )
 
     async def _taken(self, kept: Kept, progress: RouteProgress) -> Kept | None:
         """Take a route over; None: it has changed."""
