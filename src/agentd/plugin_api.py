@@ -20,15 +20,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import Any, ClassVar
 
+from agentd.core.devices import natural_key
 from agentd.core.kernel.edits import ContainerEdits, DeviceNode, DeviceRequest, Mount
 from agentd.core.names import did_you_mean
+from agentd.core.partition.auto_split import split_units
+from agentd.core.slots import SlotKind, parse_base_units
 
 __all__ = [
     "API_VERSION",
     "ENTRY_POINT_GROUP",
+    "MEMORY_SLOT_KEYS",
     "NODE_ID_VARIABLE",
     "AcceleratorPlugin",
     "AllocatedDevice",
@@ -41,9 +46,15 @@ __all__ = [
     "Measurement",
     "Mount",
     "NotPresent",
+    "PartitionInfo",
     "SettingProblem",
     "SlotTypeInfo",
+    "dealt_in_groups",
+    "memory_slot",
+    "memory_slot_problems",
+    "memory_slots",
     "on_pci_bus",
+    "size_in_bytes",
     "unknown_settings",
 ]
 
@@ -51,6 +62,9 @@ API_VERSION = 1
 ENTRY_POINT_GROUP = "agentd.accelerators"
 NODE_ID_VARIABLE = "AGENTD_NODE_ID"
 """Where a plugin finds the id of its node, in its environment."""
+MEMORY_SLOT_KEYS = ("memory-slot", "memory-quantum")
+"""The settings of plugins that offer the memory of their devices as a secondary slot."""
+_MEBIBYTE = 1 << 20
 GPU_CLASSES = ("03", "12")
 """PCI base classes of GPUs: display controllers and processing accelerators.
 
@@ -181,6 +195,19 @@ class KernelEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class PartitionInfo:
+    """How a plugin divides its devices among agents: agents to ids of devices.
+
+    Each device belongs to one agent at most. Devices that are left out belong to no agent. Agents
+    get equal numbers of the devices with the same slots, or numbers that differ by one. If they
+    do not, `reason` says why, and becomes a warning.
+    """
+
+    devices: Mapping[str, Sequence[str]]
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class SettingProblem:
     """A key of the plugin's table that cannot be used, and what would be."""
 
@@ -197,6 +224,83 @@ def unknown_settings(settings: Mapping[str, Any], known: Iterable[str]) -> list[
             hint = did_you_mean(key, known)
             problems.append(SettingProblem(key, f"unknown key; {hint}allowed: {', '.join(known)}"))
     return problems
+
+
+def size_in_bytes(value: object) -> int:
+    """Return a size of the settings in bytes: a number, or a text such as `80g` or `512MiB`.
+
+    Raises:
+        ValueError: it is not a size.
+    """
+    return parse_base_units(value, SlotKind.BYTES)
+
+
+def memory_slot(name: str, primary: str, quantum: object = _MEBIBYTE) -> SlotTypeInfo:
+    """Return the secondary slot `NAME.mem` of devices that offer `primary`."""
+    step = str(size_in_bytes(quantum))
+    return SlotTypeInfo(f"{name}.mem", "bytes", step, unit="bytes", primary=primary)
+
+
+def memory_slots(name: str, primary: str, settings: Mapping[str, Any]) -> list[SlotTypeInfo]:
+    """Return the memory slot that the settings ask for: one if `memory-slot` is true."""
+    quantum = settings.get("memory-quantum", _MEBIBYTE)
+    return [memory_slot(name, primary, quantum)] if settings.get("memory-slot") else []
+
+
+def memory_slot_problems(settings: Mapping[str, Any]) -> list[SettingProblem]:
+    """Return what is wrong with `memory-slot` and `memory-quantum`."""
+    problems = []
+    if not isinstance(settings.get("memory-slot", False), bool):
+        problems.append(SettingProblem("memory-slot", "expected true or false"))
+    quantum = settings.get("memory-quantum", _MEBIBYTE)
+    try:
+        size = size_in_bytes(quantum)
+    except ValueError:
+        size = 0
+    if size % _MEBIBYTE or not 0 < size <= _MEBIBYTE << 10:
+        why = f'invalid size {quantum!r}: expected whole MiB up to 1 GiB, such as "1m"'
+        problems.append(SettingProblem("memory-quantum", why))
+    elif "memory-quantum" in settings and not settings.get("memory-slot"):
+        problems.append(SettingProblem("memory-quantum", "is not used without memory-slot = true"))
+    return problems
+
+
+def dealt_in_groups(groups: Iterable[Iterable[str]], agents: Sequence[str]) -> dict[str, list[str]]:
+    """Return the device ids of each agent, with groups kept together where possible.
+
+    `groups` holds every device once, alone if it has no group. Agents get as many devices as with
+    `auto-split-order = "id"`. Groups are dealt from the largest to the smallest. Each goes to the
+    agent with the fewest places left among those that have room for all of it. If no agent has,
+    it fills the agent with the most places left, and its other devices are a group of their own.
+    Single devices fill the agents in order. The result does not depend on the order of groups.
+
+    Raises:
+        ValueError: there are no agents.
+    """
+    waiting = [
+        (-len(ids), natural_key(ids[0]), ids)
+        for ids in (sorted(group, key=natural_key) for group in groups)
+        if ids
+    ]
+    heapify(waiting)
+    counts = split_units(sum(len(ids) for *_, ids in waiting), len(agents))
+    left = dict(zip(agents, counts, strict=True))
+    dealt: dict[str, list[str]] = {agent: [] for agent in agents}
+    while waiting:
+        *_, ids = heappop(waiting)
+        if len(ids) == 1:
+            agent = next(agent for agent in agents if left[agent])
+        else:
+            fitting = [agent for agent in agents if left[agent] >= len(ids)]
+            agent = (
+                min(fitting, key=left.__getitem__) if fitting else max(agents, key=left.__getitem__)
+            )
+        taken, rest = ids[: left[agent]], ids[left[agent] :]
+        dealt[agent] += taken
+        left[agent] -= len(taken)
+        if rest:
+            heappush(waiting, (-len(rest), natural_key(rest[0]), rest))
+    return {agent: sorted(ids, key=natural_key) for agent, ids in dealt.items()}
 
 
 def on_pci_bus(
@@ -267,6 +371,20 @@ class AcceleratorPlugin(ABC):
         self, allocation: Sequence[AllocatedDevice], features: Features
     ) -> ContainerEdits:
         """Return what a kernel needs to use these devices; for none, how to hide them all."""
+
+    def partition(
+        self, devices: Sequence[DeviceInfo], agents: Sequence[str]
+    ) -> PartitionInfo | None:
+        """Divide the devices among the agents; None deals them in the order of their ids.
+
+        For devices that belong together, such as GPUs joined by links. Called in auto-split with
+        `auto-split-order = "plugin"`, after the first listing. `devices` have the ids that agentd
+        gave them, in natural order; missing ones that agentd remembers are among them, with health
+        `unknown`. The answer is kept and used again while agents, devices and their slots are the
+        same. It may not depend on the order of devices.
+        """
+        del devices, agents
+        return None
 
     def measure(self) -> Sequence[Measurement]:
         """Return what the devices do now."""

@@ -27,6 +27,7 @@ from agentd.core.devices import (
     warnings_by_name,
 )
 from agentd.core.partition.auto_split import deal, split_units, torn_cores
+from agentd.core.partition.dealing import Dealing
 from agentd.core.partition.limits import Limit, Limitable, guaranteed, remarks, resolved
 from agentd.core.partition.manual import AssignableDevices, Assignment, assign_manually
 from agentd.core.partition.rules import AllocationMode, SplitRules
@@ -173,6 +174,7 @@ def joined(
     inventory: Inventory,
     rules: SplitRules,
     unlisted: Mapping[str, str] = MappingProxyType({}),
+    dealings: Mapping[str, Dealing | None] = MappingProxyType({}),
 ) -> Split:
     """Divide device names that came late; everything else stays where it is.
 
@@ -183,7 +185,7 @@ def joined(
     """
     memory = inventory.by_id[MEMORY]
     whole = msgspec.structs.replace(memory, capacity=memory.capacity + before.reserved_mem)
-    fresh = split(inventory.with_device(whole), rules, unlisted)
+    fresh = split(inventory.with_device(whole), rules, unlisted, dealings)
 
     def merged(old: Iterable[DeviceId], new: Iterable[DeviceId]) -> tuple[DeviceId, ...]:
         kept = (device_id for device_id in old if device_id.name not in names)
@@ -219,8 +221,12 @@ def split(
     inventory: Inventory,
     rules: SplitRules,
     unlisted: Mapping[str, str] = MappingProxyType({}),
+    dealings: Mapping[str, Dealing | None] = MappingProxyType({}),
 ) -> Split:
     """Divide the node; `unlisted` holds device names whose plugin listed nothing, and why.
+
+    `dealings` holds, by device name, how its plugin deals the devices in auto-split; None where
+    it cannot be asked yet.
 
     The split's inventory has the reserved memory taken off its memory device. No agents
     in `rules` means one, `main`, that owns everything.
@@ -228,6 +234,7 @@ def split(
     Raises:
         ConfigRefused: the rules do not fit the devices; every reason is listed.
     """
+    warnings: tuple[str, ...] = ()
     reserved, problems = _reservation(inventory, rules)
     memory = inventory.by_id[MEMORY]
     left = max(0, memory.capacity - rules.reserved_mem)
@@ -248,7 +255,8 @@ def split(
         everything = [device.device_id for device in pool.devices]
         assignment = Assignment(dict.fromkeys(agents, everything), dict.fromkeys(agents, left))
     elif rules.mode is AllocationMode.AUTO_SPLIT:
-        assignment = _deal(pool, rules)
+        assignment = _deal(pool, rules, dealings)
+        warnings = (*_dealing_warnings(pool, rules, dealings),)
     else:
         assignment, wrong = assign_manually(pool, rules)
         problems += wrong
@@ -258,6 +266,7 @@ def split(
     if problems:
         raise ConfigRefused(problems)
     divided = _split(inventory, rules, reserved, pool, assignment)
+    divided = replace(divided, warnings=(*divided.warnings, *warnings))
     return _limited(divided, limits, available) if rules.mode is AllocationMode.SHARED else divided
 
 
@@ -318,14 +327,31 @@ def _reservation(inventory: Inventory, rules: SplitRules) -> tuple[list[DeviceId
     return reserved, problems
 
 
-def _deal(pool: AssignableDevices, rules: SplitRules) -> Assignment:
+def _deal(
+    pool: AssignableDevices, rules: SplitRules, dealings: Mapping[str, Dealing | None]
+) -> Assignment:
     agents = [rule.agent_id for rule in rules.agents]
-    dealt = deal(pool.by_name, agents, rules.order)
+    dealt = deal(pool.by_name, agents, rules.order, dealings)
     if len(agents) == 1:
         return Assignment(dealt, {agents[0]: pool.memory_bytes})
     units = split_units(pool.memory_bytes // rules.align, len(agents))
     sizes = {agent: unit * rules.align for agent, unit in zip(agents, units, strict=True)}
     return Assignment(dealt, sizes)
+
+
+def _dealing_warnings(
+    pool: AssignableDevices, rules: SplitRules, dealings: Mapping[str, Dealing | None]
+) -> Iterator[str]:
+    if rules.are_plugins_asked and not dealings and not pool.unlisted:
+        yield (
+            'auto-split-order is "plugin", but no plugin of this node deals its devices;'
+            ' they are dealt as with "id"'
+        )
+    for name, dealing in dealings.items():
+        if dealing is None:
+            yield f"{name}: its plugin is not ready to deal its devices, so no agent has them"
+        elif dealing.reason:
+            yield f"{name}: its plugin deals unequal numbers of devices: {dealing.reason}"
 
 
 def _split(
