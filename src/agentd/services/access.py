@@ -9,7 +9,7 @@ from agentd.core.access import Caller, Right, roles_with
 from agentd.core.allocation.explain import OTHER
 from agentd.core.devices import Device, DeviceId
 from agentd.core.kernel.states import Kernel
-from agentd.errors import Forbidden, UnknownAgent, UnknownDevice, UnknownKernel
+from agentd.errors import Forbidden, UnknownAgent, UnknownClaim, UnknownDevice, UnknownKernel
 from agentd.services.devices import NodeDevices
 from agentd.services.state import NodeState
 
@@ -30,13 +30,14 @@ class Access:
         *,
         agent: str | None = None,
         kernel: str | None = None,
+        claim: str | None = None,
         device: DeviceId | None = None,
     ) -> None:
         """Refuse what a caller cannot see, or may not do.
 
         Raises:
-            UnknownAgent, UnknownKernel, UnknownDevice: it does not exist, or is not the caller's
-                to see; the answer does not tell which.
+            UnknownAgent, UnknownKernel, UnknownClaim, UnknownDevice: it does not exist, or is not
+                the caller's to see; the answer does not tell which.
             Forbidden: it is seen, and not this caller's to change.
         """
         if agent is not None and not caller.sees(agent):
@@ -44,6 +45,8 @@ class Access:
             raise UnknownAgent(f"no agent {agent} on this node; it has {mine}")
         if kernel is not None and not self._sees_kernel(caller, kernel):
             raise UnknownKernel(f"no kernel {kernel} on this node")
+        if claim is not None and not self._sees_claim(caller, claim):
+            raise UnknownClaim(f"no claim {claim} on this node")
         if device is not None:
             self._require_device(caller, device)
         if not caller.may(right):
@@ -82,8 +85,11 @@ class Access:
 
     def about_nobody_else(self, caller: Caller, texts: Iterable[str]) -> list[str]:
         """Return the texts in which nobody is named whom a caller cannot see."""
-        names = {kernel.kernel_id for kernel in self._state if not caller.sees(kernel.agent_id)}
-        agents = {kernel.agent_id for kernel in self._state} | self._devices.split.partitions.keys()
+        owners = {kernel.kernel_id: kernel.agent_id for kernel in self._state}
+        claims = {claim.claim_id: claim.agent_id for claim in self._state.claims.values()}
+        named = (*owners.items(), *claims.items())
+        names = {holder for holder, agent in named if not caller.sees(agent)}
+        agents = {*owners.values(), *claims.values(), *self._devices.split.partitions}
         names |= {agent for agent in agents if agent and not caller.sees(agent)}
         if not names:
             return list(texts)
@@ -93,6 +99,10 @@ class Access:
     def _sees_kernel(self, caller: Caller, kernel_id: str) -> bool:
         """Tell whether a kernel may be spoken of: an unknown one, to who sees the whole node."""
         known = self._state.kernels.get(kernel_id)
+        return caller.agents is None if known is None else caller.sees(known.agent_id)
+
+    def _sees_claim(self, caller: Caller, claim_id: str) -> bool:
+        known = self._state.claims.get(claim_id)
         return caller.agents is None if known is None else caller.sees(known.agent_id)
 
     def _require_device(self, caller: Caller, wanted: DeviceId) -> None:
