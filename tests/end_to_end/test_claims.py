@@ -5,26 +5,22 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from daemon import AGENTS, Answer, Daemon, gpus
+from daemon_pool import Serving
 
 NODE = AGENTS + gpus(4)
 ONE = {"cuda.device": 1}
 
 
 @pytest.fixture
-async def node(plain: Daemon) -> AsyncIterator[Daemon]:
-    """agentd with four GPUs and two agents, and no claim afterwards."""
-    await plain.start(NODE)
-    yield plain
-    if plain.process is not None:
-        for claim in await plain.get("/v1/claims"):
-            await plain.call("DELETE", f"/v1/claims/{claim['claim_id']}")
+async def node(serving_process: Serving) -> Daemon:
+    """agentd with four GPUs and two agents."""
+    return await serving_process(NODE)
 
 
 async def claim(daemon: Daemon, claim_id: str, holder: Any = None, **body: Any) -> Answer:
@@ -144,6 +140,7 @@ async def test_claims_survive_a_restart_and_end_with_the_boot(node: Daemon) -> N
         assert [c["claim_id"] for c in await node.get("/v1/claims")] == ["lasting"]
         assert await node.free("cuda.device") == "3"
     finally:
+        node.boot_id = ""
         child.kill()
         child.wait()
 
@@ -185,6 +182,7 @@ async def test_a_failed_create_gives_the_claim_its_devices_back(node: Daemon) ->
     before = await claimed(node, "c1", slots={"cuda.device": 2})
     await node.call("POST", "/v1/devices/cuda/cuda0/drain")
     failed = await node.create(kernel_id="k1", claim="c1", command=["/nowhere"])
+    await node.call("POST", "/v1/devices/cuda/cuda0/undrain")
     assert failed.status == 422, failed.content
     assert await node.get("/v1/claims/c1") == before
     assert (await node.device("cuda0"))["holders"] == [{"claim_id": "c1", "amount": "1"}]

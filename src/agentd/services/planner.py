@@ -292,7 +292,7 @@ def _claimed(spec: KernelSpec, state: NodeState) -> Allocation:
     claim = state.claims.get(spec.claim_id)
     is_known = claim is not None and (spec.caller is None or claim.may_be_used_by(spec.caller))
     if claim is None or not is_known or spec.claim_id in state.closed_claims:
-        raise UnknownClaim(f"no claim {spec.claim_id} on this node")
+        raise UnknownClaim(f"unknown claim {spec.claim_id}")
     if claim.agent_id != spec.agent_id:
         why = f"claim {claim.claim_id} is of agent {claim.agent_id}"
         raise InvalidRequest([Problem("claim", why)])
