@@ -32,7 +32,7 @@ from agentd.core.kernel.edits import ContainerEdits, DeviceNode, Mount
 from agentd.core.kernel.record import NewerRecordError, RecordError
 from agentd.core.slots import ONE, ResourceSlots, SlotKind
 from agentd.errors import InsufficientResource
-from core.machines import gpus, machine, memory, shared
+from core.machines import cores, gpus, machine, memory, shared
 
 HOLDERS: list[ClaimOwner] = [
     ProcessHolder(17, 4711),
@@ -181,7 +181,7 @@ def test_a_kernel_and_a_claim_of_one_id_are_two_holders() -> None:
     assert [holder_text(holder) for holder in both.holdings] == ["kernel x", "claim x"]
 
 
-INVENTORY = machine(*gpus(1, 1, 1, 1), memory())
+INVENTORY = machine(*cores(1), *gpus(1, 1, 1, 1), memory())
 PARTITION = shared(INVENTORY, "a").partitions["a"]
 
 
