@@ -1,4 +1,4 @@
-"""What plugins say is bounded, cleaned and checked before anybody sees it."""
+"""Answers of plugins are limited, cleaned and validated."""
 
 import math
 import re
@@ -214,12 +214,16 @@ def test_bytes_have_a_quantum_up_to_a_gibibyte(quantum: str) -> None:
 OTHER = SlotTypeInfo("x.other")
 EIGHT = [SlotTypeInfo(f"x.s{number}", primary="x.shares") for number in range(8)]
 LIES = {
-    "more than a gibibyte": ([SlotTypeInfo("x.m", "bytes", str(2**30 + 1))], [], "quantum of x.m"),
-    "a primary that is not listed": ([MEMORY], [], "primary slot of x.mem, x.shares, is not in"),
+    "more than a gibibyte": (
+        [SlotTypeInfo("x.m", "bytes", str(2**30 + 1))],
+        [],
+        "invalid quantum of x.m",
+    ),
+    "a primary that is not listed": ([MEMORY], [], "unlisted primary slot of x.mem: 'x.shares'"),
     "a secondary of a secondary": (
         [SHARES, MEMORY, SlotTypeInfo("x.more", primary="x.mem")],
         [],
-        "x.mem, is a secondary slot of x.shares",
+        "'x.mem' is a secondary slot of x.shares",
     ),
     "its own primary": ([SlotTypeInfo("x.s", primary="x.s")], [], "is a secondary slot of x.s"),
     "a unique secondary": (
@@ -230,7 +234,7 @@ LIES = {
     "a primary in bytes": (
         [SlotTypeInfo("x.b", "bytes"), SlotTypeInfo("x.c", primary="x.b")],
         [],
-        "invalid kind bytes of x.b, a primary slot with secondary ones: expected count or unique",
+        "invalid kind bytes of 'x.b', a primary slot with secondary ones: expected count",
     ),
     "a secondary as a device's primary": (
         [SHARES, MEMORY],
@@ -250,12 +254,12 @@ LIES = {
     "an unknown secondary": (
         [SHARES],
         [DeviceInfo("x0", "S0", "x.shares", secondary={"x.mem": "1"})],
-        "x0 offers x.mem, which is not in its slot types",
+        "device x0 has the unlisted slot type 'x.mem'",
     ),
     "a number of five thousand digits": (
         [SHARES],
         [DeviceInfo("x0", "S0", "x.shares", secondary={"9" * 5000: "1"})],
-        "which is not in its slot types",
+        "device x0 has the unlisted slot type",
     ),
     "eight secondaries": (
         [SHARES, *EIGHT],
@@ -265,7 +269,7 @@ LIES = {
     "a capacity that is no amount": (
         [SHARES, MEMORY],
         [DeviceInfo("x0", "S0", "x.shares", secondary={"x.mem": "80 GPUs"})],
-        "the capacity of x0",
+        "invalid capacity of x0",
     ),
 }
 

@@ -165,10 +165,10 @@ def _beside_primary(slot: SlotType, types: Mapping[str, SlotType]) -> SlotType:
     named = shortened(slot.primary)
     primary = types.get(slot.primary)
     if primary is None:
-        raise InvalidAnswer(f"the primary slot of {slot.name}, {named}, is not in its slot types")
+        raise InvalidAnswer(f"unlisted primary slot of {slot.name}: {named}")
     if primary.primary is not None:
         raise InvalidAnswer(
-            f"the primary slot of {slot.name}, {named}, is a secondary slot of {primary.primary}"
+            f"invalid primary slot of {slot.name}: {named} is a secondary slot of {primary.primary}"
         )
     if slot.kind is SlotKind.UNIQUE:
         raise InvalidAnswer(
@@ -242,9 +242,7 @@ def _secondary(info: DeviceInfo, types: Mapping[str, SlotType]) -> Iterator[Seco
         )
     for name in info.secondary:
         if name not in types:
-            raise InvalidAnswer(
-                f"device {info.id} has the unlisted slot type {shortened(name)}"
-            )
+            raise InvalidAnswer(f"device {info.id} has the unlisted slot type {shortened(name)}")
     for name in sorted(info.secondary, key=natural_key):
         slot = types[name]
         if slot.primary != info.slot:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import structlog
 from msgspec.structs import replace
 
+from agentd.core.allocation.ledger import Holder
 from agentd.core.devices import (
     Device,
     DeviceId,
@@ -151,15 +152,14 @@ class NodeDevices:
             return False
         self._news.pop(listing.name, None)
         _publish_changes(self._events, before.inventory, self.inventory)
-        log.info("plugin.joined", plugin=listing.name)
+        log.info("plugin.added", plugin=listing.name)
         return True
 
     def _take_in(self, listings: Sequence[PluginListing], before: Split | None = None) -> None:
         """Merge listings with known and saved devices.
 
         Without `before` everything is new, including the devices of the host. With it, only the
-        listed
-        devices change.
+        listed devices change.
 
         Raises:
             ConfigRefused: the rules do not fit; nothing changed.
@@ -267,7 +267,7 @@ class NodeDevices:
             hit("drain.after_save")
         return device
 
-    def forget(self, name: str, device_id: str, *, holders: Iterable[str]) -> None:
+    def forget(self, name: str, device_id: str, *, holders: Iterable[Holder]) -> None:
         """Forget a missing device; its id is free again after the next start.
 
         Raises:
@@ -315,7 +315,7 @@ class NodeDevices:
             self._store.save_devices(_lasting(self.inventory), self._dealings)
         except StateUnavailable as error:
             if not self._unsaved:
-                log.warning("devices.not_saved", reason=str(error))
+                log.warning("devices.save_failed", reason=str(error))
             self._unsaved = f"the inventory is not saved: {error}"
         else:
             self._unsaved = ""
@@ -336,13 +336,13 @@ def _publish_changes(events: EventLog, before: Inventory, now: Inventory) -> Non
             events.publish(EventKind.DEVICE_REMOVED, device)
 
 
-def _refuse_forgetting(device: Device, holders: Iterable[str]) -> None:
+def _refuse_forgetting(device: Device, holders: Iterable[Holder]) -> None:
     if not device.gone:
         raise Conflict(f"{device.device_id} is not missing; only missing devices can be forgotten")
     if device.health is Health.UNKNOWN:
         why = f"it is unknown whether {device.device_id} is missing: {device.reason}"
         raise Conflict(why)
-    if held := ", ".join(holders):
+    if held := ", ".join(map(str, holders)):
         raise Conflict(f"{device.device_id} is held by {held}")
 
 

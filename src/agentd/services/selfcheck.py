@@ -132,10 +132,10 @@ def _holdings(ledger: Ledger, settled: Collection[str]) -> dict[str, dict[str, i
     """Return who holds how much of which slot of which device."""
     holdings: dict[str, dict[str, int]] = {}
     for device_id, holders in ledger.held.items():
-        for kernel_id, share in holders.items():
-            if kernel_id in settled:
+        for holder, share in holders.items():
+            if holder in settled:
                 for slot, _, amount in share.amounts:
-                    holdings.setdefault(f"{device_id}/{slot}", {})[kernel_id] = amount
+                    holdings.setdefault(f"{device_id}/{slot}", {})[str(holder)] = amount
     return holdings
 
 

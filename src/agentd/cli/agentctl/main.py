@@ -15,6 +15,7 @@ from click.core import ParameterSource
 
 from agentd import __version__
 from agentd.cli.agentctl import completion
+from agentd.cli.agentctl.claim import claim, claims, release, renew
 from agentd.cli.agentctl.create import create, explain
 from agentd.cli.agentctl.doctor import check_row, print_checks, runtimes_row
 from agentd.cli.agentctl.exec import run_inside
@@ -39,6 +40,7 @@ from agentd.cli.agentctl.options import (
     suggestion,
     token_of,
 )
+from agentd.cli.agentctl.run import run
 from agentd.cli.agentctl.stats import stats, top
 from agentd.cli.agentctl.token import token
 from agentd.cli.agentctl.ui import ui
@@ -234,6 +236,11 @@ def slots(client: Client) -> None:
 agentctl.add_command(fleet_group)
 agentctl.add_command(create)
 agentctl.add_command(explain)
+agentctl.add_command(run)
+agentctl.add_command(claim)
+agentctl.add_command(claims)
+agentctl.add_command(renew)
+agentctl.add_command(release)
 
 
 @agentctl.command()
@@ -253,9 +260,8 @@ def ls(
 ) -> None:
     """List kernels.
 
-    \b
-    agentctl ls --state running --label queue=night
-    agentctl rm $(agentctl ls -q --state terminated)
+    \b agentctl ls --state running --label queue=night agentctl rm $(agentctl ls -q --state
+    terminated)
     """
     with suggesting_agents(client, agent):
         rows = client.kernels(agent, state=state, labels=pairs(label))

@@ -241,9 +241,14 @@ def device_row(device: Mapping[str, Any]) -> dict[str, Any]:
             for name, use in device["slots"].items()
         ],
         "holders": [
-            f"{holder['kernel_id']}={held_amounts(slot, holder)}" for holder in device["holders"]
+            f"{holder_name(holder)}={held_amounts(slot, holder)}" for holder in device["holders"]
         ],
     }
+
+
+def holder_name(holder: Mapping[str, Any]) -> str:
+    """Return the id of a kernel, or of a claim after the word claim."""
+    return f"claim {holder['claim_id']}" if "claim_id" in holder else str(holder["kernel_id"])
 
 
 def for_each(kernels: Sequence[str], act: Callable[[str], object]) -> bool:
@@ -299,8 +304,9 @@ def event_line(kind: str, content: Mapping[str, Any]) -> str:
 
 
 def event_subject(content: Mapping[str, Any]) -> str:
-    """Return the name of the kernel, device, plugin or runtime that an event is about."""
-    return str(content.get("kernel_id") or content.get("name") or content.get("id", ""))
+    """Return the name of the kernel, claim, device, plugin or runtime that an event is about."""
+    names = (content.get(name) for name in ("kernel_id", "claim_id", "name", "id"))
+    return str(next(filter(None, names), ""))
 
 
 def token_of(file: str | None) -> str | None:

@@ -23,6 +23,7 @@ from agentd.core.kernel.reconcile import Action, MarkAbsent, RemoveNeverRan, rec
 from agentd.core.kernel.states import PRESENT, Kernel, KernelRef, Observed
 from agentd.errors import Conflict, RuntimeFailure, RuntimeUnavailable
 from agentd.failpoints import hit, reach
+from agentd.services.claims.records import located_claim
 from agentd.services.devices import NodeDevices
 from agentd.services.kernels.creates import GRACE_S
 from agentd.services.kernels.log import log_found
@@ -69,7 +70,10 @@ class Reconciler:
         self._partial_again = 0.0
 
     def relocate(self) -> None:
-        """Charge kernels to devices that were known only from their records so far."""
+        """Charge kernels and claims to devices that were known only from their records so far."""
+        for claim in list(self._state.claims.values()):
+            if (now := located_claim(claim, self._devices)) is not claim:
+                self._state.put_claim(now)
         for kernel in list(self._state):
             allocation, missing = located(kernel.allocation, self._devices.inventory)
             self._devices.add_missing(missing)
@@ -137,7 +141,7 @@ class Reconciler:
         """Return whether another runtime has a kernel with this id; the observed one is ignored."""
         is_second = self._state.is_second(item.kernel_id, item.runtime)
         if is_second:
-            log.error("kernel.second_of_its_name", kernel_id=item.kernel_id, handle=item.handle)
+            log.error("kernel.duplicate_id", kernel_id=item.kernel_id, handle=item.handle)
         return is_second
 
     async def _renamed(
@@ -167,8 +171,7 @@ class Reconciler:
         """Queue a kernel for observation.
 
         The observation is skipped if the kernel is removed meanwhile and had no other event: the
-        event was
-        its removal.
+        event was its removal.
         """
         if kernel_id in self._queued:
             self._once.discard(kernel_id)
@@ -282,7 +285,7 @@ class Reconciler:
             self._state.settle(kernel.kernel_id)
         else:
             self._state.drop(kernel.kernel_id)
-        log.info("kernel.never_born", kernel_id=kernel.kernel_id)
+        log.info("kernel.create_discarded", kernel_id=kernel.kernel_id)
 
     async def _remove_never_ran(self, found: ObservedKernel) -> None:
         """Remove the remains of an interrupted create; its share stays held until then."""
@@ -295,12 +298,12 @@ class Reconciler:
         try:
             is_gone = await self._runtimes[found.runtime].remove(found.ref, unless_alive=True)
         except (RuntimeUnavailable, RuntimeFailure) as error:
-            log.warning("kernel.not_removed", kernel_id=kernel_id, reason=str(error))
+            log.warning("kernel.orphan_remove_failed", kernel_id=kernel_id, reason=str(error))
             return
         await reach("adopt.after_discard")
         if is_gone:
             self._state.drop(kernel_id)
-            log.info("kernel.never_ran_removed", kernel_id=kernel_id)
+            log.info("kernel.orphan_removed", kernel_id=kernel_id)
         else:
             self.requeue(kernel_id)
 
