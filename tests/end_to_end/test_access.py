@@ -298,7 +298,7 @@ async def test_a_team_is_told_that_what_it_shares_changed_and_no_more(plain: Dae
         heard = await until(frames, event="free")
         devices = (await call(plain, "a", "GET", "/v1/devices")).json
         held = [d["holders"] for d in devices if d["id"] == "cuda0"]
-        assert held == [[{"kernel_id": "other", "amount": "1"}]]
+        assert held == [[{"kernel_id": "other", "amount": "1", "amounts": {"cuda.device": "1"}}]]
         await plain.call("POST", "/v1/kernels/secret-2/stop", {"timeout": 0})
         heard += await until(frames, event="free")
         await plain.call("DELETE", "/v1/kernels/secret-2")
