@@ -76,7 +76,7 @@ def test_a_line_is_the_journals_and_a_late_reader_misses_none(node: Node) -> Non
     node.remove("lines")
 
 
-def test_what_operators_say_of_slices_and_units_holds(node: Node) -> None:
+def test_operators_drop_ins_take_precedence(node: Node) -> None:
     prefix = node.create("first", "sleep", "9999") and node.unit("first").split("-")[1]
     node.remove("first")
     said = {
@@ -127,7 +127,7 @@ def test_exec_on_units(node: Node) -> None:
     node.must(f"python3 -m zipfile -e /payload/agentd_plugin_sim-*.whl {SITE}")
     done = node.run(
         f"cd /tmp && {LIBRARIES} /opt/agentd/bin/python -m pytest -o addopts= -q"
-        " tests/end_to_end/test_inside.py tests/end_to_end/test_inside_attacks.py"
+        " tests/end_to_end/test_exec.py tests/end_to_end/test_exec_attacks.py"
         f" -k '{chosen}' -p no:hypothesispytest --timeout 240 2>&1 | tail -60",
         1100,
     )

@@ -198,7 +198,7 @@ async def test_retry_waits_for_a_new_attempt(
     assert (await retrying).state is PluginState.READY
 
 
-async def test_only_what_is_to_run_can_be_tried_again(host: Hosts) -> None:
+async def test_blocked_plugin_cannot_be_retried(host: Hosts) -> None:
     made = host([PluginTable(name="x", plugin="nothing")], block=["good"], good="Good")
     await opened(made)
     with pytest.raises(Conflict, match="plugin x is blocked: no entry point 'nothing'"):
@@ -250,7 +250,7 @@ async def test_entry_point_with_a_built_in_name_is_not_loaded(host: Hosts, name:
 async def test_missing_entry_points_are_reported_together(host: Hosts) -> None:
     tables = [PluginTable(name="a", plugin="goood")]
     made = host(tables, allow=["good", "gud"], block=["cdua"], good="Good")
-    assert [doubt.where for doubt in made.doubts()] == [
+    assert [missing.where for missing in made.missing_entry_points()] == [
         "plugins.a.plugin", "plugins.allow", "plugins.block",
     ]  # fmt: skip
     assert made.warnings()[0].endswith("did you mean good? installed: good")

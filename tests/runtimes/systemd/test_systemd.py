@@ -34,7 +34,7 @@ from agentd.runtimes.systemd.bundle import (
 )
 from agentd.runtimes.systemd.journal import JournalSource
 from agentd.runtimes.systemd.observer import UnitObserver
-from agentd.runtimes.systemd.slices import journal_remarks
+from agentd.runtimes.systemd.slices import journal_warnings
 from agentd.runtimes.systemd.unit import (
     SystemdRules,
     kernel_of,
@@ -95,7 +95,7 @@ def test_a_mask_has_a_bit_for_each_number(numbers: set[int]) -> None:
      ("activating", "auto-restart", ObservedState.RUNNING),
      ("inactive", "dead", ObservedState.EXITED)],
 )  # fmt: skip
-def test_what_states_of_a_unit_mean(active: str, sub: str, state: ObservedState) -> None:
+def test_unit_states_are_mapped(active: str, sub: str, state: ObservedState) -> None:
     assert state_of(active, sub) is state
 
 
@@ -114,7 +114,7 @@ def test_a_unit_that_cannot_be_read_may_run_all_the_same(load, active, there) ->
      (2, 15, "success", 143, False), (2, 9, "oom-kill", 137, True),
      (3, 6, "core-dump", 134, False)],
 )  # fmt: skip
-def test_how_a_unit_ended(code, status, result, exit_code, oom) -> None:
+def test_unit_end_is_parsed(code, status, result, exit_code, oom) -> None:
     seen = {"ExecMainCode": code, "ExecMainStatus": status, "Result": result,
             "ExecMainExitTimestamp": 2_000_000}  # fmt: skip
     ending = end_of(seen).ending
@@ -184,8 +184,8 @@ def test_usage_from_systemd_is_kept_unless_counted(tmp_path: Path) -> None:
     bundle = UnitBundle(tmp_path / "k1")
     for own, cpu_seconds, peak in ((tmp_path, None, None), (group, 2.5, 4096)):
         bundle.make("{}", {})
-        bundle.enter(own)
-        bundle.enter(tmp_path / "another of that name, later")
+        bundle.save_group(own)
+        bundle.save_group(tmp_path / "another of that name, later")
         run_drop_in(tmp_path, "running", SERVICE_RESULT="success", EXIT_CODE="killed",
                     EXIT_STATUS="TERM")  # fmt: skip
         assert bundle.has_usage() is (cpu_seconds is not None)
@@ -320,7 +320,7 @@ def test_a_user_s_unit_has_only_what_a_user_s_manager_can_do() -> None:
      ({"container": ContainerOptions(pids_limit=5000)}, "pids_limit"),
      ({"container": ContainerOptions(network="host")}, "network")],
 )  # fmt: skip
-def test_what_no_unit_can_be_is_refused_before_anything(spec, where) -> None:
+def test_request_that_no_unit_can_fulfil_is_refused(spec, where) -> None:
     given_ = {"command": ("true",), **spec}
     problems = list(request_problems(KernelSpec("k", "a", spec_hash="h", **given_), SystemdRules()))
     assert [problem.where for problem in problems] == [where]
@@ -374,7 +374,7 @@ def test_a_journal_that_has_failed_or_has_no_limits_is_told(tmp_path: Path) -> N
         limits.parent.mkdir()
         limits.touch()
     failed = {"systemd-journald@agentd-b.service", "systemd-journald@other.service"}
-    found = journal_remarks(failed, tmp_path)
+    found = journal_warnings(failed, tmp_path)
     assert [remark.partition(":")[0] for remark in found] == [
         "systemd-journald@agentd-b.service has failed", "the journal agentd-c has no limits",
     ]  # fmt: skip
