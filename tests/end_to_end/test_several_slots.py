@@ -61,7 +61,7 @@ async def test_a_refusal_and_a_dry_run_name_every_slot(plain: Daemon) -> None:
         " 20 GiB free (80 GiB in total); held by k1"
     )
     body = {"slots": {"cuda.shares": "0.2"}, "command": ["true"]}
-    looked = await plain.call("POST", "/v1/agents/agent-1/kernels?dry-run=true", body)
+    looked = await plain.call("POST", "/v1/agents/agent-1/kernels?dry_run=true", body)
     assert looked.status == 200, looked.content
     assert looked.json["slots"]["cuda.mem"] == str(16 * GIB)
     assert looked.json["explain"].keys() >= {"cuda.shares", "cuda.mem"}
