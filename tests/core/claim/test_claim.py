@@ -30,9 +30,10 @@ from agentd.core.claim.record import decode, encode
 from agentd.core.devices import DeviceId
 from agentd.core.kernel.edits import ContainerEdits, DeviceNode, Mount
 from agentd.core.kernel.record import NewerRecordError, RecordError
+from agentd.core.partition.split import Partition
 from agentd.core.slots import ONE, ResourceSlots, SlotKind
 from agentd.errors import InsufficientResource
-from core.machines import gpus, machine, memory, shared
+from core.machines import gpus, machine
 
 HOLDERS: list[ClaimOwner] = [
     ProcessHolder(17, 4711),
@@ -181,8 +182,7 @@ def test_a_kernel_and_a_claim_of_one_id_are_two_holders() -> None:
     assert [holder_text(holder) for holder in both.holdings] == ["kernel x", "claim x"]
 
 
-INVENTORY = machine(*gpus(1, 1, 1, 1), memory())
-PARTITION = shared(INVENTORY, "a").partitions["a"]
+INVENTORY = machine(*gpus(1, 1, 1, 1))
 
 
 def from_claim(wanted: int, *numbers: int, only: Iterable[str] = ()) -> list[str]:
@@ -213,7 +213,7 @@ def test_a_drained_device_of_a_claim_can_be_used_and_a_missing_one_cannot() -> N
         wanted = ResourceSlots({"cuda.device": ONE})
         arguments = (
             allocation(0),
-            machine(*devices, memory()),
+            machine(*devices),
             "a",
             wanted,
             AllocationPolicy(),
@@ -235,10 +235,10 @@ def test_all_of_a_claim_is_the_default_of_what_is_not_named() -> None:
 
 def test_an_observed_claim_takes_devices_in_any_state() -> None:
     devices = [replace(device, drained=True, gone=True) for device in gpus(1)]
-    inventory = machine(*devices, memory())
+    inventory = machine(*devices)
     found = allocate_observed(
         inventory,
-        shared(inventory, "a").partitions["a"],
+        Partition("a", tuple(device.device_id for device in devices), 0),
         ResourceSlots({"cuda.device": ONE}),
         AllocationPolicy(),
         {},
