@@ -13,6 +13,7 @@ from agentd.core.kernel.observation import Listing, ObservedKernel, ObservedStat
 from agentd.core.kernel.plan import KernelPlan
 from agentd.core.kernel.states import Ending, Kernel, KernelRef, KernelSpec, KernelState
 from agentd.core.kernel.usage import UsageReading
+from agentd.core.partition.dealing import Dealing
 from agentd.errors import CommandNotFound, Problem, RuntimeUnavailable, StateUnavailable
 from agentd.plugin_api import Features, Measurement
 from agentd.services.protocols import (
@@ -237,6 +238,7 @@ class FakeMemory:
 
     def __init__(self) -> None:
         self.devices: Sequence[Device] = ()
+        self.dealings: Mapping[str, Dealing] = {}
         self.records: dict[str, SavedRecord] = {}
         self.runtimes: Sequence[str] = ()
         self.claims: dict[str, str] = {}
@@ -260,8 +262,11 @@ class FakeMemory:
     def load_devices(self) -> Sequence[Device]:
         return self.devices
 
-    def save_devices(self, devices: Sequence[Device]) -> None:
-        self.devices = devices
+    def load_dealings(self) -> Mapping[str, Dealing]:
+        return self.dealings
+
+    def save_devices(self, devices: Sequence[Device], dealings: Mapping[str, Dealing]) -> None:
+        self.devices, self.dealings = devices, dict(dealings)
 
     def save_runtimes(self, names: Sequence[str]) -> None:
         self.runtimes = names

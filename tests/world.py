@@ -143,15 +143,11 @@ class World:
         return NodeSnapshot(
             is_shared=len(agents) > 1 and any(len(owner) > 1 for owner in owners),
             capacities={
-                f"{d['device_name']}/{d['id']}": units(d["device_name"], d["capacity"])
+                f"{d['device_name']}/{d['id']}/{slot}": units(slot, use["capacity"])
                 for d in devices
+                for slot, use in d["slots"].items()
             },
-            holdings={
-                f"{d['device_name']}/{d['id']}": {
-                    h["kernel_id"]: units(d["device_name"], h["amount"]) for h in d["holders"]
-                }
-                for d in devices
-            },
+            holdings=_holdings(devices),
             accounted=accounted,
             present=present,
             strays=tuple(self._strays(accounted, processes)),
@@ -295,15 +291,26 @@ def _given(record: str, by_stable_id: dict[str, str]) -> dict[str, int] | None:
     except (ValueError, KeyError, RecursionError):
         return None
     return {
-        by_stable_id.get(share["stable_id"], share["stable_id"]): units(
-            share["device_name"], share["amount"]
+        f"{by_stable_id.get(share['stable_id'], share['stable_id'])}/{share['slot']}": units(
+            share["slot"], share["amount"]
         )
         for share in shares
     }
 
 
-def units(device_name: str, amount: str) -> int:
-    return int(amount) if device_name == "mem" else int(Decimal(amount) * 10**6)
+def _holdings(devices: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """Return who holds how much of which slot of which device; a whole device of the slot ""."""
+    holdings: dict[str, dict[str, int]] = {}
+    for device in devices:
+        for holder in device["holders"]:
+            for slot, amount in (holder["amounts"] or {"": "0"}).items():
+                place = f"{device['device_name']}/{device['id']}/{slot}"
+                holdings.setdefault(place, {})[holder["kernel_id"]] = units(slot, amount)
+    return holdings
+
+
+def units(slot: str, amount: str) -> int:
+    return int(amount) if slot.rpartition(".")[2] == "mem" else int(Decimal(amount) * 10**6)
 
 
 def environments() -> Iterator[Environment]:

@@ -181,22 +181,27 @@ class DecisionView(TypedDict):
 
 @final
 class HolderView(TypedDict):
-    """A kernel that holds something of a device."""
+    """A kernel that holds something of a device: its `amount` of the primary slot, and all."""
 
     kernel_id: str
     amount: Amount
+    amounts: dict[str, Amount]
 
 
 @final
 class ClaimHolderView(TypedDict):
-    """A claim that holds something of a device."""
+    """A claim that holds something of a device, as a kernel does."""
 
     claim_id: str
     amount: Amount
+    amounts: dict[str, Amount]
 
 
 class DeviceView(TypedDict):
-    """A device; `allocated` and `holders` are in their holders' slots."""
+    """A device; `allocated` and the `amount` of holders are in their holders' primary slots.
+
+    `slot`, `capacity`, `allocated` and `free` are its primary slot, `slots` has every one.
+    """
 
     device_name: str
     id: str
@@ -211,11 +216,15 @@ class DeviceView(TypedDict):
     capacity: Amount
     allocated: Amount
     free: Amount
+    slots: dict[str, SlotUseView]
     holders: list[HolderView | ClaimHolderView]
 
 
 class SlotUseView(TypedDict):
-    """One slot of an agent; `free` is what could be given now."""
+    """One slot of an agent or device.
+
+    `free` is of the slot alone: a device may have room for less, if another slot is used up.
+    """
 
     capacity: Amount
     allocated: Amount
@@ -241,7 +250,7 @@ class AgentView(TypedDict):
 
 
 class SlotTypeView(TypedDict):
-    """A slot that this node knows."""
+    """A slot that this node knows; a secondary one names the `primary` slot of its devices."""
 
     name: str
     device_name: str
@@ -249,6 +258,7 @@ class SlotTypeView(TypedDict):
     quantum: Amount
     exclusive_group: str | None
     unit: str
+    primary: str | None
 
 
 class RuntimeView(TypedDict):

@@ -38,9 +38,11 @@ class Rig:
         *others: str,
         rules: SplitRules = SHARED,
         pending: Sequence[str] = (),
+        listings: Sequence[PluginListing] | None = None,
     ) -> None:
         self.runtime = FakeRuntime()
-        self.plugins = FakePlugins(PluginListing("cuda", (CUDA,), tuple(gpus(1, 1))))
+        two_gpus = PluginListing("cuda", (CUDA,), tuple(gpus(1, 1)))
+        self.plugins = FakePlugins(*([two_gpus] if listings is None else listings))
         self.plugins.pending = [*pending]
         self.memory = memory_of_node or FakeMemory()
         self.now = 1000.0

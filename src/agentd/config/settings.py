@@ -107,7 +107,7 @@ class ResourceSettings(Section):
         default=False, description="Allow unequal parts of several devices for one amount."
     )
     auto_split_order: SplitOrder = Field(
-        default=SplitOrder.ID, description='Order of auto-split: "id" or "numa".'
+        default=SplitOrder.ID, description='Order of auto-split: "id", "numa" or "plugin".'
     )
     default_slots: Mapping[str, object] = Field(
         default=DEFAULT_SLOTS, description="Defaults for requests without cpu or mem."

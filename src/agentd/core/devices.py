@@ -67,8 +67,16 @@ def natural_key(text: str) -> tuple[tuple[int, int, str], ...]:
     )
 
 
+class SecondarySlot(msgspec.Struct, frozen=True):
+    """A slot that a device offers beside its primary one; `capacity` is in base units."""
+
+    slot: SlotName
+    kind: SlotKind
+    capacity: int
+
+
 class Device(msgspec.Struct, frozen=True):
-    """One physical unit; `capacity` is in base units of its `slot`."""
+    """One physical unit; `capacity` is in base units of its primary `slot`."""
 
     device_id: DeviceId
     stable_id: str
@@ -92,6 +100,24 @@ class Device(msgspec.Struct, frozen=True):
     """Known only from a kernel's record: listed as gone, and remembered by nobody."""
     is_simulated: bool = False
     """No hardware: another daemon's device of the same stable id is another thing."""
+    secondary: tuple[SecondarySlot, ...] = ()
+    """Further slots of the same device, in natural order of their names."""
+
+    @property
+    def slot_names(self) -> tuple[SlotName, ...]:
+        """The slots that it offers, the primary one first."""
+        if not self.secondary:
+            return (self.slot,)
+        return self.slot, *[other.slot for other in self.secondary]
+
+    @property
+    def slots(self) -> tuple[SecondarySlot, ...]:
+        """The slots that it offers with their capacities, the primary one first."""
+        return SecondarySlot(self.slot, self.kind, self.capacity), *self.secondary
+
+    def capacity_of(self, slot: SlotName) -> int:
+        """Return the capacity of one of its slots, in base units; 0 of a slot it lacks."""
+        return next((offer.capacity for offer in self.slots if offer.slot == slot), 0)
 
     @property
     def usable(self) -> bool:
@@ -102,6 +128,15 @@ class Device(msgspec.Struct, frozen=True):
     def offered(self) -> int:
         """The capacity that counts now: one that is gone, unhealthy or withheld has none."""
         return self.capacity if self._is_there else 0
+
+    @property
+    def offers(self) -> tuple[int, ...]:
+        """The capacities that count now, by slot, the primary one first."""
+        if not self.secondary:
+            return (self.offered,)
+        if not self._is_there:
+            return (0,) * (1 + len(self.secondary))
+        return self.capacity, *[other.capacity for other in self.secondary]
 
     @property
     def _is_there(self) -> bool:
@@ -175,7 +210,8 @@ class Inventory:
     def by_slot(self) -> Mapping[SlotName, tuple[Device, ...]]:
         slots: dict[SlotName, list[Device]] = {}
         for device in self.devices:
-            slots.setdefault(device.slot, []).append(device)
+            for slot in device.slot_names:
+                slots.setdefault(slot, []).append(device)
         return {slot: tuple(devices) for slot, devices in slots.items()}
 
     @cached_property
@@ -185,6 +221,17 @@ class Inventory:
             names.setdefault(device.device_id.name, []).append(device)
         return {name: tuple(devices) for name, devices in names.items()}
 
+    def quantum(self, slot: SlotName) -> int:
+        """Return the quantum of a slot; 1 if only a missing device offers it."""
+        known = self.slot_types.get(slot)
+        return known.quantum if known else 1
+
+    def usable(self, device: Device) -> tuple[int, ...]:
+        """Return the usable capacity of each slot of a device: whole quanta, in base units."""
+        return tuple(
+            offer.capacity - offer.capacity % self.quantum(offer.slot) for offer in device.slots
+        )
+
     def with_device(self, device: Device) -> Inventory:
         """Return an inventory in which `device` stands for the one of its id."""
         others = (d for d in self.devices if d.device_id != device.device_id)
@@ -193,27 +240,31 @@ class Inventory:
     def with_listing(self, name: str, listed: Iterable[Device]) -> tuple[Inventory, list[str]]:
         """Return the inventory with one device name's devices as they are listed now, and warnings.
 
-        The same inventory if nothing changed. Slots and capacities stay what they were: a
-        device that is not listed any more, or lists another slot, is gone until it is back. One
-        that was never there before joins if its slot is known and nobody else serves it.
+        The same inventory if nothing changed. Slots and capacities stay as they were: a
+        device that is not listed any more, or lists another primary slot, is gone until it is
+        back. Other secondary slots are a warning. A device that is new joins if its slots are
+        known and no other plugin serves it.
         """
         now = {device.stable_id: device for device in listed}
         there = [d for d in self.devices if not (d.is_hearsay and d.stable_id in now)]
         known = {device.stable_id for device in there if device.device_id.name == name}
         new = [device for stable_id, device in now.items() if stable_id not in known]
         others = [device for device in there if device.device_id.name != name]
-        kept, warnings = served_once([others, [d for d in new if d.slot in self.slot_types]])
+        unknown = {d.stable_id: u for d in new if (u := self._unknown_slots(d))}
+        kept, warnings = served_once([others, [d for d in new if d.stable_id not in unknown]])
         warnings += [
-            f"{d.device_id} ({d.stable_id}) appeared and offers {d.slot}, which is known"
-            " when agentd is restarted"
+            f"{d.device_id} ({d.stable_id}) appeared and offers {unknown[d.stable_id]}, which is"
+            " known when agentd is restarted"
             for d in new
-            if d.slot not in self.slot_types
+            if d.stable_id in unknown
         ]
         if len(warnings) > MAX_NEWS:
             warnings[MAX_NEWS:] = [f"{len(warnings) - MAX_NEWS} more of {name} appeared"]
         devices = [
-            _as_listed(d, now.get(d.stable_id)) if d.device_id.name == name else d for d in there
+            self._as_listed(d, now.get(d.stable_id)) if d.device_id.name == name else d
+            for d in there
         ]
+        warnings += _other_secondaries(devices, now)
         fresh = [device for device in kept if device.device_id.name == name]
         if not fresh:
             return self._with(devices), warnings
@@ -223,6 +274,22 @@ class Inventory:
             taken.add(device_id)
             devices.append(replace(device, device_id=device_id))
         return Inventory.of(self.slot_types.values(), with_shared_health(devices)), warnings
+
+    def _unknown_slots(self, device: Device) -> str:
+        """Return the slots of a listed device that no slot type describes."""
+        return ", ".join(slot for slot in device.slot_names if slot not in self.slot_types)
+
+    def _as_listed(self, device: Device, now: Device | None) -> Device:
+        if now is None:
+            return replace(device, gone=True, reason="no longer listed by its plugin")
+        if now.slot != device.slot:
+            why = f"offers {now.slot} now; it joins when agentd is restarted"
+            return replace(device, gone=True, reason=why)
+        is_known = not self._unknown_slots(device)
+        secondary = device.secondary if is_known else now.secondary
+        return replace(
+            device, gone=False, health=now.health, reason=now.reason, secondary=secondary
+        )
 
     def with_withheld(self, reasons: Mapping[DeviceId, str]) -> Inventory:
         """Return the inventory in which just the devices of `reasons` are withheld."""
@@ -296,13 +363,18 @@ def withheld_warnings(inventory: Inventory) -> Iterator[str]:
     return warnings_by_name(devices, "withheld", lambda device: device.withheld)
 
 
-def _as_listed(device: Device, now: Device | None) -> Device:
-    if now is None:
-        return replace(device, gone=True, reason="no longer listed by its plugin")
-    if now.slot != device.slot:
-        why = f"offers {now.slot} now; it joins when agentd is restarted"
-        return replace(device, gone=True, reason=why)
-    return replace(device, gone=False, health=now.health, reason=now.reason)
+def _other_secondaries(devices: Iterable[Device], now: Mapping[str, Device]) -> Iterator[str]:
+    """Yield a warning about devices that list other secondary slots than before."""
+    changed = [
+        device.device_id.id
+        for device in devices
+        if (listed := now.get(device.stable_id)) is not None
+        and not device.gone
+        and set(listed.slot_names) != set(device.slot_names)
+    ]
+    if changed:
+        are = "lists" if len(changed) == 1 else "list"
+        yield f"{first_of(changed)} {are} other secondary slots now; restart agentd to use them"
 
 
 def with_shared_health(devices: Sequence[Device]) -> list[Device]:

@@ -1,8 +1,8 @@
 """Invariants: rules that hold on a node at all times, also after a crash of agentd.
 
-Judges a `NodeSnapshot`: what the books say (kernels, and who holds how much of what) beside what
-is there (containers, processes). The daemon's self-check takes it from the inside, tests
-take it from the outside; the rules are the same.
+Judges a `NodeSnapshot`: kernels and holdings as they are recorded, beside the containers and
+processes that are there. The daemon's self-check takes it from the inside, tests take it from the
+outside; the rules are the same. Amounts are compared by device and slot.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ import msgspec
 from agentd.core.kernel.states import ENDED, LIVE, STARTING, KernelState
 
 Holdings = Mapping[str, Mapping[str, int]]
-"""By device, by kernel: how much of it, in base units; 0 keeps back the whole device."""
+"""By device and slot (`name/id/slot`), by kernel: how much, in base units.
+
+0 of the slot "" holds the whole device.
+"""
 
 
 class Violation(NamedTuple):
@@ -48,9 +51,10 @@ class RecordedKernel(msgspec.Struct, frozen=True):
 
 
 class Present(msgspec.Struct, frozen=True):
-    """What is there of a kernel; `given` is what it says itself that it holds, by device.
+    """What is there of a kernel; `given` is what it says itself that it holds.
 
-    `held_to` is what its runtime limits it to now, of the same devices. None: that cannot be told.
+    `held_to` is what its runtime limits it to now. Both are by device and slot, as holdings are.
+    None: that cannot be told.
     """
 
     handle: str
@@ -60,7 +64,11 @@ class Present(msgspec.Struct, frozen=True):
 
 
 class NodeSnapshot(msgspec.Struct, frozen=True):
-    """One look at a node; `divisible` devices (memory) go to several agents in every mode."""
+    """One look at a node; `divisible` devices (memory) go to several agents in every mode.
+
+    `capacities` are by device and slot. A kernel may hold another slot than a device offers: the
+    device is held whole, and there is no capacity to compare with.
+    """
 
     is_shared: bool
     capacities: Mapping[str, int]
@@ -84,15 +92,20 @@ def violations(snapshot: NodeSnapshot) -> list[Violation]:
 
 
 def _over_capacity(snapshot: NodeSnapshot) -> Iterator[Violation]:
-    for device, holders in snapshot.holdings.items():
-        held, capacity = sum(holders.values()), snapshot.capacities.get(device, 0)
-        if held > capacity:
+    for place, holders in snapshot.holdings.items():
+        held, capacity = sum(holders.values()), snapshot.capacities.get(place)
+        if capacity is not None and held > capacity:
             who = ", ".join(sorted(holders))
-            yield Violation("capacity", f"{device}: {held} of {capacity} is held, by {who}")
+            yield Violation("capacity", f"{place}: {held} of {capacity} is held, by {who}")
 
 
 def _with_two_owners(snapshot: NodeSnapshot) -> Iterator[Violation]:
-    for device, holders in snapshot.holdings.items():
+    by_device: dict[str, dict[str, int]] = {}
+    for place, amounts in snapshot.holdings.items():
+        held = by_device.setdefault(_device_of(place), {})
+        for kernel, amount in amounts.items():
+            held[kernel] = held.get(kernel, 0) + amount
+    for device, holders in by_device.items():
         if snapshot.is_shared or device in snapshot.divisible:
             continue
         owners = {
@@ -104,6 +117,10 @@ def _with_two_owners(snapshot: NodeSnapshot) -> Iterator[Violation]:
             who = ", ".join(sorted(holders))
             agents = ", ".join(sorted(owners))
             yield Violation("owner", f"{device} is held by {who}, of agents {agents}")
+
+
+def _device_of(place: str) -> str:
+    return place.rpartition("/")[0]
 
 
 def _unaccounted(snapshot: NodeSnapshot) -> Iterator[Violation]:

@@ -23,6 +23,7 @@ from agentd.host.claim_holders import HostHolders
 from agentd.host.probe import Host, derived_node_id, is_port_free
 from agentd.http.route import Route
 from agentd.plugin_api import NODE_ID_VARIABLE, Features
+from agentd.pluginhost.dealing import DealingRules
 from agentd.pluginhost.host import PluginHost
 from agentd.pluginhost.instance import PluginTimeouts
 from agentd.rpc.claims import ClaimHandlers
@@ -64,16 +65,24 @@ def pace_of(settings: Settings) -> PluginTimeouts:
     return PluginTimeouts(settings.plugins.call_timeout, settings.plugins.health_interval)
 
 
-def plugin_host(settings: Settings) -> PluginHost:
+def plugin_host(settings: Settings, store: StateStore) -> PluginHost:
     """Return the configured plugins, not started.
 
-    They find the node's id in their environment, which is this process's.
+    In auto-split they may deal their devices, unless the store has a dealing already. They find
+    the node's id in their environment, which is this process's.
     """
     with contextlib.suppress(ConfigRefused):
         os.environ[NODE_ID_VARIABLE] = node_id_of(settings)
     plugins, features = settings.plugins, Features(settings.node.runtime)
+    rules = settings.split_rules()
+    agents = tuple(rule.agent_id for rule in rules.agents)
     return PluginHost(
-        plugins.tables, plugins.allow, plugins.block, features=features, pace=pace_of(settings)
+        plugins.tables,
+        plugins.allow,
+        plugins.block,
+        features=features,
+        pace=pace_of(settings),
+        dealing_rules=DealingRules(agents, store) if rules.are_plugins_asked else None,
     )
 
 

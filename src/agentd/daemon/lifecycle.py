@@ -140,7 +140,7 @@ class Daemon:
             log.warning("failpoints.armed", points=points)
         await reach("start.after_locks")
         await runtime_factory.refuse_changed_id(self._settings, self._node_id, self._store)
-        plugins = plugin_host(self._settings)
+        plugins = plugin_host(self._settings, self._store)
         stack.push_async_callback(reach, "shutdown.after_plugins")
         stack.push_async_callback(step, "plugins", lambda _: plugins.close())
         await plugins.open(self._settings.plugins.open_timeout)

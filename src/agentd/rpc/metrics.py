@@ -288,9 +288,10 @@ def _devices(
     for device in accelerators:
         view = rendering.device_view(device, split, ledger)
         states.add_metric([*device.device_id, view["state"]], 1)
-        for member, gauge in sizes.items():
-            amount = float(view[member])  # type: ignore[literal-required]
-            gauge.add_metric([*device.device_id, view["slot"]], amount)
+        for slot, use in view["slots"].items():
+            for member, gauge in sizes.items():
+                amount = float(use[member])  # type: ignore[literal-required]
+                gauge.add_metric([*device.device_id, slot], amount)
         for agent in view["agents"]:
             if agent in agents:
                 owners.add_metric([*device.device_id, agent], 1)

@@ -23,9 +23,10 @@ from agentd.core.devices import (
     with_shared_health,
     withheld_warnings,
 )
+from agentd.core.partition.dealing import Dealing
 from agentd.core.partition.rules import SplitRules
 from agentd.core.partition.split import Partition, Split, joined, split
-from agentd.core.slots import SlotType
+from agentd.core.slots import CPU, MEM, SlotType
 from agentd.errors import (
     ConfigRefused,
     Conflict,
@@ -66,6 +67,7 @@ class NodeDevices:
         self._withheld: frozenset[tuple[str, str]] = frozenset()
         self._unsaved = ""
         self._statuses: dict[str, PluginStatus] = {}
+        self._dealings: dict[str, Dealing] = {}
         self._generation = 0
 
     @property
@@ -105,6 +107,7 @@ class NodeDevices:
         """
         self._statuses = {status.name: status for status in self._plugins.statuses()}
         self._warnings = ()
+        self._dealings = dict(self._store.load_dealings())
         self._take_in(self._plugins.listings())
 
     def refresh(self, name: str) -> bool:
@@ -178,15 +181,47 @@ class NodeDevices:
         missed = {name for rule in self._rules.agents for name in (*rule.devices, *rule.limits)}
         missed |= {device.device_id.name for device in devices}
         unlisted = _unlisted(self._plugins.statuses(), missed, self._joined | names)
+        dealings = self._dealings_with(listings)
+        in_force = self._in_force(inventory, dealings, names | self._joined)
         if before is None:
-            self._split = split(inventory, self._rules, unlisted)
+            self._split = split(inventory, self._rules, unlisted, in_force)
         else:
-            self._split = joined(before, names, inventory, self._rules, unlisted)
+            self._split = joined(before, names, inventory, self._rules, unlisted, in_force)
+        self._dealings = dealings
         for listing in listings:
             self._note_served(listing, kept)
         self._warnings = (*self._warnings, *warnings)
         self._generation += 1
         self._save()
+
+    def _dealings_with(self, listings: Iterable[PluginListing]) -> dict[str, Dealing]:
+        """Return the kept dealings, those of listings in place of their earlier ones."""
+        kept = dict(self._dealings)
+        for listing in listings if self._rules.are_plugins_asked else ():
+            kept.pop(listing.name, None)
+            if listing.dealing is not None:
+                kept[listing.name] = listing.dealing
+        return kept
+
+    def _in_force(
+        self, inventory: Inventory, kept: Mapping[str, Dealing], listed: Collection[str]
+    ) -> dict[str, Dealing | None]:
+        """Return the dealing of each device name that has one.
+
+        None stands for a plugin that has not listed yet, unless its kept dealing is for the
+        same agents and devices.
+        """
+        if not self._rules.are_plugins_asked:
+            return {}
+        agents = [rule.agent_id for rule in self._rules.agents]
+        found: dict[str, Dealing | None] = {}
+        for name, devices in inventory.by_name.items():
+            dealing = kept.get(name)
+            if name not in listed and name not in (CPU, MEM):
+                found[name] = dealing if dealing and dealing.is_for(agents, devices) else None
+            elif dealing is not None:
+                found[name] = dealing
+        return found
 
     def _note_served(self, listing: PluginListing, kept: Iterable[Device]) -> None:
         served = {(d.device_id.name, d.stable_id) for d in kept}
@@ -262,7 +297,7 @@ class NodeDevices:
 
     def _replace_for_good(self, inventory: Inventory) -> None:
         """Apply an operator's change: save it first, or refuse it."""
-        self._store.save_devices(_lasting(inventory))
+        self._store.save_devices(_lasting(inventory), self._dealings)
         self._unsaved = ""
         self._take(inventory)
 
@@ -278,7 +313,7 @@ class NodeDevices:
 
     def _save(self) -> None:
         try:
-            self._store.save_devices(_lasting(self.inventory))
+            self._store.save_devices(_lasting(self.inventory), self._dealings)
         except StateUnavailable as error:
             if not self._unsaved:
                 log.warning("devices.not_saved", reason=str(error))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from agentd.core.allocation.allocator import Allocation, AllocationPolicy, Ledger, allocate
 from agentd.core.allocation.explain import OTHER, Question, explain
 from agentd.core.allocation.ports import HostPort, Port, PortRange, hand_out, port_problems
+from agentd.core.allocation.steps import steps
 from agentd.core.claim.allocation import (
     allocate_from,
     allocate_observed,
@@ -20,7 +21,7 @@ from agentd.core.claim.allocation import (
     split_slots,
 )
 from agentd.core.claim.claim import ClaimSpec, remaining
-from agentd.core.devices import DeviceId, Inventory
+from agentd.core.devices import Device, DeviceId, Inventory
 from agentd.core.kernel.plan import KernelPlan, NodeFacts, build_plan, fence_of
 from agentd.core.kernel.states import Kernel, KernelSpec, step_between
 from agentd.core.partition.split import Partition
@@ -29,6 +30,7 @@ from agentd.core.slots import (
     MEM,
     Quantity,
     ResourceSlots,
+    SlotName,
     SlotReading,
     device_name_of,
     format_amount,
@@ -141,7 +143,7 @@ class Planner:
             if not spec.is_observed:
                 raise
             allocation = allocate_observed(inventory, *wanted)
-        return Decision(asked.slots.to_wire(inventory.slot_types), allocation)
+        return Decision(_charged(allocation), allocation)
 
     def decide(self, spec: KernelSpec, asked: Asked, state: NodeState) -> Decision:
         """Choose devices and ports for a request; changes nothing.
@@ -160,7 +162,7 @@ class Planner:
         given = allocate(state.ledger, inventory, partition, free, policy, asked.only)
         allocation = Allocation((*taken.shares, *given.shares))
         ports = self._ports(spec, _holders(spec, state))
-        return Decision(asked.slots.to_wire(inventory.slot_types), allocation, ports)
+        return Decision(_charged(allocation), allocation, ports)
 
     def _policy(self, spec: KernelSpec | ClaimSpec) -> AllocationPolicy:
         policy = self._rules.policy
@@ -184,18 +186,29 @@ class Planner:
     def explain(
         self, spec: KernelSpec, asked: Asked, decision: Decision, ledger: Ledger
     ) -> dict[str, list[dict[str, object]]]:
-        """Return how each device was considered, by slot of the decision."""
+        """Return a row for each device and slot of a decision, for derived slots too."""
         inventory, policy = self._devices.inventory, self._policy(spec)
-        partition = self._devices.partition(spec.agent_id)
-        rows = {}
-        for slot, amount in asked.slots.items():
-            shares = (share for share in decision.allocation.shares if share.slot == slot)
-            given = {share.device_id: share.amount for share in shares}
-            slot_type, named = inventory.slot_types[slot], asked.only.get(device_name_of(slot))
-            rows[slot] = explain(
-                Question(ledger, inventory, partition, slot_type, amount, policy, named, given)
+        partition, types = self._devices.partition(spec.agent_id), inventory.slot_types
+        named = {types[step.slot].family: step.amounts for step in steps(asked.slots, types)}
+        given: dict[SlotName, dict[DeviceId, int]] = {}
+        for share in decision.allocation.shares:
+            for slot, _, amount in share.amounts:
+                given.setdefault(slot, {})[share.device_id] = amount
+        return {
+            slot: explain(
+                Question(
+                    ledger,
+                    inventory,
+                    partition,
+                    types[slot],
+                    named[types[slot].family],
+                    policy,
+                    asked.only.get(device_name_of(slot)),
+                    by_device,
+                )
             )
-        return rows
+            for slot, by_device in given.items()
+        }
 
     def refuse_unsupported(self, slots: Mapping[str, object]) -> None:
         """Refuse unknown slots.
@@ -268,15 +281,25 @@ class Planner:
         return build_plan(spec, kernel, edits, node)
 
 
+def _charged(allocation: Allocation) -> dict[SlotName, str]:
+    """Return the plain decimals of every slot that is charged, derived ones too."""
+    totals = sorted(allocation.totals().values())
+    return {slot: format_amount(amount, kind) for slot, kind, amount in totals}
+
+
 def _unheld(allocation: Allocation, inventory: Inventory) -> frozenset[str]:
     """Return the slots of partial devices whose share nothing enforces."""
     return frozenset(
-        share.slot
+        slot
         for share in allocation.shares
         if share.device_id.name not in (CPU, MEM)
-        and share.amount < inventory.by_id[share.device_id].capacity
-        and not inventory.slot_types[share.slot].is_enforced
+        for slot, usable in _usable(inventory.by_id[share.device_id], inventory)
+        if share.amount_of(slot) < usable and not inventory.slot_types[slot].is_enforced
     )
+
+
+def _usable(device: Device, inventory: Inventory) -> Iterable[tuple[SlotName, int]]:
+    return zip(device.slot_names, inventory.usable(device), strict=True)
 
 
 def _holders(spec: KernelSpec, state: NodeState) -> Mapping[HostPort, str]:

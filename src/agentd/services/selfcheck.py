@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 
+from agentd.core.allocation.ledger import Ledger
 from agentd.core.devices import MEMORY, DeviceId, Inventory
 from agentd.core.invariants import (
     RULES,
@@ -24,7 +25,7 @@ from agentd.core.kernel.adoption import adopt
 from agentd.core.kernel.observation import ObservedKernel
 from agentd.core.kernel.states import KernelState
 from agentd.core.partition.rules import AllocationMode
-from agentd.core.slots import CPU, ONE
+from agentd.core.slots import CPU, MEM, ONE
 from agentd.services.devices import NodeDevices
 from agentd.services.protocols import Runtime, StateStore
 from agentd.services.state import NodeState
@@ -110,15 +111,12 @@ class SelfCheck:
         inventory = split.inventory
         return NodeSnapshot(
             is_shared=split.mode is AllocationMode.SHARED,
-            capacities={str(device_id): d.capacity for device_id, d in inventory.by_id.items()},
-            holdings={
-                str(device_id): {
-                    str(holder): share.amount
-                    for holder, share in holders.items()
-                    if holder in settled
-                }
-                for device_id, holders in self._state.ledger.held.items()
+            capacities={
+                f"{device_id}/{offer.slot}": offer.capacity
+                for device_id, device in inventory.by_id.items()
+                for offer in device.slots
             },
+            holdings=_holdings(self._state.ledger, settled),
             accounted={
                 k.kernel_id: RecordedKernel(k.agent_id, k.state, k.handle)
                 for k in self._state
@@ -130,11 +128,26 @@ class SelfCheck:
         )
 
 
+def _holdings(ledger: Ledger, settled: Collection[str]) -> dict[str, dict[str, int]]:
+    """Return who holds how much of which slot of which device."""
+    holdings: dict[str, dict[str, int]] = {}
+    for device_id, holders in ledger.held.items():
+        for holder, share in holders.items():
+            if holder in settled:
+                for slot, _, amount in share.amounts:
+                    holdings.setdefault(f"{device_id}/{slot}", {})[str(holder)] = amount
+    return holdings
+
+
 def _present(item: ObservedKernel, inventory: Inventory) -> Present:
     kernel = adopt(item, inventory).kernel
     if kernel.state is KernelState.UNREADABLE:
         return Present(item.handle, item.is_alive)
-    given = {str(share.device_id): share.amount for share in kernel.allocation.shares}
+    given = {
+        f"{share.device_id}/{slot}": amount
+        for share in kernel.allocation.shares
+        for slot, _, amount in share.amounts
+    }
     return Present(item.handle, item.is_alive, given, dict(_limits(item)))
 
 
@@ -143,6 +156,6 @@ def _limits(item: ObservedKernel) -> Iterator[tuple[str, int]]:
     for cores in item.cores or ():
         first, _, last = cores.partition("-")
         for core in range(int(first), int(last or first) + 1):
-            yield str(DeviceId(CPU, str(core))), ONE
+            yield f"{DeviceId(CPU, str(core))}/{CPU}", ONE
     if item.memory_bytes is not None:
-        yield str(MEMORY), item.memory_bytes
+        yield f"{MEMORY}/{MEM}", item.memory_bytes

@@ -1,15 +1,15 @@
 """The node's state folder.
 
-lock                    held while a daemon runs; a second one refuses
-node.json               the node id of the kernels here, and the runtimes that have some
-devices.json            the last inventory: stable ids, ids, drains
-removed.jsonl           removed kernels for paging of lists (see `removed_kernels`)
-intents/ID.json         the record of a kernel whose create is in progress
-records/ID.json         the record of a live kernel
-ended/ID.json           the record of a kernel that has ended and is not removed yet
-kernels/ID/             the bundle of a process kernel (see `agentd.runtimes.process.bundle`)
-units/ID/               the bundle of a systemd kernel (see `agentd.runtimes.systemd.bundle`)
-docker/absences.json    times without the engine (see `agentd.runtimes.docker.absences`)
+    lock                    held while a daemon runs; a second one refuses
+    node.json               the node id of the kernels here, and the runtimes that have some
+    devices.json            the last inventory: stable ids, ids, drains; dealings of plugins
+    removed.jsonl           removed kernels for paging of lists (see `removed_kernels`)
+    intents/ID.json         the record of a kernel whose create is in progress
+    records/ID.json         the record of a live kernel
+    ended/ID.json           the record of a kernel that has ended and is not removed yet
+    kernels/ID/             the bundle of a process kernel (see `agentd.runtimes.process.bundle`)
+    units/ID/               the bundle of a systemd kernel (see `agentd.runtimes.systemd.bundle`)
+    docker/absences.json    times without the engine (see `agentd.runtimes.docker.absences`)
 
 Files are replaced atomically, and only their owner can read them. An unreadable file is set aside
 and reported. Of a file written by a newer agentd, the known members are read and a copy is kept. A
@@ -32,6 +32,7 @@ from msgspec.structs import replace
 
 from agentd.core.devices import Device, Health
 from agentd.core.names import checked, is_name
+from agentd.core.partition.dealing import Dealing
 from agentd.errors import StartRefused, StateUnavailable
 from agentd.failpoints import hit
 from agentd.services.protocols import Phase, SavedRecord
@@ -153,8 +154,12 @@ class StateFolder:
             for device in devices
         ]
 
-    def save_devices(self, devices: Sequence[Device]) -> None:
-        self._save_lasting("devices", SavedDevices(list(devices)))
+    def load_dealings(self) -> Mapping[str, Dealing]:
+        saved = self._load("devices.json", SavedDevices)
+        return saved.dealings if saved else {}
+
+    def save_devices(self, devices: Sequence[Device], dealings: Mapping[str, Dealing]) -> None:
+        self._save_lasting("devices", SavedDevices(list(devices), dealings=dealings))
 
     def load_records(self) -> Sequence[SavedRecord]:
         return [
@@ -316,8 +321,8 @@ class StateFolder:
 class ReadOnlyState(StateFolder):
     """The same folder, read beside a daemon that may be running; writes nothing."""
 
-    def save_devices(self, devices: Sequence[Device]) -> None:
-        del devices
+    def save_devices(self, devices: Sequence[Device], dealings: Mapping[str, Dealing]) -> None:
+        del devices, dealings
 
     def _set_aside(self, path: Path) -> None:
         del path

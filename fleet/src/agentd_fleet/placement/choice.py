@@ -3,13 +3,16 @@
 1. Of the slots asked for, the scarcest is the one that the fewest agents have so much of.
 2. Those agents, and no others, are gone through: at random, or from the least upwards.
 3. The first few that can give the other slots too, and that the constraints allow, are chosen.
+
+Slots that a request leaves out are derived from an agent's capacities (`FleetView.charged`), and
+must be free as well.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import groupby, islice
@@ -122,7 +125,12 @@ def candidates(
 
     def fits(key: AgentKey) -> bool:
         row = rows[key]
-        return all(row[at] >= least for at, least in asks) and is_allowed(*key)
+        return all(row[at] >= least for at, least in asks) and is_allowed(*key) and has_room(*key)
+
+    def has_room(node_id: str, agent_id: str) -> bool:
+        charged = view.charged(view.nodes[node_id], agent_id, request)
+        row = rows[node_id, agent_id]
+        return charged is request or all(row[columns[name]] >= n for name, n in charged.items())
 
     if policy is PlacementPolicy.RANDOM:
         found: Iterator[AgentKey] = filter(fits, (key for _, key in _drawn(ranking, first, choice)))
@@ -185,7 +193,8 @@ def unfit(view: FleetView, request: ResourceSlots, constraints: Constraints) -> 
             continue
         why_not = _why_not(node, asks, conflicts.get(node.node_id, frozenset()), view.slot_types)
         for agent in _agents(node, constraints):
-            if reason := why_not or _why_not_of(node, agent, asks, constraints.models):
+            charged = () if why_not else view.charged(node, agent, request).items()
+            if reason := why_not or _why_not_of(node, agent, charged, constraints.models):
                 counts[reason] += 1
                 if len(nodes := named[reason]) < MOST_NAMED:
                     nodes.add(node.node_id)
@@ -230,7 +239,7 @@ def _why_not(
 def _why_not_of(
     node: FleetNode,
     agent: str,
-    asks: Sequence[tuple[SlotName, int]],
+    asks: Iterable[tuple[SlotName, int]],
     models: frozenset[str] | None,
 ) -> str:
     """Return why an agent cannot give what its node can, the reason that lasts longest first."""

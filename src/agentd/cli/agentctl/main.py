@@ -196,7 +196,7 @@ def doctor(client: Client) -> None:
 def devices(client: Client) -> None:
     """List the devices and their holders."""
     columns = ["device", "state", "slot", "capacity", "allocated", "free", "agents", "holders"]
-    wide = ["stable_id", "model", "numa_node", "aliases"]
+    wide = ["slots", "stable_id", "model", "numa_node", "aliases"]
     print_answer(client.devices(), [*columns, "reason"], device_row, wide=wide)
 
 
@@ -229,7 +229,8 @@ def _agent_row(row: Mapping[str, Any]) -> dict[str, Any]:
 @click.pass_obj
 def slots(client: Client) -> None:
     """List the slots that the node offers."""
-    print_answer(client.slot_types(), ["name", "kind", "quantum", "exclusive_group", "unit"])
+    columns = ["name", "kind", "quantum", "exclusive_group", "unit", "primary"]
+    print_answer(client.slot_types(), columns)
 
 
 agentctl.add_command(fleet_group)

@@ -225,7 +225,7 @@ def kernel_row(kernel: Mapping[str, Any]) -> dict[str, Any]:
 
 def device_row(device: Mapping[str, Any]) -> dict[str, Any]:
     """Return a device of a node or of a fleet with its columns for people."""
-    from agentd.cli.tables import amount
+    from agentd.cli.tables import amount, held_amounts
 
     slot = device["slot"]
     sizes = {
@@ -236,9 +236,12 @@ def device_row(device: Mapping[str, Any]) -> dict[str, Any]:
         **sizes,
         "device": f"{device['device_name']}/{device['id']}",
         "node": device.get("node_id"),
+        "slots": [
+            f"{name} {amount(name, use['free'])} of {amount(name, use['capacity'])} free"
+            for name, use in device["slots"].items()
+        ],
         "holders": [
-            f"{holder_name(holder)}={amount(slot, holder['amount'])}"
-            for holder in device["holders"]
+            f"{holder_name(holder)}={held_amounts(slot, holder)}" for holder in device["holders"]
         ],
     }
 

@@ -34,6 +34,11 @@ def held_under(split: Split, socket_path: Path) -> list[dict[str, Any]]:
                 reason = "the device is gone"
             elif device.slot != slot:
                 reason = f"holds {slot}; the device would offer {device.slot}"
+            elif (offered := set(device.slot_names)) - (had := holder["amounts"].keys()) and (
+                had - offered
+            ):
+                slot = " and ".join(had)
+                reason = f"holds {slot}; the device would offer {' and '.join(device.slot_names)}"
             elif owner["agent_id"] not in agents and row["device_name"] != MEM:
                 reason = f"the device would belong to {', '.join(agents) or 'no agent'}"
             else:
