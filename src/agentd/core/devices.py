@@ -91,6 +91,10 @@ class Device(msgspec.Struct, frozen=True):
     reason: str = ""
     gone: bool = False
     drained: bool = False
+    awaited: str = ""
+    """The engine that has to compare its devices before this one is allocated, if any."""
+    busy: str = ""
+    """The unclaimed process that uses it, where such a device is not allocated."""
     withheld: str = ""
     """Which other agentd of this machine serves it; empty if none does."""
     attributes: Mapping[str, str] = {}
@@ -122,7 +126,7 @@ class Device(msgspec.Struct, frozen=True):
     @property
     def usable(self) -> bool:
         """Whether anything new may be given from it, room apart."""
-        return self._is_there and not self.drained
+        return self._is_there and not (self.drained or self.awaited or self.busy)
 
     @property
     def offered(self) -> int:
@@ -298,6 +302,18 @@ class Inventory:
             if device.withheld != reasons.get(device.device_id, "")
             else device
             for device in self.devices
+        )
+
+    def with_suspended(
+        self, awaited: Mapping[DeviceId, str], busy: Mapping[DeviceId, str]
+    ) -> Inventory:
+        """Return the inventory in which exactly these devices wait for an engine, or are busy."""
+        return self._with(
+            replace(device, awaited=wanted[0], busy=wanted[1])
+            if (device.awaited, device.busy) != wanted
+            else device
+            for device in self.devices
+            for wanted in [(awaited.get(device.device_id, ""), busy.get(device.device_id, ""))]
         )
 
     def with_health_unknown(self, name: str, reason: str) -> Inventory:
