@@ -128,7 +128,10 @@ def _with_two_owners(snapshot: NodeSnapshot) -> Iterator[Violation]:
     for device, holders in by_device.items():
         if snapshot.is_shared or device in snapshot.divisible:
             continue
-        recorded = {**snapshot.accounted, **snapshot.claims}
+        recorded: dict[str, RecordedKernel | RecordedClaim] = {
+            **snapshot.accounted,
+            **snapshot.claims,
+        }
         owners = {
             recorded[holder].agent_id
             for holder, amount in holders.items()
