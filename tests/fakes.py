@@ -234,7 +234,7 @@ class FakeHolders:
 
 
 class FakeMemory:
-    """What a node remembers, in memory."""
+    """A state store in memory."""
 
     def __init__(self) -> None:
         self.devices: Sequence[Device] = ()

@@ -1,4 +1,4 @@
-"""What documents have a person type is typed, and what they show is what comes of it.
+"""Commands in documents are typed, and their output is compared.
 
 The blocks of one page are run in one shell, in a folder with the repository's `configs` and
 `.venv`, and with each block of TOML that begins with its name, such as `# half.toml`. Lines that

@@ -49,7 +49,7 @@ CASES = {
     "more than there is": (
         replace(GOOD, is_shared=True, holdings=holding(k3=1)),
         "capacity",
-        "cuda/cuda0/cuda.device: 101 of 100 is held, by k1, k2, k3",
+        "cuda/cuda0/cuda.device: 101 of 100 are held, by k1, k2, k3",
     ),
     "two agents on one device": (
         replace(
@@ -63,7 +63,7 @@ CASES = {
     "alive and booked as ended": (
         replace(GOOD, present=present(k4=Present("4", is_alive=True))),
         "accounted",
-        "kernel k4 (4) lives, and is terminated",
+        "kernel k4 (4) lives but is terminated",
     ),
     "alive and in no book": (
         replace(GOOD, present=present(k5=Present("5", is_alive=True))),
@@ -78,12 +78,12 @@ CASES = {
     "another process than the one booked": (
         replace(GOOD, accounted=accounted(k2=RecordedKernel("a", RUNNING, "9"))),
         "accounted",
-        "kernel k2 is 2, and the books have 9",
+        "kernel k2 is 2, recorded as 9",
     ),
     "holds less than it was given": (
         replace(GOOD, holdings=holding(k2=30)),
         "accounted",
-        "kernel k2 was given 40 of cuda/cuda0/cuda.device, the ledger has 30",
+        "kernel k2 has 40 of cuda/cuda0/cuda.device, the ledger 30",
     ),
     "holds nothing of what it was given": (
         replace(
@@ -91,7 +91,7 @@ CASES = {
             present=present(k3=Present("3", is_alive=True, given={"cuda/cuda1/cuda.device": 1})),
         ),
         "accounted",
-        "kernel k3 was given 1 of cuda/cuda1/cuda.device, the ledger has 0",
+        "kernel k3 has 1 of cuda/cuda1/cuda.device, the ledger 0",
     ),
     "more of a second slot than there is": (
         replace(
@@ -100,7 +100,7 @@ CASES = {
             holdings=GOOD.holdings | {"cuda/cuda0/cuda.mem": {"k1": 6, "k2": 5}},
         ),
         "capacity",
-        "cuda/cuda0/cuda.mem: 11 of 10 is held, by k1, k2",
+        "cuda/cuda0/cuda.mem: 11 of 10 are held, by k1, k2",
     ),
     "holds another slot of the device": (
         replace(
@@ -114,7 +114,7 @@ CASES = {
             ),
         ),
         "accounted",
-        "kernel k2 was given 5 of cuda/cuda0/cuda.mem, the ledger has 0",
+        "kernel k2 has 5 of cuda/cuda0/cuda.mem, the ledger 0",
     ),
     "held to other cores": (
         replace(
@@ -138,7 +138,7 @@ CASES = {
             ),
         ),
         "limits",
-        "kernel k2 was given 1 of cpu/0/cpu, and is held to 1 of cpu/0/cpu, 1 of cpu/1/cpu",
+        "kernel k2 has 1 of cpu/0/cpu, but its limits are 1 of cpu/0/cpu, 1 of cpu/1/cpu",
     ),
     "held to more memory": (
         replace(
@@ -150,27 +150,27 @@ CASES = {
             ),
         ),
         "limits",
-        "kernel k3 was given 500 of mem/root/mem, and is held to 600 of mem/root/mem",
+        "kernel k3 has 500 of mem/root/mem, but its limits are 600 of mem/root/mem",
     ),
     "a holder that has ended": (
         replace(GOOD, holdings=GOOD.holdings | {"cuda/cuda1/cuda.device": {"k4": 1}}),
         "ghost",
-        "kernel k4 holds devices and is terminated",
+        "kernel k4 holds devices but is terminated",
     ),
     "a holder that nobody knows": (
         replace(GOOD, holdings=GOOD.holdings | {"cuda/cuda1/cuda.device": {"k9": 1}}),
         "ghost",
-        "kernel k9 holds devices and is unknown",
+        "kernel k9 holds devices but is unknown",
     ),
     "booked as alive and gone": (
         replace(GOOD, present=present(k2=None)),
         "ghost",
-        "kernel k2 is running in the books, and does not live",
+        "kernel k2 is recorded as running but is not alive",
     ),
     "booked as alive and ended": (
         replace(GOOD, present=present(k2=Present("2", is_alive=False))),
         "ghost",
-        "kernel k2 is running in the books, and does not live",
+        "kernel k2 is recorded as running but is not alive",
     ),
     "something left": (replace(GOOD, strays=("cgroup x",)), "stray", "cgroup x"),
 }
@@ -198,7 +198,7 @@ def test_one_thing_out_of_order_is_one_violation(name: str) -> None:
         (replace(GOOD, present=present(k1=Present("7", is_alive=True))), "kernel k1 was 1, is 7"),
         (
             replace(GOOD, accounted=accounted(k1=RecordedKernel("a", ENDED, "1"))),
-            "kernel k1 lives and is not accounted for",
+            "kernel k1 is alive but not recorded",
         ),
         (
             replace(GOOD, present=present(k1=Present("1", is_alive=True, given={}))),
