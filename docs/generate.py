@@ -16,12 +16,15 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 
 from agentd import errors, plugin_api
+from agentd.config.schema import PACKAGED, schema_text
 from agentd.core.kernel.states import LIVE, MOVES, OBSERVATIONS, STARTING, KernelState, Observed
 from agentd.http.problems import STATUSES
+from agentd.service.exit_status import MEANINGS
 
 DOCS = Path(__file__).parent
 STATES = DOCS / "reference" / "states.md"
 PLUGIN_API = DOCS / "plugins" / "plugin-api.md"
+EXIT_CODES = DOCS / "reference" / "exit-codes.md"
 LOG_EVENTS = DOCS / "reference" / "log-events.md"
 ERRORS = DOCS / "reference" / "errors.md"
 EVENT_TEXTS, ERROR_TEXTS = DOCS / "log-events.toml", DOCS / "errors.toml"
@@ -91,6 +94,34 @@ def states_page() -> str:
         f"- Starting: {starting}. Before `creating` there is no observation: no runtime was asked yet.",
         f"- Live: {live}.",
         "- The observation `unreadable` is a live kernel whose record cannot be read.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def exit_codes_page() -> str:
+    """Return the page of exit statuses, from their table in the code."""
+    lines = [
+        "# Exit codes",
+        "",
+        "Generated from `agentd.service.exit_status` by `docs/generate.py`.",
+        "",
+        "| program | status | meaning |",
+        "|---|---|---|",
+    ]
+    for commands, status, text in MEANINGS:
+        programs = ", ".join(f"`{command}`" for command in commands) or "all"
+        lines.append(f"| {programs} | {'any' if status is None else status.value} | {text} |")
+    lines += [
+        "",
+        "`agentd check-config` exits with the status that `agentd run` would have.",
+        "",
+        "`agentctl` prints an error to standard error: one line with its [code](errors.md) and detail,",
+        "and an indented line for each remedy. With `-o json` or `-o yaml` it has that format.",
+        "",
+        "```text",
+        "agentctl: UnknownDevice: unknown device cuda-1",
+        "  did you mean cuda1?",
+        "```",
     ]
     return "\n".join(lines) + "\n"
 
@@ -317,6 +348,8 @@ PAGES = {
     PLUGIN_API: plugin_api_page,
     LOG_EVENTS: log_events_page,
     ERRORS: errors_page,
+    EXIT_CODES: exit_codes_page,
+    PACKAGED: lambda: schema_text({}),
 }
 """The generated pages, and the functions that return their text."""
 

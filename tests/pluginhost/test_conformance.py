@@ -33,7 +33,7 @@ async def test_a_good_plugin_passes_every_check(target: str) -> None:
         ("OldApi", "it is imported", "unsupported plugin API: got 0"),
         ("RaisesAtOpen", "it opens", "no driver here"),
         ("CrashesAtOpen", "it opens", "SIGSEGV"),
-        ("OutsidePrefix", "it lists slots and devices", "outside its prefix"),
+        ("OutsidePrefix", "it lists slots and devices", "outside the prefix"),
         ("ListsNonsense", "it lists slots and devices", "Expected `object`, got `str`"),
         ("Moves", "ids are the same in two listings", "S-one"),
         ("OddEdits", "it says how to hide its devices", "Expected `str`, got `int`"),
@@ -111,7 +111,7 @@ def test_excerpts_of_the_how_to_do_what_it_says() -> None:
     assert dealt == plugin_api.PartitionInfo({"a": ["b0", "b3"], "b": ["b1", "b2"]})
 
 
-def test_what_devices_need_and_the_node_has_not_is_found(tmp_path: Path) -> None:
+def test_missing_device_files_are_found(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     edits = plugin_api.ContainerEdits(
         device_nodes=tuple(

@@ -273,7 +273,7 @@ def _device_state(  # noqa: PLR0911 - one line for each state, the gravest first
             f"{_named(holder, is_seen=is_seen(holder))} holds {_what(share)}"
             for holder, share in shares.items()
         ]
-        until = "it ends" if len(held) == 1 else "they end"
+        until = "the kernel ends" if len(held) == 1 else "the kernels end"
         return "held", f"{', '.join(held)}; unavailable until {until}"
     over = [
         f"{format_amount(used - offer.capacity, offer.kind)}"
@@ -468,8 +468,8 @@ def _left_agents(state: NodeState, split: Split) -> Iterator[str]:
         if held.agent_id not in split.partitions and held.allocation.shares:
             holding.setdefault(held.agent_id or "unknown", []).append(str(holder))
     for agent, kernels in holding.items():
-        who = ", ".join(kernels)
-        yield f"agent {agent} was removed from the configuration; its {who} still hold devices"
+        its = f"its kernels {', '.join(kernels)} still hold devices"
+        yield f"agent {agent} was removed from the configuration; {its}"
 
 
 def check_views(checks: Iterable[Check]) -> list[CheckView]:
