@@ -208,7 +208,9 @@ class DeviceView(TypedDict):
     stable_id: str
     aliases: list[str]
     agents: list[str]
-    state: Literal["ok", "held", "unhealthy", "drained", "gone", "withheld", "overcommitted"]
+    state: Literal[
+        "ok", "held", "unhealthy", "drained", "gone", "withheld", "overcommitted", "busy"
+    ]
     reason: str
     numa_node: int | None
     model: str

@@ -112,6 +112,13 @@ class ResourceSettings(Section):
     default_slots: Mapping[str, object] = Field(
         default=DEFAULT_SLOTS, description="Defaults for requests without cpu or mem."
     )
+    engine_devices: Mapping[Name, Literal["all"] | Mapping[str, tuple[str, ...]]] = Field(
+        default={},
+        description="Devices withheld after a boot until an engine is ready, by engine.",
+    )
+    withhold_busy: bool = Field(
+        default=False, description="Withhold devices that an unclaimed process uses."
+    )
 
     @field_validator("reserved_cpu", mode="before")
     @classmethod

@@ -279,6 +279,8 @@ async def test_a_kept_claim_takes_its_devices_back(rig: Rig) -> None:
     assert (held(rig), rig.free_gpus) == (0, 0)
     with pytest.raises(ClaimConflict):
         await rig.service.create(kernel("k3"))
+    with pytest.raises(InsufficientResource):
+        await rig.service.create(kernel("k3", keeps=True, cuda_device=1))
     with pytest.raises(ClaimConflict):
         rig.claims.release("c1", ADMIN)
     await rig.service.remove("k1")
