@@ -23,10 +23,10 @@ NAMES := $(PLUGINS:plugins/%=agentd-plugin-%)
 .PHONY: demo demo-fleet test test-docker test-fleet test-node test-hardware wheels deb check lint unit soak bench clean
 
 demo: $(VENV)/.installed
-	PATH="$(CURDIR)/$(BIN):$$PATH" bash docs/tutorial/demo.sh
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash docs/start/demo.sh
 
 demo-fleet: $(VENV)/.installed
-	PATH="$(CURDIR)/$(BIN):$$PATH" bash docs/tutorial/demo-fleet.sh
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash docs/start/demo-fleet.sh
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)

@@ -13,7 +13,7 @@ from agentd import plugin_api
 from agentd.core.kernel.states import LIVE, MOVES, OBSERVATIONS, STARTING, KernelState, Observed
 
 STATES = Path(__file__).parent / "reference" / "states.md"
-PLUGIN_API = STATES.with_name("plugin-api.md")
+PLUGIN_API = STATES.parents[1] / "plugins" / "plugin-api.md"
 
 
 def states_page() -> str:
@@ -76,7 +76,7 @@ def plugin_api_page() -> str:
         "# The plugin API",
         "",
         "Made from `agentd.plugin_api` by `docs/generate.py`: all of agentd that a plugin may import.",
-        "How to write one: [write a plugin](../how-to/write-a-plugin.md).",
+        "How to write one: [write a plugin](write-a-plugin.md).",
     ]
     values = {name: getattr(plugin_api, name) for name in plugin_api.__all__}
     for name, value in sorted(values.items(), key=lambda item: (callable(item[1]), item[0])):

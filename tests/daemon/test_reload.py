@@ -199,7 +199,7 @@ async def test_weak_credentials_are_warned_of(
     assert await node.reloaded() == ([], [])
     token, mode, expired = node.known.warnings()
     assert token.startswith(f"{node.token} holds a token of 1 characters, expected 16 or more")
-    assert mode == f"{key} has mode 0644: others can read or write it; allowed: 0600 or 0640"
+    assert mode == f"{key} has mode 0644: accessible by others; expected 0600 or 0640"
     assert expired.startswith(f"{cert} expired at ")
     key.chmod(0o600)
     node.token.write_text(WORD)

@@ -89,7 +89,7 @@ def panels(job: str) -> list[str]:
 
 def documented(page: str) -> list[str]:
     """Return the queries in the table "What to ask" of a page."""
-    text = (ROOT / "docs" / "how-to" / page).read_text()
+    text = (ROOT / "docs" / page).read_text()
     return re.findall(r"^\| [^|]+ \| `([^`]+)` \|$", text, re.MULTILINE)
 
 

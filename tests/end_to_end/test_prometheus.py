@@ -51,7 +51,7 @@ async def test_every_documented_query_and_alert_is_one_that_it_takes(scraped) ->
     daemon, prometheus = scraped
     await daemon.running(kernel_id="k1", slots={"cuda.device": 1})
     await prometheus.until("agentd_kernels")
-    queries = documented("monitor.md")
+    queries = documented("operations/monitor.md")
     assert len(queries) >= 7
     for query in [*queries, *panels("agentd")]:
         assert isinstance(await prometheus.query(query), list)

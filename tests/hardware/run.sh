@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The real GPUs of this machine, tried through a real daemon; writes docs/hardware/DATE-GPU.md.
+# The real GPUs of this machine, tried through a real daemon; writes docs/contributing/hardware/DATE-GPU.md.
 # Fails where there is no GPU: nothing was shown then. IMAGE names one with the probe's needs, to try
 # containers too; OUT is another folder for the record.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 bin="$PWD/.venv/bin"
-out=${OUT:-docs/hardware}
+out=${OUT:-docs/contributing/hardware}
 mkdir -p "$out" && [ -w "$out" ] || { echo "$out cannot be written: nothing was tried" >&2; exit 1; }
 work=$(mktemp -d)
 chmod 755 "$work"

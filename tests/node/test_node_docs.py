@@ -9,8 +9,8 @@ import pytest
 from node.conftest import CONFIG, Node
 from node.machine import Machine
 
-DOCS = Path(__file__).parents[2] / "docs" / "how-to"
-PAGES = ("run-a-node.md", "troubleshoot.md")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = ("how-to/run-a-node.md", "operations/troubleshoot.md")
 PROGRAMS = (
     "agentctl", "agentd", "systemctl", "journalctl", "systemd-cgls", "systemd-cgtop",
     "loginctl", "dpkg", "adduser", "python3", "stdbuf", "make",

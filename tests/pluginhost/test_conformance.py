@@ -10,7 +10,7 @@ from agentd import plugin_api
 from agentd.pluginhost.conformance import Conformance, imports_of_agentd, missing
 from agentd.pluginhost.instance import PluginTimeouts, Wanted
 
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "write-a-plugin.md"
+PAGE = Path(__file__).parents[2] / "docs" / "plugins" / "write-a-plugin.md"
 
 
 async def failures(target: str, **settings) -> dict[str, str]:

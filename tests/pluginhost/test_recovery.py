@@ -1,4 +1,4 @@
-"""What becomes of a plugin that cannot be brought up: the rows of docs/reference/plugins.md.
+"""What becomes of a plugin that cannot be brought up: the rows of docs/plugins/plugin-states.md.
 
 Each row is tried with a table of its own, loaded by itself, and as `required`, on a node on
 which a kernel already holds the plugin's device and another one that of a healthy plugin.

@@ -8,7 +8,7 @@ import pytest
 
 from agentd_generic import GenericPlugin
 
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "use-any-accelerator.md"
+PAGE = Path(__file__).parents[2] / "docs" / "plugins" / "use-any-accelerator.md"
 TABLES = [
     (name, settings)
     for block in re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)

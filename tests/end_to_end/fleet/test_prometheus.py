@@ -57,7 +57,7 @@ async def test_promtool_evaluates_every_rule_and_panel_on_a_fleet(scraped) -> No
     assert raised == {"AgentdFleetSlotFull"}
     await world.nodes[cuda].stop()
     await prometheus.until('ALERTS{alertname="AgentdFleetDaemonDown"}')
-    questions = documented("run-a-fleet.md")
+    questions = documented("how-to/run-a-fleet.md")
     assert len(questions) >= 6
     assert [query for query in questions if not evaluated(prometheus, query)] == []
 

@@ -1,6 +1,7 @@
 """Routes tell the truth: two gateways, a simulated store and nodes, many interleavings."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -8,8 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from agentd_fleet.nodes.calls import PATIENCE_S
 from agentd_fleet.placement.deleter import _patience
 from agentd_fleet.store.route import KernelRoute, RouteProgress
+from agentd_fleet.view.fleet_view import NodeStatus
 from fleet.simulated import NODES, Fleet, run
 
 SEEDS = st.integers(0, 2**32)
@@ -171,6 +174,26 @@ def test_an_unreadable_route_is_that_ids_trouble_alone(monkeypatch, value, is_le
         assert ("k1" in fleet.store.rows) is is_left
         if is_left:
             assert fleet.store.rows["k1"][0] == raw
+
+    run(1, story, monkeypatch)
+
+
+def test_delete_ends_soon_after_its_node_stopped_being_ready(monkeypatch) -> None:
+    async def story(fleet: Fleet) -> None:
+        loop = asyncio.get_running_loop()
+        _, node = await fleet.one.create("k1")
+        await fleet.one.placer.close()
+        fleet.nodes.frozen = {node}
+        deleting, began = asyncio.create_task(fleet.one.delete("k1")), loop.time()
+        await fleet.rest(PATIENCE_S + 30)
+        assert not deleting.done()
+        heard = fleet.one.state.node(node)
+        assert heard is not None
+        fleet.one.state.note(replace(heard, status=NodeStatus.DAEMON_DOWN))
+        assert await deleting == (0, "NodeUnavailable")
+        assert loop.time() - began <= 2 * PATIENCE_S + 31
+        assert list(fleet.nodes.kernels[node]) == ["k1"]
+        assert "k1" in fleet.store.rows
 
     run(1, story, monkeypatch)
 

@@ -198,7 +198,7 @@ class Gateway(Site):
         query = {k: v for k, v in request.query.items() if k != "node"}
         path = path_of(kernel_id, "logs", query=query)
         with self._streams.opened(request):
-            return await pass_on(self._nodes, place.node, request, path)
+            return await pass_on(self._nodes, self._state, place.node, request, path)
 
     async def get_use(self, request: web.Request) -> web.Response:
         """Show what a kernel uses."""
@@ -213,7 +213,7 @@ class Gateway(Site):
         place = await self._kernels.place(caller, kernel_id, request.query.get("node"))
         with self._streams.opened(request, may_pause=True):
             path = path_of(kernel_id, "exec")
-            return await pass_socket(self._nodes, place.node, request, path)
+            return await pass_socket(self._nodes, self._state, place.node, request, path)
 
     async def pass_to_node(self, request: web.Request) -> web.StreamResponse:
         """Pass a call on to one node, for everything that it serves below /v1."""
@@ -228,7 +228,7 @@ class Gateway(Site):
         is_socket = "Upgrade" in request.headers
         pass_it = pass_socket if is_socket else pass_on
         with self._streams.opened(request, may_pause=is_socket):
-            return await pass_it(self._nodes, node, request, f"/v1/{path}")
+            return await pass_it(self._nodes, self._state, node, request, f"/v1/{path}")
 
     async def get_metrics(self, request: web.Request) -> web.Response:
         """Show the fleet in the Prometheus exposition format."""

@@ -17,6 +17,7 @@ from agentd.http.connections.fair import turn_to_write
 from agentd.http.queries import body_of
 from agentd.http.streaming.websocket import FairSocket, TooManyControlFrames, probe
 from agentd_fleet.nodes.calls import CREATE_PATIENCE_S, PATIENCE_S, Nodes
+from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode
 
 log = structlog.get_logger()
@@ -26,7 +27,7 @@ KEPT = ("Content-Type", "Cache-Control", "Location", "Link", "Retry-After", "Pre
 
 
 async def pass_on(
-    nodes: Nodes, node: FleetNode, request: web.Request, path: str
+    nodes: Nodes, state: FleetState, node: FleetNode, request: web.Request, path: str
 ) -> web.StreamResponse:
     """Ask a node what the gateway was asked, and answer what it answers, byte for byte.
 
@@ -39,11 +40,10 @@ async def pass_on(
     patience_s = PATIENCE_S if request.method == "GET" else CREATE_PATIENCE_S
     async with AsyncExitStack() as stack:
         try:
-            async with asyncio.timeout(patience_s):
+            async with state.patience(node.node_id, patience_s, PATIENCE_S):
                 given = await stack.enter_async_context(asked)
         except TimeoutError:
-            why = f"node {node.node_id} does not answer within {patience_s:g} s"
-            raise NodeUnavailable(why) from None
+            raise NodeUnavailable(f"node {node.node_id} does not answer") from None
         kept = {name: given.headers[name] for name in KEPT if name in given.headers}
         response = web.StreamResponse(status=given.status, headers=kept)
         await response.prepare(request)
@@ -58,7 +58,7 @@ async def pass_on(
 
 
 async def pass_socket(
-    nodes: Nodes, node: FleetNode, request: web.Request, path: str
+    nodes: Nodes, state: FleetState, node: FleetNode, request: web.Request, path: str
 ) -> web.StreamResponse:
     """Connect a caller's WebSocket with a node's, frame by frame; either one's end is both's.
 
@@ -72,7 +72,7 @@ async def pass_socket(
     if near.can_prepare(request).ok:
         far = await nodes.connected(node, caller_of(request), path)
     if far is None:
-        return await pass_on(nodes, node, request, path)
+        return await pass_on(nodes, state, node, request, path)
     flood: TooManyControlFrames | None = None
     try:
         await near.prepare(request)

@@ -7,7 +7,7 @@ import json
 import secrets
 import time
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote
 
 from msgspec.structs import replace
@@ -132,29 +132,20 @@ class Asker:
         self, caller: Caller, order: PlacementRequest, route: KernelRoute, node: FleetNode
     ) -> NodeAnswer:
         """Ask once, for as long as the node is heard of: an image may take its time to come."""
-        asking = asyncio.create_task(
-            self._nodes.ask(
-                node,
-                caller,
-                "POST",
-                path_of(route.agent_id),
-                body=order.body,
-                headers=order.headers,
-                patience_s=CREATE_PATIENCE_S,
-            )
-        )
-        leaving = self._state.leaving(node.node_id)
-        ends: set[asyncio.Future[Any]] = {asking, leaving}
         try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done():
-                await asyncio.wait({asking}, timeout=self._pace.again_s)
-            if asking.done():
-                return _readable(asking.result(), route)
-        finally:
-            leaving.cancel()
-            asking.cancel()
-        raise NodeAnswerLost(f"node {node.node_id} went away")
+            async with self._state.patience(node.node_id, CREATE_PATIENCE_S, self._pace.again_s):
+                answer = await self._nodes.ask(
+                    node,
+                    caller,
+                    "POST",
+                    path_of(route.agent_id),
+                    body=order.body,
+                    headers=order.headers,
+                    patience_s=CREATE_PATIENCE_S,
+                )
+        except TimeoutError:
+            raise NodeAnswerLost(f"node {node.node_id} went away") from None
+        return _readable(answer, route)
 
 
 def _readable(answer: NodeAnswer, route: KernelRoute) -> NodeAnswer:

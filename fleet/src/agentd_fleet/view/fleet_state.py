@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from agentd.core.slots import BUILT_IN, ResourceSlots, SlotName, SlotType
@@ -117,6 +118,28 @@ class FleetState:
         waiting.add(future)
         future.add_done_callback(waiting.discard)
         return future
+
+    @asynccontextmanager
+    async def patience(self, node_id: str, most_s: float, unheard_s: float) -> AsyncIterator[None]:
+        """Limit a call to a node to `most_s`, and to `unheard_s` while the node is not ready.
+
+        Raises:
+            TimeoutError: the call took longer.
+        """
+        loop, is_over = asyncio.get_running_loop(), False
+
+        def shorten(left: asyncio.Future[None]) -> None:
+            if not is_over and not left.cancelled():
+                limit.reschedule(min(end, loop.time() + unheard_s))
+
+        async with asyncio.timeout(most_s) as limit:
+            end, leaving = loop.time() + most_s, self.leaving(node_id)
+            leaving.add_done_callback(shorten)
+            try:
+                yield
+            finally:
+                is_over = True
+                leaving.cancel()
 
     def _fold_soon(self) -> None:
         """Have reports made part of the view before a request has to."""

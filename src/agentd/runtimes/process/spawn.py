@@ -80,7 +80,7 @@ def find_account(user: str, where: str) -> UserAccount:
     try:
         entry = pwd.getpwnam(user)
     except KeyError:
-        raise InvalidRequest([Problem(where, f"no user {user!r} on this machine")]) from None
+        raise InvalidRequest([Problem(where, f"no user {user!r} on this host")]) from None
     groups = os.getgrouplist(entry.pw_name, entry.pw_gid)
     return UserAccount(entry.pw_name, entry.pw_uid, entry.pw_gid, tuple(groups))
 
