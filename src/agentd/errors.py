@@ -235,6 +235,18 @@ class KernelConflict(RequestError):
     code = "KernelConflict"
 
 
+class ClaimConflict(RequestError):
+    """The claim exists with another request, or is in a state that forbids the call."""
+
+    code = "ClaimConflict"
+
+
+class TooManyClaims(RequestError):
+    """The node has as many claims as it may have."""
+
+    code = "TooManyClaims"
+
+
 class Conflict(RequestError):
     """A device, plugin or runtime is in a state that forbids the call."""
 
@@ -266,6 +278,18 @@ class UnknownKernel(RequestError):
     """No kernel of that name on this node."""
 
     code = "UnknownKernel"
+
+
+class UnknownClaim(RequestError):
+    """No claim of that name on this node."""
+
+    code = "UnknownClaim"
+
+
+class UnknownEngine(RequestError):
+    """No engine of that name on this node."""
+
+    code = "UnknownEngine"
 
 
 class UnknownRuntime(RequestError):

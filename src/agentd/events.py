@@ -32,14 +32,17 @@ class EventKind(StrEnum):
     RUNTIME = "runtime"
     AUDIT = "audit"
     REFUSAL = "refusal"
+    CLAIM = "claim"
+    CLAIM_REMOVED = "claim-removed"
+    COLLISION = "collision"
     FREE = "free"
     RESET = "reset"
 
 
 class Audit(msgspec.Struct, frozen=True):
-    """A call that was to change a kernel: who (`uid` on a unix socket), what, and the outcome.
+    """A call that was to change a kernel or claim: the caller, the action and the outcome.
 
-    `via` is the gateway that acted for the caller, if one did.
+    `uid` is known on a unix socket; `via` is the gateway that acted for the caller, if one did.
     """
 
     caller: str
@@ -49,6 +52,7 @@ class Audit(msgspec.Struct, frozen=True):
     agent_id: str
     kernel_id: str
     outcome: str
+    claim_id: str = ""
 
 
 class Event(msgspec.Struct, frozen=True):

@@ -5,7 +5,7 @@ Amounts are strings of plain decimals without trailing zeros, times are RFC 3339
 
 from __future__ import annotations
 
-from typing import Any, Literal, NotRequired, TypeAlias
+from typing import Any, Literal, NotRequired, TypeAlias, final
 
 from typing_extensions import TypedDict
 
@@ -74,6 +74,63 @@ class KernelView(TypedDict):
     env: list[str]
     mounts: list[MountView]
     labels: dict[str, str]
+    claim_id: str | None
+
+
+class DeviceNodeView(TypedDict):
+    """A device file of the host, and where a container sees it."""
+
+    host_path: str
+    container_path: str
+    permissions: str
+
+
+class DeviceRequestView(TypedDict):
+    """A request to a device driver of a container engine."""
+
+    driver: str
+    device_ids: list[str]
+    capabilities: list[str]
+
+
+class EditsView(TypedDict):
+    """What a process or a container needs in order to use devices."""
+
+    env: dict[str, str]
+    device_nodes: list[DeviceNodeView]
+    mounts: list[MountView]
+    cdi: list[str]
+    device_requests: list[DeviceRequestView]
+    groups: list[str]
+
+
+class ClaimView(TypedDict):
+    """A claim: devices that an engine took for work of its own.
+
+    It is `used` while a kernel holds devices of it. `holder` has one of `pid` (with `start_time`,
+    in ticks since the boot), `cgroup`, `ttl` (seconds) and `name` (with `survives_reboot`).
+    `expires_at` is null for other holders than `ttl`.
+    """
+
+    claim_id: str
+    agent_id: str
+    state: Literal["held", "used"]
+    slots: dict[str, Amount]
+    allocation: dict[str, dict[str, dict[str, Amount]]]
+    edits: EditsView
+    holder: dict[str, Any]
+    labels: dict[str, str]
+    created_at: str
+    expires_at: str | None
+    created_by: str
+
+
+class EngineView(TypedDict):
+    """An engine with devices that are withheld until it is `ready`: device ids by device name."""
+
+    engine: str
+    ready: bool
+    devices: dict[str, list[str]]
 
 
 class DeviceUseView(TypedDict):
@@ -122,10 +179,19 @@ class DecisionView(TypedDict):
     explain: dict[str, list[dict[str, Any]]]
 
 
+@final
 class HolderView(TypedDict):
     """A kernel that holds something of a device."""
 
     kernel_id: str
+    amount: Amount
+
+
+@final
+class ClaimHolderView(TypedDict):
+    """A claim that holds something of a device."""
+
+    claim_id: str
     amount: Amount
 
 
@@ -145,7 +211,7 @@ class DeviceView(TypedDict):
     capacity: Amount
     allocated: Amount
     free: Amount
-    holders: list[HolderView]
+    holders: list[HolderView | ClaimHolderView]
 
 
 class SlotUseView(TypedDict):

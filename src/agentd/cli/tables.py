@@ -215,4 +215,5 @@ def print_plan(plan: Mapping[str, Any]) -> None:
     for warning in plan["warnings"]:
         say(f"warning: {warning}")
     for row in plan.get("held", ()):
-        say(f"held: {row['device']} by {row['kernel_id']} of {row['agent_id']}: {row['reason']}")
+        holder = row.get("kernel_id") or f"claim {row['claim_id']}"
+        say(f"held: {row['device']} by {holder} of {row['agent_id']}: {row['reason']}")

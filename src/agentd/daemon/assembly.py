@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -12,16 +13,19 @@ import structlog
 
 from agentd.config.loading import Loaded
 from agentd.config.settings import Settings
+from agentd.core.claim.claim import Claim
 from agentd.core.slots import BUILT_IN
 from agentd.daemon import runtime_factory
 from agentd.errors import ConfigRefused, Problem, StartRefused
 from agentd.events import EventLog
 from agentd.host.cgroups.usage import groups_of
+from agentd.host.claim_holders import HostHolders
 from agentd.host.probe import Host, derived_node_id, is_port_free
 from agentd.http.route import Route
 from agentd.plugin_api import NODE_ID_VARIABLE, Features
 from agentd.pluginhost.host import PluginHost
 from agentd.pluginhost.instance import PluginTimeouts
+from agentd.rpc.claims import ClaimHandlers
 from agentd.rpc.devices import DeviceHandlers
 from agentd.rpc.events import EventHandlers
 from agentd.rpc.kernels import KernelHandlers
@@ -33,6 +37,9 @@ from agentd.rpc.site import NodeSite
 from agentd.rpc.visibility import Visibility
 from agentd.service.boot_id import boot_id
 from agentd.services.access import Access
+from agentd.services.claims.counts import ClaimCounts
+from agentd.services.claims.lifecycle import ClaimService
+from agentd.services.claims.records import recall_claims
 from agentd.services.counts import NodeCounts
 from agentd.services.devices import NodeDevices
 from agentd.services.kernels.exec import Execs
@@ -141,6 +148,7 @@ class Recalled(NamedTuple):
     state: NodeState
     planner: Planner
     counts: NodeCounts
+    claims: Sequence[Claim]
 
 
 class Services(NamedTuple):
@@ -155,6 +163,9 @@ class Services(NamedTuple):
     check: SelfCheck
     statistics: Statistics
     execs: Execs
+    claims: ClaimService
+    claim_counts: ClaimCounts
+    holders: HostHolders
 
 
 class ServedSite(NamedTuple):
@@ -193,16 +204,18 @@ class Assembly:
         events: EventLog,
         runtimes: Sequence[str],
         records: Sequence[SavedRecord],
+        claim_records: Mapping[str, str],
     ) -> Recalled:
-        """Return the node's state, with the kernels that its records name."""
+        """Return the node's state, with the kernels and claims that its records name."""
         state, clock = NodeState(runtimes, events), self._clock
         planner = Planner(devices, self._plugins, self._rules())
+        claims = recall_claims(state, devices, claim_records, clock.wall())
         remember(state, self._store, self._node_id)
         recall(state, devices, records, self._settings.node.runtime, clock)
         state.listen(planner.notify_plugins)
         counts = NodeCounts(clock.steady)
         state.listen(counts.note)
-        return Recalled(events, devices, state, planner, counts)
+        return Recalled(events, devices, state, planner, counts, claims)
 
     def services(self, node: Recalled, runtimes: Mapping[str, Runtime]) -> Services:
         """Return the services over a node's state."""
@@ -210,6 +223,21 @@ class Assembly:
         default, store, clock = self._settings.node.runtime, self._store, self._clock
         reconciler = Reconciler(state, devices, runtimes, default, store, clock)
         shared = SharedDevices(devices, state, self._peers, *self._real())
+        holders, claim_counts = HostHolders(), ClaimCounts()
+        claims = ClaimService(
+            state,
+            devices,
+            node.planner,
+            self._plugins,
+            store,
+            holders,
+            clock,
+            partial(time.clock_gettime, time.CLOCK_BOOTTIME),
+            self._node_id,
+            boot_id(),
+            node.events,
+            claim_counts,
+        )
         return Services(
             KernelService(state, devices, node.planner, runtimes, default, store, clock),
             reconciler,
@@ -220,6 +248,9 @@ class Assembly:
             SelfCheck(state, devices, runtimes, store),
             Statistics(state, devices, runtimes, self._plugins, clock, groups_of),
             Execs(state, runtimes, self._plugins),
+            claims,
+            claim_counts,
+            holders,
         )
 
     def site(
@@ -242,6 +273,7 @@ class Assembly:
             access,
             services.statistics,
             node.counts,
+            services.claim_counts,
             is_per_kernel=settings.metrics.per_kernel,
         )
         lasting = runtime_factory.remarks(settings)
@@ -273,6 +305,12 @@ class Assembly:
             DeviceHandlers(state, devices, access, visibility),
             kernels,
             EventHandlers(node.events, services.refusals, visibility, site.streams),
+            ClaimHandlers(
+                devices,
+                services.claims,
+                services.holders,
+                lambda: [kernel.pid for kernel in state if kernel.pid is not None],
+            ),
         )
         return ServedSite(site, table, partial(status_line, self._node_id, state, devices))
 

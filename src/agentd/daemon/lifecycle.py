@@ -158,6 +158,7 @@ class Daemon:
         await reach("start.after_server")
         stack.push_async_callback(step, "background tasks", background.close, AFTER_SERVER_S)
         background.run("reconciler", node.services.loops.run())
+        background.run("claims", node.services.claims.run())
         await self._until_listed(node)
         await reach("start.before_ready")
         self._reload = Reload(self._loaded, server, node.runtimes, self._weaknesses)
@@ -195,10 +196,13 @@ class Daemon:
         await reach("start.after_discover")
         peers, clock = self._peers, self._clock
         parts = Assembly(self._loaded, self._node_id, store, peers, plugins, host, clock)
-        node = parts.recalled(devices, events, names, records)
+        node = parts.recalled(devices, events, names, records, store.load_claims())
         await reach("start.after_recall")
         services = parts.services(node, runtimes)
         services.shared.update(patience_s=START_PATIENCE_S)
+        stack.callback(services.holders.close)
+        node.state.listen(services.claims.note_kernel)
+        services.claims.resume(node.claims)
         stack.callback(services.shared.close)
         for warning in devices.warnings:
             log.warning("node.warning", warning=warning)

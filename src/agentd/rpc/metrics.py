@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from agentd import __version__
 from agentd.core.access import Caller
+from agentd.core.claim.claim import Claim, ClaimOwner, EndReason
 from agentd.core.devices import Device
 from agentd.core.kernel.states import Kernel
 from agentd.core.partition.split import Split
@@ -17,6 +18,7 @@ from agentd.errors import InsufficientResource
 from agentd.http.problems import CREATE_CODES
 from agentd.rpc import rendering
 from agentd.services.access import Access
+from agentd.services.claims.counts import ClaimCounts
 from agentd.services.counts import CREATED, FAILED, REFUSED, NodeCounts
 from agentd.services.devices import NodeDevices
 from agentd.services.protocols import Plugins, PluginState
@@ -64,6 +66,7 @@ class Metrics:
         access: Access,
         statistics: Statistics,
         counts: NodeCounts,
+        claim_counts: ClaimCounts,
         *,
         is_per_kernel: bool,
     ) -> None:
@@ -75,6 +78,7 @@ class Metrics:
         self._access = access
         self._statistics = statistics
         self._counts = counts
+        self._claim_counts = claim_counts
         self._is_per_kernel = is_per_kernel
 
     async def text(self, caller: Caller, warnings: int) -> bytes:
@@ -99,6 +103,7 @@ class Metrics:
         agents, seen = access.agents(caller), access.devices(caller)
         yield from _kernels(access.kernels(caller))
         yield _creates(self._counts, agents)
+        yield from _claims(state.claims.values(), self._claim_counts, agents)
         if caller.agents is None:  # refusals reveal requests of other agents
             yield from _refusals(self._counts, devices.inventory.slot_types)
         yield from _slots(state, devices.split, agents)
@@ -200,6 +205,24 @@ def _creates(counts: NodeCounts, agents: Collection[str]) -> Metric:
         for result in (CREATED, REFUSED, FAILED):
             creates.add_metric([agent, result], counts.creates.get((agent, result), 0))
     return creates
+
+
+def _claims(
+    claims: Iterable[Claim], counts: ClaimCounts, agents: Collection[str]
+) -> Iterator[Metric]:
+    held = _gauge("claims", "Claims by agent and kind of holder", "agent", "holder")
+    kinds = {kind: str(kind.__struct_config__.tag) for kind in get_args(ClaimOwner)}
+    found = Counter((claim.agent_id, kinds[type(claim.holder)]) for claim in claims)
+    results = _counter("claims", "Claim requests by agent and result", "agent", "result")
+    for agent in agents:
+        for kind in kinds.values():
+            held.add_metric([agent, kind], found[agent, kind])
+        for result in (CREATED, REFUSED, FAILED):
+            results.add_metric([agent, result], counts.results.get((agent, result), 0))
+    ends = _counter("claim_ends", "Claims that ended, by reason", "reason")
+    for reason in EndReason:
+        ends.add_metric([reason.value], counts.ends.get(reason, 0))
+    yield from (held, results, ends)
 
 
 def _refusals(counts: NodeCounts, slots: Iterable[SlotName]) -> Iterator[Metric]:

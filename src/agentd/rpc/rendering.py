@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Literal, TypeAlias
 
+import msgspec
 from msgspec.structs import asdict
 
 from agentd import __version__
-from agentd.core.allocation.allocator import Ledger
+from agentd.core.allocation.allocator import Ledger, Share
+from agentd.core.allocation.explain import OTHER
+from agentd.core.allocation.ledger import ClaimHolder, Holder, holder_text
+from agentd.core.claim.claim import ClaimStatus, Collision, EndedClaim
 from agentd.core.devices import Device, Health, Inventory
+from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.states import ENDED, LIVE, Kernel
 from agentd.core.partition.split import Split
 from agentd.core.slots import CPU, MEM, SlotName, SlotType, device_name_of, format_amount
@@ -23,7 +28,11 @@ from agentd.services.state import NodeState, RuntimeStatus
 from agentd.views import (
     AgentView,
     CheckView,
+    ClaimHolderView,
+    ClaimView,
     DeviceView,
+    EditsView,
+    HolderView,
     KernelView,
     LimitView,
     NodeView,
@@ -37,6 +46,10 @@ from agentd.views import (
 DeviceState: TypeAlias = Literal[
     "ok", "held", "unhealthy", "drained", "gone", "withheld", "overcommitted"
 ]
+
+
+_OPTIONAL = frozenset({"via", "claim_id"})
+"""Members of an audit event that are left out where they are empty."""
 
 
 def kernel_view(kernel: Kernel, inventory: Inventory) -> KernelView:
@@ -79,6 +92,60 @@ def kernel_view(kernel: Kernel, inventory: Inventory) -> KernelView:
             for m in kernel.mounts
         ],
         "labels": dict(kernel.labels),
+        "claim_id": kernel.claim_id,
+    }
+
+
+def claim_view(status: ClaimStatus) -> ClaimView:
+    """Return a claim as it is now."""
+    claim = status.claim
+    holder = msgspec.to_builtins(claim.holder)
+    del holder["type"]
+    holder.pop("inode", None)
+    return {
+        "claim_id": claim.claim_id,
+        "agent_id": claim.agent_id,
+        "state": "used" if status.is_used else "held",
+        "slots": dict(claim.slots),
+        "allocation": claim.allocation.to_wire(),
+        "edits": edits_view(claim.edits),
+        "holder": holder,
+        "labels": dict(claim.labels),
+        "created_at": wire_time(claim.created_at) or "",
+        "expires_at": wire_time(status.expires_at),
+        "created_by": claim.created_by,
+    }
+
+
+def edits_view(edits: ContainerEdits) -> EditsView:
+    """Return the edits of plugins."""
+    shown: EditsView = msgspec.to_builtins(edits)
+    return shown
+
+
+def _claim_event_view(
+    value: ClaimStatus | EndedClaim | Collision, ledger: Ledger
+) -> Mapping[str, object]:
+    match value:
+        case ClaimStatus() as status:
+            return claim_view(status)
+        case EndedClaim(claim, reason):
+            ids = {"claim_id": claim.claim_id, "agent_id": claim.agent_id}
+            return {**ids, "reason": reason.value}
+        case Collision() as collision:
+            return _collision_view(collision, ledger)
+
+
+def _collision_view(collision: Collision, ledger: Ledger) -> Mapping[str, object]:
+    held = ledger.holders(collision.device_id)
+    return {
+        "device_name": collision.device_id.name,
+        "id": collision.device_id.id,
+        "holders": [
+            _holder_view(holder, held[holder], is_seen=True)
+            for holder in collision.holders
+            if holder in held
+        ],
     }
 
 
@@ -106,14 +173,17 @@ def wire_time(seconds: float | None) -> str | None:
 
 
 def device_view(
-    device: Device, split: Split, ledger: Ledger, named: Callable[[str], str] = str
+    device: Device,
+    split: Split,
+    ledger: Ledger,
+    is_seen: Callable[[Holder], bool] = lambda _: True,
 ) -> DeviceView:
     """Return a device with its holders and its gravest state.
 
-    `named` maps a kernel id to the name that is shown.
+    A holder that is not seen is shown as `other`.
     """
     holders = ledger.holders(device.device_id)
-    state, reason = _device_state(device, ledger, named)
+    state, reason = _device_state(device, ledger, is_seen)
     agents = split.agents_of(device.device_id)
     if not agents and not reason:
         is_reserved = device.device_id.name == CPU and device.device_id.id in split.reserved_cpu
@@ -136,14 +206,21 @@ def device_view(
         "allocated": format_amount(ledger.used(device.device_id), kind),
         "free": format_amount(free, device.kind),
         "holders": [
-            {"kernel_id": named(kernel_id), "amount": format_amount(share.amount, share.kind)}
-            for kernel_id, share in holders.items()
+            _holder_view(holder, share, is_seen=is_seen(holder))
+            for holder, share in holders.items()
         ],
     }
 
 
+def _holder_view(holder: Holder, share: Share, *, is_seen: bool) -> HolderView | ClaimHolderView:
+    amount = format_amount(share.amount, share.kind)
+    if isinstance(holder, ClaimHolder):
+        return {"claim_id": holder.claim_id if is_seen else OTHER, "amount": amount}
+    return {"kernel_id": holder if is_seen else OTHER, "amount": amount}
+
+
 def _device_state(  # noqa: PLR0911 - one line for each state, the gravest first
-    device: Device, ledger: Ledger, named: Callable[[str], str]
+    device: Device, ledger: Ledger, is_seen: Callable[[Holder], bool]
 ) -> tuple[DeviceState, str]:
     if device.gone:
         return "gone", device.reason
@@ -152,10 +229,10 @@ def _device_state(  # noqa: PLR0911 - one line for each state, the gravest first
     if device.withheld:
         return "withheld", device.withheld
     if holders := ledger.kept_back_by(device):
-        shares = {kernel_id: ledger.holders(device.device_id)[kernel_id] for kernel_id in holders}
+        shares = {holder: ledger.holders(device.device_id)[holder] for holder in holders}
         held = [
-            f"kernel {named(kernel_id)} holds {_what(share.slot)}"
-            for kernel_id, share in shares.items()
+            f"{_named(holder, is_seen=is_seen(holder))} holds {_what(share.slot)}"
+            for holder, share in shares.items()
         ]
         until = "it ends" if len(held) == 1 else "they end"
         return "held", f"{', '.join(held)}; unavailable until {until}"
@@ -165,6 +242,12 @@ def _device_state(  # noqa: PLR0911 - one line for each state, the gravest first
     if device.drained:
         return "drained", "drained by an operator"
     return "ok", ""
+
+
+def _named(holder: Holder, *, is_seen: bool) -> str:
+    if is_seen:
+        return holder_text(holder)
+    return f"{'claim' if isinstance(holder, ClaimHolder) else 'kernel'} {OTHER}"
 
 
 def _what(slot: SlotName) -> str:
@@ -263,18 +346,19 @@ def event_view(event: Event, split: Split, ledger: Ledger) -> object:
             shown = kernel_view(kernel, split.inventory)
         case EventKind.KERNEL_REMOVED, Kernel() as kernel:
             shown = {"kernel_id": kernel.kernel_id, "agent_id": kernel.agent_id}
+        case _, ClaimStatus() | EndedClaim() | Collision() as value:
+            shown = _claim_event_view(value, ledger)
         case EventKind.DEVICE, Device() as device:
             shown = device_view(device, split, ledger)
         case EventKind.DEVICE_REMOVED, Device() as device:
             shown = {"device_name": device.device_id.name, "id": device.device_id.id}
-        case EventKind.PLUGIN, PluginStatus() as status:
-            shown = plugin_view(status)
+        case EventKind.PLUGIN, PluginStatus() as plugin:
+            shown = plugin_view(plugin)
         case EventKind.RUNTIME, RuntimeStatus() as runtime:
             shown = runtime_view(runtime)
         case EventKind.AUDIT, Audit() as audit:
-            shown = asdict(audit)
-            if not audit.via:
-                del shown["via"]
+            members = asdict(audit).items()
+            shown = {name: text for name, text in members if text or name not in _OPTIONAL}
         case EventKind.REFUSAL, Refusal() as refusal:
             shown = refusal_view(refusal)
     return shown
@@ -313,17 +397,28 @@ def node_view(
             *_left_agents(state, devices.split),
             *_ignored(state),
             *(f"kernel {k.kernel_id}: {k.reason}" for k in state if k.state in LIVE and k.reason),
+            *(f"claim {c.claim_id}: {c.problem}" for c in state.claims.values() if c.problem),
+            *_collisions(state, devices.split),
         ],
         "generation": devices.generation,
     }
 
 
+def _collisions(state: NodeState, split: Split) -> Iterator[str]:
+    """Yield the devices that observed claims hold beside others."""
+    observed = [claim for claim in state.claims.values() if claim.is_observed]
+    for device_id in dict.fromkeys(s.device_id for c in observed for s in c.allocation.shares):
+        if state.ledger.used(device_id) > split.inventory.by_id[device_id].capacity:
+            who = " and ".join(map(holder_text, state.ledger.holders(device_id)))
+            yield f"device {device_id} is held by {who}: an engine uses it already"
+
+
 def _left_agents(state: NodeState, split: Split) -> Iterator[str]:
     """Yield a warning for each agent that is not configured but still holds devices."""
     holding: dict[str, list[str]] = {}
-    for kernel_id, held in state.ledger.holdings.items():
+    for holder, held in state.ledger.holdings.items():
         if held.agent_id not in split.partitions and held.allocation.shares:
-            holding.setdefault(held.agent_id or "unknown", []).append(kernel_id)
+            holding.setdefault(held.agent_id or "unknown", []).append(str(holder))
     for agent, kernels in holding.items():
         who = ", ".join(kernels)
         yield f"agent {agent} was removed from the configuration; its {who} still hold devices"

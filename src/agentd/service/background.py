@@ -18,6 +18,7 @@ log = structlog.get_logger()
 
 VITAL: Mapping[str, bool] = {
     "reconciler": True,  # the state would no longer follow the runtimes
+    "claims": True,  # claims would outlive their holders
     "reload": True,  # a token that is taken away would stay valid
     "retention": False,  # ended kernels pile up
     "status": False,  # systemd shows an old status

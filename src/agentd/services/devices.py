@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import structlog
 from msgspec.structs import replace
 
+from agentd.core.allocation.ledger import Holder
 from agentd.core.devices import (
     Device,
     DeviceId,
@@ -232,7 +233,7 @@ class NodeDevices:
             hit("drain.after_save")
         return device
 
-    def forget(self, name: str, device_id: str, *, holders: Iterable[str]) -> None:
+    def forget(self, name: str, device_id: str, *, holders: Iterable[Holder]) -> None:
         """Forget a missing device; its id is free again after the next start.
 
         Raises:
@@ -301,13 +302,13 @@ def _publish_changes(events: EventLog, before: Inventory, now: Inventory) -> Non
             events.publish(EventKind.DEVICE_REMOVED, device)
 
 
-def _refuse_forgetting(device: Device, holders: Iterable[str]) -> None:
+def _refuse_forgetting(device: Device, holders: Iterable[Holder]) -> None:
     if not device.gone:
         raise Conflict(f"{device.device_id} is not missing; only missing devices can be forgotten")
     if device.health is Health.UNKNOWN:
         why = f"it is unknown whether {device.device_id} is missing: {device.reason}"
         raise Conflict(why)
-    if held := ", ".join(holders):
+    if held := ", ".join(map(str, holders)):
         raise Conflict(f"{device.device_id} is held by {held}")
 
 

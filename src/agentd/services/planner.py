@@ -12,12 +12,36 @@ from msgspec.structs import replace
 from agentd.core.allocation.allocator import Allocation, AllocationPolicy, Ledger, allocate
 from agentd.core.allocation.explain import OTHER, Question, explain
 from agentd.core.allocation.ports import HostPort, Port, PortRange, hand_out, port_problems
+from agentd.core.claim.allocation import (
+    allocate_from,
+    allocate_observed,
+    default_amounts,
+    names_of,
+    split_slots,
+)
+from agentd.core.claim.claim import ClaimSpec, remaining
 from agentd.core.devices import DeviceId, Inventory
 from agentd.core.kernel.plan import KernelPlan, NodeFacts, build_plan, fence_of
 from agentd.core.kernel.states import Kernel, KernelSpec, step_between
 from agentd.core.partition.split import Partition
-from agentd.core.slots import CPU, MEM, ResourceSlots, SlotReading, device_name_of, read_slots
-from agentd.errors import MOST_PROBLEMS, Problem
+from agentd.core.slots import (
+    CPU,
+    MEM,
+    Quantity,
+    ResourceSlots,
+    SlotReading,
+    device_name_of,
+    format_amount,
+    read_slots,
+)
+from agentd.errors import (
+    MOST_PROBLEMS,
+    ClaimConflict,
+    InsufficientResource,
+    InvalidRequest,
+    Problem,
+    UnknownClaim,
+)
 from agentd.services.devices import NodeDevices
 from agentd.services.protocols import Plugins, PluginState, Runtime
 from agentd.services.state import NodeState
@@ -48,6 +72,8 @@ class Asked(NamedTuple):
 
     slots: ResourceSlots
     only: Mapping[str, frozenset[DeviceId]]
+    claimed: Allocation = Allocation()
+    """The devices of the claim that the request takes over."""
 
 
 class Planner:
@@ -58,7 +84,9 @@ class Planner:
         self._plugins = plugins
         self._rules = rules
 
-    def read(self, spec: KernelSpec, runtime: Runtime, problems: Sequence[Problem]) -> Asked:
+    def read(
+        self, spec: KernelSpec, runtime: Runtime, problems: Sequence[Problem], state: NodeState
+    ) -> Asked:
         """Parse a request; `problems` are its problems found elsewhere.
 
         Raises:
@@ -66,11 +94,45 @@ class Planner:
             RequestError: the request is invalid; lists every problem.
             PluginUnavailable: a slot may belong to a pending plugin.
         """
-        reading = self._reading(spec, runtime)
+        claimed = _claimed(spec, state)
+        reading = self._reading(spec, runtime, claimed)
         inventory, partition = self._devices.inventory, self._devices.partition(spec.agent_id)
         only, unknown = _named(spec, reading, inventory, partition)
         others = [*unknown, *port_problems(spec.ports, self._rules.ports), *problems]
-        return Asked(reading.accepted(others), only)
+        return Asked(reading.accepted(others), only, claimed)
+
+    def read_claim(self, spec: ClaimSpec) -> Asked:
+        """Read what a claim asks for; slots that it leaves out are zero.
+
+        Raises:
+            UnsupportedResource: this node cannot know a slot.
+            RequestError: something is wrong with it; all of it is listed.
+            PluginUnavailable: a plugin that may know a slot is pending.
+        """
+        reading = self._read_slots(spec.slots)
+        inventory, partition = self._devices.inventory, self._devices.partition(spec.agent_id)
+        only, unknown = _named(spec, reading, inventory, partition)
+        slots = reading.accepted(unknown)
+        if not slots:
+            raise InvalidRequest([Problem("slots", "expected an amount of at least one slot")])
+        return Asked(slots, only)
+
+    def decide_claim(self, spec: ClaimSpec, asked: Asked, state: NodeState) -> Decision:
+        """Choose devices for a claim; changes nothing. An observed one may meet other holders.
+
+        Raises:
+            InsufficientResource: it cannot be granted.
+        """
+        inventory, partition = self._devices.inventory, self._devices.partition(spec.agent_id)
+        policy = self._policy(spec)
+        wanted = (partition, asked.slots, policy, asked.only)
+        try:
+            allocation = allocate(state.ledger, inventory, *wanted)
+        except InsufficientResource:
+            if not spec.is_observed:
+                raise
+            allocation = allocate_observed(inventory, *wanted)
+        return Decision(asked.slots.to_wire(inventory.slot_types), allocation)
 
     def decide(self, spec: KernelSpec, asked: Asked, state: NodeState) -> Decision:
         """Choose devices and ports for a request; changes nothing.
@@ -80,11 +142,16 @@ class Planner:
         """
         inventory, policy = self._devices.inventory, self._policy(spec)
         partition = self._devices.partition(spec.agent_id)
-        allocation = allocate(state.ledger, inventory, partition, asked.slots, policy, asked.only)
+        mine, free = split_slots(asked.slots, names_of(asked.claimed))
+        taken = Allocation()
+        if mine:
+            taken = allocate_from(asked.claimed, inventory, spec.agent_id, mine, policy, asked.only)
+        given = allocate(state.ledger, inventory, partition, free, policy, asked.only)
+        allocation = Allocation((*taken.shares, *given.shares))
         ports = self._ports(spec, _holders(spec, state))
         return Decision(asked.slots.to_wire(inventory.slot_types), allocation, ports)
 
-    def _policy(self, spec: KernelSpec) -> AllocationPolicy:
+    def _policy(self, spec: KernelSpec | ClaimSpec) -> AllocationPolicy:
         policy = self._rules.policy
         return replace(policy, is_discreet=True) if spec.is_discreet else policy
 
@@ -138,8 +205,19 @@ class Planner:
             absent={s.name: s.reason for s in statuses if s.state is PluginState.ABSENT},
         )
 
-    def _reading(self, spec: KernelSpec, runtime: Runtime) -> SlotReading:
-        reading = self._read_slots({**self._rules.default_slots, **spec.slots})
+    def _reading(self, spec: KernelSpec, runtime: Runtime, claimed: Allocation) -> SlotReading:
+        held, types = names_of(claimed), self._devices.inventory.slot_types
+        defaults = {
+            slot: amount
+            for slot, amount in self._rules.default_slots.items()
+            if device_name_of(slot) not in held
+        }
+        rest_of_claim = {
+            slot: format_amount(amount, types[slot].kind)
+            for slot, amount in default_amounts(claimed, _named_in(spec)).items()
+            if slot in types
+        }
+        reading = self._read_slots({**defaults, **spec.slots, **rest_of_claim})
         least = max(1, runtime.minimum_memory_bytes)
         given = reading.slots[MEM]
         if given < least and all(problem.where != "slots.mem" for problem in reading.problems):
@@ -201,8 +279,41 @@ def _holders(spec: KernelSpec, state: NodeState) -> Mapping[HostPort, str]:
     }
 
 
+def _claimed(spec: KernelSpec, state: NodeState) -> Allocation:
+    """Return the devices of a request's claim that no other kernel holds.
+
+    Raises:
+        UnknownClaim: there is none, or it is not the caller's to use.
+        InvalidRequest: it is of another agent.
+        ClaimConflict: another kernel uses it.
+    """
+    if spec.claim_id is None:
+        return Allocation()
+    claim = state.claims.get(spec.claim_id)
+    is_known = claim is not None and (spec.caller is None or claim.may_be_used_by(spec.caller))
+    if claim is None or not is_known or spec.claim_id in state.closed_claims:
+        raise UnknownClaim(f"no claim {spec.claim_id} on this node")
+    if claim.agent_id != spec.agent_id:
+        why = f"claim {claim.claim_id} is of agent {claim.agent_id}"
+        raise InvalidRequest([Problem("claim", why)])
+    users = state.users_of(claim.claim_id)
+    if users and not (spec.keeps_claim and all(kernel.keeps_claim for kernel in users.values())):
+        who = ", ".join(users)
+        raise ClaimConflict(f"claim {claim.claim_id} is used by kernel {who}")
+    return remaining(claim.allocation, (kernel.allocation for kernel in users.values()))
+
+
+def _named_in(spec: KernelSpec) -> frozenset[str]:
+    """Return the device names of which a request names an amount; zero counts for cpu and mem."""
+    return frozenset(
+        device_name_of(slot)
+        for slot, amount in spec.slots.items()
+        if slot in (CPU, MEM) or not isinstance(amount, Quantity) or amount.value
+    )
+
+
 def _named(
-    spec: KernelSpec, reading: SlotReading, inventory: Inventory, partition: Partition
+    spec: KernelSpec | ClaimSpec, reading: SlotReading, inventory: Inventory, partition: Partition
 ) -> tuple[dict[str, frozenset[DeviceId]], list[Problem]]:
     """Return the devices that a request names, by device name, and the first mistake of each.
 

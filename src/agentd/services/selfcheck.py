@@ -112,7 +112,11 @@ class SelfCheck:
             is_shared=split.mode is AllocationMode.SHARED,
             capacities={str(device_id): d.capacity for device_id, d in inventory.by_id.items()},
             holdings={
-                str(device_id): {k: share.amount for k, share in holders.items() if k in settled}
+                str(device_id): {
+                    str(holder): share.amount
+                    for holder, share in holders.items()
+                    if holder in settled
+                }
                 for device_id, holders in self._state.ledger.held.items()
             },
             accounted={

@@ -7,6 +7,7 @@
     intents/ID.json         the record of a kernel whose create is under way
     records/ID.json         the record of a kernel that lives
     ended/ID.json           the record of a kernel that has ended, and is not removed yet
+    claims/ID.json          the record of a claim
     kernels/ID/             the bundle of a process kernel (see `agentd.runtimes.process.bundle`)
     units/ID/               the folder of a kernel's unit (see `agentd.runtimes.systemd.bundle`)
     docker/absences.json    when the engine was away (see `agentd.runtimes.docker.absences`)
@@ -55,6 +56,7 @@ class StateFolder:
         self._node_id = node_id
         self._folders = {phase: folder / name for phase, name in _FOLDERS.items()}
         self.removed = RemovedKernelsFile(folder / "removed.jsonl")
+        self._claims = folder / "claims"
         self._paths = {phase: str(path) for phase, path in self._folders.items()}
         self._locks = Locks()
         self._complaints: dict[str, str] = {}
@@ -87,7 +89,7 @@ class StateFolder:
             lock_folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         why = f"another agentd serves node id {self._node_id} on this machine"
         self._lock(lock_folder / f"node-{self._node_id}.lock", why)
-        for folder in (self.folder, *self._folders.values()):
+        for folder in (self.folder, self._claims, *self._folders.values()):
             for unfinished in folder.glob(".*.new"):
                 with suppress(OSError):
                     unfinished.unlink()
@@ -95,7 +97,7 @@ class StateFolder:
 
     def refusal(self) -> str:
         """Return why `open` would be refused, empty if it would not; nothing is made or locked."""
-        folders = (self.folder, *self.bundles.values(), *self._folders.values())
+        folders = (self.folder, self._claims, *self.bundles.values(), *self._folders.values())
         for folder in folders:
             error = refusal(folder)
             if error is not None and error.errno not in UNWRITABLE:
@@ -115,7 +117,7 @@ class StateFolder:
 
     def _make(self) -> None:
         self.folder.mkdir(mode=0o711, parents=True, exist_ok=True)
-        for folder in (*self.bundles.values(), *self._folders.values()):
+        for folder in (self._claims, *self.bundles.values(), *self._folders.values()):
             folder.mkdir(mode=0o700, exist_ok=True)
 
     def _complain(self, what: Path | str, why: str) -> None:
@@ -205,6 +207,26 @@ class StateFolder:
     def drop_record(self, kernel_id: str) -> None:
         if (phase := self._phases.pop(kernel_id, None)) is not None:
             self._try(kernel_id, lambda: self._unlink(kernel_id, phase))
+
+    def load_claims(self) -> dict[str, str]:
+        found = sorted(self._claims.glob("[!.]*.json"))
+        return {path.stem: _text(path) for path in found if is_name(path.stem)}
+
+    def save_claim(self, claim_id: str, text: str, *, is_lasting: bool) -> None:
+        self._write(self._claim_path(claim_id), text.encode(), "claim", is_lasting=is_lasting)
+
+    def drop_claim(self, claim_id: str) -> None:
+        path = self._claim_path(claim_id)
+        try:
+            hit("claim.before_drop")
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            hit("claim.after_drop")
+        except OSError as error:
+            raise StateUnavailable(f"{path} cannot be removed: {error.strerror}") from error
+
+    def _claim_path(self, claim_id: str) -> str:
+        return f"{self._claims}/{checked(claim_id)}.json"
 
     def _unlink(self, kernel_id: str, phase: Phase) -> None:
         hit("record.before_drop")

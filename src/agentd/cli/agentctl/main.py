@@ -17,6 +17,7 @@ from click.core import ParameterSource
 
 from agentd import __version__
 from agentd.cli.agentctl import completion
+from agentd.cli.agentctl.claim import claim, claims, release, renew
 from agentd.cli.agentctl.create import create, explain
 from agentd.cli.agentctl.doctor import check_row, print_checks, runtimes_row
 from agentd.cli.agentctl.exec import run_inside
@@ -39,6 +40,7 @@ from agentd.cli.agentctl.options import (
     socket_of,
     token_of,
 )
+from agentd.cli.agentctl.run import run
 from agentd.cli.agentctl.stats import stats, top
 from agentd.cli.agentctl.token import token
 from agentd.cli.agentctl.ui import ui
@@ -198,8 +200,13 @@ def _device_row(row: Mapping[str, Any]) -> dict[str, Any]:
     from agentd.cli.tables import amount
 
     sizes = {key: amount(row["slot"], row[key]) for key in ("capacity", "allocated", "free")}
-    holders = [f"{h['kernel_id']}={amount(row['slot'], h['amount'])}" for h in row["holders"]]
+    holders = [f"{_holder_name(h)}={amount(row['slot'], h['amount'])}" for h in row["holders"]]
     return {**row, **sizes, "device": f"{row['device_name']}/{row['id']}", "holders": holders}
+
+
+def _holder_name(holder: Mapping[str, Any]) -> str:
+    """Return the name of a kernel, or of a claim and that it is one."""
+    return f"claim {holder['claim_id']}" if "claim_id" in holder else str(holder["kernel_id"])
 
 
 @agentctl.command()
@@ -237,6 +244,11 @@ def slots(client: Client) -> None:
 agentctl.add_command(fleet_group)
 agentctl.add_command(create)
 agentctl.add_command(explain)
+agentctl.add_command(run)
+agentctl.add_command(claim)
+agentctl.add_command(claims)
+agentctl.add_command(renew)
+agentctl.add_command(release)
 
 
 @agentctl.command()

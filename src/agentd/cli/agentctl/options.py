@@ -277,7 +277,8 @@ def remove_each(kernels: Sequence[str], remove: Callable[[str], object]) -> NoRe
 
 def event_line(kind: str, content: Mapping[str, Any]) -> str:
     """Return an event in one line: what it is about and whose, its state, who did it, and why."""
-    subject = content.get("kernel_id") or content.get("name") or content.get("id", "")
+    names = (content.get(name) for name in ("kernel_id", "claim_id", "name", "id"))
+    subject = next(filter(None, names), "")
     agent, pull, code = (content.get(name) for name in ("agent_id", "pull", "exit_code"))
     caller = content.get("caller")
     words = (

@@ -9,7 +9,7 @@ import msgspec
 
 from agentd.core.allocation.distribute import alike, fewest
 from agentd.core.allocation.free_index import total
-from agentd.core.allocation.ledger import Ledger
+from agentd.core.allocation.ledger import Holder, Ledger, holder_text
 from agentd.core.allocation.policy import Affinity, AllocationPolicy
 from agentd.core.devices import Device, DeviceId, Health, Inventory
 from agentd.core.partition.split import Partition
@@ -175,15 +175,15 @@ def _cannot_give(  # noqa: PLR0911 - one line for each reason, the gravest first
     return ""
 
 
-def _named(question: Question, kernel_id: str) -> str:
-    """Return what a kernel is called to whoever asks."""
-    holding = question.ledger.holdings.get(kernel_id)
+def _named(question: Question, holder: Holder) -> str:
+    """Return the name of a holder that the caller may see."""
+    holding = question.ledger.holdings.get(holder)
     is_own = holding is not None and holding.agent_id == question.partition.agent_id
-    return f"kernel {kernel_id}" if is_own or not question.policy.is_discreet else OTHER
+    return holder_text(holder) if is_own or not question.policy.is_discreet else OTHER
 
 
-def _listed(question: Question, kernels: Iterable[str]) -> str:
-    named = (_named(question, kernel_id).removeprefix("kernel ") for kernel_id in kernels)
+def _listed(question: Question, holders: Iterable[Holder]) -> str:
+    named = (_named(question, holder).removeprefix("kernel ") for holder in holders)
     return ", ".join(dict.fromkeys(named))
 
 
@@ -218,7 +218,7 @@ def _used_up(question: Question, device: Device) -> str:
     if mine is None:
         return f"held by {_listed(question, holders)}"
     limit = question.written(question.partition.limit(device))
-    return f"the agent's part of {limit} is held by {', '.join(mine)}"
+    return f"the agent's part of {limit} is held by {', '.join(map(str, mine))}"
 
 
 def _rest(question: Question, device: Device) -> str:
@@ -229,10 +229,10 @@ def _rest(question: Question, device: Device) -> str:
     if mine is None:
         return f"; the rest is held by {_listed(question, holders)}" if holders else ""
     part = f"; the agent's part of it is {question.written(limit)}"
-    return part + (f", the rest held by {', '.join(mine)}" if mine else "")
+    return part + (f", the rest held by {', '.join(map(str, mine))}" if mine else "")
 
 
-def _mine(question: Question, device: Device) -> list[str] | None:
+def _mine(question: Question, device: Device) -> list[Holder] | None:
     """Return the agent's own holders if its part, and not the device, is what is used up."""
     ledger, agent = question.ledger, question.partition.agent_id
     limit = question.partition.limit(device)

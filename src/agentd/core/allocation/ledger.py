@@ -31,7 +31,7 @@ class Share(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """The shares chosen for one kernel, in request order."""
+    """The shares chosen for one holder, in request order."""
 
     shares: tuple[Share, ...] = ()
 
@@ -51,17 +51,35 @@ class Allocation(NamedTuple):
         return tuple(share for share in self.shares if share.device_id.name == name)
 
 
+class ClaimHolder(NamedTuple):
+    """A claim as a holder of devices."""
+
+    claim_id: str
+
+    def __str__(self) -> str:
+        return f"claim {self.claim_id}"
+
+
+Holder: TypeAlias = str | ClaimHolder
+"""A kernel, by its id, or a claim: the ids of both are separate name spaces."""
+
+
+def holder_text(holder: Holder) -> str:
+    """Return a holder as a message names it: its kind and its id."""
+    return str(holder) if isinstance(holder, ClaimHolder) else f"kernel {holder}"
+
+
 class Holding(NamedTuple):
-    """What one kernel holds, for which agent."""
+    """The devices of one holder, and its agent."""
 
     agent_id: str
     allocation: Allocation
 
 
 class HeldAmount(NamedTuple):
-    """How many kernels hold something, and how much together."""
+    """The number of holders of something, and what they hold together."""
 
-    kernels: int
+    holders: int
     amount: int
 
 
@@ -75,41 +93,41 @@ class Ledger:
     """Who holds how much of which device; immutable, one for the node.
 
     Everything else follows from `holdings` and is kept beside it, and kept up with what a
-    kernel touches, so that no look-up has to go through kernels or devices: `held` is the
+    holder touches, so that no look-up has to go through holders or devices: `held` is the
     same by device, the tallies are its sums by agent and slot (and `_by_agent` those by agent and
     device name), and the indexes that were
     asked for (see `agentd.core.allocation.free_index`) pass from each ledger to the next.
     """
 
-    holdings: Mapping[str, Holding] = field(default_factory=dict)
-    held: Mapping[DeviceId, Mapping[str, Share]] = field(default_factory=dict)
+    holdings: Mapping[Holder, Holding] = field(default_factory=dict)
+    held: Mapping[DeviceId, Mapping[Holder, Share]] = field(default_factory=dict)
     _tallies: Mapping[DeviceId, _Tallies] = field(default_factory=dict, repr=False)
     _by_agent: Mapping[tuple[str, str], int] = field(default_factory=dict, repr=False)
     _indexes: _Indexes = field(default_factory=dict, repr=False, compare=False)
 
-    def with_held(self, kernel_id: str, agent_id: str, allocation: Allocation) -> Ledger:
-        """Return a ledger in which the kernel holds exactly this allocation."""
-        if kernel_id in self.holdings:
-            return self.without(kernel_id).with_held(kernel_id, agent_id, allocation)
-        holdings = {**self.holdings, kernel_id: Holding(agent_id, allocation)}
+    def with_held(self, holder: Holder, agent_id: str, allocation: Allocation) -> Ledger:
+        """Return a ledger in which the holder has exactly this allocation."""
+        if holder in self.holdings:
+            return self.without(holder).with_held(holder, agent_id, allocation)
+        holdings = {**self.holdings, holder: Holding(agent_id, allocation)}
         held, tallies = dict(self.held), dict(self._tallies)
         for share in allocation.shares:
             device_id = share.device_id
-            held[device_id] = {**held.get(device_id, {}), kernel_id: share}
+            held[device_id] = {**held.get(device_id, {}), holder: share}
             tallies[device_id] = _counted(tallies.get(device_id, {}), agent_id, share, 1)
         return self._next(holdings, held, tallies, Holding(agent_id, allocation), 1)
 
-    def without(self, kernel_id: str) -> Ledger:
-        """Return a ledger in which the kernel holds nothing; the same one if it held nothing."""
-        if kernel_id not in self.holdings:
+    def without(self, holder: Holder) -> Ledger:
+        """Return a ledger in which the holder has nothing; the same one if it had nothing."""
+        if holder not in self.holdings:
             return self
         holdings = dict(self.holdings)
-        agent_id, allocation = holdings.pop(kernel_id)
+        agent_id, allocation = holdings.pop(holder)
         held, tallies = dict(self.held), dict(self._tallies)
         for share in allocation.shares:
             device_id = share.device_id
             holders = dict(held.pop(device_id))
-            del holders[kernel_id]
+            del holders[holder]
             counted = _counted(tallies.pop(device_id), agent_id, share, -1)
             if holders:
                 held[device_id], tallies[device_id] = holders, counted
@@ -117,8 +135,8 @@ class Ledger:
 
     def _next(
         self,
-        holdings: Mapping[str, Holding],
-        held: Mapping[DeviceId, Mapping[str, Share]],
+        holdings: Mapping[Holder, Holding],
+        held: Mapping[DeviceId, Mapping[Holder, Share]],
         tallies: Mapping[DeviceId, _Tallies],
         touched: Holding,
         sign: int,
@@ -169,8 +187,8 @@ class Ledger:
             self._indexes[key] = (partition, index)
         return index
 
-    def holders(self, device_id: DeviceId) -> Mapping[str, Share]:
-        """Return the kernels that hold something of a device, and what."""
+    def holders(self, device_id: DeviceId) -> Mapping[Holder, Share]:
+        """Return the holders of a device with their shares."""
         return self.held.get(device_id, {})
 
     def used(self, device_id: DeviceId) -> int:
@@ -178,16 +196,16 @@ class Ledger:
         return sum(tally.amount for tally in self._tallies.get(device_id, {}).values())
 
     def used_by(self, agent_id: str, device_id: DeviceId) -> int:
-        """Return how much of a device one agent's kernels hold."""
+        """Return how much of a device one agent's holders have."""
         tallies = self._tallies.get(device_id, {}).items()
         return sum(tally.amount for (agent, _), tally in tallies if agent == agent_id)
 
     def held_of(self, agent_id: str, name: str) -> int:
-        """Return how much of one device name's devices an agent's kernels hold together."""
+        """Return how much of one device name's devices an agent's holders have together."""
         return self._by_agent.get((agent_id, name), 0)
 
     def devices_held_by(self, agent_id: str, name: str) -> list[DeviceId]:
-        """Return the devices of a name of which an agent's kernels hold something."""
+        """Return the devices of a name with a share held for an agent."""
         if (agent_id, name) not in self._by_agent:
             return []
         return [
@@ -202,15 +220,15 @@ class Ledger:
             return None
         return max(0, limit.amount - self.held_of(partition.agent_id, name))
 
-    def kept_back_by(self, device: Device) -> list[str]:
-        """Return the kernels that hold another slot of this device than it offers now."""
+    def kept_back_by(self, device: Device) -> list[Holder]:
+        """Return the holders of another slot of this device than it offers now."""
         if all(slot == device.slot for _, slot in self._tallies.get(device.device_id, {})):
             return []
         holders = self.holders(device.device_id).items()
-        return [kernel_id for kernel_id, share in holders if share.slot != device.slot]
+        return [holder for holder, share in holders if share.slot != device.slot]
 
-    def strangers(self, device: Device, partition: Partition) -> list[str]:
-        """Return kernels of other agents that hold something of a device, memory apart."""
+    def strangers(self, device: Device, partition: Partition) -> list[Holder]:
+        """Return holders of other agents that have something of a device, memory apart."""
         mine = partition.agent_id
         agents = {agent for agent, _ in self._tallies.get(device.device_id, {})}
         if device.device_id == MEMORY or agents <= {mine}:
@@ -257,14 +275,14 @@ def _kept_up(
 
 def _counted(tallies: _Tallies, agent_id: str, share: Share, sign: int) -> _Tallies:
     key = (agent_id, share.slot)
-    kernels, amount = tallies.get(key, HeldAmount(0, 0))
-    counted = {**tallies, key: HeldAmount(kernels + sign, amount + sign * share.amount)}
-    return {key: tally for key, tally in counted.items() if tally.kernels}
+    holders, amount = tallies.get(key, HeldAmount(0, 0))
+    counted = {**tallies, key: HeldAmount(holders + sign, amount + sign * share.amount)}
+    return {key: tally for key, tally in counted.items() if tally.holders}
 
 
-def release(ledger: Ledger, kernel_id: str) -> tuple[Ledger, bool]:
-    """Return the ledger without the kernel, and whether it held anything.
+def release(ledger: Ledger, holder: Holder) -> tuple[Ledger, bool]:
+    """Return the ledger without a holder, and whether it held anything.
 
     Releasing twice, or what was never held, changes nothing.
     """
-    return ledger.without(kernel_id), kernel_id in ledger.holdings
+    return ledger.without(holder), holder in ledger.holdings

@@ -71,7 +71,7 @@ def encode(kernel: Kernel, node_id: str) -> str:
             "spec_hash": kernel.spec_hash,
             "created_at": kernel.created_at,
             "slots": dict(kernel.slots),
-            "allocation": [_encode_share(share) for share in kernel.allocation.shares],
+            "allocation": written_allocation(kernel.allocation),
             "not_enforced": list(kernel.not_enforced),
             "ports": [asdict(port) for port in kernel.ports],
             "created_by": kernel.created_by,
@@ -80,8 +80,24 @@ def encode(kernel: Kernel, node_id: str) -> str:
             "env_names": list(kernel.env_names),
             "mounts": [_encode_mount(mount) for mount in kernel.mounts],
             "labels": dict(kernel.labels),
+            **({"claim_id": kernel.claim_id} if kernel.claim_id is not None else {}),
+            **({"keep_claim": True} if kernel.keeps_claim else {}),
         }
     )
+
+
+def written_allocation(allocation: Allocation) -> list[dict[str, str]]:
+    """Return an allocation as it stands in a record."""
+    return [_encode_share(share) for share in allocation.shares]
+
+
+def read_allocation(raw: Iterable[Mapping[str, object]]) -> Allocation:
+    """Read the allocation of a record; inverse of `written_allocation`.
+
+    Raises:
+        RecordError: a share is malformed, or a device is there twice.
+    """
+    return _allocation(_decode_share(item) for item in raw)
 
 
 def _encode_mount(mount: Mount) -> dict[str, object]:
@@ -126,7 +142,7 @@ def decode(text: str) -> Record:
             created_at=parse_time(raw["created_at"]),
             runtime=_text(raw["runtime"]),
             slots={_text(name): _text(amount) for name, amount in raw["slots"].items()},
-            allocation=_allocation(_decode_share(item) for item in raw["allocation"]),
+            allocation=read_allocation(raw["allocation"]),
             not_enforced=tuple(_text(item) for item in raw["not_enforced"]),
             ports=tuple(_decode_port(item) for item in raw["ports"]),
             created_by=_text(raw.get("created_by", "")),
@@ -135,6 +151,8 @@ def decode(text: str) -> Record:
             env_names=tuple(_text(name) for name in raw.get("env_names", ())),
             mounts=tuple(_decode_mount(item) for item in raw.get("mounts", ())),
             labels={_text(k): _text(v) for k, v in raw.get("labels", {}).items()},
+            claim_id=None if raw.get("claim_id") is None else _name(raw["claim_id"]),
+            keeps_claim=raw.get("keep_claim") is True,
         )
         return Record(_name(raw["node_id"]), kernel)
     except RecordError:
