@@ -9,7 +9,8 @@ WORKERS ?= 4
 unexport PYTHONDONTWRITEBYTECODE
 SECONDS ?= 3600
 PLUGINS := $(wildcard plugins/*)
-PARTS := $(PLUGINS) fleet
+ENGINES := $(wildcard engines/*)
+PARTS := $(PLUGINS) fleet $(ENGINES)
 SOURCES := pyproject.toml $(PARTS:%=%/pyproject.toml)
 
 WHEELS := .wheels

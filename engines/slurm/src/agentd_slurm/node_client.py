@@ -10,11 +10,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from agentd.client import Client
+from agentd.client import Client, calls
 from agentd.client.calls import Call
 from agentd.client.defaults import DEFAULT_SOCKET
-from agentd.client.paths import at
-from agentd.errors import AgentdError, Conflict, Refused, Unavailable
+from agentd.errors import ClaimConflict, Unavailable, UnknownClaim, UnknownKernel
 
 T = TypeVar("T")
 ANSWER_S = 10.0
@@ -22,7 +21,6 @@ ANSWER_S = 10.0
 STOP_S = 5.0
 """Seconds between TERM and KILL for kernels of a job that is over."""
 PAUSE_S = 0.2
-PAGE = 1000
 SOCKET_VARIABLE = "AGENTD_SOCKET"
 
 
@@ -56,50 +54,38 @@ class NodeClient:
 
     def devices(self) -> Sequence[Mapping[str, Any]]:
         """Return the devices of the node."""
-        return self._ask(Call[Any]("GET", at("devices")))
+        return self._ask(calls.devices())
 
     def agents(self) -> list[str]:
         """Return the ids of the node's agents."""
-        return [row["agent_id"] for row in self._ask(Call[Any]("GET", at("agents")))]
+        return [row["agent_id"] for row in self._ask(calls.agents())]
 
-    def claims(self) -> list[Mapping[str, Any]]:
+    def claims(self) -> Sequence[Mapping[str, Any]]:
         """Return every claim."""
-        return list(self._pages("claims", "claim_id"))
+        return self._ask(calls.claims())
 
-    def kernels(self, claim: str | None = None) -> list[Mapping[str, Any]]:
+    def kernels(self, claim: str | None = None) -> Sequence[Mapping[str, Any]]:
         """Return every kernel, or those of a claim."""
-        return list(self._pages("kernels", "kernel_id", claim=claim))
-
-    def _pages(self, kind: str, key: str, **query: str | None) -> Iterator[Mapping[str, Any]]:
-        after: str | None = None
-        while True:
-            path = at(kind, limit=PAGE, after=after, **query)
-            rows = self._ask(Call[Any]("GET", path))
-            yield from rows
-            if len(rows) < PAGE:
-                return
-            after = rows[-1][key]
+        return self._ask(calls.kernels(claim=claim))
 
     def has_claim(self, claim: str) -> bool:
         """Return whether a claim exists."""
         try:
-            self._ask(Call[Any]("GET", at("claims", claim)))
-        except AgentdError as error:
-            if error.code == "UnknownClaim":
-                return False
-            raise
+            self._ask(calls.claim(claim))
+        except UnknownClaim:
+            return False
         return True
 
     def create_claim(self, agent: str, request: Mapping[str, Any]) -> None:
         """Create a claim."""
-        self._ask(Call[Any]("POST", at("agents", agent, "claims"), request))
+        self._ask(calls.create_claim(agent, request))
 
     def delete_kernels(self, claim: str) -> None:
         """Stop and delete every kernel of a claim."""
         for kernel in self.kernels(claim):
-            path = at("kernels", kernel["kernel_id"], timeout=STOP_S)
-            with _unless("UnknownKernel"):
-                self._ask(Call[Any]("DELETE", path), wait_s=self._wait_s + 2 * STOP_S)
+            with suppress(UnknownKernel):
+                call = calls.delete_kernel(kernel["kernel_id"], STOP_S)
+                self._ask(call, wait_s=self._wait_s + 2 * STOP_S)
 
     def release(self, claim: str) -> None:
         """Delete the kernels of a claim and release it, again while a create is in flight."""
@@ -107,10 +93,10 @@ class NodeClient:
         while True:
             self.delete_kernels(claim)
             try:
-                with _unless("UnknownClaim"):
-                    self._ask(Call[Any]("DELETE", at("claims", claim)))
-            except (Conflict, Refused) as error:
-                if time.monotonic() > end or error.code not in _BUSY:
+                with suppress(UnknownClaim):
+                    self._ask(calls.release_claim(claim))
+            except ClaimConflict:
+                if time.monotonic() > end:
                     raise
                 time.sleep(PAUSE_S)
             else:
@@ -126,19 +112,6 @@ class NodeClient:
         with _opened(path) as descriptor:
             fcntl.lockf(descriptor, fcntl.LOCK_EX, 1, job_id)
             yield
-
-
-_BUSY = ("Conflict", "ClaimConflict")
-
-
-@contextmanager
-def _unless(code: str) -> Iterator[None]:
-    """Take a refusal with this code for success: the thing is gone."""
-    try:
-        yield
-    except AgentdError as error:
-        if error.code != code:
-            raise
 
 
 @contextmanager

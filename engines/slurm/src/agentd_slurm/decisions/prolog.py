@@ -133,9 +133,7 @@ def find_device(
     return row
 
 
-def row_of(
-    device: GresDevice, devices: Iterable[Mapping[str, Any]]
-) -> Mapping[str, Any] | None:
+def row_of(device: GresDevice, devices: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """Return the row of a device in `/v1/devices`; None if it is not listed."""
     return next((row for row in devices if row["stable_id"] == device.stable_id), None)
 
