@@ -7,32 +7,33 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from conftest import NodesOf
+from slurm_nodes import NodesOf
 
 GPU = {"cuda.device": "1"}
+NOBODY = 65534
 
 
 async def test_job_claims_the_devices_that_its_positions_name(slurm: NodesOf) -> None:
     nodes = await slurm(only=["cuda1", "cuda3", "cuda6"])
     job = nodes.cluster.submit("--gres=gpu:2", script="env; sleep 1000")
     nodes.cluster.until_state(job, "RUNNING")
-    assert await nodes.claims() == {f"slurm-{job}": ["cuda1", "cuda3"]}
+    await nodes.until_claims({f"slurm-{job}": ["cuda1", "cuda3"]})
+    output = nodes.cluster.folder / f"out-{job}"
+    nodes.cluster.until(lambda: output.exists() and "AGENTD_AGENT" in output.read_text(), "-")
     claim = (await nodes.daemon.get("/v1/claims"))[0]
     assert claim["labels"] == {"engine": "slurm", "job": job, "user": "root"}
     assert claim["holder"]["name"] == f"slurm-{job}"
     nodes.cluster.run("scancel", job)
     await nodes.until_claims({})
-    output = (nodes.cluster.folder / f"out-{job}").read_text()
-    assert f"AGENTD_CLAIM=slurm-{job}\n" in output
-    assert "AGENTD_AGENT=slurm\n" in output
+    assert f"AGENTD_CLAIM=slurm-{job}\n" in output.read_text()
+    assert "AGENTD_AGENT=slurm\n" in output.read_text()
     assert nodes.cluster.node_state(nodes.node).startswith("idle")
 
 
 async def test_job_of_two_types_claims_both(slurm: NodesOf) -> None:
     nodes = await slurm()
     job = nodes.cluster.submit("--gres=gpu:cuda1:1,gpu:cuda3:1")
-    nodes.cluster.until_state(job, "RUNNING")
-    assert await nodes.claims() == {f"slurm-{job}": ["cuda1", "cuda3"]}
+    await nodes.until_claims({f"slurm-{job}": ["cuda1", "cuda3"]})
 
 
 async def test_job_without_gpus_claims_nothing(slurm: NodesOf) -> None:
@@ -47,10 +48,9 @@ async def test_comment_of_a_user_neither_blocks_nor_names_devices(slurm: NodesOf
     lie = f"agentd:x\n     Nodes={nodes.node} CPU_IDs=0 Mem=0 GRES=gpu:cuda7:1(IDX:7)"
     nodes.folder.chmod(0o777)
     job = nodes.cluster.submit(
-        "--gres=gpu:cuda2:1", f"--comment={lie}", "--output=/dev/null", user="nobody"
+        "--gres=gpu:cuda2:1", f"--comment={lie}", "--output=/dev/null", user=NOBODY
     )
-    nodes.cluster.until_state(job, "RUNNING")
-    assert await nodes.claims() == {f"slurm-{job}": ["cuda2"]}
+    await nodes.until_claims({f"slurm-{job}": ["cuda2"]})
 
 
 async def test_collision_requeues_the_job_and_drains_nothing(slurm: NodesOf) -> None:
@@ -65,9 +65,8 @@ async def test_collision_requeues_the_job_and_drains_nothing(slurm: NodesOf) -> 
     assert not nodes.cluster.node_state(nodes.node).startswith("drain")
     assert f"slurm-{job}" not in await nodes.claims()
     await nodes.daemon.call("DELETE", f"/v1/kernels/{kernel['kernel_id']}?timeout=0")
-    nodes.cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
-    nodes.cluster.until_state(job, "RUNNING")
-    assert await nodes.claims() == {f"slurm-{job}": ["cuda3"]}
+    nodes.cluster.start_again(job)
+    await nodes.until_claims({f"slurm-{job}": ["cuda3"]})
 
 
 async def test_job_that_cannot_be_requeued_is_cancelled(slurm: NodesOf) -> None:
@@ -93,7 +92,6 @@ async def test_silent_agentd_drains_the_node(slurm: NodesOf) -> None:
 async def test_orphans_of_a_killed_slurmstepd_keep_the_claim(slurm: NodesOf) -> None:
     nodes = await slurm()
     job = nodes.cluster.submit("--gres=gpu:2", script="sleep 1000 & sleep 1000")
-    nodes.cluster.until_state(job, "RUNNING")
     nodes.cluster.until(lambda: len(nodes.cluster.processes(job)) >= 3, "no processes")
     held = await nodes.claims()
     for pid in [pid for pid in nodes.cluster.processes(job) if comm(pid) == "slurmstepd"]:
@@ -125,8 +123,7 @@ async def test_foreign_kernel_is_blocked_by_a_placeholder(slurm: NodesOf) -> Non
     assert found["gres_detail"] == ["gpu:cuda3:1(IDX:3)"]
     assert await nodes.claims() == {}
     job = nodes.cluster.submit("--gres=gpu:7")
-    nodes.cluster.until_state(job, "RUNNING")
-    assert "cuda3" not in (await nodes.claims())[f"slurm-{job}"]
+    await nodes.until_claims({f"slurm-{job}": [f"cuda{n}" for n in range(8) if n != 3]})
     await nodes.daemon.call("DELETE", f"/v1/kernels/{kernel['kernel_id']}?timeout=0")
     nodes.cluster.until(lambda: not placeholders(nodes), "a placeholder is left", within_s=12)
 
@@ -152,15 +149,11 @@ async def test_stale_claim_ends_only_once_the_job_is_over(slurm: NodesOf) -> Non
         "claim_id": "slurm-4711",
     }
     assert (await nodes.daemon.call("POST", "/v1/agents/slurm/claims", body)).status == 201
-    job = nodes.cluster.submit("--gres=gpu:1")
-    nodes.cluster.until_state(job, "RUNNING")
+    job = nodes.cluster.submit("--gres=gpu:cuda5:1")
+    await nodes.until_claims({"slurm-4711": ["cuda0"], f"slurm-{job}": ["cuda5"]})
     nodes.start_sync(nodes.node)
-    await nodes.until_claims(await _without(nodes))
+    await nodes.until_claims({f"slurm-{job}": ["cuda5"]}, within_s=30)
     assert nodes.cluster.state(job) == "RUNNING"
-
-
-async def _without(nodes: Any) -> dict[str, list[str]]:
-    return {name: ids for name, ids in (await nodes.claims()).items() if name != "slurm-4711"}
 
 
 async def test_doctor_names_the_setting_that_is_wrong(slurm: NodesOf) -> None:

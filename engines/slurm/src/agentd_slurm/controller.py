@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from contextlib import suppress
 
 from agentd_slurm.jobs import PLACEHOLDER, Job, parse_jobs
 
@@ -83,10 +84,8 @@ def send_back(job_id: int, reason: str) -> None:
         SlurmFailed: it could be neither requeued nor cancelled.
     """
     comment = f"agentd: {reason}"[:MOST_REASON]
-    try:
+    with suppress(SlurmFailed):  # the job must go, with or without a comment
         run("scontrol", "update", f"JobId={job_id}", f"AdminComment={comment}")
-    except SlurmFailed:
-        pass  # without accounting an old slurmctld may refuse the comment; the job must go anyway
     try:
         run("scontrol", "requeue", str(job_id))
     except SlurmFailed:

@@ -1,7 +1,7 @@
 """The device file of an accelerator: Slurm confines a job to the files of its GPUs.
 
-NVIDIA's driver lists each GPU's UUID and minor number below /proc/driver/nvidia/gpus. For others the
-render node of the PCI device is in sysfs. Anything else gets a stand-in.
+NVIDIA's driver lists each GPU's UUID and minor number below /proc/driver/nvidia/gpus. For others
+the render node of the PCI device is in sysfs. Anything else gets a stand-in.
 """
 
 from __future__ import annotations

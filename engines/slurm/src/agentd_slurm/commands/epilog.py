@@ -1,9 +1,8 @@
 """`agentd-slurm epilog`: release a job's GPUs once nothing of the job is left on this node.
 
 The kernels that the job ran are stopped and deleted first. A job whose slurmstepd was killed may
-leave processes behind: its claim stays, and `agentd-slurm sync` ends it when they are gone. So does a
-claim that agentd could not be asked about. The exit status is 0 in each case, so that Slurm does not
-drain the node.
+leave processes behind. Its claim stays, and `agentd-slurm sync` ends it when they are gone. A claim
+stays too if agentd does not answer. The exit status is 0 in each case: Slurm must not drain the node.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-NEEDS = ("root", "slurm")
 ADDRESS = "10.99.0.1"
 CONTROLLER_PORT = 6817
 WAIT_S = 60.0
@@ -176,7 +175,7 @@ class SlurmCluster:
                 env=self.environment, start_new_session=True,
             )  # fmt: skip
 
-    def run(self, *words: str | Path, check: bool = True, user: str | None = None) -> str:
+    def run(self, *words: str | Path, check: bool = True, user: int | None = None) -> str:
         """Run a command in the namespace and return what it prints."""
         command = self.inside(*words)
         if user:
@@ -207,7 +206,7 @@ class SlurmCluster:
         """Return a node's state and the reason for it."""
         return self.run("sinfo", "-h", "-N", "-n", node, "-o", "%T %E").strip()
 
-    def submit(self, *options: str, script: str = "sleep 1000", user: str | None = None) -> str:
+    def submit(self, *options: str, script: str = "sleep 1000", user: int | None = None) -> str:
         """Submit a batch job and return its id."""
         words = ["sbatch", "--parsable", f"--output={self.folder}/out-%j", *options]
         return self.run(*words, "--wrap", script, user=user).strip()
@@ -225,6 +224,11 @@ class SlurmCluster:
         """Wait for a job to be in one of these states."""
         self.until(lambda: self.state(job) in states, f"job {job} is not {states}")
         return self.job(job)
+
+    def start_again(self, job: str) -> None:
+        """Let a requeued job start now: Slurm holds it for two minutes."""
+        self.until_state(job, "PENDING")
+        self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def until(self, holds: Callable[[], object], text: str, within_s: float = WAIT_S) -> None:
         """Wait for something to hold."""
@@ -300,11 +304,11 @@ class SlurmCluster:
     def _steps(self) -> Iterator[int]:
         """Return the slurmstepds of this cluster: they are in its network namespace."""
         assert self._namespace
-        own = os.readlink(f"/proc/{self._namespace.pid}/ns/net")
+        own = Path(f"/proc/{self._namespace.pid}/ns/net").readlink()
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 is_step = (process / "comm").read_text().startswith("slurmstepd")
-                if is_step and os.readlink(process / "ns/net") == own:
+                if is_step and (process / "ns/net").readlink() == own:
                     yield int(process.name)
 
 
