@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
-from slurm_nodes import NodesOf
+from slurm_nodes import NodesOf, SlurmNodes
 
 GPU = {"cuda.device": "1"}
 NOBODY = 65534
@@ -92,7 +94,7 @@ async def test_silent_agentd_drains_the_node(slurm: NodesOf) -> None:
 async def test_orphans_of_a_killed_slurmstepd_keep_the_claim(slurm: NodesOf) -> None:
     nodes = await slurm()
     job = nodes.cluster.submit("--gres=gpu:2", script="sleep 1000 & sleep 1000")
-    nodes.cluster.until(lambda: len(nodes.cluster.processes(job)) >= 3, "no processes")
+    nodes.cluster.until(lambda: names(nodes, job).count("sleep") == 2, "the job does not run")
     held = await nodes.claims()
     for pid in [pid for pid in nodes.cluster.processes(job) if comm(pid) == "slurmstepd"]:
         os.kill(pid, signal.SIGKILL)
@@ -107,6 +109,15 @@ async def test_orphans_of_a_killed_slurmstepd_keep_the_claim(slurm: NodesOf) -> 
     for pid in orphans:
         os.kill(pid, signal.SIGKILL)
     await nodes.until_claims({}, within_s=30)
+
+
+def names(nodes: SlurmNodes, job: str) -> list[str]:
+    """Return the names of a job's processes."""
+    found = []
+    for pid in nodes.cluster.processes(job):
+        with contextlib.suppress(FileNotFoundError):
+            found.append(comm(pid))
+    return found
 
 
 def comm(pid: int) -> str:
@@ -130,8 +141,6 @@ async def test_foreign_kernel_is_blocked_by_a_placeholder(slurm: NodesOf) -> Non
 
 def placeholders(nodes: Any) -> list[dict[str, Any]]:
     """Return the placeholders that block a GPU."""
-    import json
-
     rows = json.loads(nodes.cluster.run("squeue", "--json"))["jobs"]
     return [
         row

@@ -56,7 +56,10 @@ async def test_job_on_three_nodes_runs_kernels_on_its_gpus(slurm: NodesOf) -> No
     assert [devices_of(row) for row in found] == [["cuda0", "cuda1"]] * 3
     assert {row["claim_id"] for row in found} == {f"slurm-{job}"}
     output = cluster.folder / f"out-{job}"
-    cluster.until(lambda: output.read_text().count("got cuda0,cuda1") == 3, "no output")
+    try:
+        cluster.until(lambda: output.read_text().count("got cuda0,cuda1") == 3, "no output", 15)
+    except AssertionError:
+        print("OUT", repr(output.read_text()))
 
     cluster.run("scontrol", "requeue", job)
     await until_kernels(nodes, 0)

@@ -103,6 +103,7 @@ def run_sync(node: str | None, *, once: bool = False) -> int:
         signal.signal(number, stop)
     notifier = Notifier(os.environ)
     client = NodeClient(socket_path())
+    notifier.ready("starting")
     while not stopped.is_set():
         try:
             Synchronizer(node or controller.own_node(), client).once()
@@ -112,7 +113,7 @@ def run_sync(node: str | None, *, once: bool = False) -> int:
             if once:
                 return 1
         else:
-            notifier.ready("in step")
+            notifier.status("in step")
         if once:
             return 0
         stopped.wait(EVERY_S)
