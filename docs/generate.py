@@ -1,35 +1,61 @@
-"""Make the pages of the reference that follow from the code: `python docs/generate.py`.
+"""Generate the reference pages that follow from the code: `python docs/generate.py`.
 
-A test compares each page with what this makes.
+A test compares each page with the generated text. Meanings of log events, and causes and remedies
+of errors, stand beside this file in `log-events.toml` and `errors.toml`.
 """
 
+import ast
+import importlib
 import inspect
+import re
 import textwrap
-from collections.abc import Iterator
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 
-from agentd import plugin_api
+from agentd import errors, plugin_api
+from agentd.config.schema import PACKAGED, schema_text
 from agentd.core.kernel.states import LIVE, MOVES, OBSERVATIONS, STARTING, KernelState, Observed
+from agentd.http.problems import STATUSES
+from agentd.service.exit_status import MEANINGS
 
-STATES = Path(__file__).parent / "reference" / "states.md"
-PLUGIN_API = STATES.parents[1] / "plugins" / "plugin-api.md"
+DOCS = Path(__file__).parent
+STATES = DOCS / "reference" / "states.md"
+PLUGIN_API = DOCS / "plugins" / "plugin-api.md"
+EXIT_CODES = DOCS / "reference" / "exit-codes.md"
+LOG_EVENTS = DOCS / "reference" / "log-events.md"
+ERRORS = DOCS / "reference" / "errors.md"
+EVENT_TEXTS, ERROR_TEXTS = DOCS / "log-events.toml", DOCS / "errors.toml"
+SOURCES = (DOCS.parent / "src" / "agentd", DOCS.parent / "fleet" / "src" / "agentd_fleet")
+LEVELS = {"debug": 0, "info": 1, "warning": 2, "error": 3, "exception": 3, "critical": 4}
+LEVEL_NAMES = ("debug", "info", "warning", "error", "critical")
+EVENT = re.compile(r"[a-z][a-z_]*\.[a-z_]+")
+MODULES_WITH_ERRORS = (
+    "agentd_fleet.store.etcd_transport",
+    "agentd_fleet.store.route",
+    "agentd_fleet.join.publisher",
+)
+CLIENT_WARNING = "warn_of_client"
+"""The name of the rate-limited logger: always a warning, with the field `further`."""
 
 
 def states_page() -> str:
-    """Return the page of kernel states: a drawing and two tables, from the tables of the code."""
+    """Return the page of kernel states: a diagram and two tables, from the tables of the code."""
     lines = [
         "# Kernel states",
         "",
-        "Made from `agentd.core.kernel.states` by `docs/generate.py`. Every change of a kernel goes through one of two",
-        "tables: what agentd does (`MOVES`, solid) and what it finds (`OBSERVATIONS`, dotted here by what is seen).",
+        "Generated from `agentd.core.kernel.states` by `docs/generate.py`. A kernel changes its state in",
+        "one of two ways: agentd acts (`MOVES`), or agentd observes the runtime (`OBSERVATIONS`; the arrow",
+        "names the observation).",
         "",
         "```mermaid",
         "stateDiagram-v2",
         "    [*] --> preparing",
         *(f"    {a} --> {b}" for a in KernelState for b in sorted(MOVES[a])),
         *(
-            f"    {state} --> {after}: seen {sight}"
+            f"    {state} --> {after}: {sight}"
             for state in KernelState
             for sight, after in OBSERVATIONS[state].items()
             if after is not state
@@ -37,9 +63,9 @@ def states_page() -> str:
         *(f"    {state} --> [*]" for state in ("terminated", "failed", "lost")),
         "```",
         "",
-        "Devices are charged to a kernel in every state but `terminated`, `failed` and `lost`.",
+        "A kernel holds its devices in every state except `terminated`, `failed` and `lost`.",
         "",
-        "## What agentd does",
+        "## Moves",
         "",
         "| from | to |",
         "|---|---|",
@@ -49,11 +75,12 @@ def states_page() -> str:
             if moves
         ),
         "",
-        "A stop that failed leaves the kernel as it was; deleting drops it from any state in which nothing lives.",
+        "A stop that fails leaves the state unchanged. A kernel can be deleted in any state in which no",
+        "process lives.",
         "",
-        "## What agentd finds",
+        "## Observations",
         "",
-        f"| in state | {' | '.join(f'seen {sight}' for sight in Observed)} |",
+        f"| state | {' | '.join(f'`{sight}`' for sight in Observed)} |",
         f"|---{'|---' * len(Observed)}|",
     ]
     for state, found in OBSERVATIONS.items():
@@ -64,8 +91,37 @@ def states_page() -> str:
     live = ", ".join(f"`{state}`" for state in KernelState if state in LIVE)
     lines += [
         "",
-        f"Starting: {starting}; nothing is found before `creating`, since no runtime was asked. Live: {live}.",
-        "An `unreadable` sight is a kernel that lives and whose record cannot be read.",
+        f"- Starting: {starting}. Before `creating` there is no observation: no runtime was asked yet.",
+        f"- Live: {live}.",
+        "- The observation `unreadable` is a live kernel whose record cannot be read.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def exit_codes_page() -> str:
+    """Return the page of exit statuses, from their table in the code."""
+    lines = [
+        "# Exit codes",
+        "",
+        "Generated from `agentd.service.exit_status` by `docs/generate.py`.",
+        "",
+        "| program | status | meaning |",
+        "|---|---|---|",
+    ]
+    for commands, status, text in MEANINGS:
+        programs = ", ".join(f"`{command}`" for command in commands) or "all"
+        lines.append(f"| {programs} | {'any' if status is None else status.value} | {text} |")
+    lines += [
+        "",
+        "`agentd check-config` exits with the status that `agentd run` would have.",
+        "",
+        "`agentctl` prints an error to standard error: one line with its [code](errors.md) and detail,",
+        "and an indented line for each remedy. With `-o json` or `-o yaml` it has that format.",
+        "",
+        "```text",
+        "agentctl: UnknownDevice: unknown device cuda-1",
+        "  did you mean cuda1?",
+        "```",
     ]
     return "\n".join(lines) + "\n"
 
@@ -73,10 +129,10 @@ def states_page() -> str:
 def plugin_api_page() -> str:
     """Return the page of the plugin API: every name of `agentd.plugin_api`, from its docstrings."""
     lines = [
-        "# The plugin API",
+        "# Plugin API",
         "",
-        "Made from `agentd.plugin_api` by `docs/generate.py`: all of agentd that a plugin may import.",
-        "How to write one: [write a plugin](write-a-plugin.md).",
+        "Generated from `agentd.plugin_api` by `docs/generate.py`. A plugin may import this module of",
+        "agentd, and no other. For a guide see [write a plugin](write-a-plugin.md).",
     ]
     values = {name: getattr(plugin_api, name) for name in plugin_api.__all__}
     for name, value in sorted(values.items(), key=lambda item: (callable(item[1]), item[0])):
@@ -86,18 +142,18 @@ def plugin_api_page() -> str:
         elif not inspect.isclass(value):
             lines.append(f"`{value!r}`")
         else:
-            lines.append(_said(value))
+            lines.append(_docstring(value))
             lines += _fields(value) if is_dataclass(value) else _methods(value)
     return "\n".join(lines) + "\n"
 
 
-def _said(value: object) -> str:
-    """Return a docstring, its lists and examples as they stand."""
+def _docstring(value: object) -> str:
+    """Return a docstring with its lists and examples unchanged."""
     return textwrap.dedent(inspect.getdoc(value) or "").replace("\nRaises:\n", "\nRaises:\n\n")
 
 
 def _function(name: str, function: object) -> list[str]:
-    return [f"```python\n{name}{inspect.signature(function)}\n```", "", _said(function)]  # type: ignore[arg-type]
+    return [f"```python\n{name}{inspect.signature(function)}\n```", "", _docstring(function)]  # type: ignore[arg-type]
 
 
 def _fields(value: type) -> Iterator[str]:
@@ -122,6 +178,182 @@ def _methods(value: type) -> Iterator[str]:
             yield from ("", f"### `{name}`", "", f"`{value.__annotations__[name]} = {member!r}`")
 
 
+class LogEvent:
+    """The levels and fields of one log event, over all places that log it."""
+
+    def __init__(self) -> None:
+        self.levels: set[int] = set()
+        self.fields: dict[str, None] = {}
+
+    def level(self) -> str:
+        """Return the names of the levels, the lowest first."""
+        return ", ".join(LEVEL_NAMES[level] for level in sorted(self.levels))
+
+
+def log_events() -> dict[str, LogEvent]:
+    """Return every log event of the sources, by name."""
+    found: dict[str, LogEvent] = defaultdict(LogEvent)
+    for file in (file for root in SOURCES for file in sorted(root.rglob("*.py"))):
+        for name, level, fields_of in _logged(ast.parse(file.read_text())):
+            found[name].levels.add(level)
+            found[name].fields |= dict.fromkeys(fields_of)
+    return dict(sorted(found.items()))
+
+
+def _logged(module: ast.Module) -> Iterator[tuple[str, int, list[str]]]:
+    """Yield the name, level and fields of each log call of a module.
+
+    A call with a variable event logs every event that is assigned to a variable `event` there.
+    """
+    nodes = list(ast.walk(module))
+    named = [
+        node.value.value
+        for node in nodes
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and node.targets[0].id == "event"
+        and isinstance(node.value, ast.Constant)
+    ]
+    for node in nodes:
+        if not isinstance(node, ast.Call):
+            continue
+        if (level := _level(node.func)) is not None and node.args:
+            fields_of = [item.arg for item in node.keywords if item.arg and item.arg != "exc_info"]
+            if isinstance(node.func, ast.Name):
+                fields_of.append("further")
+            first = node.args[0]
+            events = [first.value] if isinstance(first, ast.Constant) else named
+            yield from ((event, level, fields_of) for event in events if EVENT.fullmatch(event))
+        for item in node.keywords:  # threading.Thread(target=log.error, args=(event,))
+            level = _level(item.value)
+            if item.arg == "target" and level is not None:
+                events = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
+                yield from ((event, level, []) for event in events if EVENT.fullmatch(str(event)))
+
+
+def _level(function: ast.expr) -> int | None:
+    if isinstance(function, ast.Name) and function.id == CLIENT_WARNING:
+        return LEVELS["warning"]
+    is_log = isinstance(function, ast.Attribute) and ast.unparse(function.value) == "log"
+    return LEVELS.get(function.attr) if is_log and isinstance(function, ast.Attribute) else None
+
+
+def event_texts() -> tuple[dict[str, str], dict[str, str]]:
+    """Return the meaning of each event, and the renamed events (old to new)."""
+    texts = tomllib.loads(EVENT_TEXTS.read_text())
+    renamed: dict[str, str] = texts["renamed"]
+    meanings: dict[str, str] = texts["meaning"]
+    return {renamed.get(name, name): text for name, text in meanings.items()}, renamed
+
+
+def log_events_page() -> str:
+    """Return the page of log events, from the sources and `log-events.toml`."""
+    meanings, renamed = event_texts()
+    lines = [
+        "# Log events",
+        "",
+        "Generated from the sources and `docs/log-events.toml` by `docs/generate.py`.",
+        "",
+        "Under systemd each line is one JSON object; on a terminal it is plain text. The member `event`",
+        "is one of the names below. `timestamp` and `level` are always present; an exception adds",
+        "`exception`, a traceback. Scripts may rely on the names and the fields.",
+        "",
+        "Events with the field `further` are rate-limited: it counts the lines that were left out.",
+        "",
+        "| event | level | meaning | fields |",
+        "|---|---|---|---|",
+    ]
+    for name, event in log_events().items():
+        fields_of = ", ".join(f"`{item}`" for item in event.fields)
+        lines.append(f"| `{name}` | {event.level()} | {meanings[name]} | {fields_of} |")
+    lines += ["", "## Renamed events", ""]
+    if renamed:
+        lines += ["| until 0.2 | now |", "|---|---|"]
+        lines += [f"| `{old}` | `{new}` |" for old, new in sorted(renamed.items())]
+    else:
+        lines.append("None so far.")
+    return "\n".join(lines) + "\n"
+
+
+def errors_by_code() -> dict[str, type[errors.AgentdError]]:
+    """Return the classes with a code of their own, by code; the most general one counts."""
+    for name in MODULES_WITH_ERRORS:
+        importlib.import_module(name)
+    found: dict[str, type[errors.AgentdError]] = {}
+    pending: list[type[errors.AgentdError]] = [errors.AgentdError]
+    while pending:
+        kind = pending.pop(0)
+        if "code" in vars(kind):
+            found.setdefault(kind.code, kind)
+        pending += kind.__subclasses__()
+    return found
+
+
+def error_texts() -> dict[str, dict[str, str]]:
+    """Return the cause and the remedy of each code of `errors.toml`."""
+    texts: dict[str, dict[str, str]] = tomllib.loads(ERROR_TEXTS.read_text())
+    classes = errors_by_code()
+    for code, text in texts.items():
+        if "cause" not in text:
+            text["cause"] = inspect.cleandoc(classes[code].__doc__ or "").split("\n\n")[0]
+            text["cause"] = " ".join(text["cause"].split())
+    return texts
+
+
+def errors_page() -> str:
+    """Return the page of error codes, from `agentd.errors` and `errors.toml`."""
+    texts = error_texts()
+    clients = [code for code in texts if code not in STATUSES]
+    return "\n".join(
+        [
+            "# Error codes",
+            "",
+            "Generated from `agentd.errors` and `docs/errors.toml` by `docs/generate.py`.",
+            "",
+            "Every error response is a problem (RFC 9457) with a `code`. Codes are stable; texts are not.",
+            "`agentctl` prints the code before the detail, and `agentd.client` raises the class of the same",
+            "name from `agentd.errors`. Members of each problem are listed in [RPC](rpc.md#errors).",
+            "",
+            "## Error responses",
+            "",
+            "| code | status | cause | remedy |",
+            "|---|---|---|---|",
+            *_error_rows((code for code in texts if code in STATUSES), texts),
+            "",
+            "A 503 passes: the response says in `Retry-After` when to retry, and `agentd.client` does so.",
+            "",
+            "## Errors outside responses",
+            "",
+            "Programs print these, or a client raises them; no response has them.",
+            "",
+            "| code | cause | remedy |",
+            "|---|---|---|",
+            *(
+                f"| `{code}` | {texts[code]['cause']} | {texts[code]['remedy']} |"
+                for code in clients
+            ),
+            "",
+        ]
+    )
+
+
+def _error_rows(codes: Iterable[str], texts: dict[str, dict[str, str]]) -> Iterator[str]:
+    for code in codes:
+        text = texts[code]
+        yield f"| `{code}` | {STATUSES[code]} | {text['cause']} | {text['remedy']} |"
+
+
+PAGES = {
+    STATES: states_page,
+    PLUGIN_API: plugin_api_page,
+    LOG_EVENTS: log_events_page,
+    ERRORS: errors_page,
+    EXIT_CODES: exit_codes_page,
+    PACKAGED: lambda: schema_text({}),
+}
+"""The generated pages, and the functions that return their text."""
+
+
 if __name__ == "__main__":
-    STATES.write_text(states_page())
-    PLUGIN_API.write_text(plugin_api_page())
+    for page, text in PAGES.items():
+        page.write_text(text())

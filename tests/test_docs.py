@@ -1,10 +1,13 @@
-"""Documents are true: their configurations are accepted, and their links lead somewhere.
+"""Documents are true and readable: configurations are accepted, links lead somewhere.
+
+Generated pages follow the code, and the text keeps the rules for plain English.
 
 A block of TOML is a whole `agent.toml` unless the word after `toml` says otherwise:
 `fragment` (of a node that has the agents agent-1 and agent-2), `fleet` and `fleet-fragment` (of a
 `fleet.toml`), `not-agentd`.
 """
 
+import importlib.util
 import itertools
 import re
 from collections.abc import Iterator
@@ -16,6 +19,8 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 import fork_server
+from agentd.http.problems import STATUSES
+from plain_english import FORBIDDEN, FORBIDDEN_FIRST
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -30,11 +35,15 @@ KINDS = {
 NOT_IN_ANCHORS = re.compile(r"[^\w\- ]")
 """The characters of a heading that its anchor lacks."""
 NOT_HERE = (
-    "systemd is not PID 1 here; use docker or process",
+    "systemd is not PID 1; use docker or process",
     "No such file or directory",
     "on this host",
 )
-"""How a refusal ends that is about the machine of the test and not about what is written."""
+"""Ends of refusals that depend on the test's host and not on the document."""
+
+LINE = 100
+CELL = 2 * LINE
+"""Characters of a line of prose, and of a table cell: two such lines."""
 
 
 class Block(NamedTuple):
@@ -118,3 +127,84 @@ def test_dead_anchors_and_images_are_found(tmp_path: Path) -> None:
         assert not dead(page, link), link
     for link in ("#there", "none.png", "other.md#twice-2", "other.md#a-bc-d"):
         assert dead(page, link), link
+
+
+def prose_lines(page: Path) -> Iterator[tuple[int, str]]:
+    """Yield the numbered lines of a page that stand neither in a code block nor in a table."""
+    parsed = MarkdownIt("commonmark").enable("table").parse(page.read_text())
+    kinds = ("fence", "code_block", "table_open", "html_block")
+    skipped = {n for t in parsed if t.type in kinds and t.map for n in range(*t.map)}
+    lines = enumerate(page.read_text().splitlines())
+    yield from ((number + 1, line) for number, line in lines if number not in skipped)
+
+
+def texts(page: Path) -> Iterator[tuple[str, str]]:
+    """Yield the kind and the text of each block of a page, without code."""
+    parsed = MarkdownIt("commonmark").enable("table").parse(page.read_text())
+    for before, token in itertools.pairwise(parsed):
+        if token.type == "inline":
+            parts = ("`" if t.type == "code_inline" else t.content for t in token.children or ())
+            yield before.type, " ".join("".join(part or " " for part in parts).split())
+
+
+def breaches(page: Path) -> list[str]:
+    """Return the lines, cells and phrases of a page that break the rules for text."""
+    found = [f"line {n}: {len(line)} long" for n, line in prose_lines(page) if len(line) > LINE]
+    for kind, text in texts(page):
+        if kind in ("td_open", "th_open") and len(text) > CELL:
+            found.append(f"cell of {len(text)} characters: {text[:60]}")
+        if phrase := FORBIDDEN.search(text):
+            found.append(f"{phrase[0]!r} in {text[max(phrase.start() - 30, 0) :][:80]!r}")
+        if FORBIDDEN_FIRST.match(text):
+            found.append(f"begins with a forbidden word: {text[:60]}")
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_page_is_in_plain_english(page: Path) -> None:
+    assert breaches(page) == []
+
+
+def test_breaches_of_plain_english_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    good = "There is no `keeper` here.\n\n```\n" + "anew " * 30 + "\n```\n\nIt is no longer so.\n"
+    page.write_text(good)
+    assert breaches(page) == []
+    bad = ["It is no device.", "The books agree.", "# What it does", "x" * 101, "Is begun\nanew."]
+    for text in (*bad, f"| a |\n|---|\n| {'x' * 201} |"):
+        page.write_text(f"{good}\n{text}\n")
+        assert len(breaches(page)) == 1, text
+
+
+spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+assert spec is not None
+assert spec.loader is not None
+generate = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(generate)
+
+
+@pytest.mark.parametrize("page", generate.PAGES, ids=lambda page: page.stem)
+def test_generated_page_follows_the_code(page: Path) -> None:
+    assert page.read_text() == generate.PAGES[page](), "run python docs/generate.py"
+
+
+def test_every_error_code_has_a_cause_and_a_remedy() -> None:
+    texts_of = generate.error_texts()
+    assert set(texts_of) == {*STATUSES, *generate.errors_by_code()}
+    assert all(text["cause"] and text["remedy"] for text in texts_of.values())
+
+
+def test_every_log_event_has_a_meaning() -> None:
+    meanings, renamed = generate.event_texts()
+    assert set(meanings) == set(generate.log_events())
+    assert len(meanings) > 70
+    assert not set(renamed) & set(meanings)
+
+
+def test_index_of_the_documents_has_every_page() -> None:
+    index = ROOT / "docs" / "README.md"
+    links = [str(token.attrs["href"]) for token in tokens(index) if token.type == "link_open"]
+    linked = {(index.parent / link.partition("#")[0]).resolve() for link in links}
+    pages = {page for page in PAGES if page.is_relative_to(ROOT / "docs") and page != index}
+    decisions = {page for page in pages if page.parent.name == "adr"}
+    assert pages - decisions - linked == set()

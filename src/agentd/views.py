@@ -1,4 +1,4 @@
-"""The wire types: what rpc answers, a client returns and the OpenAPI document describes.
+"""The wire types: answers of the API, results of clients and the OpenAPI document.
 
 Amounts are strings of plain decimals without trailing zeros, times are RFC 3339 in UTC.
 """
@@ -14,7 +14,7 @@ Amount: TypeAlias = str
 
 
 class PortView(TypedDict):
-    """A port of a kernel, and where on the node it is published."""
+    """A port of a kernel, and the host port on which it is published."""
 
     container: int
     host: int | None
@@ -23,14 +23,14 @@ class PortView(TypedDict):
 
 
 class PullView(TypedDict):
-    """How far the download of an image is, in bytes; the total grows as layers are learnt of."""
+    """The progress of a pull in bytes; the total grows as layers become known."""
 
     current: int
     total: int
 
 
 class MountView(TypedDict):
-    """A folder or file of the node inside a kernel, as it was asked for."""
+    """A bind mount of a kernel, as requested."""
 
     source: str
     target: str
@@ -40,10 +40,10 @@ class MountView(TypedDict):
 class KernelView(TypedDict):
     """A kernel. `allocation` is device name -> slot -> device id -> amount.
 
-    `image`, `command`, `mounts` and `labels` are as they were sent, and `env` has the names of the
-    variables without their values; one of more than 32 KiB is left empty. `pid` is the kernel's
-    first process on the node (`process`: its own, `systemd`: the unit's main process while it
-    runs), and `unit` the unit of the `systemd` runtime.
+    `image`, `command`, `mounts` and `labels` are as requested, and `env` has the names of the
+    variables without their values; a member of more than 32 KiB is left empty. `pid` is the
+    kernel's first process on the host (`process`: its own, `systemd`: the unit's main process while
+    it runs), and `unit` is the unit of the `systemd` runtime.
     """
 
     kernel_id: str
@@ -134,9 +134,9 @@ class EngineView(TypedDict):
 
 
 class DeviceUseView(TypedDict):
-    """What is used of a device that a kernel has a `share` (0 to 1) of; null is not known.
+    """The usage of a device in which a kernel has a `share` (0 to 1); null means unknown.
 
-    Utilization (0 to 1), `memory_used_bytes` and power are the device's, whoever uses it.
+    Utilization (0 to 1), `memory_used_bytes` and power are those of the whole device.
     """
 
     device_name: str
@@ -149,9 +149,9 @@ class DeviceUseView(TypedDict):
 
 
 class KernelUseView(TypedDict):
-    """What a kernel uses; null is not known, and never stands for 0. Memory includes its cache.
+    """The usage of a kernel; null means unknown, never 0. Memory includes its cache.
 
-    `state` is the kernel's; an ended one has the figures of its whole life, and none of now.
+    `state` is the kernel's; an ended one has its totals, and no current values.
     """
 
     kernel_id: str
@@ -172,7 +172,7 @@ class KernelUseView(TypedDict):
 
 
 class DecisionView(TypedDict):
-    """What a create would be given now, and how each device was looked at, by slot."""
+    """The decision that a create would get now; `explain` has each device by slot."""
 
     slots: dict[str, Amount]
     allocation: dict[str, dict[str, dict[str, Amount]]]
@@ -181,29 +181,36 @@ class DecisionView(TypedDict):
 
 @final
 class HolderView(TypedDict):
-    """A kernel that holds something of a device."""
+    """A kernel that holds a share of a device: its `amount` of the primary slot, and all."""
 
     kernel_id: str
     amount: Amount
+    amounts: dict[str, Amount]
 
 
 @final
 class ClaimHolderView(TypedDict):
-    """A claim that holds something of a device."""
+    """A claim that holds something of a device, as a kernel does."""
 
     claim_id: str
     amount: Amount
+    amounts: dict[str, Amount]
 
 
 class DeviceView(TypedDict):
-    """A device; `allocated` and `holders` are in their holders' slots."""
+    """A device; `allocated` and the `amount` of holders are in their holders' primary slots.
+
+    `slot`, `capacity`, `allocated` and `free` are its primary slot, `slots` has every one.
+    """
 
     device_name: str
     id: str
     stable_id: str
     aliases: list[str]
     agents: list[str]
-    state: Literal["ok", "held", "unhealthy", "drained", "gone", "withheld", "overcommitted"]
+    state: Literal[
+        "ok", "held", "unhealthy", "drained", "gone", "withheld", "overcommitted", "busy"
+    ]
     reason: str
     numa_node: int | None
     model: str
@@ -211,11 +218,15 @@ class DeviceView(TypedDict):
     capacity: Amount
     allocated: Amount
     free: Amount
+    slots: dict[str, SlotUseView]
     holders: list[HolderView | ClaimHolderView]
 
 
 class SlotUseView(TypedDict):
-    """One slot of an agent; `free` is what could be given now."""
+    """One slot of an agent or device.
+
+    `free` is of the slot alone: a device may have room for less, if another slot is used up.
+    """
 
     capacity: Amount
     allocated: Amount
@@ -223,7 +234,7 @@ class SlotUseView(TypedDict):
 
 
 class LimitView(TypedDict):
-    """The most that an agent may hold of one device name, and what it holds of it."""
+    """The limit of an agent for one device name, and the amount it holds under it."""
 
     limit: Amount
     held: Amount
@@ -241,7 +252,7 @@ class AgentView(TypedDict):
 
 
 class SlotTypeView(TypedDict):
-    """A slot that this node knows."""
+    """A slot type of this node; a secondary one names the `primary` slot of its devices."""
 
     name: str
     device_name: str
@@ -249,6 +260,7 @@ class SlotTypeView(TypedDict):
     quantum: Amount
     exclusive_group: str | None
     unit: str
+    primary: str | None
 
 
 class RuntimeView(TypedDict):
@@ -260,7 +272,7 @@ class RuntimeView(TypedDict):
 
 
 class PluginView(TypedDict):
-    """A plugin: its device name, its entry point, and how it does."""
+    """A plugin: its device name, its entry point and its status."""
 
     name: str
     plugin: str
@@ -270,7 +282,7 @@ class PluginView(TypedDict):
 
 
 class RefusalView(TypedDict):
-    """A create that was refused in the last hour; `kernel_id` is empty where none was named."""
+    """A create refused in the last hour; `kernel_id` is empty if the request had none."""
 
     at: str
     caller: str
@@ -281,7 +293,7 @@ class RefusalView(TypedDict):
 
 
 class CallerView(TypedDict):
-    """Who calls, as what, and for which agents (None: all); `uid` on a unix socket."""
+    """The caller: its name, role and agents (null: all); `uid` on a unix socket."""
 
     name: str
     role: Literal["admin", "agent", "read"]
@@ -290,13 +302,13 @@ class CallerView(TypedDict):
 
 
 class ReloadView(TypedDict):
-    """A reload: the keys that differ from what is in force, and wait for a restart."""
+    """A reload: the changed keys that require a restart."""
 
     needs_restart: list[str]
 
 
 class CheckView(TypedDict):
-    """A rule that holds on every node, and what was found against it."""
+    """A rule that holds on every node, and its findings."""
 
     check: str
     promise: str
@@ -305,7 +317,7 @@ class CheckView(TypedDict):
 
 
 class NodeView(TypedDict):
-    """The node; `checks` are there if they were asked for."""
+    """The node; `checks` are present if requested."""
 
     id: str
     version: str

@@ -194,7 +194,7 @@ async def test_check_config_refuses_a_new_id_while_kernels_live(up: Daemon) -> N
     refused = fork_server.run("agentd", "run", "--config", str(up.config_file))
     up.config_file.write_text(text)
     assert done.returncode == refused.returncode == 78
-    expected = f"{up.config_file}: node.id: was {up.node}, whose kernels k1 live"
+    expected = f"{up.config_file}: node.id: was {up.node}, whose kernels k1 are running"
     assert expected in done.stderr
     assert expected in refused.stderr
 

@@ -82,21 +82,21 @@ def test_half_of_the_shares_becomes_a_limit_in_shared_mode() -> None:
             "affinity-policy": "prefer-single-node",
         },
         "agents": [{"id": "i-gpu1", "resource": {"limits": {"cpu": 4, "mem": "16G", "cuda": 0.5}}}],
-        "plugins": {"cuda": {"mode": "shares"}},
+        "plugins": {"cuda": {"mode": "shares", "memory-slot": True}},
     }
     assert "cuda = 0.50 }" in text, "as it was written"
     settings = load_text(text, None, {}).settings
     assert settings.resource.allocation_mode is AllocationMode.SHARED
 
 
-def test_what_has_no_equivalent_is_a_comment_that_says_why() -> None:
+def test_keys_without_equivalent_become_comments() -> None:
     text = migrated(BEFORE, Path("old.toml"))
     comments = [line for line in text.splitlines() if line.startswith("#")]
     assert "# [etcd] namespace" in comments
     assert "# [agent] rpc-listen-addr" in comments
     assert "# [resource] reserved-disk" in comments
-    assert any('"cuda.mem" = 0.5: is not divided by itself' in line for line in comments)
-    assert any("which are for shared mode" in line for line in comments)
+    assert any('"cuda.mem" = 0.5: not divisible by itself' in line for line in comments)
+    assert any("which requires shared mode" in line for line in comments)
 
 
 def test_devices_stay_devices_in_manual_mode() -> None:
@@ -110,15 +110,71 @@ def test_devices_stay_devices_in_manual_mode() -> None:
     }
 
 
-def test_every_agent_has_its_own_and_what_all_start_from() -> None:
+def test_agents_inherit_the_common_amounts() -> None:
     found = new(EACH)
     assert found["agents"] == [
         {"id": "a", "resource": {"limits": {"mem": "8g", "cuda": 0.5, "rocm": 2}}},
-        {"id": "b", "resource": {"limits": {"mem": "8g", "cuda": 1.5}}},
+        {"id": "b", "resource": {"limits": {"mem": "8g", "cuda": 1.5, "rocm": 0}}},
     ]
 
 
-def test_lists_beside_amounts_become_what_shared_mode_has() -> None:
+def test_a_fraction_turns_the_whole_file_into_shared_mode() -> None:
+    text = migrated(
+        """
+[[agents]]
+id = "half"
+[agents.resource.allocations]
+cpu = "0-3"
+devices = { "cuda.shares" = 0.5, "cuda.mem" = 0.5 }
+[[agents]]
+id = "lists"
+[agents.resource.allocations]
+cpu = ["4", "5"]
+devices = { cuda = ["cuda1", "cuda2"], rocm = "all" }
+[[agents]]
+id = "rest"
+[agents.resource.allocations]
+cpu = 2
+""",
+        Path("old.toml"),
+    )
+    load_text(text, None, {})
+    found = tomllib.loads(text)
+    assert found["resource"]["allocation-mode"] == "shared"
+    assert {agent["id"]: agent["resource"] for agent in found["agents"]} == {
+        "half": {"limits": {"cpu": 4, "cuda": 0.5, "rocm": 0}},
+        "lists": {"limits": {"cpu": 2, "cuda": 2, "rocm": "100%"}},
+        "rest": {"limits": {"cpu": 2, "cuda": 0, "rocm": 0}},
+    }
+    first = " ".join(text.partition("\n\n")[0].replace("#", "").split())
+    assert "The file gave an agent a fraction of a device." in first
+    assert "the whole file is in shared mode now" in first
+    assert "Lists of cores and devices are lost by it." in first
+
+
+def test_whole_devices_stay_the_agent_s_own() -> None:
+    text = """
+[[agents]]
+id = "a"
+[agents.resource.allocations]
+mem = "8g"
+devices = { "cuda.shares" = 2.0, "cuda.mem" = 2 }
+[[agents]]
+id = "b"
+[agents.resource.allocations]
+devices = { "cuda.shares" = "1", rocm = ["rocm0"] }
+"""
+    found = new(text)
+    assert found["resource"] == {"allocation-mode": "manual"}
+    assert [agent["resource"] for agent in found["agents"]] == [
+        {"mem": "8g", "devices": {"cuda": 2}},
+        {"devices": {"cuda": 1, "rocm": ["rocm0"]}},
+    ]
+    assert found["plugins"] == {"cuda": {"mode": "shares", "memory-slot": True}}
+    assert "shared mode" not in migrated(text, Path("old.toml"))
+
+
+def test_lists_beside_amounts_become_limits() -> None:
     found = migrated(
         """
 [agent.resource.allocations]
@@ -127,9 +183,10 @@ devices = { "cuda.shares" = 0.5, rocm = ["rocm0"] }
 """,
         Path("old.toml"),
     )
-    assert tomllib.loads(found)["agents"][0]["resource"]["limits"] == {"cpu": 3, "cuda": 0.5}
-    assert '# cpu = ["0", "1", "2"]: a number of them' in found
-    assert '# devices = { rocm = ["rocm0"] }: nobody owns devices in shared mode' in found
+    limits = tomllib.loads(found)["agents"][0]["resource"]["limits"]
+    assert limits == {"cpu": 3, "cuda": 0.5, "rocm": 1}
+    assert '# cpu = ["0", "1", "2"]: now a number' in found
+    assert '# devices = { rocm = ["rocm0"] }: agents own no devices in shared mode' in found
 
 
 @pytest.mark.parametrize(
@@ -144,7 +201,7 @@ def test_an_older_file_is_refused_with_the_lines_to_write(text: str, where: str)
     with pytest.raises(ConfigRefused) as refused:
         load_text(text, Path("old.toml"), {})
     why = next(problem.why for problem in refused.value.problems if problem.where == where)
-    assert "is of an older form" in why
+    assert "belongs to an older form" in why
     wanted = {
         "agent": "cuda = 0.50",
         "agents.1.agent": 'cuda = ["cuda2"]',
@@ -156,10 +213,11 @@ def test_an_older_file_is_refused_with_the_lines_to_write(text: str, where: str)
     assert "did you mean" not in why
 
 
-def test_what_was_migrated_starts(tmp_path: Path) -> None:
+def test_migrated_file_starts_a_daemon(tmp_path: Path) -> None:
     """With simulated GPUs that offer what the file asks for."""
     text = migrated(BEFORE, Path("old.toml"))
-    text = text.replace('mode = "shares"', 'mode = "shares"\nplugin = "sim"\ncount = 2')
+    simulated = '[plugins.cuda]\nplugin = "sim"\ncount = 2\nmemory = "80g"'
+    text = text.replace("[plugins.cuda]", simulated)
     (tmp_path / "new.toml").write_text(f'{text}[host]\ncpus = 8\nmem = "32g"\n')
     command = ["plan", "--json", "--config", str(tmp_path / "new.toml")]
     run = subprocess.run(
@@ -191,13 +249,17 @@ devices = { cuda = { mem = { rpc = 1 }, shares = 0.5 } }
     found = tomllib.loads(text)
     assert found["node"] == {"id": "n"}
     assert found["plugins"]["tpu"]["devices"] == ["/dev/accel*"]
-    assert found["plugins"]["cuda"] == {"mode": "shares"}
-    assert "# foo = { a = { b = 0.5 } }: there is no such setting of an agent" in text
-    assert '# cpu = "0-3": a limit is a number or a percentage' in text
-    assert '# "cuda.mem" = { rpc = 1 }: is not divided by itself' in text
+    assert found["plugins"]["cuda"] == {
+        "ignored-xids": [13],
+        "mode": "shares",
+        "memory-slot": True,
+    }
+    assert "# foo = { a = { b = 0.5 } }: agents have no such setting" in text
+    assert '# cpu = "0-3": now a number' in text
+    assert '# "cuda.mem" = { rpc = 1 }: not divisible by itself' in text
 
 
-def test_a_wrong_key_of_today_is_explained_as_what_it_is() -> None:
+def test_unknown_key_of_todays_form_is_explained() -> None:
     with pytest.raises(ConfigRefused) as refused:
         load_text('[[agents]]\nid = "a"\nagent = "alpha"\n', None, {})
     assert "unknown key" in str(refused.value)
@@ -205,12 +267,12 @@ def test_a_wrong_key_of_today_is_explained_as_what_it_is() -> None:
 
 def test_a_file_of_today_is_not_migrated() -> None:
     for text in ("", '[[agents]]\nid = "a"\n', '[agents]\nid = "a"\n', "agent = 1\n"):
-        with pytest.raises(ConfigRefused, match="of no older form"):
+        with pytest.raises(ConfigRefused, match="not of an older form"):
             migrated(text, Path("new.toml"))
 
 
 @pytest.mark.parametrize("text", ["[agent", "a = 1\na = 2", "\0"])
-def test_what_is_no_toml_is_refused(text: str) -> None:
+def test_invalid_toml_is_not_migrated(text: str) -> None:
     with pytest.raises(ConfigRefused, match="invalid TOML"):
         migrated(text, Path("old.toml"))
 
@@ -231,10 +293,10 @@ def test_the_command_prints_or_writes(tmp_path: Path) -> None:
     again = run(agentd, ["config", "migrate", str(old), "--output", str(output)])
     assert (again.exit_code, "--force replaces it" in again.output) == (1, True)
     refused = run(agentd, ["config", "migrate", str(output)])
-    assert (refused.exit_code, "of no older form" in refused.output) == (78, True)
+    assert (refused.exit_code, "not of an older form" in refused.output) == (78, True)
 
 
-def test_what_cannot_be_used_afterwards_is_said_and_not_written(tmp_path: Path) -> None:
+def test_unusable_migration_is_reported_not_written(tmp_path: Path) -> None:
     old, output = tmp_path / "old.toml", tmp_path / "new.toml"
     old.write_text('[agent]\nid = "no name"\n[agent.resource.allocations]\nmem = "lots"\n')
     result = CliRunner().invoke(agentd, ["config", "migrate", str(old), "--output", str(output)])

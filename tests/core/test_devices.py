@@ -7,14 +7,16 @@ from agentd.core.devices import (
     DeviceId,
     Health,
     Inventory,
+    SecondarySlot,
     natural_key,
     served_once,
     with_remembered,
     with_shared_health,
     withheld_warnings,
 )
-from agentd.core.slots import ONE
+from agentd.core.slots import ONE, SlotKind
 from core.machines import cores, gpus, machine
+from core.several_slots import GPU_MEMORY, MIB, SHARES, gpu
 
 
 def ids(devices) -> dict[str, str]:
@@ -33,7 +35,7 @@ def test_a_device_keeps_its_id_whatever_order_the_driver_lists() -> None:
     assert ids(with_remembered(swapped, before)) == ids(before)
 
 
-def test_a_missing_device_stays_as_gone_and_its_id_is_not_given_away() -> None:
+def test_missing_device_stays_gone_and_keeps_its_id() -> None:
     before = gpus(1, 1)
     new = replace(before[0], stable_id="GPU-new")
     result = with_remembered([new, before[1]], before)
@@ -42,7 +44,7 @@ def test_a_missing_device_stays_as_gone_and_its_id_is_not_given_away() -> None:
     assert ids(result) == {"GPU-new": "cuda2", "GPU-cuda-1": "cuda1"}
 
 
-def test_a_device_without_a_plugin_says_so_and_one_of_a_plugin_that_it_is_not_there() -> None:
+def test_missing_device_names_its_missing_plugin() -> None:
     before = [*cores(1), *gpus(1, 1)]
     for plugins, reason in (({"cuda"}, "not found"), (set(), "no plugin cuda is installed")):
         result = {d.device_id.id: d for d in with_remembered([], before, plugins=plugins)}
@@ -90,14 +92,14 @@ def test_new_parts_are_named_as_parts() -> None:
     assert [d.device_id.id for d in found if not d.gone] == ["cuda0:2"]
 
 
-def test_of_what_may_come_yet_it_is_not_known_whether_it_is_gone() -> None:
+def test_device_of_a_late_plugin_has_unknown_health() -> None:
     late, gone = with_remembered([], [*gpus(1), part(0)], {})[0], with_remembered([], gpus(1))[0]
     assert late.health is gone.health is Health.HEALTHY
     (late,) = with_remembered([], gpus(1), {"cuda": "plugin cuda is pending"})
     assert (late.gone, late.health, late.reason) == (True, Health.UNKNOWN, "plugin cuda is pending")
 
 
-def test_losing_who_told_of_a_fault_does_not_mend_it() -> None:
+def test_unhealthy_device_stays_so_without_its_plugin() -> None:
     sick = [replace(gpus(1)[0], health=Health.UNHEALTHY, reason="Xid 79")]
     inventory = Inventory.of([], sick).with_health_unknown("cuda", "plugin cuda: lost")
     assert inventory.devices[0].reason == "Xid 79"
@@ -111,7 +113,7 @@ def test_losing_who_told_of_a_fault_does_not_mend_it() -> None:
         {"stable_id": "other", "aliases": (), "parent": "GPU-cuda-0"},
     ],
 )
-def test_a_physical_device_that_two_plugins_offer_is_served_by_the_first(change) -> None:
+def test_device_of_two_plugins_is_served_by_the_first(change) -> None:
     mine = gpus(1)
     other = [replace(gpus(1)[0], device_id=DeviceId("gpu", "gpu0"), **change)]
     kept, warnings = served_once([mine, other])
@@ -141,7 +143,7 @@ def test_withheld_devices_are_one_warning_for_each_name() -> None:
     ]
 
 
-def test_parts_of_one_parent_under_one_plugin_are_different_devices() -> None:
+def test_parts_of_one_parent_are_different_devices() -> None:
     parts = [replace(d, parent="GPU-x", aliases=()) for d in gpus(1, 1)]
     assert served_once([parts]) == (parts, [])
 
@@ -161,17 +163,17 @@ def test_a_listing_changes_health_and_presence_and_nothing_else() -> None:
     core, first, second = sick.devices
     assert core.health is Health.HEALTHY
     assert (first.health, first.reason, first.capacity) == (Health.UNHEALTHY, "hot", ONE)
-    assert (second.gone, second.reason) == (True, "no longer listed by its plugin")
+    assert (second.gone, second.reason) == (True, "not listed by its plugin any more")
     back, _ = sick.with_listing("cuda", listed("cuda0", "cuda1"))
     assert back.devices == inventory.devices
 
 
-def test_what_appears_joins_if_its_slot_is_known_and_another_slot_is_gone() -> None:
+def test_new_device_is_added_when_its_slot_is_known() -> None:
     inventory = Inventory.of([], gpus(1, 1))
     same, news = inventory.with_listing("cuda", listed("cuda0", "cuda1", "cuda2"))
     assert same is inventory
     (warning,) = news
-    assert warning.startswith("cuda/cuda2 (GPU-cuda-2) appeared and offers cuda.device, which is")
+    assert warning.startswith("cuda/cuda2 (GPU-cuda-2) is new and offers cuda.device; restart")
     knows = machine(*gpus(1, 1))
     three = listed("cuda0", "cuda1", "cuda2")
     more, news = knows.with_listing("cuda", three)
@@ -185,12 +187,10 @@ def test_what_appears_joins_if_its_slot_is_known_and_another_slot_is_gone() -> N
     twin, _ = knows.with_listing("cuda", [*three[:2], clash])
     assert twin.by_stable_id["X"].device_id.id == "cuda2"
     other, _ = inventory.with_listing("cuda", listed("cuda0", "cuda1", slot="cuda.shares"))
-    assert {d.reason for d in other.devices} == {
-        "offers cuda.shares now; it joins when agentd is restarted"
-    }
+    assert {d.reason for d in other.devices} == {"offers cuda.shares now; restart agentd to use it"}
 
 
-def test_unknown_health_is_said_and_takes_nothing_away() -> None:
+def test_unknown_health_keeps_the_capacity() -> None:
     inventory = Inventory.of([], gpus(1)).with_health_unknown("cuda", "plugin cuda: lost")
     (device,) = inventory.devices
     assert (device.health, device.reason, device.usable) == (
@@ -205,3 +205,43 @@ def test_health_belongs_to_the_physical_device() -> None:
     shared = with_shared_health([*parts, *other])
     assert [d.health.value for d in shared] == ["unhealthy", "unhealthy", "healthy"]
     assert shared[1].reason == "cuda/cuda0: Xid 79"
+
+
+def with_memory(gib: int | None, *, is_gone: bool = False) -> Inventory:
+    devices = [gpu(0, gib, gone=is_gone), gpu(1, gib)]
+    return Inventory.of([SHARES, *([GPU_MEMORY] if gib else [])], devices)
+
+
+def test_other_secondary_slots_in_a_listing_are_a_warning() -> None:
+    inventory = with_memory(80)
+    for listed in ([gpu(0, None), gpu(1)], [gpu(0, 40), gpu(1)]):
+        after, _ = inventory.with_listing("cuda", listed)
+        assert after is inventory, "slots and capacities stay as first listed"
+    assert inventory.with_listing("cuda", [gpu(0), gpu(1)])[1] == []
+    _, warnings = inventory.with_listing("cuda", [gpu(0, None), gpu(1)])
+    assert warnings == ["cuda0 lists other secondary slots now; restart agentd to use them"]
+    _, warnings = inventory.with_listing("cuda", [gpu(0, None), gpu(1, None)])
+    assert warnings == ["cuda0, cuda1 list other secondary slots now; restart agentd to use them"]
+
+
+def test_a_missing_device_comes_back_without_a_slot_that_was_switched_off() -> None:
+    remembered = gpu(0, gone=True)
+    off = Inventory.of([SHARES], [remembered, gpu(1, None)])
+    back, warnings = off.with_listing("cuda", [gpu(0, None), gpu(1, None)])
+    assert back.by_name["cuda"][0].slot_names == ("cuda.shares",)
+    assert warnings == []
+
+
+def test_a_new_device_with_an_unknown_secondary_slot_waits_for_a_restart() -> None:
+    inventory = with_memory(None)
+    after, (warning,) = inventory.with_listing("cuda", [gpu(0, None), gpu(1, None), gpu(2)])
+    assert after is inventory
+    assert warning.endswith("is new and offers cuda.mem; restart agentd to use it")
+
+
+def test_usable_capacity_is_rounded_down_to_the_quantum() -> None:
+    odd = replace(
+        gpu(0), capacity=ONE - 1, secondary=(SecondarySlot("cuda.mem", SlotKind.BYTES, 10**9),)
+    )
+    inventory = Inventory.of([SHARES, GPU_MEMORY], [odd])
+    assert inventory.usable(odd) == (99 * ONE // 100, 953 * MIB)

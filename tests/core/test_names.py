@@ -64,7 +64,7 @@ def test_a_record_whose_ids_are_no_names_cannot_be_read(member: str) -> None:
 
 
 @pytest.mark.parametrize("value", [None, 7, ["k1"], {"k": 1}])
-def test_what_is_no_text_is_no_name(value: object) -> None:
+def test_name_must_be_text(value: object) -> None:
     assert not is_name(value)
     assert name_or_empty(value) == ""
 
@@ -87,7 +87,7 @@ class Compared(str):
     __hash__ = str.__hash__
 
 
-def test_what_is_given_twice_is_found_without_comparing_each_with_all() -> None:
+def test_repeated_items_are_found_in_linear_time() -> None:
     names = [Compared(f"n{number}") for number in range(1000)]
     assert repeated(["b", "a", "b", "c", "a"]) == ["a", "b"]
     assert repeated([*names, Compared("n7")]) == ["n7"]

@@ -1,4 +1,4 @@
-"""Who may do what on a node that teams share: every role on every route, over real sockets."""
+"""Access on a shared node: every role on every route, over real sockets."""
 
 import json
 import os
@@ -38,7 +38,7 @@ RIGHTS = {
     "get_logs": "output", "get_events": "look", "whoami": "look", "get_openapi": "look",
     "get_metrics": "look", "livez": "look", "readyz": "look",
 }  # fmt: skip
-"""What each operation is; one that is missing here fails."""
+"""The right of each operation; a missing one fails."""
 MAY = {
     "agentd": {"look", "output", "kernels", "node"},
     "a": {"look", "output", "kernels"},
@@ -93,7 +93,7 @@ def expected(role: str, right: str, path: str, *, own: bool) -> set[int] | None:
 
 
 @pytest.mark.parametrize("role", ROLES)
-async def test_no_caller_sees_or_does_more_than_the_table_says(node: Daemon, role: str) -> None:
+async def test_callers_have_exactly_the_rights_of_the_table(node: Daemon, role: str) -> None:
     """Every route of the document, on what is the caller's own and on what is another team's."""
     document = await node.get("/v1/openapi.json")
     operations = [
@@ -121,7 +121,7 @@ async def test_no_caller_sees_or_does_more_than_the_table_says(node: Daemon, rol
                 assert "secret" not in shown, where
 
 
-async def test_what_is_foreign_looks_exactly_like_what_does_not_exist(node: Daemon) -> None:
+async def test_foreign_things_look_unknown(node: Daemon) -> None:
     pairs = [
         ("GET", "/v1/agents/{}", "secret-team", "nothing-team"),
         ("POST", "/v1/agents/{}/kernels", "secret-team", "nothing-team"),
@@ -218,7 +218,7 @@ async def test_an_id_that_another_team_has_is_only_taken(node: Daemon) -> None:
     assert answer.json["detail"] == f"kernel id {FOREIGN} is taken"
 
 
-async def test_a_shared_device_is_seen_and_its_other_holders_are_nobody(plain: Daemon) -> None:
+async def test_shared_device_hides_holders_of_other_agents(plain: Daemon) -> None:
     await plain.start(TEAMS + gpus(1, "shares") + SOCKETS.format(folder=plain.folder))
     await plain.running("secret-team", kernel_id=FOREIGN, slots={"cuda.shares": "0.75"})
     await plain.running("team-a", kernel_id=OWN, slots={"cuda.shares": "0.25"})
@@ -233,7 +233,7 @@ async def test_a_shared_device_is_seen_and_its_other_holders_are_nobody(plain: D
         assert "secret" not in answer.content.decode()
 
 
-async def test_no_answer_tells_whether_a_guessed_name_is_somebody_s(node: Daemon) -> None:
+async def test_answers_do_not_reveal_names_of_other_agents(node: Daemon) -> None:
     """The same request with a name that exists, and with one that does not, reads the same."""
     await node.call("DELETE", f"/v1/kernels/{FOREIGN}?timeout=0")
     await node.running("secret-team", kernel_id="secret-two", slots={"cuda.device": 1})
@@ -271,7 +271,7 @@ async def test_an_explanation_shows_the_devices_of_the_team_alone(node: Daemon) 
     assert [row["device"] for row in refused["explain"]] == ["cuda0", "cuda1"]
 
 
-async def test_what_says_that_it_changes_nothing_and_does_is_written_down(node: Daemon) -> None:
+async def test_get_that_runs_something_is_audited(node: Daemon) -> None:
     body = {"command": ["true"], "kernel_id": "made", "slots": {"cpu": 0}}
     path = "/v1/agents/team-a/kernels?dry_run=false"
     assert (await call(node, "a", "POST", path, body)).status == 201
@@ -312,7 +312,7 @@ async def test_a_team_is_told_that_what_it_shares_changed_and_no_more(plain: Dae
     assert "free" not in [frame["event"] for frame in heard], "who sees the kernel needs no more"
 
 
-async def test_who_made_a_kernel_stands_on_it_and_in_the_log(node: Daemon) -> None:
+async def test_kernel_and_log_name_its_creator(node: Daemon) -> None:
     body = {
         "command": ["sleep", "1000"],
         "kernel_id": "mine",

@@ -45,7 +45,7 @@ async def page(node: Daemon, browser: Browser) -> AsyncIterator[Visit]:
         yield visited
 
 
-async def test_it_answers_what_operators_ask(node: Daemon, page: Visit) -> None:
+async def test_page_answers_operators_questions(node: Daemon, page: Visit) -> None:
     await node.running(
         "research", kernel_id="train", command=SLEEPER, slots={"cpu": 1, "cuda.shares": "0.5"}
     )
@@ -83,9 +83,7 @@ async def test_it_answers_what_operators_ask(node: Daemon, page: Visit) -> None:
     )
 
 
-async def test_a_kernel_that_is_created_meanwhile_appears_and_lights_its_devices(
-    node: Daemon, page: Visit
-) -> None:
+async def test_page_shows_a_new_kernel_and_its_devices(node: Daemon, page: Visit) -> None:
     await page.until("#shown", "0 of 0")
     await node.running("research", kernel_id="new", command=SLEEPER, slots={"cuda.shares": 1})
     await page.until("#rows", "new", 3000)
@@ -144,9 +142,7 @@ async def test_output_goes_on_after_a_lost_connection(node: Daemon, page: Visit)
     page.errors.clear()  # the browser reports what could not be fetched
 
 
-async def test_a_kernel_that_prints_without_end_does_not_hold_the_page_up(
-    node: Daemon, page: Visit
-) -> None:
+async def test_page_stays_responsive_with_endless_output(node: Daemon, page: Visit) -> None:
     command = ["sh", "-c", "yes | head -c 50000000; echo over; sleep 1000"]
     await node.running("research", kernel_id="loud", command=command)
     await page.page.click("text=loud")
@@ -184,7 +180,7 @@ async def test_names_are_text_and_never_markup(node: Daemon, page: Visit) -> Non
     assert "pwned" not in await page.page.title()
 
 
-async def test_nothing_is_asked_of_anybody_else(node: Daemon, page: Visit) -> None:
+async def test_page_sends_requests_to_its_own_origin_only(node: Daemon, page: Visit) -> None:
     await node.running("research", kernel_id="k", command=SLEEPER)
     await page.until("#rows", "k")
     ours = urlsplit(page.page.url).netloc

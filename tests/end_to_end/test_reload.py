@@ -58,7 +58,7 @@ async def test_a_reload_that_cannot_work_is_not_the_last(plain: Daemon) -> None:
     os.mkfifo(fifo)
     plain.config_file.write_text(f'{good}\n[rpc]\ntls-cert = "/tmp/\\u0000x"\n')
     reload(plain)
-    await said(plain, "daemon.not_reloaded")
+    await said(plain, "daemon.reload_refused")
     plain.config_file.unlink()
     plain.config_file.symlink_to(fifo)
     reload(plain)
@@ -152,7 +152,7 @@ async def test_new_connections_are_shown_the_renewed_certificate(tokens: Tokens)
     assert await asyncio.to_thread(shown) == cert.read_text() != before
 
 
-async def test_a_weak_token_is_a_warning_everywhere_and_once(tokens: Tokens) -> None:
+async def test_weak_token_is_one_warning(tokens: Tokens) -> None:
     tokens.secrets["team"] = "x"
     file = tokens.daemon.folder / "token-team"
     file.write_text("x")

@@ -73,7 +73,7 @@ def tokens(plain: Daemon) -> Tokens:
     return made
 
 
-async def test_each_token_is_its_own_caller_and_a_removed_one_is_dead_at_once(
+async def test_token_is_one_caller_and_ends_when_revoked(
     tokens: Tokens,
 ) -> None:
     team = tokens.entry("team", "agent", "team-a")
@@ -130,7 +130,7 @@ async def test_a_reload_that_cannot_be_read_changes_nothing(tokens: Tokens) -> N
     assert tokens.daemon.process is not None
     tokens.daemon.process.send_signal(signal.SIGHUP)
     async with asyncio.timeout(10):
-        while "daemon.not_reloaded" not in tokens.daemon.log:
+        while "daemon.reload_refused" not in tokens.daemon.log:
             await asyncio.sleep(0.02)
     assert (await tokens.get("team")).status == 200
     tokens.configure(tokens.entry("team", "agent", "team-a"))
@@ -139,9 +139,9 @@ async def test_a_reload_that_cannot_be_read_changes_nothing(tokens: Tokens) -> N
 @pytest.mark.parametrize(
     ("entry", "why"),
     [
-        (("team", "agent"), 'role "agent" needs agents'),
-        (("team", "admin", "team-a"), 'role "admin" is for all agents'),
-        (("team", "agent", "nobody"), "no agent nobody"),
+        (("team", "agent"), 'role "agent" requires agents'),
+        (("team", "admin", "team-a"), 'role "admin" covers all agents'),
+        (("team", "agent", "nobody"), "unknown nobody"),
         (("team", "boss"), "Input should be"),
         (("absent", "read"), "cannot be read: No such file"),
         (("open", "read"), "has mode 0644: accessible by others; expected 0600 or 0640"),
@@ -170,7 +170,9 @@ def test_main_token_that_others_can_read_is_refused(folder: Path) -> None:
     made = Tokens(Daemon(folder, "process"))
     made.add("main", 0o604)
     made.configure(f'token-file = "{folder}/token-main"\n')
-    with pytest.raises(ConfigRefused, match=r"rpc.token-file: .* has mode 0604: others can read"):
+    with pytest.raises(
+        ConfigRefused, match=r"rpc.token-file: .* has mode 0604: accessible by others"
+    ):
         tokens_of(load(made.daemon.config_file, {}).settings.rpc)
     made.daemon.notes.close()
 
@@ -189,7 +191,7 @@ def test_a_new_token_is_written_for_its_owner_alone(tmp_path: Path) -> None:
     assert (again.exit_code, "exists" in again.output) == (1, True)
 
 
-def test_a_token_for_a_gateway_is_an_admin_s_that_may_name_others(tmp_path: Path) -> None:
+def test_gateway_token_must_be_admin(tmp_path: Path) -> None:
     file = tmp_path / "gate"
     options = ["token", "create", "gate", "--gateway", "--file", str(file)]
     made = CliRunner().invoke(agentctl, options)
@@ -231,7 +233,7 @@ async def test_a_token_that_cannot_be_revoked_keeps_its_file(tokens: Tokens) -> 
     config, file = tokens.daemon.config_file, tokens.daemon.folder / "token-team"
     before = config.read_text()
     code, said = await agentctl_says("token", "revoke", "team", "--config", str(config))
-    assert (code, "listen needs token-file or [[rpc.tokens]]" in said) == (1, True)
+    assert (code, "listen requires token-file or [[rpc.tokens]]" in said) == (1, True)
     assert (config.read_text(), file.exists()) == (before, True)
     tokens.configure(tokens.entry("team", "agent", "team-a"), tokens.entry("boss", "admin"))
     await tokens.daemon.start()

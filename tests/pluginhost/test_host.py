@@ -18,7 +18,7 @@ async def test_an_installed_plugin_loads_by_itself_under_its_own_name(host) -> N
     assert listing.devices[0].device_id == ("good", "good0")
 
 
-async def test_one_entry_point_serves_several_tables_and_a_table_replaces_automatic_loading(
+async def test_entry_point_serves_several_tables(
     host,
 ) -> None:
     tables = [
@@ -44,27 +44,27 @@ async def test_allow_and_block_hold_entry_point_names(host, allow, block) -> Non
     [
         ("Missing", "import: AttributeError"),
         ("NotAPlugin", "is not an AcceleratorPlugin"),
-        ("OldApi", "speaks plugin API 0; this agentd speaks 1"),
+        ("OldApi", "unsupported plugin API: got 0, expected 1"),
         ("RaisesAtOpen", "open: RuntimeError: no driver here; next try in 1 s"),
         ("ExitsAtOpen", "open: SystemExit: 3; next try in 1 s"),
         ("StopsIteration", "open: StopIteration; next try in 1 s"),
         ("RaisesAtList", "list: OSError: device lost; next try in 1 s"),
-        ("OutsidePrefix", "its slot 'cpu' is outside its prefix 'bad'"),
-        ("NegativeAmount", "the capacity of d0: '-1' is negative"),
+        ("OutsidePrefix", "slot 'cpu' is outside the prefix 'bad'"),
+        ("NegativeAmount", "invalid capacity of d0: '-1' is negative"),
         ("NanAmount", "not finite"),
         ("HugeAmount", "too large"),
-        ("HalfUnique", "a unique slot is given whole"),
+        ("HalfUnique", "a unique slot is indivisible"),
         ("OddId", "invalid id 'a/b c'"),
-        ("UnknownSlot", "offers 'x.y', which is not in its slot types"),
-        ("BadHealth", "the health of d0 is 'so-so'"),
-        ("Twice", "it lists the id bad0 twice"),
+        ("UnknownSlot", "has the unlisted slot type 'x.y'"),
+        ("BadHealth", "invalid health of d0: 'so-so'"),
+        ("Twice", "duplicate id bad0"),
         ("OddParent", "Expected `str | null`, got `int` - at `$.devices[0].parent`"),
         ("OddAliases", "Expected `array`, got `str` - at `$.devices[0].aliases`"),
-        ("OddNode", "the NUMA node of d0 is -1"),
+        ("OddNode", "invalid NUMA node of d0: -1"),
         ("OddEdits", "Expected `str`, got `int`"),
         ("ListsNonsense", "Expected `object`, got `str` - at `$.devices[0]`"),
-        ("CrashesAtOpen", "open: it was killed by SIGSEGV; next try in 1 s"),
-        ("LeavesAtOpen", "open: it exited with status 7; next try in 1 s"),
+        ("CrashesAtOpen", "open: killed by SIGSEGV; next try in 1 s"),
+        ("LeavesAtOpen", "open: exited with status 7; next try in 1 s"),
         ("ClosesEverything", "open: "),
     ],
 )
@@ -86,10 +86,10 @@ async def test_a_plugin_that_misbehaves_is_reported_and_left_out(
         ("1 / 0", PluginState.PENDING, "import: ZeroDivisionError: division by zero"),
         ("import nothing_of_this_name", PluginState.PENDING, "import: ModuleNotFoundError"),
         ("def", PluginState.PENDING, "import: SyntaxError"),
-        ("import os; os._exit(4)", PluginState.PENDING, "import: it exited with status 4"),
-        ("import os; os.abort()", PluginState.PENDING, "import: it was killed by SIGABRT"),
+        ("import os; os._exit(4)", PluginState.PENDING, "import: exited with status 4"),
+        ("import os; os.abort()", PluginState.PENDING, "import: killed by SIGABRT"),
         ("import sys; sys.exit()", PluginState.PENDING, "import: SystemExit"),
-        ("import time; time.sleep(1000)", PluginState.PENDING, "has not opened within 2 s"),
+        ("import time; time.sleep(1000)", PluginState.PENDING, "not open within 2 s"),
         ("print('hello'); from zoo import Good as Plugin", PluginState.READY, ""),
     ],
 )
@@ -105,7 +105,7 @@ async def test_a_module_that_misbehaves_at_import_harms_nothing(
     assert seen["bad"][1].startswith(why)
 
 
-async def test_a_plugin_that_is_not_installed_is_named_with_the_nearest(host) -> None:
+async def test_missing_plugin_hints_at_the_nearest(host) -> None:
     states = await opened(host([PluginTable(name="x", plugin="goood")], good="Good"))
     assert "did you mean good? installed: good" in states["x"][1]
 
@@ -119,13 +119,13 @@ async def test_wrong_settings_are_listed_with_their_place(host) -> None:
 
 
 @pytest.mark.parametrize("target", ["Late", "ListsSlowly", "MadeSlowly"])
-async def test_readiness_does_not_wait_for_a_late_plugin_and_it_joins_when_it_opens(
+async def test_late_plugin_is_added_after_readiness(
     host: Hosts, tmp_path: Path, target: str
 ) -> None:
     file = tmp_path / "go"
     table = PluginTable(name="late", plugin="late", settings={"file": str(file)})
     made = host([table], late=target)
-    assert await opened(made, 0.5) == {"late": (PluginState.PENDING, "has not opened within 0.5 s")}
+    assert await opened(made, 0.5) == {"late": (PluginState.PENDING, "not open within 0.5 s")}
     file.touch()
     await until(made, lambda: states(made)["late"] is PluginState.READY)
     assert [listing.name for listing in made.listings()] == ["late"]
@@ -139,14 +139,14 @@ async def test_a_required_plugin_that_failed_is_reported_as_such(host) -> None:
     ]
 
 
-async def test_edits_give_what_was_allocated_and_hide_all_else(host) -> None:
+async def test_edits_give_allocated_devices_and_hide_others(host) -> None:
     made = host(one="Good", two="Good")
     await opened(made)
     assert (await made.container_edits(given("one"), PROCESS)).env == {"ONE": "one0", "TWO": ""}
     assert (await made.container_edits(given(), PROCESS)).env == {"ONE": "", "TWO": ""}
 
 
-async def test_edits_that_fail_are_the_plugin_s_fault_and_say_so(host, tmp_path) -> None:
+async def test_failed_edits_name_the_plugin(host, tmp_path) -> None:
     table, file = scripted(tmp_path)
     made = host([table], Scripted="Scripted", two="Good")
     await opened(made)
@@ -178,5 +178,5 @@ async def test_a_plugin_whose_supervision_ends_is_failed_and_says_so(host, monke
         raise RuntimeError("killed")
 
     monkeypatch.setattr(made._instances["good"], "run", dies)
-    why = "its supervision ended (RuntimeError: killed); restart agentd"
+    why = "supervision ended (RuntimeError: killed); restart agentd"
     assert await opened(made) == {"good": (PluginState.FAILED, why)}

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from agentd import failpoints
+from agentd.core.partition.dealing import Dealing
 from agentd.errors import StartRefused, StateUnavailable
 from agentd.services.protocols import Phase, SavedRecord
 from agentd.state.folder import ReadOnlyState, StateFolder
@@ -22,7 +23,9 @@ def state(tmp_path: Path) -> Iterator[StateFolder]:
 
 def test_what_is_saved_is_remembered(state: StateFolder) -> None:
     devices = gpus(1, 0.5, nodes=(0, None))
-    state.save_devices(devices)
+    dealing = Dealing.of({"a": devices[:1], "b": ()}, devices, "one is faster")
+    state.save_devices(devices, {"cuda": dealing})
+    assert state.load_dealings() == {"cuda": dealing}
     loaded = state.load_devices()
     assert [(d.device_id, d.stable_id, d.capacity, d.aliases, d.drained) for d in loaded] == [
         (d.device_id, d.stable_id, d.capacity, d.aliases, d.drained) for d in devices
@@ -48,14 +51,14 @@ def test_a_record_stays_until_its_kernel_is_dropped(state: StateFolder) -> None:
 
 def test_only_their_owner_can_read_what_is_remembered(state: StateFolder) -> None:
     state.save_intent("k1", "{}")
-    state.save_devices(gpus(1))
+    state.save_devices(gpus(1), {})
     state.save_runtimes(["docker"])
     files = [path for path in state.folder.rglob("*") if path.is_file()]
     assert len(files) == 4
     assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
 
 
-def test_a_record_under_a_name_that_no_kernel_has_is_nobody_s(state: StateFolder) -> None:
+def test_record_with_an_invalid_name_is_ignored(state: StateFolder) -> None:
     for name in ("..json", "-x.json", "a b.json", ".hidden.json", "notes.txt"):
         (state.folder / "records" / name).write_text("{}")
     assert state.load_records() == []
@@ -87,7 +90,7 @@ def test_no_record_is_read_through_a_link(state: StateFolder, tmp_path: Path) ->
 
 def test_a_second_daemon_on_the_same_folder_refuses(state: StateFolder, tmp_path) -> None:
     other = StateFolder(state.folder, "m")
-    with pytest.raises(StartRefused, match=r"is used by another agentd \(pid \d+\)"):
+    with pytest.raises(StartRefused, match=r"is in use by another agentd \(pid \d+\)"):
         other.open(tmp_path / "locks")
     state.close()
     other.open(tmp_path / "locks")
@@ -170,7 +173,7 @@ def test_what_could_not_be_written_is_written_later(state: StateFolder) -> None:
     assert state.warnings() == []
 
 
-def test_looking_at_records_changes_nothing_of_what_is_to_be_done(state: StateFolder) -> None:
+def test_reading_records_changes_nothing(state: StateFolder) -> None:
     state.save_intent("k1", "{}")
     failpoints.arm("record.before_move=1*error(EROFS)")
     state.save_phase("k1", Phase.HELD, lambda: "{}")
@@ -203,7 +206,7 @@ def test_looking_at_a_folder_changes_nothing(state: StateFolder) -> None:
     (state.folder / "devices.json").write_text("{")
     looking = ReadOnlyState(state.folder, "n")
     assert looking.load_devices() == []
-    looking.save_devices(gpus(1))
+    looking.save_devices(gpus(1), {})
     assert (state.folder / "devices.json").read_text() == "{"
 
 

@@ -1,4 +1,4 @@
-"""Building the parts of a node, bottom up: state, services, site. Nothing runs yet."""
+"""Assembly of the parts of a node, bottom up: state, services, site. Nothing runs yet."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from agentd.host.claim_holders import HostHolders
 from agentd.host.probe import Host, derived_node_id, is_port_free
 from agentd.http.route import Route
 from agentd.plugin_api import NODE_ID_VARIABLE, Features
+from agentd.pluginhost.dealing import DealingRules
 from agentd.pluginhost.host import PluginHost
 from agentd.pluginhost.instance import PluginTimeouts
 from agentd.rpc.claims import ClaimHandlers
@@ -42,6 +43,7 @@ from agentd.services.claims.lifecycle import ClaimService
 from agentd.services.claims.records import recall_claims
 from agentd.services.counts import NodeCounts
 from agentd.services.devices import NodeDevices
+from agentd.services.engines import Engines
 from agentd.services.kernels.exec import Execs
 from agentd.services.kernels.lifecycle import KernelService
 from agentd.services.kernels.reconciler import Loops, Reconciler
@@ -53,6 +55,7 @@ from agentd.services.refusals import Refusals
 from agentd.services.selfcheck import SelfCheck
 from agentd.services.state import NodeState
 from agentd.services.statistics import Statistics
+from agentd.services.unclaimed import UnclaimedProcesses
 from agentd.state.folder import StateFolder
 from agentd.state.peers import HostPeers, PeerPaths
 
@@ -60,27 +63,35 @@ log = structlog.get_logger()
 
 
 def pace_of(settings: Settings) -> PluginTimeouts:
-    """Return the deadlines and intervals that plugins are held to."""
+    """Return the deadlines and intervals of plugins."""
     return PluginTimeouts(settings.plugins.call_timeout, settings.plugins.health_interval)
 
 
-def plugin_host(settings: Settings) -> PluginHost:
-    """Return the plugins that the configuration asks for, none of them started.
+def plugin_host(settings: Settings, store: StateStore) -> PluginHost:
+    """Return the configured plugins, not started.
 
-    They find the node's id in their environment, which is this process's.
+    In auto-split they may deal their devices, unless the store has a dealing already. They find
+    the node's id in their environment, which is this process's.
     """
     with contextlib.suppress(ConfigRefused):
         os.environ[NODE_ID_VARIABLE] = node_id_of(settings)
     plugins, features = settings.plugins, Features(settings.node.runtime)
+    rules = settings.split_rules()
+    agents = tuple(rule.agent_id for rule in rules.agents)
     return PluginHost(
-        plugins.tables, plugins.allow, plugins.block, features=features, pace=pace_of(settings)
+        plugins.tables,
+        plugins.allow,
+        plugins.block,
+        features=features,
+        pace=pace_of(settings),
+        dealing_rules=DealingRules(agents, store) if rules.are_plugins_asked else None,
     )
 
 
 def node_devices(
     settings: Settings, host: Host, plugins: PluginHost, store: StateStore, events: EventLog
 ) -> NodeDevices:
-    """Return the devices of a node, which are yet to be discovered."""
+    """Return the devices of a node, to be discovered."""
     declared = settings.host
     return NodeDevices(
         plugins,
@@ -95,11 +106,11 @@ def node_devices(
 def discover(
     settings: Settings, host: Host, plugins: PluginHost, store: StateStore, events: EventLog
 ) -> NodeDevices:
-    """Find the devices and divide them.
+    """Discover the devices and divide them.
 
     Raises:
-        ConfigRefused: the configuration does not fit what was found.
-        StartRefused: it does, and a required plugin is not ready.
+        ConfigRefused: the configuration does not fit the devices.
+        StartRefused: it fits, but a required plugin is not ready.
     """
     devices = node_devices(settings, host, plugins, store, events)
     problems = plugins.problems()
@@ -115,9 +126,9 @@ def discover(
 
 
 def withhold_devices_of_peers(settings: Settings, devices: NodeDevices) -> None:
-    """Withhold the devices that other daemons of this host serve.
+    """Withhold the devices that other daemons on this host serve.
 
-    Without a node id, a daemon of this node could not be told from the others.
+    Without a node id, a daemon of this node could not be told apart from the others.
     """
     with contextlib.suppress(ConfigRefused):
         paths = PeerPaths.of(os.geteuid())
@@ -126,7 +137,7 @@ def withhold_devices_of_peers(settings: Settings, devices: NodeDevices) -> None:
 
 
 def node_id_of(settings: Settings) -> str:
-    """Return the configured node id, or one derived from the machine's.
+    """Return the configured node id, or one derived from the machine id.
 
     Raises:
         ConfigRefused: there is neither.
@@ -136,12 +147,12 @@ def node_id_of(settings: Settings) -> str:
     try:
         return derived_node_id()
     except OSError as error:
-        why = f"is not set, and cannot be derived: {error}"
+        why = f"not set and not derivable: {error}"
         raise ConfigRefused([Problem("node.id", why)]) from None
 
 
 class Recalled(NamedTuple):
-    """The node as it is remembered: nothing has been asked of a runtime."""
+    """The recorded node, before any runtime was called."""
 
     events: EventLog
     devices: NodeDevices
@@ -165,11 +176,13 @@ class Services(NamedTuple):
     execs: Execs
     claims: ClaimService
     claim_counts: ClaimCounts
+    engines: Engines
+    unclaimed: UnclaimedProcesses
     holders: HostHolders
 
 
 class ServedSite(NamedTuple):
-    """The site of a node, its routes, and the line that it shows to systemd."""
+    """The site of a node, its routes, and its status line for systemd."""
 
     site: NodeSite
     routes: Sequence[Route]
@@ -177,7 +190,7 @@ class ServedSite(NamedTuple):
 
 
 class Assembly:
-    """The parts of one node, from its settings and what is there on the host."""
+    """The parts of one node, built from its settings and its host."""
 
     def __init__(
         self,
@@ -206,7 +219,7 @@ class Assembly:
         records: Sequence[SavedRecord],
         claim_records: Mapping[str, str],
     ) -> Recalled:
-        """Return the node's state, with the kernels and claims that its records name."""
+        """Return the node's state with its recorded kernels and claims."""
         state, clock = NodeState(runtimes, events), self._clock
         planner = Planner(devices, self._plugins, self._rules())
         claims = recall_claims(state, devices, claim_records, clock.wall())
@@ -218,12 +231,23 @@ class Assembly:
         return Recalled(events, devices, state, planner, counts, claims)
 
     def services(self, node: Recalled, runtimes: Mapping[str, Runtime]) -> Services:
-        """Return the services over a node's state."""
+        """Return the services on top of a node's state."""
         state, devices = node.state, node.devices
         default, store, clock = self._settings.node.runtime, self._store, self._clock
         reconciler = Reconciler(state, devices, runtimes, default, store, clock)
         shared = SharedDevices(devices, state, self._peers, *self._real())
         holders, claim_counts = HostHolders(), ClaimCounts()
+        engines = Engines(devices, store, boot_id(), self._settings.resource.engine_devices)
+        unclaimed = UnclaimedProcesses(
+            state,
+            devices,
+            self._plugins,
+            clock.steady,
+            withholds=self._settings.resource.withhold_busy,
+        )
+        devices.suspend_by(
+            lambda inventory: inventory.with_suspended(engines.awaited(inventory), unclaimed.busy)
+        )
         claims = ClaimService(
             state,
             devices,
@@ -250,6 +274,8 @@ class Assembly:
             Execs(state, runtimes, self._plugins),
             claims,
             claim_counts,
+            engines,
+            unclaimed,
             holders,
         )
 
@@ -274,6 +300,7 @@ class Assembly:
             services.statistics,
             node.counts,
             services.claim_counts,
+            services.unclaimed,
             is_per_kernel=settings.metrics.per_kernel,
         )
         lasting = runtime_factory.remarks(settings)
@@ -285,7 +312,7 @@ class Assembly:
             services.check,
             metrics,
             reload,
-            lambda: [*lasting, *warnings()],
+            lambda: [*lasting, *services.unclaimed.warnings(), *warnings()],
             partial(runtime_factory.checkup, settings, plugins),
         )
         kernels = KernelHandlers(
@@ -302,7 +329,7 @@ class Assembly:
             site,
             handlers,
             PartHandlers(state, devices, plugins, services.reconciler),
-            DeviceHandlers(state, devices, access, visibility),
+            DeviceHandlers(state, devices, access, visibility, services.engines),
             kernels,
             EventHandlers(node.events, services.refusals, visibility, site.streams),
             ClaimHandlers(
@@ -315,7 +342,7 @@ class Assembly:
         return ServedSite(site, table, partial(status_line, self._node_id, state, devices))
 
     def _real(self) -> tuple[frozenset[str], int | None]:
-        """Return the cores and the memory that are the host's own, not declared ones."""
+        """Return the host's own cores and memory, without declared ones."""
         declared = self._settings.host
         cores = self._host.real_cores if declared.cpus is None else frozenset[str]()
         return cores, self._host.memory_bytes if declared.mem is None else None

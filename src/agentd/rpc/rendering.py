@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Literal, TypeAlias
 
@@ -11,16 +11,17 @@ from msgspec.structs import asdict
 
 from agentd import __version__
 from agentd.core.allocation.allocator import Ledger, Share
-from agentd.core.allocation.explain import OTHER
+from agentd.core.allocation.explain import OTHER, per_primary
 from agentd.core.allocation.ledger import ClaimHolder, Holder, holder_text
 from agentd.core.claim.claim import ClaimStatus, Collision, EndedClaim
 from agentd.core.devices import Device, Health, Inventory
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.states import ENDED, LIVE, Kernel
-from agentd.core.partition.split import Split
-from agentd.core.slots import CPU, MEM, SlotName, SlotType, device_name_of, format_amount
+from agentd.core.partition.split import Partition, Split
+from agentd.core.slots import CPU, MEM, SlotType, device_name_of, format_amount
 from agentd.events import Audit, Event, EventKind
 from agentd.services.devices import NodeDevices
+from agentd.services.engines import EngineStatus
 from agentd.services.protocols import Plugins, PluginStatus
 from agentd.services.refusals import Refusal
 from agentd.services.selfcheck import Check
@@ -32,6 +33,7 @@ from agentd.views import (
     ClaimView,
     DeviceView,
     EditsView,
+    EngineView,
     HolderView,
     KernelView,
     LimitView,
@@ -44,7 +46,7 @@ from agentd.views import (
 )
 
 DeviceState: TypeAlias = Literal[
-    "ok", "held", "unhealthy", "drained", "gone", "withheld", "overcommitted"
+    "ok", "held", "unhealthy", "drained", "gone", "withheld", "overcommitted", "busy"
 ]
 
 
@@ -60,11 +62,7 @@ def kernel_view(kernel: Kernel, inventory: Inventory) -> KernelView:
         "state": kernel.state.value,
         "slots": dict(kernel.slots),
         "allocation": kernel.allocation.to_wire() if kernel.holds else {},
-        "unknown_slots": {
-            name: amount
-            for name, amount in kernel.slots.items()
-            if kernel.holds and name not in inventory.slot_types
-        },
+        "unknown_slots": _unknown_slots(kernel, inventory) if kernel.holds else {},
         "degraded": _degraded(kernel, inventory) if kernel.holds else [],
         "ports": [
             {"container": p.container, "host": p.host, "protocol": p.protocol, "address": p.address}
@@ -117,6 +115,12 @@ def claim_view(status: ClaimStatus) -> ClaimView:
     }
 
 
+def engine_view(status: EngineStatus) -> EngineView:
+    """Return an engine and the devices that wait for it."""
+    devices = {name: list(ids) for name, ids in status.devices.items()}
+    return {"engine": status.engine, "ready": status.is_ready, "devices": devices}
+
+
 def edits_view(edits: ContainerEdits) -> EditsView:
     """Return the edits of plugins."""
     shown: EditsView = msgspec.to_builtins(edits)
@@ -147,6 +151,22 @@ def _collision_view(collision: Collision, ledger: Ledger) -> Mapping[str, object
             if holder in held
         ],
     }
+
+
+def _unknown_slots(kernel: Kernel, inventory: Inventory) -> dict[str, str]:
+    """Return the slots of a kernel that are not charged: unknown, or not offered by its devices."""
+    slots = {
+        name: amount for name, amount in kernel.slots.items() if name not in inventory.slot_types
+    }
+    sums: dict[str, int] = {}
+    for share in kernel.allocation.shares:
+        device = inventory.by_id.get(share.device_id)
+        offered = device.slot_names if device else share.slot_names
+        for slot, kind, amount in share.secondary:
+            if slot not in offered:
+                sums[slot] = sums.get(slot, 0) + amount
+                slots[slot] = format_amount(sums[slot], kind)
+    return slots
 
 
 def _ignored(state: NodeState) -> Iterator[str]:
@@ -188,8 +208,7 @@ def device_view(
     if not agents and not reason:
         is_reserved = device.device_id.name == CPU and device.device_id.id in split.reserved_cpu
         reason = "reserved for the system" if is_reserved else "assigned to no agent"
-    for_agents = sum(ledger.free(device, split.partitions[agent]) for agent in agents)
-    free = max(0, min(for_agents, device.capacity - ledger.used(device.device_id)))
+    slots = _device_slots(device, [split.partitions[agent] for agent in agents], ledger)
     kind = next((share.kind for share in holders.values() if share.slot), device.kind)
     return {
         "device_name": device.device_id.name,
@@ -204,7 +223,8 @@ def device_view(
         "slot": device.slot,
         "capacity": format_amount(device.capacity, device.kind),
         "allocated": format_amount(ledger.used(device.device_id), kind),
-        "free": format_amount(free, device.kind),
+        "free": slots[device.slot]["free"],
+        "slots": slots,
         "holders": [
             _holder_view(holder, share, is_seen=is_seen(holder))
             for holder, share in holders.items()
@@ -212,11 +232,30 @@ def device_view(
     }
 
 
+def _device_slots(
+    device: Device, partitions: Sequence[Partition], ledger: Ledger
+) -> dict[str, SlotUseView]:
+    """Return each slot of a device; what is free for several agents counts once."""
+    left = [ledger.left(device, partition) for partition in partitions]
+    slots: dict[str, SlotUseView] = {}
+    for place, offer in enumerate(device.slots):
+        used = ledger.used(device.device_id, offer.slot)
+        free = min(sum(each[place] for each in left), offer.capacity - used)
+        slots[offer.slot] = {
+            "capacity": format_amount(offer.capacity, offer.kind),
+            "allocated": format_amount(used, offer.kind),
+            "free": format_amount(max(0, free), offer.kind),
+        }
+    return slots
+
+
 def _holder_view(holder: Holder, share: Share, *, is_seen: bool) -> HolderView | ClaimHolderView:
     amount = format_amount(share.amount, share.kind)
+    amounts = {slot: format_amount(each, kind) for slot, kind, each in share.amounts if slot}
     if isinstance(holder, ClaimHolder):
-        return {"claim_id": holder.claim_id if is_seen else OTHER, "amount": amount}
-    return {"kernel_id": holder if is_seen else OTHER, "amount": amount}
+        claim_id = holder.claim_id if is_seen else OTHER
+        return {"claim_id": claim_id, "amount": amount, "amounts": amounts}
+    return {"kernel_id": holder if is_seen else OTHER, "amount": amount, "amounts": amounts}
 
 
 def _device_state(  # noqa: PLR0911 - one line for each state, the gravest first
@@ -226,19 +265,26 @@ def _device_state(  # noqa: PLR0911 - one line for each state, the gravest first
         return "gone", device.reason
     if device.health is Health.UNHEALTHY:
         return "unhealthy", device.reason
-    if device.withheld:
-        return "withheld", device.withheld
+    if device.withheld or device.awaited:
+        return "withheld", device.withheld or f"until engine {device.awaited} is ready"
     if holders := ledger.kept_back_by(device):
         shares = {holder: ledger.holders(device.device_id)[holder] for holder in holders}
         held = [
-            f"{_named(holder, is_seen=is_seen(holder))} holds {_what(share.slot)}"
+            f"{_named(holder, is_seen=is_seen(holder))} holds {_what(share)}"
             for holder, share in shares.items()
         ]
-        until = "it ends" if len(held) == 1 else "they end"
+        until = "the kernel ends" if len(held) == 1 else "the kernels end"
         return "held", f"{', '.join(held)}; unavailable until {until}"
-    if (used := ledger.used(device.device_id)) > device.capacity:
-        over = format_amount(used - device.capacity, device.kind)
-        return "overcommitted", f"over-allocated by {over}"
+    over = [
+        f"{format_amount(used - offer.capacity, offer.kind)}"
+        + (f" of {offer.slot}" if device.secondary else "")
+        for offer in device.slots
+        if (used := ledger.used(device.device_id, offer.slot)) > offer.capacity
+    ]
+    if over:
+        return "overcommitted", f"over-allocated by {', '.join(over)}"
+    if device.busy:
+        return "busy", device.busy
     if device.drained:
         return "drained", "drained by an operator"
     return "ok", ""
@@ -250,8 +296,9 @@ def _named(holder: Holder, *, is_seen: bool) -> str:
     return f"{'claim' if isinstance(holder, ClaimHolder) else 'kernel'} {OTHER}"
 
 
-def _what(slot: SlotName) -> str:
-    return f"{slot} of it" if slot else "it, or what it is a part of"
+def _what(share: Share) -> str:
+    slots = " and ".join(share.slot_names)
+    return f"{slots} of it" if slots else "it, or what it is a part of"
 
 
 def agent_view(agent_id: str, split: Split, ledger: Ledger) -> AgentView:
@@ -294,15 +341,15 @@ def _slot_use(agent_id: str, slot: SlotType, split: Split, ledger: Ledger) -> Sl
     partition, inventory = split.partitions[agent_id], split.inventory
     devices = inventory.by_slot.get(slot.name, ())
     allocated = sum(
-        share.amount
+        share.amount_of(slot.name)
         for holding in ledger.holdings.values()
         if holding.agent_id == agent_id
         for share in holding.allocation.shares
-        if share.slot == slot.name
     )
-    free = sum(ledger.free(d, partition) // slot.quantum * slot.quantum for d in devices)
+    free = sum(ledger.free(d, partition, slot.name) // slot.quantum * slot.quantum for d in devices)
     if (left := ledger.within_limit(partition, device_name_of(slot.name))) is not None:
-        free = min(free, left // slot.quantum * slot.quantum)
+        most = int(left * per_primary(slot.name, devices, inventory))
+        free = min(free, most // slot.quantum * slot.quantum)
     return {
         "capacity": format_amount(split.slots_of(agent_id)[slot.name], slot.kind),
         "allocated": format_amount(allocated, slot.kind),
@@ -319,6 +366,7 @@ def slot_type_view(slot: SlotType) -> SlotTypeView:
         "quantum": format_amount(slot.quantum, slot.kind),
         "exclusive_group": slot.exclusive_group,
         "unit": slot.unit,
+        "primary": slot.primary,
     }
 
 
@@ -420,8 +468,8 @@ def _left_agents(state: NodeState, split: Split) -> Iterator[str]:
         if held.agent_id not in split.partitions and held.allocation.shares:
             holding.setdefault(held.agent_id or "unknown", []).append(str(holder))
     for agent, kernels in holding.items():
-        who = ", ".join(kernels)
-        yield f"agent {agent} was removed from the configuration; its {who} still hold devices"
+        its = f"its kernels {', '.join(kernels)} still hold devices"
+        yield f"agent {agent} was removed from the configuration; {its}"
 
 
 def check_views(checks: Iterable[Check]) -> list[CheckView]:

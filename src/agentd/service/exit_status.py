@@ -1,18 +1,58 @@
-"""Exit statuses of the programs, and the end of one that is refused."""
+"""Exit statuses of all programs, and the end of one that is refused.
+
+This is the only place that defines them; the reference page and the man pages are made from it.
+"""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
-from typing import NoReturn
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+from typing import NamedTuple, NoReturn
 
 from agentd.core.printable import printable
 from agentd.errors import AgentdError, ConfigRefused
 
-EX_CONFIG, CANNOT_RUN = 78, 1
-"""The configuration cannot be used (sysexits.h), and the program cannot run here."""
 _UNINDENTED = re.compile(r"\n(?!    )")
+
+
+class ExitStatus(IntEnum):
+    """Exit statuses of agentd, agentctl and agentd-fleet; `CONFIG` is EX_CONFIG of sysexits.h."""
+
+    DONE = 0
+    FAILED = 1
+    USAGE = 2
+    TIMED_OUT = 3
+    CONFIG = 78
+    INTERRUPTED = 130
+
+
+class Meaning(NamedTuple):
+    """The meaning of a status for some commands; None is the status of another command."""
+
+    commands: Sequence[str]
+    status: ExitStatus | None
+    text: str
+
+
+SERVICES = ("agentd", "agentd-fleet")
+MEANINGS = (
+    Meaning((), ExitStatus.DONE, "Done."),
+    Meaning(SERVICES, ExitStatus.FAILED, "The program cannot run on this host."),
+    Meaning(("agentd reload",), ExitStatus.FAILED, "No daemon answers."),
+    Meaning(("agentd plugin check",), ExitStatus.FAILED, "A check failed."),
+    Meaning(("agentctl",), ExitStatus.FAILED, "The daemon refused the request, or is unreachable."),
+    Meaning(("agentctl doctor",), ExitStatus.FAILED, "A check failed, or could not run."),
+    Meaning(("agentctl plugins retry",), ExitStatus.FAILED, "The plugin is not ready."),
+    Meaning(("agentctl token revoke",), ExitStatus.FAILED, "The token is still valid."),
+    Meaning((), ExitStatus.USAGE, "Wrong usage: an unknown option, or a missing argument."),
+    Meaning(("agentctl wait",), ExitStatus.TIMED_OUT, "The wait timed out."),
+    Meaning(SERVICES, ExitStatus.CONFIG, "The configuration was refused; systemd does not retry."),
+    Meaning(("agentctl exec",), ExitStatus.INTERRUPTED, "agentctl was interrupted."),
+    Meaning(("agentctl exec",), None, "That of the command; 128 plus the number of its signal."),
+)
+"""The table of all statuses. No commands stand for all of them."""
 
 
 def print_problems(program: str, lines: Iterable[str]) -> None:
@@ -25,6 +65,6 @@ def end_refused(program: str, error: AgentdError, source: str = "") -> NoReturn:
     """Print an error, or every problem of a configuration with its file, and end."""
     if isinstance(error, ConfigRefused):
         print_problems(program, error.of(source).lines())
-        sys.exit(EX_CONFIG)
+        sys.exit(ExitStatus.CONFIG)
     print_problems(program, [str(error)])
-    sys.exit(CANNOT_RUN)
+    sys.exit(ExitStatus.FAILED)

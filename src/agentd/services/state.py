@@ -202,7 +202,7 @@ class NodeState:
             UnknownClaim: there is no claim of that id.
         """
         if claim_id not in self._claims:
-            raise UnknownClaim(f"no claim {claim_id} on this node")
+            raise UnknownClaim(f"unknown claim {claim_id}")
         return self._claims[claim_id]
 
     def users_of(self, claim_id: str) -> Mapping[str, Kernel]:

@@ -125,9 +125,14 @@ export class DeviceMap {
   }
 
   #count(name, devices) {
-    const slot = this.store.slots.get(devices[0].slot);
-    const sum = (member) => devices.reduce((total, device) => total + Number(device[member]), 0);
-    const text = `${amount(sum("free"), slot?.kind)} of ${amount(sum("capacity"), slot?.kind)} free`;
+    const names = [...new Set(devices.flatMap((device) => Object.keys(device.slots)))];
+    const sum = (slot, member) => devices.reduce((total, device) => total + Number(device.slots[slot]?.[member] ?? 0), 0);
+    const parts = names.map((slot) => {
+      const kind = this.store.slots.get(slot)?.kind;
+      const free = `${amount(sum(slot, "free"), kind)} of ${amount(sum(slot, "capacity"), kind)}`;
+      return names.length > 1 ? `${free} ${slot} free` : `${free} free`;
+    });
+    const text = parts.join(", ");
     const place = this.root.querySelector(`small[data-count="${CSS.escape(name)}"]`);
     if (place && place.textContent !== text) place.textContent = text;
   }
@@ -175,13 +180,18 @@ export class DeviceMap {
 
 /** Say what a device is, in lines. */
 export function describe(device, store) {
-  const kind = store.slots.get(device.slot)?.kind;
-  const holders = device.holders.slice(0, 6).map((holder) => `${holder.kernel_id} has ${amount(holder.amount, kind)}`);
+  const kindOf = (name) => store.slots.get(name)?.kind;
+  const slots = Object.entries(device.slots);
+  const had = (holder) => Object.entries(holder.amounts).map(([name, held]) => amount(held, kindOf(name))).join(" and ");
+  const holders = device.holders.slice(0, 6).map((holder) => `${holder.kernel_id} has ${had(holder) || "all"}`);
   const more = device.holders.length - holders.length;
   return [
     `${device.device_name} ${device.id}${device.model ? ` (${device.model})` : ""}`,
     device.state === "ok" ? "ok" : `${device.state}${device.reason ? `: ${device.reason}` : ""}`,
-    `${amount(device.allocated, kind)} of ${amount(device.capacity, kind)} used`,
+    ...slots.map(([name, use]) => {
+      const used = `${amount(use.allocated, kindOf(name))} of ${amount(use.capacity, kindOf(name))}`;
+      return slots.length > 1 ? `${used} ${name} used` : `${used} used`;
+    }),
     ...(device.numa_node === null ? [] : [`NUMA node ${device.numa_node}`]),
     device.agents.length ? `for ${device.agents.join(", ")}` : "for no agent",
     ...holders,

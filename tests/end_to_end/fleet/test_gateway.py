@@ -20,7 +20,7 @@ async def fleet(world: World) -> tuple[World, GatewayProgram, list[str]]:
     return world, gateway, nodes
 
 
-async def test_slot_types_merge_a_missing_one_is_zero_and_sums_are_exact(fleet) -> None:
+async def test_slot_types_merge_with_exact_sums(fleet) -> None:
     world, gateway, (cuda, _rocm, bare) = fleet
     names = {slot["name"] for slot in await gateway.get("/v1/slot-types")}
     assert names == {"cpu", "mem", "cuda.device", "rocm.device"}
@@ -95,7 +95,7 @@ async def test_a_kernel_is_looked_at_stopped_and_removed_where_it_is(fleet) -> N
     assert (await gateway.call("DELETE", f"/v1/kernels/direct?node={cuda}&timeout=0")).status == 204
 
 
-async def test_roles_hold_over_the_fleet_and_the_node_knows_who_asked(fleet) -> None:
+async def test_roles_hold_in_the_fleet_and_nodes_see_the_caller(fleet) -> None:
     _world, gateway, (cuda, *_) = fleet
     mine = await gateway.create(TEAM, kernel_id="mine", slots={"cuda.device": 1})
     assert (mine.json["agent_id"], mine.json["created_by"]) == ("agent-2", "team-x")
@@ -104,7 +104,7 @@ async def test_roles_hold_over_the_fleet_and_the_node_knows_who_asked(fleet) -> 
     for path in ("/v1/kernels/theirs", "/v1/kernels/theirs/logs"):
         assert (await gateway.call("GET", path, headers=TEAM)).json["code"] == "UnknownKernel"
     taken = await gateway.create(TEAM, kernel_id="theirs")
-    assert (taken.status, taken.json["detail"]) == (409, "kernel theirs exists already")
+    assert (taken.status, taken.json["detail"]) == (409, "kernel theirs already exists")
     assert [k["kernel_id"] for k in await gateway.get("/v1/kernels", **TEAM)] == ["mine"]
     agents = {a for node in await gateway.get("/v1/nodes", **TEAM) for a in node["agents"]}
     assert agents == {"agent-2"}
@@ -157,7 +157,7 @@ async def test_a_gateway_that_starts_again_knows_routes_and_slot_types(fleet) ->
     assert (kept.status, kept.json["code"]) == (409, "SlotTypeInUse")
 
 
-async def test_what_is_asked_of_a_node_is_passed_through(fleet) -> None:
+async def test_node_calls_are_proxied_unchanged(fleet) -> None:
     _, gateway, (cuda, *_) = fleet
     devices = await gateway.get(f"/v1/nodes/{cuda}/devices")
     assert {d["id"] for d in devices if d["device_name"] == "cuda"} == {

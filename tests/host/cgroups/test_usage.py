@@ -63,7 +63,7 @@ def test_every_figure_of_v1(mount: Path) -> None:
     assert found.groups == {f"{name}:/docker/1" for name in files}
 
 
-def test_what_is_not_there_is_not_known(mount: Path) -> None:
+def test_missing_files_mean_unknown_usage(mount: Path) -> None:
     assert counted().usage == Usage()
     assert counted(unified=mount / "gone").usage == Usage()
     assert counted(memory=mount / "gone").usage == Usage()
@@ -84,7 +84,7 @@ def test_blocks_are_not_known_where_the_machine_counts_none(mount: Path, machine
         assert (usage.io_read_bytes, usage.io_write_bytes) == (None, None)
 
 
-def test_a_kernel_with_groups_without_end_holds_nobody_up(mount: Path, monkeypatch) -> None:
+def test_kernel_with_many_cgroups_delays_no_other(mount: Path, monkeypatch) -> None:
     folder = put(mount / "k1", cgroup__procs="1\n")
     for number in range(5):
         put(folder / str(number), cgroup__procs="2\n")

@@ -44,7 +44,7 @@ async def test_a_newcomer_does_not_queue_behind_one_callers_requests() -> None:
     assert first <= 4
 
 
-async def test_what_a_turn_has_room_for_does_not_wait() -> None:
+async def test_amount_within_a_turn_does_not_wait() -> None:
     turns = Turns()
     assert all(turns.take("a", Kind.FRAMES) for _ in range(CEILINGS[Kind.FRAMES]))
     assert not turns.take("a", Kind.FRAMES)
@@ -57,7 +57,7 @@ async def test_more_than_a_turn_is_one_turn() -> None:
             await turns.wait("a", Kind.WRITTEN, 10 * CEILINGS[Kind.WRITTEN])
 
 
-async def test_who_gives_up_while_it_queues_holds_nobody_up() -> None:
+async def test_abandoned_wait_delays_no_other_caller() -> None:
     turns = Turns()
     waiting = [asyncio.create_task(turns.wait("a", Kind.REQUESTS)) for _ in range(4)]
     await asyncio.sleep(0)
@@ -67,7 +67,7 @@ async def test_who_gives_up_while_it_queues_holds_nobody_up() -> None:
         await waiting[3]
 
 
-async def test_a_grant_that_fails_holds_nobody_up() -> None:
+async def test_failed_grant_delays_no_other_caller() -> None:
     turns = Turns()
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda *_: None)
@@ -81,7 +81,7 @@ async def test_a_grant_that_fails_holds_nobody_up() -> None:
         await turns.wait("a", Kind.REQUESTS)
 
 
-async def test_nothing_is_counted_once_everybody_has_been_served() -> None:
+async def test_turns_are_forgotten_once_all_are_served() -> None:
     turns = Turns()
     await turns.wait("a", Kind.REQUESTS)
     for _ in range(ROUNDS + 1):

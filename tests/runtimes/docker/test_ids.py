@@ -1,4 +1,4 @@
-"""What an engine calls its containers, images, execs and processes, before it becomes a path."""
+"""Ids of containers, images, execs and processes are validated before they become paths."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ NO_IDS = ["../../images/agentd-test:1", "", "..", HASH[:-1], HASH + "0", HASH.up
 
 
 @pytest.mark.parametrize("raw", NO_IDS)
-def test_what_is_no_id_is_a_lost_answer(raw: object) -> None:
+def test_malformed_id_is_a_lost_answer(raw: object) -> None:
     for check in (container_id, exec_id, image_id):
         with pytest.raises(EngineAnswerLost, match="invalid"):
             check(raw)
@@ -33,14 +33,14 @@ def test_what_is_no_id_is_a_lost_answer(raw: object) -> None:
 
 
 @pytest.mark.parametrize("raw", ["1", "../1", -1, 2**30, 1.0, True, None])
-def test_what_is_no_process_id_is_a_lost_answer(raw: object) -> None:
+def test_malformed_process_id_is_a_lost_answer(raw: object) -> None:
     with pytest.raises(EngineAnswerLost, match="invalid process id"):
         process_id(raw)
     assert [process_id(number) for number in (0, 1, 2**22)] == [0, 1, 2**22]
 
 
 def shown(**changes: Any) -> dict[str, Any]:
-    """What an engine says of a container."""
+    """An inspection of a container."""
     labels = {"io.agentd.node": "n", "io.agentd.kernel": "k1", "io.agentd.agent": "a"}
     base = {
         "Id": HASH,
@@ -84,7 +84,7 @@ def observer(engine: Any) -> ContainerObserver:
     [{**shown(), "Id": raw, "Labels": shown()["Config"]["Labels"]} for raw in NO_IDS]
     + [{}, {"Id": HASH, "Labels": "x"}, {"Id": HASH, "Names": 7}],
 )
-async def test_a_list_with_what_is_no_container_is_not_one(item: Any) -> None:
+async def test_list_with_a_malformed_container_is_refused(item: Any) -> None:
     engine = Lying(list=[item], containers=shown())
     with pytest.raises(RuntimeUnavailable):
         await observer(engine).listing()
@@ -156,14 +156,14 @@ def test_the_cores_of_a_container_are_read_one_by_one(listed: Any, cores: Any) -
     assert found.cores == cores
 
 
-def test_how_a_container_ended_shows_nothing_of_the_engine_s_storage() -> None:
+def test_ending_hides_the_engines_storage_paths() -> None:
     said = f"mount /var/lib/docker/overlay2/{HASH}/merged/x: {'y' * 5000}"
     found = observed_kernel(shown(State={"Status": "exited", "Error": said}))
     assert found.ending.reason.startswith("mount /x: yyy")
     assert len(found.ending.reason) < 1100
 
 
-def test_what_a_list_says_is_enough_where_an_inspection_fails() -> None:
+def test_list_replaces_a_failed_inspection() -> None:
     labels = {**shown()["Config"]["Labels"], "of.the.user": "x" * 10_000}
     item = {"Id": HASH, "Names": ["/x"], "ImageID": f"sha256:{HASH}", "Labels": labels}
     found = observed_kernel(summarized(item))

@@ -1,4 +1,4 @@
-"""What only the docker runtime has: an engine that misbehaves, and containers of others."""
+"""Cases of the docker runtime only: a misbehaving engine, and foreign containers."""
 
 from collections.abc import AsyncIterator
 
@@ -37,7 +37,7 @@ def losing(runtime: DockerRuntime, monkeypatch: pytest.MonkeyPatch, *paths: str)
     monkeypatch.setattr(runtime._engine, "call", lossy)
 
 
-async def test_an_engine_that_dies_after_the_start_leaves_the_outcome_unknown(
+async def test_outcome_is_unknown_when_engine_dies_after_start(
     runtime: DockerRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losing(runtime, monkeypatch, "/json", "DELETE")
@@ -80,7 +80,7 @@ async def test_a_failed_create_touches_no_container_of_that_name(
     assert [c["Id"] for c in engine.containers()] == [made["Id"]]
 
 
-async def test_what_the_engine_calls_a_bad_request_is_the_caller_s(runtime) -> None:
+async def test_bad_request_of_the_engine_is_an_invalid_request(runtime) -> None:
     bad = of_image("BAD::NAME")
     with pytest.raises(InvalidRequest, match="invalid reference format"):
         await runtime.create(bad, lambda _: None)
@@ -104,7 +104,7 @@ async def test_a_container_that_runs_is_not_discarded(runtime: DockerRuntime) ->
     assert await runtime.remove(created.ref, unless_alive=True)
 
 
-async def test_an_undo_that_fails_in_any_way_leaves_the_outcome_unknown(
+async def test_outcome_is_unknown_after_a_failed_undo(
     runtime: DockerRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A closed session raises RuntimeError, which says nothing of the container."""

@@ -1,4 +1,4 @@
-"""What only the process runtime has: shims, sessions, identities."""
+"""Cases of the process runtime only: shims, sessions, identities."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ async def has_cgroups(runtime: ProcessRuntime) -> bool:
     return is_there
 
 
-async def test_who_a_kernel_is_stands_on_disk_and_on_its_cgroup(runtime, folder) -> None:
+async def test_identity_is_on_disk_and_on_the_cgroup(runtime, folder) -> None:
     kernel = await create(runtime, "sleep", "1000")
     who = identity(folder)
     assert who["pid"] == int(kernel.handle)
@@ -65,7 +65,7 @@ async def test_a_kernel_has_ended_only_when_nothing_of_it_is_left(runtime, folde
     assert (ended.state, ended.ending.exit_code) == (ObservedState.EXITED, 5)
 
 
-async def test_one_that_ignores_term_is_killed_after_its_grace(runtime) -> None:
+async def test_kernel_that_ignores_term_is_killed(runtime) -> None:
     await create(runtime, "sh", "-c", "trap '' TERM; echo ready; sleep 1000; sleep 1000")
     logs = runtime.logs(K1, LogQuery(follow=True))
     assert await anext(logs) == b"ready\n"
@@ -74,7 +74,7 @@ async def test_one_that_ignores_term_is_killed_after_its_grace(runtime) -> None:
     assert (await found(runtime)).ending.exit_code == 137
 
 
-async def test_the_configured_grace_is_what_a_stop_without_a_time_takes(folder) -> None:
+async def test_stop_without_timeout_uses_the_configured_one(folder) -> None:
     (folder / "kernels").mkdir()
     runtime = process_runtime(folder / "kernels", stop_timeout_s=0)
     await create(runtime, "sh", "-c", "trap '' TERM; sleep 1000; sleep 1000")
@@ -98,9 +98,7 @@ async def test_a_killed_shim_loses_the_exit_status_and_not_the_kernel(runtime, f
     assert "exit status is lost" in ended.ending.reason
 
 
-async def test_what_forgot_whose_it_is_and_has_no_shim_is_known_by_its_cgroup(
-    runtime, folder
-) -> None:
+async def test_kernel_without_identity_is_proved_by_its_cgroup(runtime, folder) -> None:
     if not await has_cgroups(runtime):
         return
     await create(runtime, "sh", "-c", "env -i setsid sleep 1000 & exit")
@@ -126,8 +124,8 @@ async def test_a_kernel_that_forks_and_exits_without_pause_is_ended(folder, with
 
 
 @pytest.mark.parametrize("program", [("chain.c", "2000"), ("headless.c",)])
-async def test_a_cgroup_with_somebody_in_it_is_a_kernel_that_lives(runtime, folder, program):
-    """Whoever is in it has moved on, or looks like a zombie, and there is no shim to ask."""
+async def test_cgroup_with_members_proves_a_live_kernel(runtime, folder, program):
+    """Its member has moved on, or looks like a zombie, and there is no shim."""
     if not await has_cgroups(runtime):
         return
     await create(runtime, str(built(program[0], folder / "program")), *program[1:])
@@ -144,7 +142,7 @@ async def test_a_cgroup_with_somebody_in_it_is_a_kernel_that_lives(runtime, fold
     assert not any(path.exists() for path in folders)
 
 
-async def test_a_pid_of_another_boot_is_nobody(runtime, folder) -> None:
+async def test_pid_of_another_boot_proves_nothing(runtime, folder) -> None:
     await create(runtime, "sleep", "1000")
     await runtime.stop(K1, 0)
     (bundle(folder) / "exit.json").unlink()
@@ -161,7 +159,7 @@ async def test_a_pid_of_another_boot_is_nobody(runtime, folder) -> None:
     await after.close()
 
 
-async def test_a_pid_that_was_used_again_is_somebody_else(runtime, folder) -> None:
+async def test_reused_pid_proves_nothing(runtime, folder) -> None:
     await create(runtime, "sleep", "1000")
     await runtime.stop(K1, 0)
     (bundle(folder) / "exit.json").unlink()
@@ -203,7 +201,7 @@ async def test_processes_are_limited(runtime) -> None:
     assert len(runtime._bundles.proof("k1").members()) <= 10
     spec = plan("sleep", container=limits(pids_limit=5000)).spec
     (problem,) = await runtime.problems(spec)
-    assert str(problem) == "pids_limit: 5000 are too many; allowed: up to 4096"
+    assert str(problem) == "pids_limit: 5000 exceeds the limit of 4096"
 
 
 def without_cgroups(folder: Path) -> ProcessRuntime:
@@ -311,7 +309,7 @@ async def test_kernels_of_one_user_are_said_not_to_be_separated(runtime) -> None
     assert "separation" in (await runtime.support(plan("sleep").spec)).not_enforced
 
 
-async def test_a_shim_that_was_stopped_keeps_nobody_from_removing_its_kernel(runtime, folder):
+async def test_kernel_with_a_stopped_shim_can_be_removed(runtime, folder):
     await create(runtime, "sleep", "1000")
     shim(folder).signal(signal.SIGSTOP)
     async with asyncio.timeout(30):
@@ -326,7 +324,7 @@ async def assert_end_is_told(events, folder) -> None:
     await events.aclose()
 
 
-async def test_what_was_set_aside_and_lives_is_put_back(runtime, folder) -> None:
+async def test_live_kernel_set_aside_is_restored(runtime, folder) -> None:
     """A daemon died between setting a bundle aside and looking whether its kernel lives."""
     created = await create(runtime, "sleep", "1000")
     bundle(folder).rename(folder / "kernels" / ".removed-k1")

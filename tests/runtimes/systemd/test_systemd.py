@@ -95,7 +95,7 @@ def test_a_mask_has_a_bit_for_each_number(numbers: set[int]) -> None:
      ("activating", "auto-restart", ObservedState.RUNNING),
      ("inactive", "dead", ObservedState.EXITED)],
 )  # fmt: skip
-def test_what_states_of_a_unit_mean(active: str, sub: str, state: ObservedState) -> None:
+def test_unit_states_are_mapped(active: str, sub: str, state: ObservedState) -> None:
     assert state_of(active, sub) is state
 
 
@@ -114,7 +114,7 @@ def test_a_unit_that_cannot_be_read_may_run_all_the_same(load, active, there) ->
      (2, 15, "success", 143, False), (2, 9, "oom-kill", 137, True),
      (3, 6, "core-dump", 134, False)],
 )  # fmt: skip
-def test_how_a_unit_ended(code, status, result, exit_code, oom) -> None:
+def test_unit_end_is_parsed(code, status, result, exit_code, oom) -> None:
     seen = {"ExecMainCode": code, "ExecMainStatus": status, "Result": result,
             "ExecMainExitTimestamp": 2_000_000}  # fmt: skip
     ending = end_of(seen).ending
@@ -148,7 +148,7 @@ def run_drop_in(folder: Path, state: str, **environ: str) -> None:
                "BASH_ENV": str(evil / "date"), "IFS": "e", "TZ": str(evil / "fifo"),
                "n": "1", "g": str(evil)}  # fmt: skip
     if not (evil / "fifo").exists():
-        os.mkfifo(evil / "fifo")  # whoever opens it waits for ever
+        os.mkfifo(evil / "fifo")  # opening it blocks forever
     done = subprocess.run(words, env={**hostile, **environ}, capture_output=True, check=True,
                           timeout=20)  # fmt: skip
     assert done.stderr == b"", "a loader complains of a library that is not there"
@@ -176,7 +176,7 @@ def test_systemd_itself_writes_how_a_kernel_ended(
     assert bundle.end() == end, "what is written stays"
 
 
-def test_systemd_keeps_what_a_kernel_used_unless_that_was_counted_elsewhere(tmp_path: Path) -> None:
+def test_usage_from_systemd_is_kept_unless_counted(tmp_path: Path) -> None:
     group = tmp_path / "groups" / "k1.service"
     group.mkdir(parents=True)
     (group / "cpu.stat").write_text("usage_usec 2500000\nthrottled_usec 0\n")
@@ -275,7 +275,7 @@ def test_values_of_variables_survive_their_file(value: str) -> None:
 
 
 def _unescaped(value: str) -> str:
-    """What shlex leaves escaped: it knows `\\"` and `\\\\` alone."""
+    """Resolve the escapes that shlex keeps: it knows only `\"` and `\\`."""
     return value.replace("$", "\\$").replace("`", "\\`")
 
 
@@ -320,7 +320,7 @@ def test_a_user_s_unit_has_only_what_a_user_s_manager_can_do() -> None:
      ({"container": ContainerOptions(pids_limit=5000)}, "pids_limit"),
      ({"container": ContainerOptions(network="host")}, "network")],
 )  # fmt: skip
-def test_what_no_unit_can_be_is_refused_before_anything(spec, where) -> None:
+def test_request_that_no_unit_can_fulfil_is_refused(spec, where) -> None:
     given_ = {"command": ("true",), **spec}
     problems = list(request_problems(KernelSpec("k", "a", spec_hash="h", **given_), SystemdRules()))
     assert [problem.where for problem in problems] == [where]

@@ -1,4 +1,4 @@
-"""What is remembered of kernels, while nobody can be asked and after a restart."""
+"""Records of kernels, while no runtime answers and after a restart."""
 
 import pytest
 
@@ -39,7 +39,7 @@ async def test_a_record_says_how_far_its_kernel_has_come(rig: Rig) -> None:
     assert rig.memory.records == {}
 
 
-async def test_what_an_engine_that_is_down_was_last_known_to_hold_stays_held(rig: Rig) -> None:
+async def test_kernels_of_an_unavailable_engine_stay_held(rig: Rig) -> None:
     await rig.create("lives", cuda_device=1)
     await rig.create("ended", cuda_device=1)
     await rig.service.stop("ended", 0)
@@ -56,7 +56,7 @@ async def test_what_an_engine_that_is_down_was_last_known_to_hold_stays_held(rig
     assert after.state.get("lives").handle == rig.state.get("lives").handle
 
 
-async def test_what_is_gone_after_a_restart_is_lost_and_stays_so_until_it_is_deleted(rig) -> None:
+async def test_kernel_missing_after_a_restart_is_lost(rig) -> None:
     await rig.create(cuda_device=2)
     rig.runtime.kernels.clear()
     for _ in range(2):
@@ -67,7 +67,7 @@ async def test_what_is_gone_after_a_restart_is_lost_and_stays_so_until_it_is_del
     assert (await restarted(rig)).states == {}
 
 
-async def test_a_record_that_cannot_be_read_holds_everything_until_its_runtime_answers(rig) -> None:
+async def test_unreadable_record_holds_all_until_the_runtime_lists(rig) -> None:
     await rig.create(cuda_device=1)
     rig.memory.records["k1"] = SavedRecord("k1", Phase.HELD, "{")
     after = await restarted(rig, is_down=True)
@@ -95,7 +95,7 @@ async def test_a_runtime_is_forgotten_only_while_it_does_not_answer(rig: Rig) ->
         await rig.reconciler.forget_runtime("none")
     rig.runtime.is_down = True
     async with rig.state.lock("k1"):
-        with pytest.raises(Conflict, match="under way with k1"):
+        with pytest.raises(Conflict, match="operations in progress on k1"):
             await rig.reconciler.forget_runtime("fake")
     await rig.reconciler.forget_runtime("fake")
     assert (rig.states, rig.free_gpus, rig.memory.records) == ({}, 2, {})
@@ -106,7 +106,7 @@ async def test_a_runtime_is_forgotten_only_while_it_does_not_answer(rig: Rig) ->
     assert rig.states == {"k1": "running"}
 
 
-async def test_a_runtime_that_this_agentd_does_not_have_blocks_nothing_and_can_be_forgotten(
+async def test_unconfigured_runtime_can_be_forgotten(
     rig: Rig,
 ) -> None:
     await rig.create(cuda_device=1)
@@ -120,7 +120,7 @@ async def test_a_runtime_that_this_agentd_does_not_have_blocks_nothing_and_can_b
     assert after.states == {"k1": "running"}
     assert after.free_gpus == 1
     assert (await after.create("k2", cuda_device=1)).state is KernelState.RUNNING
-    with pytest.raises(RuntimeUnavailable, match="no runtime old"):
+    with pytest.raises(RuntimeUnavailable, match="unknown runtime old"):
         await after.service.remove("k1")
     await after.reconciler.forget_runtime("old")
     assert after.states == {"k2": "running"}
@@ -135,5 +135,5 @@ async def test_an_outcome_that_is_not_known_is_remembered_as_an_intent(rig: Rig)
     after = await restarted(rig, is_down=True)
     assert after.states == {"k1": "creating"}
     assert after.state.runtime("fake").state is RuntimeState.UNAVAILABLE
-    with pytest.raises(KernelConflict, match="unknown outcome"):
+    with pytest.raises(KernelConflict, match="unresolved"):
         await after.service.remove("k1")

@@ -1,12 +1,12 @@
 """NVIDIA GPUs: whole (`cuda.device`), in shares (`cuda.shares`), or as MIG parts.
 
-`cuda0` is for people; the UUID is the identity, so that another order after a reboot
-confuses nothing, and the PCI address an alias. A GPU in MIG mode offers its parts alone, each
-a unique slot such as `cuda.device:1g.10gb-mig`.
+`cuda0` is for people. The UUID is the identity, so a new order after a reboot changes nothing, and
+the PCI address is an alias. A GPU in MIG mode offers only its parts, each a unique slot such as
+`cuda.device:1g.10gb-mig`.
 
-Health: an Xid event makes a GPU unhealthy, unless it is one that jobs cause. Where the driver
-tells what recovery it needs, that decides, and the GPU is back when none is needed any
-more; else it stays unhealthy until the plugin's process is started again.
+Health: an Xid event makes a GPU unhealthy, unless it is one that jobs cause. If the driver reports
+the required recovery, that decides, and the GPU is healthy again once none is required. Otherwise
+it stays unhealthy until the plugin's process restarts.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 import pynvml
 
 from agentd.plugin_api import (
+    MEMORY_SLOT_KEYS,
     AcceleratorPlugin,
     AllocatedDevice,
     ContainerEdits,
@@ -32,23 +33,27 @@ from agentd.plugin_api import (
     Features,
     Measurement,
     NotPresent,
+    PartitionInfo,
     ProcessUse,
     SettingProblem,
     SlotTypeInfo,
+    dealt_in_groups,
+    memory_slot_problems,
+    memory_slots,
     on_pci_bus,
     unknown_settings,
 )
-from agentd_cuda import cdi, mps, nvml
+from agentd_cuda import cdi, links, mps, nvml
 from agentd_cuda.files import device_files
 
-_KEYS = ("mode", "quantum", "ignored-xids", "sysfs", *mps.KEYS)
+_KEYS = ("mode", "quantum", "ignored-xids", "sysfs", *MEMORY_SLOT_KEYS, *mps.KEYS)
 _VENDOR = "10de"
 _MODES = ("device", "shares")
 _QUANTUM = re.compile(r"1(?:\.0+)?|0\.[0-9]{1,6}")
 APPLICATION_XIDS = (13, 31, 43, 45, 68, 109)
-"""Xids that a job causes and the GPU survives: those NVIDIA's own k8s-device-plugin ignores."""
+"""Xids that a job causes and the GPU survives; NVIDIA's own k8s-device-plugin ignores them, too."""
 XID_HOLDS_S = 60.0
-"""How long an Xid counts at least, whatever the driver says of recovery."""
+"""Minimum seconds for which an Xid counts, whatever recovery the driver reports."""
 _WAIT_MS = 5000
 
 
@@ -70,6 +75,9 @@ class CudaPlugin(AcceleratorPlugin):
             problems.append(SettingProblem("ignored-xids", "expected a list of Xid numbers"))
         if not isinstance(settings.get("sysfs", ""), str):
             problems.append(SettingProblem("sysfs", "expected the path of a folder"))
+        problems += memory_slot_problems(settings)
+        if settings.get("memory-slot") is True and settings.get("mode") != "shares":
+            problems.append(SettingProblem("memory-slot", 'needs mode = "shares"'))
         return problems + mps.problems(settings)
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
@@ -100,7 +108,7 @@ class CudaPlugin(AcceleratorPlugin):
     def _start(self) -> None:
         """Start NVML.
 
-        Where its library is installed, the bus proves nothing: not every GPU is on PCI.
+        If its library is installed, the bus proves nothing: not every GPU is on PCI.
         """
         found = on_pci_bus(_VENDOR, sysfs=self._sysfs)
         seen = f"; on the PCI bus: {', '.join(found)}" if found else ""
@@ -133,8 +141,10 @@ class CudaPlugin(AcceleratorPlugin):
         default = "1" if mode == "device" else "0.01"
         quantum = _decimal(self.settings.get("quantum", default))
         profiles = {part.profile for gpu in self._gpus() for part in gpu.parts}
+        slot = f"{self.name}.{mode}"
         return [
-            SlotTypeInfo(f"{self.name}.{mode}", "count", quantum, "mode", unit="GPU"),
+            SlotTypeInfo(slot, "count", quantum, "mode", unit="GPU"),
+            *memory_slots(self.name, slot, self.settings),
             *(
                 SlotTypeInfo(self._mig_slot(profile), "unique", exclusive_group="mode")
                 for profile in sorted(profiles)
@@ -142,7 +152,7 @@ class CudaPlugin(AcceleratorPlugin):
         ]
 
     def _mig_slot(self, profile: str) -> str:
-        """Return a profile's slot; a `+` is a `.`, as in NVIDIA's own k8s-device-plugin."""
+        """Return a profile's slot; a `+` becomes a `.`, as in NVIDIA's own k8s-device-plugin."""
         return f"{self.name}.device:{profile.replace('+', '.')}-mig"
 
     def list_devices(self) -> Sequence[DeviceInfo]:
@@ -162,6 +172,8 @@ class CudaPlugin(AcceleratorPlugin):
             attributes={"memory": str(gpu.memory_bytes)},
         )
         if not gpu.is_mig:
+            if self.settings.get("memory-slot") and gpu.memory_bytes:
+                return [replace(whole, secondary={f"{self.name}.mem": str(gpu.memory_bytes)})]
             return [whole]
         return [
             replace(
@@ -177,7 +189,7 @@ class CudaPlugin(AcceleratorPlugin):
         ]
 
     def _gpus(self) -> list[nvml.Gpu]:
-        """Read all GPUs; one that answers no more is shown as it was last, and why."""
+        """Read all GPUs; one that does not answer keeps its last values, with the reason."""
         found = []
         for index, handle in nvml.handles():
             try:
@@ -224,6 +236,23 @@ class CudaPlugin(AcceleratorPlugin):
         self._xids[uuid] = (xid, time.monotonic())
         return True
 
+    def partition(
+        self, devices: Sequence[DeviceInfo], agents: Sequence[str]
+    ) -> PartitionInfo | None:
+        found = nvml.handles()
+        close = links.close_groups({self._last[n].uuid: handle for n, handle in found})
+        group_of = {uuid: number for number, group in enumerate(close) for uuid in group}
+        dealt: dict[str, list[str]] = {agent: [] for agent in agents}
+        for slots in sorted({_slots(device) for device in devices}):
+            groups: dict[object, list[str]] = {}
+            for device in devices:
+                if _slots(device) == slots:
+                    gpu = device.parent or device.stable_id
+                    groups.setdefault(group_of.get(gpu, gpu), []).append(device.id)
+            for agent, ids in dealt_in_groups(groups.values(), agents).items():
+                dealt[agent] += ids
+        return PartitionInfo(dealt)
+
     def container_edits(
         self, allocation: Sequence[AllocatedDevice], features: Features
     ) -> ContainerEdits:
@@ -238,7 +267,11 @@ class CudaPlugin(AcceleratorPlugin):
         if self._mps is None or not shares:
             return edits
         memory = {gpu.uuid: gpu.memory_bytes for gpu in self._gpus()}
-        parts = [mps.MpsShare(Decimal(d.amount), memory.get(d.stable_id, 0)) for d in shares]
+        parts = [
+            mps.MpsShare(share, int(device.amounts.get(f"{self.name}.mem", whole * share)))
+            for device in shares
+            for share, whole in [(Decimal(device.amount), memory.get(device.stable_id, 0))]
+        ]
         client = self._mps.edits(parts)
         return replace(edits, env={**edits.env, **client.env}, mounts=client.mounts)
 
@@ -253,7 +286,7 @@ class CudaPlugin(AcceleratorPlugin):
         if features.device_requests:
             return ContainerEdits(env=env, device_requests=(DeviceRequest("nvidia", uuids),))
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-        if features.runtime == "systemd":  # which closes all files but those that are named
+        if features.runtime == "systemd":  # systemd closes all files that are not named
             return ContainerEdits(env=env, device_nodes=_nodes(device_files(uuids)))
         return ContainerEdits(env=env)
 
@@ -279,8 +312,12 @@ class CudaPlugin(AcceleratorPlugin):
         return found
 
 
+def _slots(device: DeviceInfo) -> tuple[str, ...]:
+    return (device.slot, *sorted(device.secondary))
+
+
 def _decimal(value: object) -> str:
-    """Return a number of the settings as a plain decimal: TOML reads 0.00001 as 1e-05."""
+    """Format a number of the settings as a plain decimal: TOML reads 0.00001 as 1e-05."""
     return format(Decimal(str(value)), "f") if isinstance(value, float) else str(value)
 
 
@@ -290,12 +327,12 @@ def _stable_id(uuid: str) -> str:
 
 
 def _uuid(stable_id: str) -> str:
-    """Return what NVIDIA calls a device: drivers before R470 have `MIG-GPU-…/1/0`."""
+    """Return NVIDIA's name of a device: drivers before R470 have `MIG-GPU-…/1/0`."""
     return stable_id.replace(":", "/") if stable_id.startswith("MIG-GPU-") else stable_id
 
 
 def _address(handle: Any) -> int | None:
-    """Return what tells one GPU's handle from another's, also when the GPU is lost."""
+    """Return the address of a GPU's handle, which identifies it even if the GPU is lost."""
     return ctypes.cast(handle, ctypes.c_void_p).value
 
 

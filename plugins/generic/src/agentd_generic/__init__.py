@@ -11,6 +11,7 @@
     mounts = ["/usr/lib/vendor"]         # read-only, at the same place
     groups = ["render"]                  # of this node: a kernel gets their numbers
     model = "TPU v5e"
+    memory = "16g"                       # of each device: the slot NAME.mem, in whole MiB
     slot = "device"                      # the slot is NAME.device
 
 `{places}` counts from zero in a container, which sees its own devices alone, and among all
@@ -41,13 +42,15 @@ from agentd.plugin_api import (
     Mount,
     SettingProblem,
     SlotTypeInfo,
+    memory_slot,
+    size_in_bytes,
     unknown_settings,
 )
 from agentd_generic.sysfs import Sysfs
 
 _LISTS = ("devices", "companions", "per-device", "mounts", "groups", "pci-vendors")
 _ENVS = ("env", "hidden-env")
-_TEXTS = ("model", "slot", "sysfs")
+_TEXTS = ("model", "memory", "slot", "sysfs")
 _FIELDS = ("ids", "paths", "uuids", "places")
 _FIELD = re.compile(r"\{([^{}]*)\}")
 _NUMBER = re.compile(r"([0-9]+)[^0-9]*$")
@@ -57,7 +60,7 @@ _SLOT = re.compile(r"[a-z][a-z0-9_-]{0,30}")
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A device file, and what tells it from others."""
+    """A device file and its identity."""
 
     path: str
     number: str
@@ -70,7 +73,7 @@ class _Found:
 
 
 class GenericPlugin(AcceleratorPlugin):
-    """Device files that globs find."""
+    """Devices that globs find."""
 
     needs_table: ClassVar[bool] = True
 
@@ -87,9 +90,7 @@ class GenericPlugin(AcceleratorPlugin):
                 ]
         if not settings.get("devices"):
             problems.append(
-                SettingProblem(
-                    "devices", 'is missing; expected a list such as ["/dev/accel[0-9]*"]'
-                )
+                SettingProblem("devices", 'missing, expected a list such as ["/dev/accel[0-9]*"]')
             )
         for key in _ENVS:
             problems += _env_problems(key, settings.get(key, {}))
@@ -98,7 +99,7 @@ class GenericPlugin(AcceleratorPlugin):
                 problems.append(SettingProblem(key, "expected text"))
         if not _SLOT.fullmatch(str(settings.get("slot", "device"))):
             problems.append(SettingProblem("slot", "expected a-z, then a-z, 0-9, '_', '-'"))
-        return problems
+        return problems + _memory_problems(settings)
 
     def open(self) -> None:
         self._sysfs = Sysfs(Path(self.settings.get("sysfs", "/sys")))
@@ -106,14 +107,17 @@ class GenericPlugin(AcceleratorPlugin):
         self._noted: set[str] = set()
 
     def slot_types(self) -> Sequence[SlotTypeInfo]:
-        return [SlotTypeInfo(self._slot)]
+        types = [SlotTypeInfo(self._slot)]
+        if "memory" in self.settings:
+            types.append(memory_slot(self.name, self._slot))
+        return types
 
     @property
     def _slot(self) -> str:
         return f"{self.name}.{self.settings.get('slot', 'device')}"
 
     def _found(self) -> list[_Found]:
-        """Find the device files, each once, however many names lead to it."""
+        """Find the device files, each once, however many names it has."""
         vendors = {
             vendor.lower().removeprefix("0x") for vendor in self.settings.get("pci-vendors", ())
         }
@@ -130,7 +134,7 @@ class GenericPlugin(AcceleratorPlugin):
             if vendors and (pci is None or self._sysfs.vendor(pci) not in vendors):
                 continue
             if not _ID.fullmatch(_as_id(str(path))):
-                self._note(f"{str(path)!r} is left out: its name cannot be used in an id")
+                self._note(f"{str(path)!r} is skipped: its name is not usable as an id")
                 continue
             number = numbers.get(path, path.name)
             if [*numbers.values()].count(number) > 1:
@@ -146,6 +150,8 @@ class GenericPlugin(AcceleratorPlugin):
             print(text, flush=True)  # noqa: T201 - a plugin's output is the daemon's log
 
     def list_devices(self) -> Sequence[DeviceInfo]:
+        memory = self.settings.get("memory")
+        secondary = {} if memory is None else {f"{self.name}.mem": str(size_in_bytes(memory))}
         return [
             DeviceInfo(
                 id=f"{self.name}{found.number}",
@@ -155,6 +161,7 @@ class GenericPlugin(AcceleratorPlugin):
                 model=str(self.settings.get("model", "")),
                 numa_node=found.numa_node,
                 attributes={"path": found.path},
+                secondary=secondary,
             )
             for found in self._found()
         ]
@@ -168,7 +175,7 @@ class GenericPlugin(AcceleratorPlugin):
             return ContainerEdits(env=dict(self.settings.get("hidden-env", hidden)))
         there = {found.stable_id: found for found in self._found()}
         if missing := [device.id for device in allocation if device.stable_id not in there]:
-            raise LookupError(f"the device file of {', '.join(missing)} is not there")
+            raise LookupError(f"missing device file of {', '.join(missing)}")
         given = [there[device.stable_id] for device in allocation]
         paths = [found.path for found in given]
         for pattern in self.settings.get("per-device", ()):
@@ -195,13 +202,29 @@ class GenericPlugin(AcceleratorPlugin):
         )
 
 
+def _memory_problems(settings: Mapping[str, Any]) -> list[SettingProblem]:
+    if "memory" not in settings:
+        return []
+    try:
+        is_enough = size_in_bytes(settings["memory"]) >= 1 << 20
+    except ValueError:
+        is_enough = False
+    problems = []
+    if not is_enough:
+        why = f'invalid size {settings["memory"]!r}: expected at least 1 MiB, such as "16g"'
+        problems.append(SettingProblem("memory", why))
+    if settings.get("slot") == "mem":
+        problems.append(SettingProblem("slot", "mem is the slot of the memory; choose another"))
+    return problems
+
+
 def _natural(path: Path) -> list[tuple[int, str]]:
     parts = re.split(r"([0-9]+)", str(path))
     return [(int(part), "") if part.isdigit() else (0, part) for part in parts]
 
 
 def _wrong_path(key: str, item: str) -> str:
-    """Return what is wrong with a path or pattern of the settings; empty if it is valid."""
+    """Return the problem of a path or pattern in the settings, empty if it is valid."""
     if not item.startswith("/") or ".." in item.split("/") or not item.strip("/"):
         return f"invalid path {item!r}: expected the absolute path of a file"
     if key == "devices":
@@ -213,7 +236,7 @@ def _wrong_path(key: str, item: str) -> str:
         return f"invalid path {item!r}: expected one file, not a pattern"
     if fields := [field for field in _FIELD.findall(item) if (key, field) != ("per-device", "id")]:
         allowed = "{id}" if key == "per-device" else "none"
-        return f"{{{fields[0]}}} is unknown; allowed: {allowed}"
+        return f"unknown field {{{fields[0]}}}; allowed: {allowed}"
     return ""
 
 
@@ -231,7 +254,7 @@ def _env_problems(key: str, value: object) -> list[SettingProblem]:
             if not name or "=" in name or "\0" in name
         ),
         *(
-            SettingProblem(f"{key}.{name}", f"{{{field}}} is unknown; allowed: {allowed}")
+            SettingProblem(f"{key}.{name}", f"unknown field {{{field}}}; allowed: {allowed}")
             for name, template in value.items()
             for field in _FIELD.findall(template)
             if field not in fields
@@ -240,7 +263,7 @@ def _env_problems(key: str, value: object) -> list[SettingProblem]:
 
 
 def _group_number(name: str) -> str:
-    """Return a group's number on this node, as an image has its own; the name if it has none."""
+    """Return a group's number on this node, since an image has its own; the name if it has none."""
     try:
         return str(grp.getgrnam(name).gr_gid)
     except KeyError:
@@ -256,5 +279,5 @@ def _is_device(path: Path) -> bool:
 
 
 def _as_id(path: str) -> str:
-    """Return a path as an identity: letters and digits first, no slashes."""
+    """Return a path as an identity: it begins with a letter or digit and has no slashes."""
     return path.strip("/").replace("/", ":")

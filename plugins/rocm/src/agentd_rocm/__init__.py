@@ -1,13 +1,13 @@
 """AMD GPUs: whole (`rocm.device`) or in shares (`rocm.shares`).
 
-`rocm0` is for people. The identity is the number that the kernel's driver tells of the chip
-(`unique_id` in sysfs), or else the PCI address, which is an alias otherwise. A kernel gets
-`/dev/kfd`, the render nodes of its GPUs and the groups that own them; the GPUs are numbered
-from zero inside a container, where only they are visible, and named outside.
+`rocm0` is for people. The identity is the driver's number of the chip (`unique_id` in sysfs), or
+else the PCI address, which is an alias otherwise. A kernel gets `/dev/kfd`, the render nodes of its
+GPUs and the groups that own them. The GPUs are numbered from zero in a container, where only they
+are visible, and named outside.
 
-A GPU in compute partitions is several processors of one PCI address, each with a render node;
-the second and later ones are told apart by their place on it. Such partitions have slots of
-their own, such as `rocm.device:cpx_nps4`.
+A GPU in compute partitions is several processors with one PCI address, each with a render node; the
+second and later ones are identified by their index on it. Partitions have slots of their own, such
+as `rocm.device:cpx_nps4`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from agentd.plugin_api import (
+    MEMORY_SLOT_KEYS,
     AcceleratorPlugin,
     AllocatedDevice,
     ContainerEdits,
@@ -30,12 +31,14 @@ from agentd.plugin_api import (
     NotPresent,
     SettingProblem,
     SlotTypeInfo,
+    memory_slot_problems,
+    memory_slots,
     on_pci_bus,
     unknown_settings,
 )
 from agentd_rocm import smi
 
-_KEYS = ("mode", "quantum", "groups", "sysfs")
+_KEYS = ("mode", "quantum", "groups", "sysfs", *MEMORY_SLOT_KEYS)
 _MODES = ("device", "shares")
 _QUANTUM = re.compile(r"1(?:\.0+)?|0\.[0-9]{1,6}")
 _PARTITION = re.compile(r"[a-z]{2,4}[0-9]?")
@@ -61,7 +64,9 @@ class RocmPlugin(AcceleratorPlugin):
             problems.append(SettingProblem("groups", 'expected a list such as ["render"]'))
         if not isinstance(settings.get("sysfs", ""), str):
             problems.append(SettingProblem("sysfs", "expected the path of a folder"))
-        return problems
+        if settings.get("memory-slot") is True and settings.get("mode") != "shares":
+            problems.append(SettingProblem("memory-slot", 'needs mode = "shares"'))
+        return problems + memory_slot_problems(settings)
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
         super().__init__(name, settings)
@@ -90,13 +95,14 @@ class RocmPlugin(AcceleratorPlugin):
         partitions = {self._slot(gpu) for gpu in smi.gpus()} - {whole}
         return [
             SlotTypeInfo(whole, "count", quantum, "mode", unit="GPU"),
+            *memory_slots(self.name, whole, self.settings),
             *(SlotTypeInfo(slot, exclusive_group="mode") for slot in sorted(partitions)),
         ]
 
     def _slot(self, gpu: smi.AmdGpu) -> str:
         """Return the slot of a GPU; a partition's is named as in AMD's own k8s-device-plugin.
 
-        The kernel's driver tells how a GPU is partitioned, in compute and in memory
+        The driver reports the partitioning of a GPU, in compute and in memory
         (https://docs.kernel.org/gpu/amdgpu/driver-misc.html).
         """
         compute = self._text(gpu.pci, "current_compute_partition")
@@ -130,9 +136,16 @@ class RocmPlugin(AcceleratorPlugin):
                     health="healthy" if node else "unhealthy",
                     reason="" if node else f"{gpu.pci} has no render node in sysfs",
                     attributes={"memory": str(gpu.memory_bytes), "pci": gpu.pci},
+                    secondary=self._secondary(gpu, slot),
                 )
             )
         return found
+
+    def _secondary(self, gpu: smi.AmdGpu, slot: str) -> dict[str, str]:
+        is_offered = self.settings.get("memory-slot") and slot == self._whole_slot
+        return (
+            {f"{self.name}.mem": str(gpu.memory_bytes)} if is_offered and gpu.memory_bytes else {}
+        )
 
     def _whole(self, gpu: smi.AmdGpu) -> str:
         unique = self._unique_id(gpu.pci)
@@ -163,7 +176,7 @@ class RocmPlugin(AcceleratorPlugin):
             return ContainerEdits(env={"ROCR_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""})
         there = {self._identity(gpu, self._slot(gpu)): gpu for gpu in smi.gpus()}
         if missing := [device.id for device in allocation if device.stable_id not in there]:
-            raise LookupError(f"{', '.join(missing)} does not answer")
+            raise LookupError(f"no answer from {', '.join(missing)}")
         given = [there[device.stable_id] for device in allocation]
         places = ",".join(str(place) for place in range(len(given)))
         nodes = [_KFD, *filter(None, (self._render_node(gpu) for gpu in given))]
@@ -171,7 +184,7 @@ class RocmPlugin(AcceleratorPlugin):
             raise LookupError(f"{', '.join(d.id for d in allocation)}: no render node in sysfs")
         groups = self.settings.get("groups", [])
         numbers = [*map(_group_number, groups)] if groups else _owners(nodes)
-        # In a container its own are the only ones; outside all can be seen, and are named.
+        # A container has only its own GPUs; outside all are visible and are named.
         named = places if features.runtime == "docker" else ",".join(map(self._named, given))
         return ContainerEdits(
             env={"ROCR_VISIBLE_DEVICES": named, "HIP_VISIBLE_DEVICES": places},
@@ -180,7 +193,7 @@ class RocmPlugin(AcceleratorPlugin):
         )
 
     def _named(self, gpu: smi.AmdGpu) -> str:
-        """Return how the runtime names a GPU from outside: its serial number, or its place."""
+        """Return the runtime's name of a GPU outside of containers: its serial number or index."""
         unique = self._unique_id(gpu.pci)
         return f"GPU-{unique}" if unique and not gpu.place else str(gpu.index)
 
@@ -204,7 +217,7 @@ class RocmPlugin(AcceleratorPlugin):
 
 
 def _owners(nodes: Sequence[str]) -> list[str]:
-    """Return the numbers of the groups that own device files, root's apart."""
+    """Return the numbers of the groups that own device files, except root's."""
     found = []
     for node in nodes:
         try:
@@ -215,7 +228,7 @@ def _owners(nodes: Sequence[str]) -> list[str]:
 
 
 def _group_number(name: str) -> str:
-    """Return a group's number on this node, as an image has its own; the name if it has none."""
+    """Return a group's number on this node, since an image has its own; the name if it has none."""
     try:
         return str(grp.getgrnam(name).gr_gid)
     except KeyError:

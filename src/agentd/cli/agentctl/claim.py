@@ -12,8 +12,13 @@ from typing import Any, TypeVar
 import click
 
 from agentd.cli.agentctl import completion
-from agentd.cli.agentctl.options import json_option, listed, pairs, print_answer, remove_each
-from agentd.cli.output import say
+from agentd.cli.agentctl.options import (
+    listed,
+    pairs,
+    remove_each,
+    suggesting_agents,
+)
+from agentd.cli.output import output_option, print_answer, say
 from agentd.client import Client
 
 NOT_EXECUTED = 127
@@ -32,10 +37,13 @@ def slot_options(command: _F) -> _F:
         "slot",
         multiple=True,
         metavar="NAME=AMOUNT",
-        help="Amount of a slot: cuda.device=1.",
+        help="Amount of a slot, such as cuda.device=1.",
     )
     device = click.option(
-        "--device", multiple=True, metavar="NAME=ID", help="Choose only these: cuda=cuda0."
+        "--device",
+        multiple=True,
+        metavar="NAME=ID",
+        help="Only from these devices, such as cuda=cuda0.",
     )
     return slot(device(command))
 
@@ -43,7 +51,7 @@ def slot_options(command: _F) -> _F:
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("agent", shell_complete=completion.agents)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-@click.option("--id", "claim_id", help="Name of the claim; default: a generated one.")
+@click.option("--id", "claim_id", help="Id of the claim. Default: a generated one.")
 @slot_options
 @click.option("--label", multiple=True, metavar="NAME=VALUE", help="Label of the claim.")
 @click.option("--scope", is_flag=True, help="Hold for children too: a scope of systemd.")
@@ -80,7 +88,8 @@ def claim(
     }
     if claim_id:
         body["claim_id"] = claim_id
-    made = client.create_claim(agent, body)
+    with suggesting_agents(client, agent):
+        made = client.create_claim(agent, body)
     own = {"AGENTD_CLAIM": made["claim_id"], "AGENTD_AGENT": agent}
     _execute(command, {**os.environ, **made["edits"]["env"], **own})
 
@@ -116,9 +125,11 @@ def _own_cgroup() -> str:
 
 
 @click.command()
-@click.option("--agent", help="Of this agent only.", shell_complete=completion.agents)
-@click.option("--label", "-l", multiple=True, metavar="KEY=VALUE", help="Only with this label.")
-@json_option
+@click.option("--agent", help="Only claims of this agent.", shell_complete=completion.agents)
+@click.option(
+    "--label", "-l", multiple=True, metavar="KEY=VALUE", help="Only claims with this label."
+)
+@output_option
 @click.pass_obj
 def claims(client: Client, agent: str | None, label: Sequence[str]) -> None:
     """List the claims."""
@@ -154,7 +165,7 @@ def claim_row(claim: Mapping[str, Any]) -> dict[str, Any]:
 @click.command()
 @click.argument("claim", shell_complete=completion.claims)
 @click.option("--ttl", type=click.IntRange(min=1), help="Seconds; default: the time it had.")
-@json_option
+@output_option
 @click.pass_obj
 def renew(client: Client, claim: str, ttl: int | None) -> None:
     """Give a claim its whole time again."""
@@ -163,7 +174,7 @@ def renew(client: Client, claim: str, ttl: int | None) -> None:
 
 @click.command()
 @click.argument("claims", nargs=-1, required=True, shell_complete=completion.claims)
-@json_option
+@output_option
 @click.pass_obj
 def release(client: Client, claims: Sequence[str]) -> None:
     """Release claims."""

@@ -1,4 +1,4 @@
-"""What `agentd plan --live` adds: what running kernels would hold back."""
+"""The part of `agentd plan --live` about devices that running kernels would hold."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentd.views import ClaimView, KernelView
 
 
 def held_under(split: Split, socket_path: Path) -> list[dict[str, Any]]:
-    """Return the devices that kernels and claims would withhold if `split` were in force."""
+    """Return the devices that kernels and claims would hold under another partition."""
     client = Client(socket_path, retry_s=0)
     kernels = {kernel["kernel_id"]: kernel for kernel in client.kernels()}
     claims = {claim["claim_id"]: claim for claim in client.claims()}
@@ -31,9 +31,14 @@ def held_under(split: Split, socket_path: Path) -> list[dict[str, Any]]:
             slot = next((s for s, ids in slots.items() if row["id"] in ids), row["slot"])
             agents = split.agents_of(device_id)
             if device is None or device.gone:
-                reason = "the device is gone"
+                reason = "the device is missing"
             elif device.slot != slot:
                 reason = f"holds {slot}; the device would offer {device.slot}"
+            elif (offered := set(device.slot_names)) - (had := holder["amounts"].keys()) and (
+                had - offered
+            ):
+                slot = " and ".join(had)
+                reason = f"holds {slot}; the device would offer {' and '.join(device.slot_names)}"
             elif owner["agent_id"] not in agents and row["device_name"] != MEM:
                 reason = f"the device would belong to {', '.join(agents) or 'no agent'}"
             else:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from agentd.core.allocation.allocator import allocate
-from agentd.core.allocation.ledger import Allocation, Ledger
+from agentd.core.allocation.ledger import Allocation, Ledger, completed
 from agentd.core.allocation.policy import AllocationPolicy
 from agentd.core.claim.claim import amounts_of
 from agentd.core.devices import Device, DeviceId, Health, Inventory
@@ -25,8 +25,12 @@ def names_of(claimed: Allocation) -> frozenset[str]:
 
 
 def default_amounts(claimed: Allocation, named: frozenset[str]) -> dict[str, int]:
-    """Return all that a claim holds of the device names that a request does not name."""
-    return amounts_of(share for share in claimed.shares if share.device_id.name not in named)
+    """Return all that a claim holds of the device names that a request does not name.
+
+    They are amounts of primary slots, from which the others follow.
+    """
+    rest = (share for share in claimed.shares if share.device_id.name not in named)
+    return amounts_of(share._replace(secondary=()) for share in rest)
 
 
 def allocate_from(
@@ -43,14 +47,26 @@ def allocate_from(
         InsufficientResource: the claim holds less of a slot.
     """
     devices = [
-        replace(device, capacity=share.amount, drained=False, withheld="")
+        replace(
+            device,
+            capacity=share.amount,
+            secondary=tuple(
+                replace(offer, capacity=share.amount_of(offer.slot)) for offer in device.secondary
+            ),
+            drained=False,
+            withheld="",
+        )
         for share in claimed.shares
         if (device := inventory.by_id.get(share.device_id)) and device.slot == share.slot
     ]
     amounts = amounts_of(claimed.shares)
     partition = Partition(agent_id, tuple(d.device_id for d in devices), amounts.get(MEM, 0))
     small = Inventory.of(inventory.slot_types.values(), devices)
-    return allocate(Ledger(), small, partition, slots, policy, only)
+    given = allocate(Ledger(), small, partition, slots, policy, only)
+    by_id = inventory.by_id
+    return Allocation(
+        tuple(completed(share, by_id[share.device_id], inventory) for share in given.shares)
+    )
 
 
 def allocate_observed(

@@ -159,38 +159,61 @@ class EndedClaim(msgspec.Struct, frozen=True):
 def remaining(allocation: Allocation, taken: Iterable[Allocation]) -> Allocation:
     """Return an allocation without the shares that others hold of the same devices.
 
-    A device that is held whole of an unreadable record stays.
+    Each slot has its own rest. A device that is held whole of an unreadable record stays.
     """
-    left = {(share.stable_id, share.slot): share.amount for share in allocation.shares}
-    for other in taken:
-        for share in other.shares:
-            key = share.stable_id, share.slot
-            if key in left:
-                left[key] = max(0, left[key] - share.amount)
+    others = united(taken)
+    of_device = {(share.stable_id, share.slot): share for share in others.shares}
+    rests = (
+        _rest(share, of_device.get((share.stable_id, share.slot))) for share in allocation.shares
+    )
     return Allocation(
         tuple(
-            share._replace(amount=left[share.stable_id, share.slot])
-            for share in allocation.shares
-            if left[share.stable_id, share.slot] or share.slot == UNREADABLE_SLOT
+            rest
+            for rest in rests
+            if rest.slot == UNREADABLE_SLOT or any(each.amount for each in rest.amounts)
         )
     )
 
 
+def _rest(share: Share, taken: Share | None) -> Share:
+    if taken is None or share.slot == UNREADABLE_SLOT:
+        return share
+    amount = max(0, share.amount - taken.amount)
+    counts = max(0, share.counts - taken.counts)
+    return share._replace(
+        amount=amount,
+        secondary=tuple(
+            each._replace(amount=max(0, each.amount - taken.amount_of(each.slot)))
+            for each in share.secondary
+        ),
+        limit_excess=counts - amount,
+    )
+
+
 def united(allocations: Iterable[Allocation]) -> Allocation:
-    """Return several allocations as one, with one share of each device and slot."""
+    """Return several allocations as one, with one share of each device and primary slot."""
     found: dict[tuple[str, str], Share] = {}
     for allocation in allocations:
         for share in allocation.shares:
             key = share.stable_id, share.slot
             before = found.get(key)
-            amount = share.amount + (before.amount if before else 0)
-            found[key] = share._replace(amount=amount)
+            found[key] = _sum(before, share) if before else share
     return Allocation(tuple(found.values()))
+
+
+def _sum(one: Share, other: Share) -> Share:
+    slots = {each.slot: each for each in one.secondary}
+    for each in other.secondary:
+        before = slots[each.slot].amount if each.slot in slots else 0
+        slots[each.slot] = each._replace(amount=before + each.amount)
+    return other._replace(
+        amount=one.amount + other.amount,
+        secondary=tuple(slots.values()),
+        limit_excess=one.limit_excess + other.limit_excess,
+    )
 
 
 def amounts_of(shares: Iterable[Share]) -> dict[str, int]:
     """Return the amounts of shares together, in base units by slot."""
-    amounts: dict[str, int] = {}
-    for share in shares:
-        amounts[share.slot] = amounts.get(share.slot, 0) + share.amount
-    return amounts
+    totals = Allocation(tuple(shares)).totals()
+    return {slot: each.amount for slot, each in totals.items()}

@@ -110,7 +110,7 @@ class ClaimService:
         """
         claim = self._state.claim(claim_id)
         if claim_id in self._pending:
-            raise UnknownClaim(f"no claim {claim_id} on this node")
+            raise UnknownClaim(f"unknown claim {claim_id}")
         return self.status(claim)
 
     def all(self) -> list[ClaimStatus]:
@@ -264,7 +264,7 @@ class ClaimService:
     def _owned(self, claim_id: str, caller: Caller) -> Claim:
         claim = self._state.claim(claim_id)
         if claim_id in self._pending or not claim.may_be_used_by(caller):
-            raise UnknownClaim(f"no claim {claim_id} on this node")
+            raise UnknownClaim(f"unknown claim {claim_id}")
         return claim
 
     def _begin(self, claim: Claim) -> None:
