@@ -113,7 +113,10 @@ def commands(command: click.Command, path: str) -> Iterator[tuple[str, click.Com
             yield from commands(below, f"{path} {name}")
 
 
-@pytest.mark.parametrize("program", [agentctl, agentd, agentd_fleet, agentctl_slurm, agentd_slurm], ids=lambda it: it.name)
+PROGRAMS = [agentctl, agentd, agentd_fleet, agentctl_slurm, agentd_slurm]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda it: it.name)
 def test_help_fits_its_line_and_every_option_has_a_text(program: click.Group) -> None:
     for path, command in commands(program, program.name or ""):
         assert len((command.help or "").split("\n")[0]) in range(1, 46), path

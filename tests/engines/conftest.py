@@ -10,7 +10,6 @@ import pytest
 from needs import require
 from slurm_nodes import NodesOf, SlurmNodes
 
-
 collect_ignore_glob = [] if os.environ.get("AGENTD_TEST_ENGINES") else ["test_*.py"]
 """`make test-engines` sets it: real engines take minutes."""
 
