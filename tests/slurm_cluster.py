@@ -278,7 +278,7 @@ class SlurmCluster:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.kill(name, signal.SIGTERM if name == "munged" else signal.SIGKILL)
         for _ in range(50):
-            if not (left := [*self._steps(), *self._members()]):
+            if not (left := [*self.steps(), *self.members()]):
                 break
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
@@ -296,12 +296,13 @@ class SlurmCluster:
                 self._namespace.stdout.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _members(self) -> Iterator[int]:
+    def members(self) -> Iterator[int]:
+        """Return the processes in the cgroups of this cluster's jobs."""
         for cgroup in self.job_cgroups():
             for file in cgroup.glob("**/cgroup.procs"):
                 yield from map(int, file.read_text().split())
 
-    def _steps(self) -> Iterator[int]:
+    def steps(self) -> Iterator[int]:
         """Return the slurmstepds of this cluster: they are in its network namespace."""
         assert self._namespace
         own = Path(f"/proc/{self._namespace.pid}/ns/net").readlink()

@@ -29,7 +29,7 @@ async def test_job_claims_the_devices_that_its_positions_name(slurm: NodesOf) ->
     await nodes.until_claims({})
     assert f"AGENTD_CLAIM=slurm-{job}\n" in output.read_text()
     assert "AGENTD_AGENT=slurm\n" in output.read_text()
-    assert nodes.cluster.node_state(nodes.node).startswith("idle")
+    nodes.cluster.until(nodes.cluster.are_idle, "the node is not idle")
 
 
 async def test_job_of_two_types_claims_both(slurm: NodesOf) -> None:
