@@ -105,7 +105,7 @@ class _Check:
         if self._examined.lacks("plugins"):
             return
         settings = loaded.settings.plugins
-        host = assembly.plugin_host(loaded.settings)
+        host = assembly.plugin_host(loaded.settings, store)
         self._add_tolerated(ExitStatus.CONFIG, host.missing_entry_points())
         if not self._may_open(loaded):
             self._add(ExitStatus.CONFIG, host.problems())

@@ -26,6 +26,7 @@ from agentd.core.kernel.edits import ContainerEdits
 from agentd.errors import PluginUnavailable, Problem
 from agentd.failpoints import reach
 from agentd.plugin_api import AllocatedDevice, Features, KernelEvent, Measurement
+from agentd.pluginhost.dealing import DealingRules, asked_devices, checked_dealing
 from agentd.pluginhost.output import one_line
 from agentd.pluginhost.process import PluginAbsent, PluginLost, PluginProcess, PluginRefused
 from agentd.pluginhost.protocol import DeviceListing, Facts
@@ -137,8 +138,10 @@ class PluginInstance:
         features: Features,
         pace: PluginTimeouts,
         changed: Callable[[str], None],
+        dealing_rules: DealingRules | None = None,
     ) -> None:
         self.wanted = wanted
+        self._dealing_rules = dealing_rules
         self.state = PluginState.PENDING
         self.reason = ""
         self.problems: list[Problem] = []
@@ -274,6 +277,9 @@ class PluginInstance:
             self._step = "list"
             listing = await _once_more(lambda: self._listed(process))
             await reach("plugin.after_list")
+            if self.listing is None and self._facts.has_partition:
+                self._step = "partition"
+                listing = await self._dealt(process, listing)
             self._step = "hiding edits"
             self.hiding = await self._hiding(process)
         except (PluginRefused, InvalidAnswer, PluginLost) as error:
@@ -307,6 +313,20 @@ class PluginInstance:
             self._seen = (found, checked)
         self.listed_at = time.monotonic()
         return self._seen[1]
+
+    async def _dealt(self, process: PluginProcess, listing: PluginListing) -> PluginListing:
+        """Return the listing with the plugin's dealing, if plugins deal and none is kept."""
+        if (rules := self._dealing_rules) is None:
+            return listing
+        known = rules.known(listing)
+        dealing = rules.kept(listing.name, known)
+        if dealing is None:
+            timeout_s, agents = self._pace.call_timeout_s, list(rules.agents)
+            answer = await process.call(
+                "partition", asked_devices(known), agents, timeout_s=timeout_s
+            )
+            dealing = checked_dealing(answer, known, agents)
+        return replace(listing, dealing=dealing)
 
     async def _follow(self) -> None:
         """List the devices periodically, and at once when the plugin reports a change."""
