@@ -182,7 +182,7 @@ MEMORY = SlotTypeInfo("x.mem", "bytes", "1048576", primary="x.shares")
 GPU = DeviceInfo("x0", "S0", "x.shares", secondary={"x.mem": "85899345920"})
 
 
-def test_secondary_slots_are_taken_with_the_group_of_their_primary() -> None:
+def test_secondary_slots_are_taken_with_their_primary() -> None:
     bare = DeviceInfo("x1", "S1", "x.shares")
     listing = checked_listing("x", [SHARES, MEMORY], [GPU, bare])
     assert {slot.name: (slot.primary, slot.exclusive_group) for slot in listing.slot_types} == {
