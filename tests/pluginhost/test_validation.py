@@ -266,7 +266,7 @@ LIES = {
         [DeviceInfo("x0", "S0", "x.shares", secondary={slot.name: "1" for slot in EIGHT})],
         "too many secondary slots of x0: got 8, expected at most 7",
     ),
-    "a capacity that is no amount": (
+    "a capacity that is not an amount": (
         [SHARES, MEMORY],
         [DeviceInfo("x0", "S0", "x.shares", secondary={"x.mem": "80 GPUs"})],
         "invalid capacity of x0",
