@@ -34,9 +34,9 @@ KINDS = {
 NOT_IN_ANCHORS = re.compile(r"[^\w\- ]")
 """The characters of a heading that its anchor lacks."""
 NOT_HERE = (
-    "systemd is not PID 1 here; use docker or process",
+    "systemd is not PID 1; use docker or process",
     "No such file or directory",
-    "on this machine",
+    "on this host",
 )
 """How a refusal ends that is about the machine of the test and not about what is written."""
 

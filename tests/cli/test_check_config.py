@@ -120,7 +120,7 @@ def test_run_names_the_file_in_the_way_of_a_socket(config: Config) -> None:
 def test_check_config_refuses_a_group_of_a_further_socket(config: Config) -> None:
     entry = f'[[rpc.sockets]]\npath = "{config.folder}/b.sock"\nrole = "read"\ngroup = "nosuch"\n'
     config.write(entry)
-    assert config.refusals() == ["rpc.sockets.0.group: no group 'nosuch' on this machine"]
+    assert config.refusals() == ["rpc.sockets.0.group: no group 'nosuch' on this host"]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ async def test_check_config_refuses_a_new_id_while_kernels_live(up: Daemon) -> N
     refused = fork_server.run("agentd", "run", "--config", str(up.config_file))
     up.config_file.write_text(text)
     assert done.returncode == refused.returncode == 78
-    expected = f"{up.config_file}: node.id: was {up.node}, whose kernels k1 live"
+    expected = f"{up.config_file}: node.id: was {up.node}, whose kernels k1 are running"
     assert expected in done.stderr
     assert expected in refused.stderr
 
@@ -286,7 +286,7 @@ def test_check_config_starts_no_plugin_if_allow_is_unclear(config: Config, tmp_p
 
 def test_run_names_the_file_as_check_config_does(config: Config) -> None:
     config.write('[[agents]]\nid = "a"\nuser = "nosuchuser"\n')
-    line = f"agentd: {config.file}: agents.0.user: no user 'nosuchuser' on this machine"
+    line = f"agentd: {config.file}: agents.0.user: no user 'nosuchuser' on this host"
     assert config.run("check-config") == (78, line)
     assert config.run("run") == (78, line)
 

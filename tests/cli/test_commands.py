@@ -119,7 +119,7 @@ def test_a_plan_names_users_that_are_not_there(config: Path) -> None:
     config.write_text(text)
     for command in ("plan", "check-config"):
         done = run("agentd", command, "--config", str(config), code=78)
-        assert done.stderr.count("agents.0.user: no user 'nobody-such' on this machine") == 1
+        assert done.stderr.count("agents.0.user: no user 'nobody-such' on this host") == 1
 
 
 def test_a_wrong_table_of_a_plugin_exits_with_78(config: Path) -> None:
@@ -200,7 +200,7 @@ async def test_a_refused_create_says_why_of_each_device(up: Daemon) -> None:
     assert "has 1 of the 5" in refused.stderr
     assert "in total); this can never fit" in refused.stderr
     other = ctl(up, "create", "agent-1", "--device", "cuda=cuda0", "--", "true", code=1)
-    assert "no slot of cuda is asked for" in other.stderr
+    assert "no slot of cuda is requested" in other.stderr
 
 
 def test_check_config_tells_in_one_pass_all_that_a_run_would_be_refused_for(tmp_path: Path) -> None:

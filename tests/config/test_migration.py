@@ -95,7 +95,7 @@ def test_what_has_no_equivalent_is_a_comment_that_says_why() -> None:
     assert "# [etcd] namespace" in comments
     assert "# [agent] rpc-listen-addr" in comments
     assert "# [resource] reserved-disk" in comments
-    assert any('"cuda.mem" = 0.5: is not divided by itself' in line for line in comments)
+    assert any('"cuda.mem" = 0.5: not divisible by itself' in line for line in comments)
     assert any("which are for shared mode" in line for line in comments)
 
 
@@ -129,7 +129,7 @@ devices = { "cuda.shares" = 0.5, rocm = ["rocm0"] }
     )
     assert tomllib.loads(found)["agents"][0]["resource"]["limits"] == {"cpu": 3, "cuda": 0.5}
     assert '# cpu = ["0", "1", "2"]: a number of them' in found
-    assert '# devices = { rocm = ["rocm0"] }: nobody owns devices in shared mode' in found
+    assert '# devices = { rocm = ["rocm0"] }: agents own no devices in shared mode' in found
 
 
 @pytest.mark.parametrize(
@@ -192,9 +192,9 @@ devices = { cuda = { mem = { rpc = 1 }, shares = 0.5 } }
     assert found["node"] == {"id": "n"}
     assert found["plugins"]["tpu"]["devices"] == ["/dev/accel*"]
     assert found["plugins"]["cuda"] == {"mode": "shares"}
-    assert "# foo = { a = { b = 0.5 } }: there is no such setting of an agent" in text
-    assert '# cpu = "0-3": a limit is a number or a percentage' in text
-    assert '# "cuda.mem" = { rpc = 1 }: is not divided by itself' in text
+    assert "# foo = { a = { b = 0.5 } }: agents have no such setting" in text
+    assert '# cpu = "0-3": limits are numbers or percentages' in text
+    assert '# "cuda.mem" = { rpc = 1 }: not divisible by itself' in text
 
 
 def test_a_wrong_key_of_today_is_explained_as_what_it_is() -> None:

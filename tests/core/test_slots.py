@@ -203,7 +203,7 @@ def test_slot_names_have_a_bound() -> None:
 
 def test_an_unknown_slot_of_a_late_plugin_can_be_retried() -> None:
     with pytest.raises(PluginUnavailable):
-        read_slots({"tpu.chip": 1}, TYPES, pending={"tpu": "has not opened within 5 s"}).accepted()
+        read_slots({"tpu.chip": 1}, TYPES, pending={"tpu": "not open within 5 s"}).accepted()
 
 
 @pytest.mark.parametrize(

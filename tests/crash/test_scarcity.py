@@ -64,7 +64,7 @@ async def test_a_read_only_state_folder_keeps_nobody_from_being_served(world: Wo
         await world.start()
         assert world.lives() == lives
         warnings = (await daemon.get("/v1/node"))["warnings"]
-        assert [w for w in warnings if "the inventory is not remembered" in w], warnings
+        assert [w for w in warnings if "the inventory is not saved" in w], warnings
         await is_served_without_being_remembered(world)
         assert await world.kill(signal.SIGTERM) == 0
     await world.start()

@@ -120,7 +120,7 @@ async def test_files_that_are_not_read_in_time_are_a_reason(
 ) -> None:
     monkeypatch.setattr(module, "READ_TIMEOUT_S", 0.0)
     waiting, reasons = await Node(tmp_path).reloaded()
-    assert (waiting, reasons) == ([], ["the files could not be read within 0 s"])
+    assert (waiting, reasons) == ([], ["cannot read the files within 0 s"])
 
 
 async def test_tls_on_a_plain_listener_waits_for_a_restart(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ async def test_weak_credentials_are_warned_of(
     assert await node.reloaded() == ([], [])
     token, mode, expired = node.known.warnings()
     assert token.startswith(f"{node.token} holds a token of 1 characters, expected 16 or more")
-    assert mode == f"{key} has mode 0644: others can read or write it; allowed: 0600 or 0640"
+    assert mode == f"{key} has mode 0644: accessible by others; expected 0600 or 0640"
     assert expired.startswith(f"{cert} expired at ")
     key.chmod(0o600)
     node.token.write_text(WORD)

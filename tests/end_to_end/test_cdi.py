@@ -111,7 +111,7 @@ async def test_a_kernel_never_runs_without_the_names_it_was_given(node: Node) ->
     )
     answer = await node.daemon.create(slots={"cuda.device": 1})
     assert (answer.status, answer.json["code"]) == (502, "RuntimeFailure")
-    assert "the engine started it without cdi nvidia.com/gpu=GPU-" in answer.json["detail"]
+    assert "the engine omitted cdi nvidia.com/gpu=GPU-" in answer.json["detail"]
     assert node.engine.containers() == []
     assert await node.daemon.free("cuda.device") == "2"
 

@@ -46,9 +46,7 @@ async def test_the_operator_widens_and_a_request_cannot(serving_docker: Serving)
         assert (answer.status, answer.json["code"]) == (422, "InvalidRequest")
         assert answer.json["errors"][0]["where"] == member
     answer = await dockered.create(pids_limit=100)
-    assert answer.json["errors"] == [
-        {"where": "pids_limit", "why": "100 are too many; allowed: up to 99"}
-    ]
+    assert answer.json["errors"] == [{"where": "pids_limit", "why": "100 exceeds the limit of 99"}]
 
 
 async def test_memory_folders_and_limits_are_as_asked(

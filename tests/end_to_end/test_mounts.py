@@ -126,7 +126,7 @@ async def test_a_mount_that_gives_no_answer_holds_nobody_up(dockered: Daemon, fo
         assert (await dockered.running(kernel_id="beside"))["state"] == "running"
         for answer in await asyncio.gather(*creates):
             assert (answer.status, answer.json["code"]) == (503, "RuntimeUnavailable")
-            assert "a mount's source gives no answer within 0.5 s" in answer.json["detail"]
+            assert "a mount's source does not answer within 0.5 s" in answer.json["detail"]
         assert [k["kernel_id"] for k in await dockered.get("/v1/kernels")] == ["beside"]
         assert await dockered.stop() == 0, "no thread holds up the end"
     await dockered.start()

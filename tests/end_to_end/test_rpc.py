@@ -267,7 +267,7 @@ async def refused_start(daemon: Daemon) -> tuple[int, str]:
     ("change", "line"),
     [
         (("/state", "/other"), "another agentd serves node id"),
-        (('id = "', 'id = "other-'), "is used by another agentd"),
+        (('id = "', 'id = "other-'), "is in use by another agentd"),
     ],
 )
 async def test_a_second_daemon_refuses(up: Daemon, change, line) -> None:

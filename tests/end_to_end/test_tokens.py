@@ -144,9 +144,9 @@ async def test_a_reload_that_cannot_be_read_changes_nothing(tokens: Tokens) -> N
         (("team", "agent", "nobody"), "no agent nobody"),
         (("team", "boss"), "Input should be"),
         (("absent", "read"), "cannot be read: No such file"),
-        (("open", "read"), "has mode 0644: others can read or write it; allowed: 0600 or 0640"),
-        (("empty", "read"), "is empty; it needs one line"),
-        (("words", "read"), "is not one word"),
+        (("open", "read"), "has mode 0644: accessible by others; expected 0600 or 0640"),
+        (("empty", "read"), "is empty, expected one line"),
+        (("words", "read"), "is not a single word"),
     ],
 )
 def test_tokens_that_cannot_be_used_are_refused(

@@ -63,13 +63,14 @@ class SimulatedStore:
         self.rng = rng
         self.rows: dict[str, tuple[bytes, int]] = {}
         self.is_full = False
+        self.away = ""
         self._revision = 0
 
     async def _pass(self) -> None:
         await asyncio.sleep(self.rng.expovariate(200))
 
     def why_not_live(self) -> str:
-        return ""
+        return self.away
 
     async def route(self, kernel_id: str) -> Kept | None:
         await self._pass()

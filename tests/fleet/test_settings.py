@@ -154,11 +154,11 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
     ),
     "a role without its agents": (
         '[[rpc.tokens]]\nname = "a"\nfile = "/a"\nrole = "agent"',
-        ['rpc.tokens.0: role "agent" needs agents = ["…"]: those that it is for'],
+        ['rpc.tokens.0: role "agent" requires agents = ["…"], the agents in scope'],
     ),
     "a token that may name others, and is no admin's": (
         '[[rpc.tokens]]\nname = "a"\nfile = "/a"\nrole = "read"\ngateway = true',
-        ['rpc.tokens.0: gateway = true needs role = "admin": it can name any caller'],
+        ['rpc.tokens.0: gateway = true requires role = "admin": it may act for any caller'],
     ),
     "several things at once, each of them": (
         '[fleet]\nnodes = ["a"]\n[join]\nlease = 0\n[gateway]\nx = 1',
@@ -238,15 +238,15 @@ def served(folder: Path, text: str) -> Any:
         ),
         (
             '[gateway]\nlisten = "0.0.0.0:7001"\n[rpc]\ntoken-file = "/t"',
-            "gateway: listen beyond loopback needs tls-cert and tls-key",
+            "gateway: listen beyond loopback requires tls-cert and tls-key",
         ),
         (
             '[gateway]\nlisten = "[::]:7001"\n[rpc]\ntoken-file = "/t"',
-            "gateway: listen beyond loopback needs tls-cert and tls-key",
+            "gateway: listen beyond loopback requires tls-cert and tls-key",
         ),
         (
             '[gateway]\nlisten = "127.0.0.1:1"\ntls-cert = "/c"\n[rpc]\ntoken-file = "/t"',
-            "gateway: tls-cert and tls-key go together",
+            "gateway: tls-cert and tls-key must be set together",
         ),
         ('[gateway]\nlisten = "here"', "gateway.listen: invalid address 'here': expected IP:PORT"),
         (

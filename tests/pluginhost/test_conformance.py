@@ -27,7 +27,7 @@ async def test_a_good_plugin_passes_every_check() -> None:
     ("target", "check", "why"),
     [
         ("Missing", "it is imported", "AttributeError"),
-        ("OldApi", "it is imported", "it speaks plugin API 0"),
+        ("OldApi", "it is imported", "unsupported plugin API: got 0"),
         ("RaisesAtOpen", "it opens", "no driver here"),
         ("CrashesAtOpen", "it opens", "SIGSEGV"),
         ("OutsidePrefix", "it lists slots and devices", "outside its prefix"),
@@ -100,7 +100,7 @@ def test_what_devices_need_and_the_node_has_not_is_found(tmp_path: Path) -> None
     )
     assert [*missing(edits)] == [
         f"{tmp_path}/gone: No such file or directory",
-        f"{tmp_path}/file: it is no device",
+        f"{tmp_path}/file: not a device",
         f"{tmp_path}/lib: No such file or directory",
     ]
 

@@ -44,27 +44,27 @@ async def test_allow_and_block_hold_entry_point_names(host, allow, block) -> Non
     [
         ("Missing", "import: AttributeError"),
         ("NotAPlugin", "is not an AcceleratorPlugin"),
-        ("OldApi", "speaks plugin API 0; this agentd speaks 1"),
+        ("OldApi", "unsupported plugin API: got 0, expected 1"),
         ("RaisesAtOpen", "open: RuntimeError: no driver here; next try in 1 s"),
         ("ExitsAtOpen", "open: SystemExit: 3; next try in 1 s"),
         ("StopsIteration", "open: StopIteration; next try in 1 s"),
         ("RaisesAtList", "list: OSError: device lost; next try in 1 s"),
-        ("OutsidePrefix", "its slot 'cpu' is outside its prefix 'bad'"),
-        ("NegativeAmount", "the capacity of d0: '-1' is negative"),
+        ("OutsidePrefix", "slot 'cpu' is outside the prefix 'bad'"),
+        ("NegativeAmount", "invalid capacity of d0: '-1' is negative"),
         ("NanAmount", "not finite"),
         ("HugeAmount", "too large"),
-        ("HalfUnique", "a unique slot is given whole"),
+        ("HalfUnique", "a unique slot is indivisible"),
         ("OddId", "invalid id 'a/b c'"),
-        ("UnknownSlot", "offers 'x.y', which is not in its slot types"),
-        ("BadHealth", "the health of d0 is 'so-so'"),
-        ("Twice", "it lists the id bad0 twice"),
+        ("UnknownSlot", "has the unlisted slot type 'x.y'"),
+        ("BadHealth", "invalid health of d0: 'so-so'"),
+        ("Twice", "duplicate id bad0"),
         ("OddParent", "Expected `str | null`, got `int` - at `$.devices[0].parent`"),
         ("OddAliases", "Expected `array`, got `str` - at `$.devices[0].aliases`"),
-        ("OddNode", "the NUMA node of d0 is -1"),
+        ("OddNode", "invalid NUMA node of d0: -1"),
         ("OddEdits", "Expected `str`, got `int`"),
         ("ListsNonsense", "Expected `object`, got `str` - at `$.devices[0]`"),
-        ("CrashesAtOpen", "open: it was killed by SIGSEGV; next try in 1 s"),
-        ("LeavesAtOpen", "open: it exited with status 7; next try in 1 s"),
+        ("CrashesAtOpen", "open: killed by SIGSEGV; next try in 1 s"),
+        ("LeavesAtOpen", "open: exited with status 7; next try in 1 s"),
         ("ClosesEverything", "open: "),
     ],
 )
@@ -86,10 +86,10 @@ async def test_a_plugin_that_misbehaves_is_reported_and_left_out(
         ("1 / 0", PluginState.PENDING, "import: ZeroDivisionError: division by zero"),
         ("import nothing_of_this_name", PluginState.PENDING, "import: ModuleNotFoundError"),
         ("def", PluginState.PENDING, "import: SyntaxError"),
-        ("import os; os._exit(4)", PluginState.PENDING, "import: it exited with status 4"),
-        ("import os; os.abort()", PluginState.PENDING, "import: it was killed by SIGABRT"),
+        ("import os; os._exit(4)", PluginState.PENDING, "import: exited with status 4"),
+        ("import os; os.abort()", PluginState.PENDING, "import: killed by SIGABRT"),
         ("import sys; sys.exit()", PluginState.PENDING, "import: SystemExit"),
-        ("import time; time.sleep(1000)", PluginState.PENDING, "has not opened within 2 s"),
+        ("import time; time.sleep(1000)", PluginState.PENDING, "not open within 2 s"),
         ("print('hello'); from zoo import Good as Plugin", PluginState.READY, ""),
     ],
 )
@@ -125,7 +125,7 @@ async def test_readiness_does_not_wait_for_a_late_plugin_and_it_joins_when_it_op
     file = tmp_path / "go"
     table = PluginTable(name="late", plugin="late", settings={"file": str(file)})
     made = host([table], late=target)
-    assert await opened(made, 0.5) == {"late": (PluginState.PENDING, "has not opened within 0.5 s")}
+    assert await opened(made, 0.5) == {"late": (PluginState.PENDING, "not open within 0.5 s")}
     file.touch()
     await until(made, lambda: states(made)["late"] is PluginState.READY)
     assert [listing.name for listing in made.listings()] == ["late"]
@@ -178,5 +178,5 @@ async def test_a_plugin_whose_supervision_ends_is_failed_and_says_so(host, monke
         raise RuntimeError("killed")
 
     monkeypatch.setattr(made._instances["good"], "run", dies)
-    why = "its supervision ended (RuntimeError: killed); restart agentd"
+    why = "supervision ended (RuntimeError: killed); restart agentd"
     assert await opened(made) == {"good": (PluginState.FAILED, why)}

@@ -54,11 +54,11 @@ ROWS = (
         UnsupportedResource, mends=False),
     Row("no driver yet, or its library raises", "raise", PluginState.PENDING,
         "the driver is not loaded; next try in 1 s", PluginUnavailable, mends=True),
-    Row("it hangs", "hang", PluginState.PENDING, "has not opened within 3 s",
+    Row("it hangs", "hang", PluginState.PENDING, "not open within 3 s",
         PluginUnavailable, mends=False),
-    Row("its process dies", "crash", PluginState.PENDING, "it was killed by SIGSEGV; next try",
+    Row("its process dies", "crash", PluginState.PENDING, "killed by SIGSEGV; next try",
         PluginUnavailable, mends=True),
-    Row("it lies", "lie", PluginState.FAILED, "it lists the id moody0 twice",
+    Row("it lies", "lie", PluginState.FAILED, "duplicate id moody0",
         UnsupportedResource, mends=False),
     Row("wrong settings", "fine", PluginState.FAILED, "plugins.moody.wrong: unknown key",
         UnsupportedResource, mends=False),
@@ -203,7 +203,7 @@ async def test_only_what_is_to_run_can_be_tried_again(host: Hosts) -> None:
     await opened(made)
     with pytest.raises(Conflict, match="plugin x is blocked: no entry point 'nothing'"):
         await made.retry("x")
-    with pytest.raises(UnknownPlugin, match="no plugin 'y' on this node; it has x"):
+    with pytest.raises(UnknownPlugin, match="unknown plugin 'y' \\(this node has: x\\)"):
         await made.retry("y")
 
 
@@ -244,7 +244,7 @@ async def test_an_entry_point_with_the_name_of_what_is_built_in_is_never_loaded(
     seen = await opened(made)
     state, why = seen[f"{name} (entry point)"]
     assert state is PluginState.FAILED
-    assert why == f"an entry point may not be named {name}: those devices are built in"
+    assert why == f"invalid entry point name {name}: these devices are built in"
     assert [listing.name for listing in made.listings()] == ["good"]
     discovered(made, FakeMemory())
 

@@ -33,7 +33,7 @@ def slots(count: int) -> list[SlotTypeInfo]:
 
 def test_slot_types_are_so_many_at_most() -> None:
     assert len(checked_listing("x", slots(MAX_SLOT_TYPES), []).slot_types) == MAX_SLOT_TYPES
-    with pytest.raises(InvalidAnswer, match="it lists 50000 slot types; allowed: up to 256"):
+    with pytest.raises(InvalidAnswer, match="too many slot types: got 50000, expected 256"):
         checked_listing("x", slots(50_000), [])
 
 
@@ -95,14 +95,14 @@ def test_measurements_are_one_for_each_device_the_last() -> None:
 
 def test_processes_are_so_many_at_most() -> None:
     said = [Measurement(str(n), processes=[ProcessUse(1)] * 20_000) for n in range(4)]
-    with pytest.raises(InvalidAnswer, match="too many processes on its devices: got 80000"):
+    with pytest.raises(InvalidAnswer, match="too many processes: got 80000"):
         checked_measurements(said)
 
 
 @pytest.mark.parametrize(
     ("env", "why"),
     [
-        ({"PATH": "/evil"}, "it sets PATH, which is the kernel's own"),
+        ({"PATH": "/evil"}, "reserved variable PATH"),
         ({"A": "b" * 10_000_000}, "invalid variable 'A': got 10000002 bytes"),
         ({"A": "é" * 100_000}, "invalid variable 'A': got 200002 bytes"),
         ({"A": "b" * 131_070}, "invalid variable 'A': got 131072 bytes with its value, expected"),

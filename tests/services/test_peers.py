@@ -124,7 +124,7 @@ async def test_of_a_daemon_that_died_only_what_kernels_hold_is_withheld(
     node.neighbours.serve(node.keys[0], is_alive=False, held=held)
     node.serving.update()
     assert node.withheld == withheld
-    assert any("which does not run" in warning for warning in node.devices.warnings) is held
+    assert any("which is not running" in warning for warning in node.devices.warnings) is held
 
 
 async def test_a_device_is_told_as_held_from_before_the_start_to_the_end() -> None:
@@ -205,8 +205,8 @@ async def test_cores_and_memory_served_twice_are_a_warning_alone() -> None:
     node.neighbours.serve(cores=("2", "3", "4"), memory=GIB)
     node.serving.update()
     twice = [warning for warning in node.devices.warnings if "other (root, pid 17)" in warning]
-    assert twice[0] == "2 of the cores (cores 2 to 3) are served by agentd other (root, pid 17) too"
-    assert twice[1].startswith("memory is served by agentd other (root, pid 17) too")
+    assert twice[0] == "2 cores (cores 2 to 3) are also served by agentd other (root, pid 17)"
+    assert twice[1].startswith("memory is also served by agentd other (root, pid 17)")
     assert (await node.create(cpu=4)).state == "running"
 
 

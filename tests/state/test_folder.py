@@ -87,7 +87,7 @@ def test_no_record_is_read_through_a_link(state: StateFolder, tmp_path: Path) ->
 
 def test_a_second_daemon_on_the_same_folder_refuses(state: StateFolder, tmp_path) -> None:
     other = StateFolder(state.folder, "m")
-    with pytest.raises(StartRefused, match=r"is used by another agentd \(pid \d+\)"):
+    with pytest.raises(StartRefused, match=r"is in use by another agentd \(pid \d+\)"):
         other.open(tmp_path / "locks")
     state.close()
     other.open(tmp_path / "locks")

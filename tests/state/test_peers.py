@@ -145,7 +145,7 @@ def test_a_folder_that_somebody_else_made_first_is_said(machine: Machine, obstac
             place.symlink_to("/etc")
     alice = machine.daemon(ALICE, "alice")
     machine.publish(alice, GPU)
-    assert "is somebody else's to write" in alice.warnings()[0]
+    assert "is writable by another user" in alice.warnings()[0]
     assert not list(place.glob("alice*"))
 
 

@@ -1,9 +1,15 @@
-"""Tables that a person reads at a glance; nothing here decides anything."""
+"""Tables for people; nothing here decides anything.
+
+On a terminal a table is as wide as the terminal and has colours, unless NO_COLOR is set. Elsewhere
+its lines are whole, and it has no escape sequences.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -28,12 +34,33 @@ _GAP = 3
 """Characters between two columns: rich draws a blank on each side of the divider, itself one."""
 
 
+_STYLES = {
+    **dict.fromkeys(("running", "ready", "available", "ok", "yes"), "green"),
+    **dict.fromkeys(("terminated", "absent", "blocked"), "dim"),
+    **dict.fromkeys(
+        ("failed", "lost", "unhealthy", "gone", "unavailable", "overcommitted", "NO"), "red"
+    ),
+}
+"""Colours of a state or of a passed check; any other state is yellow."""
+_COLOURED = ("state", "passed")
+
+
 def console(*, is_error: bool = False) -> Console:
-    """Return a console as wide as the terminal; without one, lines are as long as they are."""
-    screen = Console(highlight=False, markup=False, stderr=is_error)
-    if screen.is_terminal:
-        return screen
-    return Console(highlight=False, markup=False, stderr=is_error, width=_UNBOUNDED)
+    """Return the console of a standard stream, with colours on a terminal without NO_COLOR."""
+    is_terminal = (sys.stderr if is_error else sys.stdout).isatty()
+    return Console(
+        highlight=False,
+        markup=False,
+        stderr=is_error,
+        force_terminal=is_terminal,
+        color_system="auto" if is_terminal and not os.environ.get("NO_COLOR") else None,
+        width=None if is_terminal else _UNBOUNDED,
+    )
+
+
+def _styled(column: str, text: str) -> Text:
+    is_plain = column not in _COLOURED or text == "-"
+    return Text(text, "" if is_plain else _STYLES.get(text, "yellow"))
 
 
 def print_rows(
@@ -47,8 +74,8 @@ def print_rows(
 def table_of(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], width: int) -> Table:
     """Return a table with one line for each row, at most `width` characters wide.
 
-    Columns that do not fit are left out, from the right, and named below the table; those that
-    say what a row is about, how it is and why always stay, and wrap where they must.
+    Columns that do not fit are left out, from the right, and named below the table. Those that
+    name a row, its state and the reason always stay, and wrap where they must.
     """
     cells = [{column: shown(row.get(column)) for column in columns} for row in rows]
     widths = {c: max([len(_head(c)), *(len(row[c]) for row in cells)]) for c in columns}
@@ -68,7 +95,7 @@ def table_of(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], width: i
         at_least = least.get(column)
         table.add_column(_head(column), overflow="fold", no_wrap=not wraps, min_width=at_least)
     for row in cells:
-        table.add_row(*(Text(row[column]) for column in kept))
+        table.add_row(*(_styled(column, row[column]) for column in kept))
     if left_out := [_head(column) for column in columns if column not in kept]:
         table.caption = Text(f"too wide to show: {', '.join(left_out)}")
     return table
@@ -84,7 +111,7 @@ def _head(column: str) -> str:
 
 
 def age(time: str | None) -> str | None:
-    """Return how long ago a time (RFC 3339) was, in its largest unit: 45s, 12m, 3h, 9d."""
+    """Return the time since an RFC 3339 time in its largest unit: 45s, 12m, 3h, 9d."""
     if not time:
         return None
     seconds = int((datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds())
@@ -95,7 +122,7 @@ def age(time: str | None) -> str | None:
 
 
 def shown(value: object) -> str:
-    """Return a value as a cell: nothing for nothing, lists with commas."""
+    """Return a value as a cell: "-" for an empty one, lists with commas."""
     return printable(_text(value))
 
 
@@ -112,7 +139,7 @@ def _text(value: object) -> str:
 
 
 def shown_whole(member: str, value: object) -> str:
-    """Return a member of a kernel: its command as a shell reads it, what is nested as JSON."""
+    """Return a member of a kernel: its command quoted for a shell, nested values as JSON."""
     if member == "command" and isinstance(value, list):
         return printable(shlex.join(value)) or "-"
     parts = value.values() if isinstance(value, Mapping) else value
@@ -148,7 +175,7 @@ def byte_size(value: float | None) -> str | None:
 
 
 def compact(ids: Sequence[str]) -> str:
-    """Return ids with runs drawn together: 0-3, 8."""
+    """Return ids with consecutive ones as ranges: 0-3, 8."""
     runs: list[tuple[str, str]] = []
     for item in ids:
         stem, number = _stem(item)
@@ -165,12 +192,12 @@ def _stem(item: str) -> tuple[str, int | None]:
 
 
 def left_over(name: str, left: list[str] | str) -> str:
-    """Return what nobody was assigned: ids, or an amount of memory."""
+    """Return unassigned ids, or an unassigned amount of memory."""
     return amount(name, left) if isinstance(left, str) else compact(left)
 
 
 def limit_line(name: str, limit: Mapping[str, Any]) -> str:
-    """Return a limit in words: what of, how much, and what it promises."""
+    """Return a limit in words: its name, its amount, and whether it is guaranteed."""
     promise = "guaranteed" if limit["guaranteed"] else "at most, not guaranteed"
     held = f", {amount(name, limit['held'])} held" if "held" in limit else ""
     return f"{name} {amount(name, limit['limit'])} ({promise}{held})"
@@ -179,7 +206,7 @@ def limit_line(name: str, limit: Mapping[str, Any]) -> str:
 def _within_limits(part: Mapping[str, Any]) -> dict[str, str]:
     """Return the slots of a planned agent, at most its limits.
 
-    A limit is of a device name; which of several slots of that name it is counted in is not told.
+    A limit has a device name. It is left out where several slots have that device name.
     """
     limits = {name: limit["limit"] for name, limit in part.get("limits", {}).items()}
     slots = Counter(map(device_name_of, part["slots"]))
@@ -192,7 +219,7 @@ def _within_limits(part: Mapping[str, Any]) -> dict[str, str]:
 
 
 def print_plan(plan: Mapping[str, Any]) -> None:
-    """Print a partition: who has which devices, which slots follow, and what is left."""
+    """Print a partition: the devices and slots of each agent, and the unassigned rest."""
     say(f"allocation mode: {plan['allocation_mode']}")
     names = list(next(iter(plan["agents"].values()))["devices"])
     rows = [

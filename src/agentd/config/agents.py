@@ -1,4 +1,4 @@
-"""[[agents]]: the logical agents, in manual mode their devices, in shared mode their limits."""
+"""[[agents]]: the logical agents, with their devices (manual mode) or limits (shared mode)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _R = TypeVar("_R")
 
 
 class AgentResources(Section):
-    """[agents.resource]: in manual mode the devices of one agent, in shared mode its limits."""
+    """[agents.resource]: the devices of one agent (manual mode) or its limits (shared mode)."""
 
     cpu: Annotated[Any, BeforeValidator(parse_device_rule)] = Field(
         default=None, description='["0", "1"], "0-3", a count, or "50%".'
@@ -39,7 +39,7 @@ class AgentResources(Section):
 
     limits: Mapping[str, Any] = Field(
         default={},
-        description='{ cuda = 0.5, mem = "16g", cpu = "50%" }: shared mode, the most it may hold.',
+        description='{ cuda = 0.5, mem = "16g", cpu = "50%" }: limits, shared mode.',
     )
 
     @field_validator("limits")
@@ -54,7 +54,7 @@ class AgentResources(Section):
 
     @classmethod
     def explain_unknown(cls, key: str, value: object) -> str | None:
-        """Return how devices are assigned; None if `value` assigns nothing."""
+        """Return how to assign devices instead, None if `value` assigns nothing."""
         if line := _devices_line(key, value):
             return line
         if isinstance(value, (list, str, int)):
@@ -63,10 +63,10 @@ class AgentResources(Section):
 
 
 def _all_read(value: Mapping[str, Any], read: Callable[[str, object], _R]) -> dict[str, _R]:
-    """Return the rule of each key.
+    """Parse the rule of each key.
 
     Raises:
-        ValidationError: some cannot be read; each error has its key as location.
+        ValidationError: rules are invalid; each error has its key as location.
     """
     rules: dict[str, _R] = {}
     wrong: list[InitErrorDetails] = []
@@ -86,21 +86,21 @@ def _limit_rule(name: str, raw: object) -> LimitRule:
     if "." in name or isinstance(raw, Mapping):
         device = device_name_of(name)
         slot = name if "." in name else f"{name}.{next(iter(raw), '')}"  # type: ignore[call-overload]
-        why = "limits are by device name, for all of its slots together"
+        why = "limits are set by device name, for all of its slots"
         raise ValueError(f"{slot} is a slot; {why}: write {device} = 0.5")
     return parse_limit_rule(raw)
 
 
 def _device_rule(name: str, raw: object) -> DeviceRule:
     if name in (CPU, MEM):
-        raise ValueError(f"write {name} beside devices, not inside")
+        raise ValueError(f"set {name} beside devices, not inside")
     if slot_line := _devices_line(name, raw):
         raise ValueError(slot_line)
     return parse_device_rule(raw)
 
 
 def _devices_line(name: str, raw: object) -> str | None:
-    """Explain a slot name used in place of a device name; None if `name` is not a slot name."""
+    """Explain a slot name in place of a device name, None if `name` is not a slot name."""
     device = device_name_of(name)
     if "." not in name and not isinstance(raw, Mapping):
         return None
@@ -115,15 +115,15 @@ def _devices_line(name: str, raw: object) -> str | None:
 class AgentSettings(Section):
     """[[agents]]: one logical agent."""
 
-    id: AgentId = Field(description="Its name on the wire, of at most 48 characters.")
+    id: AgentId = Field(description="Agent id, at most 48 characters.")
     user: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
-        description="Whom its process kernels run as. Default: runtime.process.user.",
+        description="User of its process kernels. Default: runtime.process.user.",
     )
     resource: AgentResources | None = None
 
     def to_rule(self) -> AgentRule:
-        """Return what this entry says, for the partition."""
+        """Return this entry as a rule for the partition."""
         if self.resource is None:
             return AgentRule(self.id)
         cpu: DeviceRule | None = self.resource.cpu

@@ -1,4 +1,4 @@
-"""The commented default of `agent.toml`, made from the settings and their descriptions."""
+"""The commented default `agent.toml`, generated from the settings and their descriptions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentd.config.plugins import PluginSettings
 from agentd.config.settings import Settings
 
 _HEAD = """\
-# agentd: every setting, with its default. A line that starts with "# key =" shows a
+# agentd: every setting, with its default. A line that begins with "# key =" shows a
 # setting without a default. The environment goes over this file:
 # AGENTD__RESOURCE__ALLOCATION_MODE=manual.
 """
@@ -70,9 +70,9 @@ _TABLES = """
 
 
 def default_text(runtime: str | None = None) -> str:
-    """Return the commented default file; reading it gives the defaults of the code.
+    """Return the commented default file, whose values are the defaults of the code.
 
-    With a `runtime` it has that one.
+    `runtime` replaces the default runtime.
     """
     text = _default_text()
     if runtime is None:
@@ -113,14 +113,14 @@ def _section(keys: tuple[str, ...], value: BaseModel) -> Iterator[str]:
 
 
 def _is_of_tables(annotation: object) -> bool:
-    """Tell whether a setting is an array of tables, which is shown as an example."""
+    """Return whether a setting is an array of tables, which is shown as an example."""
     kinds = get_args(annotation)
     return any(isinstance(kind, type) and issubclass(kind, BaseModel) for kind in kinds)
 
 
 def _summary(value: BaseModel) -> str:
     if isinstance(value, PluginSettings):
-        return "Which plugins are loaded."
+        return "Plugins to load."
     text = (type(value).__doc__ or "").partition(": ")[2].partition("\n")[0]
     return text[:1].upper() + text[1:]
 

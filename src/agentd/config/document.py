@@ -1,4 +1,4 @@
-"""Changes of `agent.toml` that keep its comments and order."""
+"""Edits of `agent.toml` that keep its comments and order."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from agentd.config.loading import load_text
 from agentd.errors import ConfigRefused, Problem
 
 NEW_MODE = 0o640
-"""Of a file that is made: it names tokens and sockets, which is nobody else's business."""
+"""Mode of a new file; it names tokens and sockets, which other users must not see."""
 _TOKENS = re.compile(r"\s*\[\[\s*rpc\s*\.\s*tokens\s*\]\]")
 
 
 def with_setting(text: str, key: str, value: str, path: Path | None) -> str:
-    """Return the file's text with one setting changed, comments and order kept.
+    """Return the file's text with one setting changed; comments and order are kept.
 
-    `key` is a dotted path (`resource.allocation-mode`, `agents.0.id`), `value` a TOML value, or
+    `key` is a dotted path (`resource.allocation-mode`, `agents.0.id`); `value` is a TOML value, or
     plain text if it is not valid TOML.
 
     Raises:
-        ConfigRefused: the file would no longer be usable; every reason is listed.
+        ConfigRefused: the result would be unusable; lists every reason.
     """
     source = str(path) if path else "defaults"
     try:
@@ -43,10 +43,10 @@ def with_setting(text: str, key: str, value: str, path: Path | None) -> str:
 
 
 def without_token(text: str, name: str, path: Path) -> tuple[str, Path]:
-    """Return a file's text without an entry of `[[rpc.tokens]]`, and the token's own file.
+    """Return a file's text without an entry of `[[rpc.tokens]]`, and the path of its token.
 
     Raises:
-        ConfigRefused: there is no such entry, or the file would no longer be usable.
+        ConfigRefused: the entry does not exist, or the result would be unusable.
     """
     try:
         document = tomlkit.parse(text)
@@ -70,10 +70,10 @@ def without_token(text: str, name: str, path: Path) -> tuple[str, Path]:
 
 
 def _without_block(text: str, index: int) -> str | None:
-    """Return a text without the lines of one `[[rpc.tokens]]`; the comments behind it stay.
+    """Remove the lines of one `[[rpc.tokens]]` entry; keep the comments behind it.
 
-    tomlkit counts those to the entry, though they are about what follows. None where the entries
-    are not written as blocks.
+    tomlkit assigns those comments to the entry, although they describe what follows. None if the
+    entries are not written as blocks.
     """
     lines = text.splitlines(keepends=True)
     starts = [at for at, line in enumerate(lines) if _TOKENS.match(line)]
@@ -88,7 +88,7 @@ def _without_block(text: str, index: int) -> str | None:
 
 
 def _content(text: str) -> dict[str, Any] | None:
-    """Return what a text says, without tables that are empty; None if it is not TOML."""
+    """Parse TOML without empty tables, None if it is invalid."""
     try:
         return {key: value for key, value in tomllib.loads(text).items() if value != {}}
     except tomllib.TOMLDecodeError:
@@ -124,7 +124,7 @@ def _value(text: str) -> object:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Replace a file in one step, keeping its mode and owner."""
+    """Replace a file atomically, keeping its mode and owner."""
     path = path.resolve()
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

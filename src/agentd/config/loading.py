@@ -1,6 +1,6 @@
-"""Settings of `agent.toml` and the environment: where the file is found, and what was loaded.
+"""Loading of `agent.toml` and the environment.
 
-`agentd.tomlfile.parsing` reads the text, names unknown keys and words every problem.
+`agentd.tomlfile.parsing` reads the text, rejects unknown keys and words every problem.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SEARCHED = Path("/etc/agentd/agent.toml")
 
 @dataclass(frozen=True)
 class Loaded:
-    """Settings, the file they came from, and its raw content."""
+    """Loaded settings, with their file and its raw content."""
 
     settings: Settings
     path: Path | None
@@ -37,13 +37,13 @@ class Loaded:
         return source_of(self.path)
 
     def origin(self, keys: tuple[str, ...]) -> str:
-        """Return where a setting comes from: a variable, the file, or `default`."""
+        """Return the origin of a setting: a variable, the file, or `default`."""
         if name := variable_of(keys, self.environ, ENV_PREFIX):
             return name
         return str(self.path) if is_set_in(self.raw, keys) else "default"
 
     def effective(self) -> Iterator[tuple[tuple[str, ...], object]]:
-        """Yield every setting as its kebab-case key path and its value."""
+        """Yield every setting as its kebab-case key path and value."""
         yield from _flatten(
             (), self.settings.model_dump(mode="json", exclude={"agents", "plugins"})
         )
@@ -53,7 +53,7 @@ class Loaded:
 
 
 def find_config(option: str | None, environ: Mapping[str, str]) -> Path | None:
-    """Return the file to read: the option's, $AGENTD_CONFIG's, else the system's if it is there."""
+    """Return the file to read: the option's, $AGENTD_CONFIG's, or the system's if it exists."""
     named = option or environ.get("AGENTD_CONFIG")
     if named:
         return Path(named)
@@ -61,21 +61,21 @@ def find_config(option: str | None, environ: Mapping[str, str]) -> Path | None:
 
 
 def source_of(path: Path | None) -> str:
-    """Return the name of a file in messages; without one there are the defaults."""
+    """Return the name of a file in messages; "defaults" without one."""
     return str(path) if path else "defaults"
 
 
 class Examined(NamedTuple):
-    """A configuration as far as it can be used, and every problem of the rest."""
+    """The usable part of a configuration, and every problem of the rest."""
 
     loaded: Loaded | None
-    """None if no part can be used; defaults stand in place of the keys in `left_out`."""
+    """None if no part is usable; keys in `left_out` have their defaults."""
     problems: tuple[Problem, ...]
     left_out: frozenset[Keys]
     source: str
 
     def lacks(self, *keys: str) -> bool:
-        """Return whether a key, or a table that it stands in, was left out."""
+        """Return whether a key, or a table that contains it, was left out."""
         return any(keys[: len(gone)] == gone for gone in self.left_out)
 
     def is_whole(self, *keys: str) -> bool:
@@ -84,19 +84,19 @@ class Examined(NamedTuple):
 
 
 def load(path: Path | None, environ: Mapping[str, str] = os.environ) -> Loaded:
-    """Read settings; no path means the defaults, with the environment over them.
+    """Load settings; without a path, the defaults and the environment.
 
     Raises:
-        ConfigRefused: the file cannot be read, or its settings cannot be used.
+        ConfigRefused: the file is unreadable or its settings are unusable.
     """
     return load_text(read_text(path), path, environ)
 
 
 def load_text(text: str, path: Path | None, environ: Mapping[str, str]) -> Loaded:
-    """Read settings from the text of a file.
+    """Load settings from the text of a file.
 
     Raises:
-        ConfigRefused: they cannot be used.
+        ConfigRefused: the settings are unusable.
     """
     examined = examine_text(text, path, environ)
     if examined.problems or examined.loaded is None:
@@ -105,7 +105,7 @@ def load_text(text: str, path: Path | None, environ: Mapping[str, str]) -> Loade
 
 
 def examine_text(text: str, path: Path | None, environ: Mapping[str, str]) -> Examined:
-    """Read settings from the text of a file, as far as they can be used.
+    """Load the usable part of settings from the text of a file.
 
     Raises:
         ConfigRefused: the text is not TOML.

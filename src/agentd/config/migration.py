@@ -1,9 +1,9 @@
-"""From older configurations of such agents, which are divided by slots, to this one.
+"""Migration of older configurations, which divide agents by slots.
 
 Both published forms are read (https://github.com/lablup/backend.ai, proposals/BEP-1044, "Before"
-and "After"): amounts by slot under `[agent.resource.allocations]`, for one agent or as what all
-`[[agents]]` start from; and devices under `[agents.resource]`, with the id in `[agents.agent]`.
-What has no equivalent here is kept as a comment that says why.
+and "After"): amounts by slot under `[agent.resource.allocations]`, for one agent or as the common
+base of all `[[agents]]`; and devices under `[agents.resource]`, with the id in `[agents.agent]`.
+Keys without an equivalent become comments with the reason.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from agentd.errors import ConfigRefused, Problem
 
 _SHARED, _MANUAL = "shared", "manual"
 _DIVIDED = ("shares", "device")
-"""The slots whose amounts say how much of a device an agent had, the most telling first."""
+"""The slots whose amount is an agent's share of a device, in order of preference."""
 _RESOURCE = ("reserved-cpu", "reserved-mem", "memory-align-size", "affinity-policy")
 _WORDS = ("allocation-mode", "affinity-policy")
 _TODAY = ("node", "rpc", "host", "runtime", "plugins")
-"""Sections that older files do not have: who wrote one meant today's."""
-_HEAD = "# Written by `agentd config migrate`. What had no equivalent stands in comments.\n"
+"""Sections of today's form, which older files do not have."""
+_HEAD = "# Written by `agentd config migrate`. Keys without an equivalent are comments.\n"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class _Agent:
 
 
 def explanations(raw: Mapping[str, Any]) -> dict[str, str]:
-    """Return for each key of the older forms that a file has, what to write; empty if none."""
+    """Return the replacement for each key of an older form in a file."""
     found = {"agent": _explained([*_lines(raw)])} if isinstance(raw.get("agent"), Mapping) else {}
     agents = _agents(raw)
     is_divided = _is_divided(agents)
@@ -60,27 +60,27 @@ def explanations(raw: Mapping[str, Any]) -> dict[str, str]:
         why = _explained([*mode, *_agent_lines(agents[index], is_divided)])
         for key in keys:
             found[f"agents.{index}.{key}"] = why
-            why = f"is of an older form; see agents.{index}.{keys[0]}"
+            why = f"belongs to an older form; see agents.{index}.{keys[0]}"
     return found
 
 
 def _explained(lines: list[str]) -> str:
     shown = "".join(f"\n    {line}" for line in lines if line and not line.startswith("#"))
-    return f"is of an older form. `agentd config migrate FILE` writes all of today's:{shown}"
+    return f"belongs to an older form; convert it with `agentd config migrate FILE`:{shown}"
 
 
 def migrated(text: str, path: Path) -> str:
     """Return the text of a file in today's form.
 
     Raises:
-        ConfigRefused: it is no TOML, or of no older form.
+        ConfigRefused: the text is not TOML, or not of an older form.
     """
     try:
         raw = tomllib.loads(text, parse_float=WrittenFloat)
     except (tomllib.TOMLDecodeError, ValueError, RecursionError) as error:
         raise ConfigRefused([Problem("", f"invalid TOML: {error}")], str(path)) from None
     if not explanations(raw) and not _is_divided(_agents(raw)):
-        why = "is of no older form: it has neither [agent] nor [agents.agent] nor allocations"
+        why = "not of an older form: no [agent], [agents.agent] or allocations"
         raise ConfigRefused([Problem("", why)], str(path))
     shared = {name for agent in _agents(raw) for name in agent.shared}
     return "\n".join([_HEAD, *_lines(raw), *_kept(raw, shared), *_left_out(raw)]) + "\n"
@@ -101,7 +101,7 @@ def _lines(raw: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _kept(raw: Mapping[str, Any], shared: Collection[str]) -> Iterator[str]:
-    """Yield the sections that are today's already, as they are."""
+    """Yield the sections that already have today's form."""
     for section in _TODAY:
         content = raw.get(section)
         if not isinstance(content, Mapping):
@@ -114,11 +114,11 @@ def _kept(raw: Mapping[str, Any], shared: Collection[str]) -> Iterator[str]:
 
 
 def _is_divided(agents: list[_Agent]) -> bool:
-    """Tell whether agents have amounts of slots rather than devices."""
+    """Return whether agents have amounts of slots rather than devices."""
     return any(agent.amounts for agent in agents)
 
 
-def _mode_lines(is_divided: bool) -> list[str]:  # noqa: FBT001 - it is what it is about
+def _mode_lines(is_divided: bool) -> list[str]:  # noqa: FBT001 - the subject of the function
     return ["[resource]", f"allocation-mode = {_toml(_SHARED)}"] if is_divided else []
 
 
@@ -126,7 +126,7 @@ def _agent_lines(agent: _Agent, is_divided: bool) -> Iterator[str]:  # noqa: FBT
     yield "[[agents]]"
     yield f"id = {_toml(agent.id)}"
     for key, value in agent.others.items():
-        yield f"# {_key(key)} = {_toml(value)}: there is no such setting of an agent"
+        yield f"# {_key(key)} = {_toml(value)}: agents have no such setting"
     yield from _shared_lines(agent) if is_divided else _manual_lines(agent)
 
 
@@ -138,7 +138,7 @@ def _resource_lines(
     mode = _word(resource.get("allocation-mode", ""))
     if is_divided:
         if mode != _SHARED:
-            yield "# amounts of a device are limits, which are for shared mode"
+            yield "# amounts of devices become limits, which require shared mode"
         mode = _SHARED
     elif not mode and any(agent.cpu or agent.mem or agent.devices for agent in agents):
         mode = _MANUAL
@@ -154,11 +154,11 @@ def _shared_lines(agent: _Agent) -> Iterator[str]:
     limits: dict[str, Any] = {}
     if isinstance(agent.cpu, list):
         limits["cpu"] = len(agent.cpu)
-        yield f"# cpu = {_toml(agent.cpu)}: a number of them, as all agents share all cores"
+        yield f"# cpu = {_toml(agent.cpu)}: now a number, because agents share all cores"
     elif isinstance(agent.cpu, int) or (isinstance(agent.cpu, str) and "%" in agent.cpu):
         limits["cpu"] = agent.cpu
     elif agent.cpu is not None:
-        yield f"# cpu = {_toml(agent.cpu)}: a limit is a number or a percentage"
+        yield f"# cpu = {_toml(agent.cpu)}: limits are numbers or percentages"
     if agent.mem is not None:
         limits["mem"] = agent.mem
     chosen = dict(_telling(agent.amounts))
@@ -166,17 +166,17 @@ def _shared_lines(agent: _Agent) -> Iterator[str]:
     for slot, amount in agent.amounts.items():
         if slot not in chosen.values():
             is_known = device_name_of(slot) in chosen
-            why = "what it was goes with the device" if is_known else "it says nothing of devices"
-            yield f"# {_key(slot)} = {_toml(amount)}: is not divided by itself; {why}"
+            why = "it is part of the device" if is_known else "it names no device"
+            yield f"# {_key(slot)} = {_toml(amount)}: not divisible by itself; {why}"
     for name, value in agent.devices.items():
-        yield f"# devices = {_inline({name: value})}: nobody owns devices in shared mode"
+        yield f"# devices = {_inline({name: value})}: agents own no devices in shared mode"
     if limits:
         yield "[agents.resource]"
         yield f"limits = {_inline(limits)}"
 
 
 def _telling(amounts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield for each device name the slot whose amount says how much of it an agent had."""
+    """Yield each device name with the slot whose amount is an agent's share of it."""
     for name in dict.fromkeys(map(device_name_of, amounts)):
         slots = (f"{name}.{kind}" for kind in _DIVIDED)
         if found := next((slot for slot in slots if slot in amounts), None):
@@ -184,7 +184,7 @@ def _telling(amounts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _manual_lines(agent: _Agent) -> Iterator[str]:
-    """Yield the devices of an agent, which the other modes do not look at."""
+    """Yield the devices of an agent, which the other modes ignore."""
     if agent.cpu is None and agent.mem is None and not agent.devices:
         return
     yield "[agents.resource]"
@@ -196,7 +196,7 @@ def _manual_lines(agent: _Agent) -> Iterator[str]:
 
 
 def _left_out(raw: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a comment for each section of which something has no equivalent."""
+    """Yield a comment for each section with keys that have no equivalent."""
     taken = {"resource": {"allocation-mode", *_RESOURCE}, "agent": {"id", "resource"}}
     left = []
     for section, content in raw.items():
@@ -213,7 +213,7 @@ def _left_out(raw: Mapping[str, Any]) -> Iterator[str]:
             left.append(f"# [[agents]] {index}: {', '.join(map(_key, others))}")
     if left:
         yield ""
-        yield "# without an equivalent, and left out (`agentd config init` shows what there is):"
+        yield "# without an equivalent, and left out (`agentd config init` shows all settings):"
         yield from left
 
 
@@ -258,7 +258,7 @@ def _entries(raw: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _table(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return a table with its keys in kebab-case; empty if there is none."""
+    """Return a table with kebab-case keys, empty if it is missing."""
     value = raw.get(key)
     if not isinstance(value, Mapping):
         return {}
@@ -279,7 +279,7 @@ def _inline(values: Mapping[str, Any]) -> str:
 
 
 def _toml(value: object) -> str:
-    """Return a value on one line, numbers as they were written."""
+    """Format a value on one line, with numbers as they were written."""
     if isinstance(value, WrittenFloat):
         return value.text
     if isinstance(value, Mapping):
@@ -290,7 +290,7 @@ def _toml(value: object) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value with its numbers as tomlkit writes them."""
+    """Convert numbers to tomlkit's, as they were written."""
     if isinstance(value, Mapping):
         return {key: _plain(below) for key, below in value.items()}
     if isinstance(value, list):

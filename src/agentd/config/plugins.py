@@ -1,4 +1,4 @@
-"""[plugins]: which plugins are loaded, and the tables that are handed to them."""
+"""[plugins]: the plugins to load, and their own tables."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ class PluginTable(Section):
 
 
 class PluginSettings(BaseModel):
-    """[plugins]: which plugins are loaded; every further table is one plugin's own."""
+    """[plugins]: plugins to load; every further table is one plugin's own."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
     allow: tuple[str, ...] = Field(
-        default=(), description="Entry-point names; empty means every one that is installed."
+        default=(), description="Entry points to load; empty: all installed ones."
     )
-    block: tuple[str, ...] = Field(default=(), description="Entry-point names never to load.")
+    block: tuple[str, ...] = Field(default=(), description="Entry points never to load.")
     open_timeout: Annotated[float, Field(gt=0, le=3600)] = Field(
-        default=5, description="Seconds that readiness waits for plugins."
+        default=5, description="Seconds that the start waits for plugins."
     )
     call_timeout: Annotated[float, Field(gt=0, le=3600)] = Field(
-        default=10, description="Seconds that a plugin has for an answer; it is ended otherwise."
+        default=10, description="Seconds that a plugin has to answer before it is ended."
     )
     health_interval: Annotated[float, Field(ge=0.1, le=3600)] = Field(
-        default=10, description="Seconds between two looks at the devices' health."
+        default=10, description="Seconds between two checks of the devices' health."
     )
 
     @property
@@ -55,13 +55,13 @@ class PluginSettings(BaseModel):
 
 
 def table_problems(name: str, raw: object) -> Iterator[tuple[str, str]]:
-    """Yield the problems of a further key of [plugins]: the key path, and why."""
+    """Yield the problems of a further key of [plugins]: the key path, and the reason."""
     if not isinstance(raw, Mapping):
         hint = did_you_mean(name, _KEYS)
         allowed = f"allowed: {', '.join(_KEYS)}, and tables such as [plugins.cuda]"
         yield name, f"unknown key; {hint}{allowed}"
     elif name in (CPU, MEM):
-        yield name, "is built in and has no table"
+        yield name, "built in, without a table"
     elif not DEVICE_NAME.fullmatch(name):
         yield name, f"invalid device name {name!r}: expected a-z, then a-z, 0-9, '_', '-'"
     else:

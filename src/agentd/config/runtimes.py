@@ -17,8 +17,11 @@ CAPABILITIES = (
     "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL",
     "NET_BIND_SERVICE", "SETGID", "SETUID", "SYS_CHROOT",
 )  # fmt: skip
-"""The engine's default less what a job does not need: raw sockets, device nodes, the audit
-log, and capabilities of files and of others."""
+"""Capabilities of root in a container.
+
+The engine's default without raw sockets, device nodes, the audit log, and capabilities of files and
+of other processes.
+"""
 
 _ALL_CAPABILITIES = [
     "AUDIT_CONTROL",
@@ -82,45 +85,39 @@ def _known_ulimits(value: object) -> object:
 Ceiling = Annotated[int, BeforeValidator(refuse_bool), Field(ge=-1, le=2**63 - 1)]
 Ulimits = Annotated[Mapping[str, Ceiling], BeforeValidator(_known_ulimits)]
 CEILINGS: Mapping[str, int] = {"rtprio": 0, "nice": 20}
-"""No real-time priority, and no niceness below 0: what starves everybody else on the node."""
-ULIMITS_TEXT = "The most that a request may ask for; -1, or not named: unlimited."
+"""No real-time priority, and no niceness below 0: both can starve the other processes."""
+ULIMITS_TEXT = "Maximum of each ulimit in a request; -1 or missing: unlimited."
 
 
 class DockerSettings(Section):
     """[runtime.docker]: the Docker Engine."""
 
-    socket: Path = Field(default=Path("/var/run/docker.sock"), description="The engine's socket.")
+    socket: Path = Field(default=Path("/var/run/docker.sock"), description="Socket of the engine.")
     network: str = Field(
         default="bridge",
-        description='Default network of a kernel: "bridge", "none", "host" or a network\'s name.',
+        description='Default network: "bridge", "none", "host" or a network\'s name.',
     )
     allowed_mounts: tuple[Path, ...] = Field(
-        default=(), description="Host folders that a request may mount from."
+        default=(), description="Host folders below which a request may mount."
     )
     allowed_networks: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
-        default=(), description="Networks besides the default one that a request may name."
+        default=(), description="Further networks that a request may select."
     )
     publish_address: str = Field(
-        default="127.0.0.1", description="Address of the node on which ports are published."
+        default="127.0.0.1", description="Host address on which ports are published."
     )
-    publish_ports: str = Field(
-        default="1024-65535", description="Ports of the node that are handed out."
-    )
+    publish_ports: str = Field(default="1024-65535", description="Host ports for publishing.")
     capabilities: tuple[str, ...] = Field(
-        default=CAPABILITIES, description="What root in a kernel may do; all others are dropped."
+        default=CAPABILITIES, description="Capabilities of root in a kernel; others are dropped."
     )
-    pids_limit: PidsLimit = Field(
-        default=4096, description="Most processes of a kernel; a request may ask for fewer."
-    )
+    pids_limit: PidsLimit = Field(default=4096, description="Maximum processes per kernel.")
     log_max_size: LogSize = Field(
-        default=20 * 2**20, description="Size at which the engine begins a new file of a log."
+        default=20 * 2**20, description="Size at which the engine rotates a log."
     )
-    log_max_files: LogFiles = Field(
-        default=5, description="Files that are kept of each kernel's log."
-    )
+    log_max_files: LogFiles = Field(default=5, description="Number of log files per kernel.")
     registry_auth: Path | None = Field(
         default=None,
-        description="Credentials of registries, in the form of Docker's config.json.",
+        description="Registry credentials, in the format of Docker's config.json.",
     )
     stop_timeout: Seconds = Field(default=10, description="Seconds between TERM and KILL.")
     ulimits: Ulimits = Field(default=CEILINGS, description=ULIMITS_TEXT)
@@ -156,7 +153,7 @@ class DockerSettings(Section):
 
     @property
     def ports(self) -> PortRange:
-        """The range from which ports are assigned."""
+        """The range from which host ports are assigned."""
         first, _, last = self.publish_ports.partition("-")
         return PortRange(self.publish_address, int(first), int(last))
 
@@ -174,17 +171,11 @@ class ProcessSettings(Section):
     """[runtime.process]: plain processes."""
 
     user: Annotated[str, Field(min_length=1)] = Field(
-        default="nobody", description="Whom kernels run as when agentd is root."
+        default="nobody", description="User of kernels if agentd is root."
     )
-    log_max_size: LogSize = Field(
-        default=20 * 2**20, description="Size at which a new file of a kernel's log is begun."
-    )
-    log_max_files: LogFiles = Field(
-        default=5, description="Files that are kept of each kernel's log."
-    )
-    pids_limit: PidsLimit = Field(
-        default=4096, description="Most processes of a kernel; a request may ask for fewer."
-    )
+    log_max_size: LogSize = Field(default=20 * 2**20, description="Size at which a log is rotated.")
+    log_max_files: LogFiles = Field(default=5, description="Number of log files per kernel.")
+    pids_limit: PidsLimit = Field(default=4096, description="Maximum processes per kernel.")
     stop_timeout: Seconds = Field(default=10, description="Seconds between TERM and KILL.")
     ulimits: Ulimits = Field(default=CEILINGS, description=ULIMITS_TEXT)
 
@@ -194,11 +185,9 @@ class SystemdSettings(Section):
 
     user: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
-        description="Whom kernels run as. Default: each kernel as a user of its own.",
+        description="User of kernels. Default: a user of its own for each kernel.",
     )
-    pids_limit: PidsLimit = Field(
-        default=4096, description="Most processes of a kernel; a request may ask for fewer."
-    )
+    pids_limit: PidsLimit = Field(default=4096, description="Maximum processes per kernel.")
     stop_timeout: Seconds = Field(default=10, description="Seconds between TERM and KILL.")
     ulimits: Ulimits = Field(default=CEILINGS, description=ULIMITS_TEXT)
 

@@ -1,8 +1,8 @@
-"""Every setting of agentd, its default and what is allowed.
+"""Every setting of agentd with its default and validation.
 
 Keys are kebab-case in TOML and upper snake case in the environment
-(`AGENTD__RESOURCE__ALLOCATION_MODE`). Descriptions stand on the fields: the commented
-default file and the reference are made from them.
+(`AGENTD__RESOURCE__ALLOCATION_MODE`). The default file and the reference are generated from the
+descriptions of the fields.
 """
 
 from __future__ import annotations
@@ -47,32 +47,32 @@ from agentd.tomlfile.section import (
 
 
 class NodeSettings(Section):
-    """[node]: who this node is, and where it keeps its state."""
+    """[node]: the identity of the node and its state folder."""
 
     id: Name | None = Field(
-        default=None, description="Default: derived from /etc/machine-id, never from the host name."
+        default=None, description="Node id. Default: derived from /etc/machine-id."
     )
     state_dir: Path = Field(
         default=Path("/var/lib/agentd"),
-        description="Remembered devices, records of processes, their logs.",
+        description="State folder: devices, records and logs of kernels.",
     )
     runtime: Literal["docker", "systemd", "process"] = Field(
-        default="docker", description='What runs kernels: "docker", "systemd" or "process".'
+        default="docker", description='Runtime of kernels: "docker", "systemd" or "process".'
     )
     keep_ended: Annotated[int, BeforeValidator(refuse_bool), Field(ge=0)] = Field(
-        default=1000, description="Ended kernels that are kept listed; the oldest go first."
+        default=1000, description="Maximum ended kernels that stay listed; the oldest are pruned."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description='The least that is logged: "debug", "info", "warning", "error".'
+        default="info", description='Minimum log level: "debug", "info", "warning" or "error".'
     )
 
 
 class HostSettings(Section):
-    """[host]: declare other cores or memory than the probe finds (containers, tests)."""
+    """[host]: cores and memory to declare instead of the probed ones (containers, tests)."""
 
     cpus: Annotated[int, BeforeValidator(refuse_bool), Field(ge=1, le=4096)] | None = Field(
         default=None,
-        description="Number of cores; those that are not there are accounted for, and not pinned.",
+        description="Number of cores; missing ones count but are not pinned.",
     )
     mem: SizeBytes | None = Field(default=None, description="Memory of the node.")
 
@@ -85,32 +85,32 @@ class HostSettings(Section):
 
 
 class ResourceSettings(Section):
-    """[resource]: how devices are divided and chosen."""
+    """[resource]: how devices are divided and allocated."""
 
     allocation_mode: AllocationMode = Field(
         default=AllocationMode.SHARED, description='"shared", "auto-split" or "manual".'
     )
     reserved_cpu: int | tuple[str, ...] = Field(
-        default=0, description="A count (taken from the first cores) or a list of core ids."
+        default=0, description="Reserved cores: a count (the first ones) or a list of ids."
     )
-    reserved_mem: SizeBytes = Field(default=0, description="Memory that no kernel gets.")
+    reserved_mem: SizeBytes = Field(default=0, description="Memory reserved for the system.")
     memory_align_size: SizeBytes = Field(
-        default=16 * 2**20, description="Unit in which auto-split and percentages divide memory."
+        default=16 * 2**20, description="Unit of memory for auto-split and percentages."
     )
     allocation_strategy: Strategy = Field(
-        default=Strategy.EVENLY, description='"fill" or "evenly".'
+        default=Strategy.EVENLY, description='Order of devices: "fill" or "evenly".'
     )
     affinity_policy: Affinity = Field(
-        default=Affinity.INTERLEAVED, description='"interleaved" or "prefer-single-node".'
+        default=Affinity.INTERLEAVED, description='NUMA: "interleaved" or "prefer-single-node".'
     )
     allow_fragmentation: bool = Field(
-        default=False, description="Whether half a GPU may be parts of several; else it is of one."
+        default=False, description="Allow unequal parts of several devices for one amount."
     )
     auto_split_order: SplitOrder = Field(
-        default=SplitOrder.ID, description='"id" or "numa": each agent gets neighbours.'
+        default=SplitOrder.ID, description='Order of auto-split: "id" or "numa".'
     )
     default_slots: Mapping[str, object] = Field(
-        default=DEFAULT_SLOTS, description="What a request gets that does not name cpu or mem."
+        default=DEFAULT_SLOTS, description="Defaults for requests without cpu or mem."
     )
 
     @field_validator("reserved_cpu", mode="before")
@@ -143,7 +143,7 @@ class ResourceSettings(Section):
         for slot in BUILT_IN:
             try:
                 if not parse_amount(slots[slot.name], slot) and slot.name == MEM:
-                    wrong.append("mem: a kernel without memory cannot run; give it some")
+                    wrong.append("mem: got 0, expected more: kernels need memory")
             except AmountError as error:
                 wrong.append(f"{slot.name}: {error}")
         if wrong:
@@ -152,7 +152,7 @@ class ResourceSettings(Section):
 
 
 class _Environment(EnvSettingsSource):
-    """The environment; values in plugins' tables, whose types it cannot know, are JSON or text."""
+    """The environment; values in plugins' tables have no known type and are JSON or text."""
 
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
         del field_name, field
@@ -175,16 +175,16 @@ def _decoded(value: Any) -> Any:
 
 
 class MetricsSettings(Section):
-    """[metrics]: what GET /metrics has."""
+    """[metrics]: the content of GET /metrics."""
 
     per_kernel: bool = Field(
         default=True,
-        description="Whether each kernel has series: 10, and 2 a device.",
+        description="Series for each kernel: 10, and 2 for each device.",
     )
 
 
 class Settings(BaseSettings):
-    """All of `agent.toml`, the environment laid over it."""
+    """All of `agent.toml`, with the environment taking precedence."""
 
     model_config = SettingsConfigDict(
         env_prefix="AGENTD__",
@@ -212,7 +212,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Lay the environment over the file, which is given at initialisation."""
+        """Give the environment precedence over the file, which is passed to the constructor."""
         del env_settings, dotenv_settings, file_secret_settings
         return _Environment(settings_cls), init_settings
 
@@ -221,20 +221,20 @@ class Settings(BaseSettings):
     def _distinct(cls, value: tuple[AgentSettings, ...]) -> tuple[AgentSettings, ...]:
         ids = [agent.id for agent in value]
         if twice := repeated(ids):
-            raise ValueError(f"duplicate id {', '.join(twice)}; each agent needs its own id")
+            raise ValueError(f"duplicate id {', '.join(twice)}; agent ids must be unique")
         return value
 
     def unknown_agents(self) -> Iterator[Problem]:
-        """Yield the tokens and sockets that are for agents without an [[agents]] table."""
+        """Yield problems of tokens and sockets for agents without an [[agents]] table."""
         known = {agent.id for agent in self.agents} or {DEFAULT_AGENT}
         for key, entries in (("tokens", self.rpc.tokens), ("sockets", self.rpc.sockets)):
             for index, entry in enumerate(entries):
                 if unknown := sorted(set(entry.agents) - known):
-                    why = f"no agent {', '.join(unknown)}; there are {', '.join(sorted(known))}"
+                    why = f"unknown {', '.join(unknown)} (configured: {', '.join(sorted(known))})"
                     yield Problem(f"rpc.{key}.{index}.agents", why)
 
     def split_rules(self) -> SplitRules:
-        """Return what the partition follows from."""
+        """Return the rules of the partition."""
         return SplitRules(
             mode=self.resource.allocation_mode,
             agents=tuple(agent.to_rule() for agent in self.agents),
@@ -245,7 +245,7 @@ class Settings(BaseSettings):
         )
 
     def policy(self) -> AllocationPolicy:
-        """Return how devices are chosen."""
+        """Return the allocation policy."""
         return AllocationPolicy(
             self.resource.allocation_strategy,
             self.resource.affinity_policy,

@@ -1,4 +1,4 @@
-"""Building the parts of a node, bottom up: state, services, site. Nothing runs yet."""
+"""Assembly of the parts of a node, bottom up: state, services, site. Nothing runs yet."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ log = structlog.get_logger()
 
 
 def pace_of(settings: Settings) -> PluginTimeouts:
-    """Return the deadlines and intervals that plugins are held to."""
+    """Return the deadlines and intervals of plugins."""
     return PluginTimeouts(settings.plugins.call_timeout, settings.plugins.health_interval)
 
 
 def plugin_host(settings: Settings) -> PluginHost:
-    """Return the plugins that the configuration asks for, none of them started.
+    """Return the configured plugins, not started.
 
     They find the node's id in their environment, which is this process's.
     """
@@ -73,7 +73,7 @@ def plugin_host(settings: Settings) -> PluginHost:
 def node_devices(
     settings: Settings, host: Host, plugins: PluginHost, store: StateStore, events: EventLog
 ) -> NodeDevices:
-    """Return the devices of a node, which are yet to be discovered."""
+    """Return the devices of a node, to be discovered."""
     declared = settings.host
     return NodeDevices(
         plugins,
@@ -88,11 +88,11 @@ def node_devices(
 def discover(
     settings: Settings, host: Host, plugins: PluginHost, store: StateStore, events: EventLog
 ) -> NodeDevices:
-    """Find the devices and divide them.
+    """Discover the devices and divide them.
 
     Raises:
-        ConfigRefused: the configuration does not fit what was found.
-        StartRefused: it does, and a required plugin is not ready.
+        ConfigRefused: the configuration does not fit the devices.
+        StartRefused: it fits, but a required plugin is not ready.
     """
     devices = node_devices(settings, host, plugins, store, events)
     problems = plugins.problems()
@@ -108,9 +108,9 @@ def discover(
 
 
 def withhold_devices_of_peers(settings: Settings, devices: NodeDevices) -> None:
-    """Withhold the devices that other daemons of this host serve.
+    """Withhold the devices that other daemons on this host serve.
 
-    Without a node id, a daemon of this node could not be told from the others.
+    Without a node id, a daemon of this node could not be told apart from the others.
     """
     with contextlib.suppress(ConfigRefused):
         paths = PeerPaths.of(os.geteuid())
@@ -119,7 +119,7 @@ def withhold_devices_of_peers(settings: Settings, devices: NodeDevices) -> None:
 
 
 def node_id_of(settings: Settings) -> str:
-    """Return the configured node id, or one derived from the machine's.
+    """Return the configured node id, or one derived from the machine id.
 
     Raises:
         ConfigRefused: there is neither.
@@ -129,12 +129,12 @@ def node_id_of(settings: Settings) -> str:
     try:
         return derived_node_id()
     except OSError as error:
-        why = f"is not set, and cannot be derived: {error}"
+        why = f"not set and not derivable: {error}"
         raise ConfigRefused([Problem("node.id", why)]) from None
 
 
 class Recalled(NamedTuple):
-    """The node as it is remembered: nothing has been asked of a runtime."""
+    """The recorded node, before any runtime was called."""
 
     events: EventLog
     devices: NodeDevices
@@ -158,7 +158,7 @@ class Services(NamedTuple):
 
 
 class ServedSite(NamedTuple):
-    """The site of a node, its routes, and the line that it shows to systemd."""
+    """The site of a node, its routes, and its status line for systemd."""
 
     site: NodeSite
     routes: Sequence[Route]
@@ -166,7 +166,7 @@ class ServedSite(NamedTuple):
 
 
 class Assembly:
-    """The parts of one node, from its settings and what is there on the host."""
+    """The parts of one node, built from its settings and its host."""
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class Assembly:
         runtimes: Sequence[str],
         records: Sequence[SavedRecord],
     ) -> Recalled:
-        """Return the node's state, with the kernels that its records name."""
+        """Return the node's state with its recorded kernels."""
         state, clock = NodeState(runtimes, events), self._clock
         planner = Planner(devices, self._plugins, self._rules())
         remember(state, self._store, self._node_id)
@@ -205,7 +205,7 @@ class Assembly:
         return Recalled(events, devices, state, planner, counts)
 
     def services(self, node: Recalled, runtimes: Mapping[str, Runtime]) -> Services:
-        """Return the services over a node's state."""
+        """Return the services on top of a node's state."""
         state, devices = node.state, node.devices
         default, store, clock = self._settings.node.runtime, self._store, self._clock
         reconciler = Reconciler(state, devices, runtimes, default, store, clock)
@@ -277,7 +277,7 @@ class Assembly:
         return ServedSite(site, table, partial(status_line, self._node_id, state, devices))
 
     def _real(self) -> tuple[frozenset[str], int | None]:
-        """Return the cores and the memory that are the host's own, not declared ones."""
+        """Return the host's own cores and memory, without declared ones."""
         declared = self._settings.host
         cores = self._host.real_cores if declared.cpus is None else frozenset[str]()
         return cores, self._host.memory_bytes if declared.mem is None else None

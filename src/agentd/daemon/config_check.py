@@ -1,9 +1,9 @@
-"""Everything that `agentd run` reads or asks for, checked in one pass without a daemon.
+"""The check of a configuration: everything that `agentd run` reads, without a daemon.
 
-The parts are checked in the order in which a start comes to them, and all problems are collected.
-Only the processes of plugins are started; nothing is written, locked or listened on, so a daemon of
-the same configuration can run meanwhile. Of a configuration that lacks an unusable key, only the
-checks that depend on this key are skipped.
+The parts are checked in the order of a start, and all problems are collected. Only processes of
+plugins are started. Nothing is written, locked or listened on, so a daemon with the same
+configuration may be running. If an unusable key is missing, only the checks that depend on it are
+skipped.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from agentd.http.credentials import Weaknesses, certificate_of, tokens, weakness
 from agentd.http.server import address_refusal
 from agentd.http.settings import RpcSettings
 from agentd.pluginhost.host import PluginHost
-from agentd.service.exit_status import CANNOT_RUN, EX_CONFIG
+from agentd.service.exit_status import ExitStatus
 from agentd.state.folder import ReadOnlyState
 from agentd.tomlfile.parsing import read_text
 
 CALL_MARGIN_S = 5.0
-"""Seconds beyond `call-timeout`, so that the deadline of the call itself gives the reason."""
+"""Seconds beyond `call-timeout`, so that the call's own deadline gives the reason."""
 VALIDATION_TIMEOUT_S = 60.0
-"""Longest wait for the plugins' `validate` in seconds, whatever `call-timeout` allows."""
+"""Maximum seconds to wait for the plugins' `validate`, whatever `call-timeout` is."""
 
 
 class Checked(NamedTuple):
-    """The problems and warnings of a configuration, and the exit status of a start with it."""
+    """The problems and warnings of a configuration, and the exit status of a start."""
 
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...]
@@ -49,17 +49,18 @@ class Checked(NamedTuple):
 async def check(path: Path | None) -> Checked:
     """Return every problem for which `agentd run` would refuse a configuration.
 
-    Two more are reported that no start refuses: entry points that are not installed, and tables
-    that their plugins did not validate.
+    It also reports two kinds of problems that no start refuses: entry points that are not
+    installed,
+    and tables that their plugins did not validate.
 
     Raises:
-        ConfigRefused: the file cannot be read, or is not TOML.
+        ConfigRefused: the file is unreadable or not TOML.
     """
     return await _Check(examine_text(read_text(path), path, os.environ)).checked()
 
 
 class _Check:
-    """One pass over a configuration."""
+    """One check of a configuration."""
 
     def __init__(self, examined: Examined) -> None:
         self._examined = examined
@@ -70,11 +71,11 @@ class _Check:
     async def checked(self) -> Checked:
         """Check all parts in the order of a start."""
         examined = self._examined
-        self._add(EX_CONFIG, examined.problems)
+        self._add(ExitStatus.CONFIG, examined.problems)
         try:
             failpoints.parsed(os.environ.get(failpoints.VARIABLE, ""))
         except ValueError as error:
-            self._add(EX_CONFIG, [Problem(failpoints.VARIABLE, str(error))])
+            self._add(ExitStatus.CONFIG, [Problem(failpoints.VARIABLE, str(error))])
         if examined.loaded is not None:
             settings = examined.loaded.settings
             store = ReadOnlyState(settings.node.state_dir.absolute())
@@ -95,38 +96,38 @@ class _Check:
             with self._collecting():
                 runtime_factory.refuse_unfit(settings)
         if is_whole("node", "state_dir"):
-            self._add(CANNOT_RUN, _problems("node.state-dir", store.refusal()))
+            self._add(ExitStatus.FAILED, _problems("node.state-dir", store.refusal()))
             if node_id:
                 with self._collecting():
                     await runtime_factory.refuse_changed_id(settings, node_id, store)
 
     async def _check_plugins(self, loaded: Loaded, store: ReadOnlyState) -> None:
-        """Let the plugins validate their tables, and divide the devices that they list."""
+        """Validate the plugins' tables, and divide the devices that they list."""
         if self._examined.lacks("plugins"):
             return
         settings = loaded.settings.plugins
         host = assembly.plugin_host(loaded.settings)
-        self._add_doubts(EX_CONFIG, host.doubts())
+        self._add_doubts(ExitStatus.CONFIG, host.doubts())
         if not self._may_open(loaded):
-            self._add(EX_CONFIG, host.problems())
+            self._add(ExitStatus.CONFIG, host.problems())
             return
         try:
             await host.open(settings.open_timeout)
             patience_s = min(settings.call_timeout + CALL_MARGIN_S, VALIDATION_TIMEOUT_S)
             unvalidated = await host.unvalidated(patience_s)
             wrong = host.problems()
-            self._add(EX_CONFIG, wrong)
+            self._add(ExitStatus.CONFIG, wrong)
             self._check_partition(loaded, host, store)
-            self._add_doubts(CANNOT_RUN, unvalidated)
+            self._add_doubts(ExitStatus.FAILED, unvalidated)
             reported = {problem.where.split(".")[1] for problem in wrong}
             for name, why in host.failed_required().items():
                 if name not in reported:
-                    self._add(CANNOT_RUN, _problems(f"plugins.{name}", why))
+                    self._add(ExitStatus.FAILED, _problems(f"plugins.{name}", why))
         finally:
             await host.close()
 
     def _may_open(self, loaded: Loaded) -> bool:
-        """Return whether it is certain which plugins the operator allows to run."""
+        """Return whether it is certain which plugins the operator allows."""
         given = loaded.raw.get("plugins", {})
         left_out = [keys[1] for keys in self._examined.left_out if keys[0] == "plugins"]
         return all(
@@ -145,13 +146,15 @@ class _Check:
         try:
             devices.discover()
         except ConfigRefused as error:
-            self._add(EX_CONFIG, [p for p in error.problems if not self._follows_from_gap(p)])
+            self._add(
+                ExitStatus.CONFIG, [p for p in error.problems if not self._follows_from_gap(p)]
+            )
             return
         assembly.withhold_devices_of_peers(loaded.settings, devices)
         self._warnings += devices.warnings
 
     def _follows_from_gap(self, problem: Problem) -> bool:
-        """Return whether a problem is about a table of which a key was left out."""
+        """Return whether a problem is about a table with a missing key."""
         gaps = (".".join(map(str, keys)).replace("_", "-") for keys in self._examined.left_out)
         return any(f"{gap}.".startswith(f"{problem.where}.") for gap in gaps)
 
@@ -170,24 +173,24 @@ class _Check:
             sockets.append((f"{where}.path", further.path, f"{where}.group", further.group))
         for at, path, group_at, group in sockets:
             if at != "rpc.socket" or examined.is_whole("rpc", "socket"):
-                self._add(CANNOT_RUN, _problems(at, path_refusal(path.absolute())))
+                self._add(ExitStatus.FAILED, _problems(at, path_refusal(path.absolute())))
             if group is not None:
-                self._add(CANNOT_RUN, _problems(group_at, group_refusal(group)))
+                self._add(ExitStatus.FAILED, _problems(group_at, group_refusal(group)))
         if rpc.listen is not None:
             why = address_refusal(str(rpc.host_port[0]))
-            self._add(CANNOT_RUN, _problems("rpc.listen", why and f"{rpc.listen}: {why}"))
+            self._add(ExitStatus.FAILED, _problems("rpc.listen", why and f"{rpc.listen}: {why}"))
         weak = Weaknesses()
         weak.replace(weaknesses(rpc))
         self._warnings += weak.warnings()
 
     def _add(self, status: int, problems: Iterable[Problem]) -> None:
-        """Collect problems for which a start would end with a status."""
+        """Add problems that end a start with an exit status."""
         if found := list(problems):
             self._problems += found
             self._status = self._status or status
 
     def _add_doubts(self, status: int, problems: Iterable[Problem]) -> None:
-        """Collect problems that no start refuses; any other problem decides the status."""
+        """Add problems that no start refuses; any other problem decides the exit status."""
         if found := list(problems):
             self._problems += found
             self._status_of_doubts = self._status_of_doubts or status
@@ -197,9 +200,9 @@ class _Check:
         try:
             yield
         except ConfigRefused as error:
-            self._add(EX_CONFIG, error.problems)
+            self._add(ExitStatus.CONFIG, error.problems)
 
 
 def _problems(where: str, why: str) -> list[Problem]:
-    """Return a problem, or none where there is no reason."""
+    """Return a problem, or none without a reason."""
     return [Problem(where, printable_line(why))] if why else []

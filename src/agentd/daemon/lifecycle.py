@@ -1,7 +1,7 @@
-"""The composition root: builds the parts, starts them in order, stops them in reverse.
+"""The life of a daemon: start of its parts in order, and stop in reverse.
 
 Order of the start: state folder and locks, plugins, partition, socket, kernels, ready.
-Nothing on the way down touches a kernel.
+Stopping never touches a kernel.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ AFTER_DRAIN_S, AFTER_SERVER_S, AFTER_RUNTIMES_S = 10.0, 7.0, 6.0
 START_PATIENCE_S = 2.0
 STATUS_PAUSE_S = 1.0
 COLLECT = 20_000, 20, 50
-"""When garbage is looked for: of a create's objects nearly all go without being looked for."""
+"""Thresholds of garbage collection; most objects of a create need none."""
 
 
 class Daemon:
@@ -79,8 +79,9 @@ class Daemon:
         """Run until SIGTERM or SIGINT.
 
         Raises:
-            ConfigRefused, StartRefused: it cannot run like this, or here.
-            DaemonFailed: a part that it cannot do without has failed.
+            ConfigRefused: the configuration is unusable.
+            StartRefused: the daemon cannot run on this host.
+            DaemonFailed: a vital part has failed.
         """
         shutdown = self._shutdown
         shutdown.listen({signal.SIGHUP: self._hung_up.set})
@@ -105,12 +106,12 @@ class Daemon:
         facts = {**cancelled, "late": shutdown.late}
         log.info("daemon.stopped", **{name: found for name, found in facts.items() if found})
         if facts.get("unresolved") or shutdown.late:
-            shutdown.end_process()  # the locks are gone: nothing may be undone or written any more
+            shutdown.end_process()  # the locks are released: nothing may be undone or written now
         if shutdown.failure:
             raise DaemonFailed(shutdown.failure)
 
     async def _unless_stopped(self, start: Coroutine[Any, Any, _Node]) -> _Node | None:
-        """Return the parts of a daemon that has started; None if it is to stop before."""
+        """Return the started parts, None if a stop comes first."""
         starting = asyncio.create_task(start)
         asked = asyncio.create_task(self._shutdown.asked.wait())
         await asyncio.wait([starting, asked], return_when=asyncio.FIRST_COMPLETED)
@@ -128,7 +129,7 @@ class Daemon:
     async def _start(
         self, stack: contextlib.AsyncExitStack, cancelled: dict[str, list[str]]
     ) -> _Node:
-        """Start part after part; each adds to the stack how it stops."""
+        """Start the parts in order; each pushes its stop onto the stack."""
         step = self._shutdown.step
         runtime_factory.refuse_unfit(self._settings)
         self._store.open(runtime_factory.lock_folder())
@@ -170,8 +171,8 @@ class Daemon:
         return node
 
     def _open(self, node: _Node) -> None:
-        """Answer all requests from now on, and say so."""
-        gc.freeze()  # what is there now stays: a full collection need not look at it again
+        """Open the site and report readiness."""
+        gc.freeze()  # existing objects stay: exclude them from full collections
         gc.set_threshold(*COLLECT)
         node.site.open()
         log.info("daemon.ready", node_id=self._node_id, kernels=len(node.state.kernels))
@@ -185,7 +186,7 @@ class Daemon:
         events: EventLog,
         background: Background,
     ) -> _Node:
-        """Build the parts and bring in what is remembered; nothing is asked of a runtime yet."""
+        """Build the parts and restore the records, without calling a runtime."""
         host, store = probe(), self._store
         devices = discover(self._settings, host, plugins, store, events)
         _log_what_is_not_ready(plugins)
@@ -211,21 +212,21 @@ class Daemon:
         return _Node(node.state, events, services, runtimes, *served)
 
     async def _until_listed(self, node: _Node) -> None:
-        """Wait until every runtime gave its first list, or could not."""
+        """Wait until every runtime has returned its first list or failed to."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FIRST_LIST_TIMEOUT_S):
                 await node.services.reconciler.first_try()
-        node.services.reconciler.give_up_waiting(f"gave no list within {FIRST_LIST_TIMEOUT_S:g} s")
+        node.services.reconciler.give_up_waiting(f"no list within {FIRST_LIST_TIMEOUT_S:g} s")
         used = {kernel.runtime for kernel in node.state}
         used |= {name for name, status in node.state.runtimes.items() if not status.is_listed}
         self._store.save_runtimes(sorted(used | {self._settings.node.runtime}))
 
     async def _reload_now(self) -> list[str]:
-        """Read the configuration again; return the keys that wait for a restart.
+        """Reload the configuration and return the keys that require a restart.
 
         Raises:
             NotReady: the daemon has not started yet.
-            ConfigRefused: it cannot be used; nothing has changed.
+            ConfigRefused: the configuration is unusable; nothing has changed.
         """
         if self._reload is None:
             raise NotReady("the daemon has not finished starting")
@@ -236,7 +237,7 @@ class Daemon:
             self._notifier.ready(self._status)
 
     async def _reloading(self) -> None:
-        """Reload at each SIGHUP."""
+        """Reload on each SIGHUP."""
         while True:
             await self._hung_up.wait()
             self._hung_up.clear()
@@ -252,9 +253,9 @@ class Daemon:
                 self._notifier.status(status)
 
     def _used_runtimes(self, records: Sequence[SavedRecord]) -> list[str]:
-        """Return the configured runtime, and the others that may have kernels of ours.
+        """Return the configured runtime, and the others that may have kernels of this node.
 
-        Where it is not remembered which ones had some, an engine that can be asked may have.
+        Without a record of them, every available engine may have some.
         """
         node = self._store.load_node()
         used = {self._settings.node.runtime, *(node.runtimes if node else ())}

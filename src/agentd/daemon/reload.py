@@ -1,9 +1,8 @@
-"""Reading the configuration again while the daemon runs: all of it is taken, or nothing.
+"""Reload: the whole configuration is applied while the daemon runs, or none of it.
 
-Everything is read and checked first, off the event loop, and what was checked is what is taken. A
-key counts as taken only if a step read it; every other one is named, and waits for a restart.
-Keys that belong together wait together: tokens and the certificate with `listen`, user accounts
-with the agents.
+Everything is read and checked first, off the event loop, and exactly that is applied. A key counts
+as applied only if a step read it; every other key is reported and requires a restart. Related keys
+are applied together: tokens and the certificate with `listen`, user accounts with the agents.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from agentd.services.protocols import Runtime
 log = structlog.get_logger()
 
 READ_TIMEOUT_S = 20.0
-"""Seconds that reading all files together may take."""
+"""Seconds in which all files must be read."""
 _M = TypeVar("_M", bound=BaseModel)
 
 
 class ReadSettings:
-    """Settings that note which of their keys are read."""
+    """Settings that record which of their keys are read."""
 
     def __init__(self, section: BaseModel, keys: set[str], path: str = "") -> None:
         self._section, self._keys, self._path = section, keys, path
@@ -49,14 +48,14 @@ class ReadSettings:
 
 
 class Step(NamedTuple):
-    """Takes the keys that it was made from; cannot fail."""
+    """Applies the keys that it was built from; cannot fail."""
 
     keys: AbstractSet[str]
     take: Callable[[], object]
 
 
 def differing(one: BaseModel, other: BaseModel, path: str = "") -> Iterator[str]:
-    """Yield the keys by which two configurations differ, tables of plugins included."""
+    """Yield the keys in which two configurations differ, including tables of plugins."""
     for name, was, now in _pairs(one, other):
         key = f"{path}{name.replace('_', '-')}"
         if isinstance(was, BaseModel) and isinstance(now, BaseModel):
@@ -74,7 +73,7 @@ def _pairs(one: BaseModel, other: BaseModel) -> Iterator[tuple[str, Any, Any]]:
 
 
 def with_keys(one: _M, other: BaseModel, keys: AbstractSet[str], path: str = "") -> _M:
-    """Return a configuration with some keys of another one."""
+    """Return a configuration with some keys of another."""
     updates: dict[str, Any] = {}
     for name in type(one).model_fields:
         was, now = getattr(one, name), getattr(other, name)
@@ -87,7 +86,7 @@ def with_keys(one: _M, other: BaseModel, keys: AbstractSet[str], path: str = "")
 
 
 class Reload:
-    """Takes the configuration again, for a daemon that began with `loaded`."""
+    """Reloads the configuration of a daemon that started with `loaded`."""
 
     def __init__(
         self,
@@ -104,10 +103,10 @@ class Reload:
         self._turn = asyncio.Lock()
 
     def prepare(self) -> tuple[Settings, Settings, list[Step]]:
-        """Read the configuration; return it, the part that can be taken, and the steps.
+        """Read the configuration; return it, its applicable part, and the steps.
 
         Raises:
-            ConfigRefused: it cannot be used.
+            ConfigRefused: the configuration is unusable.
         """
         settings = load(self._loaded.path, self._loaded.environ).settings
         wanted = settings.model_copy(update={"agents": self._in_force.agents})
@@ -143,10 +142,10 @@ class Reload:
         return Step(keys, runtime_factory.renewal(runtime, seen))
 
     async def take(self) -> list[str]:
-        """Read the configuration and take it; return the keys that wait for a restart.
+        """Read and apply the configuration; return the keys that require a restart.
 
         Raises:
-            ConfigRefused: it cannot be used; nothing has changed.
+            ConfigRefused: the configuration is unusable; nothing has changed.
             TimeoutError: its files could not be read in time; nothing has changed.
         """
         async with asyncio.timeout(READ_TIMEOUT_S):
@@ -157,10 +156,10 @@ class Reload:
         return list(differing(self._in_force, settings))
 
     async def once(self) -> list[str]:
-        """Take the configuration, log the outcome, and return the keys that wait for a restart.
+        """Apply the configuration, log the outcome, and return the keys that require a restart.
 
         Raises:
-            ConfigRefused: it cannot be used; nothing has changed.
+            ConfigRefused: the configuration is unusable; nothing has changed.
         """
         try:
             async with self._turn:
@@ -168,9 +167,9 @@ class Reload:
         except ConfigRefused as error:
             refused = error.of(self._loaded.source)
         except TimeoutError:
-            why = f"the files could not be read within {READ_TIMEOUT_S:g} s"
+            why = f"cannot read the files within {READ_TIMEOUT_S:g} s"
             refused = ConfigRefused([Problem("", why)])
-        except Exception as error:  # a fault here must not end all reloads
+        except Exception as error:  # an error here must not end all reloads
             log.exception("daemon.reload_failed")
             refused = ConfigRefused([Problem("", f"{type(error).__name__}: {error}")])
         else:
@@ -181,6 +180,6 @@ class Reload:
 
 
 def _reading(settings: Settings) -> tuple[Settings, set[str]]:
-    """Return settings, and the set in which they note what is read."""
+    """Return settings, and the set that records which keys are read."""
     keys: set[str] = set()
     return cast("Settings", ReadSettings(settings, keys)), keys

@@ -1,7 +1,7 @@
-"""Building runtimes from the settings.
+"""Construction of runtimes from the settings.
 
-The modules of a runtime are imported where one is made, so that a start does not pay for the
-runtimes that its node does not use: with those of units and processes comes D-Bus.
+Modules of a runtime are imported only when one is built, so a start does not pay for unused
+runtimes: those of units and processes need D-Bus.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ RUNTIMES = frozenset({"docker", "systemd", "process"})
 
 
 def runtime(name: str, settings: Settings, node_id: str, bundles: Mapping[str, Path]) -> Runtime:
-    """Return one of `RUNTIMES`; `bundles` says where each keeps what it knows of kernels.
+    """Return one of `RUNTIMES`; `bundles` maps each to its folder for kernels.
 
     Raises:
-        ConfigRefused: its settings do not fit this machine.
+        ConfigRefused: the settings do not fit this host.
     """
     if name == "docker":
         from agentd.runtimes.docker.absences import Absences
@@ -62,17 +62,17 @@ def runtime(name: str, settings: Settings, node_id: str, bundles: Mapping[str, P
     from agentd.runtimes.process.runtime import ProcessRuntime
 
     rules = process_rules(settings)
-    # What a user's manager runs ends when the user logs out, unless that lingers.
+    # Units of a user's manager end at logout, unless the user lingers.
     stays = os.geteuid() == 0 or lingers(os.geteuid())
     manager = Manager(is_user=os.geteuid() != 0) if stays and has_manager() else None
     return ProcessRuntime(bundles[name], node_id, boot_id(), rules, find_cgroups(), manager)
 
 
 def renewal(runtime: Runtime, settings: Settings) -> Callable[[], object]:
-    """Return what gives a runtime the settings for kernels from now on; an engine's socket stays.
+    """Return a function that applies settings to a runtime; an engine's socket stays.
 
     Raises:
-        ConfigRefused: they do not fit this host.
+        ConfigRefused: the settings do not fit this host.
     """
     rules = {"docker": docker_rules, "systemd": systemd_rules, "process": process_rules}
     if (rules_of := rules.get(runtime.name)) is None:
@@ -81,10 +81,10 @@ def renewal(runtime: Runtime, settings: Settings) -> Callable[[], object]:
 
 
 def refuse_unfit(settings: Settings) -> None:
-    """Refuse settings of the runtime that do not fit this machine.
+    """Refuse settings of the runtime that do not fit this host.
 
     Raises:
-        ConfigRefused: they do not.
+        ConfigRefused: the settings do not fit this host.
     """
     match settings.node.runtime:
         case "process":
@@ -100,10 +100,10 @@ def refuse_unfit(settings: Settings) -> None:
 
 
 def refuse_unknown_users(settings: Settings) -> None:
-    """Refuse users of kernels that this machine does not have, whoever asks.
+    """Refuse users of kernels that this host does not have.
 
     Raises:
-        ConfigRefused: there is no such user.
+        ConfigRefused: a user does not exist.
     """
     if settings.node.runtime == "docker":
         return  # a container's users are its image's
@@ -120,23 +120,23 @@ def refuse_unknown_users(settings: Settings) -> None:
 
 
 def docker_rules(settings: Settings) -> DockerRules:
-    """Return what containers may have."""
+    """Return the rules of containers."""
     from agentd.runtimes.docker.container_config import DockerRules
 
     return DockerRules(**_same(DockerRules, settings.runtime.docker))
 
 
 def _same(rules: type[msgspec.Struct], table: Section) -> dict[str, Any]:
-    """Return the fields of rules that a table of settings has too, there without the unit `_s`."""
+    """Return the settings for the fields of rules; settings have no unit suffix `_s`."""
     keys = {name: name.removesuffix("_s") for name in rules.__struct_fields__}
     return {name: getattr(table, key) for name, key in keys.items() if hasattr(table, key)}
 
 
 def process_rules(settings: Settings) -> ProcessRules:
-    """Return what process kernels may have, with every user looked up.
+    """Return the rules of process kernels, with resolved users.
 
     Raises:
-        ConfigRefused: there is no such user, or agentd may not run processes as another user.
+        ConfigRefused: a user does not exist, or agentd may not run processes as another user.
     """
     from agentd.runtimes.process.spawn import ProcessRules
 
@@ -146,10 +146,10 @@ def process_rules(settings: Settings) -> ProcessRules:
 
 
 def systemd_rules(settings: Settings) -> SystemdRules:
-    """Return what units may have, with every user looked up.
+    """Return the rules of units, with resolved users.
 
     Raises:
-        ConfigRefused: there is no such user, or agentd may not run units as another user.
+        ConfigRefused: a user does not exist, or agentd may not run units as another user.
     """
     from agentd.runtimes.systemd.unit import SystemdRules
 
@@ -165,11 +165,11 @@ def systemd_rules(settings: Settings) -> SystemdRules:
     return SystemdRules(**given)
 
 
-_NOT_ROOT = "agentd is not root, and runs kernels as its own user"
+_NOT_ROOT = "agentd is not root and runs kernels as its own user"
 
 
 def _account(user: str, where: str, problems: list[Problem]) -> UserAccount | None:
-    """Return the account of a user; without one, add that to the problems."""
+    """Return the account of a user; add a problem if it does not exist."""
     from agentd.runtimes.process.spawn import find_account
 
     try:
@@ -182,10 +182,10 @@ def _account(user: str, where: str, problems: list[Problem]) -> UserAccount | No
 def _accounts(
     settings: Settings, user: str | None, where: str
 ) -> tuple[UserAccount | None, dict[str, UserAccount]]:
-    """Return the account of all agents, and those of agents that have their own.
+    """Return the default account, and those of agents that have their own.
 
     Raises:
-        ConfigRefused: there is no such user, or agentd may not run anything as another user.
+        ConfigRefused: a user does not exist, or agentd may not run anything as another user.
     """
     is_root = os.geteuid() == 0
     problems: list[Problem] = []
@@ -203,7 +203,7 @@ def _accounts(
 
 
 def checkup(settings: Settings, plugins: Plugins, used: Collection[str]) -> list[str]:
-    """Return what an operator should know of this machine, where kernels of `used` runtimes are."""
+    """Return warnings about this host for the `used` and the configured runtimes."""
     runtimes = {*used, settings.node.runtime}
     loaded = {status.plugin for status in plugins.statuses()}
     engine = settings.runtime.docker.socket if "docker" in runtimes else None
@@ -221,7 +221,7 @@ async def refuse_changed_id(settings: Settings, node_id: str, store: StateFolder
     """Refuse another node id while kernels of the old one live; changes nothing.
 
     Raises:
-        ConfigRefused: some do, or it cannot be told.
+        ConfigRefused: kernels live, or that is unknown.
     """
     node = store.load_node()
     if node is None or node.node_id == node_id:
@@ -232,13 +232,13 @@ async def refuse_changed_id(settings: Settings, node_id: str, store: StateFolder
         try:
             live = await _live_kernels(name, settings, old, store.bundles)
         except RuntimeUnavailable as error:
-            why = f"the {name} runtime does not say whether kernels of {old} live: {error}"
+            why = f"unknown whether kernels of {old} live on the {name} runtime: {error}"
             problems.append(Problem("node.id", why))
             continue
         if live:
             why = (
-                f"was {old}, whose kernels {', '.join(sorted(live))} live;"
-                f" go back to it, or remove them first"
+                f"was {old}, whose kernels {', '.join(sorted(live))} are running;"
+                f" restore the old id, or remove the kernels first"
             )
             problems.append(Problem("node.id", why))
     if problems:
@@ -248,10 +248,10 @@ async def refuse_changed_id(settings: Settings, node_id: str, store: StateFolder
 async def _live_kernels(
     name: str, settings: Settings, node_id: str, bundles: Mapping[str, Path]
 ) -> list[str]:
-    """Return the kernels of a node that live in one of `RUNTIMES`, without changing anything.
+    """Return the live kernels of a node in one of `RUNTIMES`; changes nothing.
 
     Raises:
-        RuntimeUnavailable: it cannot be told.
+        RuntimeUnavailable: the runtime does not answer.
     """
     if name == "systemd":
         from agentd.host.systemd.dbus import Manager
@@ -282,7 +282,7 @@ async def _live_kernels(
 
 
 def remarks(settings: Settings) -> list[str]:
-    """Return what an operator should know of what these settings let kernels do."""
+    """Return warnings about rights that these settings give to kernels."""
     wanted = os.ST_NOSUID | os.ST_NODEV
     found = _systemd_remarks() if settings.node.runtime == "systemd" else []
     for folder in settings.runtime.docker.allowed_mounts:
@@ -301,18 +301,18 @@ def _systemd_remarks() -> list[str]:
     found = []
     if static_busybox() is None:
         found.append(
-            "there is no static BusyBox (install busybox-static): how a kernel ended is lost where"
-            " only systemd sees it, as when the machine goes down"
+            "no static BusyBox (install busybox-static): the exit status of a kernel is lost if"
+            " only systemd sees its end, such as at shutdown"
         )
     if (uid := os.geteuid()) != 0 and not lingers(uid):
         found.append(
-            "kernels end when this user logs out (loginctl enable-linger): its systemd ends then"
+            "kernels end when this user logs out: enable lingering (loginctl enable-linger)"
         )
     return found
 
 
 def lock_folder() -> Path:
-    """Return where a lock is held for each node id, by the daemons of this user."""
+    """Return the folder of the locks on node ids, shared by the daemons of this user."""
     if os.geteuid() == 0:
         return Path("/run/agentd")
     return Path(os.environ.get("XDG_RUNTIME_DIR", "/tmp"))  # noqa: S108 - a lock, with the user's mode

@@ -1,1 +1,1 @@
-"""What this machine is, and how it is spoken to: probe, processes, cgroups, systemd."""
+"""The host: its hardware, processes, cgroups and systemd."""

@@ -1,7 +1,7 @@
-"""Looks at files that may never answer: a network file system whose server is gone, FUSE.
+"""Bounded lookups of files that may never answer: stale network file systems, FUSE.
 
-A thread that waits for one cannot be ended, so it is a daemon thread, there are few of them, and
-whoever waits for it does not wait for long.
+A thread that waits for one cannot be cancelled. So it is a daemon thread, their number is limited,
+and callers wait for a bounded time.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _T = TypeVar("_T")
 
 
 class Lookups:
-    """Looks at files beside the event loop."""
+    """Runs lookups beside the event loop."""
 
     def __init__(self) -> None:
         self._free = asyncio.Semaphore(MOST_AT_ONCE)
 
     async def look(self, what: str, function: Callable[[], _T]) -> _T:
-        """Return what a function finds; `what` it looks at is named where that does not answer.
+        """Return the result of a function; `what` names the object of the lookup in errors.
 
         Raises:
             RuntimeUnavailable: there is no answer in time.
-            Exception: what the function raises.
+            Exception: the function raised it.
         """
         loop = asyncio.get_running_loop()
         found: asyncio.Future[_T] = loop.create_future()
@@ -44,7 +44,7 @@ class Lookups:
         def run() -> None:
             try:
                 answer = partial(found.set_result, function())
-            except Exception as error:  # noqa: BLE001 - raised where it is waited for
+            except Exception as error:  # noqa: BLE001 - raised to the caller
                 answer = partial(found.set_exception, error)
             with suppress(RuntimeError):  # the loop has ended meanwhile
                 loop.call_soon_threadsafe(ended, answer)
@@ -55,5 +55,5 @@ class Lookups:
                 threading.Thread(target=run, name="lookup", daemon=True).start()
                 return await found
         except TimeoutError:
-            why = f"{what} gives no answer within {ANSWER_TIMEOUT_S:g} s"
+            why = f"{what} does not answer within {ANSWER_TIMEOUT_S:g} s"
             raise RuntimeUnavailable(why) from None

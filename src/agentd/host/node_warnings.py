@@ -1,4 +1,4 @@
-"""What an operator should know of this machine, whatever agentd's own books say."""
+"""Warnings about the host, independent of agentd's own state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from agentd.host.systemd.availability import is_booted
 
 _NOT_BEFORE = 1_760_000_000
-"""October 2025, in seconds since the epoch: no clock that is right was before this was written."""
+"""October 2025, in seconds since the epoch; a correct clock shows a later time."""
 _VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
 _DISPLAY = "0x03"
 """Class of display and 3D controllers in PCI configuration space."""
@@ -22,9 +22,9 @@ _PLUGINS = {"NVIDIA": "cuda", "AMD": "rocm"}
 def node_remarks(
     docker_socket: Path | None, plugins: Iterable[str], root: Path = Path("/")
 ) -> list[str]:
-    """Return what is odd about the machine; `docker_socket` None where no engine is used.
+    """Return warnings about the host; `docker_socket` is None if no engine is used.
 
-    `plugins` are the entry points that are loaded.
+    `plugins` are the loaded entry points.
     """
     found = [*_clock(root), *_drivers(root, frozenset(plugins))]
     if docker_socket is None:
@@ -66,8 +66,8 @@ def _cgroups(root: Path) -> Iterator[str]:
         root / "sys/fs/cgroup/cgroup.controllers"
     ).exists():
         yield (
-            "this machine has cgroup v1: the systemd runtime cannot be used, and kernels of one"
-            " service cannot be ended at once"
+            "this host has cgroup v1: the systemd runtime is unavailable, and the kernels of a"
+            " service cannot be killed at once"
         )
 
 
@@ -81,11 +81,11 @@ def _clock(root: Path) -> Iterator[str]:
             with suppress(OSError):
                 names.append((folder / "comm").read_text("utf-8").strip())
         if not any(name.startswith(server[:15]) for name in names for server in servers):
-            yield "nothing keeps this machine's clock right (chrony, systemd-timesyncd)"
+            yield "no time synchronization on this host (chrony, systemd-timesyncd)"
 
 
 def _drivers(root: Path, plugins: frozenset[str]) -> Iterator[str]:
-    """Compare what is on the PCI bus with drivers and plugins."""
+    """Compare the GPUs on the PCI bus with drivers and plugins."""
     vendors = set()
     for device in (root / "sys/bus/pci/devices").glob("*"):
         with suppress(OSError):
@@ -98,4 +98,4 @@ def _drivers(root: Path, plugins: frozenset[str]) -> Iterator[str]:
         if is_loaded and vendor in vendors and plugin not in plugins:
             yield f"driver {driver} is loaded but plugin {plugin} is not"
         elif vendor in vendors and plugin in plugins and not is_loaded:
-            yield f"there is a GPU of {vendor} and a plugin {plugin}, but no driver {driver}"
+            yield f"plugin {plugin} has a GPU of {vendor} but driver {driver} is not loaded"

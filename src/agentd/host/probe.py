@@ -1,4 +1,4 @@
-"""Cores and memory of this machine, as far as this process may use them.
+"""The probe: cores and memory of this host that this process may use.
 
 Sources: the affinity mask (sched_getaffinity(2)), /sys/devices/system/node for NUMA,
 /sys/devices/system/cpu for physical cores, /proc/meminfo, and the memory limits of the
@@ -22,9 +22,9 @@ from agentd.core.slots import CPU, MEM, ONE, SlotKind
 
 
 class Host(msgspec.Struct, frozen=True):
-    """What the probe found: core -> NUMA node (None where unknown), and bytes of memory.
+    """The result of a probe: core -> NUMA node (None if unknown), and bytes of memory.
 
-    `physical` names the physical core of each hardware thread, where the machine tells.
+    `physical` names the physical core of each hardware thread, if known.
     """
 
     cores: dict[int, int | None]
@@ -32,7 +32,7 @@ class Host(msgspec.Struct, frozen=True):
     physical: dict[int, str] = {}
 
     def devices(self, cpus: int | None = None, memory_bytes: int | None = None) -> list[Device]:
-        """Return the built-in devices, as found or as declared; declared cores are all alike."""
+        """Return the built-in devices, probed or declared; declared cores are all alike."""
         found = sorted(self.cores)
         ids = found if cpus is None else (found + _invented(found, cpus))[:cpus]
         cores = [
@@ -57,7 +57,7 @@ class Host(msgspec.Struct, frozen=True):
 
 
 def is_port_free(address: str, protocol: str, port: int) -> bool:
-    """Tell whether nobody listens on a port of this node; True where that cannot be told."""
+    """Return whether no process listens on a port of this host; True if unknown."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     kind = socket.SOCK_DGRAM if protocol == "udp" else socket.SOCK_STREAM
     with socket.socket(family, kind) as probe:
@@ -75,7 +75,7 @@ def _invented(found: list[int], cpus: int) -> list[int]:
 
 
 def probe(root: Path = Path("/")) -> Host:
-    """Read this machine; `root` is where its /sys and /proc are."""
+    """Probe this host; `root` contains its /sys and /proc."""
     nodes = dict(_numa_nodes(root / "sys/devices/system/node"))
     cores = {core: nodes.get(core) for core in os.sched_getaffinity(0)}
     limits = [_total_memory(root), *_cgroup_limits(root)]
@@ -84,7 +84,7 @@ def probe(root: Path = Path("/")) -> Host:
 
 
 def _physical_cores(folder: Path, cores: Iterable[int]) -> dict[int, str]:
-    """Read which physical core each hardware thread is of; nothing where that cannot be read.
+    """Return the physical core of each hardware thread, as far as it is known.
 
     Core ids are unique within a package (Documentation/admin-guide/cputopology.rst).
     """
@@ -110,13 +110,13 @@ def _numa_nodes(folder: Path) -> Iterator[tuple[int, int]]:
 
 
 def numa_nodes_of(cores: Iterable[str], root: Path = Path("/")) -> list[int]:
-    """Return the NUMA nodes that some cores are of, where that is known."""
+    """Return the NUMA nodes of some cores, as far as they are known."""
     nodes = dict(_numa_nodes(root / "sys/devices/system/node"))
     return sorted({nodes[int(core)] for core in cores if int(core) in nodes})
 
 
 def parse_cpu_list(text: str) -> list[int]:
-    """Read the kernel's list format, `0-3,8` (Documentation/admin-guide/cputopology.rst)."""
+    """Parse Linux's list format, `0-3,8` (Documentation/admin-guide/cputopology.rst)."""
     cores: list[int] = []
     for part in text.strip().split(","):
         if part:
@@ -155,15 +155,15 @@ def _cgroup_limits(root: Path) -> Iterator[int]:
 
 
 def derived_node_id(machine_id: Path = Path("/etc/machine-id")) -> str:
-    """Return a name for this node that survives a changed host name.
+    """Return a node id that survives a change of the host name.
 
     The machine id is hashed with agentd's name, as machine-id(5) asks, so that it is not
     exposed.
 
     Raises:
-        OSError: the machine has no id.
+        OSError: the host has no machine id.
     """
     text = machine_id.read_text(encoding="ascii").strip()
     if not text or text == "uninitialized":
-        raise OSError(f"{machine_id} holds no machine id")
+        raise OSError(f"{machine_id} has no machine id")
     return "node-" + hashlib.sha256(f"agentd:{text}".encode()).hexdigest()[:12]

@@ -1,11 +1,11 @@
 """Processes by identity: pid and start time together, never a bare pid.
 
-A pid is used again after its process is gone; the pair of pid and start time is not
-(proc(5), field 22 of stat). Signals go through a pidfd (pidfd_open(2)) that was opened
-before the start time was compared, so they cannot reach a successor.
+A pid is reused after its process has ended; the pair of pid and start time is not (proc(5), field
+22 of stat). Signals go through a pidfd (pidfd_open(2)) that was opened before the start time was
+compared, so they cannot reach a successor.
 
-Only ESRCH and ENOENT say that a process is not there. Any other failure to look (no file
-descriptor, no memory) is raised: a failed look proves nothing.
+Only ESRCH and ENOENT mean that a process does not exist. Any other failure (no file descriptor, no
+memory) is raised: it proves nothing.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 WITHOUT_DESCRIPTOR_S = 1.0
-"""How often a process is looked at while there is no file descriptor to wait for it with."""
+"""Seconds between polls of a process while no file descriptor is available."""
 NOT_THERE = (FileNotFoundError, ProcessLookupError)
 _AT_ONCE = 16
-"""How many processes are struck at once, each by a file descriptor of its own."""
+"""Maximum processes that one pass kills, each by a file descriptor of its own."""
 
 
 class Stat(NamedTuple):
-    """The fields of /proc/PID/stat that matter here; `start_time` in ticks since boot."""
+    """Fields of /proc/PID/stat; `start_time` in ticks since boot."""
 
     pid: int
     state: str
@@ -37,28 +37,28 @@ class Stat(NamedTuple):
 
 
 class Proc(NamedTuple):
-    """One process, for as long as the machine is up."""
+    """One process, unique until the next boot."""
 
     pid: int
     start_time: int
 
     def is_alive(self) -> bool:
-        """Tell whether it runs; a zombie does not."""
+        """Return whether it runs; a zombie does not."""
         now = read_stat(self.pid)
         return now is not None and now.start_time == self.start_time and now.state not in "ZX"
 
     def signal(self, number: int) -> None:
-        """Send a signal to this process, or to none.
+        """Send a signal to exactly this process, if it exists.
 
         Raises:
-            OSError: it is not known whether it is there.
+            OSError: it is unknown whether the process exists.
         """
         with suppress(ProcessLookupError), _opened(self.pid) as descriptor:
             if self.is_alive():
                 signal.pidfd_send_signal(descriptor, number)
 
     async def ended(self) -> None:
-        """Wait until it has ended, without polling as long as there is a descriptor to be had."""
+        """Wait until it has ended, polling only if no descriptor is available."""
         while True:
             try:
                 return await self._ended()
@@ -79,12 +79,12 @@ class Proc(NamedTuple):
 
 @contextmanager
 def _opened(pid: int) -> Iterator[int]:
-    """Hold a pidfd.
+    """Open a pidfd.
 
     Raises:
-        ProcessLookupError: there is no such process. Where the number still names a session,
-            older kernels say EINVAL.
-        OSError: that cannot be told.
+        ProcessLookupError: the process does not exist. Older versions of Linux report EINVAL if its
+            number still names a session.
+        OSError: it is unknown whether the process exists.
     """
     try:
         descriptor = os.pidfd_open(pid)
@@ -99,14 +99,14 @@ def _opened(pid: int) -> Iterator[int]:
 
 
 def strike(look: Callable[[], set[int]], struck: set[int]) -> bool:
-    """Kill some that `look` names and that are not `struck` yet; False if there are none.
+    """Kill some processes that `look` returns and that are not `struck`; False if there are none.
 
-    One is killed only if it is named before and after a descriptor of it was opened, so that a
-    signal reaches no successor. With a quick `look` this meets what forks and exits without pause,
-    which has moved on whenever all processes have been searched for it.
+    A process is killed only if `look` returns it before and after its descriptor was opened, so no
+    signal reaches a successor. A quick `look` can catch processes that fork and exit without pause,
+    which a scan of all processes never does.
 
     Raises:
-        OSError: it is not known whether they are there.
+        OSError: it is unknown whether a process exists.
     """
     meant = sorted(look() - struck)[:_AT_ONCE]
     if not meant:
@@ -124,7 +124,7 @@ def strike(look: Callable[[], set[int]], struck: set[int]) -> bool:
 
 
 def children(pid: int) -> set[int]:
-    """Return the children of a process that has one thread, as far as it is told (proc(5))."""
+    """Return the children of a single-threaded process, as far as they are known (proc(5))."""
     try:
         text = Path(f"/proc/{pid}/task/{pid}/children").read_bytes()
     except NOT_THERE:
@@ -138,7 +138,7 @@ def _settled(done: asyncio.Future[None]) -> None:
 
 
 def read_stat(pid: int) -> Stat | None:
-    """Return what /proc says of a process; None if there is no such process."""
+    """Return the stat of a process, None if it does not exist."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
     except NOT_THERE:
@@ -148,9 +148,9 @@ def read_stat(pid: int) -> Stat | None:
 
 
 def started_at(pid: int) -> float | None:
-    """Return when a process started, in seconds since the epoch; None if there is none.
+    """Return the start time of a process in epoch seconds, None if it does not exist.
 
-    It is the start time in ticks since the boot, added to the time of the boot (proc(5), stat).
+    It is the start time in ticks since boot, added to the boot time (proc(5), stat).
     """
     stat = read_stat(pid)
     if stat is None:
@@ -161,7 +161,7 @@ def started_at(pid: int) -> float | None:
 
 
 def read_env(pid: int) -> dict[str, str]:
-    """Return the environment a process was started with; empty if it may not be read."""
+    """Return the initial environment of a process, empty if it may not be read."""
     try:
         text = Path(f"/proc/{pid}/environ").read_bytes()
     except (*NOT_THERE, PermissionError):
@@ -171,7 +171,7 @@ def read_env(pid: int) -> dict[str, str]:
 
 
 def read_uids(pid: int) -> set[int]:
-    """Return the real, effective, saved and file system user ids of a process; none if gone."""
+    """Return the real, effective, saved and file system user ids of a process, none if it ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_bytes().splitlines()
     except NOT_THERE:
@@ -180,14 +180,14 @@ def read_uids(pid: int) -> set[int]:
 
 
 def all_processes() -> Iterator[Stat]:
-    """Yield every process of the machine that has not ended."""
+    """Yield every process of the host that has not ended."""
     for name in os.listdir("/proc"):  # noqa: PTH208 - a scan of all processes, three times as fast
         if name.isdigit() and (stat := read_stat(int(name))) and stat.state not in "ZX":
             yield stat
 
 
 def descendants(roots: Iterable[int], everyone: Iterable[Stat]) -> set[int]:
-    """Return the processes that others started, or took over, directly or not."""
+    """Return the direct and indirect descendants of processes, including adopted ones."""
     started: dict[int, list[int]] = {}
     for stat in everyone:
         started.setdefault(stat.parent, []).append(stat.pid)

@@ -1,1 +1,1 @@
-"""The HTTP parts that the node and the fleet's gateway share."""
+"""The HTTP server that the node and the fleet's gateway share."""

@@ -1,4 +1,4 @@
-"""Answers that are JSON."""
+"""JSON responses."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from aiohttp import web
 def answer(
     content: object, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> web.Response:
-    """Return a JSON answer."""
+    """Return a JSON response."""
     body = msgspec.json.encode(content)
     return web.Response(body=body, status=status, headers=headers, content_type="application/json")

@@ -1,4 +1,4 @@
-"""One line for every call that was to change something: who, what, and what came of it."""
+"""The audit log: one line for every mutating call, with caller, action and outcome."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class RefusalLog(Protocol):
     """A log of refused calls."""
 
     def note(self, caller: str, agent_id: str, kernel_id: str, error: AgentdError) -> None:
-        """Record the error that a call was answered with."""
+        """Record the error that answered a call."""
 
 
 class Auditor:
-    """One call that changes something; used as a context around it."""
+    """One audited call, used as a context manager around it."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Auditor:
         action: str,
         agent_id: str,
     ) -> None:
-        """`refusals` are told of errors, if there are any."""
+        """Prepare the entry; an error is also recorded in `refusals`."""
         self._events = events
         self._refusals = refusals
         self._request = request
@@ -44,7 +44,7 @@ class Auditor:
         return self
 
     def answered(self, outcome: str) -> None:
-        """Note what the call was answered with: a status, say."""
+        """Set the outcome, such as the status of the response."""
         self._outcome = outcome
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:

@@ -1,6 +1,6 @@
-"""Request bodies as pydantic models: the members that they share, and how a body is read.
+"""Request bodies as pydantic models: shared members and the reading of a body.
 
-The OpenAPI document is made from these, so it says what is checked.
+The OpenAPI document is generated from these models, so it matches the validation.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from agentd.core.slots import (
 from agentd.errors import PRIVATE_MEMBERS, InvalidRequest, Problem
 
 MAX_ITEMS = 256
-"""Entries of a list of objects, and of an object with names of the node: slots, device names."""
+"""Maximum entries of a list of objects, or of an object keyed by slots or device names."""
 
 
 MAX_WORDS = 4096
-"""Entries of a list of texts."""
+"""Maximum entries of a list of strings."""
 
 
 MAX_PARTS = 8192
-"""Objects, members of objects and fractions of one body together."""
+"""Maximum number of objects, members and fractions in one body."""
 
 
 MAX_VARIABLES = 1024
-"""Entries of an object with names of the caller's: variables, labels."""
+"""Maximum entries of an object whose keys the client chooses: variables, labels."""
 
 
 MAX_NAME, MAX_PATH = 256, 4095
-"""Characters of a name, and of a path: PATH_MAX of Linux without its NUL."""
+"""Maximum characters of a name and of a path (PATH_MAX of Linux without its NUL)."""
 
 
 _SHOWN = 80
-"""Characters of an invalid value that a problem quotes."""
+"""Maximum characters that a problem quotes of an invalid value."""
 
 
 _NO_NUL, _PATH, _NO_EQUALS, _TMPFS, _PLATFORM, _ID = (
@@ -67,7 +67,7 @@ _WORDS = {
     _PLATFORM: "expected OS/ARCHITECTURE, such as linux/amd64",
     _ID: "expected a name: at most 63 of A-Z a-z 0-9 _ . -, with a letter or digit first",
 }
-"""What each pattern takes, in words."""
+"""The expectation that each pattern stands for."""
 
 
 _EXPECTED = {
@@ -81,9 +81,9 @@ _EXPECTED = {
     "model_attributes_type": "expected an object",
     "missing": "is missing",
 }
-"""What a member takes, by pydantic's type of the error."""
+"""The expectation by pydantic error type."""
 _SHAPES = frozenset({*_EXPECTED, "extra_forbidden"})
-"""Errors of a body's shape: its members and their JSON types; the others are of values."""
+"""Error types of a body's shape (members and JSON types), as opposed to values."""
 
 
 Text = Annotated[str, Field(max_length=32768, pattern=_NO_NUL)]
@@ -122,11 +122,11 @@ Command = Annotated[Words, AfterValidator(_executable)]
 
 
 class Body(BaseModel):
-    """A request body; members it does not list are errors."""
+    """A request body; unknown members are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
     is_required: ClassVar[bool] = False
-    """Whether a request without a body is incomplete."""
+    """Whether a request must have a body."""
 
 
 _B = TypeVar("_B", bound=Body)
@@ -139,11 +139,11 @@ def read_body(
 ) -> _B:
     """Read a JSON body.
 
-    A body of the right shape may have values that are refused; `before_values` is called first
-    with its members and may refuse it for something graver.
+    `before_values` is called with the members of a body of the right shape, before their values are
+    checked. It may raise an error that matters more.
 
     Raises:
-        InvalidRequest: it is not JSON or does not fit the model; of many problems the first.
+        InvalidRequest: the body is not JSON or does not fit the model; lists the problems.
     """
     counted = _Counted()
     try:
@@ -168,7 +168,7 @@ def read_body(
 
 
 class _Counted:
-    """Counts the parts of a body that are read by Python code: objects, members and fractions."""
+    """A counter of the parts that Python code parses: objects, members and fractions."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -180,12 +180,12 @@ class _Counted:
             raise InvalidRequest([Problem("", why)])
 
     def fraction(self, text: str) -> WrittenFloat:
-        """Return a number that is not whole."""
+        """Return a number with a fraction."""
         self._add(1)
         return WrittenFloat(text)
 
     def members(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        """Return an object; RFC 8259 does not say which of two members of one name counts."""
+        """Return an object; refuse duplicate members, whose meaning RFC 8259 leaves open."""
         self._add(1 + len(pairs))
         members = dict(pairs)
         if len(members) < len(pairs):

@@ -1,4 +1,4 @@
-"""Who calls: told by the unix socket that a call came in on, or by its bearer token."""
+"""Authentication: a caller is identified by its unix socket or its bearer token."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from agentd.views import (
 )
 
 ON_BEHALF = "Agentd-Caller"
-"""The header by which a gateway names the caller that it acts for: `Caller.to_text`."""
+"""The header in which a gateway names the caller that it acts for: `Caller.to_text`."""
 NODE = "Agentd-Node"
-"""The header by which a node says who it is, and a gateway which node it means."""
+"""The header with the node id, in a node's responses and in a gateway's requests."""
 _CALLER, _KERNEL = "caller", "kernel"
 _UCRED = struct.Struct("3i")
 """struct ucred of unix(7): pid, uid, gid."""
 
 
 class Token(msgspec.Struct, frozen=True):
-    """A bearer token, and whom it lets in; with one of a gateway, others can be named."""
+    """A bearer token and its caller; the token of a gateway may act for other callers."""
 
     secret: str
     caller: Caller
@@ -36,7 +36,7 @@ class Token(msgspec.Struct, frozen=True):
 
 
 class Callers:
-    """The tokens, and the unix sockets by path, of which the first is the operator's."""
+    """The known tokens and the unix sockets by path; the first socket is the operator's."""
 
     def __init__(self, tokens: Sequence[Token], sockets: Mapping[str, Caller]) -> None:
         self._tokens = tuple(tokens)
@@ -44,19 +44,19 @@ class Callers:
         self._main = next(iter(self._sockets))
 
     def renew(self, tokens: Sequence[Token]) -> set[str]:
-        """Take other tokens from now on; return the names of callers whose token is gone."""
+        """Replace the tokens and return the names of callers whose tokens are revoked."""
         kept = {token.caller.name for token in tokens if token in self._tokens}
         gone = {token.caller.name for token in self._tokens} - kept
         self._tokens = tuple(tokens)
         return gone
 
     def payer(self, transport: asyncio.BaseTransport) -> Hashable:
-        """Return the caller whose turns a connection takes; None if only a request tells it."""
+        """Return the caller charged for a connection, None if only its requests identify it."""
         name = transport.get_extra_info("sockname")
         return (name, _peer_uid(transport)) if isinstance(name, str) else None
 
     def payer_of(self, request: web.BaseRequest) -> Hashable:
-        """Return the caller whose turns a request over TCP takes; None if it cannot be told."""
+        """Return the caller charged for a TCP request, None if it cannot be identified."""
         try:
             caller = self.identify(request)
         except AgentdError:
@@ -64,10 +64,11 @@ class Callers:
         return None if caller is None else (caller.name, caller.via)
 
     def identify(self, request: web.BaseRequest) -> Caller | None:
-        """Return who calls; None for one over TCP without a token that is known.
+        """Return the caller; None for a TCP request without a known token.
 
         Raises:
-            Forbidden, InvalidRequest: it names another caller and may not, or none there can be.
+            Forbidden: the caller may not act for others.
+            InvalidRequest: the caller that it acts for is malformed.
         """
         transport = request.transport
         name = transport.get_extra_info("sockname") if transport is not None else None
@@ -83,7 +84,7 @@ class Callers:
         return _named(named, caller, is_gateway=is_gateway) if named else caller
 
     def _by_token(self, header: str) -> Token | None:
-        """Compare with every token, in a time that does not tell which is near."""
+        """Find the token of a header, in constant time for each comparison."""
         scheme, _, given = header.partition(" ")
         secret = given.strip().encode(errors="surrogateescape")
         found = [
@@ -106,28 +107,28 @@ def _named(named: Sequence[str], caller: Caller, *, is_gateway: bool) -> Caller:
 
 
 def note_caller(request: web.Request, caller: Caller) -> None:
-    """Keep who calls with the request."""
+    """Attach the caller to a request."""
     request[_CALLER] = caller
 
 
 def caller_of(request: web.Request) -> Caller:
-    """Return who calls, once that is known."""
+    """Return the caller of an authenticated request."""
     caller: Caller = request[_CALLER]
     return caller
 
 
 def note_kernel(request: web.Request, kernel_id: str) -> None:
-    """Keep which kernel a request is about, where its path does not say."""
+    """Attach a kernel id to a request whose path has none."""
     request[_KERNEL] = kernel_id
 
 
 def kernel_of(request: web.Request) -> str:
-    """Return the kernel that a request is about; empty if it is about none."""
+    """Return the kernel id of a request, empty if it has none."""
     return str(request.get(_KERNEL) or request.match_info.get("kernel", ""))
 
 
 def _peer_uid(transport: object) -> int | None:
-    """Return the user id of who is at the other end of a unix socket."""
+    """Return the user id of a unix socket's far end, None if it is unknown."""
     held = transport.get_extra_info("socket")  # type: ignore[attr-defined]
     try:
         content = held.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
@@ -137,7 +138,7 @@ def _peer_uid(transport: object) -> int | None:
 
 
 def caller_view(caller: Caller) -> CallerView:
-    """Return who calls."""
+    """Return a caller as its wire type."""
     return {
         "name": caller.name,
         "role": caller.role.value,

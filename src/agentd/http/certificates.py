@@ -1,4 +1,4 @@
-"""Certificates and keys for TLS: read once, and loaded from what was read."""
+"""TLS certificates and keys, loaded from one read of each file."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from agentd.tomlfile.regular_files import RegularFile, UnusableFile, read_regula
 _FIRST = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 _UTC_TIME, _VERSION = 0x17, 0xA0
 _LONG, _CENTURY = 0x80, 50
-"""From which first byte a length has more, and from which year of two digits it is 19xx."""
+"""DER: the flag of a long length; UTCTime: the first two-digit year of the 20th century."""
 
 
 class Validity(NamedTuple):
-    """When a certificate is valid, in seconds since the epoch."""
+    """The validity period of a certificate, in seconds since the epoch."""
 
     not_before: float
     not_after: float
 
 
 class Certificate(NamedTuple):
-    """A certificate that was read: its context for TLS, its validity, the mode of its key."""
+    """A certificate: its TLS context, its validity and the mode of its key file."""
 
     context: ssl.SSLContext
     validity: Validity | None
@@ -38,7 +38,7 @@ def read_certificate(cert: Path, key: Path) -> Certificate:
     """Read a certificate chain and its key.
 
     Raises:
-        UnusableFile: one of them cannot be read, or they do not go together.
+        UnusableFile: a file cannot be read, or the key does not fit the certificate.
     """
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     chain, secret = load_chain(context, cert, key)
@@ -46,15 +46,15 @@ def read_certificate(cert: Path, key: Path) -> Certificate:
 
 
 def load_chain(context: ssl.SSLContext, cert: Path, key: Path) -> tuple[RegularFile, RegularFile]:
-    """Give a context a certificate chain and its key; return both as they were read.
+    """Load a certificate chain and its key into a context, and return both files.
 
     Raises:
-        UnusableFile: one of them cannot be read, or they do not go together.
+        UnusableFile: a file cannot be read, or the key does not fit the certificate.
     """
     chain, secret = read_named(cert), read_named(key)
     try:
         with _in_memory(chain.content) as first, _in_memory(secret.content) as second:
-            # An empty password: OpenSSL would ask for one at the terminal.
+            # Without a password OpenSSL would ask for one at the terminal.
             context.load_cert_chain(first, second, password=lambda: "")
     except (OSError, ssl.SSLError) as error:
         raise UnusableFile(f"{cert} and {key} cannot be used: {error}") from None
@@ -62,10 +62,10 @@ def load_chain(context: ssl.SSLContext, cert: Path, key: Path) -> tuple[RegularF
 
 
 def read_named(path: Path) -> RegularFile:
-    """Read a file; the error names it.
+    """Read a file; errors contain its path.
 
     Raises:
-        UnusableFile: it cannot be read.
+        UnusableFile: the file cannot be read.
     """
     try:
         return read_regular(path)
@@ -75,7 +75,7 @@ def read_named(path: Path) -> RegularFile:
 
 @contextlib.contextmanager
 def _in_memory(content: bytes) -> Iterator[str]:
-    """Give content a path: ssl takes nothing else."""
+    """Yield a path of the content, since ssl loads certificates from paths only."""
     descriptor = os.memfd_create("agentd-tls", os.MFD_CLOEXEC)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
@@ -84,7 +84,7 @@ def _in_memory(content: bytes) -> Iterator[str]:
 
 
 def validity_of(pem: bytes) -> Validity | None:
-    """Return when the first certificate of a chain is valid (RFC 5280, 4.1); None if unreadable."""
+    """Return the validity of a chain's first certificate (RFC 5280, 4.1), None if unreadable."""
     found = _FIRST.search(pem)
     if found is None:
         return None
@@ -101,13 +101,13 @@ def validity_of(pem: bytes) -> Validity | None:
 
 
 def _inside(der: bytes, at: int) -> int:
-    """Return where the content of a DER value begins."""
+    """Return the offset of a DER value's content."""
     size = der[at + 1]
     return at + 2 + (size - _LONG if size > _LONG else 0)
 
 
 def _behind(der: bytes, at: int) -> int:
-    """Return where a DER value ends."""
+    """Return the offset after a DER value."""
     size, content = der[at + 1], _inside(der, at)
     return content + (int.from_bytes(der[at + 2 : content], "big") if size > _LONG else size)
 

@@ -1,4 +1,4 @@
-"""Tokens and certificates from the files that the settings name, and what is weak about them."""
+"""Tokens and certificates named by the settings, and warnings about weak ones."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ log = structlog.get_logger()
 SECRET_MODE = 0o640
 MAX_TOKEN = 4096
 GOOD_TOKEN = 16
-"""Characters of a token that cannot be guessed over the network."""
+"""Minimum characters of a token that cannot be guessed over the network."""
 
 
 def endpoint(rpc: RpcSettings) -> Endpoint:
-    """Return where the daemon answers, and whom.
+    """Return the endpoint that the settings describe.
 
     Raises:
-        ConfigRefused: a token or the certificate cannot be used.
+        ConfigRefused: a token or the certificate is unusable.
     """
     main = Caller(rpc.socket.stem, Role.ADMIN)
     sockets = [UnixSocket(rpc.socket.absolute(), rpc.socket_group, main)]
@@ -51,7 +51,7 @@ def tokens(rpc: RpcSettings) -> tuple[Token, ...]:
     """Read every bearer token.
 
     Raises:
-        ConfigRefused: files that cannot be used are named, all of them.
+        ConfigRefused: files are unusable; lists all of them.
     """
     named = [
         (f"rpc.tokens.{index}.file", token.file, token.to_caller(token.name), token.gateway)
@@ -76,32 +76,32 @@ def tokens(rpc: RpcSettings) -> tuple[Token, ...]:
 
 
 class Weakness(NamedTuple):
-    """A warning about a token or the certificate, and from when on it holds (epoch seconds)."""
+    """A warning about a token or the certificate, valid from `since` (epoch seconds)."""
 
     text: str
     since: float = 0.0
 
 
 class Weaknesses:
-    """The weaknesses of the credentials in use."""
+    """The warnings about the credentials in use."""
 
     def __init__(self) -> None:
         self._found: tuple[Weakness, ...] = ()
 
     def replace(self, found: Sequence[Weakness]) -> None:
-        """Take those of other credentials."""
+        """Replace the warnings after the credentials changed."""
         self._found = tuple(found)
         for text in self.warnings():
             log.warning("rpc.weak_credential", reason=text)
 
     def warnings(self) -> list[str]:
-        """Return those that hold by now."""
+        """Return the warnings that hold now."""
         now = time.time()
         return [weakness.text for weakness in self._found if weakness.since <= now]
 
 
 def weaknesses(rpc: RpcSettings) -> list[Weakness]:
-    """Return what is weak about the tokens and the certificate; unreadable ones are left out."""
+    """Return the weaknesses of the tokens and the certificate; unreadable files are skipped."""
     files = [token.file for token in rpc.tokens]
     files += [rpc.token_file] if rpc.token_file is not None else []
     found: list[Weakness] = []
@@ -137,7 +137,7 @@ def guarded_secret_in(path: Path) -> str:
     """Read a token that only its owner and group can read.
 
     Raises:
-        ValueError: it cannot be used; the message says why, without the path.
+        ValueError: the file is unusable; the message has the reason without the path.
     """
     read = read_regular(path, MAX_TOKEN)
     if why := _exposed(read.mode):
@@ -146,29 +146,29 @@ def guarded_secret_in(path: Path) -> str:
 
 
 def _exposed(mode: int) -> str:
-    """Return what is wrong with the mode of a secret's file; empty if nothing is."""
+    """Return the problem of a secret file's mode, empty if it has none."""
     if not mode & ~SECRET_MODE:
         return ""
-    return f"has mode {mode:04o}: others can read or write it; allowed: 0600 or 0640"
+    return f"has mode {mode:04o}: accessible by others; expected 0600 or 0640"
 
 
 def _secret(read: RegularFile) -> str:
     """Return the token in a file.
 
     Raises:
-        ValueError: it is not one word.
+        ValueError: the content is not a single word.
     """
     words = read.text.split()
     if len(words) != 1:
-        raise ValueError("is empty; it needs one line" if not words else "is not one word")
+        raise ValueError("is empty, expected one line" if not words else "is not a single word")
     return words[0]
 
 
 def certificate_of(rpc: RpcSettings) -> Certificate | None:
-    """Read the certificate; None where none is configured.
+    """Read the certificate; None if none is configured.
 
     Raises:
-        ConfigRefused: it cannot be used.
+        ConfigRefused: the certificate is unusable.
     """
     if rpc.tls_cert is None or rpc.tls_key is None:
         return None

@@ -1,7 +1,7 @@
-"""The gate: every request is identified, and may be made, before its handler runs.
+"""The gate: every request is authenticated and authorized before its handler runs.
 
-The order is that of the contract: foreign pages, pages of ours, the right node, authentication,
-the end of the start, names, query parameters, rights; then the handler.
+The order of checks is part of the contract: foreign pages, own pages, the right node,
+authentication, the end of the start, names, query parameters, rights; then the handler.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Answering: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Gate:
-    """Lets requests through to the handlers of a site.
+    """The gate between requests and the handlers of a site.
 
-    `patience_s` is how long a request waits for the end of the start.
+    `patience_s` is the time that a request waits for the end of the start, in seconds.
     """
 
     def __init__(
@@ -54,10 +54,11 @@ class Gate:
         self._patience_s = patience_s
 
     async def answered(self, request: web.Request, handler: Answering) -> web.StreamResponse:
-        """Carry out a call that may be made.
+        """Check a request and run its handler.
 
         Raises:
-            AgentdError, web.HTTPException: it may not, or cannot.
+            AgentdError: the request is refused or fails.
+            web.HTTPException: the same, raised by aiohttp.
         """
         if (told := self._told_anybody(request)) is not None:
             return told
@@ -66,7 +67,7 @@ class Gate:
         needs_nobody = route is not None and route.right is None
         if caller is None and not needs_nobody:
             challenge = {"WWW-Authenticate": 'Bearer realm="agentd"'}
-            return problem("Unauthorized", "a bearer token is needed", None, challenge)
+            return problem("Unauthorized", "missing or unknown bearer token", None, challenge)
         if request.path not in OPEN_PATHS:
             await self._site.until_open(self._patience_s)
         if route is None or caller is None or route.right is None:
@@ -84,9 +85,9 @@ class Gate:
         return response
 
     async def _identified(self, request: web.Request) -> Caller | None:
-        """Return who calls, once all of the request is there: a token may be gone by then.
+        """Identify the caller again after the body has arrived: its token may be revoked by then.
 
-        A body that is too large is refused by whoever wants it, after rights and names.
+        A body that is too large is refused later, by the handler, after rights and names.
         """
         caller = self._callers.identify(request)
         if caller is not None and not request.content.is_eof():
@@ -96,9 +97,9 @@ class Gate:
         return caller
 
     def _told_anybody(self, request: web.Request) -> web.Response | None:
-        """Return what is answered whoever asks: a page, or that this is the wrong place to ask."""
+        """Return a response that needs no authentication: a page, or a refusal of the request."""
         if is_foreign(request):
-            return problem("Forbidden", "a page of another origin, or under a foreign name, asks")
+            return problem("Forbidden", "request from a foreign origin or host name")
         if self._pages is not None and (page := self._pages.answer(request)) is not None:
             return page
         if self._node_id is not None and request.headers.get(NODE, self._node_id) != self._node_id:
@@ -111,7 +112,7 @@ class Gate:
 
 
 def refusal(request: web.Request, error: Exception) -> web.Response:
-    """Return the problem that an error is."""
+    """Return the problem response for an error."""
     if isinstance(error, AgentdError):
         headers = dict(error.headers)
         if isinstance(error, Unavailable):
@@ -131,10 +132,10 @@ def refusal(request: web.Request, error: Exception) -> web.Response:
 
 
 def _refuse_unknown_query(request: web.Request, route: Route) -> None:
-    """Refuse query parameters that a route does not know, or knows once: a typo is no order.
+    """Refuse query parameters that are unknown, or repeated where only one is allowed.
 
     Raises:
-        InvalidRequest: every one of them is named.
+        InvalidRequest: lists all of them.
     """
     if not request.query_string or route.passes:
         return

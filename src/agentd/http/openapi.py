@@ -1,4 +1,4 @@
-"""The OpenAPI document of a table of routes."""
+"""OpenAPI documents, generated from tables of routes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names in the paths of calls: each kind has its pattern, and one that does not fit is unknown."""
+"""Validation of the names in paths: a name that cannot exist is unknown."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ _KINDS: Mapping[str, _Kind] = {
     "slot": _Kind(re.compile(SLOT_NAME), "slot", UnknownSlotType),
 }
 REST = "rest"
-"""The part of a path that is passed on, and is not a name."""
+"""The path parameter that a gateway passes on; not a name."""
 
 
 def schema_of(parameter: str) -> Mapping[str, Any]:
-    """Return the JSON schema of a name in a path."""
+    """Return the JSON schema of a path parameter."""
     return {"type": "string", "pattern": f"^{_KINDS[parameter].pattern.pattern}$"}
 
 
 def require_names(parameters: Mapping[str, str]) -> None:
-    """Refuse a path with a name that nothing can have.
+    """Refuse a path with an invalid name.
 
     Raises:
-        RequestError: it is unknown, of the kind that its place in the path calls for.
+        RequestError: an "unknown" error of the parameter's kind.
     """
     for parameter, value in parameters.items():
         if parameter != REST and not (kind := _KINDS[parameter]).pattern.fullmatch(value):

@@ -1,4 +1,4 @@
-"""Errors as problems (RFC 9457): which code has which status."""
+"""Problems (RFC 9457): error codes and their statuses."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ CREATE_CODES = frozenset(
     | {"Forbidden", "UnknownAgent", "UnknownDevice", "UnknownNode"}
     - {"ConfigRefused", "SlotTypeInUse"}
 )
-"""Codes that a create can be answered with: counters by code begin at zero for each."""
+"""Codes that may answer a create; each has a counter that starts at zero."""
 MEMBERS = frozenset({"type", "title", "status", "detail", "code"})
-"""Of every problem; the others are facts of one kind."""
+"""Members of every problem; other members are facts of one code."""
 HTTP_CODES = {404: "NotFound", 405: "MethodNotAllowed", 413: "BodyTooLarge", 403: "Forbidden"}
 
 
 def problem(
     code: str, detail: str, facts: object = None, headers: dict[str, str] | None = None
 ) -> web.Response:
-    """Return an error as a problem; `facts` are its further members.
+    """Return an error as a problem response; `facts` are additional members.
 
-    A code of another version, which a gateway passes on from a node, is one of a bad gateway.
+    An unknown code, which a gateway passes on from a node of another version, becomes a 502.
     """
     content = problem_content(code, detail, facts)
     return web.Response(

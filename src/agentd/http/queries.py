@@ -1,4 +1,4 @@
-"""Query parameters and headers, read and checked."""
+"""Query parameters and headers, parsed and validated."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _TRUE, _FALSE = ("true", "1", ""), ("false", "0")
 
 
 async def body_of(request: web.Request) -> bytes:
-    """Return a request's body.
+    """Return the body of a request.
 
     Raises:
-        InvalidRequest: it cannot be read.
-        RequestTimeout: it does not come.
-        HTTPRequestEntityTooLarge: it is too large, as whoever asks again is told too.
+        InvalidRequest: the body cannot be read.
+        RequestTimeout: the body does not arrive in time.
+        HTTPRequestEntityTooLarge: the body is too large; repeated calls raise it again.
     """
     if (too_large := request.get(_TOO_LARGE)) is not None:
         raise too_large
@@ -40,13 +40,13 @@ async def body_of(request: web.Request) -> bytes:
 
 
 def prefers_async(request: web.Request) -> bool:
-    """Read the Prefer header (RFC 7240)."""
+    """Return whether a request prefers `respond-async` (RFC 7240)."""
     preferences = ",".join(request.headers.getall("Prefer", [])).split(",")
     return any(item.split(";")[0].strip().lower() == "respond-async" for item in preferences)
 
 
 def read_flag(query: Mapping[str, str], name: str) -> bool:
-    """Read a parameter that is true or false; absent is false."""
+    """Parse a boolean parameter; absent means false."""
     value = query.get(name, "false").lower()
     if value not in _TRUE + _FALSE:
         raise InvalidRequest([Problem(name, f"invalid value {value!r}: expected true or false")])
@@ -54,12 +54,12 @@ def read_flag(query: Mapping[str, str], name: str) -> bool:
 
 
 def is_true(query: Mapping[str, str], name: str) -> bool:
-    """Tell whether a parameter is true; one that cannot be read is not."""
+    """Return whether a parameter is true; an invalid value counts as false."""
     return query.get(name, "false").lower() in _TRUE
 
 
 def read_timeout(query: Mapping[str, str]) -> float | None:
-    """Read `timeout`, in seconds."""
+    """Parse `timeout`, in seconds."""
     text = query.get("timeout")
     if text is None:
         return None
@@ -81,10 +81,10 @@ MAX_PAGE = 1000
 
 
 def read_labels(query: MultiMapping[str]) -> list[tuple[str, str]]:
-    """Read `label`: KEY=VALUE, any number of times.
+    """Parse the repeatable parameter `label`: KEY=VALUE.
 
     Raises:
-        InvalidRequest: one is something else.
+        InvalidRequest: a value is malformed.
     """
     found = []
     for given in query.getall("label", []):
@@ -96,10 +96,10 @@ def read_labels(query: MultiMapping[str]) -> list[tuple[str, str]]:
 
 
 def read_limit(query: MultiMapping[str]) -> int | None:
-    """Read `limit`; None if it is not given.
+    """Parse `limit`; None if absent.
 
     Raises:
-        InvalidRequest: it is not 1 to `MAX_PAGE`.
+        InvalidRequest: the value is not 1 to `MAX_PAGE`.
     """
     text = query.get("limit")
     if text is None:

@@ -1,4 +1,4 @@
-"""A route: one call of the RPC, its handler, and what it takes and answers."""
+"""A route: one call of the API with its handler, parameters and responses."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from agentd.core.access import Right
 from agentd.http.bodies import Body
 
 Handler: TypeAlias = Callable[..., Awaitable[web.StreamResponse]]
-"""A method that takes a request; bound in the table of a server, unbound in that of a document."""
+"""A method that takes a request; bound for a server, unbound for a document."""
 
 
 PROBE_PATHS = frozenset({"/livez", "/readyz"})
 
 
 OPEN_PATHS = PROBE_PATHS | {"/v1/openapi.json", "/v1/whoami"}
-"""Answered while the daemon starts."""
+"""Paths that are answered during the start."""
 
 
 class Parameter(msgspec.Struct, frozen=True):
-    """A query parameter or a header, and the JSON schema of its value."""
+    """A query parameter or header, with the JSON schema of its value."""
 
     name: str
     schema: Mapping[str, Any]
@@ -33,14 +33,14 @@ class Parameter(msgspec.Struct, frozen=True):
 
 
 class Media(msgspec.Struct, frozen=True):
-    """An answer that is no JSON: its media type, and what it is."""
+    """A response that is not JSON: its media type and description."""
 
     type: str
     description: str
 
 
 class Route(msgspec.Struct, frozen=True):
-    """One call: `answers` maps a status to what it carries (None: nothing)."""
+    """One call; `answers` maps each status to its model, None for an empty body."""
 
     method: str
     path: str
@@ -49,11 +49,11 @@ class Route(msgspec.Struct, frozen=True):
     takes: tuple[Parameter, ...] = ()
     body: type[Body] | None = None
     right: Right | None = Right.LOOK
-    """What a caller needs; None: nothing, not even a token."""
+    """The right that a caller needs; None for public routes."""
     passes: tuple[Route, ...] = ()
-    """The known calls among those that it passes on: they are described in its place."""
+    """Known routes behind a proxied one, which stand in its place in the document."""
     name: str = ""
-    """The operation id; by default the handler's name, and `_of_agent` where an agent is named."""
+    """The operation id; default: the handler's name, with `_of_agent` below an agent."""
 
     @property
     def parameters(self) -> dict[str, Parameter]:
@@ -62,37 +62,37 @@ class Route(msgspec.Struct, frozen=True):
 
     @property
     def action(self) -> str:
-        """What the call does, in the log and in events."""
+        """The name of the call in logs and events."""
         return self.handler.__name__
 
     @property
     def operation_id(self) -> str:
-        """The name of the call in the OpenAPI document, unique among all routes."""
+        """The operation id in the OpenAPI document, unique among all routes."""
         suffix = "_of_agent" if "agent}/" in self.path else ""
         return self.name or f"{self.action}{suffix}"
 
     @property
     def is_audited(self) -> bool:
-        """Whether each call is written down: it changes something, or runs something."""
+        """Whether calls are audited: they change or run something."""
         return self.method != "GET" or SWITCHED in self.answers
 
 
 SWITCHED = 101
-"""The status of an answer that is a WebSocket (RFC 6455)."""
+"""The status of a WebSocket response (RFC 6455)."""
 
 
 def get(path: str, handler: Handler, answers: Any, *takes: Parameter, **more: Any) -> Route:
-    """Return the route of a GET; `answers` by status, or the model of a 200."""
+    """Return a GET route; `answers` by status, or the model of a 200."""
     return Route("GET", path, handler, _by_status(answers), takes, **more)
 
 
 def post(path: str, handler: Handler, answers: Any, *takes: Parameter, **more: Any) -> Route:
-    """Return the route of a POST; `answers` by status, or the model of a 200."""
+    """Return a POST route; `answers` by status, or the model of a 200."""
     return Route("POST", path, handler, _by_status(answers), takes, **more)
 
 
 def delete(path: str, handler: Handler, *takes: Parameter, **more: Any) -> Route:
-    """Return the route of a DELETE, which is answered with 204."""
+    """Return a DELETE route, answered with 204."""
     return Route("DELETE", path, handler, {204: None}, takes, **more)
 
 

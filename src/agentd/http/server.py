@@ -1,6 +1,6 @@
-"""The HTTP server: where it listens, its connections, and the end of open requests.
+"""The HTTP server: endpoints, connections and the graceful stop.
 
-A unix socket's mode and group decide who may connect, and the socket what they may do; on TCP a
+A unix socket's mode and group decide who may connect; the socket decides their rights. On TCP a
 bearer token does both (`gate`). Every error is a problem (RFC 9457) with a stable code.
 """
 
@@ -35,19 +35,19 @@ from agentd.http.static import Pages
 log = structlog.get_logger()
 
 ACCEPTED_AT_ONCE = 8
-"""How many connections are accepted in one round of the event loop; the others stay queued."""
+"""Connections accepted in one round of the event loop; the others stay queued."""
 TCP_PART, FURTHER_PART = 0.5, 0.125
-"""How much of all descriptors TCP connections, and those of further sockets, may have."""
+"""Maximum fraction of file descriptors for TCP, and for further sockets."""
 SHUTDOWN_TIMEOUT_S, CANCEL_TIMEOUT_S = 3.0, 0.5
-"""Seconds that a stop waits for open requests to end, and then for their cancellation."""
+"""Seconds that a stop waits for open requests, and then for their cancellation."""
 FIRST_REQUEST_S = 1.0
-"""How long a stop waits for the first request of whom it let in: it would be reset."""
+"""Seconds that a stop waits for the first request of an accepted connection."""
 OPEN_PATIENCE_S = 30.0
-"""How long a request waits for the end of the start, where somebody holds the sockets."""
+"""Seconds that a request waits for the end of the start when systemd holds the sockets."""
 
 
 class UnixSocket(msgspec.Struct, frozen=True):
-    """A unix socket: where it is, who may connect, and as what."""
+    """A unix socket: its path, its group and the caller it stands for."""
 
     path: Path
     group: str | None
@@ -55,10 +55,10 @@ class UnixSocket(msgspec.Struct, frozen=True):
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """Where to listen: unix sockets, and TCP for callers with a token if `host` is set.
+    """The addresses to listen on: unix sockets, and TCP if `host` is set.
 
-    `passed` are sockets that listen already, by address: somebody else holds them, and who asks
-    there while this process is started anew waits.
+    `passed` are listening sockets by address, passed in by systemd. Clients that connect while this
+    process restarts wait in their queues.
     """
 
     sockets: tuple[UnixSocket, ...]
@@ -71,16 +71,16 @@ class Endpoint(msgspec.Struct, frozen=True):
 
     @property
     def tcp_address(self) -> str | None:
-        """Where it listens on TCP, as `host:port`."""
+        """The TCP address as `host:port`, None without TCP."""
         if self.host is None:
             return None
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def address_refusal(host: str) -> str:
-    """Return why no TCP socket can be bound to an address, empty if one can.
+    """Return why no TCP socket can bind to an address, empty if one can.
 
-    The port is not tried: a daemon may listen on it.
+    The port is not tried: a daemon may be listening on it.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -92,7 +92,7 @@ def address_refusal(host: str) -> str:
 
 
 class Server:
-    """Serves routes, whose handlers are bound, at an endpoint."""
+    """A server for routes with bound handlers at an endpoint."""
 
     def __init__(
         self,
@@ -126,10 +126,10 @@ class Server:
         self._stopping: asyncio.Event | None = None
 
     async def start(self) -> None:
-        """Listen.
+        """Start listening.
 
         Raises:
-            StartRefused: a socket or the address cannot be had.
+            StartRefused: a socket or the address is unavailable.
         """
         self._site.describe(cache(lambda: document(self._title, self._routes)))
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._answer])
@@ -144,7 +144,7 @@ class Server:
         main, *others = self._endpoint.sockets
         known = {str(unix.path) for unix in self._endpoint.sockets} | {self._endpoint.tcp_address}
         if strange := sorted(passed.keys() - known):
-            raise StartRefused(f"systemd passed {', '.join(strange)}, where nothing is to listen")
+            raise StartRefused(f"systemd passed unexpected sockets: {', '.join(strange)}")
         for unix, limits in ((main, None), *((other, self._further) for other in others)):
             if (listening := passed.get(str(unix.path))) is None:
                 listening = unix_socket(unix.path, unix.group)
@@ -181,7 +181,7 @@ class Server:
         return with_a_queue(listener)
 
     def _connection(self, limits: Limits | None) -> Callable[[], Connection]:
-        """Return what makes the protocol of a new connection."""
+        """Return a factory of connections."""
         server = self._runner.server if self._runner is not None else None
         if server is None:
             raise RuntimeError("the server has not been set up")
@@ -191,12 +191,12 @@ class Server:
 
     @property
     def cancelled(self) -> list[str]:
-        """The requests that a stop cancels, as `METHOD /path`; filled by `stop`."""
+        """The requests that `stop` cancelled, as `METHOD /path`."""
         return self._cancelled
 
     @property
     def has_tls(self) -> bool:
-        """Whether TLS is spoken over TCP."""
+        """Whether the TCP endpoint uses TLS."""
         return self._tls is not None
 
     def _context(self) -> ssl.SSLContext:
@@ -205,16 +205,16 @@ class Server:
         return self._tls
 
     def renew_tls(self, context: ssl.SSLContext) -> None:
-        """Show another certificate to new connections."""
+        """Replace the certificate for new connections."""
         self._tls = context
 
     def renew_tokens(self, tokens: Sequence[Token]) -> None:
-        """Take other tokens from now on; who has one that is gone is cut off at once."""
+        """Replace the tokens and close connections that use revoked ones."""
         for name in self._callers.renew(tokens):
             self._site.streams.cut(name)
 
     async def stop(self, deadline: Deadline) -> None:
-        """Stop accepting, remove the sockets, let open requests end, and cancel the others."""
+        """Stop accepting, remove the sockets, let open requests finish, and cancel the rest."""
         await self._stop_accepting()
         for path in self._bound:
             path.unlink(missing_ok=True)
@@ -222,7 +222,7 @@ class Server:
         self._site.streams.end()
         for handshake in self._handshakes:
             handshake.cancel()
-        patience = deadline.earlier(2 * CANCEL_TIMEOUT_S)  # aiohttp waits before and after it
+        patience = deadline.earlier(2 * CANCEL_TIMEOUT_S)  # aiohttp waits before and after
         await self._until_answered(patience.left_s(SHUTDOWN_TIMEOUT_S))
         self._cancelled += sorted(f"{open_.method} {open_.path}" for open_ in self._open.values())
         if self._runner is not None:
@@ -234,9 +234,9 @@ class Server:
             await is_set_within(self._stopping, timeout_s)
 
     async def _stop_accepting(self) -> None:
-        """Let nobody in any more; whoever was accepted becomes a connection first.
+        """Stop accepting connections; serve those already accepted.
 
-        asyncio drops without a word what it has accepted for a server that is closed meanwhile.
+        asyncio silently drops a connection that it accepted for a server that is closed meanwhile.
         """
         loop = asyncio.get_running_loop()
         for listener in self._listeners:
@@ -253,7 +253,7 @@ class Server:
 
     @web.middleware
     async def _answer(self, request: web.Request, handler: Answering) -> web.StreamResponse:
-        """Refuse who may not call, or what cannot be asked; turn every error into a problem."""
+        """Pass a request through the gate, and turn every error into a problem."""
         connection = request.protocol
         self._open[id(request)] = request
         try:
@@ -264,7 +264,7 @@ class Server:
                 await connection.began(kind)
             response = await self._gate.answered(request, handler)
         except ConnectionError:
-            raise  # the caller has gone; there is nobody to answer
+            raise  # the client disconnected; nobody reads the answer
         except Exception as error:  # noqa: BLE001 - what has no code of its own is logged
             response = refusal(request, error)
         finally:
@@ -281,8 +281,8 @@ def _broken(why: str) -> web.Response:
 
 
 async def _expected(request: web.Request) -> web.StreamResponse | None:
-    """Answer an Expect header (RFC 9110): go on, or a problem."""
+    """Answer an Expect header (RFC 9110): continue, or a problem."""
     if request.headers.get("Expect", "").lower() != "100-continue":
-        return problem("ExpectationFailed", "only 100-continue can be expected")
+        return problem("ExpectationFailed", "unsupported Expect header: expected 100-continue")
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     return None

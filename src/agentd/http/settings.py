@@ -1,4 +1,4 @@
-"""[[rpc.tokens]] and [[rpc.sockets]]: who may call, and as what."""
+"""[rpc], [[rpc.tokens]] and [[rpc.sockets]]: endpoints, callers and their roles."""
 
 from __future__ import annotations
 
@@ -19,49 +19,51 @@ from agentd.tomlfile.section import (
 
 
 class _Entry(Section):
-    """What tokens and sockets have in common."""
+    """The members that tokens and sockets share."""
 
     role: Role = Field(description='"admin", "agent" or "read".')
     agents: Annotated[tuple[Name, ...], Field(max_length=1024)] = Field(
-        default=(), description="Whose agents: needed for agent, narrows read."
+        default=(), description="Agents in scope (required for role agent)."
     )
 
     @model_validator(mode="after")
     def _fits(self) -> _Entry:
         if self.role is Role.AGENT and not self.agents:
-            raise ValueError('role "agent" needs agents = ["…"]: those that it is for')
+            raise ValueError('role "agent" requires agents = ["…"], the agents in scope')
         if self.role is Role.ADMIN and self.agents:
-            raise ValueError('role "admin" is for all agents; leave agents out')
+            raise ValueError('role "admin" covers all agents; remove agents')
         return self
 
     def to_caller(self, name: str) -> Caller:
-        """Return whom this lets in."""
+        """Return the caller that this entry authenticates."""
         return Caller(name, self.role, frozenset(self.agents) or None)
 
 
 class TokenSettings(_Entry):
     """[[rpc.tokens]]: one bearer token for TCP."""
 
-    name: Name = Field(description="Shown in the log, in events and on kernels.")
-    file: Path = Field(description="One line; mode 0600 or 0640.")
+    name: Name = Field(description="Name of the caller in logs, events and kernels.")
+    file: Path = Field(description="File with the token on one line; mode 0600 or 0640.")
     gateway: bool = Field(
         default=False,
-        description="For a gateway of the fleet: may act for callers that it names; admin only.",
+        description="Fleet gateway: may act for other callers (role admin only).",
     )
 
     @model_validator(mode="after")
     def _trusted(self) -> TokenSettings:
         if self.gateway and self.role is not Role.ADMIN:
-            raise ValueError('gateway = true needs role = "admin": it can name any caller')
+            raise ValueError('gateway = true requires role = "admin": it may act for any caller')
         return self
 
 
 class SocketSettings(_Entry):
-    """[[rpc.sockets]]: a further unix socket; the main one is an admin's."""
+    """[[rpc.sockets]]: an additional unix socket; the main one has the role admin."""
 
-    name: Name | None = Field(default=None, description="Default: the file's, without suffix.")
-    path: Path = Field(description="Where it is made, mode 0660.")
-    group: str | None = Field(default=None, description="Who may connect.")
+    name: Name | None = Field(
+        default=None, description="Name of the caller. Default: the file's, without suffix."
+    )
+    path: Path = Field(description="Path of the socket; mode 0660.")
+    group: str | None = Field(default=None, description="Group that may connect.")
 
     @field_validator("path")
     @classmethod
@@ -70,12 +72,12 @@ class SocketSettings(_Entry):
 
     @property
     def caller_name(self) -> str:
-        """What its callers are called."""
+        """The name of its callers."""
         return self.name or self.path.stem
 
 
 def short_enough(path: Path) -> Path:
-    """Refuse a socket's path that Linux cannot bind."""
+    """Refuse a socket path that is too long for Linux, or empty."""
     if path == Path():
         raise ValueError('is empty; expected a path such as "/run/agentd/agentd.sock"')
     if len(str(path).encode()) > MAX_SOCKET_PATH:
@@ -84,7 +86,7 @@ def short_enough(path: Path) -> Path:
 
 
 class RpcSettings(Section):
-    """[rpc]: where the daemon answers."""
+    """[rpc]: the daemon's endpoints."""
 
     socket: Path = Field(
         default=Path("/run/agentd/agentd.sock"), description="Unix socket, mode 0660."
@@ -94,15 +96,15 @@ class RpcSettings(Section):
     )
     listen: str | None = Field(
         default=None,
-        description="Optional TCP address; needs token-file, beyond loopback TLS too.",
+        description="TCP address; requires token-file, and TLS beyond loopback.",
     )
     token_file: Path | None = Field(
-        default=None, description="File with an admin's bearer token for TCP; mode 0600 or 0640."
+        default=None, description="File with an admin's bearer token; mode 0600 or 0640."
     )
     tls_cert: Path | None = Field(default=None, description="PEM certificate chain for TCP.")
     tls_key: Path | None = Field(default=None, description="PEM private key for TCP.")
     max_connections: Annotated[int, BeforeValidator(refuse_bool), Field(ge=1, le=65536)] = Field(
-        default=1024, description="The most TCP connections; never over half of all descriptors."
+        default=1024, description="Maximum TCP connections (at most half of all descriptors)."
     )
     tokens: tuple[TokenSettings, ...] = ()
     sockets: tuple[SocketSettings, ...] = ()
@@ -118,12 +120,12 @@ class RpcSettings(Section):
         names += [socket.caller_name for socket in self.sockets]
         names += [self.token_file.stem] if self.token_file else []
         if odd := [name for name in names[1:] if not is_name(name)]:
-            raise ValueError(f"no caller can be called {odd[0]!r}: give the socket a name")
+            raise ValueError(f"invalid caller name {odd[0]!r}: set the name of the socket")
         if twice := repeated(names):
             raise ValueError(f"duplicate name {', '.join(twice)} of tokens and sockets")
         paths = [self.socket, *(socket.path for socket in self.sockets)]
         if twice := repeated(paths):
-            raise ValueError(f"socket {', '.join(twice)} is given twice")
+            raise ValueError(f"duplicate socket {', '.join(twice)}")
         return self
 
     @field_validator("listen")
@@ -139,17 +141,17 @@ class RpcSettings(Section):
             return self
         if self.token_file is None and not self.tokens:
             raise ValueError(
-                "listen needs token-file or [[rpc.tokens]]: TCP callers must send a bearer token"
+                "listen requires token-file or [[rpc.tokens]]: TCP callers must send a bearer token"
             )
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls-cert and tls-key go together")
+            raise ValueError("tls-cert and tls-key must be set together")
         if not self.host_port[0].is_loopback and self.tls_cert is None:
-            raise ValueError("listen beyond loopback needs tls-cert and tls-key")
+            raise ValueError("listen beyond loopback requires tls-cert and tls-key")
         return self
 
     @property
     def host_port(self) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]:
-        """The TCP address; only where `listen` is set."""
+        """The TCP address; valid only if `listen` is set."""
         return _host_port(self.listen or "")
 
 

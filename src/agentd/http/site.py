@@ -1,4 +1,4 @@
-"""A site: what a server serves beside its routes, which daemon and gateway have in common."""
+"""A site: the part of a server that daemon and gateway have in common besides routes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentd.http.streaming.streams import Streams
 
 
 class Site(ABC):
-    """The rights of callers, the open streams, and the routes that every site has."""
+    """Rights, open streams, and the routes of every site."""
 
     def __init__(self) -> None:
         self._streams = Streams()
@@ -24,11 +24,11 @@ class Site(ABC):
 
     @property
     def streams(self) -> Streams:
-        """The answers that have no end."""
+        """The open streaming responses."""
         return self._streams
 
     def describe(self, document: Callable[[], Mapping[str, Any]]) -> None:
-        """Set the function that makes the OpenAPI document when a client asks for it."""
+        """Set the function that builds the OpenAPI document on request."""
         self._document = document
 
     @abstractmethod
@@ -36,15 +36,15 @@ class Site(ABC):
         """Wait until requests are answered.
 
         Raises:
-            NotReady: they are not within `patience_s`.
+            NotReady: they are not within `patience_s` seconds.
         """
 
     @abstractmethod
     def require(self, request: web.Request, caller: Caller, right: Right) -> None:
-        """Refuse what a caller cannot see, or may not do.
+        """Refuse a caller that cannot see the target or lacks the right.
 
         Raises:
-            RequestError: the caller does not see it, or lacks the right.
+            RequestError: the target is unknown to the caller, or the right is missing.
         """
 
     @abstractmethod

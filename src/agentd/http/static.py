@@ -1,6 +1,6 @@
-"""The status page: files of the package, which need no token; all that they ask for does.
+"""The status page: static files that need no token; the calls they make do.
 
-No request of theirs goes anywhere else (Content-Security-Policy, https://www.w3.org/TR/CSP3/).
+The Content-Security-Policy confines their requests (https://www.w3.org/TR/CSP3/).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ipaddress import ip_address
 from aiohttp import web
 
 HOME, NODE_HOME = "/ui/", "/ui/node/"
-"""Where a site's own page is, and at a gateway the page of one of its nodes."""
+"""The path of a site's own page, and of a node's page at a gateway."""
 _INDEX = "index.html"
 _PORT = re.compile(r":[0-9]*$")
 _TYPES = {
@@ -36,10 +36,10 @@ _HEADERS = {
 
 
 class Pages:
-    """The files of pages, read once; a package has them in a folder `ui`."""
+    """The files of pages, read once from the folder `ui` of each package."""
 
     def __init__(self, packages: Mapping[str, str]) -> None:
-        """`packages` by the path that their files are at."""
+        """Read the files of `packages`, given by the path to serve each at."""
         self._files: dict[str, tuple[bytes, str, str]] = {}
         for home, package in packages.items():
             for file in files(package).joinpath("ui").iterdir():
@@ -49,7 +49,7 @@ class Pages:
                     self._files[home + file.name] = (content, media, tag)
 
     def answer(self, request: web.BaseRequest) -> web.Response | None:
-        """Return a file; None where the request is for none."""
+        """Return the file for a request, None if there is none."""
         if request.method not in ("GET", "HEAD"):
             return None
         if request.path in ("/", HOME.rstrip("/")):
@@ -66,11 +66,12 @@ class Pages:
 
 
 def is_foreign(request: web.BaseRequest) -> bool:
-    """Tell whether a page of another origin asks, or one under a name that is not this machine's.
+    """Return whether a page of another origin sent a request, or one under a foreign host name.
 
-    A browser sends the origin (https://fetch.spec.whatwg.org/#origin-header). An attacker's name
-    that resolves to the loopback address makes the two equal, so a connection without TLS, which
-    is one from this machine, takes no name of the public DNS; with TLS the certificate decides.
+    A browser sends the origin (https://fetch.spec.whatwg.org/#origin-header). If an attacker's name
+    resolves to the loopback address, origin and host are equal. So a connection without TLS, which
+    is
+    local, accepts no public DNS name; with TLS the certificate decides.
     """
     host = request.headers.get("Host", "")
     origin = request.headers.get("Origin")
@@ -87,7 +88,7 @@ def _is_plain_tcp(request: web.BaseRequest) -> bool:
 
 
 def _is_public_name(host: str) -> bool:
-    """Tell whether a Host with a dot is a name, and not one of this machine's."""
+    """Return whether a Host with a dot is a DNS name outside of localhost."""
     name = _PORT.sub("", host).strip("[]")
     try:
         ip_address(name)

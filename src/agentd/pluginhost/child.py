@@ -1,9 +1,9 @@
-"""The process a plugin lives in: `python -m agentd.pluginhost.child NAME FD`.
+"""The process of a plugin: `python -m agentd.pluginhost.child NAME FD`.
 
-It imports the plugin, calls it as it is told, and knows nothing else. Calls are handled
-one after the other; a plugin that waits for events does so in a thread of its own. It
-dies with the daemon: the kernel kills it when its parent ends, even inside a driver call
-that can be killed, and the end of the channel ends it otherwise.
+It imports the plugin, makes the daemon's calls, and knows nothing else. Calls are handled one after
+another; a plugin that waits for events does so in a thread of its own. The process dies with the
+daemon: Linux kills it when its parent ends, even in an interruptible driver call, and otherwise it
+ends with the channel.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _MORE_LIKELY_TO_BE_KILLED = b"500"
 
 
 class NoPluginError(TypeError):
-    """What the entry point names is no plugin that this agentd can run."""
+    """The entry point is not a plugin that this agentd can run."""
 
 
 class PluginServer:
@@ -76,7 +76,7 @@ class PluginServer:
     def _answer(self, call: PluginCall) -> PluginAnswer:
         try:
             if call.method not in RESULTS:
-                raise LookupError(f"no method {call.method}")
+                raise LookupError(f"unknown method {call.method}")
             result = encode(getattr(self, call.method)(*call.arguments))
             return PluginAnswer(call.number, msgspec.Raw(result))
         except BaseException as error:
@@ -103,7 +103,7 @@ class PluginServer:
         for attribute in filter(None, attributes.split(".")):
             loaded = getattr(loaded, attribute)
         if not (isinstance(loaded, type) and issubclass(loaded, AcceleratorPlugin)):
-            raise NoPluginError(f"its entry point is not an AcceleratorPlugin: {loaded!r}")
+            raise NoPluginError(f"the entry point is not an AcceleratorPlugin: {loaded!r}")
         self._class = loaded
         return Facts(
             loaded.api_version,
@@ -121,7 +121,9 @@ class PluginServer:
     def open(self) -> None:
         plugin = self._made
         if plugin.api_version != API_VERSION:
-            raise NoPluginError(f"it speaks plugin API {plugin.api_version}, not {API_VERSION}")
+            raise NoPluginError(
+                f"unsupported plugin API {plugin.api_version} (supported: {API_VERSION})"
+            )
         plugin.open()
         self._is_open = True
         if _overrides(type(plugin), "wait_for_change"):
@@ -163,7 +165,7 @@ class PluginServer:
         return self._made
 
     def _watch(self) -> None:
-        """Tell of changes for as long as the plugin can wait for them."""
+        """Report changes while the plugin can wait for them."""
         while True:
             began = time.monotonic()
             try:
@@ -190,7 +192,7 @@ def said(error: BaseException) -> str:
     try:
         text = " ".join(str(error).split())
     except Exception:
-        text = "it cannot say why"
+        text = "no text"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
@@ -208,7 +210,7 @@ def _be_killed_before_the_daemon() -> None:
 
 
 def main() -> None:
-    """Take the order and serve."""
+    """Read the start message and serve."""
     _, _, number, parent = sys.argv
     _die_with_the_daemon(int(parent))
     _be_killed_before_the_daemon()
@@ -219,7 +221,7 @@ def main() -> None:
         return
     order = msgspec.msgpack.decode(body, type=PluginStart)
     if order.protocol != PROTOCOL:
-        raise SystemExit(f"the daemon speaks plugin protocol {order.protocol}, this is {PROTOCOL}")
+        raise SystemExit(f"unsupported plugin protocol: got {order.protocol}, expected {PROTOCOL}")
     sys.path[:] = order.path
     with contextlib.suppress(ConnectionError):
         PluginServer(channel, order).serve()

@@ -1,7 +1,7 @@
-"""The conformance suite for plugins: each promise of `agentd.plugin_api`, tried on a real one.
+"""The conformance suite: every requirement of `agentd.plugin_api`, checked on a real plugin.
 
-The plugin runs in a process of its own as it does under the daemon, with the same deadlines.
-A check that cannot be tried because an earlier one failed is left out.
+The plugin runs in its own process with the same deadlines as under the daemon. A check that depends
+on a failed one is skipped.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _ENGINES = (Features("process"), Features("docker", device_requests=True))
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """What came of one check; `detail` says why it failed, or what was seen.
+    """The result of one check; `detail` is the reason of a failure, or an observation.
 
-    One that could not be tried has passed nothing and failed nothing.
+    A check that was not `tried` has neither passed nor failed.
     """
 
     check: str
@@ -55,11 +55,11 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class _Failed(Exception):
-    """A check failed, and those after it cannot be tried."""
+    """A check failed, so the checks after it are skipped."""
 
 
 class Conformance:
-    """One run of the suite over one plugin."""
+    """One run of the suite on one plugin."""
 
     def __init__(self, wanted: Wanted, pace: PluginTimeouts) -> None:
         self._wanted = wanted
@@ -69,7 +69,7 @@ class Conformance:
         """The device files that its devices need, as a kernel of each runtime sees them."""
 
     async def run(self) -> list[Finding]:
-        """Try everything, and return what was found."""
+        """Run all checks and return the findings."""
         wanted = self._wanted
         process = await PluginProcess.start(
             wanted.name, wanted.target, wanted.settings, lambda: None
@@ -150,7 +150,7 @@ class Conformance:
         call = process.call("container_edits", devices, features, timeout_s=self._timeout_s)
         edits = checked_edits(await call)
         if not devices and edits != ContainerEdits(env=edits.env):
-            raise InvalidAnswer("more than variables; hiding takes no files, mounts or names")
+            raise InvalidAnswer("expected only variables: hiding needs no files, mounts or names")
         return edits
 
     async def _tell(self, process: PluginProcess, devices: list[AllocatedDevice]) -> None:
@@ -162,11 +162,11 @@ class Conformance:
         measured = await process.call("measure", timeout_s=self._timeout_s)
         known = {d.stable_id for d in listing.devices} | {d.parent for d in listing.devices}
         if strange := sorted({item.stable_id for item in measured} - known):
-            raise InvalidAnswer(f"it measures {', '.join(strange)}, which it does not list")
+            raise InvalidAnswer(f"measurements of unlisted devices: {', '.join(strange)}")
 
 
 def missing(edits: ContainerEdits) -> Iterator[str]:
-    """Yield the device files and mount sources of edits that are not on this node."""
+    """Yield the device files and mount sources of edits that are missing on this node."""
     for node in edits.device_nodes:
         try:
             mode = Path(node.host_path).stat().st_mode
@@ -174,14 +174,14 @@ def missing(edits: ContainerEdits) -> Iterator[str]:
             yield f"{node.host_path}: {error.strerror}"
         else:
             if not (stat.S_ISCHR(mode) or stat.S_ISBLK(mode)):
-                yield f"{node.host_path}: it is no device"
+                yield f"{node.host_path}: not a device"
     for mount in edits.mounts:
         if not Path(mount.source).exists():
             yield f"{mount.source}: No such file or directory"
 
 
 def _moved(first: PluginListing, second: PluginListing) -> str:
-    """Say which ids mean something else in the second listing."""
+    """Describe the ids that differ between two listings."""
     before = {d.stable_id: (d.device_id.id, d.slot) for d in first.devices}
     after = {d.stable_id: (d.device_id.id, d.slot) for d in second.devices}
     moved = {name for name in {*before, *after} if before.get(name) != after.get(name)}
@@ -189,7 +189,7 @@ def _moved(first: PluginListing, second: PluginListing) -> str:
 
 
 def _parsed(text: str) -> ast.Module:
-    """Parse with the collector off: before Python 3.11.8 parsing may fail if it runs meanwhile.
+    """Parse with the collector off, which can break parsing before Python 3.11.8.
 
     https://github.com/python/cpython/issues/106905
     """
@@ -201,9 +201,9 @@ def _parsed(text: str) -> ast.Module:
 
 
 def imports_of_agentd(file: Path) -> set[str]:
-    """Return what a plugin's source imports of agentd besides the plugin API, wherever it does.
+    """Return the modules of agentd that a plugin imports besides the plugin API.
 
-    `file` is the module of its entry point; of a package all modules are read.
+    `file` is the module of its entry point; in a package all modules are read.
     """
     files = sorted(file.parent.rglob("*.py")) if file.name == "__init__.py" else [file]
     found = set()

@@ -1,12 +1,12 @@
-"""Programs that a plugin's process started, and that are to end with it.
+"""Programs that a plugin's process started, which must end with it.
 
-A library may start helpers, in sessions of their own too, which no signal to the process
-reaches. They inherit its environment, and there stands a mark: the daemon's pid and start
-time, the pid namespace that these are of, and a word of each plugin process's own. Those of a
-daemon that was killed are ended by the next one of the same namespace.
+A library may start helpers, also in sessions of their own, which no signal to the process reaches.
+They inherit a mark in the environment: the daemon's pid and start time, its pid namespace, and a
+word unique to the plugin process. Helpers of a daemon that was killed are ended by the next one in
+the same namespace.
 
-Anybody can put a mark into an environment, so it counts only on a process that is this
-user's through and through: a setuid program that somebody else started is not.
+Any user can put a mark into an environment, so it counts only on a process that runs entirely as
+this user: a setuid program that another user started does not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 MARK = "AGENTD_PLUGIN"
 _ROUNDS = 5
-"""A helper may start another between the look and the kill; not for ever."""
+"""Maximum passes; a helper may start another one between the scan and the kill."""
 
 
 def new_mark() -> str:
@@ -61,12 +61,12 @@ def _end(is_meant: Callable[[str], bool]) -> None:
 
 
 def _namespace() -> str:
-    """Return the number of the pid namespace of this process (pid_namespaces(7))."""
+    """Return the number of this process's pid namespace (pid_namespaces(7))."""
     return Path("/proc/self/ns/pid").readlink().name.strip("pid:[]")
 
 
 def _is_of_here(mark: str) -> bool:
-    """Tell whether a mark's pid means the same here: one without a namespace is an older one's."""
+    """Return whether a mark belongs to this pid namespace; older marks name none."""
     words = mark.split(".")
     return len(words) < len(("pid", "start", "namespace", "word")) or words[2] == _namespace()
 

@@ -1,26 +1,34 @@
-"""The entry points of the group `agentd.accelerators`, found by their metadata alone.
+"""Entry points of the group `agentd.accelerators`, found by their metadata alone.
 
-A name that two distributions claim belongs to neither: which one would be loaded would depend on
-the order of a path. https://packaging.python.org/en/latest/specifications/entry-points/
+If two distributions claim a name, neither is loaded: the choice would depend on the order of a
+path. https://packaging.python.org/en/latest/specifications/entry-points/
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 from importlib_metadata import EntryPoint, entry_points
 
 from agentd.core.names import did_you_mean
 from agentd.plugin_api import ENTRY_POINT_GROUP
 
+SCHEMA_FILE = "settings.schema.json"
+"""JSON Schema of a plugin's table, in the package of its entry point."""
+
 
 def installed() -> list[EntryPoint]:
-    """Return the entry points that are installed."""
+    """Return the installed entry points."""
     return [*entry_points(group=ENTRY_POINT_GROUP)]
 
 
 class EntryPoints:
-    """Entry points by name, and the names that more than one distribution claims."""
+    """Entry points by name, and the names that several distributions claim."""
 
     def __init__(self, points: Iterable[EntryPoint]) -> None:
         found: dict[str, list[EntryPoint]] = {}
@@ -36,15 +44,15 @@ class EntryPoints:
         return name in self._targets or name in self.clashes
 
     def target(self, name: str) -> str:
-        """Return what an entry point names (`module:class`); empty where it cannot be loaded."""
+        """Return the target of an entry point (`module:class`), empty if it cannot be loaded."""
         return self._targets.get(name, "")
 
     def why_not(self, name: str) -> str:
-        """Return why there is no target of that name."""
+        """Return why an entry point has no target."""
         return self.clashes.get(name) or self.missing(name)
 
     def missing(self, name: str) -> str:
-        """Return that no such entry point is installed, and the nearest that is."""
+        """Return the error for a missing entry point, with the nearest installed one."""
         hint = did_you_mean(name, self, 0.6)
         have = ", ".join(sorted(self)) or "none"
         return f"no entry point {name!r} is installed; {hint}installed: {have}"
@@ -53,3 +61,18 @@ class EntryPoints:
 def _clash(name: str, points: Iterable[EntryPoint]) -> str:
     owners = sorted(point.dist.name if point.dist else point.value for point in points)
     return f"entry point {name!r} is claimed by {' and '.join(owners)}; uninstall one of them"
+
+
+def settings_schemas(points: Iterable[EntryPoint]) -> dict[str, dict[str, Any]]:
+    """Return the JSON Schema of the table of each entry point whose package has one.
+
+    The packages are found and not imported.
+    """
+    found = {}
+    for point in points:
+        spec = find_spec(point.module.partition(".")[0])
+        for folder in (spec and spec.submodule_search_locations) or ():
+            with contextlib.suppress(FileNotFoundError):
+                text = (Path(folder) / SCHEMA_FILE).read_text(encoding="utf-8")
+                found[point.name] = json.loads(text)
+    return found

@@ -1,9 +1,9 @@
-"""The accelerator plugins of this node: which there are, and what they say together.
+"""All accelerator plugins of this node.
 
-Entry points are found by their metadata alone. No plugin's code is ever imported here:
-each instance lives in a process of its own (`instance`, `process`, `child`), and one that
-raises, hangs, lies or dies touches nothing else. What time can mend is `pending` and tried again;
-what it cannot is `failed`, with the reason.
+Entry points are found by their metadata alone. No plugin code is ever imported here: each instance
+runs in a process of its own (`instance`, `process`, `child`), so one that raises, hangs or dies
+affects nothing else. A temporary failure is `pending` and retried; a permanent one is `failed`,
+with the reason.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from agentd.services.protocols import PluginListing, PluginState, PluginStatus, 
 log = structlog.get_logger()
 
 RETRY_WAIT_S = 10.0
-"""How long an operator waits for the outcome of another try, which goes on beyond that."""
+"""Seconds that an operator's retry waits for the outcome; the attempt itself continues."""
 
 
 class Table(Protocol):
-    """One plugin's table, as the configuration gives it."""
+    """One plugin's table in the configuration."""
 
     @property
     def name(self) -> str: ...
@@ -78,15 +78,15 @@ class PluginHost:
             self._instances[wanted.name] = instance
 
     def wanted(self, name: str) -> Wanted:
-        """Return what would run under a device name.
+        """Return the plugin that would run under a device name.
 
         Raises:
-            LookupError: nothing would; the message says what there is.
+            LookupError: there is none; the message lists the existing ones.
         """
         instance = self._instances.get(name)
         if instance is None:
             have = ", ".join(self._instances) or "none"
-            raise LookupError(f"no plugin {name!r}; there are {have}")
+            raise LookupError(f"unknown plugin {name!r} (this node has: {have})")
         if not instance.wanted.target:
             raise LookupError(instance.reason)
         return instance.wanted
@@ -96,7 +96,7 @@ class PluginHost:
             self._changed.put_nowait(name)
 
     async def open(self, timeout_s: float) -> None:
-        """Bring every plugin up, all at once, waiting no longer than `timeout_s`."""
+        """Start all plugins concurrently, and wait at most `timeout_s`."""
         await asyncio.to_thread(end_left_over)
         waiting = [i for i in self._instances.values() if not i.settled.is_set()]
         self._tasks = [
@@ -112,20 +112,20 @@ class PluginHost:
                 task.cancel()
         for instance in waiting:
             if not instance.settled.is_set():
-                instance.reason = f"has not opened within {timeout_s:g} s"
+                instance.reason = f"not open within {timeout_s:g} s"
         self._is_open = True
 
     def _note_end(self, instance: PluginInstance, task: asyncio.Task[None]) -> None:
-        """Mark a plugin as failed whose supervision ended with an error."""
+        """Mark a plugin as failed after its supervision ended with an error."""
         if task.cancelled() or (error := task.exception()) is None:
             return
         name, why = instance.wanted.name, f"{type(error).__name__}: {error}"
         log.error("plugin.supervision_ended", plugin=name, reason=why, exc_info=error)
-        instance.settle(PluginState.FAILED, f"its supervision ended ({why}); restart agentd")
+        instance.settle(PluginState.FAILED, f"supervision ended ({why}); restart agentd")
         self._note(name)
 
     def problems(self) -> list[Problem]:
-        """Return what is wrong with the plugins' tables."""
+        """Return the problems of the plugins' tables."""
         clashes = [
             Problem(f"plugins.{table.name}.plugin", why)
             for table in self._tables
@@ -136,7 +136,7 @@ class PluginHost:
     def doubts(self) -> list[Problem]:
         """Return the entry points that the configuration names and that are not installed.
 
-        On a node of another kind that may be meant, so it keeps no daemon from starting.
+        They do not prevent a start: a configuration may be shared by nodes of different kinds.
         """
         named = [(f"plugins.{table.name}.plugin", table.plugin) for table in self._tables]
         for key, names in self._choices.items():
@@ -165,7 +165,7 @@ class PluginHost:
         ]
 
     def failed_required(self) -> dict[str, str]:
-        """Return one line for each plugin that the start depends on and that is not ready."""
+        """Return the reason for each required plugin that is not ready, by device name."""
         return {
             name: f"plugin {name} is required and {i.state.value}: {i.reason}"
             for name, i in self._instances.items()
@@ -173,7 +173,7 @@ class PluginHost:
         }
 
     def statuses(self, *, everything: bool = False) -> list[PluginStatus]:
-        """Return how each instance does; with `everything`, those that wait for a table too."""
+        """Return the status of each instance; `everything` includes those that need a table."""
         instances = self._instances.values()
         return [i.status for i in instances if everything or not i.is_silent]
 
@@ -192,7 +192,7 @@ class PluginHost:
         instance = self._instances.get(name)
         if instance is None:
             have = ", ".join(self._instances) or "none"
-            raise UnknownPlugin(f"no plugin {name!r} on this node; it has {have}")
+            raise UnknownPlugin(f"unknown plugin {name!r} (this node has: {have})")
         if not instance.wanted.target or instance.state is PluginState.BLOCKED:
             raise Conflict(f"plugin {name} is blocked: {instance.reason}")
         await instance.retry(RETRY_WAIT_S)
@@ -202,7 +202,7 @@ class PluginHost:
         return [i.listing for i in self._instances.values() if i.listing is not None]
 
     def measurements(self) -> dict[str, Sequence[Measurement]]:
-        """Return what was last measured, by device name."""
+        """Return the latest measurements, by device name."""
         return {name: i.measurements for name, i in self._instances.items() if i.measurements}
 
     async def changes(self) -> AsyncIterator[str]:
@@ -224,7 +224,7 @@ class PluginHost:
         self, name: str, devices: list[AllocatedDevice], features: Features
     ) -> ContainerEdits:
         if name not in self._instances:
-            raise PluginUnavailable(f"there is no plugin {name}")
+            raise PluginUnavailable(f"plugin {name} is not loaded")
         return await self._instances[name].container_edits(devices, features)
 
     def notify(self, step: str, kernel_id: str, allocation: Allocation) -> None:
@@ -233,7 +233,7 @@ class PluginHost:
             self._instances[name].notify(KernelEvent(step, kernel_id, devices))
 
     async def close(self) -> None:
-        """Close what is open, and give up on what is not."""
+        """Close open plugins and abandon the others."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -243,7 +243,7 @@ class PluginHost:
 def _wanted(
     tables: Sequence[Table], allow: set[str], block: set[str], points: EntryPoints
 ) -> Iterable[tuple[Wanted, PluginState, str]]:
-    """Yield what is to run, and what is not to, with the reason."""
+    """Yield the plugins to run, and the blocked ones with the reason."""
     for table in tables:
         plugin, target = table.plugin, points.target(table.plugin)
         wanted = Wanted(table.name, plugin, target, table.settings, True, table.required)
@@ -261,7 +261,7 @@ def _wanted(
             continue
         wanted = Wanted(plugin, plugin, points.target(plugin))
         if plugin in (CPU, MEM):
-            why = f"an entry point may not be named {plugin}: those devices are built in"
+            why = f"invalid entry point name {plugin}: these devices are built in"
             wanted = Wanted(f"{plugin} (entry point)", plugin, "")
             yield wanted, PluginState.FAILED, why
         elif not wanted.target:
@@ -271,7 +271,7 @@ def _wanted(
 
 
 def _blocked(plugin: str, allow: set[str], block: set[str]) -> str:
-    """Return why the operator's choice keeps an entry point from running; empty if it does not."""
+    """Return why the operator's settings block an entry point, empty if they do not."""
     if plugin in block:
         return f"entry point {plugin} is blocked by plugins.block"
     if allow and plugin not in allow:

@@ -1,13 +1,12 @@
 """One plugin under one device name, over the life of the daemon.
 
-    pending ──────────> ready <──────> failed (it is lost; tried again)
-       │  tried again
-       └──> failed for good (no such hardware, wrong settings, a lie), or blocked
+pending ──────────> ready <──────> failed (lost; retried)
+│  retried
+└──> failed for good (no such hardware, wrong settings, contract broken), or blocked
 
-`run` brings the plugin's process up, follows it, and brings it up again with a growing
-pause when it is lost, or could not be brought up for a reason that time can mend. What it listed
-first decides its slots for good; later listings are its devices' health. An operator can
-have any plugin tried again at once.
+`run` starts the plugin's process, follows it, and restarts it with a growing backoff when it is
+lost, or failed for a temporary reason. Its first listing fixes its slots; later listings update the
+health of its devices. An operator can retry any plugin at once.
 """
 
 from __future__ import annotations
@@ -44,20 +43,23 @@ log = structlog.get_logger()
 LOAD_TIMEOUT_S, OPEN_TIMEOUT_S, CLOSE_TIMEOUT_S = 60.0, 120.0, 2.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 LONG_ENOUGH_S = 60.0
-"""A process that was ready for so long starts the pauses anew."""
+"""Uptime in seconds after which the restart backoff is reset."""
 MAX_EVENTS_WAITING = 16
-"""A plugin that is slow to hear of kernels misses what is more than this behind."""
+"""Maximum kernel events that wait for a slow plugin; further ones are dropped."""
 MOST_WAKES = 8
-"""Looks at once that a plugin can ask for; each returns after a health interval, so one that always
-tells of a change is looked at as often as one that never does."""
+"""Maximum immediate listings that a plugin can request.
+
+Each returns after a health interval, so a plugin that reports changes all the time is listed as
+often as one that never does.
+"""
 MAX_LEFT_BEHIND = 2
-"""No further process is started while so many of one plugin cannot be killed."""
-_RESTLESS = "it tells of changes all the time; it is looked at once in each health-interval"
+"""No further process is started while this many of one plugin cannot be killed."""
+_RESTLESS = "it reports changes all the time; listed once in each health-interval"
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be run: a device name, its entry point and its table."""
+    """A plugin to run: its device name, entry point and table."""
 
     name: str
     plugin: str
@@ -69,8 +71,9 @@ class Wanted:
 
 @dataclass(frozen=True)
 class PluginTimeouts:
-    """How long a call may take, how often devices are looked at (seconds), and the resident
-    memory beyond which a process leaks, and is started again.
+    """Time limits of calls, the interval of listings (seconds), and the memory limit of a process.
+
+    A process beyond `most_memory_bytes` of resident memory is restarted.
     """
 
     call_timeout_s: float = 10.0
@@ -79,7 +82,7 @@ class PluginTimeouts:
 
 
 class Pauses:
-    """The pauses between tries: they grow, and an operator can cut them short."""
+    """The backoff between attempts, which an operator can cut short."""
 
     def __init__(self) -> None:
         self.next_s = FIRST_PAUSE_S
@@ -93,12 +96,12 @@ class Pauses:
         self._is_cut.set()
 
     def is_news(self, reason: str) -> bool:
-        """Tell whether a reason is another one than the last time."""
+        """Return whether a reason differs from the previous one."""
         before, self._said = self._said, reason
         return reason != before
 
     async def wait(self, *, for_good: bool = False) -> None:
-        """Wait for the next pause, or until it is cut short, which may have been before."""
+        """Wait for the backoff, or until it is cut short, also beforehand."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(None if for_good else self.next_s):
                 await self._is_cut.wait()
@@ -107,7 +110,7 @@ class Pauses:
 
 
 class Wakes:
-    """The looks at once that a plugin may still ask for: a bucket that is refilled in time."""
+    """A token bucket for the immediate listings that a plugin may request."""
 
     def __init__(self, interval_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._interval_s = interval_s
@@ -115,7 +118,7 @@ class Wakes:
         self._left, self._at = float(MOST_WAKES), clock()
 
     def take(self) -> bool:
-        """Take one, if there is one."""
+        """Take a token, if there is one."""
         now = self._clock()
         since = (now - self._at) / self._interval_s
         self._left, self._at = min(MOST_WAKES, self._left + since), now
@@ -146,7 +149,7 @@ class PluginInstance:
         self.measurements: Sequence[Measurement] = ()
         self.settled = asyncio.Event()
         self.validation = asyncio.Event()
-        """Set once `validate` has answered, or a try has ended without that."""
+        """Set once `validate` has answered, or an attempt has ended without that."""
         self._is_validated = False
         self._step = ""
         self._features = features
@@ -169,15 +172,16 @@ class PluginInstance:
 
     @property
     def is_silent(self) -> bool:
-        """Whether it only waits for a table of its own, and is not worth a word."""
+        """Whether it lacks a table of its own, which is not worth a warning."""
         return self._facts is not None and self._facts.needs_table and not self.wanted.has_table
 
     @property
     def why_not_validated(self) -> str:
-        """Why nothing is known of the table: `validate` did not answer; empty otherwise.
+        """Why `validate` has not judged the table, empty if it has.
 
-        A plugin that cannot be imported or finds no hardware is served by no node, and its table
-        is not the reason.
+        It is empty, too, for a plugin that cannot be imported or finds no hardware: the table is
+        not the
+        reason.
         """
         if self._is_validated or self.state in (PluginState.BLOCKED, PluginState.ABSENT):
             return ""
@@ -186,14 +190,14 @@ class PluginInstance:
         return self.reason.partition("; next try")[0] if self._step == "settings" else ""
 
     def settle(self, state: PluginState, reason: str) -> None:
-        """Take a state that others can rely on."""
+        """Enter a state that other parts may rely on."""
         self.state, self.reason = state, " ".join(reason.split())
         self.settled_tries = self.tries
         self.settled.set()
         self.validation.set()
 
     async def run(self) -> None:
-        """Keep the plugin up until cancelled, or until it is known that it cannot be."""
+        """Keep the plugin running until cancelled, or until it has failed for good."""
         while True:
             self._ready_since = None
             self.tries += 1
@@ -225,7 +229,7 @@ class PluginInstance:
             await self._pauses.wait()
 
     async def retry(self, timeout_s: float) -> None:
-        """Try again, and wait for a try that begins from now on, at most `timeout_s`."""
+        """Retry at once, and wait at most `timeout_s` for the end of a new attempt."""
         before = self.tries
         self._pauses.cut_short()
         with contextlib.suppress(TimeoutError):
@@ -238,7 +242,7 @@ class PluginInstance:
         self._left_behind = [process for process in self._left_behind if process.is_alive]
         if len(self._left_behind) >= MAX_LEFT_BEHIND:
             pids = ", ".join(str(process.pid) for process in self._left_behind)
-            raise PluginLost(f"its processes {pids} cannot be killed")
+            raise PluginLost(f"processes {pids} cannot be killed")
         wanted = self.wanted
         self._refuse_settings(_too_large(wanted))
         self._process = process = await PluginProcess.start(
@@ -282,17 +286,17 @@ class PluginInstance:
         self._tell_changed(wanted.name)
 
     def _refuse_settings(self, problems: list[Problem]) -> None:
-        """Keep what is wrong with the table, for the operator.
+        """Keep the problems of the table for the operator.
 
         Raises:
-            InvalidAnswer: something is.
+            InvalidAnswer: there are problems.
         """
         self.problems = problems
         if problems:
             raise InvalidAnswer("; ".join(map(str, problems)))
 
     async def _hiding(self, process: PluginProcess) -> ContainerEdits:
-        """Ask what hides the plugin's devices; before it is open too, as it may never be."""
+        """Return the edits that hide the plugin's devices, also before it is open."""
         timeout_s = self._pace.call_timeout_s
         edits = await process.call("container_edits", [], self._features, timeout_s=timeout_s)
         return ContainerEdits(env=checked_edits(edits).env)
@@ -306,7 +310,7 @@ class PluginInstance:
         return self._seen[1]
 
     async def _follow(self) -> None:
-        """Look at the devices now and then, and at once when the plugin tells of a change."""
+        """List the devices periodically, and at once when the plugin reports a change."""
         process, is_restless = self._process, False
         wakes = Wakes(self._pace.health_interval_s)
         while process is not None and self.state is PluginState.READY:
@@ -340,7 +344,7 @@ class PluginInstance:
                 log.warning("plugin.no_measurements", plugin=self.wanted.name, reason=str(error))
 
     async def _give_up(self, reason: str, state: PluginState | None = None) -> None:
-        """End the process and say why; a plugin that never was ready, and may be, is pending."""
+        """End the process with a reason; a plugin that may still become ready is pending."""
         process, self._process = self._process, None
         if process is not None:
             await process.end(reason)
@@ -359,15 +363,15 @@ class PluginInstance:
             async with asyncio.timeout(2 * timeout_s):
                 return await self._process.call(method, *arguments, timeout_s=timeout_s)
         except TimeoutError:
-            raise PluginLost(f"it is busy with other calls for over {2 * timeout_s:g} s") from None
+            raise PluginLost(f"busy with other calls for over {2 * timeout_s:g} s") from None
 
     async def container_edits(
         self, devices: Sequence[AllocatedDevice], features: Features
     ) -> ContainerEdits:
-        """Return what a kernel needs to use these devices.
+        """Return the edits that a kernel needs for these devices.
 
         Raises:
-            PluginUnavailable: it does not say.
+            PluginUnavailable: the plugin does not answer.
         """
         name = self.wanted.name
         if self.state is not PluginState.READY:
@@ -376,11 +380,11 @@ class PluginInstance:
             return checked_edits(await self._call("container_edits", list(devices), features))
         except (PluginRefused, InvalidAnswer, PluginLost) as error:
             raise PluginUnavailable(
-                f"plugin {name} does not say what its devices need: {error}"
+                f"plugin {name} returned no edits for its devices: {error}"
             ) from None
 
     def notify(self, event: KernelEvent) -> None:
-        """Let the plugin know of a kernel's life; what comes of it changes nothing."""
+        """Notify the plugin of an event in a kernel's life; the outcome is ignored."""
         if self._process is None or self._facts is None or not self._facts.hears_kernels:
             return
         if self._events_waiting >= MAX_EVENTS_WAITING:
@@ -398,17 +402,17 @@ class PluginInstance:
             log.warning("plugin.event_failed", plugin=self.wanted.name, reason=str(error))
 
     async def close(self) -> None:
-        """Let the plugin close, briefly, and end its process."""
+        """Close the plugin within a short time, and end its process."""
         process, self._process = self._process, None
         if process is None:
             return
         if self.state is PluginState.READY:
             await _ask_to_close(process, self.wanted.name)
-        await process.end("the daemon stops")
+        await process.end("the daemon is stopping")
 
 
 async def _once_more(listed: Callable[[], Awaitable[PluginListing]]) -> PluginListing:
-    """List, and list again before a lie is final: devices may change between two reads."""
+    """List, and list again before an invalid answer counts: devices may change between reads."""
     try:
         return await listed()
     except InvalidAnswer:
@@ -426,8 +430,8 @@ async def _ask_to_close(process: PluginProcess, name: str) -> None:
 
 
 def _too_large(wanted: Wanted) -> list[Problem]:
-    """Return the numbers of a table that cannot cross the channel."""
-    why = "is too large a number; allowed: up to 64 bits"
+    """Return the numbers of a table that are too large for the channel."""
+    why = "exceeds 64 bits"
     return [
         Problem(one_line(key), why)
         for key in _large_numbers(f"plugins.{wanted.name}", wanted.settings)

@@ -1,6 +1,6 @@
-"""What a plugin prints goes to the log under its name, so much at a time.
+"""The output of plugins, logged under their names at a limited rate.
 
-Beyond that its lines are counted only, and read no faster than a little at a time.
+Further lines are only counted, and read slowly.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LAST_READS = 16
 
 
 def one_line(text: str, longest: int = MAX_TEXT) -> str:
-    """Return foreign text as it can be shown: one line, printable, not too long."""
+    """Return foreign text as one printable line of limited length."""
     line = " ".join(text[: 4 * longest].split())
     shown = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in line)
     return shown if len(shown) <= longest else f"{shown[: longest - 1]}…"
@@ -39,13 +39,13 @@ class PluginOutput:
         self._lines = 0
 
     def follow(self, file: IO[bytes]) -> None:
-        """Read what comes, from now on."""
+        """Start reading."""
         os.set_blocking(file.fileno(), False)
         self._file = file
         asyncio.get_running_loop().add_reader(file, self._readable)
 
     def _readable(self) -> bool:
-        """Take what there is; False if there is nothing, or nothing more to come."""
+        """Read available output; return False if there is none or at the end."""
         if self._file is None:
             return False
         try:
@@ -91,7 +91,7 @@ class PluginOutput:
             log.info("plugin.printed", plugin=self._name, text=text)
 
     def close(self) -> None:
-        """Take what is left, a bounded part of it, and follow no more."""
+        """Read a bounded part of the remaining output, and stop."""
         for _ in range(_LAST_READS):
             if not self._readable():
                 break

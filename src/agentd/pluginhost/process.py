@@ -1,8 +1,8 @@
 """One process of a plugin, seen from the daemon.
 
-A call has a deadline; a call that misses it, or a frame that cannot be decoded, ends the
-process. The process is killed and waited for briefly. One that is stuck in a driver cannot be
-killed; it is left behind, with its pid in the reason.
+A call has a deadline. A call that misses it, or a frame that cannot be decoded, ends the process.
+The process is killed and awaited briefly. One that is stuck in a driver cannot be killed; it is
+abandoned, with its pid in the reason.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _NOT_FOR_PLUGINS = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FD
 
 
 class PluginLost(Exception):
-    """The process is gone, or had to be ended; the message says why."""
+    """The process has ended, or was ended; the message has the reason."""
 
 
 class PluginRefused(Exception):
@@ -57,7 +57,7 @@ class PluginRefused(Exception):
 
 
 class PluginAbsent(PluginRefused):
-    """The plugin says that this node has none of its hardware (`plugin_api.NotPresent`)."""
+    """The plugin found none of its hardware on this node (`plugin_api.NotPresent`)."""
 
 
 _FAILURES = {
@@ -68,7 +68,7 @@ _FAILURES = {
 
 
 class PluginProcess:
-    """A plugin's process; made by `start`, ended by `end`."""
+    """A plugin's process; created by `start`, ended by `end`."""
 
     def __init__(
         self, name: str, popen: subprocess.Popen[bytes], mark: str, changed: Callable[[], None]
@@ -94,10 +94,10 @@ class PluginProcess:
     async def start(
         cls, name: str, target: str, settings: Mapping[str, Any], changed: Callable[[], None]
     ) -> Self:
-        """Start the process of a plugin; `changed` is called when it tells of a change.
+        """Start the process of a plugin; `changed` is called when it reports a change.
 
         Raises:
-            PluginLost: it does not start.
+            PluginLost: the process does not start.
         """
         order = framed(
             PluginStart(PROTOCOL, [*filter(None, sys.path)], target, name, _plain(settings))
@@ -113,7 +113,7 @@ class PluginProcess:
                     ours.close()
                     raise
         except OSError as error:
-            raise PluginLost(f"its process does not start: {error.strerror}") from None
+            raise PluginLost(f"the process does not start: {error.strerror}") from None
         made = cls(name, popen, mark, changed)
         await made._connect(ours)
         await reach("plugin.after_spawn")
@@ -132,23 +132,24 @@ class PluginProcess:
             self._output.follow(self._popen.stdout)
 
     async def _watch(self) -> None:
-        """See the process end, also where a copy of it keeps the channel open."""
+        """Detect the end of the process, also if a copy of it keeps the channel open."""
         stat = read_stat(self.pid)
         if stat is not None:
             await Proc(stat.pid, stat.start_time).ended()
-        await asyncio.sleep(_OWN_END_S)  # what it said last is read first
+        await asyncio.sleep(_OWN_END_S)  # read its last output first
         await self.end()
 
     async def call(self, method: str, *arguments: object, timeout_s: float) -> Any:
-        """Call a method, and return what RESULTS says of it.
+        """Call a method and return a result of the type in RESULTS.
 
-        Calls wait for each other; `timeout_s` counts from a call's own turn. A caller that
-        gives up does not stop the call.
+        Calls wait for each other; `timeout_s` counts from a call's own turn. Cancelling the caller
+        does not
+        stop the call.
 
         Raises:
             PluginRefused: the plugin raised.
-            PluginAbsent: the same, and it says that there is no hardware for it.
-            InvalidAnswer: it is no plugin, or what it answered is of another shape.
+            PluginAbsent: the plugin found no hardware.
+            InvalidAnswer: it is not a plugin, or its answer has the wrong type.
             PluginLost: the process ended, or was ended because the call timed out.
         """
         return await asyncio.shield(self.begin(method, *arguments, timeout_s=timeout_s))
@@ -181,14 +182,14 @@ class PluginProcess:
         return self._decoded(method, bytes(answer.result))
 
     def _decoded(self, method: str, result: bytes) -> Any:
-        """Read a result; one that is the same as the last time is the same value."""
+        """Decode a result; equal results are the same object."""
         last = self._last.get(method)
         if last is not None and last[0] == result:
             return last[1]
         try:
             value = msgspec.msgpack.decode(result, type=RESULTS[method])
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            why = f"its answer to {method} is invalid: {error}"
+            why = f"invalid answer to {method}: {error}"
             raise InvalidAnswer(one_line(why)) from None
         self._last[method] = (result, value)
         return value
@@ -203,14 +204,14 @@ class PluginProcess:
             while True:
                 length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
                 if length > MAX_FRAME_BYTES:
-                    why = f"it sent a frame of {length} bytes"
+                    why = f"frame of {length} bytes exceeds the limit"
                     break
                 body = await reader.readexactly(length)
                 self._took(msgspec.msgpack.decode(body, type=Message))
         except (asyncio.IncompleteReadError, OSError):
             pass
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            why = f"it sent an invalid message: {error}"
+            why = f"invalid message: {error}"
         await self.end(why)
 
     def _took(self, message: Message) -> None:
@@ -231,7 +232,7 @@ class PluginProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             if await self._exit_status(KILL_PATIENCE_S) is None:
-                why = f"{why or 'it was ended'}; process {self.pid} cannot be killed, left behind"
+                why = f"{why or 'ended'}; process {self.pid} cannot be killed and was abandoned"
                 log.error("plugin.abandoned", plugin=self._name, pid=self.pid)
         await reach("plugin.after_kill")
         await asyncio.to_thread(end_marked, self._mark)
@@ -248,7 +249,7 @@ class PluginProcess:
         self._changed()
 
     def memory_bytes(self) -> int:
-        """Return its resident memory; zero if it has ended."""
+        """Return the resident memory in bytes, zero if it has ended."""
         try:
             statm = Path(f"/proc/{self.pid}/statm").read_text(encoding="ascii")
         except OSError:
@@ -257,11 +258,11 @@ class PluginProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process is still there, as one that was left behind may be."""
+        """Whether the process still exists, as an abandoned one may."""
         return self._popen.poll() is None
 
     async def _exit_status(self, patience_s: float) -> int | None:
-        """Wait for the end, looking ever less often; None if it does not come."""
+        """Poll for the end at growing intervals; None if it does not come."""
         end, pause_s = time.monotonic() + patience_s, 0.001
         while (status := self._popen.poll()) is None and time.monotonic() < end:
             await asyncio.sleep(pause_s)
@@ -289,7 +290,7 @@ def _popen(name: str, channel: socket.socket, mark: str) -> subprocess.Popen[byt
 
 
 def _plain(value: Any) -> Any:
-    """Return a TOML value in the types that cross the channel; a date becomes its text."""
+    """Convert a TOML value to types of the channel; a date becomes its text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(below) for key, below in value.items()}
     if isinstance(value, (list, tuple)):
@@ -301,10 +302,10 @@ def _plain(value: Any) -> Any:
 
 def _how_it_ended(status: int | None) -> str:
     if status is None:
-        return "it was ended"
+        return "ended"
     if status >= 0:
-        return f"it exited with status {status}"
+        return f"exited with status {status}"
     try:
-        return f"it was killed by {signal.Signals(-status).name}"
+        return f"killed by {signal.Signals(-status).name}"
     except ValueError:
-        return f"it was killed by signal {-status}"
+        return f"killed by signal {-status}"

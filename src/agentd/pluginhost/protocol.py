@@ -1,9 +1,9 @@
-"""What the daemon and a plugin's process say to each other.
+"""The protocol between the daemon and a plugin's process.
 
-Both ends of a socket pair send frames: four bytes of length, the most significant first,
-then one MessagePack value. The daemon sends one `PluginStart`, then `PluginCall`s; the child
-answers each with a `PluginAnswer` of the same number, and may send a `Changed` at any time. Data
-only: nothing on the way can name code to run, and every answer is decoded against its type.
+Both ends of a socket pair send frames: four bytes of length, most significant first, then one
+MessagePack value. The daemon sends one `PluginStart`, then `PluginCall`s. The child answers each
+with a `PluginAnswer` of the same number, and may send a `Changed` at any time. Frames carry data
+only: nothing in them can name code to run, and every answer is decoded against its type.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from agentd.plugin_api import (
 PROTOCOL = 1
 LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 16 << 20
-"""More than any listing needs; a plugin that floods cannot fill the daemon's memory."""
+"""Maximum bytes of a frame: enough for any listing, and harmless for the daemon."""
 
 
 class PluginStart(msgspec.Struct, frozen=True):
-    """The first frame: which plugin this process is, and where its code is found."""
+    """The first frame: the plugin to load, and the path of its code."""
 
     protocol: int
     path: list[str]
@@ -40,7 +40,7 @@ class PluginStart(msgspec.Struct, frozen=True):
 
 
 class PluginCall(msgspec.Struct, frozen=True):
-    """One method to call, with its arguments."""
+    """One method call with its arguments."""
 
     number: int
     method: str
@@ -48,7 +48,7 @@ class PluginCall(msgspec.Struct, frozen=True):
 
 
 class Failure(StrEnum):
-    """How a call failed: the plugin raised, has no hardware here, or is not what it says it is."""
+    """The kind of a failure: the plugin raised, found no hardware, or is not a plugin."""
 
     RAISED = "raised"
     ABSENT = "absent"
@@ -56,7 +56,7 @@ class Failure(StrEnum):
 
 
 class PluginAnswer(msgspec.Struct, frozen=True, tag=True):
-    """The outcome of a call: the encoded result, or why the call failed, and how."""
+    """The outcome of a call: the encoded result, or the error and its kind."""
 
     number: int
     result: msgspec.Raw = msgspec.Raw(b"\xc0")
@@ -65,14 +65,14 @@ class PluginAnswer(msgspec.Struct, frozen=True, tag=True):
 
 
 class Changed(msgspec.Struct, frozen=True, tag=True):
-    """Something happened to the plugin's devices; a new listing tells what."""
+    """The plugin's devices may have changed; a new listing shows how."""
 
 
 Message: TypeAlias = PluginAnswer | Changed
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """The facts that a plugin's class declares."""
+    """Facts that a plugin's class declares."""
 
     api_version: object
     needs_table: bool
@@ -84,7 +84,7 @@ class Facts(msgspec.Struct, frozen=True):
 
 
 class DeviceListing(msgspec.Struct, frozen=True):
-    """Slot types and devices, as the plugin lists them now."""
+    """The current slot types and devices of a plugin."""
 
     slot_types: Sequence[SlotTypeInfo]
     devices: Sequence[DeviceInfo]
@@ -100,7 +100,7 @@ RESULTS: Mapping[str, Any] = {
     "kernel_event": None,
     "close": None,
 }
-"""The methods a child knows, and the type of what each answers."""
+"""The methods of a child, and the type of each result."""
 
 encode = msgspec.msgpack.encode
 
@@ -110,16 +110,16 @@ def framed(message: object) -> bytes:
 
     Raises:
         TypeError: the message holds a value that cannot be encoded.
-        ValueError: it is too long.
+        ValueError: the message is too long.
     """
     body = encode(message)
     if len(body) > MAX_FRAME_BYTES:
-        raise ValueError(f"{len(body)} bytes are more than the {MAX_FRAME_BYTES} of a frame")
+        raise ValueError(f"{len(body)} bytes exceed the frame limit of {MAX_FRAME_BYTES}")
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
 
 def receive(channel: socket.socket) -> bytes | None:
-    """Read the body of one frame, waiting for it; None at the end."""
+    """Read the body of one frame, blocking; None at the end."""
     length = _read(channel, LENGTH_BYTES)
     return _read(channel, int.from_bytes(length, "big")) if length else None
 

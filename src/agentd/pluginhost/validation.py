@@ -1,8 +1,8 @@
-"""What plugins say, checked and turned into the core's values.
+"""Validation of plugins' answers, and their conversion to the core's values.
 
-A plugin's answer is foreign data. Its types are checked as it is decoded; whatever else
-does not hold (a slot outside its prefix, the same id twice, an invalid amount) makes
-the whole listing a lie, and the plugin fails with the reason.
+An answer is untrusted. Its types are checked as it is decoded. Any other violation (a slot outside
+its prefix, a duplicate id, an invalid amount) invalidates the whole listing, and the plugin fails
+with the reason.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ MAX_DEVICES = 4096
 MAX_SLOT_TYPES = 256
 _MAX_ALIASES, _MAX_ATTRIBUTES, _MAX_UNIT = 16, 64, 32
 MAX_PROCESSES = 65_536
-"""Processes in all measurements of a plugin together."""
+"""Maximum processes in all measurements of a plugin."""
 _MAX_ENV_BYTES = 128 * 1024
-"""Bytes of all names and values of a plugin's variables together."""
+"""Maximum bytes of all names and values of a plugin's variables."""
 _MAX_VARIABLE_BYTES = 128 * 1024 - 1
-"""Bytes of one `NAME=value`: MAX_ARG_STRLEN of Linux, less the NUL (execve(2))."""
+"""Maximum bytes of one `NAME=value`: MAX_ARG_STRLEN of Linux, less the NUL (execve(2))."""
 _MAX_PATH_BYTES = 4095
 """PATH_MAX of Linux, less the NUL."""
 _MAX_NAME_BYTES = 255
-"""Bytes of a group, a CDI name, a driver, a device id or a capability."""
+"""Maximum bytes of a group, a CDI name, a driver, a device id or a capability."""
 _MOST_EDITS: Mapping[str, int] = {
     "env": 1024,
     "device_nodes": 1024,
@@ -57,7 +57,7 @@ _MOST_EDITS: Mapping[str, int] = {
     "device_requests": 64,
     "groups": 256,
 }
-"""Entries of each member of container edits."""
+"""Maximum entries of each member of container edits."""
 _MAX_CAPABILITIES = 256
 _MAX_GROUP_ID = 2**32 - 2
 _NEVER_SET = {"PATH"}
@@ -69,40 +69,40 @@ _PLAUSIBLE: Mapping[str, tuple[float, float]] = {
     "temperature_c": (-273, 1000),
     "power_w": (0, 1_000_000),
 }
-"""The least and the largest value of each figure of a measurement."""
+"""The smallest and largest plausible value of each number in a measurement."""
 
 
 class InvalidAnswer(Exception):
-    """A plugin's answer breaks the contract; the message, one line of bounded length, says how."""
+    """A plugin's answer breaks the contract; the message is one line of limited length."""
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message))
 
 
 def check_version(version: object) -> None:
-    """Refuse a plugin that speaks another version of the API."""
+    """Refuse a plugin with another version of the API."""
     if version != API_VERSION:
-        raise InvalidAnswer(f"it speaks plugin API {version!r}; this agentd speaks {API_VERSION}")
+        raise InvalidAnswer(f"unsupported plugin API: got {version!r}, expected {API_VERSION}")
 
 
 def checked_listing(
     name: str, slot_infos: Iterable[SlotTypeInfo], device_infos: Iterable[DeviceInfo]
 ) -> PluginListing:
-    """Return what a plugin offers, in the core's values.
+    """Convert a plugin's listing to the core's values.
 
     Raises:
-        InvalidAnswer: some of it breaks the contract.
+        InvalidAnswer: the listing breaks the contract.
     """
     offered = list(slot_infos)
     if len(offered) > MAX_SLOT_TYPES:
-        raise InvalidAnswer(f"it lists {len(offered)} slot types; allowed: up to {MAX_SLOT_TYPES}")
+        raise InvalidAnswer(f"too many slot types: got {len(offered)}, expected {MAX_SLOT_TYPES}")
     types = tuple(_slot_type(name, info) for info in offered)
     kinds = {slot.name: slot.kind for slot in types}
     if len(kinds) < len(types):
-        raise InvalidAnswer("it lists a slot type twice")
+        raise InvalidAnswer("duplicate slot type")
     infos = list(device_infos)
     if len(infos) > MAX_DEVICES:
-        raise InvalidAnswer(f"it lists {len(infos)} devices; allowed: up to {MAX_DEVICES}")
+        raise InvalidAnswer(f"too many devices: got {len(infos)}, expected at most {MAX_DEVICES}")
     devices = tuple(_device(name, info, kinds) for info in infos)
     _refuse_twice("id", [device.device_id.id for device in devices])
     _refuse_twice("stable id", [device.stable_id for device in devices])
@@ -117,24 +117,24 @@ def _slot_type(name: str, info: SlotTypeInfo) -> SlotType:
             f" expected at most {MAX_SLOT_NAME}"
         )
     if not is_slot_name(slot) or device_name_of(slot) != name:
-        raise InvalidAnswer(f"its slot {shortened(slot)} is outside its prefix {name!r}")
+        raise InvalidAnswer(f"slot {shortened(slot)} is outside the prefix {name!r}")
     try:
         kind = SlotKind(info.kind)
         quantum = parse_base_units(info.quantum, kind)
     except AmountError as error:
-        raise InvalidAnswer(f"the quantum of {slot}: {error}") from None
+        raise InvalidAnswer(f"invalid quantum of {slot}: {error}") from None
     except ValueError:
         raise InvalidAnswer(
             f"invalid kind {shortened(info.kind)} of {slot}: expected count, bytes or unique"
         ) from None
     if kind is SlotKind.UNIQUE and quantum != ONE:
         raise InvalidAnswer(
-            f"the quantum of {slot} is {info.quantum}; a unique slot is given whole"
+            f"invalid quantum of {slot}: got {info.quantum}, but a unique slot is indivisible"
         )
     largest = 1 if kind is SlotKind.BYTES else ONE
     if not 0 < quantum <= largest:
         raise InvalidAnswer(
-            f"the quantum of {slot} is {info.quantum}; expected more than 0, at most 1"
+            f"invalid quantum of {slot}: got {info.quantum}, expected more than 0, at most 1"
         )
     group = info.exclusive_group
     if group is not None and not ID_PATTERN.fullmatch(group):
@@ -155,19 +155,17 @@ def _device(name: str, info: DeviceInfo, kinds: dict[str, SlotKind]) -> Device:
             shown = one_line(repr(value), 160)
             raise InvalidAnswer(f"invalid {label} {shown}: expected letters, digits, '_.:-'")
     if info.slot not in kinds:
-        raise InvalidAnswer(
-            f"device {info.id} offers {shortened(info.slot)}, which is not in its slot types"
-        )
+        raise InvalidAnswer(f"device {info.id} has the unlisted slot type {shortened(info.slot)}")
     try:
         capacity = parse_base_units(info.capacity, kinds[info.slot])
     except AmountError as error:
-        raise InvalidAnswer(f"the capacity of {info.id}: {error}") from None
+        raise InvalidAnswer(f"invalid capacity of {info.id}: {error}") from None
     if kinds[info.slot] is SlotKind.UNIQUE and capacity not in (0, ONE):
-        raise InvalidAnswer(f"{info.id} offers {info.capacity} of a unique slot")
+        raise InvalidAnswer(f"invalid capacity of {info.id} (unique): {info.capacity}")
     if info.health not in set(Health):
-        raise InvalidAnswer(f"the health of {info.id} is {shortened(info.health)}")
+        raise InvalidAnswer(f"invalid health of {info.id}: {shortened(info.health)}")
     if info.numa_node is not None and info.numa_node < 0:
-        raise InvalidAnswer(f"the NUMA node of {info.id} is {info.numa_node}")
+        raise InvalidAnswer(f"invalid NUMA node of {info.id}: {info.numa_node}")
     return Device(
         device_id=DeviceId(name, info.id),
         stable_id=info.stable_id,
@@ -189,19 +187,19 @@ def _device(name: str, info: DeviceInfo, kinds: dict[str, SlotKind]) -> Device:
 
 
 def checked_measurements(measurements: Sequence[Measurement]) -> list[Measurement]:
-    """Return the last measurement of each device; an implausible figure is not known.
+    """Return the last measurement of each device, without implausible values.
 
     Raises:
-        InvalidAnswer: there are more than a plugin has devices, or too many processes.
+        InvalidAnswer: there are too many measurements or processes.
     """
     if len(measurements) > MAX_DEVICES:
         raise InvalidAnswer(
-            f"it measures {len(measurements)} devices; allowed: up to {MAX_DEVICES}"
+            f"too many measurements: got {len(measurements)}, expected at most {MAX_DEVICES}"
         )
     processes = sum(len(measurement.processes or ()) for measurement in measurements)
     if processes > MAX_PROCESSES:
         raise InvalidAnswer(
-            f"too many processes on its devices: got {processes}, expected at most {MAX_PROCESSES}"
+            f"too many processes: got {processes}, expected at most {MAX_PROCESSES}"
         )
     last = {measurement.stable_id: measurement for measurement in measurements}
     return [_measurement(measurement) for measurement in last.values()]
@@ -222,16 +220,16 @@ def _process(process: ProcessUse) -> ProcessUse:
 
 
 def _is_plausible(name: str, figure: float | None) -> bool:
-    """Return whether a figure is in its range; None is, and NaN is not."""
+    """Return whether a value is in its range; None is, and NaN is not."""
     least, most = _PLAUSIBLE[name]
     return figure is None or least <= figure <= most
 
 
 def checked_edits(edits: ContainerEdits) -> ContainerEdits:
-    """Return a plugin's container edits, checked.
+    """Return a plugin's container edits, validated.
 
     Raises:
-        InvalidAnswer: a runtime cannot use them, or they are beyond a bound.
+        InvalidAnswer: a runtime cannot use them, or they exceed a limit.
     """
     ids = [device for request in edits.device_requests for device in request.device_ids]
     capabilities = [text for request in edits.device_requests for text in request.capabilities]
@@ -271,7 +269,7 @@ def checked_edits(edits: ContainerEdits) -> ContainerEdits:
 
 def _check_env(env: Mapping[str, str]) -> None:
     if refused := sorted(_NEVER_SET & env.keys()):
-        raise InvalidAnswer(f"it sets {', '.join(refused)}, which is the kernel's own")
+        raise InvalidAnswer(f"reserved variable {', '.join(refused)}")
     total = 0
     for name, value in env.items():
         if not name or "=" in name or "\0" in name + value:
@@ -318,4 +316,4 @@ def _refuse_more(label: str, count: int, most: int) -> None:
 
 def _refuse_twice(label: str, values: Sequence[str]) -> None:
     if twice := sorted(value for value, count in Counter(values).items() if count > 1):
-        raise InvalidAnswer(f"it lists the {label} {', '.join(twice)} twice")
+        raise InvalidAnswer(f"duplicate {label} {', '.join(twice)}")

@@ -1,1 +1,1 @@
-"""The HTTP side: JSON in, values out, and problems with stable codes."""
+"""The node's HTTP API: routes, request and response models, and problems with stable codes."""

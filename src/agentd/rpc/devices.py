@@ -1,4 +1,4 @@
-"""Routes of devices, and of the agents that they are divided among."""
+"""Routes of devices and of the agents that own them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentd.services.state import NodeState
 
 
 class DeviceHandlers:
-    """Agents with their partitions; devices, their drains, and devices that are missing."""
+    """Agents and their partitions; devices, their drains and missing devices."""
 
     def __init__(
         self, state: NodeState, devices: NodeDevices, access: Access, visibility: Visibility
@@ -55,7 +55,7 @@ class DeviceHandlers:
         return answer(rendering.device_view(device, devices.split, self._state.ledger))
 
     async def forget_device(self, request: web.Request) -> web.Response:
-        """Forget a device that is missing, and its id at the next start."""
+        """Forget a missing device; its id is free again after the next start."""
         match, devices = request.match_info, self._devices
         device = devices.find(match["device_name"], match["id"])
         holders = self._state.ledger.holders(device.device_id)

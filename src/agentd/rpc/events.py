@@ -1,4 +1,4 @@
-"""Routes of what happens on the node: its event stream, and the creates that it refused."""
+"""Routes of the event stream and of recent refusals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agentd.services.refusals import Refusals
 
 
 class EventHandlers:
-    """Events and refusals, as each caller may see them."""
+    """Events and refusals, filtered for each caller."""
 
     def __init__(
         self, events: EventLog, refusals: Refusals, visibility: Visibility, streams: Streams
@@ -29,7 +29,7 @@ class EventHandlers:
         self._encoded = EncodedEvents()
 
     async def list_refusals(self, request: web.Request) -> web.Response:
-        """List the creates refused in the last hour with their reasons; the oldest first."""
+        """List the creates refused in the last hour with their reasons, oldest first."""
         caller = caller_of(request)
         recent = self._refusals.recent()
         return answer([rendering.refusal_view(r) for r in recent if caller.sees(r.agent_id)])

@@ -1,10 +1,10 @@
-"""A command inside a kernel, over a WebSocket (RFC 6455).
+"""Exec: a command in a running kernel, over a WebSocket (RFC 6455).
 
-The caller says in a first text frame what to run; binary frames from it are input, as they are.
-Those to it begin with a byte, 1 or 2, for the stream. Text frames are JSON: `{"resize": [columns,
-rows]}`, `{"stdin": "closed"}` and `{"signal": "INT"}` from the caller; at the end to it
-`{"exit_code": 0}`, or `{"problem": …}` (RFC 9457) where the command did not start. Whoever goes
-away ends the command.
+The client's first text frame names the command. Its binary frames are input, unchanged. Binary
+frames to the client begin with one byte for the stream, 1 or 2. Text frames are JSON:
+`{"resize": [columns, rows]}`, `{"stdin": "closed"}` and `{"signal": "INT"}` from the client. The
+last one to the client is `{"exit_code": 0}`, or `{"problem": …}` (RFC 9457) if the command did not
+start. A client that disconnects ends the command.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = structlog.get_logger()
 
 FIRST_FRAME_S = 10.0
 QUEUED = 4
-"""Frames of input that wait while the command takes none: signals overtake them."""
+"""Input frames that may wait for the command; signals overtake them."""
 MOST_SIZE = 10_000
 NO_SOCKET = "expected a WebSocket (RFC 6455): Upgrade: websocket"
 
@@ -51,7 +51,7 @@ class _Asked(Body):
 async def run_over(
     request: web.Request, begin: Callable[[ExecSpec], Awaitable[Session]]
 ) -> web.WebSocketResponse:
-    """Have a caller's command run, and pass on what goes in and comes out."""
+    """Run a client's command and copy its input and output."""
     wire = FairSocket(request)
     if not wire.can_prepare(request).ok:
         raise InvalidRequest([Problem("Upgrade", NO_SOCKET)])
@@ -70,7 +70,7 @@ async def run_over(
         with suppress(ConnectionError):
             await wire.send_str(json.dumps({"problem": told}))
     except ConnectionError:
-        pass  # the caller has gone
+        pass  # the client disconnected
     except Exception as error:
         log.exception("exec.failed", path=request.path)
         told = problem_content("Internal", f"{type(error).__name__}; the log has more")
@@ -87,7 +87,7 @@ async def _asked(frames: AsyncGenerator[WSMessage]) -> ExecSpec:
     """Read the first frame.
 
     Raises:
-        InvalidRequest: it is not what it should be, or does not come.
+        InvalidRequest: the frame is malformed or missing.
     """
     try:
         async with asyncio.timeout(FIRST_FRAME_S):
@@ -102,7 +102,7 @@ async def _asked(frames: AsyncGenerator[WSMessage]) -> ExecSpec:
 
 
 async def _converse(wire: FairSocket, frames: AsyncGenerator[WSMessage], session: Session) -> None:
-    """Pass on both ways, until the command has ended or the caller has gone."""
+    """Copy both directions until the command ends or the client disconnects."""
     given: asyncio.Queue[bytes | None] = asyncio.Queue(QUEUED)
     feeding = asyncio.create_task(_feed(session, given))
     listening = asyncio.create_task(_listen(frames, session, given))
@@ -120,7 +120,7 @@ async def _converse(wire: FairSocket, frames: AsyncGenerator[WSMessage], session
 
 
 async def _tell(wire: FairSocket, session: Session) -> None:
-    """Pass on what it prints, and how it ends."""
+    """Send the output of the command, then its exit code."""
     async with aclosing(session.output()) as output:
         async for stream, data in output:
             await wire.send_fairly(bytes([stream]) + data)
@@ -144,15 +144,15 @@ async def _listen(
         elif (order := _order(frame.data)) != {"stdin": "closed"}:
             await _obey(session, order)
         elif not is_closed:
-            is_closed = True  # nothing takes what comes after it
+            is_closed = True  # input after this is ignored
             await given.put(None)
 
 
 def _order(text: str) -> Mapping[str, Any]:
-    """Read what a caller wants meanwhile.
+    """Parse a control frame.
 
     Raises:
-        InvalidRequest: it is nothing that is known.
+        InvalidRequest: the frame is not a JSON object.
     """
     with suppress(msgspec.MsgspecError, RecursionError):
         order = msgspec.json.decode(text)
@@ -162,7 +162,7 @@ def _order(text: str) -> Mapping[str, Any]:
 
 
 def _number_of(name: str) -> int | None:
-    """Return the number of a signal: INT, or SIGINT."""
+    """Return the number of a signal by name (`INT` or `SIGINT`), or None if it is unknown."""
     known = signal.Signals.__members__.get(f"SIG{name.removeprefix('SIG')}")
     return None if known is None else known.value
 

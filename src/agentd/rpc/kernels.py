@@ -31,7 +31,7 @@ from agentd.services.statistics import Statistics
 
 
 class KernelHandlers:
-    """Kernels of the node."""
+    """The kernels of the node."""
 
     def __init__(
         self,
@@ -101,13 +101,13 @@ class KernelHandlers:
         return answer(self._shown(self._state.get(request.match_info["kernel"])))
 
     async def stop_kernel(self, request: web.Request) -> web.Response:
-        """End a kernel and keep it listed: TERM, then KILL."""
+        """End a kernel with TERM, then KILL; it stays listed."""
         body = read_body(StopRequest, await body_of(request))
         kernel = await self._service.stop(request.match_info["kernel"], body.timeout)
         return answer(self._shown(kernel))
 
     async def delete_kernel(self, request: web.Request) -> web.Response:
-        """Stop a kernel if need be, and remove it."""
+        """Stop a kernel if it runs, and remove it."""
         await self._service.remove(request.match_info["kernel"], read_timeout(request.query))
         return web.Response(status=204)
 
@@ -130,7 +130,7 @@ class KernelHandlers:
         return answer(usage_view(use))
 
     async def exec_kernel(self, request: web.Request) -> web.StreamResponse:
-        """Run a command inside a kernel, over a WebSocket."""
+        """Run a command in a kernel, over a WebSocket."""
         kernel = self._execs.find(request.match_info["kernel"])
 
         async def begin(spec: ExecSpec) -> Session:

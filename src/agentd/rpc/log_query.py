@@ -16,7 +16,11 @@ _TIME = re.compile(
 
 
 def read_log_query(query: Mapping[str, str]) -> LogQuery:
-    """Read the parameters of a log request."""
+    """Parse the query parameters of a log request.
+
+    Raises:
+        InvalidRequest: a parameter is invalid.
+    """
     stream = query.get("stream", "both")
     if stream not in ("both", *LogStream):
         why = f"invalid stream {stream!r}: expected both, stdout or stderr"
@@ -42,8 +46,8 @@ def _tail(query: Mapping[str, str]) -> int | None:
 
 
 def _since(query: Mapping[str, str]) -> int:
-    """Return `since` in nanoseconds since 1970, the resolution of the engine's own times."""
-    text = query.get("since", "0").replace(" ", "+")  # a plus sign in a query is a blank
+    """Return `since` in nanoseconds since the epoch, the engine's own resolution."""
+    text = query.get("since", "0").replace(" ", "+")  # a plus sign in a query means a space
     lead, fraction, zone = match.groups("") if (match := _TIME.fullmatch(text)) else ("", "", "")
     try:
         if "T" in lead:

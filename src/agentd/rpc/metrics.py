@@ -1,4 +1,4 @@
-"""The node in the Prometheus exposition format, made when it is asked for."""
+"""The node's metrics in the Prometheus exposition format, collected for each scrape."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ if TYPE_CHECKING:
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _MEASURED = {
-    "utilization_percent": "How busy a device is",
-    "memory_used_bytes": "Memory of a device in use",
-    "memory_total_bytes": "Memory of a device",
+    "utilization_percent": "Utilization of a device in percent",
+    "memory_used_bytes": "Used memory of a device",
+    "memory_total_bytes": "Total memory of a device",
     "temperature_c": "Temperature of a device in degrees Celsius",
-    "power_w": "Power that a device draws in watts",
+    "power_w": "Power draw of a device in watts",
 }
 
 
 _USED = {
-    "cpu_seconds": ("cpu_seconds", "Processor time that a kernel has used", True),
-    "cpu_throttled_seconds": ("cpu_throttled_seconds", "Time in which it was held back", True),
-    "memory_bytes": ("memory_bytes", "Memory that counts against a kernel's limit", False),
-    "memory_peak_bytes": ("memory_peak_bytes", "The most of that so far", False),
-    "memory_limit_bytes": ("memory_limit_bytes", "A kernel's limit of memory", False),
-    "io_read_bytes": ("io_read_bytes", "What a kernel has read from disks", True),
-    "io_write_bytes": ("io_write_bytes", "What a kernel has written to disks", True),
+    "cpu_seconds": ("cpu_seconds", "Processor time used by a kernel", True),
+    "cpu_throttled_seconds": ("cpu_throttled_seconds", "Time spent throttled", True),
+    "memory_bytes": ("memory_bytes", "Memory charged to a kernel", False),
+    "memory_peak_bytes": ("memory_peak_bytes", "Peak memory charged to a kernel", False),
+    "memory_limit_bytes": ("memory_limit_bytes", "Memory limit of a kernel", False),
+    "io_read_bytes": ("io_read_bytes", "Bytes that a kernel read from disks", True),
+    "io_write_bytes": ("io_write_bytes", "Bytes that a kernel wrote to disks", True),
     "processes": ("processes", "Processes of a kernel", False),
-    "network_rx_bytes": ("network_receive_bytes", "What a kernel's network has received", True),
-    "network_tx_bytes": ("network_transmit_bytes", "What a kernel's network has sent", True),
+    "network_rx_bytes": ("network_receive_bytes", "Bytes that a kernel received", True),
+    "network_tx_bytes": ("network_transmit_bytes", "Bytes that a kernel sent", True),
 }
-"""By member of `Usage`: the metric, what it is, and whether it only rises."""
+"""By member of `Usage`: the metric, its help text, and whether it is a counter."""
 
 
 class Metrics:
@@ -67,7 +67,7 @@ class Metrics:
         *,
         is_per_kernel: bool,
     ) -> None:
-        """With `is_per_kernel` each kernel has series of its own."""
+        """Create the collector; `is_per_kernel` adds series for each kernel."""
         self._node_id = node_id
         self._state = state
         self._devices = devices
@@ -78,7 +78,7 @@ class Metrics:
         self._is_per_kernel = is_per_kernel
 
     async def text(self, caller: Caller, warnings: int) -> bytes:
-        """Return all metrics that a caller can see; `warnings` is how many the node has."""
+        """Return the metrics that a caller may see; `warnings` is the node's number of warnings."""
         from prometheus_client import CollectorRegistry, generate_latest
 
         kernels = self._access.kernels(caller) if self._is_per_kernel else []
@@ -99,7 +99,7 @@ class Metrics:
         agents, seen = access.agents(caller), access.devices(caller)
         yield from _kernels(access.kernels(caller))
         yield _creates(self._counts, agents)
-        if caller.agents is None:  # else they tell of what others asked for
+        if caller.agents is None:  # refusals reveal requests of other agents
             yield from _refusals(self._counts, devices.inventory.slot_types)
         yield from _slots(state, devices.split, agents)
         yield from _limits(state, devices.split, agents)
@@ -124,10 +124,12 @@ def _node(
     info = _gauge("info", "The node and its daemon", "node", "version")
     info.add_metric([node_id, __version__], 1)
     yield info
-    generation = _gauge("inventory_generation", "Rises with each change of the devices")
+    generation = _gauge(
+        "inventory_generation", "Generation of the inventory; rises with each change"
+    )
     generation.add_metric([], devices.generation)
     yield generation
-    warnings = _gauge("warnings", "What GET /v1/node warns of")
+    warnings = _gauge("warnings", "Number of warnings in GET /v1/node")
     warnings.add_metric([], warned)
     yield warnings
     runtimes = _gauge("runtime_available", "Whether a runtime answers", "runtime")
@@ -139,8 +141,8 @@ def _node(
         if plugin.state is not PluginState.ABSENT:
             ready.add_metric([plugin.name], plugin.state is PluginState.READY)
     yield ready
-    restarts = _counter("plugin_restarts", "How often a plugin was started anew", "plugin")
-    listed = _gauge("plugin_last_list_seconds", "Since a plugin last told its devices", "plugin")
+    restarts = _counter("plugin_restarts", "Restarts of a plugin", "plugin")
+    listed = _gauge("plugin_last_list_seconds", "Since a plugin last listed its devices", "plugin")
     for name, vitals in plugins.vitals().items():
         restarts.add_metric([name], vitals.restarts)
         if vitals.listed_s is not None:
@@ -157,7 +159,7 @@ def _kernels(shown: Iterable[Kernel]) -> Iterator[GaugeMetricFamily]:
 
 
 def _used(uses: Sequence[KernelUse]) -> bytes:
-    """Return the series of kernels; written here, since a thousand take the library 100 ms.
+    """Return the series of kernels, formatted here: the library takes 100 ms for a thousand.
 
     Format: https://prometheus.io/docs/instrumenting/exposition_formats/
     """
@@ -172,8 +174,8 @@ def _used(uses: Sequence[KernelUse]) -> bytes:
         for use, labels in owners:
             if (value := getattr(use.usage, member)) is not None:
                 lines.append(f"{metric}{{{labels}}} {value}")
-    shares = _head("agentd_kernel_device_share", "Part of a device that a kernel holds")
-    memory = _head("agentd_kernel_device_memory_bytes", "A kernel's memory on a device")
+    shares = _head("agentd_kernel_device_share", "Share of a device held by a kernel")
+    memory = _head("agentd_kernel_device_memory_bytes", "Device memory used by a kernel")
     for use, labels in owners:
         for device in use.devices:
             where = f'device_name="{_escaped(device.device_name)}",id="{_escaped(device.id)}"'
@@ -203,7 +205,7 @@ def _creates(counts: NodeCounts, agents: Collection[str]) -> Metric:
 def _refusals(counts: NodeCounts, slots: Iterable[SlotName]) -> Iterator[Metric]:
     from prometheus_client.core import HistogramMetricFamily
 
-    refusals = _counter("refusals", "Errors that creates were answered with", "code", "slot")
+    refusals = _counter("refusals", "Refused creates by error code and slot", "code", "slot")
     of_slots = InsufficientResource.code
     known = [(code, "") for code in CREATE_CODES - {of_slots}] + [
         (of_slots, slot) for slot in slots
@@ -211,7 +213,7 @@ def _refusals(counts: NodeCounts, slots: Iterable[SlotName]) -> Iterator[Metric]
     for reason, count in sorted({**dict.fromkeys(known, 0), **counts.refusals}.items()):
         refusals.add_metric(reason, count)
     yield refusals
-    text = "How long creates took: own until a runtime was asked, whole until the kernel ran"
+    text = "Duration of creates: own until the runtime call, whole until the kernel ran"
     took = HistogramMetricFamily("agentd_create_seconds", text, labels=["share"])
     for share, histogram in (("own", counts.own), ("whole", counts.whole)):
         took.add_metric([share], list(histogram.cumulated()), histogram.sum_s)
@@ -231,9 +233,9 @@ def _slots(state: NodeState, split: Split, agents: Iterable[str]) -> Iterator[Ga
 
 def _limits(state: NodeState, split: Split, agents: Iterable[str]) -> Iterator[GaugeMetricFamily]:
     labels = ("agent", "device_name")
-    limits = _gauge("agent_limit", "The most that an agent may hold", *labels)
-    held = _gauge("agent_limit_held", "What it holds of that", *labels)
-    guaranteed = _gauge("agent_limit_guaranteed", "Whether nobody can keep it from that", *labels)
+    limits = _gauge("agent_limit", "Limit of an agent", *labels)
+    held = _gauge("agent_limit_held", "Amount held under the limit", *labels)
+    guaranteed = _gauge("agent_limit_guaranteed", "Whether the limit is guaranteed", *labels)
     for agent in agents:
         for name, limit in rendering.limit_views(agent, split, state.ledger).items():
             limits.add_metric([agent, name], float(limit["limit"]))
@@ -250,14 +252,16 @@ def _devices(
     agents: Collection[str],
 ) -> Iterator[GaugeMetricFamily]:
     ledger, labels = state.ledger, ("device_name", "id", "slot")
-    states = _gauge("device_state", "1 for the state a device is in", "device_name", "id", "state")
+    states = _gauge("device_state", "1 for the state of the device", "device_name", "id", "state")
     accelerators = [d for d in seen if d.device_id.name not in (CPU, MEM)]
     known = {name for device in accelerators for name in (device.stable_id, device.parent)}
     sizes = {
         member: _gauge(f"device_{member}", f"{member.title()} of a device", *labels)
         for member in ("capacity", "allocated", "free")
     }
-    owners = _gauge("device_agent", "1 for each agent whose partition has it", *labels[:2], "agent")
+    owners = _gauge(
+        "device_agent", "1 for each agent whose partition has the device", *labels[:2], "agent"
+    )
     for device in accelerators:
         view = rendering.device_view(device, split, ledger)
         states.add_metric([*device.device_id, view["state"]], 1)

@@ -1,4 +1,4 @@
-"""Routes of the node as a whole: its warnings, checks and metrics, its plugins and runtimes."""
+"""Routes of the node: warnings, checks, metrics, plugins and runtimes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from agentd.views import NodeView
 
 
 class NodeHandlers:
-    """The node: what it is, what its operator should know, and its metrics.
+    """The node itself: its view, warnings, self-check, metrics and reload.
 
-    `warnings` are those of the configuration and the daemon; `host_warnings` those of the host,
-    by the runtimes that have kernels.
+    `warnings` are those of the configuration and the daemon. `host_warnings` are those of the host
+    for the runtimes that have kernels.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class NodeHandlers:
         self._checking = asyncio.Lock()
 
     async def get_node(self, request: web.Request) -> web.Response:
-        """Show the node, its parts and its warnings; with `check` judge it too."""
+        """Show the node, its parts and its warnings; `check` runs the self-check, too."""
         caller = caller_of(request)
         node = self._node(caller)
         if read_flag(request.query, "check"):
@@ -73,7 +73,7 @@ class NodeHandlers:
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     async def reload(self, _: web.Request) -> web.Response:
-        """Read the configuration again: take all of it, or refuse it with every problem."""
+        """Reload the configuration, or refuse it with all of its problems."""
         return answer({"needs_restart": await self._reload()})
 
     def _node(self, caller: Caller) -> NodeView:

@@ -1,4 +1,4 @@
-"""Lists of kernels: which of them, in what order, and page by page."""
+"""Lists of kernels: filters, order and pages."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from agentd.http.queries import read_labels, read_limit
 from agentd.rpc.rendering import kernel_view
 
 MOST_REMOVED = 16_384
-"""Removed kernels that a page can still begin after."""
+"""Removed kernels that `after` may still name."""
 
 
 class Page(NamedTuple):
-    """A part of a list; `next_after` is where the next one begins, None at the end."""
+    """One page of a list; `next_after` starts the next one, None on the last."""
 
     kernels: Sequence[Kernel]
     next_after: str | None
 
 
 class Removed(Protocol):
-    """The places of removed kernels, kept over restarts."""
+    """A store of the creation times of removed kernels, kept over restarts."""
 
     def load(self) -> Sequence[RemovedKernel]: ...
 
@@ -36,7 +36,7 @@ class Removed(Protocol):
 
 
 class CreationOrder:
-    """The order of creation; it knows the places of removed kernels, too."""
+    """The order of creation, including recently removed kernels."""
 
     def __init__(self, lasting: Removed | None = None) -> None:
         self._lasting = lasting
@@ -44,7 +44,7 @@ class CreationOrder:
         self._removed = OrderedDict((place.kernel_id, place) for place in places)
 
     def note(self, before: Kernel | None, now: Kernel | None) -> None:
-        """Keep the place of a kernel that is removed; a create that failed has none."""
+        """Remember a removed kernel; a create that failed is not remembered."""
         if now is not None or before is None or before.state in STARTING:
             return
         place = RemovedKernel(before.created_at, before.kernel_id, before.agent_id)
@@ -56,10 +56,10 @@ class CreationOrder:
             self._lasting.add(place)
 
     def page(self, kernels: Iterable[Kernel], query: MultiMapping[str], caller: Caller) -> Page:
-        """Return the kernels that a query asks for: `state`, `label`, `limit`, `after`.
+        """Return the kernels that a query selects with `state`, `label`, `limit` and `after`.
 
         Raises:
-            InvalidRequest: a parameter cannot be read, or `after` names an unknown kernel.
+            InvalidRequest: a parameter is invalid, or `after` names an unknown kernel.
         """
         states, labels = _states(query), read_labels(query)
         limit = read_limit(query)
@@ -105,17 +105,17 @@ def _states(query: MultiMapping[str]) -> frozenset[KernelState]:
 
 
 class Encodings:
-    """Kernels as JSON; most are as they were when the list was last asked for."""
+    """A cache of kernels as JSON; most do not change between two lists."""
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[Kernel, Inventory, bytes]] = {}
 
     def of(self, kernels: Iterable[Kernel], inventory: Inventory) -> bytes:
-        """Return an array of kernels."""
+        """Return a JSON array of kernels."""
         return b"[%s]" % b",".join(self._encoded(kernel, inventory) for kernel in kernels)
 
     def keep_only(self, kernels: Collection[str]) -> None:
-        """Forget those of other kernels."""
+        """Drop every cached kernel that is not in `kernels`."""
         for gone in self._kept.keys() - set(kernels):
             del self._kept[gone]
 

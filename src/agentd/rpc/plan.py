@@ -1,4 +1,4 @@
-"""A partition, as `agentd plan --json` prints it."""
+"""The JSON of `agentd plan`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from agentd.rpc.rendering import amounts, partition_devices
 
 
 def plan_view(split: Split) -> dict[str, object]:
-    """Return the partition as `agentd plan --json` prints it."""
+    """Return a partition as `agentd plan --json` prints it."""
     return {
         "allocation_mode": split.mode.value,
         "agents": {

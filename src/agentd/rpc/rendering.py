@@ -1,4 +1,4 @@
-"""From the services' values to what is shown; decides nothing."""
+"""Conversions from the services' values to wire types; no decisions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DeviceState: TypeAlias = Literal[
 
 
 def kernel_view(kernel: Kernel, inventory: Inventory) -> KernelView:
-    """Return a kernel with what is not as it should be: unknown slots, degraded devices."""
+    """Return a kernel, including its unknown slots and degraded devices."""
     return {
         "kernel_id": kernel.kernel_id,
         "agent_id": kernel.agent_id,
@@ -99,7 +99,7 @@ def _degraded(kernel: Kernel, inventory: Inventory) -> list[str]:
 
 
 def wire_time(seconds: float | None) -> str | None:
-    """Return a time (seconds since the epoch) as RFC 3339 in UTC."""
+    """Convert epoch seconds to RFC 3339 in UTC."""
     if seconds is None:
         return None
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")[:-6] + "Z"
@@ -108,9 +108,9 @@ def wire_time(seconds: float | None) -> str | None:
 def device_view(
     device: Device, split: Split, ledger: Ledger, named: Callable[[str], str] = str
 ) -> DeviceView:
-    """Return a device with its holders and its state, the gravest reason first.
+    """Return a device with its holders and its gravest state.
 
-    `named` is what its kernels are called.
+    `named` maps a kernel id to the name that is shown.
     """
     holders = ledger.holders(device.device_id)
     state, reason = _device_state(device, ledger, named)
@@ -172,7 +172,7 @@ def _what(slot: SlotName) -> str:
 
 
 def agent_view(agent_id: str, split: Split, ledger: Ledger) -> AgentView:
-    """Return an agent's partition, and its slots as they are used."""
+    """Return an agent's partition and the usage of its slots."""
     factors = split.scaling_factors(agent_id)
     return {
         "agent_id": agent_id,
@@ -187,7 +187,7 @@ def agent_view(agent_id: str, split: Split, ledger: Ledger) -> AgentView:
 
 
 def limit_views(agent_id: str, split: Split, ledger: Ledger) -> dict[str, LimitView]:
-    """Return the most that an agent may hold, by device name, and what it holds of that."""
+    """Return an agent's limits and the amount it holds under each, by device name."""
     return {
         name: {
             "limit": str(limit),
@@ -199,7 +199,7 @@ def limit_views(agent_id: str, split: Split, ledger: Ledger) -> dict[str, LimitV
 
 
 def partition_devices(split: Split, agent_id: str) -> dict[str, list[str]]:
-    """Return the ids of an agent's devices by device name, memory apart."""
+    """Return the ids of an agent's devices by device name, without memory."""
     names: dict[str, list[str]] = {name: [] for name in split.inventory.by_name if name != MEM}
     for device_id in split.partitions[agent_id].devices:
         if device_id.name != MEM:
@@ -240,7 +240,7 @@ def slot_type_view(slot: SlotType) -> SlotTypeView:
 
 
 def plugin_view(status: PluginStatus) -> PluginView:
-    """Return a plugin and how it does."""
+    """Return a plugin and its status."""
     return {
         "name": status.name,
         "plugin": status.plugin,
@@ -251,12 +251,12 @@ def plugin_view(status: PluginStatus) -> PluginView:
 
 
 def plugin_views(plugins: Plugins) -> list[PluginView]:
-    """Return every plugin and how it does."""
+    """Return every plugin and its status."""
     return [plugin_view(status) for status in plugins.statuses()]
 
 
 def event_view(event: Event, split: Split, ledger: Ledger) -> object:
-    """Return what an event carries: the thing as it was just then, as its own call shows it."""
+    """Return the payload of an event: the thing in its state at that moment."""
     shown: object = {"reason": str(event.value)}
     match event.kind, event.value:
         case EventKind.KERNEL, Kernel() as kernel:
@@ -281,7 +281,7 @@ def event_view(event: Event, split: Split, ledger: Ledger) -> object:
 
 
 def refusal_view(refusal: Refusal) -> RefusalView:
-    """Return a create that was refused."""
+    """Return a refused create."""
     return {
         "at": wire_time(refusal.at) or "",
         "caller": refusal.caller,
@@ -293,14 +293,14 @@ def refusal_view(refusal: Refusal) -> RefusalView:
 
 
 def runtime_view(status: RuntimeStatus) -> RuntimeView:
-    """Return a runtime and how it does."""
+    """Return a runtime and its status."""
     return {"name": status.name, "state": status.state.value, "reason": status.reason}
 
 
 def node_view(
     node_id: str, default_runtime: str, state: NodeState, devices: NodeDevices, plugins: Plugins
 ) -> NodeView:
-    """Return the node, its parts and what the operator should know."""
+    """Return the node with its parts and warnings."""
     runtimes = {name: runtime_view(status) for name, status in state.runtimes.items()}
     return {
         "id": node_id,
@@ -319,7 +319,7 @@ def node_view(
 
 
 def _left_agents(state: NodeState, split: Split) -> Iterator[str]:
-    """Yield the agents that are not configured any more and whose kernels hold something."""
+    """Yield a warning for each agent that is not configured but still holds devices."""
     holding: dict[str, list[str]] = {}
     for kernel_id, held in state.ledger.holdings.items():
         if held.agent_id not in split.partitions and held.allocation.shares:
@@ -330,7 +330,7 @@ def _left_agents(state: NodeState, split: Split) -> Iterator[str]:
 
 
 def check_views(checks: Iterable[Check]) -> list[CheckView]:
-    """Return what the self-check found, rule by rule."""
+    """Return the results of the self-check, rule by rule."""
     return [
         {
             "check": check.rule,
@@ -343,7 +343,7 @@ def check_views(checks: Iterable[Check]) -> list[CheckView]:
 
 
 def amounts(slots: Iterable[tuple[str, int]], inventory: Inventory) -> dict[str, str]:
-    """Return base units as plain decimals; every known slot, zero ones too."""
+    """Return base units as plain decimals for every known slot, zero by default."""
     known = dict(slots)
     return {
         name: format_amount(known.get(name, 0), slot.kind)
@@ -352,7 +352,7 @@ def amounts(slots: Iterable[tuple[str, int]], inventory: Inventory) -> dict[str,
 
 
 def status_line(node_id: str, state: NodeState, devices: NodeDevices) -> str:
-    """Return how a node does in one line: its kernels, its devices, its troubles."""
+    """Return the node's status in one line: kernels, devices and problems."""
     living = sum(kernel.state in LIVE for kernel in state)
     ended = sum(kernel.state in ENDED for kernel in state)
     found = [

@@ -1,6 +1,6 @@
-"""Requests as pydantic models: what comes over the wire, checked.
+"""Request bodies as pydantic models.
 
-The OpenAPI document is made from these, so what it says is what is checked.
+The OpenAPI document is generated from them, so it matches the validation.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from agentd.http.bodies import (
 
 MAX_LIMIT = 2**63 - 1
 MAX_LABELS = 64 * 1024
-"""Characters of all labels: an engine repeats them in every event."""
+"""Total characters of all labels; the engine repeats them in every event."""
 
 
 _Amount = Annotated[
@@ -67,7 +67,7 @@ _Amount = Annotated[
         {"anyOf": [{"type": "number"}, {"type": "string", "maxLength": MAX_TEXT}]},
     ),
 ]
-"""Any JSON: what cannot be read of it is an `InvalidSlotAmount`."""
+"""Any JSON; an unreadable value becomes `InvalidSlotAmount`."""
 
 
 def _size(raw: object) -> int:
@@ -91,7 +91,7 @@ _Limit = Annotated[int, Field(ge=-1, le=MAX_LIMIT)]
 
 
 class MountRequest(Body):
-    """A host folder or file inside the kernel, below one of the node's allowed folders."""
+    """A bind mount: a host folder or file below one of the allowed folders."""
 
     source: Path
     target: Path
@@ -107,7 +107,7 @@ class PortRequest(Body):
 
 
 class TmpfsRequest(Body):
-    """A folder in memory, which counts as the kernel's memory."""
+    """A tmpfs mount, charged to the kernel's memory."""
 
     target: Annotated[str, Field(max_length=MAX_PATH, pattern=_TMPFS)]
     size: Size | None = None
@@ -130,7 +130,7 @@ _Limits = Annotated[
 
 
 class CreateKernelRequest(Body):
-    """A kernel to create. Slots that are absent are zero; absent cpu and mem take defaults."""
+    """A kernel to create. Missing slots are zero; missing cpu and mem take their defaults."""
 
     is_required: ClassVar[bool] = True
 
@@ -175,11 +175,11 @@ class CreateKernelRequest(Body):
     @classmethod
     def _not_too_long(cls, value: dict[str, str]) -> dict[str, str]:
         if (size := sum(len(name) + len(text) for name, text in value.items())) > MAX_LABELS:
-            raise ValueError(f"{size} characters are too many; allowed: {MAX_LABELS} in all")
+            raise ValueError(f"{size} characters in all labels exceed the limit of {MAX_LABELS}")
         return value
 
     def to_spec(self, agent_id: str, caller: Caller | None = None) -> KernelSpec:
-        """Return the request as the core knows it, with a kernel id if it has none."""
+        """Return the core's kernel spec, with a generated kernel id if the request has none."""
         slots = _read(self.slots)
         return KernelSpec(
             kernel_id=self.kernel_id or f"k-{uuid.uuid4().hex[:12]}",
@@ -209,14 +209,15 @@ class CreateKernelRequest(Body):
         )
 
     def digest(self) -> str:
-        """Return the hash of a request to a fleet, which names no agent."""
+        """Return the hash of a fleet request, which has no agent."""
         return self._digest("", _read(self.slots))
 
     def _digest(self, agent_id: str, slots: Mapping[str, Quantity | AmountError]) -> str:
         """Return a hash that is equal for equal requests; defaults and zero slots do not count.
 
-        cpu and mem do, as their default is more than zero. An amount that cannot be read has no
-        form of its own: no kernel has it, as the request is going to be refused.
+        cpu and mem always count, because their defaults are not zero. Unreadable amounts share one
+        form:
+        no kernel can have them, since the request is refused.
         """
         content = self.model_dump(exclude_defaults=True, exclude={"kernel_id", "slots"})
         canonical = {
@@ -233,6 +234,6 @@ def _read(slots: Mapping[str, object]) -> dict[str, Quantity | AmountError]:
 
 
 class StopRequest(Body):
-    """How long a kernel has between TERM and KILL; default: the runtime's setting."""
+    """The time between TERM and KILL, in seconds; default: the runtime's setting."""
 
     timeout: Annotated[float, Field(ge=0, le=86400, strict=False)] | None = None

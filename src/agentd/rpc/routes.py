@@ -1,4 +1,4 @@
-"""The routes as a table, from which both the server and its OpenAPI document are made."""
+"""The table of routes, used by the server and by its OpenAPI document."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from agentd.views import (
 _FLAG = {"type": "boolean", "default": False}
 _SECONDS = {"type": "number", "minimum": 0, "maximum": MAX_TIMEOUT_S}
 _KERNEL_ID = {"type": "string", "pattern": f"^{KERNEL_ID}$"}
-CHECK = (Parameter("check", _FLAG, "Judge the node too."),)
+CHECK = (Parameter("check", _FLAG, "Run the self-check, too."),)
 DRY_RUN = (
     Parameter("dry_run", _FLAG, "Decide and explain; change nothing."),
     Parameter(
         "Prefer",
         {"type": "string", "examples": ["respond-async"]},
-        "respond-async: do not wait until it runs (RFC 7240).",
+        "respond-async: answer before the kernel runs (RFC 7240).",
         place="header",
     ),
 )
@@ -56,26 +56,32 @@ LIST = (
         "Only kernels with all of these labels: KEY=VALUE.",
         is_repeatable=True,
     ),
-    Parameter("limit", {"type": "integer", "minimum": 1, "maximum": MAX_PAGE}, "At most so many."),
-    Parameter("after", _KERNEL_ID, "Those that were created after this one."),
+    Parameter(
+        "limit",
+        {"type": "integer", "minimum": 1, "maximum": MAX_PAGE},
+        "Maximum number of entries.",
+    ),
+    Parameter("after", _KERNEL_ID, "Only kernels created after this one."),
 )
-DELETE = (Parameter("timeout", _SECONDS, "Between TERM and KILL."),)
+DELETE = (Parameter("timeout", _SECONDS, "Seconds between TERM and KILL."),)
 LOGS = (
-    Parameter("follow", _FLAG, "Go on until the kernel ends."),
+    Parameter("follow", _FLAG, "Follow until the kernel ends."),
     Parameter(
         "tail",
         {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 999_999_999}, {"const": "all"}]},
-        "The last lines.",
+        "Number of lines from the end.",
     ),
-    Parameter("since", {"type": "string"}, "RFC 3339, or seconds since 1970."),
-    Parameter("timestamps", _FLAG, "Lead every line with its time."),
-    Parameter("stream", {"type": "string", "enum": ["both", "stdout", "stderr"]}, "Which output."),
+    Parameter("since", {"type": "string"}, "RFC 3339, or seconds since the epoch."),
+    Parameter("timestamps", _FLAG, "Prefix every line with its time."),
+    Parameter(
+        "stream", {"type": "string", "enum": ["both", "stdout", "stderr"]}, "Output to return."
+    ),
 )
 EVENTS = (
-    Parameter("last_event_id", {"type": "string"}, "Go on after this event."),
+    Parameter("last_event_id", {"type": "string"}, "Resume after this event."),
     Parameter("Last-Event-ID", {"type": "string"}, "The same.", place="header"),
 )
-LOG = Media("application/octet-stream", "What the kernel printed, byte for byte.")
+LOG = Media("application/octet-stream", "The kernel's output, byte for byte.")
 STREAM = Media("text/event-stream", "Server-sent events.")
 METRICS = Media("text/plain", "The Prometheus exposition format.")
 
@@ -88,7 +94,7 @@ def routes(
     kernels: KernelHandlers | type[KernelHandlers],
     events: EventHandlers | type[EventHandlers],
 ) -> Sequence[Route]:
-    """Return the table of routes: served by objects, or described by their classes."""
+    """Return the table of routes, bound to objects for a server or to classes for a document."""
     create = {200: KernelView | DecisionView, 201: KernelView, 202: KernelView}
     device, kernel = "/v1/devices/{device_name}/{id}", "/v1/kernels/{kernel}"
     of_agent = "/v1/agents/{agent}/kernels"
@@ -130,4 +136,4 @@ def routes(
 
 
 ROUTES = routes(NodeSite, NodeHandlers, PartHandlers, DeviceHandlers, KernelHandlers, EventHandlers)
-"""The table for documents, without a node."""
+"""The unbound table, for documents."""

@@ -1,4 +1,4 @@
-"""The node as a site: rights by agent, kernel and device, and readiness after the start."""
+"""The node as a site: rights by agent, kernel and device, and readiness."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from agentd.services.state import NodeState
 
 
 class NodeSite(Site):
-    """Routes below /v1 are answered once the site is open."""
+    """A node's site: requests below /v1 wait until it is opened."""
 
     def __init__(
         self,
@@ -40,14 +40,14 @@ class NodeSite(Site):
         self._opened = asyncio.Event()
 
     def open(self) -> None:
-        """Answer every route from now on."""
+        """Open the site: requests are answered from now on."""
         self._opened.set()
 
     async def until_open(self, patience_s: float) -> None:
         await until_set(self._opened, patience_s)
 
     def require(self, request: web.Request, caller: Caller, right: Right) -> None:
-        """Refuse what a caller cannot see, or may not do: see `Access.require`."""
+        """Refuse a caller that cannot see the target or lacks the right; see `Access.require`."""
         match = request.match_info
         name = match.get("device_name")
         self._access.require(
@@ -66,16 +66,16 @@ class NodeSite(Site):
         return Auditor(self._events, refusals, request, action, agent)
 
     async def readyz(self, _: web.Request) -> web.Response:
-        """Answer the readiness probe: ready once the start, adoption included, is over."""
+        """Answer the readiness probe: ready after the start, including adoption."""
         await self.until_open(0)
         return answer({"status": "ok"})
 
 
 async def until_set(opened: asyncio.Event, patience_s: float) -> None:
-    """Wait for the end of the start, adoption included.
+    """Wait until the start, including adoption, is complete.
 
     Raises:
-        NotReady: it has not come in time.
+        NotReady: it is not complete within `patience_s`.
     """
     if not await is_set_within(opened, patience_s):
         raise NotReady("the daemon has not finished starting")

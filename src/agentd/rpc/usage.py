@@ -1,4 +1,4 @@
-"""What kernels use, as it is shown."""
+"""The usage of kernels as wire types."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from agentd.views import DeviceUseView, KernelUseView
 
 
 def usage_view(use: KernelUse) -> KernelUseView:
-    """Return what a kernel uses."""
+    """Return the usage of a kernel."""
     usage = use.usage
     return {
         "kernel_id": use.kernel_id,

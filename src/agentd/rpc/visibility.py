@@ -1,4 +1,4 @@
-"""What a caller is shown: nobody is named whom it cannot see."""
+"""Views restricted to the things that a caller may see."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentd.views import DeviceView, NodeView
 
 
 class Visibility:
-    """The views of a node, as each caller may see them."""
+    """The views of a node, restricted for each caller."""
 
     def __init__(self, state: NodeState, devices: NodeDevices, access: Access) -> None:
         self._state = state
@@ -23,7 +23,7 @@ class Visibility:
         self._access = access
 
     def device(self, device: Device, caller: Caller) -> DeviceView:
-        """Return a device that the caller sees, with the kernels of others as `other`."""
+        """Return a device; kernels that the caller cannot see appear as `other`."""
         split, ledger = self._devices.split, self._state.ledger
         if caller.agents is None:
             return rendering.device_view(device, split, ledger)
@@ -37,15 +37,16 @@ class Visibility:
         return view
 
     def node(self, view: NodeView, caller: Caller) -> NodeView:
-        """Return the node without warnings that name others."""
+        """Return the node without warnings about other agents."""
         if caller.agents is not None:
             view["warnings"] = self._access.about_nobody_else(caller, view["warnings"])
         return view
 
     def event(self, event: Event, caller: Caller) -> tuple[EventKind, object] | None:
-        """Return an event and what it carries; None if it is nothing for this caller.
+        """Return the kind and payload of an event for a caller, None if it must not see it.
 
-        Of a kernel that it cannot see there is only that it took, or gave back, what is its too.
+        For a kernel of another agent the caller learns only that a device it owns, too, has
+        changed.
         """
         match event.value:
             case Kernel(agent_id=agent) as kernel if not caller.sees(agent):
@@ -60,7 +61,7 @@ class Visibility:
         return event.kind, rendering.event_view(event, self._devices.split, self._state.ledger)
 
     def _frees(self, event: Event, kernel: Kernel, caller: Caller) -> bool:
-        """Tell whether a kernel took, or gave back, part of a device that the caller sees."""
+        """Return whether a kernel took or released part of a device that the caller sees."""
         return event.is_of_shares and any(
             self._access.sees_device(caller, share.device_id) for share in kernel.allocation.shares
         )

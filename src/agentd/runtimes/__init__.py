@@ -1,1 +1,1 @@
-"""What runs kernels: one folder for each runtime, behind the protocol of `agentd.services`."""
+"""Runtimes: one folder each, behind the protocol of `agentd.services`."""

@@ -1,1 +1,1 @@
-"""What a daemon and a gateway share as services of systemd; imports nothing of a node."""
+"""The service parts that daemon and gateway share; imports nothing of a node."""

@@ -1,7 +1,7 @@
-"""The daemon's background tasks: one that ends before the daemon does is an error.
+"""Background tasks of the daemon: one that ends early is an error.
 
-Without a vital one the daemon's answers are no longer true, so the daemon ends too, and whatever
-supervises it starts it again. Of any other one an operator is warned.
+Without a vital one the daemon's answers become wrong, so the daemon stops, and its supervisor
+restarts it. The end of any other one is a warning.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ log = structlog.get_logger()
 
 VITAL: Mapping[str, bool] = {
     "reconciler": True,  # the state would no longer follow the runtimes
-    "reload": True,  # a token that is taken away would stay valid
+    "reload": True,  # a revoked token would stay valid
     "retention": False,  # ended kernels pile up
     "status": False,  # systemd shows an old status
 }
-"""Every background task, and whether the daemon ends with it."""
+"""Every background task, and whether the daemon stops with it."""
 
 
 class Background:
-    """Runs tasks, and notices the end of each; `failed` is called with the end of a vital one."""
+    """Runs tasks and detects their ends; `failed` is called with the end of a vital one."""
 
     def __init__(self, failed: Callable[[str], None]) -> None:
         self.warnings: list[str] = []
@@ -54,7 +54,7 @@ class Background:
             self.warnings.append(f"{reason}; restart agentd")
 
     async def close(self, _: Deadline) -> None:
-        """Cancel all tasks, and wait for them."""
+        """Cancel all tasks and wait for them."""
         self._is_closing = True
         for task in self._tasks:
             task.cancel()

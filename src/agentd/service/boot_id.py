@@ -6,5 +6,5 @@ from pathlib import Path
 
 
 def boot_id() -> str:
-    """Return the id of this boot (random(4)); another one after every reboot."""
+    """Return the id of this boot (random(4)), different after every reboot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -1,4 +1,4 @@
-"""Sockets that systemd holds and hands to the service at its start (sd_listen_fds(3))."""
+"""Sockets that systemd holds and passes to the service (sd_listen_fds(3))."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ _FIRST = 3
 
 
 def passed_sockets(environ: MutableMapping[str, str] = os.environ) -> dict[str, socket.socket]:
-    """Return the listening sockets that this process was given, by address.
+    """Return the listening sockets that systemd passed, by address.
 
-    An address is a path, or `host:port`. The variables are removed, so that no child takes them
-    for its own.
+    An address is a path, or `host:port`. The variables are removed, so that no child uses them.
     """
     pid, count = environ.pop("LISTEN_PID", ""), environ.pop("LISTEN_FDS", "")
     environ.pop("LISTEN_FDNAMES", None)
@@ -30,7 +29,7 @@ def passed_sockets(environ: MutableMapping[str, str] = os.environ) -> dict[str, 
 
 
 def address_of(listening: socket.socket) -> str:
-    """Return where a socket listens: a path, or `host:port`, with an IPv6 host in brackets."""
+    """Return the address of a listening socket: a path, or `host:port` with IPv6 in brackets."""
     name = listening.getsockname()
     if isinstance(name, tuple):
         host = f"[{name[0]}]" if ":" in name[0] else name[0]

@@ -1,4 +1,4 @@
-"""Telling systemd how the service does: one datagram for each message (sd_notify(3))."""
+"""Status messages to systemd, one datagram each (sd_notify(3))."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 
 PATIENCE_S = 1.0
-"""How long a manager that does not read holds up the daemon."""
+"""Seconds that a manager which does not read may block the daemon."""
 
 
 class Notifier:
@@ -24,32 +24,32 @@ class Notifier:
 
     @property
     def is_heard(self) -> bool:
-        """Whether a manager listens."""
+        """Whether there is a manager to notify."""
         return bool(self._address)
 
     def ready(self, status: str) -> None:
-        """Start-up is over."""
+        """Report the end of the start."""
         self._send(f"READY=1\nSTATUS={status}")
 
     def reloading(self) -> None:
-        """The configuration is read again; `ready` follows."""
+        """Report a reload; `ready` follows."""
         now = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
         self._send(f"RELOADING=1\nMONOTONIC_USEC={now}")
 
     def status(self, text: str) -> None:
-        """Say how it goes, in one line; where nobody reads, it is not said."""
+        """Send a one-line status; dropped if the manager does not read."""
         self._send(f"STATUS={text}", patience_s=0)
 
     def stopping(self) -> None:
-        """Shutting down has begun."""
-        self._send("STOPPING=1\nSTATUS=stopping; kernels go on")
+        """Report the beginning of a stop."""
+        self._send("STOPPING=1\nSTATUS=stopping; kernels continue")
 
     def alive(self) -> None:
-        """Keep the watchdog (WatchdogSec=) quiet."""
+        """Reset the watchdog (WatchdogSec=)."""
         self._send("WATCHDOG=1")
 
     async def keep_alive_until(self, stop: asyncio.Event) -> None:
-        """Wait for `stop`, and meanwhile keep the watchdog quiet, if one watches."""
+        """Wait for `stop`, and reset the watchdog meanwhile if there is one."""
         while not stop.is_set():
             try:
                 async with asyncio.timeout(self.watchdog_s / 2 if self.watchdog_s else None):

@@ -1,10 +1,10 @@
-"""The stop of a daemon: one deadline for all of it, and an end that nothing can hold up.
+"""The stop of a daemon: one deadline for all steps, and an end that nothing can delay.
 
-    SIGTERM ──> steps in order, each with the time that is left ──> stopped
-         └────> a thread that ends the process after LIMIT_S, whatever the event loop does
+SIGTERM ──> steps in order, each with the time that is left ──> stopped
+└────> a thread that ends the process after LIMIT_S, whatever the event loop does
 
-A step that is late is left behind, and named. Its work is then as after a SIGKILL: the next start
-finds it by the records.
+A late step is abandoned and logged. Its work is then left as after a SIGKILL: the next start
+finds it in the records.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from agentd.concurrency import Deadline
 log = structlog.get_logger()
 
 STOP_TIMEOUT_S = 25.0
-"""Seconds that all steps together may take."""
+"""Seconds for all steps together."""
 LIMIT_S = 28.0
-"""Seconds after which a stuck process is ended, as on a dead disk."""
+"""Seconds after which a stuck process is ended, for example on a dead disk."""
 EXIT_PATIENCE_S = 1.0
 """Seconds for the interpreter to end, and for the last line of the log."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Shutdown:
-    """Hears of the stop, bounds its steps, and knows which of them were late."""
+    """The stop signal, the time limits of the steps, and the late ones."""
 
     def __init__(self, exit_process: Callable[[int], None] = os._exit) -> None:
         self.asked = asyncio.Event()
@@ -46,7 +46,7 @@ class Shutdown:
 
     @property
     def deadline(self) -> Deadline:
-        """When the stop has to be over; its time runs from the first use."""
+        """The deadline of the stop; its time runs from the first use."""
         if self._deadline is None:
             self._deadline = Deadline.after(STOP_TIMEOUT_S)
         return self._deadline
@@ -79,7 +79,7 @@ class Shutdown:
         signal.raise_signal(signal.SIGTERM)
 
     def limit(self) -> None:
-        """End the process when the stop is over, or has taken too long."""
+        """End the process once the stop is complete, or has taken too long."""
         if not self._is_over.wait(LIMIT_S):
             self.failure = f"{self._step} did not end within {LIMIT_S:g} s"
             facts = {"during": self._step, "late": self.late}
@@ -96,9 +96,9 @@ class Shutdown:
     async def step(
         self, name: str, work: Callable[[Deadline], Awaitable[object]], reserve_s: float = 0.0
     ) -> None:
-        """Take one step of the stop; one that is late is cancelled, and not waited for.
+        """Run one step of the stop; a late one is cancelled and abandoned.
 
-        `reserve_s` is what later steps may need.
+        `reserve_s` is the time for later steps.
         """
         self._step = name
         deadline = self.deadline.earlier(reserve_s)
@@ -111,6 +111,6 @@ class Shutdown:
             task.cancel()
 
     def finish(self) -> None:
-        """Note that all steps have been taken."""
+        """Mark all steps as complete."""
         self._step = "exit"
         self._is_over.set()

@@ -1,1 +1,1 @@
-"""What agentd does, over Protocols alone; all mutable state lives here."""
+"""The services: the daemon's logic over Protocols, and all of its mutable state."""

@@ -1,4 +1,4 @@
-"""Who may do what on this node: decided in one place, before a call is carried out."""
+"""Authorization: the rights of callers on this node, checked before a call is carried out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["OTHER", "Access"]
 
 
 class Access:
-    """The rules of `agentd.core.access`, on the agents, kernels and devices of this node."""
+    """The rules of `agentd.core.access`, applied to this node's agents, kernels and devices."""
 
     def __init__(self, state: NodeState, devices: NodeDevices) -> None:
         self._state = state
@@ -32,35 +32,36 @@ class Access:
         kernel: str | None = None,
         device: DeviceId | None = None,
     ) -> None:
-        """Refuse what a caller cannot see, or may not do.
+        """Refuse a caller that cannot see the target or lacks the right.
 
         Raises:
-            UnknownAgent, UnknownKernel, UnknownDevice: it does not exist, or is not the caller's
-                to see; the answer does not tell which.
-            Forbidden: it is seen, and not this caller's to change.
+            UnknownAgent: the agent does not exist, or the caller must not see it.
+            UnknownKernel: the same, for the kernel.
+            UnknownDevice: the same, for the device.
+            Forbidden: the caller sees the target but must not change it.
         """
         if agent is not None and not caller.sees(agent):
             mine = ", ".join(self.agents(caller))
-            raise UnknownAgent(f"no agent {agent} on this node; it has {mine}")
+            raise UnknownAgent(f"unknown agent {agent} (this node has: {mine})")
         if kernel is not None and not self._sees_kernel(caller, kernel):
-            raise UnknownKernel(f"no kernel {kernel} on this node")
+            raise UnknownKernel(f"unknown kernel {kernel}")
         if device is not None:
             self._require_device(caller, device)
         if not caller.may(right):
             raise Forbidden(caller.name, caller.role.value, right.value, roles_with(right))
 
     def require_all(self, caller: Caller) -> None:
-        """Refuse a caller that does not see all of the node.
+        """Refuse a caller that does not see the whole node.
 
         Raises:
-            Forbidden: it does not.
+            Forbidden: the caller's view is limited to some agents.
         """
         if caller.agents is not None:
             right = "all of the node"
             raise Forbidden(caller.name, caller.role.value, right, roles_with(Right.NODE))
 
     def agents(self, caller: Caller) -> list[str]:
-        """Return the agents that a caller sees, in their order."""
+        """Return the agents that a caller sees, in the node's order."""
         return [agent for agent in self._devices.split.partitions if caller.sees(agent)]
 
     def kernels(self, caller: Caller) -> list[Kernel]:
@@ -68,20 +69,20 @@ class Access:
         return [kernel for kernel in self._state if caller.sees(kernel.agent_id)]
 
     def devices(self, caller: Caller) -> list[Device]:
-        """Return the devices that a caller sees: those of its agents' partitions."""
+        """Return the devices that a caller sees, which are those of its agents' partitions."""
         devices = self._devices.split.inventory.devices
         if caller.agents is None:
             return list(devices)
         return [device for device in devices if self.sees_device(caller, device.device_id)]
 
     def sees_device(self, caller: Caller, device_id: DeviceId) -> bool:
-        """Tell whether a device is in a partition that a caller sees."""
+        """Return whether a device is in a partition that a caller sees."""
         return caller.agents is None or any(
             caller.sees(agent) for agent in self._devices.split.agents_of(device_id)
         )
 
     def about_nobody_else(self, caller: Caller, texts: Iterable[str]) -> list[str]:
-        """Return the texts in which nobody is named whom a caller cannot see."""
+        """Return the texts that name no agent or kernel which the caller cannot see."""
         names = {kernel.kernel_id for kernel in self._state if not caller.sees(kernel.agent_id)}
         agents = {kernel.agent_id for kernel in self._state} | self._devices.split.partitions.keys()
         names |= {agent for agent in agents if agent and not caller.sees(agent)}
@@ -91,7 +92,7 @@ class Access:
         return [text for text in texts if not words.search(text)]
 
     def _sees_kernel(self, caller: Caller, kernel_id: str) -> bool:
-        """Tell whether a kernel may be spoken of: an unknown one, to who sees the whole node."""
+        """Return whether a caller sees a kernel; an unknown one requires a view of all."""
         known = self._state.kernels.get(kernel_id)
         return caller.agents is None if known is None else caller.sees(known.agent_id)
 
@@ -100,5 +101,5 @@ class Access:
             return
         mine = [d for d in self.devices(caller) if d.device_id.name == wanted.name]
         if not any(device.answers_to(wanted.id) for device in mine):
-            have = ", ".join(device.device_id.id for device in mine) or "none of that name"
-            raise UnknownDevice(f"no device {wanted}; the node has {have}")
+            have = ", ".join(device.device_id.id for device in mine) or "none"
+            raise UnknownDevice(f"unknown device {wanted} (this node has: {have})")

@@ -1,4 +1,4 @@
-"""What has happened since the daemon started: creates, refusals, and how long creates took."""
+"""Counters since the start of the daemon: creates, refusals, and durations of creates."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ CREATED, FAILED, REFUSED = "created", "failed", "refused"
 
 
 class Histogram:
-    """Durations in seconds, counted by upper bounds (`le`), as Prometheus has them."""
+    """A histogram of durations in seconds, with Prometheus's upper bounds (`le`)."""
 
     def __init__(self) -> None:
         self._sum_s = 0.0
         self._counts = [0] * (len(BUCKETS_S) + 1)
 
     def add(self, seconds: float) -> None:
-        """Count one."""
+        """Add one duration."""
         self._sum_s += seconds
         self._counts[bisect_left(BUCKETS_S, seconds)] += 1
 
     @property
     def sum_s(self) -> float:
-        """All of them together."""
+        """The sum of all durations."""
         return self._sum_s
 
     def cumulated(self) -> Iterator[tuple[str, int]]:
-        """Yield each bound, and how many were at most that."""
+        """Yield each bound with the cumulative count of durations up to it."""
         total = 0
         for bound, count in zip((*map(str, BUCKETS_S), "+Inf"), self._counts, strict=True):
             total += count
@@ -41,40 +41,40 @@ class Histogram:
 
 
 class NodeCounts:
-    """Counts what the state tells of kernels, and what callers were refused."""
+    """Counters of creates and refusals."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """`clock` counts seconds, and never goes back."""
+        """Start at zero; `clock` is a monotonic clock in seconds."""
         self._creates: Counter[tuple[str, str]] = Counter()
         self._refusals: Counter[tuple[str, str]] = Counter()
         self._whole, self._own = Histogram(), Histogram()
         self._clock = clock
         self._begun: dict[str, float] = {}
         self._failed: OrderedDict[str, None] = OrderedDict()
-        """Whose failure a caller is about to be told of; the latest `MOST_FAILED`."""
+        """Ids whose failure their callers will see; the latest `MOST_FAILED`."""
 
     @property
     def creates(self) -> Mapping[tuple[str, str], int]:
-        """How many there were, by agent and result."""
+        """The number of creates by agent and result."""
         return MappingProxyType(self._creates)
 
     @property
     def refusals(self) -> Mapping[tuple[str, str], int]:
-        """How many there were, by code and slot: a known one, or empty where none is the reason."""
+        """The number of refusals by error code and slot; the slot is empty for other reasons."""
         return MappingProxyType(self._refusals)
 
     @property
     def whole(self) -> Histogram:
-        """How long it took until a kernel ran."""
+        """Durations until the kernel ran."""
         return self._whole
 
     @property
     def own(self) -> Histogram:
-        """How long it took until a runtime was asked."""
+        """Durations until the runtime was called."""
         return self._own
 
     def note(self, before: Kernel | None, now: Kernel | None) -> None:
-        """Take in a change of a kernel."""
+        """Count a change of a kernel."""
         was, state = before and before.state, now and now.state
         kernel = now or before
         if kernel is None:
@@ -99,9 +99,9 @@ class NodeCounts:
                 self._whole.add(took_s)
 
     def refused(self, agent_id: str, kernel_id: str, error: AgentdError) -> None:
-        """Count an error that a create was answered with."""
+        """Count an error that answered a create."""
         if kernel_id in self._failed:
             del self._failed[kernel_id]
-        else:  # nothing had begun
+        else:  # nothing was started
             self._creates[agent_id, REFUSED] += 1
         self._refusals[error.code, str(error.facts().get("slot", ""))] += 1

@@ -1,9 +1,8 @@
-"""The node's devices and who may use them, over the life of the daemon.
+"""The node's devices and their partition, over the life of the daemon.
 
-What plugins list, what the host offers and what is remembered become one inventory and
-one partition. The set of known slots of a plugin is fixed when it opens; health,
-drains and devices that are only known from kernels change the inventory, and each change
-raises `generation`.
+Listings of plugins, devices of the host and saved devices become one inventory and one partition.
+The slots of a plugin are fixed when it opens. Health, drains and devices that are known only from
+kernels change the inventory, and each change raises `generation`.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ log = structlog.get_logger()
 
 
 class NodeDevices:
-    """Inventory and partition of this node; `discover` before anything else."""
+    """The inventory and partition of this node; call `discover` first."""
 
     def __init__(
         self,
@@ -70,7 +69,7 @@ class NodeDevices:
 
     @property
     def split(self) -> Split:
-        """The partition in force.
+        """The current partition.
 
         Raises:
             RuntimeError: `discover` has not run.
@@ -85,7 +84,7 @@ class NodeDevices:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the operator should know, the partition's warnings included."""
+        """Warnings about devices, plugins and the partition."""
         news = (warning for warnings in self._news.values() for warning in warnings)
         installed, saved = self._plugins.warnings(), self._store.warnings()
         own = (*self.split.warnings, *withheld_warnings(self.inventory), *self._remarks)
@@ -94,23 +93,24 @@ class NodeDevices:
 
     @property
     def generation(self) -> int:
-        """Rises with each change of the devices."""
+        """The generation of the inventory; it rises with each change."""
         return self._generation
 
     def discover(self) -> None:
-        """Bring listings, host and saved devices together, and divide them.
+        """Merge listings, host devices and saved devices, and divide them among the agents.
 
         Raises:
-            ConfigRefused: the rules do not fit what was found.
+            ConfigRefused: the rules do not fit the devices.
         """
         self._statuses = {status.name: status for status in self._plugins.statuses()}
         self._warnings = ()
         self._take_in(self._plugins.listings())
 
     def refresh(self, name: str) -> bool:
-        """Take in what a plugin says now: it opened late, its devices changed, or it is lost.
+        """Apply a plugin's current status and listing.
 
-        Returns whether its devices joined just now.
+        Returns:
+            Whether its devices were added just now.
         """
         status = next((s for s in self._plugins.statuses() if s.name == name), None)
         if status is not None and status != self._statuses.get(name):
@@ -125,7 +125,7 @@ class NodeDevices:
             listed = [d for d in listing.devices if (name, d.stable_id) not in self._withheld]
             inventory, news = self.inventory.with_listing(name, listed)
         else:
-            why = status.reason if status else "it is gone"
+            why = status.reason if status else "it stopped"
             inventory, news = self.inventory.with_health_unknown(name, f"plugin {name}: {why}"), []
         self._news[name] = tuple(news)
         are_new = inventory.listed - self.inventory.listed
@@ -135,9 +135,9 @@ class NodeDevices:
         return bool(are_new)
 
     def _join_late(self, listing: PluginListing) -> bool:
-        """Take in a plugin that opened late; nothing that is there already moves.
+        """Add the devices of a plugin that opened late; no known device moves.
 
-        What another plugin serves, or is remembered to have served, stays with that one.
+        A device that another plugin serves, or used to serve, stays with that plugin.
         """
         before = self.split
         try:
@@ -152,10 +152,11 @@ class NodeDevices:
         return True
 
     def _take_in(self, listings: Sequence[PluginListing], before: Split | None = None) -> None:
-        """Bring what plugins list together with what is there and what is remembered.
+        """Merge listings with known and saved devices.
 
-        Without a partition `before` everything is new, the host's devices too; with one, only
-        what the listings are of, and all else stays as it is.
+        Without `before` everything is new, including the devices of the host. With it, only the
+        listed
+        devices change.
 
         Raises:
             ConfigRefused: the rules do not fit; nothing changed.
@@ -196,32 +197,32 @@ class NodeDevices:
         """Return an agent's partition.
 
         Raises:
-            UnknownAgent: no such agent.
+            UnknownAgent: the agent does not exist.
         """
         partitions = self.split.partitions
         if agent_id not in partitions:
-            raise UnknownAgent(f"no agent {agent_id} on this node; it has {', '.join(partitions)}")
+            raise UnknownAgent(f"unknown agent {agent_id} (this node has: {', '.join(partitions)})")
         return partitions[agent_id]
 
     def find(self, name: str, device_id: str) -> Device:
         """Return a device by id, stable id or alias.
 
         Raises:
-            UnknownDevice: there is no such device.
+            UnknownDevice: the device does not exist.
         """
         devices = self.inventory.by_name.get(name, ())
         for device in devices:
             if device.answers_to(device_id):
                 return device
-        have = ", ".join(d.device_id.id for d in devices) or "none of that name"
-        raise UnknownDevice(f"no device {name}/{device_id}; the node has {have}")
+        have = ", ".join(d.device_id.id for d in devices) or "none"
+        raise UnknownDevice(f"unknown device {name}/{device_id} (this node has: {have})")
 
     def set_drained(self, name: str, device_id: str, *, drained: bool) -> Device:
-        """Stop or resume giving anything new from a device; survives restarts.
+        """Start or end the drain of a device; survives restarts.
 
         Raises:
-            UnknownDevice: there is no such device.
-            StateUnavailable: it cannot be remembered; nothing changed.
+            UnknownDevice: the device does not exist.
+            StateUnavailable: the drain cannot be saved; nothing changed.
         """
         device = self.find(name, device_id)
         if device.drained is not drained:
@@ -232,19 +233,19 @@ class NodeDevices:
         return device
 
     def forget(self, name: str, device_id: str, *, holders: Iterable[str]) -> None:
-        """Stop remembering a device that is gone, and, at the next start, its place.
+        """Forget a missing device; its id is free again after the next start.
 
         Raises:
-            UnknownDevice: there is no such device.
-            Conflict: it is there, or a kernel holds it.
-            StateUnavailable: it cannot be remembered; nothing changed.
+            UnknownDevice: the device does not exist.
+            Conflict: the device is present, or a kernel holds it.
+            StateUnavailable: the change cannot be saved; nothing changed.
         """
         device = self.find(name, device_id)
         _refuse_forgetting(device, holders)
         self._replace_for_good(self.inventory.without(device.device_id))
 
     def add_missing(self, devices: Iterable[Device]) -> None:
-        """Take in devices that only kernels know of."""
+        """Add devices that are known only from kernels."""
         inventory = self.inventory
         for device in devices:
             if device.stable_id not in inventory.by_identity:
@@ -253,13 +254,13 @@ class NodeDevices:
             self._replace_inventory(inventory)
 
     def withhold(self, reasons: Mapping[DeviceId, str], remarks: tuple[str, ...] = ()) -> None:
-        """Have just these devices withheld from everybody, as other daemons serve them."""
+        """Withhold exactly these devices, which other daemons serve."""
         self._remarks = remarks
         if (inventory := self.inventory.with_withheld(reasons)) is not self.inventory:
             self._take(inventory)
 
     def _replace_for_good(self, inventory: Inventory) -> None:
-        """Do what an operator wants: remembered first, or not done at all."""
+        """Apply an operator's change: save it first, or refuse it."""
         self._store.save_devices(_lasting(inventory))
         self._unsaved = ""
         self._take(inventory)
@@ -280,12 +281,12 @@ class NodeDevices:
         except StateUnavailable as error:
             if not self._unsaved:
                 log.warning("devices.not_saved", reason=str(error))
-            self._unsaved = f"the inventory is not remembered: {error}"
+            self._unsaved = f"the inventory is not saved: {error}"
         else:
             self._unsaved = ""
 
     def retry(self) -> None:
-        """Try again to remember what could not be."""
+        """Retry saves that failed."""
         if self._unsaved:
             self._save()
         self._store.retry()
@@ -302,16 +303,16 @@ def _publish_changes(events: EventLog, before: Inventory, now: Inventory) -> Non
 
 def _refuse_forgetting(device: Device, holders: Iterable[str]) -> None:
     if not device.gone:
-        raise Conflict(f"{device.device_id} is not gone; only what is gone is forgotten")
+        raise Conflict(f"{device.device_id} is not missing; only missing devices can be forgotten")
     if device.health is Health.UNKNOWN:
-        why = f"whether {device.device_id} is gone cannot be told: {device.reason}"
+        why = f"it is unknown whether {device.device_id} is missing: {device.reason}"
         raise Conflict(why)
     if held := ", ".join(holders):
         raise Conflict(f"{device.device_id} is held by {held}")
 
 
 def _not_ready(statuses: Iterable[PluginStatus]) -> dict[str, str]:
-    """Return for each plugin whose devices cannot be told to be gone, why."""
+    """Return why a plugin's devices may only seem to be missing, by plugin."""
     return {
         status.name: f"plugin {status.name} is {status.state.value}: {status.reason}"
         for status in statuses
@@ -322,7 +323,7 @@ def _not_ready(statuses: Iterable[PluginStatus]) -> dict[str, str]:
 def _unlisted(
     statuses: Iterable[PluginStatus], missed: Collection[str], listed: Collection[str]
 ) -> dict[str, str]:
-    """Return for each plugin that somebody misses and whose listing is missing, why."""
+    """Return why a needed plugin has no listing, by plugin."""
     return {
         status.name: f"plugin {status.state.value}: {status.reason}"
         for status in statuses
@@ -339,11 +340,12 @@ def _together(
     remembered: Iterable[Device],
     statuses: Sequence[PluginStatus],
 ) -> tuple[list[Device], list[Device], list[str]]:
-    """Bring what plugins list together with what is there, each physical device once.
+    """Merge listings with known devices, each physical device once.
 
-    Devices of `names` (None: all) get the ids they are remembered
-    by; all others stay as they are. Returns what was kept of the listings, all devices,
-    and warnings.
+    Devices of `names` (None: all) get their saved ids; all others stay unchanged.
+
+    Returns:
+        The listed devices that are served, all devices, and warnings.
     """
     stays = [d for d in there if names is None or d.device_id.name not in names]
     kept, warnings = served_once([stays, *(listing.devices for listing in listings)])
@@ -357,7 +359,7 @@ def _together(
 
 
 def _lasting(inventory: Inventory, names: Collection[str] | None = None) -> list[Device]:
-    """Return what is remembered of an inventory, or of some device names."""
+    """Return the devices of an inventory, or of some device names, that are saved."""
     return [
         device
         for device in inventory.devices

@@ -1,8 +1,8 @@
-"""What this node serves, beside other daemons of the machine: no accelerator twice.
+"""Coordination with other daemons on the host: no accelerator is served twice.
 
-Only what can be given to an agent, or is held, is claimed. What another daemon serves is
-withheld here for as long as it does, with its place kept; cores and memory that others serve
-too are a warning alone, as an operator may well want that.
+Only devices that an agent can get, or that are held, are claimed. A device that another daemon
+serves is withheld and keeps its position. Sharing cores and memory is only a warning, since an
+operator may intend it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from agentd.services.protocols import Peer, Peers, Served, ServedDevice
 from agentd.services.state import NodeState
 
 UPDATE_PATIENCE_S, LOOK_PATIENCE_S = 0.05, 1.0
-"""How long others may keep a decision from being made: while everything waits, and beside it."""
+"""Seconds to wait for the peers' lock: with everything blocked, and in the background."""
 _UNDECIDED = "waiting for another agentd on this host"
 
 
 @dataclass(frozen=True)
 class _Wish:
-    """What this node would serve, were it alone; `kept` are entries of devices not listed yet."""
+    """The claim of this node if it were alone; `kept` are devices that are not listed yet."""
 
     devices: Mapping[DeviceId, ServedDevice]
     kept: tuple[ServedDevice, ...]
@@ -37,7 +37,7 @@ class _Wish:
 
 @dataclass(frozen=True)
 class _Decision:
-    """What is served, and why the rest is not."""
+    """The devices that this node serves, and why it withholds the others."""
 
     served: tuple[ServedDevice, ...]
     withheld: Mapping[DeviceId, str]
@@ -45,10 +45,11 @@ class _Decision:
 
 
 class SharedDevices:
-    """Keeps the devices of a node apart from those that others serve.
+    """Keeps this node from serving devices that its peers serve.
 
-    `real_cores` and `real_memory` are what the machine has of what is not declared: nobody
-    knows whether declared cores are the same as another daemon's.
+    `real_cores` and `real_memory` are the undeclared resources of the host. Declared cores cannot
+    be
+    compared with those of another daemon.
     """
 
     def __init__(
@@ -72,10 +73,10 @@ class SharedDevices:
         state.listen(self._changed)
 
     def update(self, patience_s: float = UPDATE_PATIENCE_S) -> None:
-        """Decide anew what this node serves, before anybody asks for a device.
+        """Decide which devices this node serves, before any of them is allocated.
 
-        To be called after every change of the devices; what cannot be decided in time is
-        withheld for now.
+        Call it after every change of the devices. Devices that cannot be decided in time are
+        withheld.
         """
         if not self._is_over:
             self._changes += 1
@@ -83,7 +84,7 @@ class SharedDevices:
             self._take(wish, self._decided(wish, patience_s=patience_s))
 
     async def look(self) -> None:
-        """Decide anew, as others may have come or gone; holds up nobody meanwhile."""
+        """Decide again in the background, since peers start and stop."""
         if self._is_over:
             return
         wish, changes = self._wish(), self._changes
@@ -94,7 +95,7 @@ class SharedDevices:
             self.update()
 
     def close(self) -> None:
-        """Serve nothing any more but what kernels hold."""
+        """Give up all devices that no kernel holds."""
         self._is_over = True
         self._peers.publish(Served((*self._kept(), *self._held())))
 
@@ -119,7 +120,7 @@ class SharedDevices:
         self._devices.withhold(decision.withheld, tuple(remarks))
 
     def _changed(self, before: Kernel | None, now: Kernel | None) -> None:
-        """Say which devices are held, before anything is started on them."""
+        """Publish which devices are held before a kernel starts on them."""
         if self._is_over or _holds_the_same(before, now):
             return
         if not self._served and not _accelerators_of(now):
@@ -136,7 +137,7 @@ class SharedDevices:
         return _Wish(devices, self._kept(), self._cores(), self._memory_bytes())
 
     def _wanted(self) -> Iterator[Device]:
-        """Yield the accelerators that this node can give to somebody, or has given."""
+        """Yield the accelerators that an agent can get, or that a kernel holds."""
         split, held = self._devices.split, self._state.ledger.held
         given = {i for partition in split.partitions.values() for i in partition.members}
         for device in split.inventory.devices:
@@ -155,13 +156,13 @@ class SharedDevices:
         return [device for device in map(self._as_served, self._wanted()) if device.held]
 
     def _held_before(self) -> tuple[ServedDevice, ...]:
-        """Return what was held before the start, until it is known what is."""
+        """Return the devices held before the start, until every runtime has been listed."""
         if self._before and self._state.is_listed:
             self._before = ()
         return self._before
 
     def _kept(self) -> tuple[ServedDevice, ...]:
-        """Return what was held before the start of devices that nobody has listed yet."""
+        """Return the devices held before the start that no plugin has listed yet."""
         known = {key for device in self._wanted() for key in device.physical_keys()}
         return tuple(d for d in self._held_before() if known.isdisjoint(d.keys))
 
@@ -176,22 +177,22 @@ class SharedDevices:
         return max(sizes) if self._devices.split.mode is AllocationMode.SHARED else sum(sizes)
 
     def _remarks(self, wish: _Wish, others: Sequence[Peer]) -> Iterator[str]:
-        """Yield what is served twice and is no accelerator."""
+        """Yield warnings about cores and memory that peers serve, too."""
         alive = [other for other in others if other.is_alive]
         for other in alive:
             if both := [core for core in wish.cores if core in other.served.cores]:
                 what = f"cores {both[0]} to {both[-1]}" if len(both) > 1 else f"core {both[0]}"
-                yield f"{len(both)} of the cores ({what}) are served by {_named(other)} too"
+                yield f"{len(both)} cores ({what}) are also served by {_named(other)}"
         with_memory = [other for other in alive if other.served.memory]
         total = wish.memory + sum(other.served.memory for other in with_memory)
         if wish.memory and with_memory and self._real_memory and total > self._real_memory:
             who = ", ".join(map(_named, with_memory))
-            has = f"{total} bytes in all, and the machine has {self._real_memory}"
-            yield f"memory is served by {who} too: {has}"
+            has = f"{total} bytes in total, {self._real_memory} on this host"
+            yield f"memory is also served by {who}: {has}"
 
 
 def claimable(devices: NodeDevices) -> dict[DeviceId, ServedDevice]:
-    """Return the accelerators that agents have, as they would be told to others."""
+    """Return the accelerators that agents have, as published to peers."""
     return {
         device.device_id: ServedDevice(
             str(device.device_id), tuple(sorted(device.physical_keys())), held=False
@@ -228,14 +229,14 @@ def _accelerators_of(kernel: Kernel | None) -> frozenset[DeviceId]:
 def taken_by_others(
     devices: Mapping[DeviceId, ServedDevice], others: Sequence[Peer]
 ) -> dict[DeviceId, str]:
-    """Return which of these devices others serve, or hold, and who."""
+    """Return the devices that peers serve or hold, each with the reason."""
     taken: dict[str, str] = {}
     for other in others:
         why = f"served by {_named(other)}"
         if not other.is_alive:
             why = (
-                f"held by kernels of {_named(other)}, which does not run;"
-                " free when it is back and they have ended, or when the machine restarts"
+                f"held by kernels of {_named(other)}, which is not running;"
+                " released after it restarts and they end, or after a reboot"
             )
         for device in other.served.devices:
             if other.is_alive or device.held:

@@ -1,4 +1,4 @@
-"""From a request to slots and devices, and from devices to a plan that a runtime can run."""
+"""Planning: from a request to slots and devices, and on to a plan for a runtime."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from agentd.services.state import NodeState
 
 
 class NodeRules(msgspec.Struct, frozen=True):
-    """What creates follow besides the request."""
+    """The node's settings that decide about creates."""
 
     node_id: str
     policy: AllocationPolicy
@@ -32,11 +32,11 @@ class NodeRules(msgspec.Struct, frozen=True):
     real_cores: frozenset[str]
     ports: PortRange
     is_port_free: Callable[[str, str, int], bool]
-    """Whether nobody else on the node listens there: address, protocol, port."""
+    """Return whether no other process listens on an address, protocol and port."""
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """What a kernel is given: plain decimals by slot, the devices, and ports of the node."""
+    """The grant of a create: plain decimals by slot, the devices, and ports of the node."""
 
     slots: Mapping[str, str]
     allocation: Allocation
@@ -44,14 +44,14 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class Asked(NamedTuple):
-    """What a request asks for, with defaults: slots, and devices by name if it names some."""
+    """The slots of a request with defaults, and the named devices by device name."""
 
     slots: ResourceSlots
     only: Mapping[str, frozenset[DeviceId]]
 
 
 class Planner:
-    """Decides over the node's devices as they are now; keeps nothing."""
+    """Decisions over the node's current devices; stateless."""
 
     def __init__(self, devices: NodeDevices, plugins: Plugins, rules: NodeRules) -> None:
         self._devices = devices
@@ -59,12 +59,12 @@ class Planner:
         self._rules = rules
 
     def read(self, spec: KernelSpec, runtime: Runtime, problems: Sequence[Problem]) -> Asked:
-        """Read what a request asks for; `problems` are what else is wrong with it.
+        """Parse a request; `problems` are its problems found elsewhere.
 
         Raises:
-            UnsupportedResource: this node cannot know a slot.
-            RequestError: something is wrong with it; all of it is listed.
-            PluginUnavailable: a plugin that may know a slot is pending.
+            UnsupportedResource: a slot is unknown on this node.
+            RequestError: the request is invalid; lists every problem.
+            PluginUnavailable: a slot may belong to a pending plugin.
         """
         reading = self._reading(spec, runtime)
         inventory, partition = self._devices.inventory, self._devices.partition(spec.agent_id)
@@ -76,7 +76,7 @@ class Planner:
         """Choose devices and ports for a request; changes nothing.
 
         Raises:
-            RequestError: it cannot be granted.
+            RequestError: the request cannot be granted.
         """
         inventory, policy = self._devices.inventory, self._policy(spec)
         partition = self._devices.partition(spec.agent_id)
@@ -89,7 +89,7 @@ class Planner:
         return replace(policy, is_discreet=True) if spec.is_discreet else policy
 
     def _ports(self, spec: KernelSpec, holders: Mapping[HostPort, str]) -> tuple[Port, ...]:
-        """Hand out ports, leaving out what something else on the node listens on."""
+        """Assign host ports, skipping those on which another process listens."""
         allowed, busy = self._rules.ports, set[HostPort]()
         while True:
             ports = hand_out(spec.ports, holders, busy, allowed)
@@ -106,7 +106,7 @@ class Planner:
     def explain(
         self, spec: KernelSpec, asked: Asked, decision: Decision, ledger: Ledger
     ) -> dict[str, list[dict[str, object]]]:
-        """Return for each slot of a decision how every device was looked at."""
+        """Return how each device was considered, by slot of the decision."""
         inventory, policy = self._devices.inventory, self._policy(spec)
         partition = self._devices.partition(spec.agent_id)
         rows = {}
@@ -120,10 +120,10 @@ class Planner:
         return rows
 
     def refuse_unsupported(self, slots: Mapping[str, object]) -> None:
-        """Refuse slots that this node cannot know.
+        """Refuse unknown slots.
 
         Raises:
-            UnsupportedResource: some of them are not zero.
+            UnsupportedResource: unknown slots have non-zero amounts.
         """
         self._read_slots(slots)
 
@@ -143,13 +143,13 @@ class Planner:
         least = max(1, runtime.minimum_memory_bytes)
         given = reading.slots[MEM]
         if given < least and all(problem.where != "slots.mem" for problem in reading.problems):
-            why = f"{given} bytes are too few; the {runtime.name} runtime needs {least}"
+            why = f"{given} bytes are below the minimum of the {runtime.name} runtime, {least}"
             too_few = Problem("slots.mem", why)
             return reading._replace(problems=(*reading.problems, too_few))
         return reading
 
     def notify_plugins(self, before: Kernel | None, now: Kernel | None) -> None:
-        """Let the plugins know of the step between two states of a kernel, if it is one."""
+        """Notify the plugins of a step in a kernel's life, if the change is one."""
         kernel = now or before
         step = step_between(before, now)
         if kernel is not None and step is not None and kernel.allocation.shares:
@@ -158,11 +158,11 @@ class Planner:
     async def plan(
         self, kernel: Kernel, spec: KernelSpec, state: NodeState, runtime: Runtime
     ) -> KernelPlan:
-        """Ask the plugins, and bring everything together.
+        """Collect the plugins' edits and return the plan.
 
         Raises:
-            InvalidRequest: the request sets what only a plugin may set.
-            PluginUnavailable: a plugin did not say what its devices need.
+            InvalidRequest: the request sets something that only a plugin may set.
+            PluginUnavailable: a plugin did not return the edits for its devices.
         """
         support = await runtime.support(spec)
         edits = await self._plugins.container_edits(kernel.allocation, support.features)
@@ -171,7 +171,7 @@ class Planner:
         cores = [device.id for device in partition.devices if device.name == CPU]
         if not cores:
             missing |= {CPU}
-        ledger = state.ledger  # a dry run's kernel is not in it
+        ledger = state.ledger  # without the kernel of a dry run
         if kernel.kernel_id not in ledger.holdings:
             ledger = ledger.with_held(kernel.kernel_id, kernel.agent_id, kernel.allocation)
         fence = fence_of(spec.agent_id, cores, partition.memory_bytes, real, ledger)
@@ -180,7 +180,7 @@ class Planner:
 
 
 def _unheld(allocation: Allocation, inventory: Inventory) -> frozenset[str]:
-    """Return the slots of which a kernel has a part of a device that nothing holds it to."""
+    """Return the slots of partial devices whose share nothing enforces."""
     return frozenset(
         share.slot
         for share in allocation.shares
@@ -191,7 +191,7 @@ def _unheld(allocation: Allocation, inventory: Inventory) -> frozenset[str]:
 
 
 def _holders(spec: KernelSpec, state: NodeState) -> Mapping[HostPort, str]:
-    """Return who has which port of the node; a discreet request hears of no other agent's."""
+    """Return the holder of each host port; a discreet request does not learn of other agents."""
     if not spec.is_discreet:
         return state.ports
     agents = {kernel.kernel_id: kernel.agent_id for kernel in state}
@@ -204,10 +204,11 @@ def _holders(spec: KernelSpec, state: NodeState) -> Mapping[HostPort, str]:
 def _named(
     spec: KernelSpec, reading: SlotReading, inventory: Inventory, partition: Partition
 ) -> tuple[dict[str, frozenset[DeviceId]], list[Problem]]:
-    """Return the devices that a request names, by device name; a discreet one, of its agent's.
+    """Return the devices that a request names, by device name, and the first mistake of each.
 
-    Beside them the first of these mistakes: there are no such devices, or nothing of them is asked
-    for. Of a plugin that is pending it is not known which devices there are.
+    A discreet request finds only its agent's devices. The mistakes are unknown devices, and devices
+    of
+    which no slot is requested. For a pending plugin the devices are not known yet.
     """
     problems: list[Problem] = []
     found = {}
@@ -223,13 +224,13 @@ def _named(
         ]
         by_key = {key: d.device_id for d in devices for key in (*d.names, d.device_id.id)}
         found[name] = frozenset(by_key[key] for key in wanted if key in by_key)
-        have = ", ".join(device.device_id.id for device in devices) or "none of that name"
+        have = ", ".join(device.device_id.id for device in devices) or "none"
         unknown = (
-            Problem(f"devices.{name}.{place}", f"no device {key!r}; the node has {have}")
+            Problem(f"devices.{name}.{place}", f"unknown device {key!r} (this node has: {have})")
             for place, key in enumerate(wanted)
             if key not in by_key
         )
         problems += islice(unknown, MOST_PROBLEMS + 1 - len(problems))
         if found[name] and name not in asked | unread:
-            problems.append(Problem(f"devices.{name}", f"no slot of {name} is asked for"))
+            problems.append(Problem(f"devices.{name}", f"no slot of {name} is requested"))
     return found, problems

@@ -1,4 +1,4 @@
-"""The Protocols that the services require of plugins, runtimes, store and clock."""
+"""The Protocols that the services require of plugins, runtimes, store, peers and clock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from agentd.plugin_api import Features, Measurement
 
 
 class PluginState(StrEnum):
-    """Where a plugin is: only a `ready` one has slots."""
+    """The state of a plugin; only a `ready` one has slots."""
 
     PENDING = "pending"
     READY = "ready"
@@ -34,10 +34,10 @@ class PluginState(StrEnum):
 
 
 class PluginStatus(msgspec.Struct, frozen=True):
-    """A plugin instance: its device name, its entry point, and how it does.
+    """A plugin instance: its device name, its entry point and its status.
 
-    One without a table was loaded because it is installed; nobody misses it where it fails. An
-    absent one says that this node has none of its hardware.
+    Without a table it was loaded because it is installed, and its failure needs no warning. An
+    `absent` one has found none of its hardware on this node.
     """
 
     name: str
@@ -49,14 +49,14 @@ class PluginStatus(msgspec.Struct, frozen=True):
 
 
 class PluginVitals(NamedTuple):
-    """How often a plugin was started anew, and how many seconds ago it last told its devices."""
+    """Restarts of a plugin, and seconds since it last listed its devices."""
 
     restarts: int
     listed_s: float | None
 
 
 class PluginListing(msgspec.Struct, frozen=True):
-    """What a plugin offers, checked."""
+    """The validated listing of a plugin."""
 
     name: str
     slot_types: tuple[SlotType, ...]
@@ -69,27 +69,27 @@ class Plugins(Protocol):
     def statuses(self) -> Sequence[PluginStatus]: ...
 
     def listings(self) -> Sequence[PluginListing]:
-        """Return what the ready plugins offer, in the order in which they take precedence."""
+        """Return the listings of the ready plugins in order of precedence."""
         ...
 
     def measurements(self) -> Mapping[str, Sequence[Measurement]]:
-        """Return what was last measured, by device name."""
+        """Return the latest measurements, by device name."""
         ...
 
     def vitals(self) -> Mapping[str, PluginVitals]:
-        """Return how the plugins that run, or are to run, did so far, by device name."""
+        """Return restarts and listing ages of the started plugins, by device name."""
         ...
 
     def warnings(self) -> Sequence[str]:
-        """Return what an operator should know of what is installed."""
+        """Return warnings about the installed plugins."""
         ...
 
     async def retry(self, name: str) -> PluginStatus:
-        """Have a plugin that is not ready tried again now; return how that went.
+        """Retry a plugin that is not ready and return its new status.
 
         Raises:
-            UnknownPlugin: there is none of that name.
-            Conflict: it is blocked.
+            UnknownPlugin: the plugin does not exist.
+            Conflict: the plugin is blocked.
         """
         ...
 
@@ -98,14 +98,14 @@ class Plugins(Protocol):
         ...
 
     def notify(self, step: str, kernel_id: str, allocation: Allocation) -> None:
-        """Let the plugins of an allocation know of a step in its kernel's life; waits for none."""
+        """Notify the plugins of an allocation of a step in its kernel's life, without waiting."""
         ...
 
     async def container_edits(self, allocation: Allocation, features: Features) -> ContainerEdits:
-        """Return what a kernel needs for its devices, and what hides all others from it.
+        """Return the edits that give a kernel its devices and hide all others.
 
         Raises:
-            PluginUnavailable: a plugin whose devices it holds did not answer.
+            PluginUnavailable: a plugin of the kernel's devices did not answer.
         """
         ...
 
@@ -115,7 +115,7 @@ class Undone(CancelledError):
 
 
 class CreateProgress(Protocol):
-    """Is told the steps of a create, and the progress of its pull."""
+    """A callback for the steps of a create and the progress of its pull."""
 
     def __call__(self, state: KernelState, pull: Pull | None = None) -> None: ...
 
@@ -128,7 +128,7 @@ class LogStream(StrEnum):
 
 
 class LogQuery(msgspec.Struct, frozen=True):
-    """A log request: the last `tail` lines of those since a time (ns since the epoch)."""
+    """A log request: the last `tail` lines since a time (ns since the epoch)."""
 
     follow: bool = False
     tail: int | None = None
@@ -138,9 +138,9 @@ class LogQuery(msgspec.Struct, frozen=True):
 
 
 class Support(NamedTuple):
-    """What a runtime can do for one request on this node.
+    """The features of a runtime for one request on this node.
 
-    `not_enforced` names slots, and members of the request, that it cannot hold a kernel to.
+    `not_enforced` names slots and members of the request that the runtime cannot enforce.
     """
 
     features: Features
@@ -148,37 +148,37 @@ class Support(NamedTuple):
 
 
 class Session(Protocol):
-    """A command that runs inside a kernel."""
+    """An exec: a command in a running kernel."""
 
     def output(self) -> AsyncGenerator[tuple[int, bytes]]:
-        """Yield what it prints, with its stream, until it has ended and all of it is told."""
+        """Yield output with its stream, until the command has ended and all of it was read."""
         ...
 
     async def write(self, data: bytes) -> None:
-        """Give it input; returns when there is room for more."""
+        """Write input; returns when there is room for more."""
         ...
 
     async def close_input(self) -> None:
-        """Let its input end."""
+        """Close the command's input."""
         ...
 
     async def resize(self, columns: int, rows: int) -> None:
-        """Tell its terminal, if it has one, how large it is."""
+        """Set the size of the terminal, if there is one."""
         ...
 
     async def send_signal(self, number: int) -> None: ...
 
     async def ended(self) -> int:
-        """Wait for its end, and return its exit code; of a signal, 128 and its number."""
+        """Wait for the end and return the exit code; 128 plus the number of a signal."""
         ...
 
     async def close(self) -> None:
-        """End it if it runs, and let go of everything."""
+        """End the command if it runs, and release everything."""
         ...
 
 
 class Runtime(Protocol):
-    """What runs kernels. The contract suite in tests/contracts holds every one to this."""
+    """A runtime for kernels. Every implementation passes the suite in tests/contracts."""
 
     name: str
     minimum_memory_bytes: int
@@ -186,57 +186,58 @@ class Runtime(Protocol):
     async def close(self) -> None: ...
 
     def renew(self, rules: Any) -> None:
-        """Take other settings for kernels that are created from now on."""
+        """Replace the settings for kernels created from now on."""
         ...
 
     async def problems(self, spec: KernelSpec) -> Sequence[Problem]:
-        """Return what of a request this runtime cannot do; nothing is decided yet.
+        """Return the problems of a request on this runtime, before anything is decided.
 
         Raises:
-            RuntimeUnavailable: what it names on the node does not answer.
+            RuntimeUnavailable: a part of the host that the request names does not answer.
         """
         ...
 
     async def support(self, spec: KernelSpec) -> Support:
-        """Return the ways to devices that this runtime takes, and what it cannot enforce.
+        """Return how this runtime attaches devices and what it cannot enforce.
 
         Raises:
-            RuntimeUnavailable: that cannot be told now.
+            RuntimeUnavailable: that is unknown at the moment.
         """
         ...
 
     async def create(self, plan: KernelPlan, progress: CreateProgress) -> ObservedKernel:
         """Create and start a kernel.
 
-        An AgentdError other than OutcomeUnknown, and Undone, prove that nothing is left. Any
-        other exception, a bare cancellation included, proves nothing once `creating` was
-        reported. That comes before the runtime is asked; `pulling`, while it has nothing to undo.
+        An AgentdError other than OutcomeUnknown, and Undone, prove that nothing is left. Any other
+        exception, including a bare cancellation, proves nothing once `creating` was reported.
+        `creating` is
+        reported before the runtime is called, `pulling` while it has nothing to undo.
 
         Raises:
-            ImageNotFound, CommandNotFound: the request named what does not exist.
+            ImageNotFound, CommandNotFound: the image or command does not exist.
             RuntimeFailure: the runtime refused.
-            RuntimeUnavailable: it could not be asked.
-            OutcomeUnknown: it was asked, and the answer was lost.
+            RuntimeUnavailable: the runtime could not be called.
+            OutcomeUnknown: the runtime was called, and the answer was lost.
             Undone: the create was cancelled.
         """
         ...
 
     async def stop(self, ref: KernelRef, timeout_s: float | None) -> None:
-        """Ask the kernel to end, kill it after `timeout_s` (None: the configured time).
+        """End a kernel, and kill it after `timeout_s` (None: the configured time).
 
-        Returns when it has ended; a kernel that is not there has.
+        Returns when the kernel has ended; a kernel that does not exist has ended.
         """
         ...
 
     async def remove(self, ref: KernelRef, *, unless_alive: bool = False) -> bool:
-        """Remove what is left of a kernel, running or not; one that is not there is removed.
+        """Remove a kernel, running or not; removing one that does not exist succeeds.
 
-        With `unless_alive` one that runs after all is left as it is: False.
+        With `unless_alive` a running kernel is left alone, and False is returned.
         """
         ...
 
     async def list(self) -> Listing:
-        """Return every kernel of this node, ended ones too, and what is left of others.
+        """Return every kernel of this node, including ended ones and remains of others.
 
         Raises:
             RuntimeUnavailable: a complete list is not available.
@@ -244,19 +245,20 @@ class Runtime(Protocol):
         ...
 
     async def find(self, ref: KernelRef) -> ObservedKernel | None:
-        """Return one kernel, under whatever name it goes now if its handle is given.
+        """Return one kernel, whatever its current name if its handle is given.
 
-        None only if it is proved not to be there.
+        Returns:
+            None only if the kernel is proved not to exist.
 
         Raises:
-            RuntimeUnavailable: that cannot be told now.
+            RuntimeUnavailable: that is unknown at the moment.
         """
         ...
 
     def follow(self) -> AsyncIterator[str]:
-        """Yield the id of each kernel that something happened to; "" where all is to be listed.
+        """Yield the id of each kernel with an event; "" asks for a complete list.
 
-        That is so once connected, and after what is ignored changed.
+        "" comes once connected, and after a change of the ignored objects.
 
         Raises:
             RuntimeUnavailable: the connection could not be made, or broke.
@@ -264,36 +266,36 @@ class Runtime(Protocol):
         ...
 
     async def run_inside(self, kernel: Kernel, spec: ExecSpec) -> Session:
-        """Run a command inside a kernel that runs, with what the kernel has and no more.
+        """Start a command in a running kernel, with the kernel's resources and no more.
 
         Raises:
-            CommandNotFound, InvalidRequest: it cannot be run as was asked.
-            KernelConflict: the kernel does not run.
-            RuntimeFailure, RuntimeUnavailable: the runtime refused, or could not be asked.
+            CommandNotFound, InvalidRequest: the command cannot run as requested.
+            KernelConflict: the kernel is not running.
+            RuntimeFailure, RuntimeUnavailable: the runtime refused, or did not answer.
         """
         ...
 
     async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, UsageReading]:
-        """Return what kernels use, by id; of ended ones what is still known.
+        """Return the usage of kernels by id; for ended ones as far as still known.
 
-        One of which nothing is known may be missing.
+        Kernels without any known usage may be missing.
 
         Raises:
-            RuntimeUnavailable: that cannot be told now.
+            RuntimeUnavailable: that is unknown at the moment.
         """
         ...
 
     def logs(self, ref: KernelRef, query: LogQuery) -> AsyncGenerator[bytes]:
-        """Yield what the kernel printed, byte for byte; closing it lets go of everything.
+        """Yield a kernel's output, byte for byte; closing the generator releases everything.
 
         Raises:
-            InvalidRequest: this runtime does not keep what the query asks for.
+            InvalidRequest: this runtime does not keep the requested part.
         """
         ...
 
 
 class Phase(StrEnum):
-    """How far a kernel had come when it was last written down."""
+    """The phase of a kernel in its record."""
 
     INTENT = "intent"
     HELD = "held"
@@ -309,18 +311,22 @@ class SavedRecord(NamedTuple):
 
 
 class StateStore(Protocol):
-    """What the node remembers over restarts, beside what its runtimes have."""
+    """State that survives restarts, besides the state of the runtimes."""
 
     def load_devices(self) -> Sequence[Device]:
-        """Return the devices of the last inventory, with what operators said of them."""
+        """Return the devices of the last inventory, including drains."""
         ...
 
     def save_devices(self, devices: Sequence[Device]) -> None:
-        """Remember an inventory; StateUnavailable if the last one is still remembered."""
+        """Save an inventory.
+
+        Raises:
+            StateUnavailable: the previous one is still saved.
+        """
         ...
 
     def save_runtimes(self, names: Sequence[str]) -> None:
-        """Remember which runtimes may have kernels of this node."""
+        """Save which runtimes may have kernels of this node."""
         ...
 
     def load_records(self) -> Sequence[SavedRecord]:
@@ -328,33 +334,37 @@ class StateStore(Protocol):
         ...
 
     def save_intent(self, kernel_id: str, text: str) -> None:
-        """Remember a create before it is asked for; StateUnavailable if that cannot be."""
+        """Save a create before the runtime is called.
+
+        Raises:
+            StateUnavailable: the record cannot be saved.
+        """
         ...
 
     def save_phase(self, kernel_id: str, phase: Phase, text: Callable[[], str]) -> None:
-        """Remember how far a kernel has come; `text` is asked for where none is there yet.
+        """Save the phase of a kernel; `text` is called only if there is no record yet.
 
-        Where that cannot be, `retry` tries again.
+        If that fails, `retry` tries again.
         """
         ...
 
     def save_record(self, kernel_id: str, text: str) -> None:
-        """Replace the record of a kernel; where that cannot be, `retry` tries again."""
+        """Replace the record of a kernel; if that fails, `retry` tries again."""
         ...
 
     def drop_record(self, kernel_id: str) -> None:
-        """Forget a kernel; where that cannot be, `retry` tries again."""
+        """Remove the record of a kernel; if that fails, `retry` tries again."""
         ...
 
     def retry(self) -> None: ...
 
     def warnings(self) -> Sequence[str]:
-        """Return what an operator should know of this memory."""
+        """Return warnings about the state folder."""
         ...
 
 
 class ServedDevice(msgspec.Struct, frozen=True):
-    """An accelerator that a daemon serves: its id, and every name of the physical thing."""
+    """An accelerator that a daemon serves: its id and all names of the physical device."""
 
     name: str
     keys: tuple[str, ...]
@@ -362,7 +372,7 @@ class ServedDevice(msgspec.Struct, frozen=True):
 
 
 class Served(msgspec.Struct, frozen=True):
-    """What a daemon serves; of cores and memory (bytes) only what is the machine's own."""
+    """The resources that a daemon serves; cores and memory (bytes) only if not declared."""
 
     devices: tuple[ServedDevice, ...]
     cores: tuple[str, ...] = ()
@@ -370,7 +380,7 @@ class Served(msgspec.Struct, frozen=True):
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """Another daemon of this machine, and what it published last."""
+    """Another daemon on this host, and what it last published."""
 
     node_id: str
     user: str
@@ -380,27 +390,27 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 class Peers(Protocol):
-    """The other daemons of this machine, which are not to serve what this one does."""
+    """The other daemons on this host, which must not serve the same devices."""
 
     def deciding(self, patience_s: float) -> AbstractContextManager[bool]:
-        """Keep others from deciding meanwhile; False if that was not to be had in time."""
+        """Hold the lock for decisions; yields False if it was not available in time."""
         ...
 
     def own(self) -> Served | None:
-        """Return what this node published last, before its daemon started."""
+        """Return what this node published before its daemon started."""
         ...
 
     def others(self) -> Sequence[Peer]: ...
 
     def publish(self, served: Served) -> None:
-        """Tell the others what this node serves from now on."""
+        """Publish what this node serves."""
         ...
 
     def warnings(self) -> Sequence[str]: ...
 
 
 class Clock(NamedTuple):
-    """`wall`: seconds since the epoch. `steady`: a monotonic clock, in seconds."""
+    """Clocks. `wall`: seconds since the epoch. `steady`: monotonic seconds."""
 
     wall: Callable[[], float]
     steady: Callable[[], float]

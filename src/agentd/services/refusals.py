@@ -1,4 +1,4 @@
-"""What callers were refused of late, and why: told to those who listen, and kept for an hour."""
+"""Recent refusals: published as events and kept for an hour."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_DETAIL = 1000
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """A create that was not carried out; `at` in seconds since the epoch."""
+    """A refused create; `at` in seconds since the epoch."""
 
     at: float
     caller: str
@@ -28,7 +28,7 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 class Refusals:
-    """The refusals of the last hour, `MOST_KEPT` of them at most."""
+    """The refusals of the last hour, at most `MOST_KEPT`."""
 
     def __init__(self, counts: NodeCounts, events: EventLog, now: Callable[[], float]) -> None:
         self._counts = counts
@@ -37,7 +37,7 @@ class Refusals:
         self._kept: deque[Refusal] = deque(maxlen=MOST_KEPT)
 
     def note(self, caller: str, agent_id: str, kernel_id: str, error: AgentdError) -> None:
-        """Take in an error that a create was answered with; others may read what is kept."""
+        """Record an error that answered a create; its text may be shown to other callers."""
         self._counts.refused(agent_id, kernel_id, error)
         detail = error.published()[:MOST_DETAIL]
         refusal = Refusal(self._now(), caller, agent_id, kernel_id, error.code, detail)
@@ -45,7 +45,7 @@ class Refusals:
         self._events.publish(EventKind.REFUSAL, refusal)
 
     def recent(self) -> Sequence[Refusal]:
-        """Return those of the last hour, the oldest first."""
+        """Return the refusals of the last hour, oldest first."""
         since = self._now() - KEPT_S
         while self._kept and self._kept[0].at < since:
             self._kept.popleft()

@@ -1,7 +1,7 @@
-"""The self-check: compares the daemon's state with what its runtimes have.
+"""The self-check: compares the daemon's state with the state of its runtimes.
 
-Changes nothing. Kernels that something is under way with are left out, and what is found
-counts only if a second look finds it too: an end is seen before it is accounted for.
+It changes nothing. Kernels with an operation in progress are skipped. A finding counts only if a
+second pass finds it, too: a runtime shows an end before the ledger does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SECOND_LOOK_S = 0.5
 
 
 class Check(msgspec.Struct, frozen=True):
-    """One rule, and what was found against it."""
+    """One rule and its findings."""
 
     rule: str
     promise: str
@@ -41,7 +41,7 @@ class Check(msgspec.Struct, frozen=True):
 
 
 class SelfCheck:
-    """Judges the node by every rule of `agentd.core.invariants`."""
+    """Checks the node against every rule of `agentd.core.invariants`."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class SelfCheck:
         """Return a check for each rule.
 
         Raises:
-            RuntimeUnavailable: a runtime does not say what it has.
+            RuntimeUnavailable: a runtime does not list its kernels.
         """
         found = await self._look()
         if found:
@@ -86,7 +86,7 @@ class SelfCheck:
                 and self._state.is_unchanged(item.kernel_id, since)
             ]
         seconds = [i for i in found if self._state.is_second(i.kernel_id, i.runtime)]
-        strays += [f"{i.runtime} kernel {i.kernel_id} ({i.handle}), a second one" for i in seconds]
+        strays += [f"{i.runtime} kernel {i.kernel_id} ({i.handle}), duplicate id" for i in seconds]
         ids = {item.kernel_id for item in found} | self._state.kernels.keys()
         settled = {k for k in ids if self._state.is_unchanged(k, since)}
         settled -= self._state.unsettled.keys()
@@ -135,7 +135,7 @@ def _present(item: ObservedKernel, inventory: Inventory) -> Present:
 
 
 def _limits(item: ObservedKernel) -> Iterator[tuple[str, int]]:
-    """Yield what a runtime says it holds a kernel to, of what it can tell."""
+    """Yield the limits that a runtime reports for a kernel."""
     for cores in item.cores or ():
         first, _, last = cores.partition("-")
         for core in range(int(first), int(last or first) + 1):

@@ -1,11 +1,11 @@
-"""The state of the node: its kernels, what they hold, and how its runtimes do.
+"""The state of the node: kernels, ledger and runtimes.
 
-The one place where any of it changes. A kernel that has not ended is charged with its whole
-allocation; one that ended, or is dropped, with nothing: kernels and ledger change together, in
-one method. Whoever wants to know of a change listens.
+This is the only place where they change. A kernel that has not ended is charged its whole
+allocation; an ended or dropped one is charged nothing. One method changes kernels and ledger
+together, and calls the registered callbacks.
 
-What was seen of a kernel counts only if nothing happened to it while somebody looked: each
-change gives it another revision, and whoever works on it holds its lock meanwhile.
+An observation of a kernel counts only if the kernel did not change meanwhile: each change gives it
+a new revision, and a task that works on it holds its lock.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from agentd.events import EventKind, EventLog
 from agentd.services.kernels.log import has_ended, log_end
 
 Changed: TypeAlias = Callable[[Kernel | None, Kernel | None], None]
-"""Is told of every change: the kernel before and after; None if it did not or does not exist."""
+"""A callback with the kernel before and after a change; None if it did not or does not exist."""
 
 
 class RuntimeState(StrEnum):
-    """Whether a runtime answers."""
+    """The availability of a runtime."""
 
     STARTING = "starting"
     AVAILABLE = "available"
@@ -40,9 +40,9 @@ class RuntimeState(StrEnum):
 
 
 class RuntimeStatus(msgspec.Struct, frozen=True):
-    """A runtime, whether it answers, and why not; it `is_listed` while its kernels are known.
+    """The status of a runtime; `is_listed` while its kernels are known.
 
-    `ignored` describes what claimed to be a kernel at its last list and cannot be one.
+    `ignored` describes objects of its last list that claim to be kernels and cannot be.
     """
 
     name: str
@@ -53,21 +53,21 @@ class RuntimeStatus(msgspec.Struct, frozen=True):
 
 
 class Snapshot(NamedTuple):
-    """The revision of each kernel at one moment, and how many had been dropped."""
+    """The revision of each kernel at one moment, and the number of drops so far."""
 
     revisions: Mapping[str, int]
     drops: int
 
 
 class Unsettled(NamedTuple):
-    """A create of unknown outcome: when absence counts as proof (steady clock), and `keep`."""
+    """An unresolved create: when absence becomes proof (steady clock), and `keep`."""
 
     until: float
     keep: bool
 
 
 class NodeState:
-    """Kernels, ledger, ports, creates of unknown outcome, and runtimes."""
+    """Kernels, ledger, ports, unresolved creates and runtimes."""
 
     def __init__(self, runtimes: Iterable[str], events: EventLog) -> None:
         self._events = events
@@ -92,9 +92,9 @@ class NodeState:
 
     @property
     def ports(self) -> Mapping[HostPort, str]:
-        """The node's ports that kernels hold, and which kernel.
+        """The host ports that kernels hold, with the holder.
 
-        Of two that claim one (after a start by hand) the first does.
+        If two kernels claim one port, after a manual start, the first one holds it.
         """
         return {port: claims[0] for port, claims in self._port_claims.items()}
 
@@ -105,25 +105,25 @@ class NodeState:
         """Return a kernel.
 
         Raises:
-            UnknownKernel: there is no kernel of that id.
+            UnknownKernel: the kernel does not exist.
         """
         if kernel_id not in self._kernels:
-            raise UnknownKernel(f"no kernel {kernel_id} on this node")
+            raise UnknownKernel(f"unknown kernel {kernel_id}")
         return self._kernels[kernel_id]
 
     def is_second(self, kernel_id: str, runtime: str) -> bool:
-        """Tell whether another runtime has a kernel of this id."""
+        """Return whether another runtime has a kernel with this id."""
         known = self._kernels.get(kernel_id)
         if known is None or known.runtime == runtime:
             return False
         return known.handle is not None or bool(known.agent_id)
 
     def listen(self, changed: Changed) -> None:
-        """Have every change of a kernel told, after it was made."""
+        """Register a callback for kernel changes."""
         self._listeners.append(changed)
 
     def put(self, kernel: Kernel) -> None:
-        """Take a kernel as it is now, and charge or release what it holds."""
+        """Add or replace a kernel, and charge or release its allocation."""
         kernel_id = kernel.kernel_id
         before = self._kernels.get(kernel_id)
         self._kernels[kernel_id] = kernel
@@ -140,7 +140,7 @@ class NodeState:
         self._publish(before, kernel, holding)
 
     def drop(self, kernel_id: str) -> None:
-        """Forget a kernel; what it held is free. Dropping twice changes nothing."""
+        """Forget a kernel and release its share; dropping it twice changes nothing."""
         before = self._kernels.pop(kernel_id, None)
         if before is None:
             return
@@ -173,22 +173,23 @@ class NodeState:
                 self._port_claims[port] = others
 
     def lock(self, kernel_id: str) -> asyncio.Lock:
-        """Return the lock that whoever works on a kernel holds."""
+        """Return the lock that a task working on a kernel holds."""
         return self._locks.setdefault(kernel_id, asyncio.Lock())
 
     def is_busy(self, kernel_id: str) -> bool:
-        """Tell whether somebody works on a kernel."""
+        """Return whether a task is working on a kernel."""
         lock = self._locks.get(kernel_id)
         return lock is not None and lock.locked()
 
     def snapshot(self) -> Snapshot:
-        """Return a snapshot of the revisions, taken before a kernel is observed."""
+        """Return a snapshot of the revisions, taken before kernels are observed."""
         return Snapshot(dict(self._revisions), self._drops)
 
     def is_unchanged(self, kernel_id: str, since: Snapshot) -> bool:
-        """Tell whether an observation made since that snapshot is still current.
+        """Return whether an observation made since the snapshot is still current.
 
-        For a kernel that is unknown now and was then: current if none was dropped meanwhile.
+        For a kernel that is unknown now and was unknown then: whether no kernel was dropped
+        meanwhile.
         """
         if self.is_busy(kernel_id):
             return False
@@ -197,19 +198,20 @@ class NodeState:
         return is_same and (now is not None or self._drops == since.drops)
 
     def leave_unsettled(self, kernel_id: str, until: float, *, keep: bool = False) -> None:
-        """Note that what became of a create is not known, and from when on absence counts.
+        """Mark a create as unresolved until `until`, when absence becomes proof.
 
-        `keep` it as `failed` if it left nothing: nobody waits for its error.
+        With `keep` it is listed as `failed` if it left nothing, since no caller waits for its
+        error.
         """
         self._unsettled[kernel_id] = Unsettled(until, keep)
 
     def settle(self, kernel_id: str) -> None:
-        """Note that what became of a create is known."""
+        """Mark a create as resolved."""
         self._unsettled.pop(kernel_id, None)
 
     @property
     def unsettled(self) -> Mapping[str, Unsettled]:
-        """Creates of unknown outcome."""
+        """The unresolved creates."""
         return MappingProxyType(self._unsettled)
 
     @property
@@ -222,13 +224,13 @@ class NodeState:
         return all(status.is_listed for status in self._runtimes.values())
 
     def note_available(self, name: str, ignored: tuple[str, ...] = ()) -> None:
-        """Note that a runtime gave a complete list, which was taken in but for what is ignored."""
+        """Mark a runtime as available after a complete list was applied."""
         self._note(RuntimeStatus(name, RuntimeState.AVAILABLE, is_listed=True, ignored=ignored))
 
     def note_unavailable(self, name: str, reason: str) -> None:
-        """Note that a runtime does not answer; says nothing about its kernels.
+        """Mark a runtime as unavailable; its kernels stay as they are.
 
-        It may act unseen, so what it has is not known any more before the next complete list.
+        Its kernels may change unobserved, so they count as not listed until the next complete list.
         """
         self._note(RuntimeStatus(name, RuntimeState.UNAVAILABLE, reason))
 
@@ -239,29 +241,29 @@ class NodeState:
             self._events.publish(EventKind.RUNTIME, status)
 
     def runtime(self, name: str) -> RuntimeStatus:
-        """Return how a runtime does.
+        """Return the status of a runtime.
 
         Raises:
-            UnknownRuntime: no such runtime on this node.
+            UnknownRuntime: the runtime does not exist.
         """
         if name not in self._runtimes:
             have = ", ".join(self._runtimes)
-            raise UnknownRuntime(f"no runtime {name} on this node; it has {have}")
+            raise UnknownRuntime(f"unknown runtime {name} (this node has: {have})")
         return self._runtimes[name]
 
     def forget_runtime(self, name: str) -> None:
-        """Drop a runtime."""
+        """Remove a runtime from the state."""
         status = self.runtime(name)
         del self._runtimes[name]
         gone = replace(status, state=RuntimeState.UNAVAILABLE, reason="forgotten by an operator")
         self._events.publish(EventKind.RUNTIME, gone)
 
     def require_runtime(self, name: str) -> None:
-        """Refuse what needs a runtime whose kernels are not known.
+        """Refuse an operation on a runtime whose kernels are not known.
 
         Raises:
-            RuntimeUnavailable: it does not answer.
-            NotReady: it has not been listed yet.
+            RuntimeUnavailable: the runtime does not answer.
+            NotReady: the runtime has not been listed yet.
         """
         status = self.runtime(name)
         if status.state is RuntimeState.UNAVAILABLE:

@@ -1,4 +1,4 @@
-"""What kernels use: their cgroups' figures, and what plugins measure on their devices."""
+"""The usage of kernels: values of their cgroups and measurements of their devices."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from agentd.services.protocols import Clock, Plugins, Runtime
 from agentd.services.state import NodeState
 
 FRESH_S = 1.0
-"""How old figures may be that are given out again: several people look at the same node."""
+"""Maximum age in seconds of cached usage, which concurrent clients share."""
 _SHARE_DIGITS = Decimal("0.000001")
 
 
 class DeviceUse(msgspec.Struct, frozen=True):
-    """What is used of a device that a kernel holds a share of; None is not known.
+    """The usage of a device that a kernel holds a share of; None means unknown.
 
-    `share` is a part of the whole device. Utilization (0 to 1), memory and power are the
-    device's, whoever uses it; `used_by_kernel_bytes` is this kernel's memory on it.
+    `share` is a fraction of the whole device. Utilization (0 to 1), memory and power are those of
+    the
+    whole device; `used_by_kernel_bytes` is the memory of this kernel.
     """
 
     device_name: str
@@ -44,7 +45,7 @@ class DeviceUse(msgspec.Struct, frozen=True):
 
 
 class KernelUse(msgspec.Struct, frozen=True):
-    """What a kernel used when it was looked at (seconds since the epoch), and its devices."""
+    """The usage of a kernel and its devices at a time (seconds since the epoch)."""
 
     kernel_id: str
     agent_id: str
@@ -55,17 +56,17 @@ class KernelUse(msgspec.Struct, frozen=True):
 
 
 class _User(msgspec.Struct, frozen=True):
-    """A process on a device: the cgroups that it is in, and its memory there."""
+    """A process on a device: its cgroups and its memory there."""
 
     groups: frozenset[str]
     memory_bytes: int | None
 
 
 _Key: TypeAlias = tuple[str, str, float]
-"""Of one kernel: ids are given again, also to another agent's."""
+"""Identifies a kernel over time: another one may reuse its id."""
 
 _Device: TypeAlias = tuple[str, str]
-"""A device's name and stable id: each plugin speaks of its own devices alone."""
+"""A device's name and stable id; plugins do not share device names."""
 _Measured: TypeAlias = Mapping[_Device, Measurement]
 
 
@@ -74,7 +75,7 @@ def _key(kernel: Kernel) -> _Key:
 
 
 class Statistics:
-    """Reads the figures of a node's kernels, at most once in `FRESH_S` for all who ask."""
+    """Reads the usage of the node's kernels, at most once in `FRESH_S`."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class Statistics:
         clock: Clock,
         groups_of: Callable[[int], Collection[str]],
     ) -> None:
-        """`groups_of` tells the cgroups of a process, in the form of `UsageReading.groups`."""
+        """Create the reader; `groups_of` returns a process's cgroups like `UsageReading.groups`."""
         self._state = state
         self._devices = devices
         self._runtimes = runtimes
@@ -97,7 +98,7 @@ class Statistics:
         self._found: Mapping[_Key, KernelUse] = {}
 
     async def of(self, kernels: Iterable[Kernel]) -> list[KernelUse]:
-        """Return what these kernels use, in their order; of one that came just now nothing yet."""
+        """Return the usage of these kernels, in order; it is unknown for very new kernels."""
         wanted = list(kernels)
         if not wanted:
             return []
@@ -131,7 +132,7 @@ class Statistics:
         }
 
     def _users(self, measured: _Measured) -> dict[_Device, list[_User]]:
-        """Return who uses each device, where its driver tells."""
+        """Return the processes on each device, where the driver reports them."""
         return {
             key: [
                 _User(frozenset(self._groups_of(process.pid)), process.memory_bytes)
@@ -163,7 +164,7 @@ class Statistics:
             if share.device_id.name not in (CPU, MEM)
         )
         usage = accounted.usage
-        if kernel.state in ENDED:  # what its cgroup still has is the page cache that it left
+        if kernel.state in ENDED:  # an ended kernel's cgroup still has its page cache
             usage = replace(usage, memory_bytes=None, processes=None)
         return KernelUse(kernel.kernel_id, kernel.agent_id, kernel.state, now, usage, devices)
 
@@ -194,7 +195,7 @@ def _part(amount: int, capacity: int) -> Decimal:
 
 
 def _memory_of(groups: frozenset[str], users: Sequence[_User] | None) -> int | None:
-    """Return the memory of those users that are in a kernel's cgroups; None if it is not known."""
+    """Return the memory of the processes in a kernel's cgroups; None if unknown."""
     if users is None or not groups:
         return None
     mine = [user.memory_bytes for user in users if _is_within(user.groups, groups)]
@@ -203,5 +204,5 @@ def _memory_of(groups: frozenset[str], users: Sequence[_User] | None) -> int | N
 
 
 def _is_within(inner: frozenset[str], outer: frozenset[str]) -> bool:
-    """Tell whether a process is in one of these groups, or in one below: a kernel may make some."""
+    """Return whether a process is in one of the groups or below: a kernel may create some."""
     return any(group == top or group.startswith(f"{top}/") for group in inner for top in outer)

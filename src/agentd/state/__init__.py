@@ -1,1 +1,1 @@
-"""The state folder: what the node remembers besides its kernels."""
+"""The state folder: everything that survives a restart besides the kernels."""

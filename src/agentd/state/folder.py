@@ -1,20 +1,20 @@
-"""The node's state folder: what is remembered besides the kernels themselves.
+"""The node's state folder.
 
-    lock                    held while a daemon runs; a second one refuses
-    node.json               the node id that the kernels here carry, and the runtimes with some
-    devices.json            the last inventory: stable ids, ids, drains
-    removed.jsonl           the places of removed kernels in lists (see `removed_kernels`)
-    intents/ID.json         the record of a kernel whose create is under way
-    records/ID.json         the record of a kernel that lives
-    ended/ID.json           the record of a kernel that has ended, and is not removed yet
-    kernels/ID/             the bundle of a process kernel (see `agentd.runtimes.process.bundle`)
-    units/ID/               the folder of a kernel's unit (see `agentd.runtimes.systemd.bundle`)
-    docker/absences.json    when the engine was away (see `agentd.runtimes.docker.absences`)
+lock                    held while a daemon runs; a second one refuses
+node.json               the node id of the kernels here, and the runtimes that have some
+devices.json            the last inventory: stable ids, ids, drains
+removed.jsonl           removed kernels for paging of lists (see `removed_kernels`)
+intents/ID.json         the record of a kernel whose create is in progress
+records/ID.json         the record of a live kernel
+ended/ID.json           the record of a kernel that has ended and is not removed yet
+kernels/ID/             the bundle of a process kernel (see `agentd.runtimes.process.bundle`)
+units/ID/               the bundle of a systemd kernel (see `agentd.runtimes.systemd.bundle`)
+docker/absences.json    times without the engine (see `agentd.runtimes.docker.absences`)
 
-Files are replaced in one step, and only their owner can read them. What cannot be read is set
-aside and reported; of what a newer agentd wrote, the members that are known are read, and a
-copy is kept. A folder that cannot be written (read-only, full) keeps nobody from being served:
-only what has to be remembered before it is done is refused.
+Files are replaced atomically, and only their owner can read them. An unreadable file is set aside
+and reported. Of a file written by a newer agentd, the known members are read and a copy is kept. A
+folder that is not writable (read-only, full) does not stop the service: only changes that must be
+saved beforehand are refused.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class StateFolder:
 
     @property
     def bundles(self) -> Mapping[str, Path]:
-        """Where runtimes that have no store of their own keep what they know, by runtime."""
+        """The bundles of runtimes without a store of their own, by runtime."""
         return {
             "process": self.folder / "kernels",
             "systemd": self.folder / "units",
@@ -71,21 +71,21 @@ class StateFolder:
         }
 
     def open(self, lock_folder: Path) -> None:
-        """Make the folder, and lock it and the node id.
+        """Create the folder, and lock it and the node id.
 
         Raises:
-            StartRefused: it is not ours to write, or another daemon uses it or the node id.
+            StartRefused: the folder is not writable, or another daemon uses it or the node id.
         """
         try:
             self._make()
         except OSError as error:
             if error.errno not in UNWRITABLE:
                 raise StartRefused(f"state folder {self.folder}: {error.strerror}") from None
-            self._complain(self.folder, f"cannot be made: {error.strerror}")
-        self._lock(self.folder / "lock", f"state folder {self.folder} is used by another agentd")
+            self._complain(self.folder, f"cannot be created: {error.strerror}")
+        self._lock(self.folder / "lock", f"state folder {self.folder} is in use by another agentd")
         with suppress(OSError):
             lock_folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-        why = f"another agentd serves node id {self._node_id} on this machine"
+        why = f"another agentd serves node id {self._node_id} on this host"
         self._lock(lock_folder / f"node-{self._node_id}.lock", why)
         for folder in (self.folder, *self._folders.values()):
             for unfinished in folder.glob(".*.new"):
@@ -94,7 +94,7 @@ class StateFolder:
         self._phases = {kernel_id: phase for kernel_id, (phase, _) in self._saved().items()}
 
     def refusal(self) -> str:
-        """Return why `open` would be refused, empty if it would not; nothing is made or locked."""
+        """Return why `open` would be refused, empty if it would not; changes nothing."""
         folders = (self.folder, *self.bundles.values(), *self._folders.values())
         for folder in folders:
             error = refusal(folder)
@@ -110,7 +110,7 @@ class StateFolder:
             self._complain(path, complaint)
 
     def close(self) -> None:
-        """Let go of the locks."""
+        """Release the locks."""
         self._locks.close()
 
     def _make(self) -> None:
@@ -124,11 +124,11 @@ class StateFolder:
             log.warning("state.trouble", file=str(what), reason=why)
 
     def warnings(self) -> Sequence[str]:
-        """Return what an operator should know of this folder."""
+        """Return warnings about this folder."""
         return [f"{what} {why}" for what, why in self._complaints.items()]
 
     def bundled(self) -> set[str]:
-        """Return the runtimes that have something of kernels here."""
+        """Return the runtimes that have bundles here."""
         found = set()
         for name, folder in self.bundles.items():
             with suppress(OSError):
@@ -137,11 +137,11 @@ class StateFolder:
         return found
 
     def load_node(self) -> SavedNode | None:
-        """Return what stands in node.json; None where nothing does that can be read."""
+        """Return the content of node.json, None if it is missing or unreadable."""
         return self._load("node.json", SavedNode)
 
     def save_runtimes(self, names: Sequence[str]) -> None:
-        with suppress(StateUnavailable):  # nothing is created either, so it stays true
+        with suppress(StateUnavailable):  # no create succeeds either, so the file stays true
             self._save_lasting("node", SavedNode(self._node_id, list(names)))
 
     def load_devices(self) -> Sequence[Device]:
@@ -162,7 +162,7 @@ class StateFolder:
         ]
 
     def _saved(self) -> dict[str, tuple[Phase, Path]]:
-        """Return where each record is; one that was being moved, or made anew, where it began."""
+        """Return the path of each record; one found twice, during a move, where it began."""
         found: dict[str, tuple[Phase, Path]] = {}
         for phase in Phase:
             for path in sorted(self._folders[phase].glob("[!.]*.json")):
@@ -213,7 +213,7 @@ class StateFolder:
         hit("record.after_drop")
 
     def _try(self, kernel_id: str, step: Callable[[], None]) -> None:
-        """Do what follows a change; where it cannot be done, say so and keep it for `retry`."""
+        """Save a change; if that fails, report it and keep it for `retry`."""
         what = f"{self.folder}/record of {kernel_id}"
         if late := self._behind.pop(kernel_id, None):
             step = _both(late, step)
@@ -221,12 +221,12 @@ class StateFolder:
             step()
         except (OSError, StateUnavailable) as error:
             self._behind[kernel_id] = step
-            self._complain(what, f"is out of date and cannot be written: {error}")
+            self._complain(what, f"is outdated and cannot be written: {error}")
         else:
             self._complaints.pop(what, None)
 
     def retry(self) -> None:
-        """Try again what could not be written."""
+        """Retry the saves that failed."""
         for kernel_id, step in list(self._behind.items()):
             del self._behind[kernel_id]
             self._try(kernel_id, step)
@@ -243,7 +243,7 @@ class StateFolder:
         except UnusableFile as error:
             self._complain(path, str(error))
         except UNREADABLE as error:
-            why = f"cannot be read ({type(error).__name__}: {error}); it is set aside as"
+            why = f"cannot be read ({type(error).__name__}: {error}); set aside as"
             self._complain(path, f"{why} {path.name}.unreadable")
             self._set_aside(path)
         else:
@@ -254,7 +254,7 @@ class StateFolder:
     def _keep_newer(self, path: Path, schema: int) -> None:
         if schema > SCHEMA:
             copy = path.with_name(f"{path.name}.schema-{schema}")
-            self._complain(path, f"is of a newer agentd; it is kept as {copy.name}")
+            self._complain(path, f"was written by a newer agentd; copied to {copy.name}")
             self._copy(path, copy)
 
     def _copy(self, path: Path, copy: Path) -> None:
@@ -270,10 +270,10 @@ class StateFolder:
         self._write(path, msgspec.json.encode(content), what, is_lasting=True)
 
     def _write(self, path: str, content: bytes, what: str, *, is_lasting: bool = False) -> None:
-        """Replace a file; one that is lasting survives a loss of power.
+        """Replace a file; `is_lasting` makes it survive a power failure.
 
         Raises:
-            StateUnavailable: it could not be.
+            StateUnavailable: the file cannot be written.
         """
         folder, _, name = path.rpartition("/")
         temporary = f"{folder}/.{name}.new"
@@ -293,7 +293,7 @@ class StateFolder:
 
 
 class ReadOnlyState(StateFolder):
-    """The same folder, looked at beside a daemon that may be running: writes nothing."""
+    """The same folder, read beside a daemon that may be running; writes nothing."""
 
     def save_devices(self, devices: Sequence[Device]) -> None:
         del devices
@@ -306,7 +306,7 @@ class ReadOnlyState(StateFolder):
 
 
 def _fill(path: str, content: bytes, make: Callable[[], None], *, is_lasting: bool) -> None:
-    """Write a new file for its owner alone; the folders are made if somebody removed them."""
+    """Write a new private file, creating its folders again if they were removed."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         descriptor = os.open(path, flags, 0o600)
@@ -331,7 +331,7 @@ def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[],
 
 
 def _text(path: Path) -> str:
-    """Return a record's text; empty if it cannot be read."""
+    """Return a record's text, empty if it is unreadable."""
     try:
         return read_regular(path, follows_links=False).content.decode(errors="replace")
     except UnusableFile:
@@ -339,7 +339,7 @@ def _text(path: Path) -> str:
 
 
 def _flush(folder: str) -> None:
-    """Have a folder's names survive a loss of power; fsync(2) of a file says nothing of them."""
+    """Make a folder's names survive a power failure; fsync(2) of a file does not."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

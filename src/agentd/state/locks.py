@@ -1,6 +1,6 @@
-"""Locks: one daemon for each state folder, and one for each node id on this machine.
+"""Locks: one daemon for each state folder, and one for each node id on this host.
 
-They are the kernel's (flock(2)), so they end with whoever holds them, however that ends.
+They are flock(2) locks, which end with their process.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pathlib import Path
 from agentd.errors import StartRefused
 
 UNWRITABLE = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO)
-"""What passes, or is for an operator to mend, while the node goes on."""
+"""Errors that pass or that an operator can fix, while the node continues."""
 
 
 def holder(folder: Path) -> str | None:
-    """Return the process that holds the lock of a state folder, as it wrote it; None if none does.
+    """Return the process that holds the lock of a state folder, None if it is free.
 
     Raises:
-        OSError: the lock cannot be looked at.
+        OSError: the lock cannot be inspected.
     """
     try:
         with (folder / "lock").open("rb") as file:
@@ -40,10 +40,10 @@ class Locks:
         self._held: list[int] = []
 
     def take(self, path: Path, refusal: str) -> str:
-        """Lock a file; return what is wrong with it, empty if nothing is.
+        """Lock a file; return a warning, empty if there is none.
 
         Raises:
-            StartRefused: somebody holds it (`refusal`), or it is not ours to open.
+            StartRefused: another process holds it (`refusal`), or it cannot be opened.
         """
         descriptor, complaint = _opened(path)
         if descriptor is None:
@@ -55,19 +55,19 @@ class Locks:
             os.close(descriptor)
             raise StartRefused(f"{refusal} (pid {holder})") from None
         self._held.append(descriptor)
-        with suppress(OSError):  # the holder's pid is for people alone
+        with suppress(OSError):  # the holder's pid is only for display
             os.truncate(descriptor, 0)
             os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         return complaint
 
     def close(self) -> None:
-        """Let go of every lock."""
+        """Release every lock."""
         while self._held:
             os.close(self._held.pop())
 
 
 def _opened(path: Path) -> tuple[int | None, str]:
-    """Open a file to lock it; None if it cannot be opened, with the reason."""
+    """Open a lock file; None with the reason if it cannot be opened."""
     flags = os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600), ""

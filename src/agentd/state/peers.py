@@ -1,15 +1,15 @@
-"""Which daemon of this machine serves which accelerator: each is served by one.
+"""Coordination with other daemons on the host: each accelerator is served by one.
 
-Root's daemons decide it among themselves, and users' among themselves and below root's:
+Daemons of root decide among themselves; daemons of users decide among themselves, below root's:
 
-    /run/agentd/serving/              root's alone; locked while it is decided
-    /run/agentd/serving/NODE.lock     held while that daemon runs
-    /run/agentd/served/NODE.json      what it serves, for everybody to read
-    /tmp/agentd-served-UID/NODE.json  what a user's daemon serves; decided under a lock on /tmp
+/run/agentd/serving/              root's alone; locked during decisions
+/run/agentd/serving/NODE.lock     held while that daemon runs
+/run/agentd/served/NODE.json      its devices, readable by all
+/tmp/agentd-served-UID/NODE.json  devices of a user's daemon; decided under a lock on /tmp
 
-Root's daemons believe root's files alone, so that no user can keep a device from them. A file
-stays when its daemon dies: what kernels hold then is served by nobody else before that
-daemon is back, or the machine restarts.
+Root's daemons trust only root's files, so no user can keep a device from them. A file stays when
+its daemon dies: no other daemon serves the devices that kernels hold before that daemon is back, or
+the host reboots.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from agentd.services.protocols import Peer, Served
 
 log = structlog.get_logger()
 MOST_PIDS = 1 << 22
-"""The largest process id there is (proc(5), pid_max)."""
+"""The largest process id of Linux (proc(5), pid_max)."""
 _MOST_BYTES, _MOST_FILES, _MOST_FOLDERS = 128 << 10, 4, 64
 _MOST_MEMORY = 1 << 62
 _LOCK_PAUSE_S = 0.01
@@ -45,7 +45,7 @@ _FOLDER, _DIGITS = "agentd-served-", 11
 
 
 class _Published(msgspec.Struct):
-    """The content of a NODE.json; a file of an earlier boot says nothing."""
+    """The content of a NODE.json; a file of an earlier boot is ignored."""
 
     node_id: str
     boot_id: str
@@ -56,7 +56,7 @@ class _Published(msgspec.Struct):
 
 @dataclass(frozen=True)
 class PeerPaths:
-    """Where the daemons of one user publish and decide, and whom they believe besides."""
+    """The paths where the daemons of one user publish and decide, and whose files they trust."""
 
     uid: int
     own: Path
@@ -71,13 +71,13 @@ class PeerPaths:
         return cls(uid, tmp / f"{_FOLDER}{uid}", tmp, run / "served", tmp)
 
     def folders(self) -> Iterator[tuple[Path, int]]:
-        """Yield every folder to look into, with the user whose it must be."""
+        """Yield every folder to read, with its required owner."""
         if self.root is not None:
             yield self.root, 0
         if self.users is None:
             yield self.own, self.uid
             return
-        names = (name for name in os.listdir(self.users) if name.startswith(_FOLDER))  # noqa: PTH208 - the names alone
+        names = (name for name in os.listdir(self.users) if name.startswith(_FOLDER))  # noqa: PTH208 - only names are needed
         for name in islice(sorted(names), _MOST_FOLDERS):
             owner = name.removeprefix(_FOLDER)
             if len(owner) < _DIGITS and owner.isdecimal() and str(int(owner)) == owner:
@@ -86,7 +86,7 @@ class PeerPaths:
 
 @dataclass
 class HostPeers:
-    """The other daemons of this machine, as one of them sees them; `open` before the rest."""
+    """The other daemons on this host, seen by one of them; call `open` first."""
 
     node_id: str
     boot_id: str
@@ -98,7 +98,7 @@ class HostPeers:
     _writing: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def open(self) -> None:
-        """Make the folders, and be seen to run."""
+        """Create the folders and take the lock that proves this daemon's life."""
         try:
             self._be_seen()
         except OSError as error:
@@ -107,7 +107,7 @@ class HostPeers:
             log.warning("neighbours.not_told", reason=self._complaint)
 
     def _be_seen(self) -> None:
-        """Make what is not there, or not there any more, whatever the umask is."""
+        """Create missing folders and locks, whatever the umask is."""
         own = self.places.own
         own.mkdir(mode=0o755, parents=True, exist_ok=True)
         self._complaint = self._not_mine()
@@ -127,17 +127,17 @@ class HostPeers:
             fcntl.flock(self._alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def warnings(self) -> list[str]:
-        """Return why others may serve what this daemon does, if they may."""
+        """Return why other daemons may serve the same devices, if they may."""
         said = []
         if self._complaint:
             why = self._complaint
-            said.append(f"other daemons of this machine are not told what is served: {why}")
+            said.append(f"cannot publish the served devices to other daemons on this host: {why}")
         if self._unread:
-            said.append(f"what others of this machine serve cannot be read: {self._unread}")
+            said.append(f"cannot read the devices of other daemons on this host: {self._unread}")
         return said
 
     def close(self) -> None:
-        """Be seen to have ended; what was published last stays."""
+        """Release the lock; the published file stays."""
         if self._alive is not None:
             with self.deciding(1):
                 if _is_same(self._alive, self._lock_of(self.node_id)):
@@ -151,10 +151,10 @@ class HostPeers:
 
     @contextmanager
     def deciding(self, patience_s: float) -> Iterator[bool]:
-        """Keep others of the same rank from deciding meanwhile; False if one does for long."""
+        """Hold the lock for decisions; yields False if it stays taken."""
         try:
             descriptor = os.open(self.places.lock, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError:  # nobody can decide there: `open` has complained
+        except OSError:  # no daemon can decide there: `open` has warned
             yield True
             return
         try:
@@ -168,7 +168,7 @@ class HostPeers:
         return content.served if content else None
 
     def others(self) -> list[Peer]:
-        """Return what the others serve; of those that ended, what they published last."""
+        """Return the other daemons, with what the ended ones published last."""
         found = []
         self._unread = ""
         for folder, uid in self.places.folders():
@@ -186,14 +186,14 @@ class HostPeers:
         except FileNotFoundError:
             return []
         except OSError as error:
-            if uid == 0:  # root's word counts; what another user hides is its own loss
+            if uid == 0:  # root's files count; another user who hides files only harms itself
                 self._unread = f"{folder}: {error.strerror}"
             return []
         most = len(names) if uid == 0 else _MOST_FILES
         return [folder / name for name in names[:most] if not name.startswith(".")]
 
     def publish(self, served: Served) -> None:
-        """Say what this node serves now; without any device, nothing."""
+        """Publish what this node serves; without any device, remove the file."""
         path = self._file
         me = read_stat(os.getpid())
         content = msgspec.json.encode(
@@ -212,7 +212,7 @@ class HostPeers:
             elif content != self._published or not path.exists():
                 _replace(path, content)
             else:
-                os.utime(path)  # what is used is not cleaned away, as old files of /tmp are
+                os.utime(path)  # old files of /tmp are deleted
             self._published = content
         except OSError as error:
             self._complaint = f"{path}: {error.strerror}"
@@ -248,7 +248,7 @@ class HostPeers:
 
     def _not_mine(self) -> str:
         own = self.places.own
-        return "" if _is_of(own, self.places.uid) else f"{own} is somebody else's to write"
+        return "" if _is_of(own, self.places.uid) else f"{own} is writable by another user"
 
     def _lock_of(self, node_id: str) -> Path:
         return self.places.lock / f"{node_id}.lock"
@@ -272,7 +272,7 @@ def _open_lock(path: Path, flags: int = 0) -> int:
 
 
 def _is_held(lock: Path) -> bool:
-    """Tell whether a daemon of root runs; asked while nobody else decides, and so starts."""
+    """Return whether a daemon of root runs; call it under the lock for decisions."""
     try:
         descriptor = _open_lock(lock)
     except FileNotFoundError:
@@ -287,7 +287,7 @@ def _is_held(lock: Path) -> bool:
 
 
 def _may_run(process: Proc) -> bool:
-    """Tell whether a process runs; also if all that is told of it is that its number is taken."""
+    """Return whether a process runs; also if only its pid is known to be taken."""
     if read_stat(process.pid) is not None:
         return process.is_alive()
     try:
@@ -300,7 +300,7 @@ def _may_run(process: Proc) -> bool:
 
 
 def _is_of(folder: Path, uid: int) -> bool:
-    """Tell whether what is in a folder can only have been written by one user, or by root."""
+    """Return whether only one user, or root, can have written the files in a folder."""
     found = folder.lstat()
     return (
         stat.S_ISDIR(found.st_mode)
@@ -310,7 +310,7 @@ def _is_of(folder: Path, uid: int) -> bool:
 
 
 def _is_same(descriptor: int, path: Path) -> bool:
-    """Tell whether a path still names the file that is open."""
+    """Return whether a path still names an open file."""
     try:
         there, held = path.stat(), os.fstat(descriptor)
     except OSError:
@@ -319,7 +319,7 @@ def _is_same(descriptor: int, path: Path) -> bool:
 
 
 def _text(path: Path, uid: int) -> bytes:
-    """Return the content of a regular file of a user; empty if it is none, or too large."""
+    """Return a user's regular file, empty if it is another kind or too large."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

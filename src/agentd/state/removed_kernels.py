@@ -1,6 +1,6 @@
-"""The places of removed kernels: one JSON line each, appended, the latest `MOST_KEPT` kept.
+"""Removed kernels in order of creation: one JSON line each, the latest `MOST_KEPT`.
 
-A page of a list may begin after a removed kernel, before and after a restart. Nothing else depends
+A page of a list may start after a removed kernel, before and after a restart. Nothing else depends
 on this file: a line that cannot be written or read is skipped.
 """
 
@@ -23,14 +23,14 @@ _LINE = msgspec.json.Decoder(RemovedKernel)
 
 
 class RemovedKernelsFile:
-    """The file of the places."""
+    """The file of removed kernels."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lines = 0
 
     def load(self) -> list[RemovedKernel]:
-        """Return the latest places, the oldest first."""
+        """Return the latest removed kernels, oldest first."""
         found = deque[RemovedKernel](maxlen=MOST_KEPT)
         lines = self._read().splitlines()
         for line in lines:
@@ -40,7 +40,7 @@ class RemovedKernelsFile:
         return list(found)
 
     def add(self, kernel: RemovedKernel) -> None:
-        """Append a place; a file of twice `MOST_KEPT` lines is cut first."""
+        """Append a removed kernel; a file of twice `MOST_KEPT` lines is cut first."""
         line = msgspec.json.encode(kernel) + b"\n"
         with suppress(OSError):
             if self._lines >= 2 * MOST_KEPT:

@@ -1,7 +1,7 @@
-"""The shapes of the files in the state folder, checked as they are read.
+"""The schemas of the files in the state folder, validated on reading.
 
-A newer agentd may have written further members; those are skipped. What is not of its
-shape raises, so that no damaged value goes any further than this.
+Unknown members, written by a newer agentd, are skipped. A value of the wrong type raises, so no
+damaged value gets past this module.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from agentd.core.kernel.record import MALFORMED
 
 SCHEMA = 1
 UNREADABLE = (*MALFORMED, msgspec.MsgspecError)
-"""What reading a damaged file raises."""
+"""The errors that reading a damaged file raises."""
 
 
 class SavedNode(msgspec.Struct):
-    """`node.json`: the node id that the kernels here carry, and which runtimes may have some."""
+    """`node.json`: the node id of the kernels here, and the runtimes that may have some."""
 
     node_id: str
     runtimes: list[str]

@@ -1,4 +1,4 @@
-"""Whether a folder can be made and written, found out without touching the disk."""
+"""Whether a folder can be created and written, determined without changing the disk."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _OWN = {
     *("bpf", "cgroup", "cgroup2", "configfs", "debugfs", "devpts", "mqueue", "proc", "pstore"),
     *("securityfs", "sysfs", "tracefs"),
 }
-"""File systems that Linux fills by itself, where no folder for files can be made."""
+"""File systems that Linux fills itself, where no folder can be created."""
 
 
 def refusal(folder: Path) -> OSError | None:
-    """Return why a folder cannot be made, or not be written if it exists; None if it can."""
+    """Return why a folder cannot be created or written, None if it can."""
     try:
         nearest, mode = _nearest(folder)
         if not stat.S_ISDIR(mode):
@@ -38,20 +38,20 @@ def _nearest(path: Path) -> tuple[Path, int]:
     """Return the nearest existing path at or above a path, and its mode.
 
     Raises:
-        OSError: that cannot be told.
+        OSError: the path cannot be inspected.
     """
     try:
         return path, path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         if path.is_symlink():
-            raise OSError(errno.ENOENT, f"{path} is a link to nothing") from None
+            raise OSError(errno.ENOENT, f"{path} is a dangling link") from None
         if path.parent == path:
             raise
         return _nearest(path.parent)
 
 
 def _file_system(path: Path) -> str:
-    """Return the type of the file system of a path; empty if it is unknown."""
+    """Return the type of a path's file system, empty if it is unknown."""
     device = path.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:

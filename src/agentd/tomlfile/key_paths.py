@@ -1,4 +1,4 @@
-"""Key paths: where a value stands in a file, in the spelling of the file and of the models.
+"""Key paths: the position of a value in a file, in the spelling of the file and of the models.
 
 A key of the file is kebab-case and the field of the model snake_case. A key that the model does not
 list is marked, so that `allocation_mode` in a file is not taken for the field of that name.
@@ -25,12 +25,12 @@ class KeyPath(NamedTuple):
 
 
 def unmarked(key: str) -> str:
-    """Return a key that the model does not list, as the file spells it."""
+    """Return an unlisted key in the file's spelling."""
     return key.removeprefix(_MARK)
 
 
 def with_field_names(raw: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
-    """Return a table with field names for the keys that the model lists, and the others marked."""
+    """Return a table with field names for listed keys; mark the others."""
     fields = {name.replace("_", "-"): name for name in model.model_fields}
     result: dict[str, Any] = {}
     for key, value in raw.items():

@@ -35,10 +35,9 @@ _S = TypeVar("_S", bound=BaseSettings)
 
 
 class Parsed(NamedTuple, Generic[_S]):
-    """Settings as far as they are valid, with their problems and the file's own content.
+    """The valid part of settings, with their problems and the file's content.
 
-    `settings` is None if no part is valid. Without problems it lacks nothing; else it has defaults
-    in place of the keys in `left_out`.
+    `settings` is None if no part is valid. Keys in `left_out` have their defaults.
     """
 
     settings: _S | None
@@ -108,7 +107,7 @@ def problem_of(
     root: type[BaseModel],
     prefix: str = "",
 ) -> Problem:
-    """Return what pydantic found (an item of `ValidationError.errors`) in the terms of a file."""
+    """Return an item of `ValidationError.errors` as a problem of the file."""
     path = key_path(item["loc"], root)
     key = ".".join(path.shown)
     where = variable_of(path.shown, environ, prefix) or key

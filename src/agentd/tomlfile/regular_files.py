@@ -1,7 +1,7 @@
-"""Reading regular files by a path that somebody else may have put anything at.
+"""Reading of regular files at paths that other users control.
 
-An open of a FIFO or a device can wait for ever, and a read can take all memory. Here the open does
-not block, anything but a regular file is refused, and so is a file that is too large.
+Opening a FIFO or a device can block forever, and a read can exhaust the memory. Here the open does
+not block, and anything but a regular file of limited size is refused.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _KINDS = {
 
 
 def kind_of(mode: int) -> str:
-    """Return the kind of a file with its article, from the mode that stat(2) gives."""
+    """Return the kind of a file with its article, from its mode (stat(2))."""
     return _KINDS.get(stat.S_IFMT(mode), "something else")
 
 
 class UnusableFile(ValueError):
-    """A file cannot be read; the message says why, without the path."""
+    """A file cannot be read; the message has the reason without the path."""
 
 
 class MissingFile(UnusableFile):
-    """There is no such file."""
+    """The file does not exist."""
 
 
 class RegularFile(NamedTuple):
-    """The content of a regular file, and its mode when that was read."""
+    """The content of a regular file, and its mode."""
 
     content: bytes
     mode: int
@@ -46,7 +46,7 @@ class RegularFile(NamedTuple):
         """The content as text.
 
         Raises:
-            UnusableFile: it is not UTF-8.
+            UnusableFile: the content is not UTF-8.
         """
         try:
             return self.content.decode()
@@ -60,8 +60,8 @@ def read_regular(
     """Read a file.
 
     Raises:
-        MissingFile: there is none.
-        UnusableFile: it cannot be read.
+        MissingFile: the file does not exist.
+        UnusableFile: the file cannot be read.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     try:

@@ -26,7 +26,7 @@ Errors: TypeAlias = Sequence[ErrorDetails]
 
 
 class Salvaged(NamedTuple, Generic[_S]):
-    """The valid part, None if there is none; the further errors, and the keys it lacks."""
+    """The valid part or None, the further errors, and the left-out keys."""
 
     settings: _S | None
     errors: Errors
@@ -34,12 +34,12 @@ class Salvaged(NamedTuple, Generic[_S]):
 
 
 def salvage(model: type[_S], values: Mapping[str, Any], errors: Errors) -> Salvaged[_S]:
-    """Return the part of settings that is valid, where `errors` are those of the whole."""
+    """Return the valid part of settings; `errors` are those of the whole."""
     return _Salvage(model, values).salvaged(errors)
 
 
 class _Salvage(Generic[_S]):
-    """Repeated validation of the same values, each time with more keys left out."""
+    """Repeated validation of the same values, each time without more keys."""
 
     def __init__(self, model: type[_S], values: Mapping[str, Any]) -> None:
         self._root = model
@@ -79,7 +79,7 @@ class _Salvage(Generic[_S]):
             return None, error.errors()
 
     def _leave_out(self, keys: Keys) -> bool:
-        """Leave out a key, or the table that lacks it; return whether anything is left."""
+        """Leave out a key, or the table that lacks it; return whether anything was left out."""
         while keys and (isinstance(keys[-1], int) or not self._is_there(keys)):
             keys = keys[:-1]
         if keys:
@@ -92,7 +92,7 @@ class _Salvage(Generic[_S]):
         return _at(self._data, keys) is not None
 
     def _culprit(self, keys: Keys) -> Keys | None:
-        """Return the one key of a table without which the table is valid, if there is one."""
+        """Return the only key of a table that makes it invalid, if there is one."""
         table = _at(self._data, keys)
         if not isinstance(table, Mapping) or len(table) > _MAX_TRIED_KEYS:
             return None

@@ -198,6 +198,20 @@ def test_delete_ends_soon_after_its_node_stopped_being_ready(monkeypatch) -> Non
     run(1, story, monkeypatch)
 
 
+def test_kernel_of_a_node_that_was_not_heard_of_is_not_unknown(monkeypatch) -> None:
+    async def story(fleet: Fleet) -> None:
+        _, node = await fleet.one.create("k1")
+        await fleet.one.placer.close()
+        fleet.other.state.forget(node)
+        assert await fleet.other.delete("k1") == (0, "NodeUnavailable")
+        assert await fleet.other.delete("k2", node) == (0, "UnknownNode")
+        fleet.store.away = "no leader"
+        assert await fleet.other.delete("k2", node) == (0, "FleetStoreUnavailable")
+        assert list(fleet.nodes.kernels[node]) == ["k1"]
+
+    run(1, story, monkeypatch)
+
+
 @pytest.mark.parametrize(
     ("timeout", "patience_s"),
     [("0", 150), ("30", 180), ("-1", 150), ("1e9", 3600), ("nan", 150), ("x", 3600), (None, 3600)],

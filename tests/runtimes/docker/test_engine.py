@@ -35,7 +35,7 @@ async def test_the_version_is_asked_once_and_anew_after_a_reconnect(engine, clie
         (b'{"message": "No such container"}', "No such container"),
         (b"plain words", "plain words"),
         (b'{"other": 1}', '{"other": 1}'),
-        (b"", "it gave no reason"),
+        (b"", "no reason given"),
         (b"\xff", "\N{REPLACEMENT CHARACTER}"),
     ],
 )
@@ -116,6 +116,6 @@ async def test_a_call_that_is_never_answered_is_a_lost_answer(
     await client.close()
     with pytest.raises(EngineAnswerLost):
         await calling
-    with pytest.raises(EngineUnreachable, match="agentd has hung up"):
+    with pytest.raises(EngineUnreachable, match="agentd closed the connection"):
         await client.call("DELETE", "/containers/x")
     gate.set()

@@ -203,7 +203,7 @@ async def test_processes_are_limited(runtime) -> None:
     assert len(runtime._bundles.proof("k1").members()) <= 10
     spec = plan("sleep", container=limits(pids_limit=5000)).spec
     (problem,) = await runtime.problems(spec)
-    assert str(problem) == "pids_limit: 5000 are too many; allowed: up to 4096"
+    assert str(problem) == "pids_limit: 5000 exceeds the limit of 4096"
 
 
 def without_cgroups(folder: Path) -> ProcessRuntime:

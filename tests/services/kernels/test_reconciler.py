@@ -198,7 +198,7 @@ async def test_who_did_not_wait_sees_what_became_of_a_lost_create(rig: Rig) -> N
 
 async def test_a_runtime_that_nobody_follows_is_not_made_available_by_a_list(rig: Rig) -> None:
     rig.reconciler._following.clear()
-    rig.state.note_unavailable("fake", "its events ended")
+    rig.state.note_unavailable("fake", "its event stream ended")
     await rig.reconciler.retry()
     assert rig.state.runtime("fake").state is RuntimeState.UNAVAILABLE
     rig.reconciler._following.add("fake")

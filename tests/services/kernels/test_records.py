@@ -116,7 +116,7 @@ async def test_a_runtime_that_this_agentd_does_not_have_blocks_nothing_and_can_b
     assert recorded_runtimes(rig.memory.load_records()) == {"old"}
     after.recall()
     await after.relist()
-    after.state.note_unavailable("old", "this agentd has no runtime of that name")
+    after.state.note_unavailable("old", "the runtime is not configured")
     assert after.states == {"k1": "running"}
     assert after.free_gpus == 1
     assert (await after.create("k2", cuda_device=1)).state is KernelState.RUNNING

@@ -134,7 +134,7 @@ class Deleter:
         A kernel that is being placed is looked for first: if its node has none, a request for it
         may be on its way, and the sweep settles that.
         """
-        node = self._kernels.node(kept.route.node_id)
+        node = self._kernels.routed(kept.route)
         mine = await self._taken(kept, kept.route.progress)
         if mine is not None and mine.route.progress is RouteProgress.PLACING:
             kernel = path_of(mine.route.kernel_id)

@@ -27,7 +27,7 @@ from agentd_fleet.nodes.calls import (
     Nodes,
 )
 from agentd_fleet.placement.placer import Placer
-from agentd_fleet.store.route import Kept, KernelRoute, RouteProgress, Store
+from agentd_fleet.store.route import Kept, KernelRoute, RouteProgress, Store, StoreAway
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode, NodeStatus
 
@@ -53,15 +53,15 @@ class FleetKernels:
         self._state = state
         self._nodes = nodes
 
-    def node(self, node_id: str) -> FleetNode:
-        """Return a node.
+    def routed(self, route: KernelRoute) -> FleetNode:
+        """Return the node of a route.
 
         Raises:
-            UnknownNode: the fleet has not heard of it.
+            NodeUnavailable: it has not reported to this gateway yet.
         """
-        node = self._state.node(node_id)
+        node = self._state.node(route.node_id)
         if node is None:
-            raise UnknownNode(f"no node {node_id} in this fleet")
+            raise NodeUnavailable(f"node {route.node_id} has not reported to this gateway")
         return node
 
     def seen(self, caller: Caller, node_id: str) -> FleetNode:
@@ -69,9 +69,12 @@ class FleetKernels:
 
         Raises:
             UnknownNode: exactly as if it did not exist.
+            StoreAway: the node is not known while the store cannot be read.
         """
-        node = self.node(node_id)
-        if caller.agents is not None and caller.agents.isdisjoint(node.offers):
+        node = self._state.node(node_id)
+        if node is None and (why := self._store.why_not_live()):
+            raise StoreAway(f"nodes are not known while the store cannot be read: {why}")
+        if node is None or (caller.agents is not None and caller.agents.isdisjoint(node.offers)):
             raise UnknownNode(f"no node {node_id} in this fleet")
         return node
 
@@ -94,10 +97,10 @@ class FleetKernels:
         if node_id is not None:
             if kept is None or kept.route.node_id != node_id:
                 return KernelLocation(self.seen(caller, node_id), None)
-            return KernelLocation(self.node(node_id), kept)
+            return KernelLocation(self.routed(kept.route), kept)
         if kept is None:
             raise unknown(kernel_id)
-        return KernelLocation(self.node(kept.route.node_id), kept)
+        return KernelLocation(self.routed(kept.route), kept)
 
     async def ask(
         self,

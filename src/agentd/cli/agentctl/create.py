@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
@@ -14,42 +14,43 @@ import click
 from agentd.cli.agentctl import completion
 from agentd.cli.agentctl.options import (
     KERNEL_COLUMNS,
-    is_json,
-    json_only_option,
-    json_option,
+    WIDE_KERNEL_COLUMNS,
     kernel_row,
     listed,
     mounts,
     pairs,
     ports,
-    print_answer,
+    suggesting_agents,
     tmpfs,
     ulimits,
 )
+from agentd.cli.output import is_table, output_option, print_answer, printed
 from agentd.client import Client
 from agentd.errors import AgentdError, InsufficientResource
 
 _PLAIN = (
     "kernel_id", "image", "working_dir", "user", "platform", "network", "shm_size", "pids_limit",
 )  # fmt: skip
-_LOOK_EVERY_S = 0.25
+_POLL_S = 0.25
 _F = TypeVar("_F", bound=Callable[..., Any])
-
 
 _KERNEL_OPTIONS: Sequence[Callable[[_F], _F]] = (
     click.argument("command", nargs=-1, type=click.UNPROCESSED),
-    click.option("--id", "kernel_id", help="Name of the kernel; default: a generated one."),
-    click.option("--image", help="Image; the docker runtime needs one."),
+    click.option("--id", "kernel_id", help="Id of the kernel. Default: a generated one."),
+    click.option("--image", help="Image; required by the runtime docker."),
     click.option(
         "--slot",
         "-s",
         "slot",
         multiple=True,
         metavar="NAME=AMOUNT",
-        help="Amount of a slot: cuda.device=1.",
+        help="Amount of a slot, such as cuda.device=1.",
     ),
     click.option(
-        "--device", multiple=True, metavar="NAME=ID", help="Choose only these: cuda=cuda0."
+        "--device",
+        multiple=True,
+        metavar="NAME=ID",
+        help="Only from these devices, such as cuda=cuda0.",
     ),
     click.option("--env", "-e", multiple=True, metavar="NAME=VALUE", help="Environment variable."),
     click.option("--label", multiple=True, metavar="NAME=VALUE", help="Label of the kernel."),
@@ -57,26 +58,28 @@ _KERNEL_OPTIONS: Sequence[Callable[[_F], _F]] = (
         "--mount",
         multiple=True,
         metavar="SOURCE:TARGET[:rw]",
-        help="Host folder, read-only by default.",
+        help="Folder of the host, read-only by default.",
     ),
     click.option(
         "--port", "-p", multiple=True, metavar="[HOST:]CONTAINER[/udp]", help="Port to publish."
     ),
     click.option("--workdir", "working_dir", metavar="PATH", help="Working directory."),
     click.option("--user", help="User inside the container."),
-    click.option("--pull", type=click.Choice(["missing", "always", "never"]), help="When to pull."),
     click.option(
-        "--platform", metavar="OS/ARCH", help="Platform of the image; default: the engine's."
+        "--pull", type=click.Choice(["missing", "always", "never"]), help="When to pull the image."
     ),
-    click.option("--network", help="Network that the node allows."),
-    click.option("--tmpfs", multiple=True, metavar="TARGET[:SIZE]", help="A folder in memory."),
+    click.option(
+        "--platform", metavar="OS/ARCH", help="Platform of the image. Default: the engine's."
+    ),
+    click.option("--network", help="Network; the node must allow it."),
+    click.option("--tmpfs", multiple=True, metavar="TARGET[:SIZE]", help="Folder in memory."),
     click.option("--shm-size", metavar="SIZE", help="Size of /dev/shm."),
     click.option("--pids-limit", type=click.IntRange(min=1), help="Maximum number of processes."),
     click.option(
         "--ulimit", multiple=True, metavar="NAME=SOFT[:HARD]", help="Limit of setrlimit(2)."
     ),
-    click.option("--async", "is_async", is_flag=True, help="Do not wait until it runs."),
-    click.option("--dry-run", is_flag=True, help="Decide and explain, change nothing."),
+    click.option("--async", "is_async", is_flag=True, help="Return before the kernel runs."),
+    click.option("--dry-run", is_flag=True, help="Show the decision; create nothing."),
 )
 
 
@@ -88,7 +91,7 @@ def kernel_options(command: _F) -> _F:
 
 
 def kernel_body(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the request that these options make."""
+    """Return the request body for these options."""
     body = {
         "command": list(options["command"]),
         "slots": pairs(options["slot"]),
@@ -110,45 +113,63 @@ def kernel_body(options: Mapping[str, Any]) -> dict[str, Any]:
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("agent", shell_complete=completion.agents)
 @kernel_options
-@json_option
+@output_option
 @click.pass_obj
 def create(client: Client, /, agent: str, **options: Any) -> None:
     """Create a kernel on an agent.
 
-    The kernel runs COMMAND, which stands after `--`.
+    The kernel runs COMMAND, which follows "--". Waits until the kernel runs.
 
     \b
     agentctl create agent-1 -s cuda.device=2 --image pytorch:2 -- python train.py
     agentctl create agent-1 --id train-1 -s cuda.shares=0.5 -s mem=16g -- ./train
     """
     body = kernel_body(options)
+
+    def created(body: Mapping[str, Any]) -> Mapping[str, Any]:
+        return client.create_kernel(agent, body, wait=not options["is_async"])
+
     content: Mapping[str, Any]
-    waits = not (is_json() or options["dry_run"] or options["is_async"])
-    try:
+    with explaining_refusal(), suggesting_agents(client, agent):
         if options["dry_run"]:
             content = client.explain(agent, body)
-        elif waits and sys.stderr.isatty():
-            body.setdefault("kernel_id", f"k-{uuid.uuid4().hex[:12]}")
-            content = _created_with_bar(client, agent, body)
+        elif options["is_async"]:
+            content = created(body)
         else:
-            content = client.create_kernel(agent, body, wait=not options["is_async"])
+            content = with_progress(client, body, created)
+    if "explain" not in content:
+        print_answer(content, KERNEL_COLUMNS, kernel_row, wide=WIDE_KERNEL_COLUMNS)
+    elif not printed(content, given_devices(content)):
+        print_decision(content)
+
+
+@contextlib.contextmanager
+def explaining_refusal() -> Iterator[None]:
+    """Print the reason for each device before a refusal for want of devices is raised."""
+    try:
+        yield
     except InsufficientResource as error:
-        if not is_json():
+        if is_table():
             print_decision({"explain": {error.slot: error.explain}}, is_refused=True)
         raise
-    if is_json():
-        click.echo(json.dumps(content, indent=1))
-    elif options["dry_run"] and "explain" in content:
-        print_decision(content)
-    else:
-        print_answer(content, KERNEL_COLUMNS, kernel_row)
 
 
 _EXPLAIN_COLUMNS = ["slot", "device", "free", "given", "reason"]
 
 
+def given_devices(decision: Mapping[str, Any]) -> list[str]:
+    """Return the devices that a decision would give to the kernel."""
+    ids = (
+        device_id
+        for slots in decision["allocation"].values()
+        for amounts in slots.values()
+        for device_id in amounts
+    )
+    return list(dict.fromkeys(ids))
+
+
 def print_decision(content: Mapping[str, Any], *, is_refused: bool = False) -> None:
-    """Print how each device was looked at; of a refusal, to standard error."""
+    """Print a row for each device; the rows of a refusal go to standard error."""
     from agentd.cli.tables import amount, print_rows
 
     rows = [
@@ -172,10 +193,15 @@ def print_decision(content: Mapping[str, Any], *, is_refused: bool = False) -> N
     "slot",
     multiple=True,
     metavar="NAME=AMOUNT",
-    help="Amount of a slot: cuda.device=1.",
+    help="Amount of a slot, such as cuda.device=1.",
 )
-@click.option("--device", multiple=True, metavar="NAME=ID", help="Choose only these: cuda=cuda0.")
-@json_only_option
+@click.option(
+    "--device",
+    multiple=True,
+    metavar="NAME=ID",
+    help="Only from these devices, such as cuda=cuda0.",
+)
+@output_option
 @click.pass_obj
 def explain(
     client: Client,
@@ -185,40 +211,46 @@ def explain(
 ) -> None:
     """Show which devices a kernel would get.
 
-    Nothing is created. A refusal says for each device why it cannot be given.
+    Nothing is created. A refusal has the reason for each device.
     """
     choice = {"slots": pairs(slot), "devices": listed(device)}
     body = choice | {"command": ["any"], "image": "any"}
     try:
-        content = client.explain(agent, body)
+        with suggesting_agents(client, agent):
+            content = client.explain(agent, body)
     except InsufficientResource as error:
-        if not is_json():
+        if is_table():
             print_decision({"explain": {error.slot: error.explain}})
         raise
-    if is_json():
-        click.echo(json.dumps(content, indent=1))
-    else:
+    if not printed(content, given_devices(content)):
         print_decision(content)
 
 
-def _created_with_bar(client: Client, agent: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Create a kernel, and show the progress of the image download meanwhile."""
+def with_progress(
+    client: Client,
+    body: Mapping[str, Any],
+    create: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+) -> Mapping[str, Any]:
+    """Create a kernel; show its state and its pull on a terminal meanwhile."""
+    if not sys.stderr.isatty():
+        return create(body)
+    named = {"kernel_id": f"k-{uuid.uuid4().hex[:12]}", **body}
     with ThreadPoolExecutor(1) as pool:
-        creating: Future[Any] = pool.submit(client.create_kernel, agent, body)
-        if not wait([creating], _LOOK_EVERY_S).done:
-            _show_pull(client, str(body["kernel_id"]), creating)
-        content: Mapping[str, Any] = creating.result()
-    return content
+        creating = pool.submit(create, named)
+        if not wait([creating], _POLL_S).done:
+            _show_pull(client, named["kernel_id"], creating)
+        return creating.result()
 
 
 def _show_pull(client: Client, kernel_id: str, creating: Future[Any]) -> None:
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
+    from agentd.cli.tables import console
+
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=console(is_error=True), transient=True) as progress:
         bar = progress.add_task("creating", total=None)
-        while not wait([creating], _LOOK_EVERY_S).done:
+        while not wait([creating], _POLL_S).done:
             try:
                 kernel = client.kernel(kernel_id)
             except AgentdError:

@@ -1,4 +1,4 @@
-"""The command `agentctl exec`: a command inside a kernel, on the caller's terminal."""
+"""The command `agentctl exec`: a command in a kernel, on the caller's terminal."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from agentd.cli.agentctl.options import pairs
 from agentd.client import Client
 from agentd.client.defaults import CHUNK
 from agentd.core.kernel.exec_spec import STDERR
+from agentd.service.exit_status import ExitStatus
 
 if TYPE_CHECKING:
     from agentd.client.asynchronous import AsyncClient
@@ -28,16 +29,15 @@ if TYPE_CHECKING:
 
 PASSED_ON = ("INT", "TERM", "QUIT", "USR1", "USR2")
 FINAL = ("INT", "TERM", "QUIT")
-INTERRUPTED = 130
 
 
 @click.command("exec")
 @click.argument("kernel", shell_complete=completion.kernels)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-@click.option("--interactive", "-i", is_flag=True, help="Pass on standard input.")
-@click.option("--tty", "-t", "is_terminal", is_flag=True, help="Run it on a terminal.")
+@click.option("--interactive", "-i", is_flag=True, help="Forward standard input.")
+@click.option("--tty", "-t", "is_terminal", is_flag=True, help="Allocate a terminal.")
 @click.option("--env", "-e", multiple=True, metavar="NAME=VALUE", help="Environment variable.")
-@click.option("--workdir", help="The folder in which it begins.")
+@click.option("--workdir", help="Working directory.")
 @click.pass_obj
 def run_inside(
     client: Client,
@@ -49,9 +49,11 @@ def run_inside(
     workdir: str | None,
     node: str | None = None,
 ) -> None:
-    """Run a command inside a kernel.
+    """Run a command in a kernel.
 
-    Exit status: the command's.
+    The command has the namespaces, limits and devices of the kernel.
+
+    Exit status: the command's; 130 if agentctl was interrupted.
 
     \b
     agentctl exec train-1 -- nvidia-smi
@@ -61,7 +63,7 @@ def run_inside(
     try:
         sys.exit(asyncio.run(_run(client.asynchronous(), kernel, command, interactive, given)))
     except asyncio.CancelledError:
-        sys.exit(INTERRUPTED)
+        sys.exit(ExitStatus.INTERRUPTED)
 
 
 async def _run(
@@ -99,9 +101,9 @@ def _put(output: BinaryIO, data: bytes) -> None:
 
 @contextlib.contextmanager
 def _raw() -> Iterator[None]:
-    """Have the caller's terminal pass on every key as it is."""
+    """Switch the caller's terminal to raw mode."""
     before = termios.tcgetattr(sys.stdin)
-    tty.setraw(sys.stdin, termios.TCSADRAIN)  # what was typed ahead is kept
+    tty.setraw(sys.stdin, termios.TCSADRAIN)  # keeps input typed ahead
     try:
         yield
     finally:
@@ -109,30 +111,30 @@ def _raw() -> Iterator[None]:
 
 
 async def _feed(running: Execution) -> None:
-    """Pass on standard input."""
+    """Forward standard input."""
     loop = asyncio.get_running_loop()
     chunks: asyncio.Queue[bytes] = asyncio.Queue(maxsize=4)
 
     def read() -> None:
-        """Read in a thread of its own: a terminal, a pipe and a file are alike there."""
+        """Read in a thread, which works for a terminal, a pipe and a file alike."""
         while True:
             chunk = os.read(sys.stdin.fileno(), CHUNK)
             asyncio.run_coroutine_threadsafe(chunks.put(chunk), loop).result()
             if not chunk:
                 return
 
-    threading.Thread(target=read, daemon=True).start()  # nobody waits for a key that never comes
+    threading.Thread(target=read, daemon=True).start()  # not joined: a key may never come
     while chunk := await chunks.get():
         await running.write(chunk)
     await running.close_input()
 
 
 async def _pass_on(running: Execution, whole: asyncio.Task[int], *, is_terminal: bool) -> None:
-    """Pass on the size of the terminal, and signals; ones that go nowhere end all of it."""
+    """Forward the terminal's size and signals; a second one that cannot be sent ends the exec."""
     loop, happened = asyncio.get_running_loop(), asyncio.Queue[str]()
 
     def arrived(name: str) -> None:
-        if name in FINAL and not happened.empty():  # an earlier one could not be sent yet
+        if name in FINAL and not happened.empty():  # an earlier signal is not sent yet
             whole.cancel()
         happened.put_nowait(name)
 

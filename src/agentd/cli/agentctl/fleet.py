@@ -1,4 +1,4 @@
-"""The commands `agentctl fleet …`: many nodes as one, through a gateway."""
+"""The commands of `agentctl` for a fleet: many nodes through one gateway."""
 
 from __future__ import annotations
 
@@ -10,20 +10,27 @@ from typing import Any
 
 import click
 
-from agentd.cli.agentctl.create import kernel_body, kernel_options, print_decision
+from agentd.cli.agentctl.create import (
+    given_devices,
+    kernel_body,
+    kernel_options,
+    print_decision,
+    with_progress,
+)
 from agentd.cli.agentctl.exec import run_inside
 from agentd.cli.agentctl.options import (
     KERNEL_COLUMNS,
-    is_json,
-    json_option,
+    WIDE_KERNEL_COLUMNS,
+    alias_of,
+    device_row,
     kernel_row,
     pairs,
-    print_answer,
+    quiet_option,
     remove_each,
 )
 from agentd.cli.agentctl.stats import print_usage, watch, watching
 from agentd.cli.agentctl.ui import ui
-from agentd.cli.output import say
+from agentd.cli.output import output_option, print_answer, printed, say
 from agentd.client import Client, fleet_calls
 from agentd.client.calls import Call
 from agentd.client.defaults import CHUNK, CREATE_TIMEOUT_S
@@ -32,13 +39,13 @@ from agentd.views import KernelUseView
 
 GATEWAY = "unix:/run/agentd-fleet/gateway.sock"
 _KERNEL_COLUMNS = ["kernel", "node", *KERNEL_COLUMNS[1:]]
-_NODE_COLUMNS = ["node", "state", "agents", "free", "labels", "seen", "reason"]
+_NODE_COLUMNS = ["node", "state", "agents", "free", "labels", "age", "reason"]
 _UNKNOWN = {"allocation": {}, "degraded": [], "reason": ""}
-node_option = click.option("--node", help="The kernel's node, if the fleet did not place it.")
+node_option = click.option("--node", help="Node of a kernel that the fleet did not place.")
 
 
 class FleetGroup(click.Group):
-    """Commands of a fleet; those that a node has too are listed as `agentctl --fleet … NAME`."""
+    """The commands of a fleet; help lists those that a node does not have."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         del ctx
@@ -49,24 +56,29 @@ class FleetGroup(click.Group):
 def fleet_group() -> None:
     """Show the nodes and slots of a fleet.
 
-    Every command of a node that a fleet has too is `agentctl --fleet ADDRESS COMMAND`; without
-    ADDRESS (or $AGENTCTL_FLEET) the gateway of this host is asked.
+    Commands that a node has too are called as "agentctl --fleet ADDRESS COMMAND". Without ADDRESS
+    and $AGENTCTL_FLEET, "agentctl fleet" asks the gateway on this host.
     """
 
 
 @fleet_group.group(invoke_without_command=True)
-@json_option
+@output_option
 @click.pass_context
 def nodes(context: click.Context) -> None:
-    """List the nodes and what is free."""
+    """List the nodes and their free slots.
+
+    AGE is the time since the last report of the node.
+    """
     if context.invoked_subcommand is not None:
         return
     rows = context.obj.carry_out(fleet_calls.nodes())
-    print_answer(rows, _NODE_COLUMNS, _node_row, wide=["url", "generation", "conflicting"])
+    print_answer(
+        rows, _NODE_COLUMNS, _node_row, wide=["url", "generation", "conflicting", "seen_at"]
+    )
 
 
 def _listed(client: Client, call: Call[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return a list over nodes, and say which of them did not answer."""
+    """Return a list over nodes, and name the nodes without an answer on standard error."""
     response = client.open(call)
     rows: list[dict[str, Any]] = json.loads(response.read())
     if missing := response.headers.get("Fleet-Missing"):
@@ -78,8 +90,13 @@ def _node_row(row: Mapping[str, Any]) -> dict[str, Any]:
     from agentd.cli.tables import age
 
     free = [f"{agent}: {_free(slots)}" for agent, slots in row["agents"].items() if _free(slots)]
-    seen = None if row["seen_at"] is None else f"{age(row['seen_at'])} ago"
-    return {**row, "node": row["id"], "agents": list(row["agents"]), "free": free, "seen": seen}
+    return {
+        **row,
+        "node": row["id"],
+        "agents": list(row["agents"]),
+        "free": free,
+        "age": age(row["seen_at"]),
+    }
 
 
 def _free(slots: Mapping[str, Mapping[str, str]]) -> str:
@@ -94,14 +111,17 @@ def _free(slots: Mapping[str, Mapping[str, str]]) -> str:
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @click.pass_obj
 def forget_node(client: Client, node: str, yes: bool) -> None:
-    """Forget a lost node and its routes."""
+    """Forget a lost node and its routes.
+
+    Its kernels can no longer be reached through the fleet.
+    """
     if not yes:
-        click.confirm(f"Forget {node} and the routes to its kernels?", abort=True)
+        click.confirm(f"Forget {node} and the routes to its kernels?", abort=True, err=True)
     client.carry_out(fleet_calls.forget_node(node))
 
 
 @fleet_group.group(invoke_without_command=True)
-@json_option
+@output_option
 @click.pass_context
 def slots(context: click.Context) -> None:
     """List the slots of all nodes with their sums."""
@@ -126,40 +146,31 @@ def forget_slot(client: Client, name: str) -> None:
 
 
 @fleet_group.command()
-@click.option("--node", multiple=True, help="Only of this node; may be repeated.")
-@json_option
+@click.option("--node", multiple=True, help="Only on this node; may be repeated.")
+@output_option
 @click.pass_obj
 def devices(client: Client, node: Sequence[str]) -> None:
     """List the devices of all nodes."""
     rows = _listed(client, fleet_calls.devices(tuple(node)))
     columns = ["device", "node", "state", "slot", "capacity", "free", "agents", "holders"]
-    print_answer(rows, columns, _device_row)
-
-
-def _device_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        **row,
-        "device": f"{row['device_name']}/{row['id']}",
-        "node": row["node_id"],
-        "holders": [f"{h['kernel_id']}={h['amount']}" for h in row["holders"]],
-    }
+    print_answer(rows, columns, device_row)
 
 
 @fleet_group.command(context_settings={"ignore_unknown_options": True})
 @kernel_options
-@click.option("--node", multiple=True, help="Only these nodes.")
-@click.option("--agent", multiple=True, help="Only these agents.")
-@click.option("--on", multiple=True, metavar="LABEL=VALUE", help="Only nodes with this label.")
-@click.option("--model", multiple=True, help="Only agents with this device model.")
+@click.option("--node", multiple=True, help="Only on this node; may be repeated.")
+@click.option("--agent", multiple=True, help="Only on this agent; may be repeated.")
+@click.option("--on", multiple=True, metavar="LABEL=VALUE", help="Only on nodes with this label.")
+@click.option("--model", multiple=True, help="Only where devices are of this model.")
 @click.option(
     "--policy", type=click.Choice(["random", "pack"]), help="Order in which nodes are tried."
 )
-@json_option
+@output_option
 @click.pass_obj
 def create(client: Client, /, **options: Any) -> None:
     """Create a kernel on a node with room.
 
-    The kernel runs COMMAND, which stands after `--`.
+    The kernel runs COMMAND, which follows "--".
 
     \b
     agentctl --fleet https://gateway:7001 create -s cuda.device=2 -- python train.py
@@ -174,15 +185,18 @@ def create(client: Client, /, **options: Any) -> None:
     }
     body = kernel_body(options) | {"placement": {k: v for k, v in wanted.items() if v}}
     is_dry = options["dry_run"]
-    call = fleet_calls.create_kernel(body, wait=not options["is_async"], dry_run=is_dry)
-    content = client.carry_out(call, timeout_s=CREATE_TIMEOUT_S)
-    if is_json():
-        click.echo(json.dumps(content, indent=1))
-    elif is_dry:
+
+    def placed(body: Mapping[str, Any]) -> dict[str, Any]:
+        call = fleet_calls.create_kernel(body, wait=not options["is_async"], dry_run=is_dry)
+        return client.carry_out(call, timeout_s=CREATE_TIMEOUT_S)
+
+    is_waiting = not (is_dry or options["is_async"])
+    content = with_progress(client, body, placed) if is_waiting else placed(body)
+    if not is_dry:
+        print_answer(content, _KERNEL_COLUMNS, _row, wide=WIDE_KERNEL_COLUMNS)
+    elif not printed(content, given_devices(content)):
         say(f"node {content['node_id']}, agent {content['agent_id']}")
         print_decision(content)
-    else:
-        print_answer(content, _KERNEL_COLUMNS, _row)
 
 
 def _row(kernel: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,10 +204,13 @@ def _row(kernel: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @fleet_group.command()
-@click.option("--node", multiple=True, help="Only of this node; may be repeated.")
-@click.option("--state", multiple=True, help="Only in this state; may be repeated.")
-@click.option("--label", "-l", multiple=True, metavar="KEY=VALUE", help="Only with this label.")
-@json_option
+@click.option("--node", multiple=True, help="Only on this node; may be repeated.")
+@click.option("--state", multiple=True, help="Only kernels in this state; may be repeated.")
+@click.option(
+    "--label", "-l", multiple=True, metavar="KEY=VALUE", help="Only kernels with this label."
+)
+@quiet_option
+@output_option
 @click.pass_obj
 def ls(
     client: Client,
@@ -203,14 +220,17 @@ def ls(
 ) -> None:
     """List the kernels of all nodes."""
     call = fleet_calls.kernels(tuple(node), state=tuple(state), label=tuple(label))
-    print_answer(_listed(client, call), _KERNEL_COLUMNS, _row)
+    print_answer(_listed(client, call), _KERNEL_COLUMNS, _row, wide=WIDE_KERNEL_COLUMNS)
+
+
+fleet_group.add_command(alias_of(ls, "ps"))
 
 
 @fleet_group.command()
 @click.argument("kernel")
 @node_option
 @click.option("--follow", "-f", is_flag=True, help="Follow until the kernel ends.")
-@click.option("--tail", type=click.IntRange(min=0), help="The last lines.")
+@click.option("--tail", type=click.IntRange(min=0), help="Only the last lines.")
 @click.pass_obj
 def logs(client: Client, kernel: str, node: str | None, follow: bool, tail: int | None) -> None:
     """Print the output of a kernel."""
@@ -225,7 +245,7 @@ def logs(client: Client, kernel: str, node: str | None, follow: bool, tail: int 
 @click.argument("kernels", nargs=-1, required=True)
 @node_option
 @click.option("--timeout", type=float, help="Seconds between TERM and KILL.")
-@json_option
+@output_option
 @click.pass_obj
 def rm(client: Client, kernels: Sequence[str], node: str | None, timeout: float | None) -> None:
     """Stop and remove kernels."""
@@ -239,12 +259,18 @@ def rm(client: Client, kernels: Sequence[str], node: str | None, timeout: float 
 
 @fleet_group.command()
 @click.argument("kernels", nargs=-1)
-@json_option
+@output_option
 @click.pass_obj
 def stats(client: Client, kernels: Sequence[str]) -> None:
-    """Show the usage of kernels on all nodes."""
-    rows = [client.stats(kernel) for kernel in kernels] if kernels else _uses_of_all(client)
-    print_usage(rows)
+    """Show the usage of kernels on all nodes.
+
+    Kernels are listed as NODE/KERNEL. CPU is measured over one second; 100% is one core.
+    """
+
+    def look() -> list[KernelUseView]:
+        return [client.stats(kernel) for kernel in kernels] if kernels else _uses_of_all(client)
+
+    print_usage(look)
 
 
 @fleet_group.command()
@@ -253,7 +279,7 @@ def stats(client: Client, kernels: Sequence[str]) -> None:
 def top(client: Client, agent: str | None, interval: float, count: int | None) -> None:
     """Show current usage of all nodes.
 
-    Kernels are NODE/KERNEL, the busiest first.
+    Kernels are listed as NODE/KERNEL, the busiest first.
     """
     watch(lambda: _uses_of_all(client), agent, interval, count)
 
@@ -270,7 +296,7 @@ def _uses_of_all(client: Client) -> list[KernelUseView]:
 
 
 def _uses(client: Client, node: str) -> list[KernelUseView]:
-    """Return what a node's kernels use; nothing if it does not answer just now."""
+    """Return the usage of a node's kernels; nothing if the node does not answer."""
     with contextlib.suppress(AgentdError):
         return client.carry_out(fleet_calls.uses(node))
     return []
@@ -278,7 +304,7 @@ def _uses(client: Client, node: str) -> list[KernelUseView]:
 
 inside = [
     *run_inside.params,
-    click.Option(["--node"], help="Where KERNEL is, if the fleet did not place it."),
+    click.Option(["--node"], help="Node of a kernel that the fleet did not place."),
 ]
 fleet_group.add_command(
     click.Command("exec", params=inside, callback=run_inside.callback, help=run_inside.help)

@@ -1,4 +1,4 @@
-"""The commands `agentctl logs` and `agentctl wait`: what goes on in kernels, until it is over."""
+"""The commands `agentctl logs` and `agentctl wait`: kernels observed until they end."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import click
 
 from agentd.cli.agentctl import completion
-from agentd.cli.agentctl.options import OUT_OF_TIME, for_each
-from agentd.cli.output import say
+from agentd.cli.agentctl.options import for_each
+from agentd.cli.output import Failure, say
 from agentd.client import Client
+from agentd.core.printable import printable
 from agentd.errors import AgentdError, UnknownKernel
+from agentd.service.exit_status import ExitStatus
 
-_LOOK_PAUSE_S = 0.2
+if TYPE_CHECKING:
+    from rich.live import Live
+
+_POLL_S = 0.2
 _Lines: TypeAlias = "queue.SimpleQueue[bytes | AgentdError | None]"
 ENDED = ("terminated", "failed", "lost")
 
@@ -26,16 +31,20 @@ ENDED = ("terminated", "failed", "lost")
 @click.argument("kernels", nargs=-1, required=True, shell_complete=completion.kernels)
 @click.option("--follow", "-f", is_flag=True, help="Follow the logs until the kernels end.")
 @click.option("--tail", type=click.IntRange(min=0), help="Only the last lines.")
-@click.option("--since", metavar="TIME", help="Only lines since 2026-11-21T12:00:00Z.")
 @click.option(
-    "--timestamps", "-t", is_flag=True, help="Start each line with the time it was printed."
+    "--since", metavar="TIME", help="Only lines since a time such as 2026-11-21T12:00:00Z."
 )
-@click.option("--stream", type=click.Choice(["both", "stdout", "stderr"]), help="Default: both.")
+@click.option("--timestamps", "-t", is_flag=True, help="Start each line with its time.")
+@click.option(
+    "--stream",
+    type=click.Choice(["both", "stdout", "stderr"]),
+    help="Only one of the streams. Default: both.",
+)
 @click.pass_obj
 def logs(client: Client, /, kernels: Sequence[str], **options: Any) -> None:
     """Print the output of kernels.
 
-    Of several kernels, each line begins with the kernel's name.
+    With several kernels, each line begins with the kernel's id.
 
     \b
     agentctl logs -f train-1
@@ -54,10 +63,10 @@ def logs(client: Client, /, kernels: Sequence[str], **options: Any) -> None:
 
 
 def _together(client: Client, kernels: Sequence[str], wanted: dict[str, Any]) -> Iterator[bytes]:
-    """Yield the lines of several logs as they come, led by their kernels' completion.
+    """Yield the lines of several logs as they arrive, each after its kernel's id.
 
     Raises:
-        AgentdError: one cannot be read; the first that was met.
+        AgentdError: a log cannot be read; the first such error, after all logs ended.
     """
     lines: _Lines = queue.SimpleQueue()
     widest = max(map(len, kernels))
@@ -79,7 +88,7 @@ def _together(client: Client, kernels: Sequence[str], wanted: dict[str, Any]) ->
 
 
 def _read(chunks: Iterator[bytes], lead: bytes, lines: _Lines) -> None:
-    """Put the lines of one log, and at its end None, or why it cannot be read."""
+    """Queue the lines of one log, and at its end None or the error."""
     rest, outcome = b"", None
     try:
         for chunk in chunks:
@@ -102,53 +111,105 @@ def _read(chunks: Iterator[bytes], lead: bytes, lines: _Lines) -> None:
     default="ended",
     show_default=True,
     type=click.Choice(["ended", "running", "removed", *ENDED]),
-    help="What to wait for.",
+    help="State to wait for.",
 )
 @click.option("--timeout", type=click.FloatRange(min=0), help="Seconds; then exit status 3.")
 @click.pass_obj
 def wait(client: Client, kernels: Sequence[str], wanted: str, timeout: float | None) -> None:
-    """Wait for a state of kernels.
+    """Wait until kernels reach a state.
 
-    Exit status: 0 all are there, 1 one can never be, 3 out of time.
+    Prints each kernel that reached it.
+
+    Exit status: 0 all reached it, 1 one never will, 3 timed out.
 
     \b
     agentctl wait train-1
     agentctl wait --for running --timeout 60 train-1 train-2
     """
     end = None if timeout is None else time.monotonic() + timeout
-    waiting, failed = list(dict.fromkeys(kernels)), False
+    states, failed = dict.fromkeys(kernels, ""), False
+    with Progress() as progress:
 
-    def look(kernel: str) -> None:
-        if _is_there(client, kernel, wanted):
-            waiting.remove(kernel)
-            say(kernel)
+        def look(kernel: str) -> None:
+            try:
+                states[kernel], has_reached = _reached(client, kernel, wanted)
+            except BaseException:
+                progress.clear()
+                raise
+            if has_reached:
+                del states[kernel]
+                progress.clear()
+                say(kernel)
 
-    while waiting:
-        for kernel in tuple(waiting):
-            if for_each([kernel], look):
-                waiting.remove(kernel)
-                failed = True
-        if waiting and end is not None and time.monotonic() > end:
-            say(f"agentctl: not {wanted}: {', '.join(waiting)}", err=True)
-            sys.exit(OUT_OF_TIME)
-        if waiting:
-            time.sleep(_LOOK_PAUSE_S)
+        while states:
+            for kernel in tuple(states):
+                if for_each([kernel], look):
+                    del states[kernel]
+                    failed = True
+            if states and end is not None and time.monotonic() > end:
+                progress.clear()
+                say(f"agentctl: not {wanted}: {', '.join(states)}", err=True)
+                sys.exit(ExitStatus.TIMED_OUT)
+            if states:
+                rows = ", ".join(f"{kernel} ({state})" for kernel, state in states.items())
+                progress.show(f"waiting for {wanted}: {rows}")
+                time.sleep(_POLL_S)
     sys.exit(failed)
 
 
-def _is_there(client: Client, kernel: str, wanted: str) -> bool:
-    """Tell whether a kernel is where it is waited for.
+class Progress:
+    """One line on standard error that is replaced; none where that is not a terminal."""
+
+    def __init__(self) -> None:
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        if sys.stderr.isatty():
+            from rich.live import Live
+
+            from agentd.cli.tables import console
+
+            self._live = Live(
+                console=console(is_error=True),
+                auto_refresh=False,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+
+    def show(self, text: str) -> None:
+        """Show a text in place of the last one."""
+        if self._live is not None:
+            from rich.text import Text
+
+            self._live.start()
+            self._live.update(
+                Text(printable(text), no_wrap=True, overflow="ellipsis"), refresh=True
+            )
+
+    def clear(self) -> None:
+        """Remove the line, so that something else can be printed."""
+        if self._live is not None:
+            self._live.stop()
+
+
+def _reached(client: Client, kernel: str, wanted: str) -> tuple[str, bool]:
+    """Return the state of a kernel, and whether it is the wanted one.
 
     Raises:
-        AgentdError: it is not there, or the daemon does not answer.
-        ClickException: it cannot come there any more.
+        AgentdError: the kernel is unknown or the daemon is unreachable.
+        Failure: the kernel can no longer reach the state.
     """
     try:
         state = client.kernel(kernel)["state"]
     except UnknownKernel:
         if wanted == "removed":
-            return True
+            return "removed", True
         raise
     if state in ENDED and wanted not in ("removed", "ended", state):
-        raise click.ClickException(f"{kernel} is {state}, and will not be {wanted} any more")
-    return wanted == state or (wanted == "ended" and state in ENDED)
+        raise Failure(f"{kernel} is {state}, and will not be {wanted} any more")
+    return state, wanted == state or (wanted == "ended" and state in ENDED)

@@ -1,12 +1,10 @@
-"""The commands `agentctl …`: everything the RPC offers, for people and for scripts.
+"""The commands of `agentctl`: everything that the RPC offers, for people and for scripts.
 
-Errors are one line with the problem's detail. Exit status: 0 done; 1 refused, or nobody answers;
-2 wrong usage; 3 `wait` ran out of time.
+Standard output has the answer and nothing else; errors and progress go to standard error.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -27,22 +25,33 @@ from agentd.cli.agentctl.options import (
     WIDE_KERNEL_COLUMNS,
     RpcGroup,
     RpcProblem,
+    alias_of,
+    device_row,
     event_line,
+    event_subject,
     for_each,
-    is_json,
-    json_only_option,
-    json_option,
     kernel_row,
     pairs,
-    print_answer,
+    quiet_option,
     remove_each,
     socket_of,
+    suggesting_agents,
+    suggestion,
     token_of,
 )
 from agentd.cli.agentctl.stats import stats, top
 from agentd.cli.agentctl.token import token
 from agentd.cli.agentctl.ui import ui
-from agentd.cli.output import say
+from agentd.cli.output import (
+    encoded,
+    is_data,
+    is_table,
+    output_format,
+    output_option,
+    print_answer,
+    printed,
+    say,
+)
 from agentd.client import Client
 from agentd.errors import AgentdError
 from agentd.views import KernelView
@@ -55,7 +64,7 @@ AT_A_GATEWAY = ("fleet", "inspect", "stop", "token", "wait", "whoami")
 
 
 class NodeOrFleet(RpcGroup):
-    """The commands of a node; with `--fleet`, those of a fleet by the same names."""
+    """The commands of a node; with `--fleet`, the commands of a fleet with the same names."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         if fleet_of(ctx) is None:
@@ -69,16 +78,16 @@ class NodeOrFleet(RpcGroup):
         of_fleet = fleet_group.get_command(ctx, cmd_name)
         if of_fleet is None and found is not None:
             raise click.UsageError(
-                f"no command {cmd_name} for a fleet: it is about one node; ask that one"
-                " (--socket or --url)"
+                f"{cmd_name} is a command for one node, not for a fleet:"
+                " name the node with --socket or --url"
             )
         return of_fleet
 
 
 def fleet_of(context: click.Context) -> str | None:
-    """Return the gateway that a command line is for; None: a node.
+    """Return the gateway that a command line addresses; None for a node.
 
-    A node that is named with an option comes before a fleet that the environment names.
+    A node named by an option takes precedence over a fleet named by the environment.
     """
     options = context.params
     address: str | None = options.get("fleet_address")
@@ -91,16 +100,22 @@ def fleet_of(context: click.Context) -> str | None:
 @click.group(cls=NodeOrFleet)
 @click.version_option(__version__, prog_name="agentctl")
 @click.option(
-    "--socket", "socket_path", envvar="AGENTD_SOCKET", metavar="PATH", help="Unix socket."
+    "--socket",
+    "socket_path",
+    envvar="AGENTD_SOCKET",
+    metavar="PATH",
+    help="Unix socket of the node.",
 )
 @click.option("--config", metavar="FILE", help="agent.toml that names the socket.")
-@click.option("--url", envvar="AGENTD_URL", help="http://127.0.0.1:6001, in place of the socket.")
+@click.option(
+    "--url", envvar="AGENTD_URL", help="Address of the node, such as http://127.0.0.1:6001."
+)
 @click.option(
     "--fleet",
     "fleet_address",
     envvar="AGENTCTL_FLEET",
     metavar="ADDRESS",
-    help="A fleet's gateway: unix:/run/agentd-fleet/gateway.sock, or https://host:7001.",
+    help="Gateway of a fleet: unix:PATH or https://HOST:7001.",
 )
 @click.option(
     "--token-file",
@@ -120,7 +135,7 @@ def agentctl(
 ) -> None:
     """Run kernels on a node or on a fleet.
 
-    Exit status: 0 done, 1 refused or nothing answers, 2 wrong usage.
+    Exit status: 0 done, 1 refused or unreachable, 2 wrong usage.
     """
     token, gateway = token_of(token_file), fleet_of(context)
     if context.invoked_subcommand == fleet_group.name:
@@ -133,13 +148,12 @@ def agentctl(
 
 
 @agentctl.command()
-@json_only_option
+@output_option
 @click.pass_obj
 def status(client: Client) -> None:
-    """Show the node, its runtime and its plugins."""
+    """Show the node, its runtimes and its plugins."""
     node = client.node()
-    if is_json():
-        click.echo(json.dumps(node, indent=1))
+    if printed(node, [node["id"]]):
         return
     from agentd.cli.tables import print_rows
 
@@ -153,12 +167,14 @@ def status(client: Client) -> None:
 
 
 @agentctl.command()
-@json_only_option
+@output_option
 @click.pass_obj
 def doctor(client: Client) -> None:
-    """Check the node against its own rules.
+    """Check the node for inconsistencies.
 
-    Exit status: 0 all hold, 1 one does not or cannot be checked.
+    The check changes nothing.
+
+    Exit status: 0 all checks passed, 1 a check failed or could not run.
     """
     node = client.node()
     rows: list[Mapping[str, Any]] = [runtimes_row(node)]
@@ -166,44 +182,24 @@ def doctor(client: Client) -> None:
         node = client.node(check=True)
         rows += node["checks"]
     except AgentdError as error:
-        rows.append(check_row("books", "the books can be compared", str(error)))
-    if is_json():
-        click.echo(json.dumps(rows, indent=1))
-    else:
+        rows.append(check_row("books", "the ledger can be compared", str(error)))
+    if not printed(rows, (row["check"] for row in rows)):
         print_checks(rows, node["warnings"])
     sys.exit(0 if all(row["passed"] for row in rows) else 1)
 
 
 @agentctl.command()
-@json_option
+@output_option
 @click.pass_obj
 def devices(client: Client) -> None:
     """List the devices and their holders."""
-    columns = [
-        "device",
-        "state",
-        "slot",
-        "capacity",
-        "allocated",
-        "free",
-        "agents",
-        "holders",
-        "reason",
-    ]
+    columns = ["device", "state", "slot", "capacity", "allocated", "free", "agents", "holders"]
     wide = ["stable_id", "model", "numa_node", "aliases"]
-    print_answer(client.devices(), columns, _device_row, wide=wide)
-
-
-def _device_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    from agentd.cli.tables import amount
-
-    sizes = {key: amount(row["slot"], row[key]) for key in ("capacity", "allocated", "free")}
-    holders = [f"{h['kernel_id']}={amount(row['slot'], h['amount'])}" for h in row["holders"]]
-    return {**row, **sizes, "device": f"{row['device_name']}/{row['id']}", "holders": holders}
+    print_answer(client.devices(), [*columns, "reason"], device_row, wide=wide)
 
 
 @agentctl.command()
-@json_option
+@output_option
 @click.pass_obj
 def agents(client: Client) -> None:
     """List the agents and their partitions."""
@@ -227,10 +223,10 @@ def _agent_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @agentctl.command()
-@json_option
+@output_option
 @click.pass_obj
 def slots(client: Client) -> None:
-    """List the slots that the node knows."""
+    """List the slots that the node offers."""
     print_answer(client.slot_types(), ["name", "kind", "quantum", "exclusive_group", "unit"])
 
 
@@ -240,10 +236,13 @@ agentctl.add_command(explain)
 
 
 @agentctl.command()
-@click.option("--agent", help="Of this agent only.", shell_complete=completion.agents)
-@click.option("--state", multiple=True, help="Only in this state; may be repeated.")
-@click.option("--label", "-l", multiple=True, metavar="KEY=VALUE", help="Only with this label.")
-@json_option
+@click.option("--agent", help="Only kernels of this agent.", shell_complete=completion.agents)
+@click.option("--state", multiple=True, help="Only kernels in this state; may be repeated.")
+@click.option(
+    "--label", "-l", multiple=True, metavar="KEY=VALUE", help="Only kernels with this label."
+)
+@quiet_option
+@output_option
 @click.pass_obj
 def ls(
     client: Client,
@@ -255,31 +254,36 @@ def ls(
 
     \b
     agentctl ls --state running --label queue=night
-    agentctl rm $(agentctl ls --state terminated -o name)
+    agentctl rm $(agentctl ls -q --state terminated)
     """
-    rows = client.kernels(agent, state=state, labels=pairs(label))
+    with suggesting_agents(client, agent):
+        rows = client.kernels(agent, state=state, labels=pairs(label))
     print_answer(rows, KERNEL_COLUMNS, kernel_row, wide=WIDE_KERNEL_COLUMNS)
+
+
+agentctl.add_command(alias_of(ls, "ps"))
 
 
 @agentctl.command()
 @click.argument("kernels", nargs=-1, required=True, shell_complete=completion.kernels)
-@json_only_option
+@output_option
 @click.pass_obj
 def inspect(client: Client, kernels: Sequence[str]) -> None:
-    """Show everything about kernels."""
+    """Show all details of kernels."""
     found: list[KernelView] = []
 
     def show(kernel: str) -> None:
         from agentd.cli.tables import print_rows, shown_whole
 
         found.append(client.kernel(kernel))
-        if not is_json():
+        if is_table():
             rows = [{"member": k, "value": shown_whole(k, v)} for k, v in found[-1].items()]
             print_rows(rows, ["member", "value"])
 
     failed = for_each(kernels, show)
-    if is_json() and found:
-        click.echo(json.dumps(found if len(kernels) > 1 else found[0], indent=1))
+    if found:
+        content = found if len(kernels) > 1 else found[0]
+        printed(content, (kernel["kernel_id"] for kernel in found))
     sys.exit(failed)
 
 
@@ -292,13 +296,22 @@ agentctl.add_command(top)
 
 
 @agentctl.command()
-@json_only_option
+@output_option
 @click.pass_obj
 def events(client: Client) -> None:
-    """Print events of the node as they come."""
+    """Print events of the node as they occur.
+
+    A line has the local time, the event, its agent, state, exit code and caller. "-o json" prints
+    one object a line, "-o yaml" one document an event.
+    """
     for event in client.events():
-        if is_json():
-            click.echo(json.dumps({"event": event.kind, "data": event.data}))
+        content = {"event": event.kind, "data": event.data}
+        if is_data():
+            form = output_format()
+            lead = "---\n" if form == "yaml" else ""
+            click.echo(lead + encoded(content, form, indent=None))
+        elif output_format() == "name":
+            say(event_subject(event.data))
         else:
             say(f"{time.strftime('%H:%M:%S')} {event_line(event.kind, event.data)}")
 
@@ -306,10 +319,10 @@ def events(client: Client) -> None:
 @agentctl.command()
 @click.argument("kernels", nargs=-1, required=True, shell_complete=completion.kernels)
 @click.option("--timeout", type=float, help="Seconds between TERM and KILL.")
-@json_option
+@output_option
 @click.pass_obj
 def stop(client: Client, kernels: Sequence[str], timeout: float | None) -> None:
-    """Stop kernels and keep them listed."""
+    """Stop kernels; they stay listed."""
     ended: list[KernelView] = []
     failed = for_each(kernels, lambda kernel: ended.append(client.stop_kernel(kernel, timeout)))
     if ended:
@@ -320,7 +333,7 @@ def stop(client: Client, kernels: Sequence[str], timeout: float | None) -> None:
 @agentctl.command()
 @click.argument("kernels", nargs=-1, required=True, shell_complete=completion.kernels)
 @click.option("--timeout", type=float, help="Seconds between TERM and KILL.")
-@json_option
+@output_option
 @click.pass_obj
 def rm(client: Client, kernels: Sequence[str], timeout: float | None) -> None:
     """Stop and remove kernels."""
@@ -329,23 +342,25 @@ def rm(client: Client, kernels: Sequence[str], timeout: float | None) -> None:
 
 @agentctl.command()
 @click.argument("device", shell_complete=completion.devices)
-@json_option
+@output_option
 @click.pass_obj
 def drain(client: Client, device: str) -> None:
     """Stop allocating a device to new kernels.
 
     DEVICE is an id such as cuda3 or cuda/cuda3. Running kernels keep it. Undo with
     "agentctl undrain".
+
+    Exit status: 0 done, 1 unknown device, refused or unreachable.
     """
     _print_device(client.drain(*_device(client, device)))
 
 
 @agentctl.command()
 @click.argument("device", shell_complete=completion.devices)
-@json_option
+@output_option
 @click.pass_obj
 def undrain(client: Client, device: str) -> None:
-    """Undo a drain."""
+    """Allocate a drained device again."""
     _print_device(client.undrain(*_device(client, device)))
 
 
@@ -355,16 +370,16 @@ def undrain(client: Client, device: str) -> None:
 def forget(client: Client, device: str) -> None:
     """Forget a missing device.
 
-    Its id is free at the next start of agentd.
+    Its id can be assigned to another device at the next start of agentd.
     """
     client.forget_device(*_device(client, device))
 
 
 @agentctl.group(invoke_without_command=True)
-@json_option
+@output_option
 @click.pass_context
 def runtimes(context: click.Context) -> None:
-    """List the runtimes and whether they answer."""
+    """List the runtimes and their state."""
     if context.invoked_subcommand is None:
         print_answer(context.obj.runtimes(), ["name", "state", "reason"])
 
@@ -375,14 +390,13 @@ def runtimes(context: click.Context) -> None:
 def forget_runtime(client: Client, name: str) -> None:
     """Forget the kernels of a lost runtime.
 
-    What runtime NAME was last known to hold is given back for good. It is refused while the runtime
-    answers.
+    Releases their devices permanently. The node refuses this while runtime NAME is available.
     """
     client.forget_runtime(name)
 
 
 @agentctl.group(invoke_without_command=True)
-@json_option
+@output_option
 @click.pass_context
 def plugins(context: click.Context) -> None:
     """List the plugins and their state."""
@@ -391,13 +405,13 @@ def plugins(context: click.Context) -> None:
 
 
 @plugins.command("retry")
-@json_option
+@output_option
 @click.argument("name")
 @click.pass_obj
 def retry_plugin(client: Client, name: str) -> None:
     """Retry a plugin that is not ready.
 
-    Exit status: 0 it is ready now, 1 it is not.
+    Exit status: 0 the plugin is ready, 1 it is not.
     """
     row = client.retry_plugin(name)
     print_answer(row, PLUGIN_COLUMNS)
@@ -405,7 +419,7 @@ def retry_plugin(client: Client, name: str) -> None:
 
 
 @agentctl.command()
-@json_option
+@output_option
 @click.pass_obj
 def whoami(client: Client) -> None:
     """Show your identity and role."""
@@ -416,20 +430,33 @@ agentctl.add_command(token)
 
 
 def _print_device(device: Mapping[str, Any]) -> None:
-    print_answer(device, ["device", "state", "agents", "reason"], _device_row)
+    print_answer(device, ["device", "state", "agents", "reason"], device_row)
 
 
 def _device(client: Client, device: str) -> tuple[str, str]:
+    """Return the device name and the id of the one device that the operator named.
+
+    Raises:
+        RpcProblem: no device or several have this id.
+    """
     name, found, device_id = device.partition("/")
     if not found:
         name, device_id = "", device
+    rows = client.devices()
     names = [
         (row["device_name"], row["id"])
-        for row in client.devices()
+        for row in rows
         if device_id in (row["id"], row["stable_id"], *row["aliases"])
         and name in ("", row["device_name"])
     ]
-    if len(names) != 1:
-        why = "no such device" if not names else f"more than one: {', '.join(n for n, _ in names)}"
-        raise RpcProblem({"code": "UnknownDevice", "detail": f"{device}: {why}"})
-    return names[0]
+    if len(names) == 1:
+        return names[0]
+    if names:
+        several = ", ".join(f"{name}/{found}" for name, found in names)
+        raise RpcProblem(
+            {"code": "UnknownDevice", "detail": f"ambiguous device {device}"},
+            [f"name one of: {several}"],
+        )
+    known = [row["id"] for row in rows] + [f"{row['device_name']}/{row['id']}" for row in rows]
+    remedies = suggestion(device, known) or ["list the devices: agentctl devices"]
+    raise RpcProblem({"code": "UnknownDevice", "detail": f"unknown device {device}"}, remedies)

@@ -1,66 +1,86 @@
-"""What the commands of `agentctl` share: reading options, and printing answers."""
+"""Parts that the commands of `agentctl` share: errors, options, and rows of kernels."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import json
 import os
 import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import click
 
-from agentd.cli.output import say
+from agentd.cli.output import Failure, choose_format, data_format, encoded, is_data, printed, say
+from agentd.client import Client
 from agentd.client.defaults import DEFAULT_SOCKET
-from agentd.errors import AgentdError, Unreachable
+from agentd.core.names import did_you_mean
+from agentd.errors import AgentdError, UnknownAgent, Unreachable, UnsupportedResource
 from agentd.host.systemd.availability import is_booted
 from agentd.tomlfile.regular_files import UnusableFile, read_regular
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 DEFAULT_CONFIG = "/etc/agentd/agent.toml"
-
-
-IF_NOBODY = (
-    "is the daemon there? systemctl status agentd; it is begun by"
-    " `systemctl start agentd.socket agentd.service`, and ended by stopping both"
+IF_UNREACHABLE = (
+    "see whether the daemon runs: systemctl status agentd.socket agentd.service",
+    "start both: systemctl start agentd.socket agentd.service",
 )
 
 
-class RpcProblem(click.ClickException):
-    """An answer that is an error; shown as its detail, in one line, or as JSON."""
+class RpcProblem(Failure):
+    """An error answer: its code and detail, with remedies; JSON or YAML where that is asked for."""
 
-    def __init__(self, content: Mapping[str, Any]) -> None:
+    def __init__(self, content: Mapping[str, Any], remedies: Iterable[str] = ()) -> None:
         self.content = content
-        super().__init__(f"{content.get('code', 'error')}: {content.get('detail', content)}")
+        fact = f"{content.get('code', 'error')}: {content.get('detail', content)}"
+        super().__init__(fact, remedies)
 
     @classmethod
-    def of(cls, error: AgentdError) -> RpcProblem:
-        """Return what is shown of an error that the client raised."""
-        detail = str(error)
-        if isinstance(error, Unreachable) and is_booted():
-            detail += f"; {IF_NOBODY}"
-        return cls({"code": error.code, "detail": detail, **error.content})
+    def of(cls, error: AgentdError, remedies: Iterable[str] = ()) -> RpcProblem:
+        """Return the problem to print for an error that the client raised."""
+        content = {"code": error.code, "detail": str(error), **error.content}
+        return cls(content, [*remedies, *_remedies(error)])
 
     def show(self, file: Any = None) -> None:
-        del file
-        if _is_json([*itertools.takewhile(lambda word: word != "--", sys.argv)]):
-            click.echo(json.dumps(self.content), err=True)
+        words = [*itertools.takewhile(lambda word: word != "--", sys.argv)]
+        if form := data_format(words):
+            click.echo(encoded(self.content, form, indent=None), err=True)
         else:
-            say(f"agentctl: {' '.join(self.format_message().split())}", err=True)
+            super().show(file)
 
 
-def _is_json(words: Sequence[str]) -> bool:
-    """Tell whether a command line asks for JSON; its options may not have been read yet."""
-    pairs = {*itertools.pairwise(words)}
-    asked = {("-o", "json"), ("--output", "json")} & pairs
-    return bool(asked) or not {"--json", "-ojson", "--output=json"}.isdisjoint(words)
+def _remedies(error: AgentdError) -> Iterator[str]:
+    """Yield one line for each thing that may help."""
+    if isinstance(error, Unreachable) and is_booted():
+        yield from IF_UNREACHABLE
+    if isinstance(error, UnsupportedResource):
+        for slot in getattr(error, "slots", ()):
+            yield from suggestion(str(slot), map(str, getattr(error, "known", ())))
+
+
+def suggestion(word: str, known: Iterable[str]) -> list[str]:
+    """Return a line that names the nearest known word; none if none is near."""
+    hint = did_you_mean(word, known).strip()
+    return [hint] if hint else []
+
+
+@contextlib.contextmanager
+def suggesting_agents(client: Client, agent: str | None) -> Iterator[None]:
+    """Add the nearest name to the error for an unknown agent."""
+    try:
+        yield
+    except UnknownAgent as error:
+        known: list[str] = []
+        with contextlib.suppress(AgentdError):
+            known = [row["agent_id"] for row in client.agents()]
+        raise RpcProblem.of(error, suggestion(agent or "", known)) from None
 
 
 class RpcGroup(click.Group):
-    """Commands whose errors are a daemon's."""
+    """A group of commands whose errors are a daemon's."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -68,39 +88,37 @@ class RpcGroup(click.Group):
         except AgentdError as error:
             raise RpcProblem.of(error) from None
 
-
-_OUTPUT = "agentd.output"
-OUT_OF_TIME = 3
-"""Exit status of a `wait` that ran out of time."""
-
-
-def is_json() -> bool:
-    """Return whether the command that runs is to print JSON."""
-    return click.get_current_context().meta.get(_OUTPUT) == "json"
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if self.get_command(ctx, args[0]) is None and args[0].isprintable():
+            for hint in suggestion(args[0], self.list_commands(ctx)):
+                raise click.UsageError(f"unknown command {args[0]}; {hint}", ctx)
+        return super().resolve_command(ctx, args)
 
 
-def json_option(command: _F) -> _F:
-    """Add `-o json|wide|name`, and `--json`; `print_answer` follows them."""
-    return _with_output(command, ["json", "wide", "name"], "JSON, more columns, or names alone.")
+def alias_of(command: click.Command, name: str) -> click.Command:
+    """Return a command under a further name."""
+    alias = copy(command)
+    alias.name, alias.short_help = name, f"Alias of {command.name}."
+    return alias
 
 
-def json_only_option(command: _F) -> _F:
-    """Add `-o json`, and `--json`, to what is no list."""
-    return _with_output(command, ["json"], "Print JSON.")
+def quiet_option(command: _F) -> _F:
+    """Add `-q`, which prints bare names."""
 
+    def note(context: click.Context, _: click.Parameter, value: bool) -> None:
+        if value:
+            choose_format(context, "name")
 
-def _with_output(command: _F, choices: Sequence[str], text: str) -> _F:
-    def note(context: click.Context, _: click.Parameter, value: str | bool | None) -> None:
-        if value and context.meta.get(_OUTPUT) != "json":
-            context.meta[_OUTPUT] = "json" if value is True else value
-
-    flag = click.option(
-        "--json", is_flag=True, callback=note, expose_value=False, help="The same as -o json."
-    )
-    choice = click.option(
-        "-o", "--output", type=click.Choice(choices), callback=note, expose_value=False, help=text
-    )
-    return flag(choice(command))
+    return click.option(
+        "-q",
+        "--quiet",
+        is_flag=True,
+        callback=note,
+        expose_value=False,
+        help="The same as -o name.",
+    )(command)
 
 
 def pairs(values: Sequence[str], separator: str = "=") -> dict[str, str]:
@@ -111,13 +129,13 @@ def pairs(values: Sequence[str], separator: str = "=") -> dict[str, str]:
         if not found:
             raise click.UsageError(f"invalid value {value!r}: expected NAME{separator}VALUE")
         if name in pairs:
-            raise click.UsageError(f"{name} is given twice")
+            raise click.UsageError(f"duplicate name {name}")
         pairs[name] = rest
     return pairs
 
 
 def listed(given: Sequence[str]) -> dict[str, list[str]]:
-    """Read NAME=ID options, of which a name may have several."""
+    """Read NAME=ID options; a name may occur several times."""
     found: dict[str, list[str]] = {}
     for item in given:
         for name, device_id in pairs([item]).items():
@@ -178,47 +196,11 @@ def ulimits(values: Sequence[str]) -> dict[str, Any]:
     return limits
 
 
-def print_answer(
-    content: Any,
-    columns: Sequence[str],
-    row: Callable[[Any], Mapping[str, Any]] | None = None,
-    *,
-    wide: Sequence[str] = (),
-) -> None:
-    """Print an answer as JSON, as the names in its first column, or as a table.
-
-    `row` makes the cells for people of an entry. `wide` are the columns that are shown only where
-    they are asked for.
-    """
-    output = click.get_current_context().meta.get(_OUTPUT)
-    if output == "json":
-        click.echo(json.dumps(content, indent=1))
-        return
-    entries = content if isinstance(content, list) else [content]
-    rows = [row(entry) for entry in entries] if row is not None else entries
-    if output == "name":
-        for cells in rows:
-            say(cells[columns[0]])
-        return
-    from agentd.cli.tables import print_rows
-
-    print_rows(rows, [*columns, *(wide if output == "wide" else ())])
-
-
 WIDE_KERNEL_COLUMNS = [
     *("image", "command", "labels", "created_by"),
     *("created_at", "started_at", "finished_at"),
 ]
-KERNEL_COLUMNS = [
-    "kernel",
-    "agent",
-    "state",
-    "slots",
-    "devices",
-    "exit_code",
-    "age",
-    "reason",
-]
+KERNEL_COLUMNS = ["kernel", "agent", "state", "slots", "devices", "exit_code", "age", "reason"]
 
 
 def kernel_row(kernel: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,11 +223,31 @@ def kernel_row(kernel: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def device_row(device: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a device of a node or of a fleet with its columns for people."""
+    from agentd.cli.tables import amount
+
+    slot = device["slot"]
+    sizes = {
+        key: amount(slot, device[key]) for key in ("capacity", "allocated", "free") if key in device
+    }
+    return {
+        **device,
+        **sizes,
+        "device": f"{device['device_name']}/{device['id']}",
+        "node": device.get("node_id"),
+        "holders": [
+            f"{holder['kernel_id']}={amount(slot, holder['amount'])}"
+            for holder in device["holders"]
+        ],
+    }
+
+
 def for_each(kernels: Sequence[str], act: Callable[[str], object]) -> bool:
-    """Do something to each kernel; say why where it fails, and return whether it failed anywhere.
+    """Act on each kernel, print each failure, and return whether there was one.
 
     Raises:
-        Unreachable: the daemon does not answer; the rest is not tried.
+        Unreachable: the daemon does not answer; the remaining kernels are skipped.
     """
     failed = False
     for kernel in dict.fromkeys(kernels):
@@ -260,29 +262,28 @@ def for_each(kernels: Sequence[str], act: Callable[[str], object]) -> bool:
 
 
 def remove_each(kernels: Sequence[str], remove: Callable[[str], object]) -> NoReturn:
-    """Remove kernels, print each that was, and exit: 1 if one was not."""
+    """Remove kernels, print the removed ones, and exit with 1 if one was not removed."""
     removed: list[str] = []
 
     def act(kernel: str) -> None:
         remove(kernel)
         removed.append(kernel)
-        if not is_json():
+        if not is_data():
             say(kernel)
 
     failed = for_each(kernels, act)
-    if is_json():
-        click.echo(json.dumps({"removed": removed}))
+    if is_data():
+        printed({"removed": removed}, ())
     sys.exit(failed)
 
 
 def event_line(kind: str, content: Mapping[str, Any]) -> str:
-    """Return an event in one line: what it is about and whose, its state, who did it, and why."""
-    subject = content.get("kernel_id") or content.get("name") or content.get("id", "")
+    """Return an event in one line: subject, agent, state, exit code, caller, outcome, reason."""
     agent, pull, code = (content.get(name) for name in ("agent_id", "pull", "exit_code"))
     caller = content.get("caller")
     words = (
         kind,
-        subject,
+        event_subject(content),
         f"of {agent}" if agent else "",
         content.get("action") or content.get("state"),
         f"exit code {code}" if code is not None else "",
@@ -294,12 +295,17 @@ def event_line(kind: str, content: Mapping[str, Any]) -> str:
     return " ".join(word for word in words if word)
 
 
+def event_subject(content: Mapping[str, Any]) -> str:
+    """Return the name of the kernel, device, plugin or runtime that an event is about."""
+    return str(content.get("kernel_id") or content.get("name") or content.get("id", ""))
+
+
 def token_of(file: str | None) -> str | None:
-    """Return the token that a file holds; None without a file."""
+    """Return the token in a file; None without a file."""
     try:
         return read_regular(Path(file)).text.strip() if file else None
     except UnusableFile as error:
-        raise click.ClickException(f"{file} {error}") from None
+        raise Failure(f"{file} {error}") from None
 
 
 def socket_of(config: str | None) -> str:

@@ -1,4 +1,4 @@
-"""The commands `agentctl stats` and `agentctl top`: what kernels use."""
+"""The commands `agentctl stats` and `agentctl top`: the usage of kernels."""
 
 from __future__ import annotations
 
@@ -11,67 +11,106 @@ import click
 
 from agentd.cli.agentctl import completion
 from agentd.cli.agentctl.follow import ENDED
-from agentd.cli.agentctl.options import json_option, print_answer
+from agentd.cli.output import is_table, output_option, print_answer
 from agentd.client import Client
 from agentd.views import DeviceUseView, KernelUseView
 
-COLUMNS = ["kernel", "agent", "cpu_seconds", "memory", "peak", "limit", "read", "written"]
+COLUMNS = [
+    *("kernel", "agent", "cpu", "cpu_seconds", "memory", "peak", "limit", "read", "written"),
+]
 WIDE = ["processes", "received", "sent", "throttled", "devices"]
 TOP = ["kernel", "agent", "cpu", "memory", "limit", "processes", "read_s", "written_s", "devices"]
 
 
+SAMPLE_S = 1.1
+"""Seconds between two reads that differ: a daemon reads counters once a second."""
+
+
 @click.command()
 @click.argument("kernels", nargs=-1, shell_complete=completion.kernels)
-@json_option
+@output_option
 @click.pass_obj
 def stats(client: Client, kernels: Sequence[str]) -> None:
     """Show the usage of kernels.
 
-    `-` stands for a figure that is not known.
+    CPU is measured over one second; 100% is one core. "-" stands for an unknown value.
 
     \b
     agentctl stats
     agentctl stats train-1 -o json
     """
-    rows = [client.stats(kernel) for kernel in kernels] if kernels else client.stats()
-    print_usage(rows)
+
+    def look() -> list[KernelUseView]:
+        return [client.stats(kernel) for kernel in kernels] if kernels else client.stats()
+
+    print_usage(look)
 
 
-def print_usage(rows: Sequence[KernelUseView]) -> None:
-    """Print the usage of kernels."""
+def print_usage(look: Callable[[], list[KernelUseView]]) -> None:
+    """Print the usage of kernels; for a table of live ones, look twice."""
+    rows, before = look(), dict[str, KernelUseView]()
+    if is_table() and any(map(_is_live, rows)):
+        before = _by_kernel(rows)
+        time.sleep(SAMPLE_S)
+        rows = look()
     columns = COLUMNS + (["devices"] if any(row["devices"] for row in rows) else [])
-    print_answer([*rows], columns, _usage_row, wide=[c for c in WIDE if c not in columns])
+    wide = [column for column in WIDE if column not in columns]
+    print_answer(rows, columns, lambda row: _row(before.get(row["kernel_id"]), row), wide=wide)
 
 
-def _usage_row(row: KernelUseView) -> dict[str, Any]:
+def _is_live(row: KernelUseView) -> bool:
+    return row.get("state") not in ENDED
+
+
+def _by_kernel(rows: Sequence[KernelUseView]) -> dict[str, KernelUseView]:
+    return {row["kernel_id"]: row for row in rows if _is_live(row)}
+
+
+def _row(before: KernelUseView | None, now: KernelUseView) -> dict[str, Any]:
+    """Return the cells of a kernel's usage; rates are those since an earlier look."""
     from agentd.cli.tables import byte_size
 
+    load = _rate(before, now, "cpu_seconds") if _is_live(now) else None
     return {
-        "kernel": row["kernel_id"],
-        "agent": row["agent_id"],
-        "cpu_seconds": _decimals(row["cpu_seconds"]),
-        "throttled": _decimals(row["cpu_throttled_seconds"]),
-        "memory": byte_size(row["memory_bytes"]),
-        "peak": byte_size(row["memory_peak_bytes"]),
-        "limit": byte_size(row["memory_limit_bytes"]),
-        "read": byte_size(row["io_read_bytes"]),
-        "written": byte_size(row["io_write_bytes"]),
-        "received": byte_size(row["network_rx_bytes"]),
-        "sent": byte_size(row["network_tx_bytes"]),
-        "processes": row["processes"],
-        "devices": [_device(device) for device in row["devices"]],
+        "kernel": now["kernel_id"],
+        "agent": now["agent_id"],
+        "load": load,
+        "cpu": None if load is None else f"{100 * load:.0f}%",
+        "cpu_seconds": _decimals(now["cpu_seconds"]),
+        "throttled": _decimals(now["cpu_throttled_seconds"]),
+        "memory": byte_size(now["memory_bytes"]),
+        "peak": byte_size(now["memory_peak_bytes"]),
+        "limit": byte_size(now["memory_limit_bytes"]),
+        "read": byte_size(now["io_read_bytes"]),
+        "written": byte_size(now["io_write_bytes"]),
+        "read_s": byte_size(_rate(before, now, "io_read_bytes")),
+        "written_s": byte_size(_rate(before, now, "io_write_bytes")),
+        "received": byte_size(now["network_rx_bytes"]),
+        "sent": byte_size(now["network_tx_bytes"]),
+        "processes": now["processes"],
+        "devices": [_device(device) for device in now["devices"]],
     }
 
 
 def watching(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of looking again and again."""
+    """Add the options of a live table."""
     for option in (
-        click.option("--agent", help="Of this agent only.", shell_complete=completion.agents),
-        click.option("--interval", type=click.FloatRange(min=1.1), default=2.0, show_default=True,
-                     help="Seconds between two looks."),
-        click.option("--count", type=click.IntRange(min=1),
-                     help="Looks to take; default: until ^C."),
-    ):  # fmt: skip
+        click.option(
+            "--agent", help="Only kernels of this agent.", shell_complete=completion.agents
+        ),
+        click.option(
+            "--interval",
+            type=click.FloatRange(min=SAMPLE_S),
+            default=2.0,
+            show_default=True,
+            help="Seconds between two updates.",
+        ),
+        click.option(
+            "--count",
+            type=click.IntRange(min=1),
+            help="Updates to show. Default: until Ctrl-C.",
+        ),
+    ):
         command = option(command)
     return command
 
@@ -90,7 +129,7 @@ def watch(
     interval: float,
     count: int | None,
 ) -> None:
-    """Show what was used between each look and the one before it."""
+    """Show the usage between every two looks, until the count or Ctrl-C."""
     from rich.live import Live
 
     from agentd.cli.tables import console, table_of
@@ -99,11 +138,14 @@ def watch(
     left = count
     screen = console()
     with Live(console=screen, auto_refresh=False) as live:
-        while left is None or left >= 0:  # what is used in a while takes two looks
-            now = {row["kernel_id"]: row for row in look() if row.get("state") not in ENDED}
+        while left is None or left >= 0:  # a rate takes two looks
+            now = _by_kernel(look())
             if before is not None:
-                rows = [_rates(before.get(name), row) for name, row in now.items()
-                        if agent in (None, row["agent_id"])]  # fmt: skip
+                rows = [
+                    _row(before.get(name), row)
+                    for name, row in now.items()
+                    if agent in (None, row["agent_id"])
+                ]
                 rows.sort(key=lambda row: -(row["load"] or 0))
                 live.update(table_of(rows, TOP, screen.width), refresh=True)
             before = now
@@ -117,26 +159,6 @@ def _pause(seconds: float) -> None:
         time.sleep(seconds)
     except KeyboardInterrupt:
         sys.exit(0)
-
-
-def _rates(before: KernelUseView | None, now: KernelUseView) -> dict[str, Any]:
-    """Return a row of what a kernel used between two looks."""
-    from agentd.cli.tables import byte_size
-
-    load = _rate(before, now, "cpu_seconds")
-    read, written = (_rate(before, now, f"io_{name}_bytes") for name in ("read", "write"))
-    return {
-        "kernel": now["kernel_id"],
-        "agent": now["agent_id"],
-        "load": load,
-        "cpu": None if load is None else f"{100 * load:.0f}%",
-        "memory": byte_size(now["memory_bytes"]),
-        "limit": byte_size(now["memory_limit_bytes"]),
-        "processes": now["processes"],
-        "read_s": byte_size(read),
-        "written_s": byte_size(written),
-        "devices": [_device(device) for device in now["devices"]],
-    }
 
 
 def _rate(before: KernelUseView | None, now: KernelUseView, member: str) -> float | None:

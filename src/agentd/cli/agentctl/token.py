@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import tomlkit
 
-from agentd.cli.output import say
+from agentd.cli.output import Failure, say
 from agentd.client import Client
 from agentd.core.names import is_name, shortened
 from agentd.errors import AgentdError, ConfigRefused, Unreachable
@@ -53,9 +53,9 @@ def create_token(
         with os.fdopen(os.open(path, flags, 0o600), "w", encoding="ascii") as new:
             new.write(f"{secrets.token_urlsafe(_BYTES)}\n")
     except FileExistsError:
-        raise click.ClickException(f"{path} exists; remove it first, or name another") from None
+        raise Failure(f"{path} exists; remove it first, or name another") from None
     except OSError as error:
-        raise click.ClickException(f"{path}: {error.strerror}") from None
+        raise Failure(f"{path}: {error.strerror}") from None
     lines: dict[str, object] = {"name": name, "file": str(path), "role": chosen}
     lines |= {"agents": list(agents)} if agents else {}
     lines |= {"gateway": True} if gateway else {}
@@ -81,7 +81,7 @@ def revoke_token(name: str, config_file: str | None) -> None:
 
     path = find_config(config_file, os.environ)
     if path is None:
-        raise click.ClickException("no configuration file found; name it with --config")
+        raise Failure("no configuration file found; name it with --config")
     try:
         text, file = without_token(read_regular(path).text, name, path)
         settings = load_text(text, path, os.environ).settings
@@ -92,20 +92,20 @@ def revoke_token(name: str, config_file: str | None) -> None:
         except Unreachable as error:
             if (process := holder(settings.node.state_dir)) is not None:
                 why = f"process {process} holds {settings.node.state_dir}, and {error}"
-                raise click.ClickException(f"{name} is still valid: {why}") from None
+                raise Failure(f"{name} is still valid: {why}") from None
             say(f"not reloaded: no daemon runs: {error}")
         except AgentdError as error:
             why = f"{name} is still valid: not reloaded: {error}"
-            raise click.ClickException(why) from None
+            raise Failure(why) from None
         else:
             if late := [key for key in waiting if key.startswith("rpc.")]:
                 why = f"{name} is valid until agentd restarts: {', '.join(late)} differ"
-                raise click.ClickException(why)
+                raise Failure(why)
             say("reloaded agentd")
         file.unlink(missing_ok=True)
         say(f"deleted {file}")
     except ConfigRefused as error:
-        raise click.ClickException("; ".join(error.lines())) from None
+        raise Failure("; ".join(error.lines())) from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise click.ClickException(f"{path}: {reason}") from None
+        raise Failure(f"{path}: {reason}") from None

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from agentd.cli.output import say
+from agentd.cli.output import Failure, say
 from agentd.client import Client
 from agentd.errors import Unreachable
 
@@ -73,7 +73,7 @@ async def _serve(client: AsyncClient, port: int, *, is_printed: bool) -> None:
             try:
                 await site.start()
             except OSError as error:
-                raise click.ClickException(f"127.0.0.1:{port}: {error.strerror}") from None
+                raise Failure(f"127.0.0.1:{port}: {error.strerror}") from None
             relay.host = f"127.0.0.1:{runner.addresses[0][1]}"
             address = f"http://{relay.host}/ui/#token={relay.token}"
             with contextlib.ExitStack() as stack:
@@ -83,7 +83,7 @@ async def _serve(client: AsyncClient, port: int, *, is_printed: bool) -> None:
                     # Some browsers run in the terminal, until they are left.
                     if not await asyncio.to_thread(webbrowser.open, page.as_uri()):
                         why = "no browser could be opened; --print shows the address"
-                        raise click.ClickException(why)
+                        raise Failure(why)
                 await done.wait()
         finally:
             await runner.cleanup()

@@ -1,8 +1,4 @@
-"""The commands `agentd …`: run the daemon, and look at a configuration without running it.
-
-Exit status: 0 done, 1 it cannot run here, 2 wrong usage, 78 the configuration cannot be
-used (EX_CONFIG of sysexits.h).
-"""
+"""The commands of `agentd`: run the daemon, and examine a configuration without running it."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +16,14 @@ import click
 from msgspec.structs import asdict
 
 from agentd import __version__, failpoints
-from agentd.cli.output import say
+from agentd.cli.output import (
+    Failure,
+    is_table,
+    output_option,
+    print_answer,
+    printed,
+    say,
+)
 from agentd.errors import AgentdError, ConfigRefused, DaemonFailed, Problem, StartRefused
 from agentd.service.exit_status import end_refused, print_problems
 from agentd.tomlfile.regular_files import UnusableFile, read_regular
@@ -33,13 +36,15 @@ config_option = click.option(
     metavar="FILE",
     help="Default: $AGENTD_CONFIG, else /etc/agentd/agent.toml, else the defaults.",
 )
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 @click.group()
 @click.version_option(__version__, prog_name="agentd")
 def agentd() -> None:
-    """Divide a node's devices among its agents."""
+    """Divide a node's devices among its agents.
+
+    Exit status: 0 done, 1 cannot run on this host, 2 wrong usage, 78 unusable configuration.
+    """
 
 
 _refused = partial(end_refused, "agentd")
@@ -79,7 +84,7 @@ def _run(work: Coroutine[Any, Any, _T], source: str) -> _T:
 def run(config_file: str | None, log_level: str | None) -> None:
     """Run the daemon in the foreground."""
     sys.modules.setdefault("rich", None)  # type: ignore[arg-type] # see docs/adr/0019
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it asks for a reload, and never ends a daemon
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # asks for a reload, and never ends a daemon
     loaded = _settings(config_file)
     try:
         failpoints.arm(os.environ.get(failpoints.VARIABLE, ""))
@@ -99,10 +104,10 @@ def run(config_file: str | None, log_level: str | None) -> None:
 def reload(config_file: str | None) -> None:
     """Reload the configuration of the daemon.
 
-    It takes tokens, certificates, the limits of runtimes and the log level, and names what needs a
-    restart. A configuration that is refused changes nothing.
+    Applies tokens, certificates, the limits of runtimes and the log level, and names the changed
+    keys that need a restart. A refused configuration changes nothing.
 
-    Exit status: 0 reloaded, 1 no daemon answers, 78 refused.
+    Exit status: 0 reloaded, 1 no answer from the daemon, 78 configuration refused.
     """
     loaded = _settings(config_file)
     from agentd.client import Client
@@ -113,20 +118,20 @@ def reload(config_file: str | None) -> None:
         _refused(error)
     say("reloaded")
     for key in waiting:
-        say(f"{key} differs, and needs a restart")
+        say(f"{key} changed: restart agentd to apply it")
 
 
 @agentd.command("check-config")
 @config_option
-@json_option
-def check_config(config_file: str | None, as_json: bool) -> None:
+@output_option
+def check_config(config_file: str | None) -> None:
     """Check the configuration without running.
 
-    Reads everything that "agentd run" reads and prints every problem in one pass. Plugins are
-    started to validate their tables; nothing is written, and a running daemon is not disturbed.
+    Reads everything that "agentd run" reads and prints every problem in one pass. Starts the
+    plugins to validate their tables. Writes nothing and does not disturb a running daemon.
 
-    Exit status: 0 fine; otherwise the one of "agentd run": 78 the configuration cannot be used,
-    1 it cannot run here, or a plugin did not validate its table.
+    Exit status: 0 usable; otherwise that of "agentd run": 78 the configuration is unusable, 1 the
+    daemon cannot run on this host or a plugin did not validate its table.
     """
     import asyncio
 
@@ -141,8 +146,7 @@ def check_config(config_file: str | None, as_json: bool) -> None:
     if found.problems:
         print_problems("agentd", ConfigRefused(found.problems, found.source).lines())
         sys.exit(found.status)
-    if as_json:
-        click.echo(json.dumps({"ok": True, "warnings": found.warnings}))
+    if printed({"ok": True, "warnings": found.warnings}, ["ok"]):
         return
     for warning in found.warnings:
         say(f"warning: {warning}", err=True)
@@ -150,7 +154,7 @@ def check_config(config_file: str | None, as_json: bool) -> None:
 
 
 def _split(config_file: str | None) -> Any:
-    """Return the partition as the daemon would make it; nothing is changed."""
+    """Return the partition that the daemon would make; change nothing."""
     loaded = _settings(config_file)
     _log_from("error")
     from agentd.daemon import assembly, runtime_factory
@@ -180,7 +184,7 @@ def _split(config_file: str | None) -> Any:
 
 @contextlib.contextmanager
 def _noting(problems: list[Problem]) -> Iterator[None]:
-    """Add what a configuration is refused for to the problems, and go on."""
+    """Collect the problems of a refused configuration, and continue."""
     try:
         yield
     except ConfigRefused as error:
@@ -189,10 +193,13 @@ def _noting(problems: list[Problem]) -> Iterator[None]:
 
 @agentd.command()
 @config_option
-@json_option
-@click.option("--live", is_flag=True, help="Also: what it would leave held, given the kernels now.")
-def plan(config_file: str | None, as_json: bool, live: bool) -> None:
-    """Print the partition; start nothing."""
+@output_option
+@click.option("--live", is_flag=True, help="Add the devices that current kernels would leave held.")
+def plan(config_file: str | None, live: bool) -> None:
+    """Print the partition; start nothing.
+
+    A plan is what "agentd run" would divide with this configuration.
+    """
     from agentd.rpc.plan import plan_view
 
     split = _split(config_file)
@@ -205,8 +212,7 @@ def plan(config_file: str | None, as_json: bool, live: bool) -> None:
         except AgentdError as error:
             why = f"what kernels hold is not known: {error}"
             content["warnings"] = [*split.warnings, why]
-    if as_json:
-        click.echo(json.dumps(content, indent=1))
+    if printed(content, split.partitions):
         return
     from agentd.cli.tables import print_plan
 
@@ -215,8 +221,8 @@ def plan(config_file: str | None, as_json: bool, live: bool) -> None:
 
 @agentd.command()
 @config_option
-@json_option
-def plugins(config_file: str | None, as_json: bool) -> None:
+@output_option
+def plugins(config_file: str | None) -> None:
     """List the plugins, opened as by the daemon."""
     loaded = _settings(config_file)
     _log_from("error")
@@ -230,12 +236,7 @@ def plugins(config_file: str | None, as_json: bool) -> None:
         return rows
 
     rows = _run(look(), loaded.source)
-    if as_json:
-        click.echo(json.dumps(rows))
-        return
-    from agentd.cli.tables import print_rows
-
-    print_rows(rows, ["name", "plugin", "state", "slots", "reason"])
+    print_answer(rows, ["name", "plugin", "state", "slots", "reason"])
 
 
 @agentd.group()
@@ -245,14 +246,13 @@ def plugin() -> None:
 
 @plugin.command()
 @config_option
-@json_option
+@output_option
 @click.argument("name")
-@click.option("--hardware", is_flag=True, help="Also: try its devices, and print a report.")
-@click.option("--image", help="With --hardware: try containers of this image too.")
-@click.option("--probe", default="", help="With --hardware: a shell command that sees a device.")
+@click.option("--hardware", is_flag=True, help="Test its devices too, and print a report.")
+@click.option("--image", help="With --hardware: test containers of this image too.")
+@click.option("--probe", default="", help="With --hardware: shell command that detects a device.")
 def check(
     config_file: str | None,
-    as_json: bool,
     name: str,
     hardware: bool,
     image: str | None,
@@ -260,15 +260,16 @@ def check(
 ) -> None:
     """Run the conformance suite on a plugin.
 
-    NAME is a table of the file, or an entry point.
+    NAME is a table of the configuration, or an entry point.
 
-    With --hardware a daemon of its own then gives each device to a real kernel. The probe is to
-    end with 0 in a kernel that has a device, and with another status in one that has none; if it
-    prints anything, it is to name the devices that it sees.
+    With --hardware, a separate daemon then gives each device to a real kernel. The probe must end
+    with 0 in a kernel with a device, and with another status in a kernel without. If the probe
+    prints anything, it must print the devices that it detects.
+
+    Exit status: 0 all checks passed, 1 a check failed.
     """
     loaded = _settings(config_file)
     _log_from("error")
-    from agentd.cli.tables import print_rows
     from agentd.daemon import assembly
     from agentd.pluginhost.conformance import Conformance
 
@@ -276,7 +277,7 @@ def check(
     try:
         wanted = host.wanted(name)
     except LookupError as error:
-        raise click.ClickException(str(error)) from None
+        raise Failure(str(error)) from None
     conformance = Conformance(wanted, assembly.pace_of(loaded.settings))
     findings = _run(conformance.run(), loaded.source)
     if hardware:
@@ -284,17 +285,17 @@ def check(
 
         report = tried(wanted, loaded, conformance.files, Ways(image, probe), findings)
         findings = report.findings
-    if hardware and not as_json:
+    if hardware and is_table():
         say(report.text())
         sys.exit(0 if all(finding.passed for finding in findings) else 1)
     rows = [asdict(finding) for finding in findings]
-    if as_json:
-        click.echo(json.dumps(rows, indent=1))
-    else:
-        words = {True: "yes", False: "NO"}
-        shown = [{**row, "passed": words[row["passed"]] if row["tried"] else "-"} for row in rows]
-        print_rows(shown, ["check", "passed", "detail"])
+    print_answer(rows, ["check", "passed", "detail"], _finding_row)
     sys.exit(0 if all(row["passed"] for row in rows) else 1)
+
+
+def _finding_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    words = {True: "yes", False: "NO"}
+    return {**row, "passed": words[row["passed"]] if row["tried"] else "-"}
 
 
 @agentd.group()
@@ -304,17 +305,16 @@ def config() -> None:
 
 @config.command()
 @config_option
-@json_option
-def show(config_file: str | None, as_json: bool) -> None:
+@output_option
+def show(config_file: str | None) -> None:
     """Print the settings and their origins."""
     loaded = _settings(config_file)
     rows = [
         {"key": ".".join(keys), "value": value, "origin": loaded.origin(keys)}
         for keys, value in loaded.effective()
     ]
-    if as_json:
-        content = {row["key"]: {"value": row["value"], "origin": row["origin"]} for row in rows}
-        click.echo(json.dumps(content, indent=1, default=str))
+    content = {row["key"]: {"value": row["value"], "origin": row["origin"]} for row in rows}
+    if printed(content, content):
         return
     from agentd.cli.tables import print_rows
 
@@ -324,42 +324,57 @@ def show(config_file: str | None, as_json: bool) -> None:
 
 @config.command()
 @click.argument("file", type=click.Path(), required=False)
-@click.option("--force", is_flag=True, help="Replace a file that is there.")
+@click.option("--force", is_flag=True, help="Replace an existing file.")
 def init(file: str | None, force: bool) -> None:
-    """Write the commented default.
+    """Write the default, with comments.
 
-    It goes to FILE or to standard output.
-
-    On a node with systemd and without a Docker Engine it proposes the runtime systemd.
+    Writes to FILE, or to standard output. The first line names the JSON Schema for editors. On a
+    node with systemd and without a Docker Engine, the file proposes the runtime systemd.
     """
     from agentd.config.default_file import default_text
     from agentd.config.document import write_file
     from agentd.config.runtimes import DockerSettings
+    from agentd.config.schema import PACKAGED
     from agentd.host.systemd.availability import why_no_systemd
 
     proposes = not DockerSettings().socket.exists() and not why_no_systemd()
-    text = default_text("systemd" if proposes else None)
+    text = f"#:schema {PACKAGED}\n{default_text('systemd' if proposes else None)}"
     if file is None:
         say(text, nl=False)
         return
     path = Path(file)
     if path.exists() and not force:
-        raise click.ClickException(f"{file} exists; --force replaces it")
+        raise Failure(f"{file} exists", ["replace it with --force"])
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, text)
     except OSError as error:
-        raise click.ClickException(f"{file}: {error.strerror}") from None
+        raise Failure(f"{file}: {error.strerror}") from None
+
+
+@config.command()
+@click.option("--path", "is_path", is_flag=True, help="Print the path of the packaged schema.")
+def schema(is_path: bool) -> None:
+    """Print the JSON Schema of agent.toml.
+
+    It has the tables of the installed plugins. Tables of other plugins take any key. The packaged
+    schema, whose path "--path" prints, leaves the tables of all plugins open.
+    """
+    from agentd.config.schema import PACKAGED, schema_text
+    from agentd.pluginhost.entry_points import installed, settings_schemas
+
+    say(str(PACKAGED) if is_path else schema_text(settings_schemas(installed())).rstrip())
 
 
 @config.command()
 @click.argument("old", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--output", type=click.Path(path_type=Path), help="Write it there; default: print.")
-@click.option("--force", is_flag=True, help="Replace a file that is there.")
+@click.option("--output", type=click.Path(path_type=Path), help="File to write. Default: print.")
+@click.option("--force", is_flag=True, help="Replace an existing file.")
 def migrate(old: Path, output: Path | None, force: bool) -> None:
     """Migrate an older configuration.
 
-    OLD is a slot-based configuration of an older agent.
+    OLD is the slot-based configuration of an older agent. A comment explains each setting that has
+    no equivalent.
     """
     from agentd.config.document import write_file
     from agentd.config.loading import load_text
@@ -371,12 +386,12 @@ def migrate(old: Path, output: Path | None, force: bool) -> None:
         if output is None:
             say(text, nl=False)
         elif output.exists() and not force:
-            raise click.ClickException(f"{output} exists; --force replaces it")
+            raise Failure(f"{output} exists", ["replace it with --force"])
         else:
             write_file(output, text)
     except (OSError, UnusableFile) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise click.ClickException(f"{old} to {output or 'standard output'}: {why}") from None
+        raise Failure(f"{old} to {output or 'standard output'}: {why}") from None
     except ConfigRefused as error:
         _refused(error)
 
@@ -388,23 +403,20 @@ def migrate(old: Path, output: Path | None, force: bool) -> None:
 def set_(config_file: str | None, key: str, value: str) -> None:
     """Change one setting in the file.
 
-    Comments and order stay.
-
-    KEY is a dotted path such as resource.allocation-mode, VALUE a TOML value or plain text.
+    Keeps comments and order. KEY is a dotted path such as resource.allocation-mode, VALUE is a TOML
+    value or plain text.
     """
     from agentd.config.document import with_setting, write_file
     from agentd.config.loading import find_config
 
     path = find_config(config_file, os.environ)
     if path is None:
-        raise click.ClickException(
-            "there is no file to change; write one with `agentd config init`"
-        )
+        raise Failure("no configuration file found", ["write one: agentd config init"])
     try:
         text = read_regular(path).text if path.exists() else ""
         write_file(path, with_setting(text, key, value, path))
     except (OSError, UnusableFile) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise click.ClickException(f"{path}: {why}") from None
+        raise Failure(f"{path}: {why}") from None
     except ConfigRefused as error:
         _refused(error)

@@ -1,1 +1,1 @@
-"""Cgroups of the host: their hierarchies, and what they count."""
+"""Cgroups of the host: hierarchies, limits and counters."""

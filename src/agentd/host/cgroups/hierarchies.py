@@ -1,13 +1,12 @@
-"""Limits for process kernels, and who is in them, by cgroup v1 or v2, where one can be written.
+"""Cgroups for process kernels, v1 or v2, where agentd can create them.
 
-Kernel groups live in a folder of agentd's own at the top of each hierarchy, as those of the
-Docker Engine's cgroupfs driver do, and not below the service's own group: kernels outlive the
-service, and a v2 group that hands controllers down can hold no process
+They live in a folder of agentd's own at the top of each hierarchy, like those of the Docker
+Engine's cgroupfs driver, and not below the service's own group: kernels outlive the service, and a
+v2 group that delegates controllers cannot hold processes
 (Documentation/admin-guide/cgroup-v2.rst, "No Internal Process Constraint").
 
-A group is known by its full path: a user to whom a subtree was delegated can make groups of
-any name there, and none here. What is written on it stands in `trusted.*` attributes, which
-only root can set (xattr(7)).
+A group is identified by its full path: a user with a delegated subtree can create groups of any
+name there, but none here. Attributes are stored as `trusted.*`, which only root can set (xattr(7)).
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ _ATTRIBUTE = "trusted.agentd."
 _REMOVE_TRIES, _REMOVE_PAUSE_S = 40, 0.025
 
 MEMORY, PIDS = "memory", "pids"
-"""The controllers that are used: bytes of memory, and number of processes."""
+"""The controllers with limits: bytes of memory and number of processes."""
 
 COUNTED = frozenset({"cpuacct", "blkio", "io"})
-"""Controllers that only count: processor time of v1 (v2 counts it by itself), and blocks."""
+"""Controllers that only count: processor time of v1 (v2 always counts it), and blocks."""
 
 _LIMIT_FILES: Mapping[int, Mapping[str, tuple[str, ...]]] = {
     1: {MEMORY: ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"), PIDS: ("pids.max",)},
     2: {MEMORY: ("memory.max",), PIDS: ("pids.max",)},
 }
 _NO_SWAP = ("memory.swap.max", "memory.swappiness")
-"""Of v2, and of v1, where the limit with swap is missing unless the kernel counts that; 0: none."""
+"""Swap limits of v2 and v1, set to 0; v1 needs one unless Linux counts swap."""
 
 
 class Hierarchy(msgspec.Struct, frozen=True):
-    """A folder in which groups are made, and the controllers that hold there."""
+    """A folder for groups, and the controllers that work there."""
 
     folder: Path
     version: int
@@ -52,13 +51,13 @@ class Hierarchy(msgspec.Struct, frozen=True):
 
 
 class Cgroup(msgspec.Struct, frozen=True):
-    """The cgroup of one kernel: a folder in each hierarchy; the first one tells who is in it."""
+    """The cgroup of one kernel: a folder in each hierarchy; the first one lists its members."""
 
     folders: tuple[Path, ...]
 
     @property
     def procs_files(self) -> list[Path]:
-        """The files that a process's id is written into to put it there."""
+        """The files that take the id of a process to be added."""
         return [folder / "cgroup.procs" for folder in self.folders]
 
     @property
@@ -71,36 +70,36 @@ class Cgroup(msgspec.Struct, frozen=True):
         return self.folders[0] / "memory.events"
 
     def members(self) -> set[int]:
-        """Return the processes in it; none if it is not there.
+        """Return the member processes, none if the group does not exist.
 
         Raises:
-            OSError: that cannot be told now.
+            OSError: a temporary failure.
         """
         try:
             text = (self.folders[0] / "cgroup.procs").read_text(encoding="ascii")
         except (FileNotFoundError, ProcessLookupError):
             return set()
         except OSError as error:
-            if error.errno == errno.ENODEV:  # removed between the open and the read
+            if error.errno == errno.ENODEV:  # removed between open and read
                 return set()
             raise
         return {int(pid) for pid in text.split()}
 
     def kill(self) -> None:
-        """Kill everybody in it at once, where the kernel can do that (v2, since Linux 5.14)."""
+        """Kill all members at once, if Linux supports it (v2, since Linux 5.14)."""
         file = self.folders[0] / "cgroup.kill"
         if file.exists():
             file.write_text("1", encoding="ascii")
 
     def attribute(self, name: str) -> str:
-        """Return its attributes; empty if there are none or they are not supported."""
+        """Return an attribute, empty if it is missing or unsupported."""
         try:
             return os.getxattr(self.folders[0], _ATTRIBUTE + name).decode(errors="replace")
         except OSError:
             return ""
 
     async def remove(self) -> None:
-        """Remove the group; one whose last process is still on its way out is waited for."""
+        """Remove the group, waiting briefly for its last process to exit."""
         for folder in self.folders:
             for _ in range(_REMOVE_TRIES):
                 try:
@@ -112,26 +111,26 @@ class Cgroup(msgspec.Struct, frozen=True):
 
 
 class Cgroups(msgspec.Struct, frozen=True):
-    """Where groups are made on this machine."""
+    """The hierarchies in which this host has kernel groups."""
 
     hierarchies: tuple[Hierarchy, ...]
 
     @property
     def controllers(self) -> frozenset[str]:
-        """What a kernel can be held to."""
+        """The controllers with limits."""
         return frozenset[str]().union(*(item.controllers for item in self.hierarchies))
 
     @property
     def keeps_attributes(self) -> bool:
-        """Whether attributes of a group can be set."""
+        """Whether groups can have attributes."""
         return self.hierarchies[0].keeps_attributes
 
     def group(self, name: str) -> Cgroup:
-        """Return a group, which need not be there."""
+        """Return a group, which need not exist."""
         return Cgroup(tuple(item.folder / name for item in self.hierarchies))
 
     def account(self, name: str) -> CgroupCounters:
-        """Return where a group is counted."""
+        """Return the counters of a group."""
         return CgroupCounters(
             {
                 UNIFIED if item.version != 1 else controller: f"{item.folder}/{name}"
@@ -151,10 +150,10 @@ class Cgroups(msgspec.Struct, frozen=True):
     def create(
         self, group: Cgroup, limits: Mapping[str, int], attributes: Mapping[str, str]
     ) -> None:
-        """Make a group with hard limits by controller; attributes stay unset without the right to.
+        """Create a group with limits by controller; attributes are set if permitted.
 
         Raises:
-            OSError: the kernel refused.
+            OSError: Linux refused.
         """
         for hierarchy, folder in zip(self.hierarchies, group.folders, strict=True):
             folder.mkdir(parents=True, exist_ok=True)
@@ -175,14 +174,14 @@ def _write(file: Path, text: str, may_miss: bool = False) -> None:  # noqa: FBT0
 
 
 def existing_cgroups(root: Path = Path("/")) -> Cgroups | None:
-    """Return where groups were made before, without making anything; None if nowhere."""
+    """Return the hierarchies with existing groups, without creating anything; None if none."""
     folders = [(mount / _PARENT, version) for mount, version, _ in _mounts(root)]
     found = [Hierarchy(f, version, frozenset(), False) for f, version in folders if f.is_dir()]
     return Cgroups(tuple(found)) if found else None
 
 
 def find_cgroups(root: Path = Path("/")) -> Cgroups | None:
-    """Return where groups with limits can be made; None if nowhere."""
+    """Return the hierarchies in which groups can have limits, None if there is none."""
     wanted = _mounts(root)
     found = [_usable(top, version, controllers) for top, version, controllers in wanted]
     hierarchies = tuple(item for item in found if item is not None and item.controllers)
@@ -191,7 +190,7 @@ def find_cgroups(root: Path = Path("/")) -> Cgroups | None:
 
 
 def _mounts(root: Path) -> list[tuple[Path, int, frozenset[str]]]:
-    """Return each hierarchy with its version and the controllers that are used of it."""
+    """Return each hierarchy with its version and the controllers used there."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -205,7 +204,7 @@ def _mounts(root: Path) -> list[tuple[Path, int, frozenset[str]]]:
 
 
 def _usable(top: Path, version: int, controllers: frozenset[str]) -> Hierarchy | None:
-    """Make agentd's folder in a hierarchy; return it with the controllers that hold there."""
+    """Create agentd's folder in a hierarchy; return it with its working controllers."""
     parent = top / _PARENT
     try:
         if version != 1:
@@ -236,7 +235,7 @@ def _takes_attributes(folder: Path) -> bool:
 
 
 def _hand_down(group: Path, controllers: frozenset[str]) -> frozenset[str]:
-    """Hand controllers to the groups below; return those that are, for want of one that counts."""
+    """Delegate controllers to the groups below, even if a counting one fails; return them."""
     control = group / "cgroup.subtree_control"
     missing = controllers - set(control.read_text(encoding="ascii").split())
     for some in (missing - COUNTED, missing & COUNTED):

@@ -1,7 +1,7 @@
-"""What the kernel counts for a cgroup: processor time, memory, blocks, processes, network.
+"""Counters of cgroups: processor time, memory, blocks, processes and network.
 
 Files of v2: Documentation/admin-guide/cgroup-v2.rst; of v1: Documentation/admin-guide/cgroup-v1/
-(cpuacct, memory, blkio-controller, pids). What has no file, or cannot be read, is not known.
+(cpuacct, memory, blkio-controller, pids). A missing or unreadable file means unknown.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from agentd.core.kernel.usage import Usage, UsageReading
 
 MOUNT = Path("/sys/fs/cgroup")
 UNIFIED = ""
-"""The name of the one hierarchy of v2, where v1 has one for each controller."""
+"""The name of v2's single hierarchy; v1 has one for each controller."""
 COUNTED_V1 = ("memory", "cpuacct", "cpu", "blkio", "pids")
-"""The controllers of v1 that count; the first one tells who is there."""
+"""The counting controllers of v1; the first one lists the members."""
 _NOWHERE = "/nonexistent"
 _NO_LIMIT = 1 << 60
 _PAGE, _MOST_BYTES = 4096, 1 << 20
-"""What is read first, and then: a buffer of the second size takes longer than most files."""
+"""Bytes of the first read and of further reads; most files fit into the first."""
 _MOST_BELOW = 1000
-"""Groups below a kernel's that are looked into; of one that made more, processes are not known."""
+"""Maximum groups below a kernel's that are read; beyond it the number of processes is unknown."""
 _NO_FOLDERS = 2
 _FULL = 2048
-"""Such files come by the page: after less than half of one there is no more."""
+"""Half a page: these files are returned by the page, so a shorter read is the last."""
 _NANO, _MICRO = 1e9, 1e6
 _counting: set[Path] = set()
 
 
 @dataclass(frozen=True, slots=True)
 class CgroupCounters:
-    """Where one kernel is counted: the path of its folder in each hierarchy, by controller.
+    """The folders of one kernel's counters, by hierarchy or controller.
 
     One that `has_network` may have a network namespace of its own.
     """
@@ -44,14 +44,14 @@ class CgroupCounters:
     folders: Mapping[str, str] = field(default_factory=dict)
     has_network: bool = False
     groups: frozenset[str] = field(init=False)
-    """The same as hierarchies and paths, as `UsageReading` has them."""
+    """The folders as hierarchies and paths, like `UsageReading.groups`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", frozenset(_paths(self.folders)))
 
 
 def counted(accounts: Mapping[str, CgroupCounters]) -> dict[str, UsageReading]:
-    """Return what is counted now for each kernel, and its cgroups."""
+    """Return the current counters and cgroups of each kernel."""
     is_counting = counts_blocks()
     return {name: _counted(account, is_counting) for name, account in accounts.items()}
 
@@ -69,7 +69,7 @@ def _counted(account: CgroupCounters, is_counting: bool) -> UsageReading:  # noq
 
 
 def counted_in(text: str) -> Usage:
-    """Return what `cpu.stat`, `io.stat` and `memory.peak` (v2) say, one after the other."""
+    """Parse the concatenated files `cpu.stat`, `io.stat` and `memory.peak` (v2)."""
     lines = text.splitlines()
     cpu = _pairs(lines)
     read, written = _sums(lines) if "rbytes=" in text else (None, None)
@@ -100,14 +100,14 @@ def _paths(folders: Mapping[str, str]) -> Iterator[str]:
 
 
 def is_v2(root: Path = MOUNT) -> bool:
-    """Tell whether this machine has the one hierarchy of v2 where limits hold."""
+    """Return whether this host has only cgroup v2."""
     return (root / "cgroup.controllers").exists()
 
 
 def groups_of(pid: int) -> set[str]:
-    """Return the cgroups of a process, each as a hierarchy and a path; none if it is gone.
+    """Return the cgroups of a process as hierarchies and paths, none if it has ended.
 
-    Their names are bytes, which whoever has a group of his own may choose.
+    Names are bytes, chosen by the owner of a group.
     """
     found = set()
     with suppress(OSError, ValueError):
@@ -120,7 +120,7 @@ def groups_of(pid: int) -> set[str]:
 
 
 def account_of(pid: int, mark: str) -> CgroupCounters:
-    """Return where a process is counted; only groups whose path has `mark` in it are its own."""
+    """Return the counters of a process, only of groups whose path contains `mark`."""
     parts = (group.partition(":") for group in groups_of(pid))
     groups = {name: path for name, _, path in parts}
     names = (UNIFIED,) if is_v2() else COUNTED_V1
@@ -172,7 +172,7 @@ def _blocks_v2(folder: str) -> tuple[int | None, int | None]:
 
 
 def _sums(lines: Iterable[str]) -> tuple[int, int]:
-    """Add up what `io.stat` says of each disk: bytes that were read, and written."""
+    """Sum the bytes read and written of all disks in `io.stat`."""
     pairs = [pair.partition("=") for line in lines for pair in line.split()[1:]]
     return (
         sum(int(value) for name, _, value in pairs if name == "rbytes"),
@@ -192,9 +192,9 @@ def _blocks_v1(folder: str) -> tuple[int | None, int | None]:
 
 
 def counts_blocks() -> bool:
-    """Tell whether blocks are counted here at all: a machine that has a disk has read some.
+    """Return whether this host counts blocks at all: every host with a disk has read some.
 
-    What was counted once stays counted.
+    Once true, the answer stays true.
     """
     if MOUNT in _counting:
         return True
@@ -207,7 +207,7 @@ def counts_blocks() -> bool:
 
 
 def _processes(folder: str) -> int | None:
-    """Count processes, those in groups below too, as a kernel may make some."""
+    """Count processes, including those of nested groups that a kernel may create."""
     listed = _content(f"{folder}/cgroup.procs")
     if listed is None:
         return None
@@ -222,9 +222,9 @@ def _processes(folder: str) -> int | None:
 
 
 def _groups_in(folder: str) -> list[str]:
-    """Return the groups in one; a folder without any has two names, its own and its `.`."""
+    """Return the groups in a group; a folder without any has two links, its own and its `.`."""
     try:
-        if os.stat(folder).st_nlink == _NO_FOLDERS:  # noqa: PTH116 - of thousands
+        if os.stat(folder).st_nlink == _NO_FOLDERS:  # noqa: PTH116 - called for thousands
             return []
         return [entry.path for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
     except OSError:
@@ -232,7 +232,7 @@ def _groups_in(folder: str) -> list[str]:
 
 
 def _network(pid: int) -> tuple[int | None, int | None]:
-    """Return what a process's network namespace received and sent, the loopback left out."""
+    """Return the bytes received and sent in a process's network namespace, without loopback."""
     lines = _lines(f"/proc/{pid}/net/dev")
     if lines is None or _namespace(pid) in (None, _namespace("self")):
         return None, None
@@ -248,7 +248,7 @@ def _namespace(pid: int | str) -> str | None:
 
 
 def _content(file: str) -> bytes | None:
-    """Read a file of the kernel's; None if it is not there, or cannot be read."""
+    """Read a file of Linux; None if it is missing or unreadable."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -1,1 +1,1 @@
-"""The systemd of the host: whether it is there, its manager over D-Bus, its paths."""
+"""The systemd of the host: availability, the manager over D-Bus, object paths."""

@@ -1,4 +1,4 @@
-"""Whether this machine's systemd can run kernels: PID 1, a bus, a version, cgroup v2."""
+"""Whether the host's systemd can run kernels: PID 1, a bus, a version, cgroup v2."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 OLDEST = 250
-"""`ExitType=cgroup` is of this version (systemd.service(5))."""
+"""The oldest supported version, which introduced `ExitType=cgroup` (systemd.service(5))."""
 CALL_S = 10.0
 
 
 def is_booted(root: Path = Path("/")) -> bool:
-    """Tell whether systemd is PID 1 (sd_booted(3))."""
+    """Return whether systemd is PID 1 (sd_booted(3))."""
     return (root / "run/systemd/system").is_dir()
 
 
 def has_manager(root: Path = Path("/")) -> bool:
-    """Tell whether a manager of this user can be asked for units."""
+    """Return whether this user has a manager."""
     return is_booted(root) and _bus(root).exists()
 
 
 def lingers(uid: int, root: Path = Path("/")) -> bool:
-    """Tell whether a user's manager stays after the user has logged out (loginctl(1))."""
+    """Return whether a user's manager stays after the user has logged out (loginctl(1))."""
     try:
         name = pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -34,25 +34,25 @@ def lingers(uid: int, root: Path = Path("/")) -> bool:
 
 
 def why_no_systemd(root: Path = Path("/")) -> list[str]:
-    """Return why units cannot be run here, by this user; nothing if they can."""
+    """Return why this user cannot run units here, nothing if it can."""
     return list(_reasons(root))
 
 
 def _reasons(root: Path) -> Iterator[str]:
     if not is_booted(root):
-        yield "systemd is not PID 1 here; use docker or process"
+        yield "systemd is not PID 1; use docker or process"
         return
     bus = _bus(root)
     if not bus.exists():
-        yield f"there is no D-Bus socket {bus}; install the package dbus, or dbus-user-session"
+        yield f"no D-Bus socket {bus}; install dbus, or dbus-user-session"
     if not (root / "sys/fs/cgroup/cgroup.controllers").exists():
         yield (
-            "its limits need cgroup v2 (systemd.unified_cgroup_hierarchy=1 on the kernel's"
-            " command line); this machine has v1"
+            "limits require cgroup v2 (systemd.unified_cgroup_hierarchy=1 on the kernel's"
+            " command line); this host has v1"
         )
     version = version_of(_systemctl("--version"))
     if version is not None and version < OLDEST:
-        yield f"systemd {version} is too old: ExitType=cgroup is of version {OLDEST}"
+        yield f"systemd {version} is too old: got {version}, expected {OLDEST} or later"
 
 
 def _bus(root: Path) -> Path:
@@ -62,7 +62,7 @@ def _bus(root: Path) -> Path:
 
 
 def failed_units(pattern: str) -> list[str]:
-    """Return the units of the system's manager that have failed; none if it does not answer."""
+    """Return the failed units of the system manager, none if it does not answer."""
     options = ("--failed", "--plain", "--no-legend", "--no-pager")
     lines = _systemctl("list-units", *options, pattern).splitlines()
     return [line.split()[0] for line in lines if line.split()]
@@ -70,8 +70,8 @@ def failed_units(pattern: str) -> list[str]:
 
 def _systemctl(*words: str) -> str:
     try:
-        done = subprocess.run(  # noqa: S603 - none of the words is a caller's
-            ["systemctl", *words],  # noqa: S607 - the node's own
+        done = subprocess.run(  # noqa: S603 - no word comes from a client
+            ["systemctl", *words],  # noqa: S607 - the host's own program
             capture_output=True,
             text=True,
             timeout=CALL_S,
@@ -83,6 +83,6 @@ def _systemctl(*words: str) -> str:
 
 
 def version_of(text: str) -> int | None:
-    """Return the number in the first line of `systemctl --version`; None if there is none."""
+    """Return the version in the first line of `systemctl --version`, None if there is none."""
     found = re.match(r"systemd (\d+)", text)
     return int(found[1]) if found else None

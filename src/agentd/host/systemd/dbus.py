@@ -1,9 +1,9 @@
-"""systemd's manager over D-Bus: starting, ending and looking at units, and hearing of them.
+"""systemd's manager over D-Bus: starting, stopping, inspecting and watching units.
 
-Methods, properties and signals are those of org.freedesktop.systemd1(5). One connection serves
-all calls; where it breaks every call that waits says so, and the next call makes another.
+Methods, properties and signals are those of org.freedesktop.systemd1(5). One connection serves all
+calls. If it breaks, every call in progress fails, and the next call opens another.
 
-Signals count only from whom the bus says is systemd: any local user may send one to a connection.
+Signals count only from the bus name of systemd: any local user may send one to a connection.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ _BUS = "org.freedesktop.DBus"
 _LOST = frozenset(f"{_BUS}.Error.{why}" for why in ("NoReply", "Timeout", "Disconnected"))
 _ABSENT = (f"{_NAME}.NoSuchUnit", f"{_BUS}.Error.UnknownObject")
 AT_ONCE = 64
-"""Calls that wait for an answer; a system's bus allows 128 for each connection."""
+"""Maximum calls in progress; a system bus allows 128 for each connection."""
 CALL_S = 30.0
-"""For how long one call may take; a start is waited for apart."""
+"""Seconds that one call may take; a start has its own limit."""
 JOB_S = 120.0
-"""Seconds that the start or the stop of a unit may take."""
+"""Seconds that the start or stop of a unit may take."""
 
 Property = tuple[str, str, Any]
-"""A property of a unit: its name, its D-Bus type, its value."""
+"""A property of a unit: its name, D-Bus type and value."""
 
 
 class UnitExists(AgentdError):
-    """There is a unit of that name already."""
+    """A unit of that name exists."""
 
 
 class UnitRefused(AgentdError):
-    """systemd does not do as asked; the message is its own."""
+    """systemd refused a call; the message is its own."""
 
 
 class NoSuchUnit(UnitRefused):
-    """There is no unit of that name."""
+    """No unit of that name exists."""
 
 
 class CallLost(RuntimeUnavailable):
-    """A call was sent and its answer never came: it may have been done."""
+    """A call was sent and its answer lost: it may have taken effect."""
 
 
 class Unit(NamedTuple):
-    """A unit in a list: its name, and the states by which systemd knows it."""
+    """A listed unit: its name and systemd's states."""
 
     name: str
     active: str
@@ -65,7 +65,7 @@ class Unit(NamedTuple):
 
 @dataclass
 class _BusConnection:
-    """One connection, and who waits for what it tells; `lost` is done once it is broken."""
+    """One connection and its waiting callers; `lost` is done once it is broken."""
 
     bus: MessageBus
     lost: asyncio.Future[None]
@@ -76,7 +76,7 @@ class _BusConnection:
     _waiting: int = 0
 
     async def ended(self, job: Awaitable[list[Any]]) -> str:
-        """Wait for the end of the job that a call answers with; it may be told before the answer.
+        """Wait for the end of the job that a call returns; its signal may precede the answer.
 
         Raises:
             CallLost: the connection broke, or the job takes too long.
@@ -90,7 +90,7 @@ class _BusConnection:
             if not self.lost.done() and not result.done():
                 raise CallLost(f"a job of systemd did not end within {JOB_S:g} s")
             if not result.done():
-                raise CallLost("the connection to systemd broke while a job was under way")
+                raise CallLost("the connection to systemd broke during a job")
             return result.result()
         finally:
             self._waiting -= 1
@@ -98,7 +98,7 @@ class _BusConnection:
                 self._jobs.clear()
 
     def job_ended(self, path: str, result: str) -> None:
-        """Take in that a job has ended, for who waits for one."""
+        """Record the end of a job for its waiting caller."""
         if self._waiting and not (job := self._job(path)).done():
             job.set_result(result)
 
@@ -107,7 +107,7 @@ class _BusConnection:
 
 
 class Manager:
-    """The system's manager, or with `is_user` the one of this user."""
+    """The system manager, or with `is_user` the manager of this user."""
 
     def __init__(self, *, is_user: bool) -> None:
         self.is_user = is_user
@@ -116,7 +116,7 @@ class Manager:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         if self._connection is not None:
             self._connection.bus.disconnect()
         for task in self._tasks:
@@ -126,14 +126,14 @@ class Manager:
     async def start(
         self, unit: str, properties: Iterable[Property], descriptors: Sequence[int] = ()
     ) -> str:
-        """Make a transient unit, and return how its start ended: `done`, or `failed`, say.
+        """Start a transient unit and return the result of the job, such as `done` or `failed`.
 
-        Properties of type `h` are places in `descriptors`.
+        Properties of type `h` are indexes into `descriptors`.
 
         Raises:
-            UnitExists: there is one of that name.
-            UnitRefused: it is not to be, as it is described.
-            CallLost: it may have been started.
+            UnitExists: a unit of that name exists.
+            UnitRefused: systemd rejects the unit.
+            CallLost: the unit may have been started.
         """
         body = [unit, "fail", _variants(properties), []]
         connection = await self._connected()
@@ -142,19 +142,19 @@ class Manager:
         return await connection.ended(call)
 
     async def set(self, unit: str, properties: Iterable[Property]) -> None:
-        """Change properties of a unit until the machine's next boot."""
+        """Change properties of a unit until the next boot."""
         await self._called("SetUnitProperties", "sba(sv)", [unit, True, _variants(properties)])
 
     async def kill(self, unit: str, number: int) -> None:
-        """Send a signal to everybody in a unit; one that is not there has nobody."""
+        """Send a signal to all processes of a unit, if it exists."""
         with suppress(UnitRefused):
             await self._called("KillUnit", "ssi", [unit, "all", number])
 
     async def drop(self, unit: str) -> None:
-        """End a unit, failed or not, and return when the manager knows nothing of it any more.
+        """Stop a unit, failed or not, and wait until the manager has unloaded it.
 
         Raises:
-            RuntimeUnavailable: it is still there.
+            RuntimeUnavailable: the unit is still loaded.
         """
         changes = self.changes()
         try:
@@ -163,7 +163,7 @@ class Manager:
                     if changed in ("", unit) and await self._is_dropped(unit):
                         return
         except TimeoutError:
-            raise RuntimeUnavailable(f"{unit} is still there after {CALL_S:g} s") from None
+            raise RuntimeUnavailable(f"{unit} is still loaded after {CALL_S:g} s") from None
         finally:
             await changes.aclose()
 
@@ -190,13 +190,14 @@ class Manager:
     async def properties(
         self, unit: str, names: Sequence[str], *, loading: bool = False
     ) -> Mapping[str, Any] | None:
-        """Return properties of a unit as they are now; None if there is no such unit.
+        """Return the current properties of a unit, None if it does not exist.
 
-        A name is that of a property of a service, or `Unit.` and that of any unit. With `loading`
-        one that nobody uses is read from its files.
+        A name is that of a service property, or `Unit.` plus that of any unit's. With `loading` an
+        unused
+        unit is read from its files.
         """
         try:
-            # A question to the path of a unit that is not there would have it made, and dropped.
+            # A query to the path of a missing unit would load and unload it.
             (path,) = await self._called("LoadUnit" if loading else "GetUnit", "s", [unit])
             connection = await self._connected()
             asked = [
@@ -206,17 +207,17 @@ class Manager:
             answers = await asyncio.gather(*asked)
         except NoSuchUnit:
             return None
-        except UnitRefused as error:  # which says nothing of the unit
-            raise RuntimeUnavailable(f"systemd does not tell of {unit}: {error}") from None
+        except UnitRefused as error:  # this is no statement about the unit
+            raise RuntimeUnavailable(f"systemd does not describe {unit}: {error}") from None
         load, active, *values = (answer[0].value for answer in answers)
         return dict(zip(names, values, strict=True)) if is_there(load, active) else None
 
     async def reload(self) -> None:
-        """Have the manager read unit files and drop-ins anew."""
+        """Reload unit files and drop-ins."""
         await self._called("Reload", "", [])
 
     async def changes(self) -> AsyncGenerator[str]:
-        """Yield the name of each unit that something happened to; "" once that is heard.
+        """Yield the name of each unit with an event; "" once the subscription works.
 
         Raises:
             RuntimeUnavailable: the connection could not be made, or broke.
@@ -287,8 +288,8 @@ class Manager:
             bus = MessageBus(bus_address=address, bus_type=kind, negotiate_unix_fd=True)
             async with asyncio.timeout(CALL_S):
                 await bus.connect()
-        except Exception as error:  # noqa: BLE001 - the library raises whatever a socket does
-            raise RuntimeUnavailable(f"systemd cannot be asked over D-Bus: {error}") from None
+        except Exception as error:  # noqa: BLE001 - the library raises any error of a socket
+            raise RuntimeUnavailable(f"cannot connect to systemd over D-Bus: {error}") from None
         connection = _BusConnection(bus, asyncio.get_running_loop().create_future())
 
         def hear(message: Message) -> None:
@@ -306,7 +307,7 @@ class Manager:
         except BaseException as error:
             bus.disconnect()
             if isinstance(error, (UnitRefused, TimeoutError)):
-                raise RuntimeUnavailable(f"systemd cannot be listened to: {error}") from None
+                raise RuntimeUnavailable(f"cannot subscribe to systemd: {error}") from None
             raise
         return connection
 
@@ -326,7 +327,7 @@ class Manager:
     @staticmethod
     def _heard(connection: _BusConnection, message: Message) -> None:
         if message.sender == _BUS and message.member == "NameOwnerChanged":
-            connection.bus.disconnect()  # another systemd, which has to be listened to anew
+            connection.bus.disconnect()  # another systemd, which requires a new subscription
             return
         if message.sender != connection.owner:
             return
@@ -349,14 +350,14 @@ _RULES = (
     f"type='signal',sender='{_NAME}',member='PropertiesChanged',path_namespace='{_PATH}/unit'",
     f"type='signal',sender='{_BUS}',member='NameOwnerChanged',arg0='{_NAME}'",
 )
-"""The signals that are wanted (D-Bus Specification, "Match Rules")."""
+"""The subscribed signals (D-Bus Specification, "Match Rules")."""
 
 
 async def _ask_bus(connection: _BusConnection, member: str, argument: str) -> list[Any]:
-    """Ask the bus itself.
+    """Call the bus itself.
 
     Raises:
-        RuntimeUnavailable: it refuses.
+        RuntimeUnavailable: the bus refuses.
     """
     message = Message(
         destination=_BUS,
@@ -374,7 +375,7 @@ async def _ask_bus(connection: _BusConnection, member: str, argument: str) -> li
 
 
 def _heed(call: asyncio.Future[Any]) -> None:
-    """Take note of how a call ended that nobody waits for any more."""
+    """Mark the error of an abandoned call as retrieved."""
     if not call.cancelled():
         call.exception()
 

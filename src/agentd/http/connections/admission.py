@@ -1,4 +1,4 @@
-"""Admission: how many connections there may be, and those whose first request has not come."""
+"""Admission: limits on connections, and connections whose first request is still to come."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from agentd.concurrency import is_set_within
 from agentd.http.connections.client_warnings import warn_of_client
 
 TCP_KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
-"""Seconds of silence until it asks, seconds between questions, and how many stay unanswered."""
+"""Seconds of silence before the first probe, seconds between probes, and probes until the end."""
 
 
 class Limits:
-    """How many connections of one kind there are, and may be: a part of all descriptors at most."""
+    """A limit on connections of one kind, at most a fraction of all file descriptors."""
 
     def __init__(self, most: int, part: float) -> None:
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -22,7 +22,7 @@ class Limits:
         self._open = 0
 
     def admit(self) -> bool:
-        """Count one more, if there may be one more."""
+        """Count a connection unless the limit is reached; return whether it may stay."""
         if self._open >= self._most:
             warn_of_client("rpc.too_many_connections", most=self._most)
             return False
@@ -30,36 +30,36 @@ class Limits:
         return True
 
     def release(self) -> None:
-        """Count one less."""
+        """Uncount a connection."""
         self._open -= 1
 
 
 class Newcomers:
-    """Connections whose first request has not come: a caller that was let in is about to ask."""
+    """Accepted connections whose first request has not arrived."""
 
     def __init__(self) -> None:
         self._waiting: set[object] = set()
         self._are_gone = asyncio.Event()
 
     def add(self, connection: object) -> None:
-        """Take in one that was accepted."""
+        """Add an accepted connection."""
         self._waiting.add(connection)
 
     def discard(self, connection: object) -> None:
-        """Leave out one that has asked, or hung up."""
+        """Remove a connection that has sent a request or closed."""
         self._waiting.discard(connection)
         if not self._waiting:
             self._are_gone.set()
 
     async def heard(self, patience_s: float) -> None:
-        """Wait until all have asked or hung up, or have had their time."""
+        """Wait up to `patience_s` until every connection has sent a request or closed."""
         if self._waiting:
             self._are_gone.clear()
             await is_set_within(self._are_gone, patience_s)
 
 
 def enable_keepalive(connection: socket.socket | None) -> None:
-    """Have the system find out about a TCP caller that is gone without a word (tcp(7))."""
+    """Enable TCP keepalive to detect dead clients."""
     if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
         for option, value in TCP_KEEPALIVE:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)

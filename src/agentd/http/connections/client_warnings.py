@@ -9,11 +9,11 @@ import structlog
 log = structlog.get_logger()
 
 LOG_PAUSE_S = 1.0
-"""At most one line of log in this time says what was wrong with requests."""
+"""Minimum seconds between two warnings."""
 
 
 class ClientWarnings:
-    """Warnings about clients, one in `LOG_PAUSE_S` at most; `further` counts those left out."""
+    """Warnings about clients, one in `LOG_PAUSE_S`; `further` counts the suppressed ones."""
 
     def __init__(self) -> None:
         self._quiet_until = 0.0

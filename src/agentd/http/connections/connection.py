@@ -1,7 +1,6 @@
-"""One connection: how long a caller may take to say what it wants, and how many there may be.
+"""One HTTP connection, with its deadlines and its place among the limits.
 
-What is no HTTP is answered with a problem like every other error, and logged without a
-traceback, at a bounded rate.
+Malformed HTTP is answered with a problem and logged without a traceback, at a limited rate.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ KEEP_ALIVE_S = 75.0
 READ_TIMEOUT_S = 10.0
 LOOK_PAUSE_S = 0.5
 ACCEPT_ROUNDS = 3
-"""Rounds of the event loop until what was accepted is a connection."""
+"""Rounds of the event loop after which an accepted socket is a connection."""
 
 
 class TlsHandshake(asyncio.Protocol):
-    """A TCP connection before its TLS handshake: counted, in turns, and with a deadline for that.
+    """A TCP connection during its TLS handshake: counted, in turns, and with a deadline.
 
-    Callers that have not said yet who they are share the turns of one caller.
+    Clients that are not identified yet share the turns of one caller.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class TlsHandshake(asyncio.Protocol):
         if not self._limits.admit():
             transport.abort()
             return
-        transport.pause_reading()  # whatever comes before `start_tls` would be lost
+        transport.pause_reading()  # data received before `start_tls` would be lost
         task = asyncio.get_running_loop().create_task(self._handshake(transport))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -82,9 +81,9 @@ class TlsHandshake(asyncio.Protocol):
 
 
 class Connection(FairConnection):
-    """A connection that is closed if a request's header does not come in time, or nobody reads.
+    """A connection that is closed when a request header is late or a response is not read.
 
-    It counts among `limits`, if there are some.
+    It counts against `limits` if given.
     """
 
     def __init__(
@@ -110,15 +109,15 @@ class Connection(FairConnection):
         self._may_pause = False
 
     def comes(self) -> None:
-        """Note that a caller was let in and is about to ask."""
+        """Register the connection as accepted without a request."""
         self._newcomers.add(self)
 
     def stays_away(self) -> None:
-        """Note that it has asked, or never will."""
+        """Unregister the connection after its first request or its end."""
         self._newcomers.discard(self)
 
     def take_over(self, transport: asyncio.BaseTransport) -> None:
-        """Begin on a connection that has been counted already."""
+        """Take over a connection that is already counted."""
         self._is_counted = True
         self.connection_made(transport)
 
@@ -153,7 +152,7 @@ class Connection(FairConnection):
         super().data_received(data)
 
     async def began(self, kind: Kind) -> None:
-        """Note that all of a request's header is there, and wait for the caller's turn."""
+        """Begin a request whose header is complete, once the caller has a turn."""
         self.stays_away()
         self._in_request, self._is_next_begun = True, False
         if self._deadline is not None:
@@ -162,7 +161,7 @@ class Connection(FairConnection):
         await self.turn_to_ask(kind)
 
     def ended(self) -> None:
-        """Note that a request was answered; the next one may take its time to begin."""
+        """Finish a request; the next one may take its time."""
         self._in_request = False
         self._stream, self._may_pause = None, False
         if self.transport is not None and self.transport.get_write_buffer_size():
@@ -186,7 +185,7 @@ class Connection(FairConnection):
             self._unread = None
 
     def _expect_reading(self, before: int | None = None) -> None:
-        """Drop the connection if, after a while, nothing more of an answer has been taken."""
+        """Close the connection if the client reads nothing of a response for a while."""
         transport = self.transport
         if transport is None:
             return
@@ -199,15 +198,15 @@ class Connection(FairConnection):
         self._unread = loop.call_later(READ_TIMEOUT_S, self._expect_reading, left)
 
     def carries(self, stream: asyncio.Task[object], *, may_pause: bool = False) -> None:
-        """Have what answers without an end cancelled as soon as the caller hangs up.
+        """Cancel the streaming task as soon as the client hangs up.
 
-        A caller that `may_pause` is not dropped for taking nothing for a while.
+        With `may_pause` the client may stop reading for a while.
         """
         self._stream, self._may_pause = stream, may_pause
         self._look()
 
     def _look(self) -> None:
-        """See whether the caller is there, also where nothing is read: requests may be queued."""
+        """Poll for a hangup, also while requests are queued and nothing is read."""
         sock = self.transport.get_extra_info("socket") if self.transport is not None else None
         if self._stream is None or sock is None:
             return
@@ -216,7 +215,7 @@ class Connection(FairConnection):
         if poll.poll(0):
             self._stream.cancel()
             if self.transport is not None:
-                self.transport.abort()  # what is unread has nobody to read it
+                self.transport.abort()  # nobody reads the rest
             return
         self._looking = asyncio.get_running_loop().call_later(LOOK_PAUSE_S, self._look)
 
@@ -227,8 +226,8 @@ class Connection(FairConnection):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer what is no request with a problem."""
-        why = (message or str(exc) or "it is no HTTP").splitlines()
+        """Answer malformed HTTP with a problem."""
+        why = (message or str(exc) or "not HTTP").splitlines()
         warn_of_client("rpc.broken_request", status=status, reason=why[0][:200])
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun already")
@@ -237,5 +236,5 @@ class Connection(FairConnection):
         return response
 
     def log_exception(self, *args: Any, **kwargs: Any) -> None:
-        """Leave out what the parent would say of callers that go away; `handle_error` says more."""
+        """Suppress the parent's log of disconnected clients; `handle_error` logs more."""
         del args, kwargs

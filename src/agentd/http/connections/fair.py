@@ -1,6 +1,6 @@
 """Connections that are read in small pieces, each in a turn of the caller.
 
-Bytes of a caller without a turn stay in the socket, but for one piece.
+Without a turn, a caller's bytes stay in the socket, except for one piece.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from agentd.http.connections.turns import CEILINGS, KIB, MIN_WRITE, Kind, Turns,
 
 HTTP_PIECE = 2 * KIB
 HTTP_WEIGHT = 16
-"""The cost of a byte of HTTP, in bytes of a WebSocket: a request may have chunks of one byte."""
+"""The cost of an HTTP byte in WebSocket bytes: a request may come in chunks of one byte."""
 SOCKET_PIECE = 64 * KIB
 LAST_PIECE = 384
-"""Bytes that are read at a time after a WebSocket's last frame was sent: 64 empty frames."""
+"""Bytes per read after a WebSocket's last frame was sent: 64 empty frames."""
 
 UNREAD = 256 * KIB
-"""Bytes that are thrown away when a connection is closed."""
+"""Bytes discarded when a connection is closed."""
 
 _BUFFER = memoryview(bytearray(SOCKET_PIECE))
-"""The bytes of one read; they are passed on before the next."""
+"""The buffer of one read, passed on before the next one."""
 
 
 class FairConnection(web.RequestHandler, asyncio.BufferedProtocol):
-    """A connection of a caller.
+    """A connection whose reads take turns.
 
-    A caller with one connection, which asks one thing after the other, takes no turns: that is
-    a piece in each round of the event loop, and a request in three.
+    A caller with a single connection and no pipelining takes no turns: the connection itself limits
+    it to one piece per round of the event loop and one request in three rounds.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class FairConnection(web.RequestHandler, asyncio.BufferedProtocol):
 
     @property
     def is_local(self) -> bool:
-        """Whether the socket itself tells who calls."""
+        """Whether the socket alone identifies the caller."""
         return self._is_local
 
     def belongs_to(self, caller: Hashable) -> None:
-        """Charge the connection to a caller from now on."""
+        """Charge the connection to a caller."""
         if self._is_open and caller != self._caller:
             self._turns.join(caller)
             self._turns.leave(self._caller)
@@ -89,7 +89,7 @@ class FairConnection(web.RequestHandler, asyncio.BufferedProtocol):
         super().set_parser(parser, data_received_cb)
 
     def reads_little(self) -> None:
-        """Read no more than a turn's empty frames at a time from now on."""
+        """Limit reads to the empty frames of one turn."""
         self._piece = _BUFFER[:LAST_PIECE]
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -109,15 +109,15 @@ class FairConnection(web.RequestHandler, asyncio.BufferedProtocol):
             self._queue()
 
     async def turn(self, kind: Kind, amount: int = 1) -> None:
-        """Return when the caller's turn has room for an amount."""
+        """Wait until the caller's turn has room for an amount."""
         await self._turns.wait(self._caller, kind, amount)
 
     async def turn_to_write(self, size: int) -> None:
-        """Return when the caller's turn has room for bytes of a stream."""
+        """Wait until the caller's turn has room for bytes of a stream."""
         await self.turn(Kind.WRITTEN, max(MIN_WRITE, kib(size)))
 
     async def turn_to_ask(self, kind: Kind) -> None:
-        """Return when the caller's turn has room for a request."""
+        """Wait until the caller's turn has room for a request."""
         is_pipelined = bool(self._messages)
         if is_pipelined or self._was_pipelined or not self._is_alone():
             await self.turn(kind)
@@ -135,8 +135,11 @@ class FairConnection(web.RequestHandler, asyncio.BufferedProtocol):
         return kib(size) if len(self._piece) > LAST_PIECE else CEILINGS[Kind.READ]
 
     def _empty(self) -> None:
-        """Take what is unread: the system resets a connection that is closed with some of that,
-        and the caller would lose the last answer.
+        """Drain unread bytes before closing.
+
+        Linux resets a connection that is closed with unread data, and the client would lose the
+        last
+        response.
         """
         with suppress(OSError):
             os.read(self._socket.fileno(), UNREAD)
@@ -149,19 +152,19 @@ class FairConnection(web.RequestHandler, asyncio.BufferedProtocol):
         self._turns.queue(self._caller, Kind.READ, amount, self._read_on)
 
     def _read_on(self) -> bool:
-        """Pass on a piece that was held; the parser may resume reading while one is."""
+        """Pass on a held piece; the parser may resume reading meanwhile."""
         data = self._held.pop(0)
         if self.transport is None:
             return False
         if self._held:
             self._queue()
         else:
-            self.transport.resume_reading()  # the parser pauses it again where it has enough
+            self.transport.resume_reading()  # the parser pauses it again when it has enough
         self.data_received(data)
         return True
 
 
 async def turn_to_write(request: web.Request, size: int) -> None:
-    """Return when the turn of a request's caller has room for bytes of a stream."""
+    """Wait until the turn of a request's caller has room for bytes of a stream."""
     if isinstance(request.protocol, FairConnection):
         await request.protocol.turn_to_write(size)

@@ -1,9 +1,9 @@
-"""Turns: the share of the event loop that one caller gets before everybody else is served.
+"""Turns: the share of the event loop that one caller gets before the others are served.
 
 A caller is a token, or a user on a unix socket, with all of its connections. In one turn it is
 served at most `CEILINGS` of each kind. Its next turn of that kind begins `ROUNDS` rounds of the
 event loop after it was last served; a `/livez` needs fewer rounds from its arrival to its answer.
-Where turns of several callers are due, one begins in each round, in the order of arrival.
+If turns of several callers are due, one begins in each round, in the order of arrival.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ KIB = 1024
 
 
 class Kind(Enum):
-    """Units of service, each with a ceiling and turns of its own."""
+    """Units of service, each with its own ceiling and turns."""
 
     READ = auto()
-    """KiB taken from the caller's sockets; each read counts as one at least."""
+    """KiB read from the caller's sockets; each read counts as at least one."""
     FRAMES = auto()
-    """WebSocket frames of the caller."""
+    """WebSocket frames from the caller."""
     WRITTEN = auto()
-    """KiB of streams sent to the caller; each write counts as `MIN_WRITE` at least."""
+    """KiB of streams sent to the caller; each write counts as at least `MIN_WRITE`."""
     REQUESTS = auto()
     PROBES = auto()
-    """Requests that anybody may make, such as `/livez`: they do not queue behind others."""
+    """Unauthenticated requests, such as `/livez`; they do not queue behind others."""
 
 
 CEILINGS = {Kind.READ: 64, Kind.FRAMES: 64, Kind.WRITTEN: 64, Kind.REQUESTS: 1, Kind.PROBES: 1}
 
 MIN_WRITE = 4
-"""KiB whose cost is that of a short write."""
+"""KiB that a short write costs."""
 
 _Line: TypeAlias = tuple[Hashable, Kind]
 _Grant: TypeAlias = Callable[[], bool]
 
 
 def kib(size: int) -> int:
-    """Return bytes as whole KiB, one at least."""
+    """Convert bytes to whole KiB, at least one."""
     return size // KIB or 1
 
 
 class _Turn:
-    """The amount that was served in a caller's turn, and the round in which it was last."""
+    """The amount served in a caller's turn, and the last round in which it was served."""
 
     __slots__ = ("last_round", "served")
 
@@ -72,19 +72,19 @@ class Turns:
         self._connections[caller] += 1
 
     def leave(self, caller: Hashable) -> None:
-        """Count a connection of a caller no more."""
+        """Uncount a connection of a caller."""
         self._connections[caller] -= 1
         if not self._connections[caller]:
             del self._connections[caller]
 
     def has_one_connection(self, caller: Hashable) -> bool:
-        """Return whether a caller has a single connection, which is a ceiling by itself."""
+        """Return whether the caller has a single connection, which limits it without turns."""
         return self._connections[caller] <= 1
 
     def take(self, caller: Hashable, kind: Kind, amount: int = 1) -> bool:
-        """Serve an amount now, if the caller's turn has room for it.
+        """Serve an amount now if the caller's turn has room, and return whether it was served.
 
-        An amount over the ceiling is a whole turn.
+        An amount above the ceiling takes a whole turn.
         """
         line = caller, kind
         amount = min(amount, CEILINGS[kind])
@@ -100,13 +100,13 @@ class Turns:
         return True
 
     def queue(self, caller: Hashable, kind: Kind, amount: int, grant: Callable[[], bool]) -> None:
-        """Call `grant` when the amount is to be served; it returns False if nobody waits for it."""
+        """Call `grant` when the amount is due; it returns False if it is not needed any more."""
         amount = min(amount, CEILINGS[kind])
         self._waiting.setdefault((caller, kind), deque()).append((amount, grant))
         self._count_rounds()
 
     async def wait(self, caller: Hashable, kind: Kind, amount: int = 1) -> None:
-        """Return when the amount is to be served."""
+        """Wait until the amount is due."""
         if self.take(caller, kind, amount):
             return
         granted = asyncio.get_running_loop().create_future()
@@ -148,7 +148,7 @@ class Turns:
                 self._count_rounds()
 
     def _begin_one(self) -> None:
-        """Begin the turn that waits longest of those that are due."""
+        """Begin the turn that has been due longest."""
         line = next((line for line in self._waiting if line not in self._turns), None)
         if line is None:
             return

@@ -1,4 +1,4 @@
-"""The unix sockets that callers connect to."""
+"""Unix sockets: checks of their paths and groups, and binding."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ BACKLOG = 1024
 
 
 def path_refusal(path: Path) -> str:
-    """Return why a socket cannot be made at a path, empty if it can; nothing is made or asked.
+    """Return why a socket cannot be created at a path, empty if it can; changes nothing.
 
-    A socket that exists is no obstacle: a daemon may listen on it, or have left it behind.
+    An existing socket is fine: a daemon may be listening on it, or have left it behind.
     """
     if error := refusal(path.parent):
         return f"{path}: {error.strerror}"
@@ -29,18 +29,18 @@ def path_refusal(path: Path) -> str:
 
 
 def group_refusal(group: str) -> str:
-    """Return why a socket cannot be given to a group; empty if it can."""
+    """Return why a socket cannot be given to a group, empty if it can."""
     try:
         number = grp.getgrnam(group).gr_gid
     except KeyError:
-        return f"no group {group!r} on this machine"
+        return f"no group {group!r} on this host"
     if os.geteuid() != 0 and number not in {os.getegid(), *os.getgroups()}:
         return f"agentd is not root and not a member of group {group!r}"
     return ""
 
 
 def _kind_in_the_way(path: Path) -> str:
-    """Return the kind of a file at a socket's path that is not a socket; empty if none is."""
+    """Return the kind of a non-socket file at a path, empty if there is none."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -51,10 +51,10 @@ def _kind_in_the_way(path: Path) -> str:
 
 
 def unix_socket(path: Path, group: str | None) -> socket.socket:
-    """Bind a unix socket with mode 0660; one that nobody listens on any more is replaced.
+    """Bind a unix socket with mode 0660, replacing one without a listener.
 
     Raises:
-        StartRefused: it is in use, or cannot be made.
+        StartRefused: the socket is in use or cannot be created.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def unix_socket(path: Path, group: str | None) -> socket.socket:
         if group is not None:
             os.chown(path, -1, grp.getgrnam(group).gr_gid)
     except KeyError:
-        raise StartRefused(f"socket {path}: no group {group!r} on this machine") from None
+        raise StartRefused(f"socket {path}: no group {group!r} on this host") from None
     except OSError as error:
         raise StartRefused(f"socket {path}: {error.strerror}") from None
     return listener
@@ -88,7 +88,7 @@ def _refuse_in_use(path: Path) -> None:
 
 
 def with_a_queue(listener: asyncio.Server) -> asyncio.Server:
-    """Make Linux queue more callers than are accepted at once, which is asyncio's backlog."""
+    """Set the listen backlog, which asyncio couples to the number of accepts at once."""
     for listening in listener.sockets:
         with listening.dup() as same:
             same.listen(BACKLOG)

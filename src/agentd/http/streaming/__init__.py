@@ -1,1 +1,1 @@
-"""Answers that go on: logs, server-sent events, WebSockets."""
+"""Streaming responses: logs, server-sent events, WebSockets."""

@@ -1,4 +1,4 @@
-"""Server-sent events, encoded once for all readers that see the same.
+"""Server-sent events, encoded once for all clients that see the same.
 
 See https://html.spec.whatwg.org/multipage/server-sent-events.html.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 import msgspec
 
 MAX_KEPT = 256
-"""Encoded events that are kept for readers that come to them later."""
+"""Encoded events that stay cached for slower clients."""
 
 
 def encode_event(event_id: str, kind: str, content: object) -> bytes:
@@ -21,13 +21,13 @@ def encode_event(event_id: str, kind: str, content: object) -> bytes:
 
 
 class EncodedEvents:
-    """The latest events as they are sent to each audience."""
+    """A cache of recent events, encoded for each audience."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Hashable, bytes] = OrderedDict()
 
     def of(self, event: Hashable, audience: Hashable, encode: Callable[[], bytes]) -> bytes:
-        """Return an event as an audience sees it; `encode` is called if that is not known yet."""
+        """Return an event encoded for an audience; `encode` is called on a cache miss."""
         key = event, audience
         if (known := self._kept.get(key)) is None:
             known = self._kept[key] = encode()

@@ -1,8 +1,8 @@
-"""Answers that go on: a kernel's log, byte for byte, and the node's events.
+"""Streaming responses: a kernel's log, byte for byte, and the node's events.
 
-Events are server-sent (https://html.spec.whatwg.org/multipage/server-sent-events.html): `event`
-says what the JSON in `data` is, `id` is what a client sends back as `Last-Event-ID`. Whoever
-hangs up, or takes nothing, is let go of with everything that was opened for it.
+Events are server-sent (https://html.spec.whatwg.org/multipage/server-sent-events.html): `event` is
+the type of the JSON in `data`; a client sends `id` back as `Last-Event-ID`. A client that hangs up
+or stops reading loses its stream and everything that was opened for it.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ log = structlog.get_logger()
 warn_of_client = ClientWarnings()
 
 LOG_PATIENCE_S = 1.0
-"""How long a follower waits for the first bytes before its answer begins."""
+"""Seconds that a follower waits for the first bytes before the response begins."""
 KEEP_ALIVE_S = 15.0
 WRITE_PATIENCE_S = 10.0
-"""A reader that takes nothing for so long is dropped."""
+"""Seconds after which a client that does not read is dropped."""
 MAX_AT_ONCE = 32
-"""Events that are written at once to a reader that is behind."""
+"""Events written at once to a client that lags behind."""
 MOST_STREAMS = 64
-"""How many streams one caller may have open."""
+"""Maximum open streams of one caller."""
 
 
 class Streams:
-    """The streams that are open, by who reads them."""
+    """The open streams and their callers."""
 
     def __init__(self) -> None:
         self._open: dict[asyncio.Task[object], Caller] = {}
 
     @contextmanager
     def opened(self, request: web.Request, *, may_pause: bool = False) -> Iterator[None]:
-        """Count a stream for as long as it is open; it ends as soon as its reader hangs up.
+        """Register a stream while it is open; it ends when the client hangs up.
 
-        One that `may_pause` stays open while its reader takes nothing.
+        With `may_pause` it survives a client that stops reading.
 
         Raises:
-            TooManyStreams: its caller has as many as one may have.
+            TooManyStreams: the caller has reached the maximum.
         """
         caller, task = caller_of(request), asyncio.current_task()
         mine = sum(1 for other in self._open.values() if other.name == caller.name)
         if mine >= MOST_STREAMS:
-            raise TooManyStreams(f"{caller.name} has {mine} streams open, which is the most")
+            raise TooManyStreams(f"{caller.name} has {mine} open streams, the maximum")
         if task is not None:
             self._open[task] = caller
             if isinstance(request.protocol, Connection):
@@ -66,19 +66,19 @@ class Streams:
                 del self._open[task]
 
     def cut(self, name: str) -> None:
-        """End every stream of a caller now, those included that it opened for others."""
+        """End every stream of a caller, including those that it opened for others."""
         for task, caller in self._open.items():
             if name in (caller.name, caller.via):
                 task.cancel()
 
     def end(self) -> None:
-        """End every stream: nobody is served any more."""
+        """End every stream, because the server stops."""
         for task in self._open:
             task.cancel()
 
 
 async def stream_log(request: web.Request, chunks: AsyncGenerator[bytes]) -> web.StreamResponse:
-    """Answer with the bytes of a log, as they come."""
+    """Stream the bytes of a log."""
     async with aclosing(chunks):
         return await _stream_log(request, chunks)
 
@@ -88,7 +88,7 @@ async def _stream_log(request: web.Request, chunks: AsyncGenerator[bytes]) -> we
     try:
         await asyncio.wait([reading], timeout=LOG_PATIENCE_S)
         if reading.done():
-            reading.result()  # a runtime that does not answer is still a problem here
+            reading.result()  # a runtime that does not answer is still a problem response here
     except BaseException:
         await _given_up(reading)
         raise
@@ -100,7 +100,7 @@ async def _stream_log(request: web.Request, chunks: AsyncGenerator[bytes]) -> we
             reading = asyncio.ensure_future(anext(chunks, b""))
     except AgentdError as error:
         log.warning("logs.cut", path=request.path, reason=str(error))
-        raise ConnectionResetError from error  # the stream is cut: too late for a problem
+        raise ConnectionResetError from error  # the stream is cut; too late for a problem response
     finally:
         await _given_up(reading)
     await response.write_eof()
@@ -108,7 +108,7 @@ async def _stream_log(request: web.Request, chunks: AsyncGenerator[bytes]) -> we
 
 
 async def _given_up(reading: asyncio.Future[bytes]) -> None:
-    """Cancel a read, and wait until it has let go of what it reads from."""
+    """Cancel a read and wait until its resources are released."""
     reading.cancel()
     await asyncio.wait([reading])
 
@@ -116,9 +116,9 @@ async def _given_up(reading: asyncio.Future[bytes]) -> None:
 async def stream_events(
     request: web.Request, events: EventLog, encoded: Callable[[Event], bytes]
 ) -> web.StreamResponse:
-    """Answer with events until the client hangs up, is too slow, or the daemon stops.
+    """Stream events until the client hangs up, falls behind, or the daemon stops.
 
-    `encoded` returns an event as it is sent; empty if this client does not see it.
+    `encoded` returns the bytes of an event, empty if the client must not see it.
     """
     last_id = request.headers.get("Last-Event-ID") or request.query.get("last_event_id")
     headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
@@ -139,17 +139,17 @@ async def stream_events(
 
 
 async def _write(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
-    """Write to a reader in its turn.
+    """Write to a client in its caller's turn.
 
     Raises:
-        ConnectionResetError: it has gone, or takes nothing.
+        ConnectionResetError: the client disconnected or does not read.
     """
     await turn_to_write(request, len(data))
     try:
         async with asyncio.timeout(WRITE_PATIENCE_S):
             await response.write(data)
     except TimeoutError:
-        _dropped(request, f"it took nothing for {WRITE_PATIENCE_S:g} s")
+        _dropped(request, f"read nothing for {WRITE_PATIENCE_S:g} s")
 
 
 def _dropped(request: web.Request, why: str) -> None:

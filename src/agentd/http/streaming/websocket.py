@@ -1,7 +1,7 @@
-"""WebSockets (RFC 6455) of callers, whose frames are served in turns.
+"""WebSockets (RFC 6455) whose frames are served in turns.
 
-A ping or a pong, a text frame and an empty binary frame are control frames. A caller that sends
-too many of them is cut off with the code 1008.
+Pings, pongs, text frames and empty binary frames are control frames. A client that sends too many
+of them is disconnected with code 1008.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from agentd.http.connections.turns import Kind
 log = structlog.get_logger()
 
 MAX_FRAME = 1 << 20
-"""Bytes of a frame."""
+"""Maximum bytes of a frame."""
 FAREWELL_S = 2.0
-"""Seconds that a caller may take to close its side after the last frame."""
+"""Seconds that a client may take to close its side after the last frame."""
 MAX_CONTROL = 256
-"""Control frames in `CONTROL_WINDOW_S`."""
+"""Maximum control frames in `CONTROL_WINDOW_S`."""
 CONTROL_WINDOW_S = 1.0
 
 
 class TooManyControlFrames(Exception):
-    """A caller sent more than `MAX_CONTROL` control frames in `CONTROL_WINDOW_S`."""
+    """A client sent more than `MAX_CONTROL` control frames in `CONTROL_WINDOW_S`."""
 
     def __init__(self) -> None:
         super().__init__(f"more than {MAX_CONTROL} control frames in {CONTROL_WINDOW_S:g} s")
 
 
 class FairSocket(web.WebSocketResponse):
-    """A caller's WebSocket."""
+    """A WebSocket whose frames take turns."""
 
     def __init__(self, request: web.Request) -> None:
         super().__init__(max_msg_size=MAX_FRAME, timeout=FAREWELL_S, compress=False, autoping=False)
@@ -50,7 +50,7 @@ class FairSocket(web.WebSocketResponse):
         """Yield text and binary frames in the caller's turns, and answer pings.
 
         Raises:
-            TooManyControlFrames: the caller is to be cut off.
+            TooManyControlFrames: the client sent too many; disconnect it.
         """
         async for frame in self:
             await self._connection.turn(Kind.FRAMES)
@@ -70,11 +70,11 @@ class FairSocket(web.WebSocketResponse):
             await self.send_bytes(data)
 
     async def turn_to_write(self, size: int) -> None:
-        """Return when the caller's turn has room for bytes of a stream."""
+        """Wait until the caller's turn has room for bytes of a stream."""
         await self._connection.turn_to_write(size)
 
     async def end(self, error: BaseException | None = None) -> None:
-        """Close the WebSocket, with the code 1008 after `TooManyControlFrames`."""
+        """Close the WebSocket, with code 1008 after `TooManyControlFrames`."""
         code, message = WSCloseCode.OK, b""
         if isinstance(error, TooManyControlFrames):
             code, message = WSCloseCode.POLICY_VIOLATION, str(error).encode()
@@ -96,12 +96,14 @@ PROBE_S = 1.0
 
 
 async def probe(wire: web.WebSocketResponse) -> None:
-    """Send a client heartbeats until its connection fails.
+    """Send heartbeats to a client until its connection fails.
 
-    Nothing arrives from a client that closed a TCP connection behind input that is not read, since
-    the receive window is full. Its system resets the connection when it receives something. A pong
-    that nobody asked for is a heartbeat without an answer (RFC 6455, section 5.5.3): a client
-    whose input is not read could not send one.
+    A client that closes a TCP connection while its input is not read goes unnoticed, because the
+    receive window is full. Its system resets the connection when a heartbeat arrives. An
+    unsolicited
+    pong is a heartbeat without an answer (RFC 6455, section 5.5.3); a client whose input is not
+    read
+    could not answer a ping.
     """
     while True:
         await asyncio.sleep(PROBE_S)

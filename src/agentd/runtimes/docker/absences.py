@@ -1,10 +1,10 @@
-"""When the engine, or the whole node, was away: containers that ended then say so.
+"""Absences of the engine or the node, which explain how containers ended.
 
-An engine without live-restore ends its containers when it stops, and they look as if they had ended
-by themselves: exit code 137 or 143, and no word about why. What tells them apart is when they
-ended, so the times in which the engine was away are written down. One that stops in good order
-first signals its containers: signals that nobody asked agentd for count to the absence that
-follows them.
+An engine without live-restore ends its containers when it stops. They look as if they had ended by
+themselves: exit code 137 or 143, without a reason. Only the time of the end tells the difference,
+so this module records the times in which the engine was unavailable. An engine that stops in good
+order signals its containers first: signals that agentd did not request count towards the absence
+that follows them.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from agentd.runtimes.host.private_folder import PrivateFolder
 log = structlog.get_logger()
 NODE, ENGINE = "the node restarted", "the Docker Engine was stopped"
 STOPPING_S = 30.0
-"""How long before it hangs up an engine may signal its containers; its own limit is 15 s."""
+"""Seconds before its disconnect in which a stopping engine may signal; its own limit is 15 s."""
 LATE_S = 5.0
-"""How late the engine may tell of a signal that agentd itself asked for."""
+"""Seconds by which the engine may be late to report a signal that agentd requested."""
 DOWN_S = 1800.0
-"""How long a machine may take from the end of its kernels to its next boot."""
+"""Seconds that the host may take from the end of its kernels to its next boot."""
 SLACK_S = 0.2
-"""How late agentd may learn of a signal, or of an engine that is there."""
+"""Seconds by which agentd may be late to notice a signal or an available engine."""
 KEPT = 100
 
 
 class Absence(msgspec.Struct, frozen=True):
-    """One time in which the engine was away; seconds since the epoch."""
+    """A period in which the engine was unavailable, in seconds since the epoch."""
 
     since: float
     until: float
     reason: str
     signalled: dict[str, float] = {}
-    """When the engine signalled which kernel, before it hung up."""
+    """When the engine signalled each kernel before it disconnected."""
 
     def explains(self, kernel_id: str, started_at: float, finished_at: float) -> bool:
-        """Tell whether a kernel ended in it."""
+        """Return whether a kernel ended in this period."""
         since = min(self.since, self.signalled.get(kernel_id, self.since))
         return started_at < since and since - SLACK_S <= finished_at <= self.until + SLACK_S
 
@@ -58,7 +58,7 @@ class _Saved(msgspec.Struct, frozen=True):
 
 
 class Absences:
-    """Knows when the engine of one node was away, over restarts of agentd too."""
+    """The absences of one node's engine, kept over restarts of agentd."""
 
     def __init__(self, file: Path | None, boot_id: str) -> None:
         self._file = file
@@ -77,11 +77,11 @@ class Absences:
 
     @contextmanager
     def asked(self, kernel_id: str) -> Iterator[None]:
-        """Let signals to a kernel pass meanwhile: agentd was asked to end it."""
+        """Ignore signals to a kernel during a stop that agentd requests."""
         self._asked[kernel_id] += 1
         try:
             yield
-        finally:  # the engine tells of its signal over another connection
+        finally:  # the engine reports its signal over another connection
             self._asked[kernel_id] -= 1
             if not self._asked[kernel_id]:
                 del self._asked[kernel_id]
@@ -92,14 +92,14 @@ class Absences:
                 del self._asked_lately[oldest]
 
     def signalled(self, kernel_id: str) -> None:
-        """Note a signal to a kernel."""
+        """Record a signal to a kernel."""
         now = time.time()
         if kernel_id not in self._asked and self._asked_lately.get(kernel_id, 0.0) < now:
             self._signals = {k: at for k, at in self._signals.items() if at > now - STOPPING_S}
             self._signals[kernel_id] = now
 
     def went(self, *, ends_kernels: bool) -> None:
-        """Note that the engine is away from now on; with live-restore it ends no kernels."""
+        """Begin an absence; with live-restore it ends no kernels."""
         now = time.time()
         if ends_kernels and self._open is None:
             stopped = {k: at for k, at in self._signals.items() if at > now - STOPPING_S}
@@ -108,7 +108,7 @@ class Absences:
         self._signals = {}
 
     def came(self) -> None:
-        """Note that the engine is there."""
+        """End the absence: the engine is available."""
         self._signals = {}
         if self._open is not None:
             ended = msgspec.structs.replace(self._open, until=time.time())
@@ -117,12 +117,12 @@ class Absences:
         self._write()
 
     def close(self) -> None:
-        """Note that nobody looks any more."""
+        """Save when agentd stopped watching."""
         self._closed_at = time.time()
         self._write()
 
     def explained(self, kernel_id: str, ending: Ending, started_at: float | None) -> Ending:
-        """Return how a container ended, with the reason if it ended in an absence."""
+        """Return the ending of a container, with a reason if it ended in an absence."""
         if ending.reason or ending.finished_at is None:
             return ending
         for absence in reversed(self._absences):

@@ -1,6 +1,6 @@
-"""From a plan to the JSON that creates a container; pure.
+"""The JSON that creates a container, derived from a plan; pure.
 
-MountSource of the members: the Engine API's ContainerCreate.
+See ContainerCreate in the Engine API for the members.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ RECORD_LABEL = f"{LABEL_PREFIX}record"
 DEVICES_LABEL = f"{LABEL_PREFIX}devices"
 
 LOG_DRIVER = "local"
-"""Keeps bytes as they are and rotates by itself; the engine's default, json-file, does neither."""
+"""It keeps bytes unchanged and rotates; the engine's default, json-file, does neither."""
 
 _OWN = ("/proc", "/sys", "/dev", "/dev/null")
-"""Places that the engine fills itself, and without which no container starts."""
+"""Paths that the engine fills itself, without which no container starts."""
 _MOST_ID = 2**31 - 1
-"""The largest id of a user or group that an engine takes."""
+"""The largest user or group id that an engine accepts."""
 
 UNPUBLISHED = ("none", "host")
 """Networks on which the engine publishes no ports."""
 
 
 class DockerRules(msgspec.Struct, frozen=True):
-    """What the operator lets kernels have; see `[runtime.docker]`."""
+    """The operator's settings for containers; see `[runtime.docker]`."""
 
     network: str
     allowed_networks: tuple[str, ...] = ()
@@ -60,9 +60,9 @@ class DockerRules(msgspec.Struct, frozen=True):
         return spec.container.network or self.network
 
     def problems(self, spec: KernelSpec) -> Iterator[Problem]:
-        """Yield what of a request these rules, or any engine, refuse."""
+        """Yield the problems of a request under these rules, or on any engine."""
         if not spec.image:
-            yield Problem("image", "is missing; the docker runtime runs images")
+            yield Problem("image", "is missing; the docker runtime requires an image")
         networks = (self.network, *self.allowed_networks)
         if self.network_of(spec) not in networks:
             why = (
@@ -70,7 +70,7 @@ class DockerRules(msgspec.Struct, frozen=True):
             )
             yield Problem("network", why)
         if (spec.container.pids_limit or 0) > self.pids_limit:
-            why = f"{spec.container.pids_limit} are too many; allowed: up to {self.pids_limit}"
+            why = f"{spec.container.pids_limit} exceeds the limit of {self.pids_limit}"
             yield Problem("pids_limit", why)
         for name, why in over_ceiling(spec.container.ulimits, self.ulimits):
             yield Problem(f"ulimits.{name}", why)
@@ -84,11 +84,11 @@ class DockerRules(msgspec.Struct, frozen=True):
         targets = [mount.target for mount in spec.mounts]
         targets += [tmpfs.target for tmpfs in spec.container.tmpfs]
         for target in sorted({target for target in targets if targets.count(target) > 1}):
-            yield Problem("mounts", f"{target} is mounted twice")
+            yield Problem("mounts", f"duplicate target {target}")
 
 
 def _problems_of_targets(spec: KernelSpec) -> Iterator[Problem]:
-    """Yield the places in a container that an engine refuses, in words of its own."""
+    """Yield targets that an engine refuses, in clearer words than its own."""
     named = [(f"mounts.{n}.target", mount.target) for n, mount in enumerate(spec.mounts)]
     named += [(f"tmpfs.{n}.target", tmpfs.target) for n, tmpfs in enumerate(spec.container.tmpfs)]
     for where, target in named:
@@ -98,11 +98,11 @@ def _problems_of_targets(spec: KernelSpec) -> Iterator[Problem]:
         elif ".." in target.split("/") or path == "/":
             yield Problem(where, f"invalid path {target!r}: expected a folder below /, without ..")
         elif path in _OWN or path.startswith(("/proc/", "/sys/")):
-            yield Problem(where, f"{path} is the container's own; nothing can be mounted there")
+            yield Problem(where, f"{path} belongs to the container, expected another target")
 
 
 def _has_ids(user: str) -> bool:
-    """Return whether the numbers in a user (`1000:100`) are such that an engine takes them."""
+    """Return whether an engine accepts the numeric ids in a user (`1000:100`)."""
     ids = [part for part in user.split(":") if part.removeprefix("-").isdecimal()]
     return all(len(part) <= len(str(_MOST_ID)) and 0 <= int(part) <= _MOST_ID for part in ids)
 
@@ -110,7 +110,7 @@ def _has_ids(user: str) -> bool:
 def container_config(
     plan: KernelPlan, rules: DockerRules, sources: Sequence[MountSource], engine: EngineFacts
 ) -> dict[str, Any]:
-    """Return the body of the engine's create call; `sources` are those of the spec's mounts."""
+    """Return the body of the engine's create call; `sources` belong to the spec's mounts."""
     spec = plan.spec
     config: dict[str, Any] = {
         "Image": spec.image,
@@ -220,7 +220,7 @@ def _mounts(
 
 
 def _bind(source: str, mount: Mount, engine: EngineFacts) -> dict[str, Any]:
-    """Return a bind mount; what else is mounted below a read-only one is read-only, or left out."""
+    """Return a bind mount; submounts of a read-only one are read-only, or left out."""
     bound: dict[str, Any] = {
         "Type": "bind",
         "Source": source,

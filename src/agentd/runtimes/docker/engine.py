@@ -1,8 +1,8 @@
 """The Docker Engine's HTTP API over its socket: calls, streams, lists.
 
-Every answer is bounded: one that is too large is lost, and a long error message is cut.
+Every response is bounded: one that is too large counts as lost, and a long error message is cut.
 
-API: https://docs.docker.com/reference/api/engine/; the version is the engine's own, asked once
+API: https://docs.docker.com/reference/api/engine/; the engine's own version is used, requested once
 for each connection to its events.
 """
 
@@ -40,22 +40,25 @@ CALL_TIMEOUT_S = 120.0
 _NO_LIMIT = aiohttp.ClientTimeout(sock_connect=CONNECT_TIMEOUT_S)
 _BASE = "http://docker"
 _PATH = re.compile(r"/[A-Za-z0-9/_.:-]*")
-"""Of a bounded call: kinds, and ids that were checked."""
+"""Paths of bounded calls: kinds and validated ids."""
 _VERSION = re.compile(r"[0-9]{1,3}\.[0-9]{1,3}")
 MOST_ANSWER = 16 << 20
-"""Bytes of one answer, or of one element of a list.
+"""Maximum bytes of one response, or of one element of a list.
 
-An inspection repeats a byte of a request, which has 1 MiB, at most five times: a command stands
-in it twice, a label once more in the record, escaped.
+An inspection repeats a byte of a request, which has at most 1 MiB, at most five times: a command
+appears in it twice, a label once more in the record, escaped.
 """
 MOST_LIST, MOST_LISTED = 256 << 20, 20_000
-"""Bytes and elements of a list; a thousand containers take 2 MB, with the longest labels 200 MB."""
+"""Maximum bytes and elements of a list.
+
+A thousand containers take 2 MB, with the longest labels 200 MB.
+"""
 MOST_ERROR = 1 << 20
-"""Bytes that are read of an answer that is an error."""
+"""Maximum bytes read of an error response."""
 
 
 class EngineClient:
-    """Calls one engine."""
+    """A client of one engine."""
 
     def __init__(self, socket: Path) -> None:
         self._socket = socket
@@ -65,24 +68,24 @@ class EngineClient:
         self._is_closed = False
 
     async def close(self) -> None:
-        """Hang up; whatever is called from now on is unreachable."""
+        """Close all connections; every later call raises `EngineUnreachable`."""
         self._is_closed = True
         self._connections.close()
         if self._session is not None:
             await self._session.close()
 
     def forget_version(self) -> None:
-        """Ask anew which version of the API to speak: an engine that was restarted may differ."""
+        """Request the API version again before the next call: a restarted engine may differ."""
         self._prefix = ""
 
     async def version(self) -> Mapping[str, Any]:
-        """Return what the engine says of itself."""
+        """Return the engine's version, and use its API version from now on."""
         answer = await self._asked("GET", "/version")
         if not isinstance(answer, Mapping):
-            raise EngineAnswerLost("the engine's answer to a version is something else")
+            raise EngineAnswerLost("malformed version response of the engine")
         version = answer.get("ApiVersion", "1.41")
         if not isinstance(version, str) or not _VERSION.fullmatch(version):
-            raise EngineAnswerLost("the engine's answer to a version has no API version")
+            raise EngineAnswerLost("the engine's version response has no API version")
         self._prefix = f"/v{version}"
         return answer
 
@@ -95,7 +98,7 @@ class EngineClient:
         *,
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> Any:
-        """Call, and return the JSON of the answer; None if it has none.
+        """Make a call and return the JSON of the response, None if it is empty.
 
         Raises:
             EngineError, EngineUnreachable, EngineAnswerLost: see `engine_errors`.
@@ -113,7 +116,7 @@ class EngineClient:
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> Any:
         if not _PATH.fullmatch(path):
-            raise ValueError(f"{path!r} is no path of the Engine API")
+            raise ValueError(f"invalid Engine API path {path!r}")
         target = f"{path}?{urlencode(params)}" if params else path
         content = None if body is None else msgspec.json.encode(body)
         most = Bounds(MOST_ANSWER, MOST_ERROR)
@@ -121,11 +124,11 @@ class EngineClient:
         if answer.status >= REFUSED:
             raise EngineError(answer.status, _message(answer.body))
         if answer.is_cut:
-            raise EngineAnswerLost(f"the engine's answer is larger than {MOST_ANSWER >> 20} MiB")
+            raise EngineAnswerLost(f"the engine's response exceeds {MOST_ANSWER >> 20} MiB")
         try:
             return msgspec.json.decode(answer.body) if answer.body else None
         except (ValueError, RecursionError) as error:
-            raise EngineAnswerLost(f"the engine's answer is not JSON: {error}") from error
+            raise EngineAnswerLost(f"the engine's response is not JSON: {error}") from error
 
     @asynccontextmanager
     async def stream(
@@ -135,7 +138,7 @@ class EngineClient:
         params: Mapping[str, str],
         headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.StreamReader]:
-        """Call, and read what comes; leaving hangs up.
+        """Make a call and read its response as a stream; leaving the context disconnects.
 
         Raises:
             EngineError, EngineUnreachable, EngineAnswerLost: see `engine_errors`.
@@ -151,7 +154,7 @@ class EngineClient:
         params: Mapping[str, str],
         headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Call, and return the answer as soon as it begins; leaving hangs up.
+        """Make a call and return the response once its header is read; leaving disconnects.
 
         Raises:
             EngineError, EngineUnreachable, EngineAnswerLost: see `engine_errors`.
@@ -168,7 +171,7 @@ class EngineClient:
     async def items(
         self, path: str, params: Mapping[str, str]
     ) -> AsyncGenerator[Mapping[str, Any]]:
-        """Yield the objects of a list, each as soon as it was read.
+        """Yield the objects of a list as they arrive.
 
         Raises:
             EngineError, EngineUnreachable, EngineAnswerLost: see `engine_errors`.
@@ -189,14 +192,14 @@ class EngineClient:
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._is_closed:
-            raise EngineUnreachable(f"{self._socket}: agentd has hung up")
+            raise EngineUnreachable(f"{self._socket}: agentd closed the connection")
         if self._session is None:
             connector = aiohttp.UnixConnector(str(self._socket), limit=0)
             self._session = aiohttp.ClientSession(
                 connector=connector,
                 timeout=_NO_LIMIT,
                 cookie_jar=aiohttp.DummyCookieJar(),
-                auto_decompress=False,  # what is small on the way may be of any size
+                auto_decompress=False,  # a small compressed response can be of any size
                 headers={"Accept-Encoding": "identity"},
             )
         return self._session
@@ -206,7 +209,7 @@ _FAILURES = (aiohttp.ClientError, HttpProcessingError, OSError)
 
 
 class _Exchange:
-    """A call and its answer; how it fails is raised in the terms of this module."""
+    """One call and its response; converts aiohttp's errors to those of `engine_errors`."""
 
     def __init__(
         self, socket: Path, request: AbstractAsyncContextManager[aiohttp.ClientResponse]
@@ -238,10 +241,10 @@ class _Exchange:
 
 
 async def _refuse_error(response: aiohttp.ClientResponse) -> None:
-    """Raise an answer that is an error.
+    """Raise an error response.
 
     Raises:
-        EngineError: it is; also one that is too large to be read refuses the call.
+        EngineError: the response is an error; one that is too large is cut.
     """
     if response.status >= REFUSED:
         content = await _begun(response, MOST_ERROR)
@@ -249,7 +252,7 @@ async def _refuse_error(response: aiohttp.ClientResponse) -> None:
 
 
 async def _begun(response: aiohttp.ClientResponse, most: int) -> bytes:
-    """Return the first bytes of an answer."""
+    """Return the first `most` bytes of a response."""
     content = bytearray()
     while len(content) < most and (chunk := await response.content.readany()):
         content += chunk
@@ -257,10 +260,10 @@ async def _begun(response: aiohttp.ClientResponse, most: int) -> bytes:
 
 
 async def _objects(stream: aiohttp.StreamReader) -> AsyncGenerator[Mapping[str, Any]]:
-    """Yield the objects of a JSON array; what was yielded is not kept.
+    """Yield the objects of a JSON array, without keeping them.
 
     Raises:
-        EngineAnswerLost: it is not an array of objects, was cut short, or is too large.
+        EngineAnswerLost: the response is not an array of objects, is cut, or is too large.
     """
     utf8 = codecs.getincrementaldecoder("utf-8")("replace")
     parts, size, count, is_open = [""], 0, 0, False
@@ -270,7 +273,7 @@ async def _objects(stream: aiohttp.StreamReader) -> AsyncGenerator[Mapping[str, 
         size += len(chunk)
         rest, new = len(parts[0]), sum(map(len, parts[1:]))
         if chunk and new < rest:
-            continue  # else a long object would be parsed anew with each of its parts
+            continue  # otherwise every part of a long object would be parsed again
         text = "".join(parts)
         if text and not is_open:
             is_open, text = text[0] == "[", text[1:]
@@ -281,13 +284,13 @@ async def _objects(stream: aiohttp.StreamReader) -> AsyncGenerator[Mapping[str, 
         if text.startswith("]") and is_open:
             return
         if not chunk or not is_open:
-            raise EngineAnswerLost("the engine's answer is not a list of objects, or was cut short")
+            raise EngineAnswerLost("the engine's list is malformed or was cut")
         if len(text) > MOST_ANSWER or size > MOST_LIST or count > MOST_LISTED:
-            raise EngineAnswerLost("the engine's list is too large to be read")
+            raise EngineAnswerLost("the engine's list is too large")
 
 
 def _parsed(text: str) -> tuple[list[Mapping[str, Any]], str]:
-    """Return the complete objects that a part of a list begins with, and the rest."""
+    """Return the complete objects at the start of a text, and the rest."""
     found: list[Mapping[str, Any]] = []
     rest = text.lstrip(_BETWEEN)
     with suppress(ValueError, RecursionError):
@@ -303,8 +306,8 @@ _JSON = json.JSONDecoder()
 
 
 def _message(content: bytes) -> str:
-    """Return what an engine says is wrong, in the form of its errors or in any other."""
+    """Return the message of an error response, whatever its format."""
     try:
         return str(msgspec.json.decode(content)["message"])
     except (ValueError, RecursionError, KeyError, TypeError):
-        return content.decode(errors="replace").strip() or "it gave no reason"
+        return content.decode(errors="replace").strip() or "no reason given"

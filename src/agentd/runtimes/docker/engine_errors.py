@@ -1,8 +1,8 @@
-"""Three ways in which a call to the Docker Engine fails.
+"""The three ways in which a call to the Docker Engine fails.
 
-EngineError         it was asked, and refused or failed: a status and a message
-EngineUnreachable   it was not asked: there was no connection
-EngineAnswerLost          it was asked, and its answer was lost or is not one of the Engine API
+EngineError        the engine refused or failed: a status and a message
+EngineUnreachable  the engine was not called: there was no connection
+EngineAnswerLost   the engine was called, and its response was lost or is malformed
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 import re
 
 MOST_DETAIL, MOST_MESSAGE = 16 << 10, 1000
-"""Characters of an error message that are understood, and that are passed on."""
+"""Characters of an error message that are searched, and that are passed on."""
 _STORAGE = re.compile(
     r"(?<![^\s\"':=(])[^\s\"':=(]*/(?:[0-9a-f]{64}|l/[A-Z0-9]{26})"
     r"(?:-init)?(?:/merged|/rootfs|/diff)?"
 )
-"""Where an engine keeps a container or a layer: nothing that a caller may know."""
+"""Paths of the engine's storage, which no caller may learn."""
 
 
 class EngineError(Exception):
-    """The engine refused or failed, and said so; the `message` is for callers."""
+    """The engine returned an error; `message` is safe to show to clients."""
 
     def __init__(self, status: int, text: str) -> None:
         self.status = status
@@ -29,18 +29,18 @@ class EngineError(Exception):
 
 
 class EngineUnreachable(Exception):
-    """No connection could be made, so the engine knows of nothing."""
+    """No connection could be made, so the engine did nothing."""
 
 
 class EngineAnswerLost(Exception):
-    """The engine may have acted, and did not say so."""
+    """The engine may have acted, but its response is missing."""
 
 
 def shortly(text: str) -> str:
-    """Return a message, cut where it is long."""
+    """Cut a long message."""
     return text if len(text) <= MOST_MESSAGE else f"{text[:MOST_MESSAGE]}..."
 
 
 def presentable(text: str) -> str:
-    """Return what an engine says, without the paths of its storage and cut where it is long."""
+    """Return an engine's message without storage paths, cut if it is long."""
     return shortly(_STORAGE.sub("", text[:MOST_DETAIL]))

@@ -1,4 +1,4 @@
-"""What an engine can do, from what it says of itself."""
+"""The capabilities of an engine, read from its own answers."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ _DEVICE_REQUESTS_SINCE, _READ_ONLY_BELOW_SINCE = (1, 40), (1, 44)
 
 
 class EngineFacts(msgspec.Struct, frozen=True):
-    """Features for plugins, the platform that images are for, and limits that it cannot keep."""
+    """Features for plugins, the platform of images, and limits that the engine cannot enforce."""
 
     features: Features
     platform: str
     not_enforced: frozenset[str]
     restores_live: bool = False
-    """Whether its containers outlive it."""
+    """Whether containers outlive the engine."""
     reads_recursively: bool = False
-    """Whether a read-only mount can be made to hold for what is mounted below it, too."""
+    """Whether a read-only mount can cover its submounts, too."""
 
     def refuse_what_it_cannot(self, edits: ContainerEdits) -> None:
-        """Refuse, before anything is created, ways to devices that this engine does not know.
+        """Refuse edits that this engine does not support, before anything is created.
 
         Raises:
-            RuntimeFailure: it would start the kernel without them, or fail late.
+            RuntimeFailure: the engine would ignore them, or fail late.
         """
         if edits.cdi and not self.features.cdi:
             names = ", ".join(edits.cdi)
             raise RuntimeFailure(
-                f"this engine takes no CDI names ({names}); that needs Engine 25 or later"
+                f"this engine does not support CDI ({names}); requires Engine 25 or later"
                 " with CDI enabled"
             )
         if edits.device_requests and not self.features.device_requests:
             drivers = ", ".join(request.driver for request in edits.device_requests)
-            raise RuntimeFailure(f"this engine takes no device requests ({drivers})")
+            raise RuntimeFailure(f"this engine does not support device requests ({drivers})")
 
 
 def engine_facts(info: Mapping[str, Any], version: Mapping[str, Any]) -> EngineFacts:
-    """Read the answers of `/info` and `/version`."""
+    """Parse the responses of `/info` and `/version`."""
     cdi_spec_dirs = tuple(map(str, info.get("CDISpecDirs") or ()))
     api = tuple(int(part) for part in str(version.get("ApiVersion", "1.40")).split("."))
     features = Features(

@@ -1,4 +1,4 @@
-"""What an engine's answers, and their absence, mean in agentd's words."""
+"""Translation of the engine's errors to errors of agentd."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from agentd.runtimes.docker.engine_errors import (
 from agentd.runtimes.docker.request_errors import request_problem
 
 _PASSES = ("port is already allocated", "address already in use")
-"""What somebody else on the node did first; asked again, another port is chosen."""
+"""Conflicts with other processes on the host; a retry chooses another port."""
 
 _NO_COMMAND = re.compile(
     r"container process[^\"]*: exec: (?P<why>.*"
@@ -34,24 +34,27 @@ _NO_COMMAND = re.compile(
     r"exec format error).*)",
     re.DOTALL,
 )
-"""What runc says where a container's own command is wrong (since 1.0). What the engine itself could
-not run, such as a hook or `apparmor_parser`, it says in other words before `exec:`."""
+"""Errors of runc (since 1.0) about the container's own command.
+
+Programs that the engine itself could not run, such as a hook or `apparmor_parser`, are named in
+other words before `exec:`.
+"""
 BAD_REQUEST, NOT_FOUND, CONFLICT = 400, 404, 409
 
 
 def unknown(plan: KernelPlan, error: BaseException) -> OutcomeUnknown:
-    """Return the error that keeps a kernel's share held until the engine tells."""
+    """Return the error that keeps a kernel's share held until the outcome is known."""
     kernel_id = plan.spec.kernel_id
     return OutcomeUnknown(f"no answer from the engine; kernel {kernel_id} may exist: {error}")
 
 
 def is_no_image(error: EngineError) -> bool:
-    """Tell whether a create failed for want of the image, or of one for the platform."""
+    """Return whether a create failed because the image, or its platform, is missing."""
     return error.status == NOT_FOUND and "image" in error.message.lower()
 
 
 def translated(error: BaseException, plan: KernelPlan | None = None) -> BaseException:
-    """Return the error of agentd that says what the engine's means; others as they are."""
+    """Translate an error of the engine; other errors are returned unchanged."""
     if isinstance(error, EngineError):
         return _refusal(error, plan)
     if isinstance(error, (EngineUnreachable, EngineAnswerLost, OSError, TimeoutError)):
@@ -87,20 +90,20 @@ _TRANSLATING = _Translating()
 
 
 def translating() -> AbstractContextManager[None]:
-    """Turn the engine's errors into agentd's."""
+    """Translate the engine's errors to those of agentd."""
     return _TRANSLATING
 
 
 @contextmanager
 def proving() -> Iterator[None]:
-    """Whatever the engine answers but "not found" proves nothing about its containers."""
+    """Translate every error except "not found" to `RuntimeUnavailable`: it proves nothing."""
     try:
         with translating():
             yield
     except RuntimeFailure as error:
         raise RuntimeUnavailable(f"the engine failed: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RuntimeUnavailable(f"the engine's answer is unexpected: {error!r}") from error
+        raise RuntimeUnavailable(f"unexpected response of the engine: {error!r}") from error
 
 
 class _AbsentIsFine:
@@ -115,5 +118,5 @@ _ABSENT_IS_FINE = _AbsentIsFine()
 
 
 def absent_is_fine() -> AbstractContextManager[bool | None]:
-    """Let a "not found" pass."""
+    """Suppress "not found"."""
     return _ABSENT_IS_FINE

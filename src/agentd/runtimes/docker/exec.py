@@ -1,9 +1,9 @@
-"""A command inside a container, by the engine's own exec.
+"""Exec in a container, with the engine's own exec API.
 
 API: ExecCreate, ExecStart, ExecInspect, ExecResize. The engine answers a start by handing over the
-connection, for input and output; without a terminal it frames the output as it does logs. It has no
-call that ends or signals an exec: that is done to its process, which the engine names. Commands
-outlive whoever started them there, so each has a mark by which the next daemon finds it.
+connection, for input and output; without a terminal it frames the output as it does for logs. It
+has no call that ends or signals an exec, so agentd signals the process that the engine names. A
+command outlives the client that started it, so each has a mark by which the next daemon finds it.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from agentd.runtimes.host.exec import CHUNK, END_OF_INPUT, START_TIMEOUT_S, feed
 
 _SWITCHED = b" 101 "
 _NO_COMMAND = (126, 127)
-"""What the engine gives for the exit code of a command that is not there, or cannot be executed."""
+"""Exit codes that the engine uses for a command that is missing or not executable."""
 LOOK_S, SLOWEST_LOOK_S = 0.02, 1.0
-"""How often the engine is asked whether it has ended, first and last; it tells in no other way."""
+"""Seconds between polls for the end, at first and at most; the engine has no notification."""
 CLOSE_TRIES = 50
 DETACH_KEYS = "ctrl-^,ctrl-],ctrl-_,ctrl-^,ctrl-],ctrl-_,ctrl-^,ctrl-]"
-"""What nobody types, for the engine's default is what shells and editors use (ctrl-p, ctrl-q)."""
+"""Keys that nobody types; the engine's default is used by shells and editors (ctrl-p, ctrl-q)."""
 CONTAINER_ID = re.compile(r"[0-9a-f]{64}")
 MARK = "AGENTD_EXEC"
-"""In the environment of each command, with the node's id."""
+"""A variable of each command, with the node id as its value."""
 
 
 class Inside:
-    """One exec of an engine; see `Session`."""
+    """One exec in a container; see `Session`."""
 
     def __init__(self, engine: EngineClient, exec_id: str, spec: ExecSpec) -> None:
         self._engine = engine
@@ -59,10 +59,10 @@ class Inside:
         self._is_over = False
 
     async def begin(self, socket: Path) -> None:
-        """Start it, on a connection of its own.
+        """Start the command on a connection of its own.
 
         Raises:
-            CommandNotFound: there is no such command.
+            CommandNotFound: the command does not exist.
             RuntimeFailure: the engine refused.
         """
         self._reader, self._writer = await asyncio.open_unix_connection(str(socket))
@@ -75,7 +75,7 @@ class Inside:
         try:
             head = await self._reader.readuntil(b"\r\n\r\n")
         except asyncio.LimitOverrunError:
-            raise RuntimeFailure("the Docker Engine: its answer does not end") from None
+            raise RuntimeFailure("the Docker Engine: unterminated response header") from None
         if _SWITCHED not in head.split(b"\r\n")[0]:
             said = await self._reader.read(CHUNK)
             raise RuntimeFailure(f"the Docker Engine: {_text(said)}")
@@ -88,12 +88,12 @@ class Inside:
     async def _shown(self) -> Mapping[str, Any]:
         shown = await self._engine.call("GET", f"/exec/{self._exec_id}/json")
         if not isinstance(shown, Mapping) or not isinstance(shown.get("ExitCode"), int | None):
-            raise EngineAnswerLost("the engine's answer to an inspect describes no exec")
+            raise EngineAnswerLost("malformed exec inspection of the engine")
         process_id(shown.get("Pid") or 0)
         return shown
 
     async def _looks(self) -> AsyncGenerator[Mapping[str, Any]]:
-        """Yield what the engine says of it, ever more rarely."""
+        """Poll the state of the exec at growing intervals."""
         pause_s = LOOK_S
         while True:
             yield await self._shown()
@@ -101,7 +101,7 @@ class Inside:
             pause_s = min(pause_s * 1.2, SLOWEST_LOOK_S)
 
     async def _not_started(self, exit_code: object) -> AgentdError:
-        """Return why there is no process: the engine prints it where the command would print."""
+        """Return why there is no process; the engine prints the reason as output."""
         said = b""
         async with aclosing(self.output()) as chunks:
             async for _, chunk in chunks:
@@ -144,7 +144,7 @@ class Inside:
 
     async def resize(self, columns: int, rows: int) -> None:
         size = {"h": str(rows), "w": str(columns)}
-        with suppress(Exception):  # one that has ended has no terminal any more
+        with suppress(Exception):  # an ended command has no terminal
             await self._engine.call("POST", f"/exec/{self._exec_id}/resize", size)
 
     async def send_signal(self, number: int) -> None:
@@ -171,7 +171,7 @@ class Inside:
                 await self._end()
 
     async def _end(self) -> None:
-        """Kill it, also if it is only about to start; one that never will has an exit code."""
+        """Kill the command, also while it starts; one that failed to start has an exit code."""
         tries = 0
         async for shown in self._looks():
             tries += 1
@@ -182,17 +182,17 @@ class Inside:
 
 
 def _running(shown: Mapping[str, Any]) -> tuple[int, str] | None:
-    """Return the process of an exec, and its container, while it runs."""
+    """Return the process of an exec and its container while it runs."""
     pid = process_id(shown.get("Pid") or 0)
     return (pid, container_id(shown.get("ContainerID"))) if pid and shown.get("Running") else None
 
 
 def _text(said: bytes) -> str:
-    return presentable(said.decode(errors="replace").strip()) or "it gave no reason"
+    return presentable(said.decode(errors="replace").strip()) or "no reason given"
 
 
 def _signal_group(leader: int, container: str, number: int) -> None:
-    """Signal a command, and what is of its process group."""
+    """Signal the process group of a command."""
     if _is_in(leader, container):
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(leader, number)
@@ -203,7 +203,7 @@ def _is_in(pid: int, container: str) -> bool:
 
 
 def _kill_session(leader: int, container: str) -> None:
-    """Kill what a command started: runc makes each exec a session of its own."""
+    """Kill the processes of a command; runc makes each exec a session of its own."""
     _strike(
         lambda: {
             process.pid
@@ -214,9 +214,9 @@ def _kill_session(leader: int, container: str) -> None:
 
 
 def end_left_behind(node_id: str, containers: Collection[str]) -> None:
-    """Kill the commands that an earlier daemon of this node left inside containers.
+    """Kill the commands that an earlier daemon of this node left in containers.
 
-    A look reads the environment of each process once, and the cgroups of those with a mark.
+    Each pass reads the environment of every process once, and the cgroups of the marked ones.
     """
     ours = frozenset(containers)
     _strike(
@@ -239,7 +239,7 @@ def _strike(look: Callable[[], set[int]]) -> None:
 async def run_inside(
     engine: EngineClient, socket: Path, node_id: str, container: str, spec: ExecSpec
 ) -> Inside:
-    """Run a command inside a container of a node's."""
+    """Start a command in a container of a node."""
     env = {**spec.env, MARK: node_id}
     asked = {
         "AttachStdin": True,
@@ -258,7 +258,7 @@ async def run_inside(
             await session.begin(socket)
     except asyncio.IncompleteReadError as error:
         await to_the_end(session.close())
-        raise RuntimeFailure("the Docker Engine hung up") from error
+        raise RuntimeFailure("the Docker Engine closed the connection") from error
     except BaseException:
         await to_the_end(session.close())
         raise

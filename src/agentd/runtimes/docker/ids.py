@@ -1,4 +1,4 @@
-"""Ids in an engine's answers: they become paths of its API and of /proc, so each is checked.
+"""Validation of ids in an engine's responses, which become API paths and paths of /proc.
 
 Containers and execs have ids of 64 hexadecimal digits, images have digests (Engine API).
 """
@@ -17,44 +17,44 @@ _MOST_PID = 2**22
 
 
 def container_id(raw: object) -> str:
-    """Return the id of a container.
+    """Validate a container id.
 
     Raises:
-        EngineAnswerLost: it is something else.
+        EngineAnswerLost: the value is invalid.
     """
     return _checked(_CONTAINER, raw, "container")
 
 
 def exec_id(raw: object) -> str:
-    """Return the id of an exec.
+    """Validate an exec id.
 
     Raises:
-        EngineAnswerLost: it is something else.
+        EngineAnswerLost: the value is invalid.
     """
     return _checked(_CONTAINER, raw, "exec")
 
 
 def image_id(raw: object) -> str:
-    """Return the id of an image.
+    """Validate an image id.
 
     Raises:
-        EngineAnswerLost: it is something else.
+        EngineAnswerLost: the value is invalid.
     """
     return _checked(_IMAGE, raw, "image")
 
 
 def process_id(raw: object) -> int:
-    """Return the id of a process; 0 where there is none.
+    """Validate a process id; 0 means that there is no process.
 
     Raises:
-        EngineAnswerLost: it is something else.
+        EngineAnswerLost: the value is invalid.
     """
     if isinstance(raw, int) and not isinstance(raw, bool) and 0 <= raw <= _MOST_PID:
         return raw
-    raise EngineAnswerLost(f"the engine's answer has an invalid process id: {shortened(raw)}")
+    raise EngineAnswerLost(f"the engine's response has an invalid process id: {shortened(raw)}")
 
 
 def _checked(pattern: re.Pattern[str], raw: object, what: str) -> str:
     if isinstance(raw, str) and pattern.fullmatch(raw):
         return raw
-    raise EngineAnswerLost(f"the engine's answer has an invalid {what} id: {shortened(raw)}")
+    raise EngineAnswerLost(f"the engine's response has an invalid {what} id: {shortened(raw)}")

@@ -1,9 +1,8 @@
-"""Fetching images: one pull of each at a time, shared by all who wait for it.
+"""Image pulls: one at a time for each image, shared by all creates that wait for it.
 
-The engine stops a pull when its caller hangs up, so a pull for which nobody waits any more
-is cancelled. Credentials come from a file of the operator, in the form of Docker's
-`config.json` (`{"auths": {"registry.example:5000": {"auth": "<base64 of user:password>"}}}`),
-read at each pull.
+The engine stops a pull when its client disconnects, so a pull without waiting creates is cancelled.
+Credentials come from a file of the operator in the format of Docker's `config.json`
+(`{"auths": {"registry.example:5000": {"auth": "<base64 of user:password>"}}}`), read at each pull.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ DOCKER_HUB = "https://index.docker.io/v1/"
 _HUB_NAMES = ("docker.io", "index.docker.io", "registry-1.docker.io")
 _DONE = ("Download complete", "Pull complete", "Already exists")
 _COMPLETE = "Status: "
-"""How a line begins that a pull has which was not cut short."""
+"""Prefix of the last line of a complete pull."""
 
 _MOST_LAYERS = 1024
-"""Layers of which it is told how far they are; an image has at most 127."""
+"""Maximum layers whose progress is tracked; an image has at most 127."""
 _PAUSE_S = 0.2
-"""How often it is told how far a pull is."""
+"""Seconds between two progress reports."""
 
 Listener: TypeAlias = Callable[[Pull], None]
 _Key: TypeAlias = tuple[str, str | None]
@@ -50,7 +49,7 @@ _Key: TypeAlias = tuple[str, str | None]
 
 @dataclass(slots=True)
 class _Shared:
-    """A pull under way, and who waits for it."""
+    """A pull in progress and its listeners."""
 
     task: asyncio.Task[None]
     listeners: list[Listener] = field(default_factory=list)
@@ -66,14 +65,14 @@ class Images:
         self._pulls: dict[_Key, _Shared] = {}
 
     def renew(self, registry_auth: Path | None) -> None:
-        """Take credentials from another file from now on."""
+        """Use another credentials file from now on."""
         self._registry_auth = registry_auth
 
     async def pull(self, image: str, platform: str | None, listener: Listener) -> None:
-        """Fetch an image, or wait for the pull that is under way; `listener` hears how far.
+        """Pull an image, or join the pull in progress; `listener` gets the progress.
 
         Raises:
-            ImageNotFound: it is not to be had.
+            ImageNotFound: the image is not available.
             RuntimeUnavailable: the engine did not answer.
         """
         image = _tagged(image)
@@ -108,17 +107,17 @@ class Images:
                     if _took(layers, line):
                         self._notify((image, platform), layers)
             if not is_complete:
-                raise RuntimeUnavailable(f"the pull of {image} was cut short")
+                raise RuntimeUnavailable(f"the pull of {image} was interrupted")
         except EngineError as error:
             raise ImageNotFound(f"image {image}: {error.message}") from error
         except EngineUnreachable as error:
             raise RuntimeUnavailable(str(error)) from error
         except (EngineAnswerLost, OSError, ValueError, RecursionError) as error:
-            raise RuntimeUnavailable(f"the pull of {image} was cut: {error}") from error
+            raise RuntimeUnavailable(f"the pull of {image} was interrupted: {error}") from error
         log.info("image.pulled", image=image)
 
     async def _lines(self, image: str, platform: str | None) -> AsyncGenerator[dict[str, Any]]:
-        """Ask for a pull, and yield what the engine says of it; hangs up when it is given up."""
+        """Start a pull and yield its progress lines; closing the generator stops the pull."""
         params = {"fromImage": image}
         if platform:
             params["platform"] = platform
@@ -128,7 +127,7 @@ class Images:
             async for line in stream:
                 said = json.loads(line)
                 if not isinstance(said, dict):
-                    raise EngineAnswerLost("the engine tells of a pull what is not an object")
+                    raise EngineAnswerLost("malformed pull progress of the engine")
                 yield said
 
     def _notify(self, key: _Key, layers: Mapping[str, Pull]) -> None:
@@ -141,10 +140,10 @@ class Images:
                 listener(Pull(current, total))
 
     def _credentials(self, image: str) -> dict[str, Any] | None:
-        """Return what the operator's file says of an image's registry.
+        """Return the credentials for an image's registry, None if there are none.
 
         Raises:
-            RuntimeFailure: the file cannot be read; a pull without it could fetch another image.
+            RuntimeFailure: the file cannot be read; without it a pull could fetch another image.
         """
         if self._registry_auth is None:
             return None
@@ -170,7 +169,7 @@ def _tagged(image: str) -> str:
 
 
 def _login(entry: Mapping[str, str]) -> dict[str, str] | None:
-    """Return what an entry says; None if its credentials are kept by a helper, or nowhere."""
+    """Return the credentials of an entry; None if a helper keeps them, or if it has none."""
     if not entry:
         return None
     if "identitytoken" in entry:
@@ -182,7 +181,7 @@ def _login(entry: Mapping[str, str]) -> dict[str, str] | None:
 
 
 def registry_of(image: str) -> str:
-    """Return the registry that an image's name means: its first part if that is a host."""
+    """Return the registry of an image name: its first part if that is a host."""
     first, found, _ = image.partition("/")
     if first in _HUB_NAMES:
         return DOCKER_HUB
@@ -191,7 +190,7 @@ def registry_of(image: str) -> str:
 
 
 def _took(layers: dict[str, Pull], line: Mapping[str, Any]) -> bool:
-    """Note what a line of the engine says of a layer; True if that tells how far the pull is."""
+    """Update a layer from a progress line; return whether the line has progress."""
     layer, status = str(line.get("id")), line.get("status", "")
     if status == "Downloading" and (layer in layers or len(layers) < _MOST_LAYERS):
         detail = line.get("progressDetail") or {}

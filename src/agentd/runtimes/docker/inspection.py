@@ -1,4 +1,4 @@
-"""Reading the inspection of a container, and comparing it with what was requested."""
+"""Container inspections: parsing, and comparison with the request."""
 
 from __future__ import annotations
 
@@ -40,26 +40,26 @@ _STATES = {
 
 
 def inspected(shown: object) -> Mapping[str, Any]:
-    """Return what an engine says of a container, if it is that.
+    """Validate an inspection of a container.
 
     Raises:
-        EngineAnswerLost: it is something else.
+        EngineAnswerLost: the response is malformed.
     """
     if isinstance(shown, dict) and shown.keys() >= _MEMBERS:
         container_id(shown["Id"])
         process_id(shown["State"].get("Pid", 0))
         return shown
-    raise EngineAnswerLost("the engine's answer to an inspect describes no container")
+    raise EngineAnswerLost("malformed container inspection of the engine")
 
 
 def summarized(listed: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what a list says of a container, in the form of an inspection.
+    """Convert an element of a list to the form of an inspection.
 
     Raises:
-        EngineAnswerLost: it does not describe a container.
+        EngineAnswerLost: the element is malformed.
     """
     if not isinstance(listed.get("Labels"), Mapping | None):
-        raise EngineAnswerLost("the engine's list has labels that are not an object")
+        raise EngineAnswerLost("malformed labels in the engine's list")
     return identified(
         {
             "Id": container_id(listed.get("Id")),
@@ -72,7 +72,7 @@ def summarized(listed: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def identified(shown: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return of an inspection what tells whose a container is: a thousand are kept at a time."""
+    """Reduce an inspection to its identifying members: a thousand are kept at a time."""
     labels = labels_of(shown)
     return {
         **{name: shown.get(name) for name in ("Id", "Name", "Image", "State")},
@@ -86,17 +86,17 @@ def labels_of(shown: Mapping[str, Any]) -> Mapping[str, str]:
 
 
 def kernel_of(shown: Mapping[str, Any]) -> str | None:
-    """Return the kernel id on a container; None if there is no valid one."""
+    """Return the kernel id in a container's labels, None without a valid one."""
     kernel_id = labels_of(shown).get(KERNEL_LABEL)
     return kernel_id if is_name(kernel_id) else None
 
 
 def observed_kernel(shown: Mapping[str, Any]) -> ObservedKernel:
-    """Return the kernel that a container of ours is."""
+    """Return the kernel of a container."""
     labels, state = labels_of(shown), shown["State"]
     started_at, finished_at = _seconds(state.get("StartedAt")), _seconds(state.get("FinishedAt"))
     if started_at and finished_at and _STATES.get(state["Status"]) is None:
-        finished_at = max(started_at, finished_at)  # the engine notes a start after it
+        finished_at = max(started_at, finished_at)  # the engine records the start later
     limits = shown.get("HostConfig", {})
     return ObservedKernel(
         kernel_id=labels[KERNEL_LABEL],
@@ -121,7 +121,7 @@ def observed_kernel(shown: Mapping[str, Any]) -> ObservedKernel:
 
 
 def _cores(listed: object) -> tuple[str, ...] | None:
-    """Return the cores of a container (`0-3,8`); None where it has all, or that is not told."""
+    """Return the cores of a container (`0-3,8`); None if it has all, or if unknown."""
     if not isinstance(listed, str) or not _CPU_LIST.fullmatch(listed):
         return None
     return tuple(map(str, parse_cpu_list(listed)))
@@ -137,7 +137,7 @@ def _ports(bindings: Mapping[str, Sequence[Mapping[str, str]] | None]) -> Iterat
 
 
 def _seconds(text: str | None) -> float | None:
-    """Read the engine's time, nanoseconds and all; None for its zero time."""
+    """Parse the engine's time, including nanoseconds; None for its zero time."""
     if not text or text.startswith("0001-"):
         return None
     whole, _, rest = text.rstrip("Z").partition(".")
@@ -152,7 +152,7 @@ def verify(
 ) -> None:
     """Check that a started container has what was requested; `asked` is the create's HostConfig.
 
-    Of a command that has ended already only what the engine says can be seen.
+    If the command has already ended, only the engine's own view can be checked.
 
     Raises:
         RuntimeFailure: the engine dropped or changed something.
@@ -162,15 +162,15 @@ def verify(
     for request in asked["DeviceRequests"]:
         if _request(request) not in requests:
             ids = ", ".join(request["DeviceIDs"])
-            raise RuntimeFailure(f"the engine started it without {request['Driver']} {ids}")
+            raise RuntimeFailure(f"the engine omitted {request['Driver']} {ids}")
     nodes = [_node(item) for item in has.get("Devices") or ()]
     for node in asked["Devices"]:
         if _node(node) not in nodes:
-            raise RuntimeFailure(f"the engine started it without {node['PathInContainer']}")
+            raise RuntimeFailure(f"the engine omitted {node['PathInContainer']}")
     for limit in ("CpusetCpus", "Memory"):
         if (has.get(limit) or 0) != (asked[limit] or 0):
-            why = f"{limit} is {has.get(limit)!r}, not {asked[limit]!r}"
-            raise RuntimeFailure(f"the engine started it with another limit: {why}")
+            why = f"{limit}: got {has.get(limit)!r}, expected {asked[limit]!r}"
+            raise RuntimeFailure(f"the engine changed a limit: {why}")
     if pid := process_id(shown["State"].get("Pid", 0)):
         with suppress(PermissionError, ProcessLookupError, FileNotFoundError):
             verify_mounts(pid, plan.spec.mounts, sources)
@@ -192,13 +192,13 @@ def _verify_node(pid: int, node: DeviceNode) -> None:
     path = f"/proc/{pid}/root/{node.container_path.lstrip('/')}"
     number = _device_number(path)
     if number is None and _device_number(f"/proc/{pid}/root") is not None:
-        raise RuntimeFailure(f"the engine started it without {node.container_path}")
+        raise RuntimeFailure(f"the engine omitted {node.container_path}")
     if number is not None and number != _device_number(node.host_path):
         raise RuntimeFailure(f"{node.container_path} in the container is not {node.host_path}")
 
 
 def _device_number(path: str) -> int | None:
-    """Return the device number of a file (0 if it is not a device); None if it does not exist."""
+    """Return the device number of a file (0 for other files), None if it does not exist."""
     try:
         return Path(path).stat().st_rdev
     except FileNotFoundError:

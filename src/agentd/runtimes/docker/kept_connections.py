@@ -1,8 +1,8 @@
-"""Connections to the engine that are kept, for calls whose answer is small and is read whole.
+"""Persistent connections to the engine, for calls with small responses.
 
-A create asks the engine three times, so what one exchange costs is most of what agentd adds to a
-create. An exchange here is one write, one read and httptools' parser; streams and lists go
-through aiohttp (ADR 0011).
+A create makes three calls, so the cost of one exchange is most of what agentd adds to a create.
+Here an exchange is one write, one read and httptools' parser; streams and lists use aiohttp
+(ADR 0011).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from agentd.runtimes.docker.engine_errors import EngineAnswerLost, EngineUnreach
 
 CONNECT_TIMEOUT_S = 10.0
 MOST_IDLE = 8
-"""Connections that are kept while nobody uses them."""
+"""Maximum idle connections."""
 REFUSED = 400
 _FINAL = 200
 _MOST_HEADERS = 64 << 10
-_CLOSED = "agentd has hung up"
+_CLOSED = "agentd closed the connection"
 _REPEATED = frozenset({"GET", "DELETE"})
-"""Methods that may be asked twice, where a kept connection ended before the first answer."""
+"""Methods that are retried if a persistent connection ended before the response."""
 
 
 class EngineAnswer(NamedTuple):
-    """An answer; `is_cut` where its body is longer than the bound."""
+    """A response; `is_cut` if its body exceeds the bound."""
 
     status: int
     body: bytes
@@ -36,14 +36,14 @@ class EngineAnswer(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Bytes that are read of an answer, and of one that is an error."""
+    """Maximum bytes of a response, and of an error response."""
 
     answer: int
     error: int
 
 
 class KeptConnections:
-    """Connections to one engine; as many as there are calls at once."""
+    """Connections to one engine, one for each concurrent call."""
 
     def __init__(self, socket: Path) -> None:
         self._socket = socket
@@ -54,13 +54,13 @@ class KeptConnections:
     async def exchange(
         self, method: str, target: str, body: bytes | None, most: Bounds, timeout_s: float
     ) -> EngineAnswer:
-        """Send a request, and return its answer; whoever is cancelled meanwhile hangs up.
+        """Send a request and return its response; cancelling disconnects.
 
         `target` is a path and a query as they are sent. No wait is ended by cancelling the task
         (see `agentd.concurrency.uninterrupted`).
 
         Raises:
-            EngineUnreachable, EngineAnswerLost: as `engine_errors` says.
+            EngineUnreachable, EngineAnswerLost: see `engine_errors`.
         """
         request, loop = _request(method, target, body), asyncio.get_running_loop()
         while True:
@@ -70,7 +70,7 @@ class KeptConnections:
                 connection.hang_up(_CLOSED)
                 raise EngineUnreachable(f"{self._socket}: {_CLOSED}")
             self._used.add(connection)
-            late = f"the engine gave no answer within {timeout_s:g} s"
+            late = f"no response from the engine within {timeout_s:g} s"
             timer = loop.call_later(timeout_s, connection.hang_up, late)
             try:
                 answer = await connection.ask(request, most)
@@ -87,7 +87,7 @@ class KeptConnections:
             return answer
 
     def close(self) -> None:
-        """Hang up; whoever waits for an answer lost it."""
+        """Close all connections; calls in progress fail with `EngineAnswerLost`."""
         self._is_closed = True
         for connection in [*self._idle, *self._used]:
             connection.hang_up(_CLOSED)
@@ -97,7 +97,7 @@ class KeptConnections:
         if connection.is_free and len(self._idle) < MOST_IDLE:
             self._idle.append(connection)
         else:
-            connection.hang_up("its answer was given up")
+            connection.hang_up("the call was abandoned")
 
     async def _connected(self) -> _EngineConnection:
         connecting = asyncio.create_task(
@@ -131,11 +131,11 @@ def _request(method: str, target: str, body: bytes | None) -> bytes:
 
 
 class _NotAnswered(Exception):
-    """The connection ended before a byte of the answer."""
+    """The connection ended before the first byte of a response."""
 
 
 class _EngineConnection(asyncio.Protocol):
-    """One connection, with one exchange at a time; also what the parser tells (httptools)."""
+    """One connection with one exchange at a time; also the callbacks of httptools' parser."""
 
     def __init__(self, on_lost: Callable[[_EngineConnection], None]) -> None:
         self._on_lost = on_lost
@@ -153,7 +153,7 @@ class _EngineConnection(asyncio.Protocol):
         return self._transport is not None and self._answer is None
 
     def ask(self, request: bytes, most: Bounds) -> asyncio.Future[EngineAnswer]:
-        """Send a request; the answer comes, or `EngineAnswerLost`, or `_NotAnswered`."""
+        """Send a request; the future gets the response, `EngineAnswerLost` or `_NotAnswered`."""
         answer: asyncio.Future[EngineAnswer] = asyncio.get_running_loop().create_future()
         if self._transport is None:
             answer.set_exception(_NotAnswered("the connection has ended"))
@@ -164,7 +164,7 @@ class _EngineConnection(asyncio.Protocol):
         return answer
 
     def hang_up(self, why: str) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._fail(EngineAnswerLost(why))
         if self._transport is not None:
             self._transport.abort()
@@ -177,36 +177,36 @@ class _EngineConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._answer is None:
-            self.hang_up("")  # nothing was asked, so nothing more that it says can be believed
+            self.hang_up("")  # data without a request cannot be trusted
             self._on_lost(self)
             return
         self._received += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self.hang_up(shortly(f"the answer is not HTTP/1.1: {error}"))
+            self.hang_up(shortly(f"the response is not HTTP/1.1: {error}"))
             return
         if self._answer is not None:
             if len(self._body) > self._bound:
                 self._complete()
                 self.hang_up("")
             elif self._received - len(self._body) > self._bound + _MOST_HEADERS:
-                self.hang_up("the answer is too large")
+                self.hang_up("the response is too large")
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
         self._on_lost(self)
         if self._received == 0:
-            self._fail(_NotAnswered(str(error or "the connection ended before the answer")))
-        elif self._status >= REFUSED:  # Go's server ends its own refusals so
+            self._fail(_NotAnswered(str(error or "the connection ended before the response")))
+        elif self._status >= REFUSED:  # Go's server ends its own refusals without a length
             self._complete()
         else:
-            self._fail(EngineAnswerLost(str(error or "the connection ended within the answer")))
+            self._fail(EngineAnswerLost(str(error or "the connection ended within the response")))
 
     # httptools.HTTPProtocol
 
     def on_message_begin(self) -> None:
-        if self._answer is None:  # a second answer to one request
+        if self._answer is None:  # a second response to one request
             self.hang_up("")
 
     def on_headers_complete(self) -> None:

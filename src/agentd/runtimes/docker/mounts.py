@@ -1,11 +1,10 @@
-"""Host folders in containers: only what the operator allows, and only what was looked at.
+"""Host folders in containers: only allowed ones, and only the files that were checked.
 
-A path can change between the look at it and the engine's mount, as somebody who may write
-there can. So the file that a path leads to is known by device and inode (stat(2)); it is looked
-up right before the engine is asked, looked for at its place in the started container, and its
-path is followed once more: a kernel whose mount was exchanged is removed. What such a
-kernel did in the moments before cannot be undone; the operator allows folders in which nobody
-who is not trusted may replace what is there.
+A path can change between the check and the engine's mount if a user may write there. So the file is
+identified by device and inode (stat(2)). It is resolved right before the engine is called, searched
+at its target in the started container, and its path is resolved once more: a kernel with a replaced
+mount is removed. Its effects until then cannot be undone, so operators should only allow folders in
+which no untrusted user may replace files.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
 class MountSource(NamedTuple):
-    """Where a mount really comes from: symlinks and `..` resolved, and which file that is."""
+    """The real source of a mount, with links and `..` resolved, and the identity of its file."""
 
     path: str
     device: int
@@ -33,10 +32,10 @@ class MountSource(NamedTuple):
 
 
 def resolved(mounts: Sequence[Mount], allowed: Sequence[Path]) -> list[MountSource]:
-    """Return the sources of a request's mounts.
+    """Resolve the sources of a request's mounts.
 
     Raises:
-        InvalidRequest: with each source that is not below an allowed folder, or not there.
+        InvalidRequest: sources are missing or not below an allowed folder; lists all of them.
     """
     folders = [real for folder in allowed if (real := _real(str(folder)))]
     sources: list[MountSource] = []
@@ -51,9 +50,7 @@ def resolved(mounts: Sequence[Mount], allowed: Sequence[Path]) -> list[MountSour
             path, is_there = _real(mount.source), False
         where = f"mounts.{index}.source"
         if path is None:
-            problems.append(
-                Problem(where, f"{mount.source} leads to a link that cannot be followed")
-            )
+            problems.append(Problem(where, f"{mount.source} cannot be resolved"))
         elif not any(path == folder or folder in path.parents for folder in folders):
             have = ", ".join(map(str, allowed)) or "none"
             why = f"{mount.source} is not below an allowed folder; allowed-mounts: {have}"
@@ -68,7 +65,7 @@ def resolved(mounts: Sequence[Mount], allowed: Sequence[Path]) -> list[MountSour
 
 
 def _real(path: str) -> Path | None:
-    """Return where a path leads; None where a link on the way cannot be followed."""
+    """Resolve a path; None if a link cannot be followed."""
     try:
         return Path(os.path.realpath(path))
     except (OSError, RecursionError):
@@ -76,7 +73,7 @@ def _real(path: str) -> Path | None:
 
 
 def refuse_missing(edits: ContainerEdits) -> None:
-    """Refuse edits that name files of the node that are not there.
+    """Refuse edits that name missing files of the host.
 
     Raises:
         RuntimeFailure: a plugin's device or mount is missing.
@@ -87,11 +84,11 @@ def refuse_missing(edits: ContainerEdits) -> None:
         except OSError:
             continue
         if not is_there:
-            raise RuntimeFailure(f"{path}, which its devices need, is not on this node")
+            raise RuntimeFailure(f"missing on this node: {path}, required by the devices")
 
 
 def _opened(path: str) -> MountSource:
-    """Follow a path once, and tell of what it led to."""
+    """Resolve a path once and return its identity."""
     descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         found = os.fstat(descriptor)
@@ -102,10 +99,10 @@ def _opened(path: str) -> MountSource:
 
 
 def refuse_exchanged(mounts: Sequence[Mount], sources: Sequence[MountSource]) -> None:
-    """See that every path still leads to the file that it led to.
+    """Check that every path still leads to the same file.
 
     Raises:
-        RuntimeFailure: one was exchanged meanwhile.
+        RuntimeFailure: a file was replaced.
     """
     for mount, source in zip(mounts, sources, strict=True):
         try:
@@ -117,14 +114,15 @@ def refuse_exchanged(mounts: Sequence[Mount], sources: Sequence[MountSource]) ->
 
 
 def verify_mounts(pid: int, mounts: Sequence[Mount], sources: Sequence[MountSource]) -> None:
-    """See that a container has mounted the very files that were looked at, each at its target.
+    """Check that a container has mounted the checked files, each at its target.
 
-    A target that is reached by a link of the image has another name there; then as many
-    mounts of the file must be there as were asked for.
+    A target that goes through a link of the image has another name in the container. Then the
+    number of
+    mounts of the file must match.
 
     Raises:
-        RuntimeFailure: one was exchanged before the engine mounted it.
-        PermissionError: it cannot be told.
+        RuntimeFailure: a file was replaced before the engine mounted it.
+        PermissionError: the mounts cannot be read.
         FileNotFoundError, ProcessLookupError: the container has ended.
     """
     if not mounts:
@@ -144,15 +142,15 @@ def _exchanged(mount: Mount) -> RuntimeFailure:
 
 
 def _mounted(pid: int) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield each mount point that a process sees, with device and inode (proc_pid_mountinfo(5)).
+    """Yield the mount points of a process with device and inode (proc_pid_mountinfo(5)).
 
     Raises:
-        FileNotFoundError, ProcessLookupError: it has ended.
+        FileNotFoundError, ProcessLookupError: the process has ended.
     """
     try:
         lines = Path(f"/proc/{pid}/mountinfo").read_bytes().splitlines()
     except OSError as error:
-        if error.errno == errno.EINVAL:  # it is just ending, and has no mounts of its own any more
+        if error.errno == errno.EINVAL:  # the process is ending and has lost its mounts
             raise ProcessLookupError(pid) from error
         raise
     for line in lines:

@@ -1,4 +1,4 @@
-"""What there is of a node's kernels in an engine: containers, as inspections tell."""
+"""Observation of a node's kernels in an engine, by inspecting containers."""
 
 from __future__ import annotations
 
@@ -37,18 +37,17 @@ log = structlog.get_logger()
 
 INSPECTS_AT_ONCE = 16
 ASK_TIMEOUT_S = 5.0
-"""How long an engine may take to say what one container, or the engine itself, is."""
+"""Seconds that an engine may take to describe one container, or itself."""
 ACCOUNT_TIMEOUT_S = 2.0
-"""How long the figures of all kernels may wait for what an engine says of some."""
+"""Seconds that the usage of all kernels may wait for the engine's answers about some."""
 LIST_TIMEOUT_S = 20.0
-"""How long it may take to list everything, or to remove what never ran."""
+"""Seconds that a list, or the removal of an interrupted create, may take."""
 _PLACES = ("docker/{}", "system.slice/docker-{}.scope")
-"""Below a hierarchy, by the engine's driver of cgroups: cgroupfs and systemd
-(dockerd(8), `--cgroup-parent`)."""
+"""Paths of cgroups by the engine's driver, cgroupfs or systemd (dockerd(8), `--cgroup-parent`)."""
 
 
 class ContainerObserver:
-    """Looks at the containers of one node."""
+    """Observes the containers of one node."""
 
     def __init__(self, engine: EngineClient, node_id: str, absences: Absences) -> None:
         self._engine = engine
@@ -60,7 +59,7 @@ class ContainerObserver:
         self._ignored: frozenset[str] = frozenset()
 
     async def listing(self) -> Listing:
-        """Return every kernel; what cannot be inspected alone is as the list says."""
+        """Return every kernel; a container that cannot be inspected is as the list describes it."""
         with proving():
             async with asyncio.timeout(LIST_TIMEOUT_S):
                 return await self._listed()
@@ -92,7 +91,7 @@ class ContainerObserver:
         return Listing(tuple(ours.values()), ignored=ignored)
 
     async def _shown(self, summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Inspect one container of a list; what the list said of it if that fails alone."""
+        """Inspect one listed container; fall back to the list's view if only this call fails."""
         try:
             return await self.inspection(summary["Id"])
         except (TimeoutError, EngineAnswerLost):
@@ -103,9 +102,9 @@ class ContainerObserver:
         return summary
 
     async def find(self, ref: KernelRef) -> ObservedKernel | None:
-        """Return one kernel, by its handle, else by its name, else as an event told of it.
+        """Return one kernel, found by handle, by name, or by its latest event.
 
-        None if it is not there. One that goes by another name and never ran is nobody's.
+        None if it does not exist. A container with another name that never ran is not a kernel.
         """
         shown = await self._found(ref.handle) if ref.handle else None
         if shown and self._is_of(shown, ref.kernel_id):
@@ -123,14 +122,14 @@ class ContainerObserver:
         return None
 
     def heard(self, event: ContainerEvent) -> None:
-        """Remember where a kernel is whose container has another name than its own."""
+        """Remember the container of a kernel whose name is not its own."""
         if event.name != kernel_name(self._node_id, event.kernel_id):
             self._elsewhere[event.kernel_id] = event.container
         if event.action == DESTROY and self._elsewhere.get(event.kernel_id) == event.container:
             del self._elsewhere[event.kernel_id]
 
     def forget_events(self) -> None:
-        """Forget what events told; a list comes next."""
+        """Forget the events, because a list follows."""
         self._elsewhere.clear()
 
     def _is_of(self, shown: Mapping[str, Any], kernel_id: str) -> bool:
@@ -138,7 +137,7 @@ class ContainerObserver:
         return (labels.get(NODE_LABEL), labels.get(KERNEL_LABEL)) == (self._node_id, kernel_id)
 
     async def _was_renamed(self, shown: Mapping[str, Any]) -> bool:
-        """Return whether a kernel was renamed; else a container has its labels from its image."""
+        """Return whether a kernel was renamed; if not, its labels come from its image."""
         with absent_is_fine():
             image = await self._engine.call("GET", f"/images/{image_id(shown['Image'])}/json")
             inherited = (image.get("Config") or {}).get("Labels") or {}
@@ -151,15 +150,15 @@ class ContainerObserver:
         return None
 
     async def inspection(self, container: str) -> Mapping[str, Any]:
-        """Return what the engine says of a container."""
+        """Return the inspection of a container."""
         path = f"/containers/{container}/json"
         return inspected(await self._engine.call("GET", path, timeout_s=ASK_TIMEOUT_S))
 
     async def accounts(self, kernels: Sequence[Kernel]) -> Mapping[str, CgroupCounters]:
-        """Return where living containers are counted; each is looked for once.
+        """Return the cgroup counters of running containers; each is searched once.
 
-        The engine is only asked about those that are not where engines put them; what it does not
-        say in time is missing.
+        The engine is only called for containers outside of the usual cgroups. Late answers are
+        skipped.
         """
         handles = {k.kernel_id: k.handle for k in kernels if k.handle and k.state in LIVE}
         living = set(handles.values())
@@ -176,14 +175,14 @@ class ContainerObserver:
         return {k: kept[handle] for k, handle in handles.items() if handle in kept}
 
     async def _placed(self, container: str) -> CgroupCounters | None:
-        """Return where a container is counted, as its process tells; None if it is not told."""
+        """Return a container's cgroup counters from its process, None if unknown."""
         shown = await self._found(container)
         pid = process_id(shown["State"].get("Pid", 0)) if shown is not None else 0
         found = account_of(pid, container) if pid else CgroupCounters()
         return replace(found, has_network=True) if found.folders else None
 
     def observed(self, shown: Mapping[str, Any]) -> ObservedKernel:
-        """Return the kernel that a container of ours is, and why it ended if its engine did."""
+        """Return the kernel of a container, with the reason if the engine ended it."""
         found = observed_kernel(shown)
         if found.is_alive:
             return found
@@ -191,7 +190,7 @@ class ContainerObserver:
         return found if ending is found.ending else msgspec.structs.replace(found, ending=ending)
 
     def _fits(self, shown: Mapping[str, Any]) -> bool:
-        """Return whether a container's name is the one that its labels call for."""
+        """Return whether a container has the name that its labels demand."""
         kernel_id = kernel_of(shown)
         if kernel_id is None or labels_of(shown).get(NODE_LABEL) != self._node_id:
             return False
@@ -199,7 +198,7 @@ class ContainerObserver:
 
 
 class _Seen(NamedTuple):
-    """A container of a list, and the kernel that it is by its inspection."""
+    """A listed container and its kernel."""
 
     shown: Mapping[str, Any]
     kernel: ObservedKernel
@@ -215,7 +214,7 @@ def _ignored(shown: Mapping[str, Any]) -> str:
 
 
 def _looked_for(containers: Sequence[str]) -> dict[str, CgroupCounters]:
-    """Return where containers are counted that are where engines put them."""
+    """Return the cgroup counters of containers in the usual cgroups."""
     found: dict[str, CgroupCounters] = {}
     hierarchies = [UNIFIED] if is_v2() else [c for c in COUNTED_V1 if (MOUNT / c).exists()]
     for container in containers:

@@ -1,6 +1,6 @@
-"""Mistakes in a request that only the engine, or its runc, can find; pure.
+"""Mistakes in a request that only the engine, or its runc, detects; pure.
 
-They say so in words alone, which are those of Engine 20.10 to 26 and of runc 1.1.
+They are recognized by message, for Engine 20.10 to 26 and runc 1.1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FOLDER = re.compile(
     re.DOTALL,
 )
 _NEVER_THE_DISK = ("not a directory", "file name too long")
-"""Reasons that say of any path that it is wrong."""
+"""Reasons that are always about the path itself."""
 _LIMIT = re.compile(r"error setting rlimit type (?P<number>[0-9]+): (?P<why>[^:]*)")
 _LIMITS = {
     str(number): name
@@ -41,11 +41,11 @@ _TIGHT = {
     "cannot allocate memory": "data",
     "resource temporarily unavailable": "nproc",
 }
-"""What runc itself lacks under a limit of the request, by what it says."""
+"""Messages of runc when a limit of the request is too low for itself."""
 
 
 def request_problem(message: str, spec: KernelSpec) -> Problem | None:
-    """Return what of a request the engine's refusal is about; None if it is not the caller's."""
+    """Return the problem of a request behind the engine's refusal, None if there is none."""
     return next(
         (
             problem
@@ -59,7 +59,7 @@ def request_problem(message: str, spec: KernelSpec) -> Problem | None:
 def _in_user(message: str, spec: KernelSpec) -> Iterator[Problem]:
     if found := _USER.search(message):
         why = shortly(message[found.start() :])
-        yield Problem("user", why) if spec.user else Problem("image", f"invalid user in it: {why}")
+        yield Problem("user", why) if spec.user else Problem("image", f"its user is invalid: {why}")
 
 
 def _in_mounts(message: str, spec: KernelSpec) -> Iterator[Problem]:
@@ -81,9 +81,9 @@ def _in_folder(message: str, spec: KernelSpec) -> Iterator[Problem]:
         if not is_it and (spec.working_dir or why not in _NEVER_THE_DISK):
             return
     if spec.working_dir:
-        yield Problem("working_dir", f"cannot be entered: {why}")
+        yield Problem("working_dir", f"inaccessible: {why}")
     else:
-        yield Problem("image", f"the working directory in it cannot be entered: {why}")
+        yield Problem("image", f"its working directory is inaccessible: {why}")
 
 
 def _in_limits(message: str, spec: KernelSpec) -> Iterator[Problem]:
@@ -93,10 +93,10 @@ def _in_limits(message: str, spec: KernelSpec) -> Iterator[Problem]:
     elif "container process" in message:
         for why, name in _TIGHT.items():
             if why in message and name in spec.container.ulimits:
-                yield Problem(f"ulimits.{name}", f"is too low to start a container: {why}")
+                yield Problem(f"ulimits.{name}", f"too low to start a container: {why}")
 
 
 def _in_length(message: str, spec: KernelSpec) -> Iterator[Problem]:
     del spec
     if "container process" in message and "argument list too long" in message:
-        yield Problem("command", "is too long, together with env")
+        yield Problem("command", "too long, together with env")

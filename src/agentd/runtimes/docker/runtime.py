@@ -1,10 +1,9 @@
 """Kernels as containers of a Docker Engine.
 
-The labels on a container are the truth about it. A container is ours if its name is the one
-that its labels call for, or if it does not have them from its image: an image made from a
-kernel inherits the labels, and a container of it is nobody's kernel. Only a "not found" from
-the engine proves that a container is gone; everything else that goes wrong is a state of
-the engine.
+The labels of a container are authoritative. A container is a kernel if it has the name that its
+labels demand, or if its labels do not come from its image: an image made from a kernel inherits the
+labels, and a container of that image is not a kernel. Only "not found" proves that a container does
+not exist; every other error is a state of the engine.
 """
 
 from __future__ import annotations
@@ -60,9 +59,9 @@ from agentd.services.protocols import CreateProgress, LogQuery, Session, Support
 
 
 class _Attempt:
-    """One create on its way: its mounts are looked up right before each time it is asked for.
+    """One create in progress; mounts are resolved before each request to the engine.
 
-    A container of it `may_exist` from the first request until the engine refuses or removes it.
+    Its container `may_exist` from the first request until the engine refuses or removes it.
     """
 
     def __init__(self, plan: KernelPlan, engine: EngineFacts, rules: DockerRules) -> None:
@@ -76,7 +75,7 @@ class _Attempt:
         self._rules = rules
 
     def take(self, sources: list[MountSource]) -> None:
-        """Make the engine's request, with the sources of mounts as they are now."""
+        """Build the engine's request from freshly resolved mounts."""
         self.sources = sources
         self.config = container_config(self.plan, self._rules, self.sources, self._engine)
 
@@ -87,7 +86,7 @@ MINIMUM_BYTES = 6 * 2**20
 
 
 class DockerRuntime:
-    """Runs containers; see `agentd.services.protocols.Runtime`."""
+    """The docker runtime; see `agentd.services.protocols.Runtime`."""
 
     name = "docker"
     minimum_memory_bytes = MINIMUM_BYTES
@@ -95,7 +94,7 @@ class DockerRuntime:
     def __init__(
         self, socket: Path, node_id: str, rules: DockerRules, absences: Absences | None = None
     ) -> None:
-        """`absences` know when the engine was away; without any only since now."""
+        """Create the runtime; without `absences` they are recorded from now on."""
         self._node_id = node_id
         self._rules = rules
         self._socket = socket
@@ -126,7 +125,7 @@ class DockerRuntime:
         return Support(facts.features, missing)
 
     async def _known_facts(self) -> EngineFacts:
-        """Return what this engine can do; asked once for each connection to its events."""
+        """Return the engine's capabilities, requested once for each connection to its events."""
         if self._facts is None:
             with proving():
                 async with asyncio.timeout(ASK_TIMEOUT_S):
@@ -144,11 +143,11 @@ class DockerRuntime:
         return problems
 
     async def _sources(self, spec: KernelSpec) -> list[MountSource]:
-        """Look up where the mounts of a request really come from.
+        """Resolve the mounts of a request.
 
         Raises:
-            InvalidRequest: with each source that is not below an allowed folder, or not there.
-            RuntimeUnavailable: one does not answer.
+            InvalidRequest: sources are missing or not below an allowed folder; lists all of them.
+            RuntimeUnavailable: a file system does not answer.
         """
         if not spec.mounts:
             return []
@@ -189,7 +188,7 @@ class DockerRuntime:
             check()
 
     async def _create(self, attempt: _Attempt, progress: CreateProgress) -> None:
-        """Create a container, its image fetched if need be."""
+        """Create a container and pull its image if needed."""
         options, image = attempt.plan.spec.container, attempt.plan.spec.image or ""
         if options.pull_policy is not PullPolicy.ALWAYS:
             progress(KernelState.CREATING)
@@ -197,7 +196,7 @@ class DockerRuntime:
                 await self._make(attempt)
             except ImageNotFound as error:
                 if options.pull_policy is PullPolicy.NEVER:
-                    raise ImageNotFound(f"{error}, and pull_policy is never") from error
+                    raise ImageNotFound(f"{error} (pull_policy: never)") from error
             else:
                 return
         progress(KernelState.PULLING)
@@ -229,10 +228,10 @@ class DockerRuntime:
         attempt.container = container_id(made.get("Id") if isinstance(made, dict) else None)
 
     async def _undo(self, attempt: _Attempt, error: BaseException) -> None:
-        """Remove a container that was created and is not wanted; by id, never by name.
+        """Remove the container of a failed create, by id and never by name.
 
         Raises:
-            OutcomeUnknown: the engine does not confirm that it is gone.
+            OutcomeUnknown: the engine does not confirm the removal.
         """
         try:
             await reach("create.before_undo")
@@ -248,7 +247,7 @@ class DockerRuntime:
         await self._engine.call("DELETE", path, given)
 
     def _container(self, ref: KernelRef) -> str:
-        """Return how the engine is asked for a kernel's container: by id, else by name."""
+        """Return the id of a kernel's container, or its name."""
         return ref.handle or kernel_name(self._node_id, ref.kernel_id)
 
     async def stop(self, ref: KernelRef, timeout_s: float | None) -> None:
@@ -273,7 +272,7 @@ class DockerRuntime:
                     raise
                 if unless_alive:
                     return False
-                path = f"/containers/{container}/wait"  # somebody else is removing it
+                path = f"/containers/{container}/wait"  # another client is removing it
                 await self._engine.call("POST", path, {"condition": "removed"})
         self._own.removed(ref.handle or "")
         return True
@@ -290,7 +289,7 @@ class DockerRuntime:
         return await self._observer.find(ref)
 
     async def follow(self) -> AsyncIterator[str]:
-        self._facts, restores_live = None, False  # an engine that was restarted may be another
+        self._facts, restores_live = None, False  # a restarted engine may differ
         self._engine.forget_version()
         try:
             async with aclosing(events(self._engine, self._node_id)) as happened:

@@ -1,4 +1,4 @@
-"""What an engine goes on saying: the events of a node's containers, and the log of one."""
+"""Streams of an engine: the events of a node's containers, and the log of one."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from agentd.services.protocols import LogQuery, LogStream
 
 _EXPECTED_S = 600.0
 SILENCE_S = 10.0
-"""How long the engine may be silent before it is asked whether it is there, and then to answer."""
+"""Seconds of silence before the engine is probed, and seconds that it has to answer."""
 GATHER_S = 0.02
-"""How long the events after one gather unread: a create and a removal cause two of them each."""
+"""Seconds in which events gather unread: a create and a removal cause two each."""
 _MOST_REMOVED = 256
 _LONGEST_LINE = 8 << 20
 KILL = "kill"
-"""A signal was sent to the container, by whomever."""
+"""A signal was sent to the container, by any client."""
 DESTROY = "destroy"
 _ACTIONS = {
     KILL, "create", "start", "die", "oom", "pause", "unpause", DESTROY, "rename", "update"
@@ -35,7 +35,7 @@ _ACTIONS = {
 
 
 class ContainerEvent(NamedTuple):
-    """What happened to which container; `kernel_id` is empty if its label is not one."""
+    """An event of a container; `kernel_id` is empty if its label is invalid."""
 
     action: str
     container: str
@@ -47,11 +47,13 @@ CONNECTED = ContainerEvent("", "", "", "")
 
 
 class OwnEvents:
-    """Events that our own creates and removals cause, and that tell nothing new.
+    """Events that agentd's own creates and removals cause, and that carry no news.
 
-    A create and a start are expected once, for a while, and only by one who listens: an event
-    that was expected and never came must not hide a later one of the same name. What is told of
-    a container that was removed is known by its id, which no other container ever has.
+    A create and a start are expected once, for a limited time, and only while listening: an event
+    that
+    never came must not hide a later one of the same name. Events of a removed container are
+    recognized
+    by its id, which is never reused.
     """
 
     def __init__(self) -> None:
@@ -75,19 +77,19 @@ class OwnEvents:
             self._until |= {("create", name): until, ("start", name): until}
 
     def forget(self, name: str) -> None:
-        """Expect nothing of a container any more."""
+        """Stop expecting events of a container."""
         for action in ("create", "start"):
             self._until.pop((action, name), None)
 
     def removed(self, container: str) -> None:
-        """Note a container that is gone: what is told of it from now on has been."""
+        """Record a removed container, whose further events carry no news."""
         if self.is_listening and container:
             self._removed[container] = None
             if len(self._removed) > _MOST_REMOVED:
                 del self._removed[next(iter(self._removed))]
 
     def is_own(self, event: ContainerEvent) -> bool:
-        """Return whether an event was expected; it is not expected again."""
+        """Return whether an event was expected; it is expected only once."""
         if event.action in ("die", DESTROY):
             self.forget(event.name)
         if event.container in self._removed:
@@ -98,7 +100,7 @@ class OwnEvents:
 
 
 async def events(engine: EngineClient, node_id: str) -> AsyncGenerator[ContainerEvent]:
-    """Yield what happens to a node's containers; `CONNECTED` first.
+    """Yield the events of a node's containers; `CONNECTED` first.
 
     Raises:
         RuntimeUnavailable: the connection could not be made, or broke.
@@ -114,12 +116,12 @@ async def events(engine: EngineClient, node_id: str) -> AsyncGenerator[Container
 
 
 async def _lines(answer: aiohttp.ClientResponse, engine: EngineClient) -> AsyncGenerator[bytes]:
-    """Yield lines; an event carries all labels, and a whole command line, so they may be long.
+    """Yield lines, which may be long: an event carries all labels and a command line.
 
-    Those that follow one are left in the socket for a while, so that none of them wakes the loop.
+    After a line, reading pauses for a moment, so that a burst wakes the loop only once.
 
     Raises:
-        EngineAnswerLost: one is endless, or the engine answers nothing at all any more.
+        EngineAnswerLost: a line is endless, or the engine has stopped answering.
     """
     rest = b""
     while chunk := await _while_it_answers(answer.content, engine):
@@ -129,12 +131,12 @@ async def _lines(answer: aiohttp.ClientResponse, engine: EngineClient) -> AsyncG
         with _paused(answer):
             await asyncio.sleep(GATHER_S)
         if len(rest) > _LONGEST_LINE:
-            raise EngineAnswerLost("an event of the engine does not end")
+            raise EngineAnswerLost("endless event of the engine")
 
 
 @contextmanager
 def _paused(answer: aiohttp.ClientResponse) -> Iterator[None]:
-    """Let what comes wait in the socket meanwhile."""
+    """Pause reading; data waits in the socket meanwhile."""
     transport = answer.connection.transport if answer.connection else None
     if not isinstance(transport, asyncio.ReadTransport) or not transport.is_reading():
         yield
@@ -148,10 +150,10 @@ def _paused(answer: aiohttp.ClientResponse) -> Iterator[None]:
 
 
 async def _while_it_answers(stream: aiohttp.StreamReader, engine: EngineClient) -> bytes:
-    """Return the next bytes, empty at the end; in long silences the engine is asked something.
+    """Return the next bytes, empty at the end; probe the engine during long silences.
 
     Raises:
-        EngineAnswerLost: it does not answer: it is frozen, and its silence says nothing.
+        EngineAnswerLost: the engine is frozen, so its silence means nothing.
     """
     while True:
         with suppress(TimeoutError):
@@ -161,15 +163,15 @@ async def _while_it_answers(stream: aiohttp.StreamReader, engine: EngineClient) 
             async with asyncio.timeout(SILENCE_S):
                 await engine.version()
         except TimeoutError:
-            why = f"it has answered nothing for {SILENCE_S:g} s"
+            why = f"no response for {SILENCE_S:g} s"
             raise EngineAnswerLost(f"the engine is frozen: {why}") from None
 
 
 def _event(line: bytes) -> ContainerEvent | None:
-    """Return what a line tells; None if that is nothing of a kernel, or not an event.
+    """Parse an event; None if it is malformed or not about a kernel.
 
     Raises:
-        EngineAnswerLost: the container's id is not one.
+        EngineAnswerLost: the container id is invalid.
     """
     try:
         raw = msgspec.json.decode(line)
@@ -184,10 +186,10 @@ def _event(line: bytes) -> ContainerEvent | None:
 
 
 async def printed(engine: EngineClient, container: str, query: LogQuery) -> AsyncGenerator[bytes]:
-    """Yield what a container printed, byte for byte.
+    """Yield a container's output, byte for byte.
 
     Raises:
-        RuntimeUnavailable: the engine does not say, or stopped saying.
+        RuntimeUnavailable: the engine does not answer, or stopped answering.
     """
     params = {
         **{stream.value: str(int(stream in query.streams)) for stream in LogStream},
@@ -203,7 +205,7 @@ async def printed(engine: EngineClient, container: str, query: LogQuery) -> Asyn
 
 
 async def _payloads(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Take the frames off a log: 8 bytes of header (stream, 0, 0, 0, big-endian length)."""
+    """Yield the payloads of log frames, whose header has 8 bytes (stream, 0, 0, 0, length)."""
     while True:
         try:
             header = await stream.readexactly(8)

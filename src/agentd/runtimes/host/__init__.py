@@ -1,1 +1,1 @@
-"""What kernels that are processes of the host share: exec, folders, limits."""
+"""Parts that kernels on the host share: exec, folders and limits."""

@@ -1,4 +1,4 @@
-"""Variables of a kernel that runs on the node itself, beside what its request and plugins set."""
+"""Environment variables that agentd sets for a kernel on the host."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def own_variables(plan: KernelPlan) -> dict[str, str]:
-    """Return what is said of a kernel to itself."""
+    """Return the variables that describe a kernel to itself."""
     return {
         "AGENTD_NODE": plan.node_id,
         "AGENTD_KERNEL": plan.spec.kernel_id,
@@ -18,5 +18,5 @@ def own_variables(plan: KernelPlan) -> dict[str, str]:
 
 
 def environment(plan: KernelPlan) -> dict[str, str]:
-    """Return all variables of a kernel; agentd's own win."""
+    """Return all variables of a kernel; agentd's own take precedence."""
     return {"PATH": PATH, **plan.env, **own_variables(plan)}

@@ -1,4 +1,4 @@
-"""Running a command inside a kernel that is processes of this machine: see `inside`."""
+"""Exec in a kernel that consists of processes on the host: see `exec_program`."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ if TYPE_CHECKING:
 CHUNK = 64 * 1024
 START_TIMEOUT_S = 30.0
 DRAIN_S = 0.2
-"""How long the streams of a command that has ended may be silent."""
+"""Seconds of silence after which the streams of an ended command are closed."""
 MOST_DRAIN_S = 2.0
-"""How long they are waited for in all."""
+"""Total seconds to wait for those streams."""
 MOST_TARGETS = 16
 KILLED = 128 + signal.SIGKILL
 END_OF_INPUT = b"\x04"
-"""What a terminal takes for it (termios(3), VEOF)."""
+"""The end of input for a terminal (termios(3), VEOF)."""
 SLICE = "agentd.slice"
 _COMMAND = [sys.executable, "-I", "-m", exec_program.__name__]
 
 
 class ExecTarget(NamedTuple):
-    """A kernel to be entered: its processes, and the files that put others into its cgroups."""
+    """A kernel for exec: its processes, and the files that add a process to its cgroups."""
 
     members: Sequence[Proc]
     cgroup_procs: Sequence[Path]
 
 
 class Entered:
-    """A command inside a kernel, by the program that started it; see `Session`."""
+    """An exec in a kernel, through its helper program; see `Session`."""
 
     def __init__(self, spec: ExecSpec) -> None:
         self._spec = spec
@@ -71,11 +71,11 @@ class Entered:
         self._watch: asyncio.Task[None] | None = None
 
     async def begin(self, place: ExecTarget, manager: Manager | None, unit: str) -> None:
-        """Have the command started.
+        """Start the command.
 
         Raises:
-            AgentdError: it was not.
-            OSError: this process lacks something.
+            AgentdError: the command did not start.
+            OSError: this process lacks a resource.
         """
         with self._theirs:
             await _started(self._theirs, manager, unit)
@@ -93,7 +93,7 @@ class Entered:
         self._watch = asyncio.create_task(self._wait())
 
     async def _said(self) -> dict[str, Any]:
-        """Return what the program says next; that it has gone, if it has."""
+        """Return the helper's next message, or a failure if it has ended."""
         loop = asyncio.get_running_loop()
         while b"\n" not in self._unread:
             try:
@@ -101,7 +101,7 @@ class Entered:
             except OSError:
                 chunk = b""
             if not chunk:
-                return {"step": "helper", "why": "it has gone"}
+                return {"step": "helper", "why": "it has ended"}
             self._unread += chunk
         line, _, self._unread = self._unread.partition(b"\n")
         content: dict[str, Any] = json.loads(line)
@@ -153,7 +153,7 @@ class Entered:
                 await reading
 
     async def _chunk(self, reader: asyncio.StreamReader, patience: _Patience) -> bytes:
-        """Return what comes next; nothing at the end, or where nothing follows the command's."""
+        """Return the next output; empty at the end, or once the command has ended."""
         waiting = asyncio.ensure_future(reader.read(CHUNK))
         try:
             first: list[asyncio.Future[Any]] = [waiting, self._exit_code]
@@ -162,7 +162,7 @@ class Entered:
                 await patience.wait(waiting)
             return waiting.result() if waiting.done() else b""
         except OSError:
-            return b""  # a terminal that everybody has let go of
+            return b""  # all have closed the terminal
         finally:
             waiting.cancel()
 
@@ -198,8 +198,8 @@ class Entered:
         for transport in self._transports:
             transport.close()
         if self._input is not None and self._input.transport.get_write_buffer_size():
-            self._input.transport.abort()  # what the command has not taken is lost
-        self._control.close()  # which ends the command
+            self._input.transport.abort()  # unread input is lost
+        self._control.close()  # closing it ends the command
         self._theirs.close()
         self._ends.close()
         if not self._exit_code.done():
@@ -207,7 +207,7 @@ class Entered:
 
 
 async def feed(writer: asyncio.StreamWriter, data: bytes) -> None:
-    """Write in slices, so that no more is buffered than one; to a closed end nothing."""
+    """Write in slices to limit the buffer; writes to a closed stream are dropped."""
     with suppress(OSError):
         for start in range(0, len(data), CHUNK):
             if writer.is_closing():
@@ -217,13 +217,13 @@ async def feed(writer: asyncio.StreamWriter, data: bytes) -> None:
 
 
 class _Patience:
-    """How long more is waited for after a command has ended: others may hold its streams open."""
+    """The remaining wait for output after a command has ended: others may hold its streams."""
 
     def __init__(self) -> None:
         self._left_s = MOST_DRAIN_S
 
     async def wait(self, waiting: asyncio.Future[bytes]) -> None:
-        """Wait for more, for a while and not for ever."""
+        """Wait for more output, for a bounded time."""
         loop = asyncio.get_running_loop()
         begun = loop.time()
         await asyncio.wait([waiting], timeout=max(0, min(DRAIN_S, self._left_s)))
@@ -231,15 +231,15 @@ class _Patience:
 
 
 class _Ends:
-    """Our ends of a command's streams, and the command's own."""
+    """Both ends of a command's streams."""
 
     def __init__(self, *, is_terminal: bool) -> None:
         self.terminal: FileIO | None = None
         if is_terminal:
             master, slave = os.openpty()
             reading, self.terminal = FileIO(master, "r"), FileIO(slave, "r+")
-            # One end of theirs stays open: a terminal that nobody has any more is an error to
-            # read, which would hide what was printed last.
+            # Keep one of the command's ends open: reading a terminal without any is an error,
+            # which would hide the last output.
             self.outputs = [(STDOUT, reading)]
             self.input = FileIO(os.dup(master), "w")
             self.theirs = [FileIO(os.dup(slave), "r") for _ in range(3)]
@@ -249,12 +249,12 @@ class _Ends:
         self.theirs = [stdin, *(writing for _, writing in printed)]
 
     def hand_over(self) -> None:
-        """Close the command's ends, which it has by now."""
+        """Close the command's ends after it has inherited them."""
         for end in self.theirs:
             end.close()
 
     def close(self) -> None:
-        """Close what is still open."""
+        """Close all remaining ends."""
         self.hand_over()
         for end in (self.input, self.terminal, *(end for _, end in self.outputs)):
             if end is not None:
@@ -262,21 +262,21 @@ class _Ends:
 
 
 def _pipe() -> tuple[FileIO, FileIO]:
-    """Return both ends of a pipe; whoever drops them closes them."""
+    """Return both ends of a pipe; each closes when it is dropped."""
     reading, writing = os.pipe2(os.O_CLOEXEC)
     return FileIO(reading, "r"), FileIO(writing, "w")
 
 
 def exec_unit(name: str) -> str:
-    """Return a name for the unit of a command inside a kernel, which has this name itself."""
+    """Return a unique unit name for an exec in a kernel's unit `name`."""
     return f"{name.replace('agentd-', 'agentd-exec-', 1)}-{uuid.uuid4().hex[:8]}.service"
 
 
 async def enter(place: ExecTarget, spec: ExecSpec, manager: Manager | None, unit: str) -> Entered:
-    """Run a command beside a process of a kernel, by a unit of systemd's where there is a manager.
+    """Start a command in a kernel, as a unit if there is a manager.
 
     Raises:
-        AgentdError: it did not start.
+        AgentdError: the command did not start.
     """
     made = None
     try:
@@ -287,14 +287,14 @@ async def enter(place: ExecTarget, spec: ExecSpec, manager: Manager | None, unit
         if made is not None:
             await to_the_end(made.close())
         if isinstance(error, (OSError, TimeoutError)):
-            why = str(error) or f"nothing came of it in {START_TIMEOUT_S:g} s"
+            why = str(error) or f"no answer within {START_TIMEOUT_S:g} s"
             raise RuntimeFailure(f"the command did not start: {why}") from error
         raise
     return made
 
 
 def _order(place: ExecTarget, spec: ExecSpec) -> dict[str, Any]:
-    """Return what the program is told."""
+    """Return the request for the helper program."""
     eldest = sorted(place.members, key=lambda process: process.start_time)
     return {
         "targets": [list(process) for process in eldest[:MOST_TARGETS]],
@@ -320,7 +320,7 @@ async def _started(control: socket.socket, manager: Manager | None, unit: str) -
     from agentd.host.systemd.dbus import UnitExists, UnitRefused  # noqa: PLC0415 - where D-Bus is used
 
     properties: list[Property] = [
-        ("Description", "s", "a command inside a kernel (agentd)"),
+        ("Description", "s", "exec in a kernel (agentd)"),
         ("Slice", "s", SLICE),
         ("Type", "s", "exec"),
         ("CollectMode", "s", "inactive-or-failed"),
@@ -330,7 +330,7 @@ async def _started(control: socket.socket, manager: Manager | None, unit: str) -
         ("StandardError", "s", "null"),
     ]
     try:
-        # The descriptor must not be another one's by the time that it is sent.
+        # Keep the descriptor open until it is sent.
         await to_the_end(manager.start(unit, properties, [control.fileno()]))
     except (UnitExists, UnitRefused) as error:
         raise RuntimeFailure(f"systemd: {error}") from error

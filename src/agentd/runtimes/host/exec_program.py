@@ -1,15 +1,15 @@
-"""Runs a command inside a kernel. A program of its own, as root where the daemon is root.
+"""The exec helper: a program that runs as root if the daemon does, and starts one command.
 
-Standard input is a socket. It takes an order (one line of JSON) with the command's three streams
-over it, answers with one line (`{"pid": …}`, or why it did not start), then takes lines
-(`{"signal": …}`) until the command has ended, which it says with its exit code. Whoever hangs up
-ends the command.
+Standard input is a socket. The helper reads a request (one line of JSON) with the command's three
+streams, and answers with one line (`{"pid": …}`, or why the command did not start). Then it reads
+lines (`{"signal": …}`) until the command ends, and sends the exit code. A disconnect ends the
+command.
 
-The command gets what one process of the kernel has, and no more: its cgroups, namespaces, user,
-limits, cores and capabilities. That process has to run with no_new_privs, so none of it can have
-been widened by the kernel itself. The command's process gives up everything first and is put into
-the kernel's cgroups then, by its parent, which stays outside: whatever is in a cgroup can be taken
-for one of the kernel's, so nothing of root's is ever in there.
+The command gets the rights of one process of the kernel, and no more: its cgroups, namespaces,
+user, limits, cores and capabilities. That process must run with no_new_privs, so the kernel cannot
+have widened them. The command's process first drops its own rights. Only then its parent, which
+stays outside, adds it to the kernel's cgroups: everything in a cgroup may pass for a process of the
+kernel, so no process with root's rights is ever in one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KILL_ROUNDS = 100
 
 
 def main() -> None:
-    """Start the command that the order describes, and stay until it has ended."""
+    """Start the command of the request and stay until it has ended."""
     control = socket.socket(fileno=os.dup(0))
     order, streams = received(control)
     libc = ctypes.CDLL(None, use_errno=True)
@@ -58,11 +58,11 @@ def main() -> None:
 
 
 def received(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Take the order, and the three streams."""
+    """Receive the request and the three streams."""
     data, streams, _, _ = socket.recv_fds(control, CHUNK, 3)
     while not data.endswith(b"\n"):
         if not (more := control.recv(CHUNK)):
-            os._exit(1)  # whoever asked is gone
+            os._exit(1)  # the client disconnected
         data += more
     for stream in streams:
         os.set_inheritable(stream, False)
@@ -70,7 +70,7 @@ def received(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def tell(control: socket.socket, answer: dict[str, Any]) -> None:
-    """Tell whoever asked, if that one is still there."""
+    """Send an answer to the client, if it is still connected."""
     try:
         control.sendall(json.dumps(answer).encode() + b"\n")
     except OSError:
@@ -78,10 +78,11 @@ def tell(control: socket.socket, answer: dict[str, Any]) -> None:
 
 
 class ExecParent:
-    """What stays outside of the kernel: it lets the command in, and is told how it ends.
+    """The parent of a command, outside of the kernel; it lets the command in and reports its end.
 
-    The command is put into the kernel's cgroups from here, once it has said that it has nothing
-    of root's any more: from then on the kernel's processes can reach it.
+    The command enters the kernel's cgroups once it has dropped root's rights: from then on the
+    kernel's
+    processes can reach it.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class ExecParent:
         self._is_told = False
 
     def stay(self, said: int, wakeup: int) -> None:
-        """Serve until the command has ended, and say how; it may be held up at any time."""
+        """Serve until the command has ended, and report the exit code."""
         poll = select.poll()
         for source in (self._control.fileno(), said, wakeup, self._target):
             poll.register(source, select.POLLIN)
@@ -108,7 +109,7 @@ class ExecParent:
             if self._control.fileno() in ready and not self.obey():
                 poll.unregister(self._control)
                 end_session(self._pid)
-            if self._target in ready:  # the kernel's own process has ended
+            if self._target in ready:  # the reference process of the kernel has ended
                 poll.unregister(self._target)
                 end_session(self._pid)
             if wakeup in ready:
@@ -123,7 +124,7 @@ class ExecParent:
         tell(self._control, self._failure or how)
 
     def hear(self, words: bytes) -> bool:
-        """Let the command in when it is ready; say that it runs when it has been executed."""
+        """Handle a message of the command: it is ready, failed, or was executed."""
         if words == READY:
             self.let_in()
         elif words:
@@ -134,7 +135,7 @@ class ExecParent:
         return bool(words)
 
     def let_in(self) -> None:
-        """Put the command into the kernel's cgroups, and have it go on."""
+        """Add the command to the kernel's cgroups and let it continue."""
         try:
             for group in self._groups:
                 os.write(group, str(self._pid).encode())
@@ -146,7 +147,7 @@ class ExecParent:
             os.kill(self._pid, signal.SIGKILL)
 
     def obey(self) -> bool:
-        """Send the signals that are asked for; False when whoever asks has hung up."""
+        """Deliver the requested signals; return False once the client has disconnected."""
         try:
             chunk = self._control.recv(CHUNK)
         except OSError:
@@ -156,12 +157,12 @@ class ExecParent:
             try:
                 os.killpg(self._pid, int(json.loads(line)["signal"]))
             except OSError:
-                pass  # it has ended
+                pass  # the command has ended
         return bool(chunk)
 
 
 def end_session(leader: int) -> None:
-    """Kill everything in a session; its leader has not been reaped, so the number is its own."""
+    """Kill a session; its leader is not reaped yet, so its id cannot be reused."""
     os.kill(leader, signal.SIGKILL)
     for _ in range(KILL_ROUNDS):
         alive = [
@@ -183,14 +184,14 @@ def end_session(leader: int) -> None:
 
 
 def has_ended(pidfd: int) -> bool:
-    """Tell whether a process has ended (pidfd_open(2): its descriptor can be read then)."""
+    """Return whether a process has ended (pidfd_open(2): its descriptor is readable then)."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))
 
 
 def is_in(pid: int, session: int) -> bool:
-    """Tell whether a process is in a session, and has not ended."""
+    """Return whether a process belongs to a session and has not ended."""
     try:
         fields = stat_of(pid)
     except (OSError, IndexError):

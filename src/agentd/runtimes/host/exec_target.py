@@ -1,4 +1,4 @@
-"""Becoming a process like one of a kernel's: what `inside` does on both sides of its fork."""
+"""Taking over the rights of a kernel's process, on both sides of the fork of `exec_program`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMESPACES = {
     "ipc": 0x08000000,
     "net": 0x40000000,
 }
-"""`CLONE_NEW…` of clone(2), by their names in `/proc/PID/ns`."""
+"""`CLONE_NEW…` flags of clone(2), by their names in `/proc/PID/ns`."""
 LIMITS = {
     "Max cpu time": "CPU",
     "Max file size": "FSIZE",
@@ -39,26 +39,26 @@ LIMITS = {
     "Max realtime priority": "RTPRIO",
     "Max realtime timeout": "RTTIME",
 }
-"""How `/proc/PID/limits` calls them (proc(5)), and `resource` does."""
+"""Names of limits in `/proc/PID/limits` (proc(5)) and in `resource`."""
 LIMIT_COLUMN = 26
 MOST_ENV = 4 << 20
 READY = b"r"
-"""What says that nothing of root's is left, and that the command was let in."""
+"""The message for "root's rights are dropped" and "the command was let in"."""
 
 
 def reason(step: str, error: Exception) -> dict[str, Any]:
-    """Return why it did not start."""
+    """Return the failure of a step as JSON."""
     return {"step": step, "errno": getattr(error, "errno", 0) or 0, "why": str(error)}
 
 
 class Target:
-    """What a process of the kernel has: all of it is read while that process is held."""
+    """The rights of a process of the kernel, read while the process is pinned."""
 
     def __init__(self, pid: int, started: int, cgroup_procs: list[str]) -> None:
-        """Look at one.
+        """Read and check a process.
 
         Raises:
-            OSError: it has ended, or is none that a command may get everything from.
+            OSError: the process has ended, or its rights cannot be handed on safely.
         """
         self.pidfd = os.pidfd_open(pid)
         if start_time(pid) != started:
@@ -69,7 +69,7 @@ class Target:
                     raise ProcessLookupError(3, "its process has left it")
         if status_of(pid)["NoNewPrivs"] != "1":
             raise PermissionError(1, "its process could gain privileges")
-        self.status = status_of(pid)  # it could not gain any before
+        self.status = status_of(pid)  # it could not gain privileges before
         self.uid, self.gid = (int(self.status[name].split()[1]) for name in ("Uid", "Gid"))
         with open("/proc/sys/kernel/cap_last_cap") as file:
             self.last_capability = int(file.read())
@@ -85,22 +85,22 @@ class Target:
         self.env |= {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
         self.folder = os.readlink(f"/proc/{pid}/cwd")
         for name in ("user", "pid"):
-            # From a user namespace of its own, where it has every capability, none comes back.
+            # From a user namespace with all capabilities there is no way back.
             if os.readlink(f"/proc/{pid}/ns/{name}") != os.readlink(f"/proc/self/ns/{name}"):
                 raise PermissionError(1, f"its process is in a {name} namespace of its own")
         is_elsewhere = self.namespaces & NAMESPACES["mnt"]
         if not is_elsewhere and not os.path.samefile(f"/proc/{pid}/root", "/"):
             raise PermissionError(1, "its process has another root folder")
-        signal.pidfd_send_signal(self.pidfd, 0)  # it was this one all the time
+        signal.pidfd_send_signal(self.pidfd, 0)  # still the same process
 
 
 def target_of(order: dict[str, Any]) -> Target:
-    """Return the first of the kernel's processes that a command can be put beside.
+    """Return the first process of the kernel whose rights a command can take over.
 
     Raises:
         OSError: there is none.
     """
-    failure: OSError = ProcessLookupError(3, "it has no process")
+    failure: OSError = ProcessLookupError(3, "no process left")
     for pid, started in order["targets"]:
         try:
             return Target(pid, started, order["cgroup_procs"])
@@ -126,7 +126,7 @@ def become(
     libc: ctypes.CDLL,
     parent: tuple[int, int, int],
 ) -> None:
-    """In the child: give up what the kernel does not have, be let in, and become the command."""
+    """Drop rights in the child, wait to be let in, and execute the command."""
     says, waits, keeper = parent
     step = "kernel"
     try:
@@ -165,7 +165,7 @@ def become(
 
 
 def limits_of(pid: int) -> dict[int, tuple[int, int]]:
-    """Return a process's limits, soft and hard, by their numbers."""
+    """Return a process's soft and hard limits, by resource number."""
     limits = {}
     with open(f"/proc/{pid}/limits") as file:
         for line in file:
@@ -179,19 +179,19 @@ def limits_of(pid: int) -> dict[int, tuple[int, int]]:
 
 
 def take_limits(limits: dict[int, tuple[int, int]]) -> None:
-    """Take limits; where ours are lower, which only root could raise, these stay."""
+    """Set limits; lower limits of this process stay, since only root could raise them."""
     for number, limit in limits.items():
         hard = lower(limit[1], resource.getrlimit(number)[1])
         resource.setrlimit(number, (lower(limit[0], hard), hard))
 
 
 def lower(one: int, other: int) -> int:
-    """Return the lower one of two limits, of which either may be none."""
+    """Return the lower of two limits; either may be infinite."""
     return min(one, other, key=lambda value: (value == resource.RLIM_INFINITY, value))
 
 
 def go_to(wanted: str | None, folder: str) -> None:
-    """Enter the folder that was asked for, else the kernel's own, which may be gone."""
+    """Change to the requested folder, or to the kernel's own, which may be gone."""
     if wanted:
         os.chdir(wanted)
         return
@@ -202,7 +202,7 @@ def go_to(wanted: str | None, folder: str) -> None:
 
 
 def reset_signals() -> None:
-    """Have every signal do what it does by default."""
+    """Reset every signal to its default action."""
     signal.set_wakeup_fd(-1)
     for number in range(1, signal.NSIG):
         try:
@@ -213,7 +213,7 @@ def reset_signals() -> None:
 
 
 def other_namespaces(target: int) -> int:
-    """Return which namespaces of a process are not ours, as flags of setns(2)."""
+    """Return the namespaces of a process that differ from ours, as flags of setns(2)."""
     wanted = 0
     for name, flag in NAMESPACES.items():
         if os.readlink(f"/proc/{target}/ns/{name}") != os.readlink(f"/proc/self/ns/{name}"):
@@ -222,36 +222,36 @@ def other_namespaces(target: int) -> int:
 
 
 def drop(target: Target, libc: ctypes.CDLL) -> None:
-    """Take the user and the bounds of a process; nothing of root's is left after it."""
+    """Switch to the user and bounds of a process; no right of root's remains."""
     if os.geteuid() == 0:
         bounds = int(target.status["CapBnd"], 16)
         if target.uid == 0:
             bounds &= int(target.status["CapPrm"], 16)
         for capability in range(target.last_capability + 1):
             if not bounds >> capability & 1 and libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0):
-                raise PermissionError(1, "cannot give up what its process has not")
+                raise PermissionError(1, "cannot drop capabilities that its process lacks")
         os.setgroups([int(group) for group in target.status["Groups"].split()])
         os.setresgid(target.gid, target.gid, target.gid)
         os.setresuid(target.uid, target.uid, target.uid)
     if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
-        raise PermissionError(1, "cannot give up gaining privileges")
+        raise PermissionError(1, "cannot set no_new_privs")
     if (os.geteuid(), os.getegid()) != (target.uid, target.gid):
         raise PermissionError(1, f"cannot become user {target.uid}")
 
 
 def status_of(pid: int) -> dict[str, str]:
-    """Return what stands in `/proc/PID/status`."""
+    """Return the fields of `/proc/PID/status`."""
     with open(f"/proc/{pid}/status") as file:
         pairs = [line.partition(":") for line in file]
     return {name: value.strip() for name, _, value in pairs}
 
 
 def stat_of(pid: int) -> list[str]:
-    """Return the fields of `/proc/PID/stat` that follow the name, the state first."""
+    """Return the fields of `/proc/PID/stat` after the name, beginning with the state."""
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()
 
 
 def start_time(pid: int) -> int:
-    """Return when a process started, in the machine's ticks since it booted."""
+    """Return the start time of a process, in clock ticks since boot."""
     return int(stat_of(pid)[19])

@@ -1,4 +1,4 @@
-"""Errors of execve(2) that the client of a create or exec can mend."""
+"""Errors of execve(2) that the client of a create or exec can fix."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NOT_FOUND = frozenset(
 
 
 def refusal_of(command: str, number: int, why: str) -> RequestError | None:
-    """Return the refusal of a command that could not be executed; None if it is not its fault."""
+    """Return the refusal of a command that could not be executed, None for other causes."""
     if number in _NOT_FOUND:
         return CommandNotFound(f"command {shortened(command)}: {why}")
     if number == errno.E2BIG:

@@ -1,8 +1,8 @@
-"""A folder, mode 0700, in which only agentd and root can write: what a runtime keeps of a kernel.
+"""A private folder, mode 0700, that only agentd and root can write: a runtime's bundle.
 
-Nothing here is opened through a symbolic link, nothing is read beyond a bound, and a folder that
-somebody else could have made is not one of ours. What cannot be looked at (no file descriptor, no
-memory) is raised as OSError, and proves nothing.
+Nothing is opened through a symbolic link, nothing is read beyond a bound, and a folder that another
+user could have created is not trusted. Temporary failures (no file descriptor, no memory) raise
+OSError and prove nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from agentd.errors import RuntimeUnavailable
 
 _MOST_BYTES = 1 << 20
 PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)
-"""What says nothing of a file: asked again later it may be told."""
+"""Errors that prove nothing about a file; a retry may succeed."""
 TRASH = ".removed-"
 """Prefix of the name of a folder that is being removed."""
 _NO_SUCH = (FileNotFoundError, NotADirectoryError)
@@ -28,27 +28,27 @@ _NO_SUCH = (FileNotFoundError, NotADirectoryError)
 
 @dataclass(frozen=True, slots=True)
 class PrivateFolder:
-    """One folder; `path` may have been set aside or be gone."""
+    """One folder; `path` may have been renamed or removed."""
 
     path: Path
 
     def exists(self) -> bool:
-        """Tell whether there is a folder that nobody but agentd and root can have made so."""
+        """Return whether there is a folder that only agentd or root can have created."""
         try:
             return _is_private(self.path.lstat())
         except _NO_SUCH:
             return False
 
     def is_taken(self) -> bool:
-        """Tell whether anything exists at its path."""
+        """Return whether anything exists at its path."""
         return os.path.lexists(self.path)
 
     def opened(self, name: str, flags: int) -> int:
         """Open a file of the folder.
 
         Raises:
-            FileNotFoundError: there is no such file, or no folder.
-            OSError: it cannot be opened.
+            FileNotFoundError: the file or the folder does not exist.
+            OSError: the file cannot be opened.
         """
         flags |= os.O_CLOEXEC | os.O_NOFOLLOW
         folder = self.open_folder()
@@ -58,10 +58,10 @@ class PrivateFolder:
             os.close(folder)
 
     def open_folder(self) -> int:
-        """Open the folder itself; whoever calls closes it.
+        """Open the folder itself; the caller closes it.
 
         Raises:
-            FileNotFoundError: there is none, or what is there is not ours alone.
+            FileNotFoundError: the folder does not exist, or is not private.
         """
         folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
         if _is_private(os.fstat(folder)):
@@ -70,23 +70,23 @@ class PrivateFolder:
         raise FileNotFoundError(errno.ENOENT, "not a bundle", str(self.path))
 
     def write(self, name: str, text: str) -> None:
-        """Write a file that is not there yet."""
+        """Create a file."""
         descriptor = self.opened(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
 
     def replace(self, name: str, text: str) -> None:
-        """Write a file in the place of one that may be there, in one step."""
+        """Create or replace a file atomically."""
         made = self.path / f".{name}"
         made.unlink(missing_ok=True)
         self.write(made.name, text)
         made.replace(self.path / name)
 
     def read(self, name: str) -> str | None:
-        """Return a file's text, empty if it cannot be read; None if there is no such file.
+        """Return a file's text, empty if it is unreadable, None if it does not exist.
 
         Raises:
-            OSError: that cannot be told now.
+            OSError: a temporary failure.
         """
         try:
             descriptor = self.opened(name, os.O_RDONLY | os.O_NONBLOCK)
@@ -109,7 +109,7 @@ class PrivateFolder:
             os.close(descriptor)
 
     def remove(self) -> None:
-        """Remove the folder and its content, or whatever else is in its place."""
+        """Remove the folder and its content, or whatever is in its place."""
         with suppress(*_NO_SUCH):
             if stat.S_ISDIR(self.path.lstat().st_mode):
                 shutil.rmtree(self.path, ignore_errors=True)
@@ -123,9 +123,9 @@ def _is_private(found: os.stat_result) -> bool:
 
 
 def names_in(folder: Path) -> set[str]:
-    """Return the names in a folder; none if there is no such folder."""
+    """Return the names in a folder, none if it does not exist."""
     try:
-        return set(os.listdir(folder))  # noqa: PTH208 - names are what is wanted
+        return set(os.listdir(folder))  # noqa: PTH208 - only names are needed
     except _NO_SUCH:
         return set()
 
@@ -137,5 +137,5 @@ def looking() -> Iterator[None]:
         yield
     except OSError as error:
         what = f"{error.filename}: " if error.filename else ""
-        why = f"processes and folders cannot be looked at: {what}{error.strerror}"
+        why = f"cannot inspect processes and folders: {what}{error.strerror}"
         raise RuntimeUnavailable(why) from error

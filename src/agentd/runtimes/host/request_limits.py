@@ -1,4 +1,4 @@
-"""What of a request only a container can have, and what kernels of the node itself are held to."""
+"""Requests that only a container can fulfil, and limits of kernels on the host."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from agentd.errors import Problem
 def uncontained_problems(
     spec: KernelSpec, runtime: str, user: str | None, pids_limit: int, ceilings: Mapping[str, int]
 ) -> Iterator[Problem]:
-    """Yield what such a kernel cannot be; without a `user` each has one of its own."""
+    """Yield the problems of a request; without a `user` each kernel has a user of its own."""
     options = spec.container
     if not spec.command:
-        yield Problem("command", f"is empty; the {runtime} runtime runs a command")
+        yield Problem("command", f"is empty; the {runtime} runtime requires a command")
     if (options.pids_limit or 0) > pids_limit:
-        why = f"{options.pids_limit} are too many; allowed: up to {pids_limit}"
+        why = f"{options.pids_limit} exceeds the limit of {pids_limit}"
         yield Problem("pids_limit", why)
     needs_container = {
         "mounts": spec.mounts,
@@ -31,7 +31,7 @@ def uncontained_problems(
         if given:
             yield Problem(member, f"the {runtime} runtime has no containers")
     if spec.user not in (None, user):
-        who = "a user of their own each" if user is None else user
+        who = "a user of their own" if user is None else user
         yield Problem("user", f"kernels of {spec.agent_id} run as {who} here")
     if is_too_long(spec.working_dir or ""):
         yield Problem("working_dir", TOO_LONG)

@@ -1,1 +1,1 @@
-"""Kernels as plain processes, each under a shim."""
+"""The process runtime: plain processes, each under a shim."""

@@ -1,10 +1,10 @@
-"""The bundle of a process kernel: its folder, mode 0700, in which only agentd and root can write.
+"""The bundle of a process kernel: a folder that only agentd and root can write, mode 0700.
 
-lock           held by the kernel's shim for as long as that lives (see `shim`)
+lock           held by the kernel's shim while it lives (see `shim`)
 record.json    the kernel's record, written before anything starts
 identity.json  pid and start time of the command and the shim, and the boot
-exit.json      how it ended, written when nothing of it is left
-output.log     what it printed; older parts are output.log.1, output.log.2, …
+exit.json      the exit status, written when nothing of the kernel is left
+output.log     the output; older parts are output.log.1, output.log.2, …
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ LOCK, RECORD, IDENTITY, EXIT, LOG = (
     "lock", "record.json", "identity.json", "exit.json", "output.log",
 )  # fmt: skip
 F_OFD_GETLK = 36
-"""fcntl(2), Linux: tests whether a lock could be taken, without taking it."""
+"""fcntl(2), Linux: tests whether a lock is available without taking it."""
 _FLOCK = "hhqqi4x"
 
 
 class ShimIdentity(msgspec.Struct, frozen=True):
-    """What the shim wrote down: the kernel's command, the shim itself, and the boot."""
+    """The shim's record of the kernel's command, of itself, and of the boot."""
 
     leader: Proc
     shim: Proc
@@ -45,15 +45,15 @@ class ShimIdentity(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Bundle(PrivateFolder):
-    """One bundle; `path` may have been set aside or be gone."""
+    """One bundle; `path` may have been renamed or removed."""
 
     @contextmanager
     def made(self, record: str) -> Iterator[int]:
-        """Make the bundle and hold its lock, to be inherited by a shim.
+        """Create the bundle and hold its lock, which a shim inherits.
 
         Raises:
-            FileExistsError: there is something of that name.
-            OSError: it cannot be made; what was made stays to be removed.
+            FileExistsError: something of that name exists.
+            OSError: it cannot be created; the caller removes the remains.
         """
         self.path.mkdir(mode=0o700)
         descriptor = self.opened(LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -66,7 +66,7 @@ class Bundle(PrivateFolder):
             os.close(descriptor)
 
     def is_locked(self, byte: int) -> bool:
-        """Tell whether somebody holds a byte of the lock, `SHIM_BYTE` or `COMMAND_BYTE`."""
+        """Return whether a byte of the lock is held, `SHIM_BYTE` or `COMMAND_BYTE`."""
         try:
             descriptor = self.opened(LOCK, os.O_RDONLY)
         except OSError as error:
@@ -81,7 +81,7 @@ class Bundle(PrivateFolder):
             os.close(descriptor)
 
     def has_strangers(self) -> bool:
-        """Tell whether there are files that neither agentd nor a shim has put there."""
+        """Return whether there are files that neither agentd nor a shim created."""
         ours = {LOCK, RECORD, IDENTITY, EXIT, LOG, f".{IDENTITY}", f".{EXIT}"}
         return any(not name.startswith(f"{LOG}.") for name in names_in(self.path) - ours)
 
@@ -89,16 +89,16 @@ class Bundle(PrivateFolder):
         """Return the record.
 
         Raises:
-            RecordError: it is missing (`MissingRecordError`), empty or cannot be read.
+            RecordError: it is missing (`MissingRecordError`), empty or unreadable.
         """
         return required_record(self.read(RECORD))
 
     def has_identity(self) -> bool:
-        """Tell whether the shim wrote something down, readable or not."""
+        """Return whether the shim wrote its identity, readable or not."""
         return self.read(IDENTITY) is not None
 
     def identity(self) -> ShimIdentity | None:
-        """Return who the kernel is; None if that is not written, or cannot be read."""
+        """Return the identity of the kernel, None if it is missing or unreadable."""
         try:
             raw = json.loads(self.read(IDENTITY) or "")
             return ShimIdentity(
@@ -112,7 +112,7 @@ class Bundle(PrivateFolder):
             return None
 
     def ending(self) -> Ending | None:
-        """Return how the kernel ended; None if that is not written, or cannot be read."""
+        """Return how the kernel ended, None if that is missing or unreadable."""
         try:
             raw = json.loads(self.read(EXIT) or "")
             finished_at = parse_time(raw["finished_at"])

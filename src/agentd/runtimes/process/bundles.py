@@ -27,11 +27,11 @@ from agentd.runtimes.process.proof import Proof
 
 RUNTIME = "process"
 AGENT, DEVICES = "agent", "devices"
-"""Attributes of a kernel's cgroup: the node, and the second statement of its devices."""
+"""Attributes of a kernel's cgroup: the agent, and the device attribute."""
 
 
 class Bundles(msgspec.Struct, frozen=True):
-    """The bundles in a folder, and the cgroups that bear this node's name; of this boot."""
+    """The bundles in a folder, and this node's cgroups in the current boot."""
 
     folder: Path
     node_id: str
@@ -39,27 +39,27 @@ class Bundles(msgspec.Struct, frozen=True):
     cgroups: Cgroups | None
 
     def bundle(self, kernel_id: str) -> Bundle:
-        """Return where a kernel's bundle is, or would be."""
+        """Return a kernel's bundle, which need not exist."""
         return Bundle(self.folder / checked(kernel_id))
 
     def cgroup(self, kernel_id: str) -> Cgroup | None:
-        """Return a kernel's cgroup, which need not be there; None where none can be made."""
+        """Return a kernel's cgroup, which need not exist; None without cgroups."""
         if self.cgroups is None:
             return None
         return self.cgroups.group(kernel_name(self.node_id, kernel_id))
 
     def proof(self, kernel_id: str) -> Proof:
-        """Look at a kernel."""
+        """Inspect a kernel."""
         return Proof(self.bundle(kernel_id), self.cgroup(kernel_id), self.boot_id)
 
     def account(self, kernel_id: str) -> CgroupCounters:
-        """Return where a kernel is counted: without a cgroup nowhere."""
+        """Return the counters of a kernel's cgroup, empty without one."""
         if self.cgroups is None:
             return CgroupCounters()
         return self.cgroups.account(kernel_name(self.node_id, kernel_id))
 
     def listing(self) -> Listing:
-        """Return every kernel, and what is left of others."""
+        """Return every kernel, and the remains of others."""
         names = {name for name in names_in(self.folder) if is_name(name)}
         names |= self._grouped_kernels().keys()
         found = [self.observed(name) for name in sorted(names)]
@@ -67,7 +67,7 @@ class Bundles(msgspec.Struct, frozen=True):
         return Listing(kernels, tuple(self._leftovers({item.kernel_id for item in kernels})))
 
     def _grouped_kernels(self) -> dict[str, Cgroup]:
-        """Return the cgroups of this node's kernels, by kernel."""
+        """Return the cgroups of this node's kernels, by kernel id."""
         if self.cgroups is None:
             return {}
         prefix = name_prefix(self.node_id)
@@ -84,7 +84,7 @@ class Bundles(msgspec.Struct, frozen=True):
             yield Leftover(kernel_id, f"cgroup of kernel {kernel_id}")
 
     def observed(self, kernel_id: str) -> ObservedKernel | None:
-        """Return what exists of a kernel; None if nothing, or if it belongs to another node."""
+        """Return the observed kernel, None if nothing exists or another node owns it."""
         bundle, cgroup = self.bundle(kernel_id), self.cgroup(kernel_id)
         proof = Proof(bundle, cgroup, self.boot_id)
         is_bundle = bundle.exists()
@@ -92,7 +92,7 @@ class Bundles(msgspec.Struct, frozen=True):
         is_alive = state is ObservedState.RUNNING
         record, problem, is_own = self._record(kernel_id, is_bundle=is_bundle)
         if not is_own and not proof.is_grouped:
-            return None  # else it lives in a cgroup of its own
+            return None  # otherwise its cgroup proves it
         if not (is_bundle or is_alive):
             return None
         handle = proof.handle()
@@ -111,10 +111,11 @@ class Bundles(msgspec.Struct, frozen=True):
         )
 
     def _record(self, kernel_id: str, *, is_bundle: bool) -> tuple[str, str, bool]:
-        """Return a kernel's record, what is wrong with it, and whether the bundle is its own.
+        """Return a kernel's record, its problem, and whether the bundle is the kernel's own.
 
-        A bundle is another kernel's if its record names that, as a copied one does. Without a
-        record that can be read, it is own if nobody else's files are in it.
+        A bundle with the record of another kernel, such as a copy, belongs to that kernel. Without
+        a
+        readable record it is the kernel's own if it has no foreign files.
         """
         bundle = self.bundle(kernel_id)
         try:
@@ -129,7 +130,7 @@ class Bundles(msgspec.Struct, frozen=True):
         return record, "", True
 
     async def take_away(self, kernel_id: str) -> bool:
-        """Remove the bundle of a kernel that does not live; False if it began to."""
+        """Remove the bundle of a dead kernel; return False if the kernel has come alive."""
         bundle = self.bundle(kernel_id)
         trash = Bundle(self.folder / f"{TRASH}{kernel_id}")
         await self.clear(trash)
@@ -148,7 +149,7 @@ class Bundles(msgspec.Struct, frozen=True):
         return True
 
     async def clear_all(self) -> None:
-        """Remove what a daemon that died had set aside; what lives after all is put back."""
+        """Remove bundles that a daemon set aside before it died; restore those of live kernels."""
         for name in names_in(self.folder):
             kernel_id = name.removeprefix(TRASH)
             if name == kernel_id or not is_name(kernel_id):
@@ -161,7 +162,7 @@ class Bundles(msgspec.Struct, frozen=True):
                 await self.clear(trash)
 
     async def clear(self, trash: Bundle) -> None:
-        """Remove what is left of a kernel whose bundle was set aside."""
+        """Remove the remains of a kernel whose bundle was set aside."""
         if (cgroup := self.cgroup(trash.path.name.removeprefix(TRASH))) is not None:
             await cgroup.remove()
             await reach("delete.after_group")

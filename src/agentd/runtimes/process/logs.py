@@ -1,8 +1,7 @@
-"""What a process kernel printed: files of bounded size, followed for as long as it runs.
+"""Logs of process kernels: files of bounded size, followed while the kernel runs.
 
-Files are found in the bundle as it was opened, and read off the event loop, by threads that never
-wait for a kernel, a bounded piece at a time. They are agentd's own: a kernel writes into a pipe of
-its shim.
+Files are found in the bundle as it was opened. Threads read them in bounded pieces and never wait
+for a kernel. The files are agentd's own: a kernel writes into a pipe of its shim.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from agentd.services.protocols import LogQuery, LogStream
 
 _CHUNK = 64 * 1024
 PAUSE_S = 0.2
-"""How often a file that is followed is looked at."""
+"""Seconds between polls of a followed file."""
 TAIL_BYTES = 16 << 20
-"""How far back the last lines are looked for; what is before it counts as printed earlier."""
+"""Maximum bytes searched for the last lines; earlier output counts as old."""
 
 
 @dataclass(slots=True)
 class LogReader:
-    """The files of one log, from the oldest to the newest; blocks, and lets one in at a time."""
+    """A reader of one log's files, from the oldest to the newest; blocking and serialized."""
 
     path: Path
     _folder: int = field(default=-1, init=False)
@@ -37,9 +36,10 @@ class LogReader:
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def open(self, tail: int | None) -> int:
-        """Begin with the oldest file, or `tail` lines before the end.
+        """Open the oldest file, or seek to `tail` lines before the end.
 
-        Returns how many bytes there are from there on, at this moment.
+        Returns:
+            The number of bytes from there to the current end.
         """
         with self._lock:
             try:
@@ -55,7 +55,7 @@ class LogReader:
             return sum(_size(path) for path in files)
 
     def _files(self) -> list[Path]:
-        """Return the files that are there, the oldest first."""
+        """Return the existing files, oldest first."""
         stem = f"{self.path.name}."
         numbers = sorted(
             (
@@ -84,7 +84,7 @@ class LogReader:
         return there
 
     def read(self) -> bytes:
-        """Return the next piece; empty where nothing more is printed yet."""
+        """Return the next piece, empty if there is nothing new."""
         with self._lock:
             return self._read()
 
@@ -98,14 +98,14 @@ class LogReader:
             if following is None:
                 self._rewind_if_cut()
                 return self._file.read(_CHUNK)
-            if chunk := self._file.read(_CHUNK):  # printed between the two looks
+            if chunk := self._file.read(_CHUNK):  # printed between the two reads
                 following.close()
                 return chunk
             self._replace(following)
         return b""
 
     def _following(self) -> BinaryIO | None:
-        """Open the file after the one at hand; None if that is the newest."""
+        """Open the next file, None if the current one is the newest."""
         if self._file is None:
             return None
         mine = os.fstat(self._file.fileno())
@@ -120,14 +120,14 @@ class LogReader:
         return _opened(files[0]) if files else None
 
     def _rewind_if_cut(self) -> None:
-        """Begin anew in a file that was emptied because it could not be rotated."""
+        """Start over in a file that was emptied because it could not be rotated."""
         if self._file is not None:
             size = os.fstat(self._file.fileno()).st_size
             if size < self._file.tell():
                 self._file.seek(0)
 
     def close(self) -> None:
-        """Close the file, after a read that is under way."""
+        """Close the file after a read in progress."""
         with self._lock:
             self._replace(None)
             if self._folder >= 0:
@@ -158,7 +158,7 @@ def _opened(path: Path) -> BinaryIO | None:
 def _seek_lines(
     file: BinaryIO, lines: int, most_bytes: int, *, is_newest: bool
 ) -> tuple[int, int, int]:
-    """Look for the last lines of a file, backwards; return offset, lines and bytes left to look.
+    """Find the last lines of a file, backwards; return offset, lines and bytes left.
 
     The newline at the very end of a log begins no line; one at the end of an older file does.
     """
@@ -180,9 +180,9 @@ def _seek_lines(
 async def read_log(
     path: Path, tail: int | None, is_running: Callable[[], bool], pool: Executor
 ) -> AsyncGenerator[bytes]:
-    """Yield a log's bytes, and what is added to it for as long as its kernel runs.
+    """Yield a log's bytes, and new output while the kernel runs.
 
-    Without that it ends where the log ended when it was opened, however fast that grows.
+    A log that is not followed ends where it ended when it was opened.
     """
     loop, reader = asyncio.get_running_loop(), LogReader(path)
     try:
@@ -205,8 +205,8 @@ async def read_log(
 def unkept(query: LogQuery) -> Iterator[Problem]:
     """Yield the parts of a query that this runtime cannot answer."""
     if query.since_ns:
-        yield Problem("since", "the process runtime keeps no times of lines")
+        yield Problem("since", "the process runtime does not record times")
     if query.timestamps:
-        yield Problem("timestamps", "the process runtime keeps no times of lines")
+        yield Problem("timestamps", "the process runtime does not record times")
     if len(query.streams) < len(LogStream):
-        yield Problem("stream", "the process runtime keeps both streams in one")
+        yield Problem("stream", "the process runtime merges both streams")

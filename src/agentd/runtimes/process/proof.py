@@ -1,16 +1,16 @@
-"""What a process must prove to count as a kernel's: the one place where that is decided.
+"""Proof that a process belongs to a kernel: the only place that decides it.
 
-A kernel lives if, and only if, one of three says so. None of them can be made by a user without
-privileges, by another kernel, or by the kernel itself:
+A kernel lives if, and only if, one of three facts proves it. No unprivileged user, other kernel, or
+the kernel itself can forge one:
 
-    lock     byte 1 of its bundle's lock is held. The bundle is agentd's alone, the lock was taken
-             before the shim was started, and only the shim inherits it
-    cgroup   somebody is in its cgroup, by the full path below agentd's own
-    leader   the process that the shim wrote into the bundle lives: the same pid, the same start
-             time, the same boot
+lock     byte 1 of its bundle's lock is held. The bundle is agentd's alone, the lock was taken
+         before the shim was started, and only the shim inherits it
+cgroup   its cgroup, by the full path below agentd's own, has members
+leader   the process that the shim recorded in the bundle lives: the same pid, the same start
+         time, the same boot
 
-What a process says of itself (its environment, its name, its arguments, its parents) proves
-nothing. See docs/explanation/trust.md.
+A process's own claims (environment, name, arguments, parents) prove nothing. See
+docs/explanation/trust.md.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from agentd.runtimes.process.bundle import LOCK, Bundle, ShimIdentity
 from agentd.runtimes.process.shim import COMMAND_BYTE, SHIM_BYTE
 
 _PAUSES_S = (0.0, 0.02, 0.05, 0.1)
-"""Pause between two looks, after the processes of the first have ended."""
+"""Seconds between two passes, after the processes of the first have ended."""
 _SHIM_ENDS_WITHIN_S = 0.02
 _STRIKES = 200
 INIT = 1
 """The parent of all: never a shim, whatever it has open."""
 _LOOKS_ALONE = 20
-"""How many looks in a row may find a shim, and nothing that it looks after: about two seconds."""
+"""Passes in a row that may find a shim without a kernel: about two seconds."""
 
 
 class Proof:
-    """What one look at a kernel proves; `boot_id` is the boot of now."""
+    """The evidence about one kernel; `boot_id` is the current boot."""
 
     def __init__(self, bundle: Bundle, cgroup: Cgroup | None, boot_id: str) -> None:
         self._bundle = bundle
@@ -62,17 +62,17 @@ class Proof:
 
     @cached_property
     def identity(self) -> ShimIdentity | None:
-        """What the shim wrote down, in whatever boot."""
+        """The shim's record, of any boot."""
         return self._bundle.identity()
 
     @property
     def lives(self) -> bool:
-        """Whether anything proves that the kernel lives, at this moment."""
+        """Whether anything proves that the kernel lives at this moment."""
         return self._bundle.is_locked(COMMAND_BYTE) or self.is_grouped or self._leader is not None
 
     @property
     def is_grouped(self) -> bool:
-        """Whether somebody is in the kernel's cgroup, which bears the name of this node."""
+        """Whether the kernel's cgroup, which bears this node's name, has members."""
         return bool(self._grouped())
 
     def _grouped(self) -> set[int]:
@@ -80,9 +80,10 @@ class Proof:
 
     @property
     def _leader(self) -> Proc | None:
-        """The command, if it is proved to live.
+        """The command's process, if it is proved to live.
 
-        What is written may be damaged: where it had a cgroup or has a shim, it is one of theirs.
+        The record may be damaged, so the process must also be in the kernel's cgroup or under its
+        shim.
         """
         who = self.identity
         if who is None or who.boot_id != self._boot_id or not who.leader.is_alive():
@@ -96,7 +97,7 @@ class Proof:
 
     @property
     def _shim(self) -> Proc | None:
-        """The shim, if it is proved to live: whoever has the file of a lock that is held."""
+        """The shim's process, if it is proved to live: it has the held lock file open."""
         if not self._bundle.is_locked(SHIM_BYTE):
             return None
         lock, who = self._bundle.path / LOCK, self.identity
@@ -109,7 +110,7 @@ class Proof:
         return Proc(eldest.pid, eldest.start_time) if eldest else None
 
     def handle(self) -> str:
-        """Return the pid of the command: as written down, unless that is somebody else's now."""
+        """Return the pid of the command as recorded, unless another process has it now."""
         written = self.identity.leader.pid if self.identity is not None else None
         if written is not None and (self._leader or read_stat(written) is None):
             return str(written)
@@ -119,14 +120,14 @@ class Proof:
         return str(min(mine, key=lambda process: process.start_time).pid) if mine else ""
 
     def started_at(self) -> float | None:
-        """Return when the kernel started: as written down, else the start of its first process."""
+        """Return the start time as recorded, or that of the kernel's first process."""
         if self.identity is not None:
             return self.identity.started_at
         handle = self.handle()
         return started_at(int(handle)) if handle else None
 
     def state(self) -> tuple[ObservedState, Ending]:
-        """Return what the kernel is doing, and how it ended if it has."""
+        """Return the state of the kernel, and its ending if it has ended."""
         if self.lives:
             return ObservedState.RUNNING, Ending()
         if (ending := self._bundle.ending()) is not None:
@@ -137,7 +138,7 @@ class Proof:
         if not self._bundle.has_identity():
             return ObservedState.CREATED, Ending()
         if self.identity is None:
-            why = "who it was cannot be read, and it is gone"
+            why = "its identity is unreadable and it has ended"
         elif self.identity.boot_id != self._boot_id:
             why = "the node restarted; its exit status is lost"
         else:
@@ -147,8 +148,9 @@ class Proof:
     def members(self) -> list[Proc]:
         """Return the live processes of the kernel.
 
-        Those are its cgroup, what its shim looks after (a subreaper: nothing that the command
-        started can leave it), and the session of its command while that lives.
+        These are the members of its cgroup, the descendants of its shim (a subreaper, so nothing
+        that the
+        command started can leave it), and the session of its command while the command lives.
         """
         everyone = list(all_processes())
         shim, leader = self._shim, self._leader
@@ -161,15 +163,16 @@ class Proof:
         ]
 
     async def all_ended(self) -> None:
-        """Wait until nothing proves that it lives."""
+        """Wait until nothing proves that the kernel lives."""
         async for _ in self.looks():
             pass
 
     async def looks(self) -> AsyncIterator[Sequence[Proc]]:
-        """Yield its live processes, and again when those have ended, until nothing is left.
+        """Yield the live processes whenever the previous ones have ended, until none is left.
 
-        A kernel that forks and exits without pause has others at every look, or seems to have
-        none. The looks come at growing distances, which leave the daemon to everybody else.
+        A kernel that forks and exits without pause has new processes on every pass, or seems to
+        have none.
+        The passes come at growing intervals, to leave time for the rest of the daemon.
         """
         for pause_s in chain(_PAUSES_S, repeat(_PAUSES_S[-1])):
             alive = await asyncio.to_thread(self.members)
@@ -196,9 +199,10 @@ class Proof:
             process.signal(signal.SIGTERM)
 
     async def kill(self, alive: Collection[Proc]) -> None:
-        """Kill these processes, and those that they start meanwhile, a few at a time.
+        """Kill these processes and those that they start meanwhile.
 
-        A shim that goes on alone for too long (stopped, or waiting for a disk) is killed as well.
+        A shim that stays without a kernel for too long (stopped, or waiting for a disk) is killed,
+        too.
         """
         self._looks_alone = 0 if alive else self._looks_alone + 1
         if self._looks_alone > _LOOKS_ALONE and (shim := self._shim) is not None:
@@ -215,13 +219,13 @@ class Proof:
             await asyncio.sleep(0)
 
     def _at_hand(self) -> set[int]:
-        """Return the processes that are known without searching all processes of the machine."""
+        """Return the processes that are known without scanning the whole host."""
         shim = self._shim
         return self._grouped() | (children(shim.pid) if shim else set())
 
 
 def _has_open(pid: int, file: Path) -> bool:
-    """Tell whether another process has a file open; one that this user cannot look at has not."""
+    """Return whether another process has a file open; False if it cannot be inspected."""
     if pid == os.getpid():
         return False
     with suppress(OSError):

@@ -1,8 +1,8 @@
-"""Kernels as plain processes, for nodes without an engine and for development.
+"""The process runtime: plain processes, for nodes without an engine and for development.
 
-Each kernel has a bundle below the state folder (see `bundle`) and, where one can be made, a
-cgroup. A shim (see `shim`) outlives the daemon and keeps the exit status. What a process must
-prove to count as a kernel's is decided in `proof`, and nowhere else.
+Each kernel has a bundle in the state folder (see `bundle`) and, if possible, a cgroup. A shim (see
+`shim`) outlives the daemon and records the exit status. Only `proof` decides whether a process
+belongs to a kernel.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ WATCH_PAUSE_S = 1.0
 
 
 class ProcessRuntime:
-    """Runs commands under shims; see `agentd.services.protocols.Runtime`."""
+    """The process runtime; see `agentd.services.protocols.Runtime`."""
 
     name = "process"
     minimum_memory_bytes = 1
@@ -78,7 +78,7 @@ class ProcessRuntime:
         cgroups: Cgroups | None,
         manager: Manager | None = None,
     ) -> None:
-        """`manager` is what starts shims, where systemd does; it is closed with this."""
+        """Create the runtime; `manager` starts shims as units, and is closed with this."""
         self._manager = manager
         self._bundles = Bundles(folder, node_id, boot_id, cgroups)
         self._cgroups = cgroups
@@ -92,7 +92,7 @@ class ProcessRuntime:
         self._log_pool = ThreadPoolExecutor(LOG_THREADS, "logs")
 
     def renew(self, rules: ProcessRules) -> None:
-        """Have other rules from now on; kernels that are there keep theirs."""
+        """Replace the rules; existing kernels keep theirs."""
         self._rules = rules
 
     async def close(self) -> None:
@@ -129,7 +129,7 @@ class ProcessRuntime:
         _refuse_what_needs_a_container(plan.edits)
         progress(KernelState.CREATING)
         if bundle.is_taken():
-            raise KernelConflict(f"{bundle.path} exists, and is not a kernel of this node")
+            raise KernelConflict(f"{bundle.path} exists but is not a kernel of this node")
         try:
             return await self._started(plan, bundle)
         except BaseException as error:
@@ -159,14 +159,14 @@ class ProcessRuntime:
             raise failure(plan, answer)
         self._watch(plan.spec.kernel_id)
         if (found := await self.find(KernelRef(plan.spec.kernel_id))) is None:
-            raise RuntimeFailure(f"{bundle.path} was removed while its kernel was started")
+            raise RuntimeFailure(f"{bundle.path} was removed during the start of its kernel")
         return found
 
     async def _group_ids(self, plan: KernelPlan) -> Sequence[int]:
         """Return the ids of the groups that a kernel's devices need.
 
         Raises:
-            RuntimeUnavailable: the lookup gives no answer in time.
+            RuntimeUnavailable: the lookup does not finish in time.
         """
         if not plan.edits.groups or self._rules.account_of(plan.spec.agent_id) is None:
             return ()
@@ -182,15 +182,15 @@ class ProcessRuntime:
         return await spawn_unit(self._manager, unit, order, lock)
 
     async def _undo(self, ref: KernelRef, error: BaseException) -> None:
-        """Remove what a failed create left behind.
+        """Remove the remains of a failed create.
 
         Raises:
-            OutcomeUnknown: it cannot be removed.
+            OutcomeUnknown: they cannot be removed.
         """
         try:
             await self.remove(ref)
         except (RuntimeUnavailable, RuntimeFailure) as left:
-            raise OutcomeUnknown(f"{error}; and it cannot be undone: {left}") from error
+            raise OutcomeUnknown(f"{error}; cleanup failed: {left}") from error
 
     def _made_cgroup(self, plan: KernelPlan) -> Cgroup | None:
         if self._cgroups is None:
@@ -228,8 +228,8 @@ class ProcessRuntime:
             with looking():
                 is_gone = await self._bundles.take_away(ref.kernel_id)
             if is_gone:
-                return True  # else its shim was faster than we were
-        raise RuntimeFailure(f"kernel {ref.kernel_id} lives again, however often it is ended")
+                return True  # otherwise its shim was faster
+        raise RuntimeFailure(f"kernel {ref.kernel_id} keeps restarting")
 
     async def list(self) -> Listing:
         with looking():
@@ -286,7 +286,7 @@ class ProcessRuntime:
             await chunks.aclose()
 
     def _watch_living(self, found: ObservedKernel | None) -> None:
-        """Have the end of a kernel told of that was found to live, by whomever."""
+        """Watch for the end of a kernel that was found alive."""
         if self._is_followed and found is not None and found.is_alive:
             self._watch(found.kernel_id)
 
@@ -304,7 +304,7 @@ class ProcessRuntime:
                     await proof.identity.shim.ended()
                 await proof.all_ended()
                 break
-            except OSError:  # no descriptor, no memory: the kernel may still run
+            except OSError:  # no descriptor or memory: the kernel may still run
                 await asyncio.sleep(WATCH_PAUSE_S)
             except Exception:
                 log.exception("runtime.watch_failed", kernel_id=kernel_id)
@@ -316,5 +316,5 @@ def _refuse_what_needs_a_container(edits: ContainerEdits) -> None:
     moved = [mount for mount in edits.mounts if mount.source != mount.target]
     if moved or edits.cdi or edits.device_requests:
         raise RuntimeFailure(
-            "its devices need files at other places or CDI, which plain processes do not have"
+            "its devices require relocated files or CDI, which plain processes lack"
         )

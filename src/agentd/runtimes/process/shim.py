@@ -1,15 +1,15 @@
-"""The shim of one process kernel. Run as a program of its own: `python -I -S shim.py`.
+"""The shim of one process kernel, a program of its own: `python -I -S shim.py`.
 
-It reads its order as JSON from standard input, starts the command, and answers with one
-line of JSON: the command's pid and start time, or why it did not start. It outlives the
-daemon, takes what the kernel prints through a pipe into files of bounded size, and waits until
-nothing of the kernel is left (as a subreaper, so that what the command started and left behind
-counts), and only then writes how it ended.
+It reads its request as JSON from standard input, starts the command, and answers with one line of
+JSON: the command's pid and start time, or why it did not start. It outlives the daemon, writes the
+kernel's output from a pipe into files of bounded size, and waits until nothing of the kernel is
+left. As a subreaper it also sees orphaned descendants of the command. Only then it writes the exit
+status.
 
-Two rules. Who the kernel is stands on disk before the command runs: the identity is linked
-into place, so it fails if the bundle has been taken away meanwhile, and then the command
-never runs. And the bundle's lock, which the shim inherits and the kernel does not, tells for
-as long as the shim lives that it does (byte 0), and that the command may run (byte 1).
+Two rules hold. The kernel's identity is on disk before the command runs: it is linked into place,
+which fails if the bundle was removed meanwhile, and then the command never runs. And the bundle's
+lock, which the shim inherits and the kernel does not, proves that the shim lives (byte 0) and that
+the command may run (byte 1).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ import time
 
 SOURCE = os.path.abspath(__file__).rsplit("/", 4)[0]
 if __name__ == "__main__":
-    sys.path.append(SOURCE)  # `-I` leaves nothing of ours there
+    sys.path.append(SOURCE)  # `-I` leaves no path of ours
 from agentd.runtimes.process.shim_output import CHUNK, Output  # noqa: E402 - it needs the line above
 
-TYPE_CHECKING = False  # the name that type checkers know; importing typing takes 5 ms
+TYPE_CHECKING = False  # type checkers know this name; importing typing takes 5 ms
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
@@ -41,16 +41,16 @@ PR_SET_NO_NEW_PRIVS = 38
 F_OFD_SETLK = 37
 """fcntl(2), Linux: a lock of the open file description. Python 3.11 has no name for it."""
 SHIM_BYTE, COMMAND_BYTE = 0, 1
-"""Bytes of the lock file: a shim stands beside the kernel; its command may run."""
+"""Bytes of the lock file: the shim lives; its command may run."""
 ENDING_BYTES = 4096
-"""Room that is reserved for how the kernel ended, before its command runs."""
+"""Bytes reserved for the exit status before the command runs."""
 STOPPED = "systemd stopped its unit"
 PIPE_BYTES = 1 << 20
-"""Linux's default for fs.pipe-max-size: what a pipe can hold at the most."""
+"""Linux's default for fs.pipe-max-size: the maximum content of a pipe."""
 
 
 def main() -> None:
-    """Start the kernel that the order describes, and stay beside it."""
+    """Start the kernel of the request and stay until it has ended."""
     order = received() if stat.S_ISSOCK(os.fstat(0).st_mode) else json.load(sys.stdin)
     hit = failpoints()
     os.set_inheritable(order["lock"], False)
@@ -58,7 +58,7 @@ def main() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     wakeup = child_signals()
-    if order["stop_timeout"] is not None:  # it is a unit, which systemd stops
+    if order["stop_timeout"] is not None:  # as a unit it may be stopped by systemd
         signal.signal(signal.SIGTERM, Stop.ask)
     try:
         output = Output(order)
@@ -97,9 +97,9 @@ def main() -> None:
 
 
 def received() -> dict[str, Any]:
-    """Take the order from a socket, and the lock with it, as a unit of systemd's has to.
+    """Receive the request and the lock over a socket, as a unit of systemd must.
 
-    A descriptor that systemd were given for a stream it would keep itself, and with it the lock.
+    systemd would keep a descriptor that is passed as a stream, and with it the lock.
     """
     import socket  # noqa: PLC0415 - 3 ms, which a shim that inherits its lock has no use for
 
@@ -107,13 +107,13 @@ def received() -> dict[str, Any]:
         data, descriptors, _, _ = socket.recv_fds(order, CHUNK, 1)
         while not data.endswith(b"\n"):
             if not (more := order.recv(CHUNK)):
-                os._exit(1)  # whoever asked is gone
+                os._exit(1)  # the daemon disconnected
             data += more
     return {**json.loads(data), "lock": descriptors[0]}
 
 
 def described(order: dict[str, Any], pid: int) -> dict[str, Any]:
-    """Return who the kernel is: its command, which has no go yet, and this shim."""
+    """Return the identity of the kernel: its command, which waits to run, and this shim."""
     return {
         "pid": pid,
         "start_time": start_time(pid),
@@ -126,7 +126,7 @@ def described(order: dict[str, Any], pid: int) -> dict[str, Any]:
 
 
 def detached() -> int:
-    """Leave the daemon, which may die without a trace; return where its answer is written."""
+    """Detach from the daemon, which may die at any time; return the descriptor for the answer."""
     if os.fork():
         os._exit(0)
     os.setsid()
@@ -141,7 +141,7 @@ def detached() -> int:
 
 
 def failpoints() -> Callable[[str], None]:
-    """Return what visits a point: nothing, unless a test has set some."""
+    """Return a function that visits a failpoint; it does nothing unless a test sets some."""
     if "AGENTD_FAILPOINTS" not in os.environ:
         return lambda _: None
     from agentd import failpoints  # noqa: PLC0415 - the shim starts without it
@@ -157,13 +157,13 @@ def lock(descriptor: int, byte: int) -> None:
 
 
 class Stop:
-    """Ending the kernel, for systemd: it is asked to end, and killed after a while."""
+    """The stop of the kernel by systemd: TERM, then KILL after the timeout."""
 
     asked_at = 0.0
 
     @classmethod
     def ask(cls, *_: object) -> None:
-        """Note that systemd ends the shim's unit, as it does when the machine goes down."""
+        """Record that systemd stops the shim's unit, for example at shutdown."""
         cls.asked_at = cls.asked_at or time.monotonic()
 
     def __init__(self, order: dict[str, Any], leader: int) -> None:
@@ -171,7 +171,7 @@ class Stop:
         self._is_told = False
 
     def look(self) -> int | None:
-        """Do what is due; return after how many milliseconds to look again."""
+        """Send a signal that is due; return the milliseconds until the next check."""
         if not self.asked_at:
             return None
         left = self.asked_at + self._order["stop_timeout"] - time.monotonic()
@@ -190,7 +190,7 @@ class Stop:
                     pids = [int(line) for line in file]
         except OSError:
             pass
-        if self.leader:  # not reaped yet, so nobody else has its number
+        if self.leader:  # not reaped yet, so its id cannot be reused
             pids.append(-self.leader)
         for pid in pids:
             try:
@@ -200,7 +200,7 @@ class Stop:
 
 
 def child_signals() -> int:
-    """Return a descriptor that can be read whenever a child has ended."""
+    """Return a descriptor that becomes readable when a child has ended."""
     reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -208,7 +208,7 @@ def child_signals() -> int:
 
 
 def run(order: dict[str, Any], libc: ctypes.CDLL, output: Output, go: int, failure: int) -> None:
-    """In the child: become the command, once the shim says so."""
+    """Become the command in the child, once the shim allows it."""
     step = "start"
     try:
         os.close(order["lock"])
@@ -252,7 +252,7 @@ def run(order: dict[str, Any], libc: ctypes.CDLL, output: Output, go: int, failu
 
 
 def execute(command: list[str], env: dict[str, str]) -> None:
-    """Become the command, found on its own PATH; imports nothing, the user may not read us."""
+    """Execute the command, found on its own PATH; imports nothing: the user may not read us."""
     if "/" in command[0]:
         os.execve(command[0], command, env)
     failure: OSError = FileNotFoundError(2, "not found on PATH")
@@ -274,7 +274,7 @@ def stay(
     wakeup: int,
     hit: Callable[[str], None],
 ) -> None:
-    """Take what is printed until nothing of the kernel is left, then write how it ended."""
+    """Copy output until nothing of the kernel is left, then write the exit status."""
     status = 0
     stop = Stop(order, leader)
     poll = select.poll()
@@ -294,7 +294,7 @@ def stay(
         except ChildProcessError:
             break
     left = PIPE_BYTES
-    while left > 0 and (taken := output.take()):  # a stranger may hold the pipe, and go on
+    while left > 0 and (taken := output.take()):  # another process may keep writing
         left -= taken
     write_ending(order, status, ending, hit)
 
@@ -302,7 +302,7 @@ def stay(
 def write_ending(
     order: dict[str, Any], status: int, ending: int, hit: Callable[[str], None]
 ) -> None:
-    """Write how the kernel ended into the room that was reserved for it, and end."""
+    """Write the exit status into its reserved space, and exit."""
     code = os.waitstatus_to_exitcode(status)
     content = {
         "exit_code": code if code >= 0 else 128 - code,
@@ -321,7 +321,7 @@ def write_ending(
 
 
 def reserved(folder: str, name: str) -> int:
-    """Reserve room for a small file under a name of its own; return its descriptor."""
+    """Reserve space for a small hidden file and return its descriptor."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(os.path.join(folder, "." + name), flags, 0o600)
     os.posix_fallocate(descriptor, 0, ENDING_BYTES)
@@ -329,7 +329,7 @@ def reserved(folder: str, name: str) -> int:
 
 
 def oom_kills(path: str) -> int:
-    """Return how often the kernel's cgroup ran out of memory: v1 oom_control, v2 events."""
+    """Return the number of OOM kills in the kernel's cgroup: v1 oom_control, v2 events."""
     if not path:
         return 0
     try:
@@ -346,7 +346,7 @@ def start_time(pid: int) -> int:
 
 
 def publish(folder: str, name: str, value: object, written: Callable[[], None]) -> None:
-    """Put a complete file into a folder that must still be there, or raise."""
+    """Put a complete file into a folder; fails if the folder is gone."""
     temporary = os.path.join(folder, "." + name)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(temporary, flags, 0o600)
@@ -360,7 +360,7 @@ def publish(folder: str, name: str, value: object, written: Callable[[], None]) 
 
 
 def withdraw(folder: str, name: str) -> None:
-    """Take back what was published, if it was."""
+    """Remove a published file, if it exists."""
     try:
         os.unlink(os.path.join(folder, name))
     except OSError:
@@ -377,13 +377,13 @@ def read_all(descriptor: int) -> bytes:
 
 
 def refuse(answer: int, step: str, error: OSError) -> None:
-    """Say why nothing was started, and end."""
+    """Report why nothing was started, and exit."""
     tell(answer, json.dumps({"step": step, "errno": error.errno}).encode())
     os._exit(1)
 
 
 def tell(answer: int, line: bytes) -> None:
-    """Answer the daemon, if it is still there."""
+    """Answer the daemon, if it still lives."""
     try:
         os.write(answer, line + b"\n")
     except OSError:

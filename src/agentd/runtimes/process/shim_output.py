@@ -1,4 +1,4 @@
-"""What a process kernel prints, taken by its shim: part of that program, so it imports little."""
+"""The output of a process kernel, copied by its shim; part of that program, so few imports."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ CHUNK = 64 * 1024
 
 
 class Output:
-    """What the kernel prints: a pipe, and files of which none grows beyond its size.
+    """A pipe for the kernel's output, and log files of bounded size.
 
-    The kernel never has a file of its log, so it can make none sparse or endless. What cannot be
-    written (a full disk) is dropped: the kernel is never held up.
+    The kernel has no file of its log, so it cannot make one sparse or endless. Output that cannot
+    be
+    written (a full disk) is dropped, so the kernel never blocks.
     """
 
     def __init__(self, order: dict[str, Any]) -> None:
         self.reader, self.writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self.reader, False)
         if order["user"]:
-            os.fchown(self.writer, order["user"]["uid"], -1)  # so that it can open /dev/stderr
+            os.fchown(self.writer, order["user"]["uid"], -1)  # the kernel may open /dev/stderr
         self._path = os.path.join(order["folder"], order["log_name"])
         self._max_size, self._max_files = order["log_max_size"], order["log_max_files"]
         self._open(os.O_EXCL)
@@ -33,7 +34,7 @@ class Output:
         self._size = os.fstat(self._file).st_size
 
     def take(self) -> int:
-        """Move what is in the pipe into the files; return how much, 0 at its end or if empty."""
+        """Copy the pipe's content to the files; return the bytes copied, 0 if empty or closed."""
         try:
             chunk = os.read(self.reader, CHUNK)
         except OSError:
@@ -52,7 +53,7 @@ class Output:
         return len(chunk)
 
     def _rotate(self) -> None:
-        """Begin a new file, and let go of the oldest; where that fails, of this one's content."""
+        """Start a new file and drop the oldest; if that fails, drop this file's content."""
         try:
             if self._max_files == 1:
                 raise OSError

@@ -1,4 +1,4 @@
-"""Starting the shim of a process kernel, and reading its answer."""
+"""Starting the shim of a process kernel and reading its answer."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from agentd.runtimes.process.bundle import LOG
 
 SPAWN_TIMEOUT_S = 30.0
 STOP_MORE_S = 5.0
-"""What a shim has beyond its kernel's time to end, before systemd kills it."""
+"""Seconds beyond the kernel's stop timeout before systemd kills its shim."""
 SLICE = "agentd.slice"
 _COMMAND = [sys.executable, "-I", "-S", shim.__file__]
 
 
 class UserAccount(NamedTuple):
-    """Whom a kernel runs as."""
+    """The user account of a kernel."""
 
     name: str
     uid: int
@@ -45,10 +45,10 @@ class UserAccount(NamedTuple):
 
 
 class ProcessRules(msgspec.Struct, frozen=True):
-    """What the operator lets process kernels have; see `[runtime.process]`.
+    """The operator's settings for process kernels; see `[runtime.process]`.
 
-    `accounts` are those of agents that have their own; `default` is everybody else's. None
-    where agentd is not root: kernels run as it does.
+    `accounts` holds agents with their own account; `default` applies to all others. It is None if
+    agentd is not root: kernels run as the daemon's user.
     """
 
     default: UserAccount | None
@@ -60,11 +60,11 @@ class ProcessRules(msgspec.Struct, frozen=True):
     ulimits: Mapping[str, int] = {}
 
     def account_of(self, agent_id: str) -> UserAccount | None:
-        """Return whom an agent's kernels run as."""
+        """Return the user account of an agent's kernels."""
         return self.accounts.get(agent_id, self.default)
 
     def has_own(self, agent_id: str) -> bool:
-        """Tell whether nobody else's kernels run as this agent's user."""
+        """Return whether no other agent's kernels run as this agent's user."""
         mine = self.accounts.get(agent_id)
         others = [account.uid for agent, account in self.accounts.items() if agent != agent_id]
         others += [self.default.uid] if self.default else []
@@ -72,23 +72,23 @@ class ProcessRules(msgspec.Struct, frozen=True):
 
 
 def find_account(user: str, where: str) -> UserAccount:
-    """Return an account of this machine.
+    """Return a user account of the host.
 
     Raises:
-        InvalidRequest: there is no such account.
+        InvalidRequest: the account does not exist.
     """
     try:
         entry = pwd.getpwnam(user)
     except KeyError:
-        raise InvalidRequest([Problem(where, f"no user {user!r} on this machine")]) from None
+        raise InvalidRequest([Problem(where, f"no user {user!r} on this host")]) from None
     groups = os.getgrouplist(entry.pw_name, entry.pw_gid)
     return UserAccount(entry.pw_name, entry.pw_uid, entry.pw_gid, tuple(groups))
 
 
 def group_ids(names: Sequence[str]) -> list[int]:
-    """Return the ids of those groups that this node has.
+    """Return the ids of the groups that exist on this host.
 
-    Names are looked up by NSS (nsswitch.conf(5)), which may ask a server and block.
+    Names are looked up by NSS (nsswitch.conf(5)), which may query a server and block.
     """
     found = (int(name) if name.isdecimal() else _group_id(name) for name in names)
     return [group for group in found if group is not None]
@@ -109,9 +109,9 @@ def order_of(
     cgroup: Cgroup | None,
     groups: Sequence[int],
 ) -> dict[str, Any]:
-    """Return the order of a kernel's shim, without the lock.
+    """Return the request for a kernel's shim, without the lock.
 
-    `groups` are added to those of the account; without an account they are not used.
+    `groups` are added to those of the account; without an account they are ignored.
     """
     spec = plan.spec
     limits = spec.container.ulimits.items()
@@ -137,13 +137,13 @@ def order_of(
 
 
 def spawn(order: Mapping[str, Any], lock: int) -> dict[str, Any]:
-    """Start a shim, which inherits a lock, and return its answer.
+    """Start a shim that inherits a lock, and return its answer.
 
     The answer is the kernel's identity, or why it did not start.
     """
     told = {**order, "lock": lock, "stop_timeout": None}
     try:
-        done = subprocess.run(  # noqa: S603 - our own program; the order goes over its input
+        done = subprocess.run(  # noqa: S603 - our own program; the request goes over its input
             _COMMAND,
             input=json.dumps(told).encode(),
             stdout=subprocess.PIPE,
@@ -162,10 +162,11 @@ def spawn(order: Mapping[str, Any], lock: int) -> dict[str, Any]:
 async def spawn_unit(
     manager: Manager, unit: str, order: Mapping[str, Any], lock: int
 ) -> dict[str, Any]:
-    """Start a shim as a unit of systemd's, outside of the daemon's cgroup and sandbox.
+    """Start a shim as a unit, outside of the daemon's cgroup and sandbox.
 
-    It ends the kernel, and writes how that ended, when systemd stops the unit, as it does when
-    the machine goes down. Returns what `spawn` does.
+    When systemd stops the unit, for example at shutdown, the shim ends the kernel and writes the
+    exit
+    status. Returns the same as `spawn`.
     """
     ours, theirs = socket.socketpair()
     answer_read, answer_write = os.pipe2(os.O_CLOEXEC)
@@ -217,14 +218,14 @@ def _answer(line: bytes) -> dict[str, Any]:
     try:
         answer: dict[str, Any] = json.loads(line)
     except ValueError as error:
-        return {"step": "shim", "why": f"its answer cannot be read: {error}"}
+        return {"step": "shim", "why": f"malformed answer: {error}"}
     return answer
 
 
 def failure(plan: KernelPlan, answer: Mapping[str, Any]) -> AgentdError:
-    """Return the error that says why a shim did not start its kernel."""
+    """Return the error for a kernel that its shim did not start."""
     number = int(answer.get("errno", 0))
-    why = os.strerror(number) if number else str(answer.get("why", "it gave no reason"))
+    why = os.strerror(number) if number else str(answer.get("why", "no reason given"))
     step = str(answer.get("step"))
     if step == "command":
         refusal = refusal_of(plan.spec.command[0], number, why)
@@ -235,5 +236,5 @@ def failure(plan: KernelPlan, answer: Mapping[str, Any]) -> AgentdError:
     if step.startswith("ulimits."):
         return InvalidRequest([Problem(step, f"cannot be set on this node: {why}")])
     if number == errno.EAGAIN and "nproc" in plan.spec.container.ulimits:
-        return InvalidRequest([Problem("ulimits.nproc", f"is too low to start a kernel: {why}")])
+        return InvalidRequest([Problem("ulimits.nproc", f"too low to start a kernel: {why}")])
     return RuntimeFailure(f"the kernel did not start; {step}: {why}")

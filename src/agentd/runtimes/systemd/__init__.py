@@ -1,1 +1,1 @@
-"""Kernels as transient units of systemd."""
+"""The systemd runtime: transient units."""

@@ -1,14 +1,14 @@
-"""What is kept of a kernel beside its unit: a folder, mode 0700, below the state folder.
+"""The bundle beside a kernel's unit: a folder, mode 0700, below the state folder.
 
 record.json     the kernel's record, written before anything starts
-environment     its variables, in the form of EnvironmentFile= (systemd.exec(5)): what stands
-                in a unit anybody can read
-identity.json   the unit's invocation id, the boot, and when it started
-exit            how it ended: `$SERVICE_RESULT $EXIT_CODE $EXIT_STATUS`, when, and what the
-                manager was doing; written by systemd's own ExecStopPost=, or by the daemon
+environment     its variables, in the form of EnvironmentFile= (systemd.exec(5)): every user can
+                read what is in a unit
+identity.json   the unit's invocation id, the boot, and the start time
+exit            the exit status: `$SERVICE_RESULT $EXIT_CODE $EXIT_STATUS`, the time, and the state
+                of the manager; written by systemd's own ExecStopPost=, or by the daemon
 cgroup          the id of its cgroup, which is the inode of that folder
-counted         what that cgroup's own files said at the end, if systemd ended it
-usage.json      what it had used when it ended by itself, as the manager had that
+counted         the contents of the cgroup's files at the end, if systemd ended the kernel
+usage.json      the usage at the end according to the manager, if the kernel ended by itself
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ IFS= read -r g </proc/self/cgroup; g="/sys/fs/cgroup$${{g#0::}}"; \
 done) >.counted && $$b mv .counted counted; true' \
 %n {folder}
 """
-"""For all units of a node: `$$` and `%%` are systemd's for `$` and `%`, `%n` is the unit's name."""
+"""The drop-in for all units of a node: `$$` and `%%` escape `$` and `%`; `%n` is the unit name."""
 RESERVED = ("SERVICE_RESULT", "EXIT_CODE", "EXIT_STATUS")
-"""Variables by which systemd tells how a unit ended; no request may set them."""
+"""Variables in which systemd reports how a unit ended; no request may set them."""
 _PT_INTERP, _PHOFF_AT, _PHSIZE_AT = 3, 32, 54
 
 
 def static_busybox(places: Sequence[str] = ("/bin/busybox", "/usr/bin/busybox")) -> str | None:
-    """Return a BusyBox that no loader has a say in, whatever its variables are (elf(5))."""
+    """Return a static BusyBox, which LD_PRELOAD and the like cannot affect (elf(5))."""
     for place in places:
         with suppress(OSError, struct.error, IndexError):
             raw = Path(place).read_bytes()
@@ -72,9 +72,9 @@ def static_busybox(places: Sequence[str] = ("/bin/busybox", "/usr/bin/busybox"))
 
 
 class UnitIdentity(msgspec.Struct, frozen=True):
-    """Which run of the unit is the kernel's, in which boot; `started_at` since the epoch.
+    """The run of the unit that is the kernel's, and its boot; `started_at` since the epoch.
 
-    `pid` is that of its main process, 0 where it is not known.
+    `pid` is that of its main process, 0 if unknown.
     """
 
     invocation_id: str
@@ -84,9 +84,9 @@ class UnitIdentity(msgspec.Struct, frozen=True):
 
 
 class End(msgspec.Struct, frozen=True):
-    """How systemd says that a unit ended: a `result`, and of its process `code` and `status`.
+    """The end of a unit according to systemd: `result`, and its process's `code` and `status`.
 
-    `code` is `exited`, `killed` or `dumped`; `status` a number or the name of a signal
+    `code` is `exited`, `killed` or `dumped`; `status` is a number or the name of a signal
     (systemd.exec(5), "Environment Variables Set or Propagated by the Service Manager").
     """
 
@@ -98,7 +98,7 @@ class End(msgspec.Struct, frozen=True):
 
     @property
     def ending(self) -> Ending:
-        """The same in words that all runtimes share."""
+        """The ending in the terms of all runtimes."""
         return Ending(
             exit_code=_exit_code(self.code, self.status),
             oom_killed=self.result == "oom-kill",
@@ -107,19 +107,19 @@ class End(msgspec.Struct, frozen=True):
         )
 
     def to_text(self) -> str:
-        """Return it as systemd writes it."""
+        """Format the end as systemd writes it."""
         return f"{self.result} {self.code} {self.status} {self.finished_at:.6f} {self.manager}\n"
 
 
 class UnitBundle(PrivateFolder):
-    """The folder of one kernel's unit."""
+    """The folder beside one kernel's unit."""
 
     def make(self, record: str, env: Mapping[str, str]) -> None:
-        """Make the folder.
+        """Create the folder.
 
         Raises:
-            FileExistsError: there is something of that name.
-            OSError: it cannot be made; what was made stays to be removed.
+            FileExistsError: something of that name exists.
+            OSError: it cannot be created; the caller removes the remains.
         """
         self.path.mkdir(mode=0o700)
         self.write(RECORD, record)
@@ -129,12 +129,12 @@ class UnitBundle(PrivateFolder):
         """Return the record.
 
         Raises:
-            RecordError: it is missing (`MissingRecordError`), empty or cannot be read.
+            RecordError: it is missing (`MissingRecordError`), empty or unreadable.
         """
         return required_record(self.read(RECORD))
 
     def identify(self, identity: UnitIdentity) -> None:
-        """Write down which run of the unit is the kernel's."""
+        """Save which run of the unit is the kernel's."""
         content = {
             "invocation_id": identity.invocation_id,
             "boot_id": identity.boot_id,
@@ -144,7 +144,7 @@ class UnitBundle(PrivateFolder):
         self.replace(IDENTITY, json.dumps(content))
 
     def identity(self) -> UnitIdentity | None:
-        """Return which run it is; None if that is not written, or cannot be read."""
+        """Return the run that is the kernel's, None if it is missing or unreadable."""
         try:
             raw = json.loads(self.read(IDENTITY) or "")
             return UnitIdentity(
@@ -157,23 +157,24 @@ class UnitBundle(PrivateFolder):
             return None
 
     def enter(self, group: Path) -> None:
-        """Write down which cgroup is its own, unless that is written.
+        """Save the id of the kernel's cgroup, unless it is saved.
 
-        That of a unit which has ended by itself is removed, and systemd makes another of its name
-        for `ExecStopPost=`, in which nothing was counted.
+        When a unit ends by itself, its cgroup is removed, and systemd creates another of the same
+        name for
+        `ExecStopPost=`, whose counters are zero.
         """
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # the unit has ended meanwhile
             if self.read(GROUP) is None:
                 self.replace(GROUP, f"{group.stat().st_ino}\n")
 
     def finish(self, end: End) -> None:
-        """Write down how it ended, unless that is written."""
+        """Save how the kernel ended, unless it is saved."""
         if self.read(EXIT) is None:
-            with suppress(OSError):  # systemd has it for as long as this boot lasts
+            with suppress(OSError):  # systemd keeps it for the rest of this boot
                 self.replace(EXIT, end.to_text())
 
     def end(self) -> End | None:
-        """Return how it ended; None if that is not written, or cannot be read."""
+        """Return how the kernel ended, None if that is missing or unreadable."""
         try:
             result, code, status, when, manager = (self.read(EXIT) or "").rstrip("\n").split(" ")
             return End(result, code, status, parse_time(float(when)), manager)
@@ -181,17 +182,17 @@ class UnitBundle(PrivateFolder):
             return None
 
     def used(self, usage: Usage) -> None:
-        """Write down what it had used when it ended, unless that is written."""
+        """Save the usage at the end, unless it is saved."""
         if self.read(USAGE) is None:
             with suppress(OSError):
                 self.replace(USAGE, json.dumps(asdict(usage)))
 
     def has_usage(self) -> bool:
-        """Tell whether that is written down."""
+        """Return whether the usage is saved."""
         return any((self.path / name).exists() for name in (USAGE, COUNTED))
 
     def usage(self) -> Usage:
-        """Return what it had used when it ended, as far as that is known."""
+        """Return the usage at the end, as far as it is known."""
         try:
             raw = json.loads(self.read(USAGE) or "")
             told = Usage(**{field.name: raw[field.name] for field in fields(Usage)})
@@ -202,12 +203,12 @@ class UnitBundle(PrivateFolder):
 
 
 def quoted(value: str) -> str:
-    """Return a value as an EnvironmentFile= has it between double quotes."""
+    """Quote a value for an EnvironmentFile=."""
     return '"' + "".join(f"\\{c}" if c in '\\"$`' else c for c in value) + '"'
 
 
 def _exit_code(code: str, status: str) -> int | None:
-    """Return an exit code, for a signal the one that a shell gives it: 128 and its number."""
+    """Return an exit code; for a signal 128 plus its number, as in a shell."""
     if status.isdecimal():
         return int(status) + (0 if code == "exited" else 128)
     with suppress(KeyError):

@@ -1,6 +1,6 @@
-"""What a kernel printed, as the journal keeps it: lines, with the time at which each came.
+"""Logs of systemd kernels, from the journal: lines with their times.
 
-Lines are selected by the unit and its invocation, which journald itself notes of who sends a line
+Lines are selected by the unit and its invocation, which journald records itself
 (systemd.journal-fields(7), "Trusted Journal Fields"); fields that a sender writes prove nothing.
 They are read with journalctl(1). The journal keeps lines, not bytes: an empty one is dropped, one
 over `LineMax=` (48 KiB) is cut in two, and a NUL ends one.
@@ -26,7 +26,7 @@ SYNC_S = 5.0
 
 
 class JournalSource(msgspec.Struct, frozen=True):
-    """Whose lines: a unit's in one invocation; without an `agent_id`, of the user's manager."""
+    """The lines of one invocation of a unit; without an `agent_id`, in the user's journal."""
 
     unit: str
     invocation_id: str
@@ -34,7 +34,7 @@ class JournalSource(msgspec.Struct, frozen=True):
 
     @property
     def journal(self) -> list[str]:
-        """The options that name the journal."""
+        """The options that select the journal."""
         if self.agent_id is None:
             return ["--user"]
         return [f"--namespace={namespace_name(self.agent_id)}"]
@@ -49,7 +49,7 @@ class JournalSource(msgspec.Struct, frozen=True):
 async def read_lines(
     source: JournalSource, query: LogQuery, ended: Callable[[], Awaitable[None]]
 ) -> AsyncGenerator[bytes]:
-    """Yield what a query asks for, a line at a time; one that follows ends after `ended` does."""
+    """Yield the requested lines; a followed log ends after `ended` returns."""
     options = [f"--lines={'all' if query.tail is None else query.tail}"]
     if query.since_ns:
         options.append(f"--since=@{query.since_ns // 10**9}.{query.since_ns % 10**9 // 1000:06d}")
@@ -79,7 +79,7 @@ async def read_lines(
         await entries.aclose()
     await _synced(source)
     rest = [f"--after-cursor={cursor}", "--lines=all"] if cursor else options
-    if not cursor and query.tail == 0:  # only what came since
+    if not cursor and query.tail == 0:  # only new lines
         rest = ["--lines=all", f"--since=@{begun:.6f}"]
     async for _, line in _entries(source, rest, query):
         yield line
@@ -101,12 +101,12 @@ async def _entries(
     except OSError as error:
         raise RuntimeUnavailable(f"journalctl: {error.strerror}") from error
     try:
-        assert process.stdout is not None  # noqa: S101 - it was asked for
+        assert process.stdout is not None  # noqa: S101 - it was requested
         async for line in process.stdout:
             entry = json.loads(line)
             yield entry["__CURSOR"], _printed(entry, query)
     except ValueError as error:
-        raise RuntimeUnavailable(f"what journalctl tells cannot be read: {error}") from None
+        raise RuntimeUnavailable(f"malformed output of journalctl: {error}") from None
     finally:
         with suppress(ProcessLookupError):
             process.kill()
@@ -114,10 +114,10 @@ async def _entries(
 
 
 def _printed(entry: dict[str, object], query: LogQuery) -> bytes:
-    """Return a line as it was printed, with its time before it where that is asked for."""
+    """Return a line as it was printed, after its time if requested."""
     message = entry.get("MESSAGE")
     text = str(message or "").encode()
-    if isinstance(message, list):  # bytes that are no text, or several fields of that name
+    if isinstance(message, list):  # bytes that are not text, or several fields of that name
         is_raw = all(isinstance(item, int) for item in message)
         text = bytes(message) if is_raw else " ".join(map(str, message)).encode()
     if not query.timestamps:
@@ -127,7 +127,7 @@ def _printed(entry: dict[str, object], query: LogQuery) -> bytes:
 
 
 async def _synced(source: JournalSource) -> None:
-    """Have journald write down what was sent to it until now; only root may ask for that."""
+    """Flush the journal, which only root may request."""
     if source.agent_id is None:
         return
     with suppress(OSError, TimeoutError):

@@ -1,4 +1,4 @@
-"""What is there of a node's kernels: units, as the manager tells, and the folders beside them."""
+"""Observation of a node's kernels: the manager's units and the bundles beside them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RUNTIME = "systemd"
 
 
 async def live_units(manager: Manager, node_id: str) -> list[str]:
-    """Return the kernels of a node whose units live; writes nothing, unlike `UnitObserver`.
+    """Return the kernels whose units live, without writing, unlike `UnitObserver`.
 
     Raises:
         RuntimeUnavailable: the manager does not answer.
@@ -52,7 +52,7 @@ async def live_units(manager: Manager, node_id: str) -> list[str]:
 
 
 class UnitObserver:
-    """Looks at the kernels of one node, in one boot."""
+    """Observes the kernels of one node in one boot."""
 
     def __init__(self, folder: Path, node_id: str, boot_id: str, manager: Manager) -> None:
         self._folder = folder
@@ -64,7 +64,7 @@ class UnitObserver:
         self._asked: set[str] = set()
 
     async def listing(self) -> Listing:
-        """Return every kernel, with one question for all units."""
+        """Return every kernel, with one query for all units."""
         pattern = f"{name_prefix(self._node_id)}*.service"
         units: dict[str, Unit] = {}
         for unit in await self._manager.units(pattern):
@@ -91,17 +91,17 @@ class UnitObserver:
         record, _, _ = self._own_record(bundle)
         identity, agent_id = bundle.identity(), self._agent_of(record)
         if agent_id is None or identity is None:
-            return await self.find(kernel_id)  # what the record does not tell, the manager does
+            return await self.find(kernel_id)  # the manager knows what the record lacks
         slice_ = "" if self._is_user else f"/agentd.slice/{slice_name(agent_id)}/"
         state = state_of(unit.active, unit.sub, slice_ and f"{slice_}{unit.name}")
         if state is not ObservedState.EXITED and identity.pid:
             return self._observed(kernel_id, state, record, identity)
-        if (end := bundle.end()) is None:  # nobody has looked whether its processes are gone
+        if (end := bundle.end()) is None:  # check whether its processes are gone
             return await self.find(kernel_id)
         return self._observed(kernel_id, state, record, identity, ending=end.ending)
 
     async def find(self, kernel_id: str) -> ObservedKernel | None:
-        """Return what is there of one kernel; None if nothing is."""
+        """Return one kernel, None if nothing of it exists."""
         unit = unit_name(self._node_id, kernel_id)
         bundle = self.bundle(kernel_id)
         seen = await self._manager.properties(unit, SEEN)
@@ -117,7 +117,7 @@ class UnitObserver:
                 seen["MainPID"],
             )
             if record and identity.started_at and bundle.identity() != identity:
-                with suppress(OSError):  # a full disk; the next look tries again
+                with suppress(OSError):  # a full disk; the next observation tries again
                     bundle.identify(identity)
             if record and seen["Unit.SubState"] == "running":
                 bundle.enter(MOUNT / str(seen["ControlGroup"]).lstrip("/"))
@@ -135,11 +135,11 @@ class UnitObserver:
         )
 
     async def usages(self, kernels: Sequence[Kernel]) -> dict[str, UsageReading]:
-        """Return what kernels use, or had used when they ended."""
+        """Return the usage of kernels; of ended ones, the usage at their end."""
         with looking():
             ended = [k.kernel_id for k in kernels if k.state in ENDED]
             for kernel_id in [k for k in ended if not self.bundle(k).has_usage()]:
-                if kernel_id not in self._asked:  # the manager may have it, and nobody looked
+                if kernel_id not in self._asked:  # the manager may still know an unobserved end
                     await self.find(kernel_id)
             self._asked = set(ended)
             found, elsewhere = await asyncio.to_thread(self._counted, kernels)
@@ -150,7 +150,7 @@ class UnitObserver:
             return found | await asyncio.to_thread(counted, groups)
 
     def _counted(self, kernels: Sequence[Kernel]) -> tuple[dict[str, UsageReading], list[Kernel]]:
-        """Return what is known without asking, and of whom it is not."""
+        """Return the usage that is known without a query, and the kernels without one."""
         found: dict[str, UsageReading] = {}
         accounts: dict[str, CgroupCounters] = {}
         elsewhere = []
@@ -167,7 +167,7 @@ class UnitObserver:
         return found | counted(accounts), elsewhere
 
     async def _group(self, kernel_id: str) -> str:
-        """Return where the manager says that a kernel's cgroup is, below the top; asked once."""
+        """Return the path of a kernel's cgroup from the manager, cached."""
         if known := self._groups.get(kernel_id):
             return known
         with suppress(RuntimeUnavailable):
@@ -177,7 +177,7 @@ class UnitObserver:
         return ""
 
     def _gone(self, kernel_id: str, bundle: UnitBundle) -> ObservedKernel | None:
-        """Return what is known of a kernel whose unit is not there (any more)."""
+        """Return a kernel whose unit does not exist (any more)."""
         record, problem, is_own = self._own_record(bundle)
         if not is_own:
             return None
@@ -221,19 +221,19 @@ class UnitObserver:
         )
 
     def bundle(self, kernel_id: str) -> UnitBundle:
-        """Return the folder of a kernel, which need not be there."""
+        """Return the bundle of a kernel, which need not exist."""
         return UnitBundle(self._folder / checked(kernel_id))
 
     def _agent_of(self, record: str) -> str | None:
-        """Return the agent of a record; None if it cannot be read."""
+        """Return the agent of a record, None if it is unreadable."""
         with suppress(RecordError):
             return decode(record).kernel.agent_id
         return None
 
     def _own_record(self, bundle: UnitBundle) -> tuple[str, str, bool]:
-        """Return a kernel's record, what is wrong with it, and whether the folder is its own.
+        """Return a kernel's record, its problem, and whether the bundle is the kernel's own.
 
-        A folder without a record, or with that of another kernel, is not.
+        A bundle without a record, or with that of another kernel, is not.
         """
         try:
             record = bundle.record() if bundle.exists() else required_record(None)
@@ -248,7 +248,7 @@ class UnitObserver:
 
 
 def agent_of(record: str) -> str:
-    """Return the agent that a record names, of whatever schema; empty if it cannot be read."""
+    """Return the agent that a record of any schema names, empty if it is unreadable."""
     with suppress(*MALFORMED):
         return name_or_empty(json.loads(record)["agent_id"])
     return ""

@@ -1,8 +1,8 @@
-"""Kernels as transient service units of systemd, which keeps them, their limits and their logs.
+"""The systemd runtime: transient service units; systemd keeps their limits and their logs.
 
-A kernel is the unit of its name (see `unit`), and beside it a folder (see `bundle`). What lives is
-what the manager says: only root can make a unit of the system's manager. No process of agentd's
-stands beside a kernel.
+A kernel is the unit of its name (see `unit`), with a folder beside it (see `bundle`). The manager
+decides whether it lives: only root can create a unit of the system manager. No process of agentd
+accompanies a kernel.
 """
 
 from __future__ import annotations
@@ -53,16 +53,18 @@ from agentd.runtimes.systemd.unit_state import LIVING, state_of
 from agentd.services.protocols import CreateProgress, LogQuery, LogStream, Session, Support, Undone
 
 ENDING = frozenset({"stop-post", "final-sigterm", "final-sigkill"})
-"""Sub-states of a unit whose command is over, and whose `ExecStopPost=` may be running."""
+"""Sub-states of a unit whose command has ended and whose `ExecStopPost=` may be running."""
 LOOK_S = 1.0
-"""How long to wait at most before a unit is looked at again that is about to end."""
+"""Maximum seconds between observations of a unit that is about to end."""
 _EXIT_CHDIR, _EXIT_EXEC, _EXIT_LIMITS = 200, 203, 205
-"""What systemd's own child exits with where it cannot change the folder, execute, or set a limit
-(systemd.exec(5), "Process Exit Codes")."""
+"""Exit codes of systemd's own child if it cannot change the folder, execute, or set a limit.
+
+See systemd.exec(5), "Process Exit Codes".
+"""
 
 
 class SystemdRuntime:
-    """Runs commands as units; see `agentd.services.protocols.Runtime`."""
+    """The systemd runtime; see `agentd.services.protocols.Runtime`."""
 
     name = RUNTIME
     minimum_memory_bytes = 1 << 20
@@ -77,7 +79,7 @@ class SystemdRuntime:
         self._ends = Ends(self._manager, node_id, folder)
 
     def renew(self, rules: SystemdRules) -> None:
-        """Have other rules from now on; kernels that are there keep theirs."""
+        """Replace the rules; existing kernels keep theirs."""
         self._rules = rules
 
     async def close(self) -> None:
@@ -107,7 +109,7 @@ class SystemdRuntime:
         wanted = properties(plan, str(bundle.path), self._rules, nodes)
         progress(KernelState.CREATING)
         if bundle.is_taken():
-            raise KernelConflict(f"{bundle.path} exists, and is not a kernel of this node")
+            raise KernelConflict(f"{bundle.path} exists but is not a kernel of this node")
         try:
             with looking():
                 bundle.make(plan.record, environment(plan))
@@ -132,33 +134,33 @@ class SystemdRuntime:
                 raise Undone from error
             raise
         if found is None:
-            raise RuntimeFailure(f"{unit} was removed while its kernel was started")
+            raise RuntimeFailure(f"{unit} was removed during the start of its kernel")
         return found
 
     async def _failure(self, plan: KernelPlan, unit: str, result: str) -> AgentdError:
-        """Return why a unit's start ended as it did."""
+        """Return the error for a unit that did not start."""
         seen = await self._manager.properties(unit, ("Result", "ExecMainStatus")) or {}
         status = seen.get("ExecMainStatus", 0)
         if status == _EXIT_EXEC:
-            return CommandNotFound(f"command {shortened(plan.spec.command[0])}: cannot be executed")
+            return CommandNotFound(f"command {shortened(plan.spec.command[0])}: not executable")
         if status == _EXIT_LIMITS:
             return InvalidRequest([Problem("ulimits", "cannot be set on this node")])
         if status == _EXIT_CHDIR:
             where = repr(plan.spec.working_dir)
-            return InvalidRequest([Problem("working_dir", f"{where}: cannot be entered")])
-        why = f"its start {result}: {seen.get('Result', 'for an unknown reason')}, status {status}"
+            return InvalidRequest([Problem("working_dir", f"{where}: inaccessible")])
+        why = f"start {result}: {seen.get('Result', 'unknown reason')}, status {status}"
         return RuntimeFailure(f"systemd did not start the kernel; {why}")
 
     async def _undo(self, ref: KernelRef, error: BaseException) -> None:
-        """Remove what a failed create left behind.
+        """Remove the remains of a failed create.
 
         Raises:
-            OutcomeUnknown: it cannot be removed.
+            OutcomeUnknown: they cannot be removed.
         """
         try:
             await self.remove(ref)
         except (RuntimeUnavailable, RuntimeFailure, UnitRefused) as left:
-            raise OutcomeUnknown(f"{error}; and it cannot be undone: {left}") from error
+            raise OutcomeUnknown(f"{error}; cleanup failed: {left}") from error
 
     async def stop(self, ref: KernelRef, timeout_s: float | None) -> None:
         unit = unit_name(self._node_id, ref.kernel_id)
@@ -172,7 +174,7 @@ class SystemdRuntime:
                 async with asyncio.timeout(grace_s):
                     await self._until_ended(unit)
         while (sub := await self._living(unit)) is not None:
-            if sub not in ENDING:  # else what writes down its end would be killed with it
+            if sub not in ENDING:  # otherwise ExecStopPost= would be killed, too
                 await self._manager.kill(unit, signal.SIGKILL)
             await reach("stop.after_kill")
             with suppress(TimeoutError):
@@ -183,7 +185,7 @@ class SystemdRuntime:
         return await self._living(unit) is not None
 
     async def _living(self, unit: str) -> str | None:
-        """Return the sub-state of a unit that lives; None of one that does not."""
+        """Return the sub-state of a live unit, None otherwise."""
         asked = ("Unit.ActiveState", "Unit.SubState", "ControlGroup")
         seen = await self._manager.properties(unit, asked)
         if seen is None or state_of(*seen.values()) not in LIVING:
@@ -241,7 +243,7 @@ class SystemdRuntime:
         unit = unit_name(self._node_id, kernel.kernel_id)
         seen = await self._manager.properties(unit, ("ControlGroup",))
         if seen is None or not seen["ControlGroup"]:
-            raise KernelConflict(f"kernel {kernel.kernel_id} does not run")
+            raise KernelConflict(f"kernel {kernel.kernel_id} is not running")
         procs = MOUNT / str(seen["ControlGroup"])[1:] / "cgroup.procs"
         with looking():
             members = await asyncio.to_thread(_members, procs)
@@ -253,7 +255,7 @@ class SystemdRuntime:
 
     async def logs(self, ref: KernelRef, query: LogQuery) -> AsyncGenerator[bytes]:
         if len(query.streams) < len(LogStream):
-            why = "the systemd runtime keeps both streams in one"
+            why = "the systemd runtime merges both streams"
             raise InvalidRequest([Problem("stream", why)])
         found = await self.find(ref)
         if found is None or not found.handle:

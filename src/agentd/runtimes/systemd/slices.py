@@ -1,9 +1,9 @@
-"""What surrounds kernels: slices of agents, their journals' limits, a drop-in for all units.
+"""The environment of kernels: slices of agents, limits of their journals, and a drop-in.
 
-A slice may be as large as its agent's partition and what its living kernels hold, some of which
-may be of an older partition. It is set at each create, and so becomes smaller only after what made
-it larger has ended: lowering `MemoryMax=` under living kernels kills them. What an operator says in
-a drop-in of their own (systemd.unit(5)) is left alone.
+A slice is as large as its agent's partition plus what its live kernels hold, since some may belong
+to an older partition. It is set at each create, so it shrinks only after the kernels that enlarged
+it have ended: lowering `MemoryMax=` under live kernels kills them. Properties that an operator sets
+in a drop-in (systemd.unit(5)) are left alone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Slices:
         self._fences: dict[str, list[Property]] = {}
 
     async def fence(self, plan: KernelPlan) -> None:
-        """Have a kernel's slice and journal be there, large enough for it and for all others."""
+        """Create a kernel's slice and journal, or enlarge the slice."""
         agent_id = plan.spec.agent_id
         fence: list[Property] = []
         if plan.fence.cores:
@@ -68,10 +68,11 @@ class Slices:
 
 
 class Ends:
-    """Has systemd write down how kernels of a node end, by a drop-in for all of their units.
+    """Makes systemd record how kernels of a node end, by a drop-in for all of their units.
 
-    It is no property of theirs: `ExecStopPost=` with all rights (`+`) can be given to a transient
-    unit only as `ExecStopPostEx`, which up to version 253 is lost in a `daemon-reload`.
+    A property of the units cannot do it: `ExecStopPost=` with all rights (`+`) is only available to
+    a
+    transient unit as `ExecStopPostEx`, which up to version 253 is lost in a `daemon-reload`.
     """
 
     def __init__(self, manager: Manager, node_id: str, folder: Path) -> None:
@@ -82,13 +83,14 @@ class Ends:
         self._preparing = asyncio.Lock()
 
     async def prepare(self) -> None:
-        """Have the drop-in be there, once for each boot: it takes a reload of the manager.
+        """Write the drop-in, once for each boot, since it requires a reload of the manager.
 
-        Without a BusyBox that is static there is none, and how a kernel ended is lost where
-        nobody but systemd sees it.
+        Without a static BusyBox there is no drop-in. Then the exit status of a kernel is lost if
+        only
+        systemd sees its end.
 
         Raises:
-            RuntimeFailure: it cannot be written.
+            RuntimeFailure: the drop-in cannot be written.
         """
         async with self._preparing:
             if self._is_prepared:
@@ -101,7 +103,7 @@ class Ends:
             self._is_prepared = True
 
     async def _written(self, busybox: str) -> None:
-        """Write the drop-in, and have it read; `loaded` beside it says that it was."""
+        """Write the drop-in and reload the manager; the file `loaded` beside it marks that."""
         prefix = name_prefix(self._node_id)
         place = _user_units() if self._manager.is_user else _RUNTIME / "system"
         file = place / f"{prefix}.service.d" / "10-agentd.conf"
@@ -135,7 +137,7 @@ def _text(path: Path) -> str:
 
 
 def journal_remarks(failed: Collection[str], root: Path = Path("/")) -> list[str]:
-    """Return what is wrong with the journals of agents; `failed` are units of systemd's.
+    """Return warnings about the journals of agents; `failed` are units of systemd.
 
     A namespace is in use while journald has a folder for it.
     """
@@ -145,7 +147,7 @@ def journal_remarks(failed: Collection[str], root: Path = Path("/")) -> list[str
         unit = f"systemd-journald@{namespace}.service"
         if unit in failed:
             found.append(
-                f"{unit} has failed: what kernels print is lost until it runs again"
+                f"{unit} has failed: kernel output is lost until it runs again"
                 f" (systemctl status {unit})"
             )
         limits = _limits_file(namespace, root)
@@ -159,7 +161,7 @@ def _limits_file(namespace: str, root: Path = Path("/")) -> Path:
 
 
 def _limit_journal(agent_id: str) -> None:
-    """Bound the journal of an agent, before its first kernel has one started."""
+    """Limit the journal of an agent before its first kernel starts one."""
     namespace = namespace_name(agent_id)
     file = _limits_file(namespace)
     with suppress(OSError):

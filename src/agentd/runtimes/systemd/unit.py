@@ -1,7 +1,7 @@
-"""A kernel as a transient service unit: its name, its slice, its properties.
+"""A kernel as a transient service unit: name, slice and properties.
 
 Properties are those of systemd.service(5), systemd.exec(5), systemd.resource-control(5) and
-systemd.kill(5), with the types that org.freedesktop.systemd1(5) gives them.
+systemd.kill(5), with their types in org.freedesktop.systemd1(5).
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ _PLAIN = re.compile(r"[A-Za-z0-9:_.]")
 
 
 class SystemdRules(msgspec.Struct, frozen=True):
-    """What the operator lets units have; see `[runtime.systemd]`.
+    """The operator's settings for units; see `[runtime.systemd]`.
 
-    `users` are those of agents that have their own, `user` everybody else's; None: each kernel
-    has a user of its own. With `is_user` it is the manager of agentd's own user.
+    `users` holds agents with their own user, `user` applies to all others; None: each kernel has a
+    user
+    of its own. `is_user` selects the manager of agentd's own user.
     """
 
     is_user: bool = False
@@ -44,7 +45,7 @@ class SystemdRules(msgspec.Struct, frozen=True):
     ulimits: Mapping[str, int] = {}
 
     def user_of(self, agent_id: str) -> str | None:
-        """Return whom an agent's kernels run as; None: each as a user of its own."""
+        """Return the user of an agent's kernels; None: each has its own."""
         return self.users.get(agent_id, self.user)
 
 
@@ -54,7 +55,7 @@ def unit_name(node_id: str, kernel_id: str) -> str:
 
 
 def kernel_of(node_id: str, unit: str) -> str | None:
-    """Return the kernel that a unit is named for; None if it is not one of this node's."""
+    """Return the kernel of a unit, None if it does not belong to this node."""
     prefix = name_prefix(node_id)
     if not (unit.startswith(prefix) and unit.endswith(".service")):
         return None
@@ -69,18 +70,18 @@ def slice_name(agent_id: str) -> str:
 
 
 def namespace_name(agent_id: str) -> str:
-    """Return the journal's namespace of an agent's kernels."""
+    """Return the journal namespace of an agent's kernels."""
     return f"agentd-{checked(agent_id)}"
 
 
 def mask(numbers: Iterable[int]) -> bytes:
-    """Return a set of small numbers as systemd takes one of cores: a bit for each, least first."""
+    """Encode core numbers as a bit mask, least significant first."""
     bits = sum(1 << number for number in set(numbers))
     return bits.to_bytes((bits.bit_length() + 7) // 8, "little")
 
 
 def request_problems(spec: KernelSpec, rules: SystemdRules) -> Iterator[Problem]:
-    """Yield what of a request no unit can be."""
+    """Yield the problems of a request that a unit cannot fulfil."""
     user = rules.user_of(spec.agent_id)
     yield from uncontained_problems(spec, "systemd", user, rules.pids_limit, rules.ulimits)
     yield from _command_problems(spec.command)
@@ -88,12 +89,12 @@ def request_problems(spec: KernelSpec, rules: SystemdRules) -> Iterator[Problem]
         if not _ENV_NAME.fullmatch(name):
             yield Problem(
                 f"env.{name}",
-                "expected a name of letters, digits and _, which is all that systemd takes",
+                "expected a name of letters, digits and _ (systemd accepts no others)",
             )
         if name in RESERVED:
             yield Problem(f"env.{name}", "is set by systemd when a unit ends")
         if _CONTROL.search(value):
-            yield Problem(f"env.{name}", "holds a control character, which systemd does not take")
+            yield Problem(f"env.{name}", "contains a control character, which systemd rejects")
 
 
 def _command_problems(command: Sequence[str]) -> Iterator[Problem]:
@@ -101,7 +102,7 @@ def _command_problems(command: Sequence[str]) -> Iterator[Problem]:
         yield Problem("command.0", "expected a name, or a path that begins with /")
     for at, word in enumerate(command):
         if "\0" in word:
-            yield Problem(f"command.{at}", "holds a NUL")
+            yield Problem(f"command.{at}", "contains a NUL")
 
 
 def properties(
@@ -110,7 +111,7 @@ def properties(
     """Return the properties of a kernel's unit; `folder` is its bundle.
 
     Raises:
-        RuntimeFailure: its devices need what a unit does not have.
+        RuntimeFailure: its devices require features that units lack.
     """
     spec = plan.spec
     return [
@@ -130,7 +131,7 @@ def _lifecycle(plan: KernelPlan, folder: str, rules: SystemdRules) -> Iterator[P
     yield "CollectMode", "s", "inactive"
     yield "ExecStart", "a(sasb)", [[spec.command[0], unexpanded(spec.command), False]]
     yield "KillMode", "s", "control-group"
-    # Read again from the unit's file, 0 would be no limit at all (systemd.service(5)).
+    # When systemd reads the unit again, 0 would mean no limit at all (systemd.service(5)).
     yield "TimeoutStopUSec", "t", max(1, round(rules.stop_timeout_s * 1_000_000))
     yield "EnvironmentFiles", "a(sb)", [[f"{folder}/environment", False]]
     yield "WorkingDirectory", "s", spec.working_dir or "/"
@@ -144,10 +145,11 @@ def _lifecycle(plan: KernelPlan, folder: str, rules: SystemdRules) -> Iterator[P
 
 
 def unexpanded(words: Iterable[str]) -> list[str]:
-    """Return the words of a command as systemd leaves them alone: a `$` is written `$$`.
+    """Escape the words of a command, so that systemd leaves them alone: `$` becomes `$$`.
 
-    Not `ExecStartEx` with `no-env-expand`: up to version 253 a transient unit that has it cannot be
-    read again after a `daemon-reload`, and its `ExecStart=` is lost.
+    `ExecStartEx` with `no-env-expand` is no alternative: up to version 253 such a transient unit
+    cannot
+    be read again after a `daemon-reload`, and its `ExecStart=` is lost.
     """
     return [word.replace("$", "$$") for word in words]
 
@@ -210,15 +212,15 @@ def _sandbox(plan: KernelPlan, rules: SystemdRules) -> Iterator[Property]:
 
 
 def refuse_what_no_unit_has(edits: ContainerEdits, *, is_user: bool) -> None:
-    """Refuse edits that only a container can have.
+    """Refuse edits that only a container supports.
 
     Raises:
         RuntimeFailure: there are some.
     """
     if edits.cdi or edits.device_requests:
-        raise RuntimeFailure("its devices need CDI or an engine's driver, which no unit has")
+        raise RuntimeFailure("its devices require CDI or an engine's driver, which units lack")
     moved = [mount for mount in edits.mounts if mount.source != mount.target]
     moved += [Mount(n.host_path, n.container_path) for n in edits.device_nodes
               if n.host_path != n.container_path]  # fmt: skip
     if is_user and moved:
-        raise RuntimeFailure("its devices need files at other places, which a user's units lack")
+        raise RuntimeFailure("its devices require relocated files, which a user's units lack")

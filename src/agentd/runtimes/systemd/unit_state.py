@@ -1,4 +1,4 @@
-"""What the manager's properties say of a kernel."""
+"""The state of a kernel, derived from the manager's properties."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ SEEN = (
 )  # fmt: skip
 _EVENTS_BYTES = 4096
 UNSET = 2**64 - 1
-"""What systemd says of a figure that it does not have."""
+"""systemd's value for an unknown number."""
 LIVING = frozenset({ObservedState.RUNNING, ObservedState.PAUSED})
 _CLD = {1: "exited", 2: "killed", 3: "dumped"}
-"""How a process ended, by the `CLD_` numbers of sigaction(2)."""
+"""Ends of a process, by the `CLD_` numbers of sigaction(2)."""
 
 
 def state_of(active: str, sub: str, control_group: str = "", root: Path = MOUNT) -> ObservedState:
-    """Return what the manager's states, and a unit's cgroup where it is known, mean.
+    """Return the state that the manager's states and the unit's cgroup amount to.
 
-    A unit that is being stopped lives until it has. What is stuck in the kernel survives even
-    systemd's last SIGKILL: the unit is `failed` then, and its devices are still open.
+    A unit that is being stopped lives until it has stopped. A process that is stuck in Linux
+    survives
+    even systemd's last SIGKILL: the unit is `failed` then, and its devices are still open.
     """
     if sub.startswith("auto-restart"):
         return ObservedState.RUNNING
@@ -46,7 +47,7 @@ def state_of(active: str, sub: str, control_group: str = "", root: Path = MOUNT)
 
 
 def _events(cgroup: str) -> bytes:
-    """Return a cgroup's `cgroup.events` (cgroups(7)); nothing if it is not there."""
+    """Return a cgroup's `cgroup.events` (cgroups(7)), empty if it does not exist."""
     try:
         descriptor = os.open(f"{cgroup}/cgroup.events", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -54,20 +55,20 @@ def _events(cgroup: str) -> bytes:
         finally:
             os.close(descriptor)
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENODEV):  # it goes while somebody looks
+        if error.errno in (errno.ENOENT, errno.ENODEV):  # the cgroup vanished meanwhile
             return b""
         raise
 
 
 def end_of(seen: Mapping[str, Any]) -> End:
-    """Return how the manager says that a unit's process ended."""
+    """Return the end of a unit's process from its properties."""
     code = _CLD.get(seen["ExecMainCode"], "")
     finished_at = seen["ExecMainExitTimestamp"] / 1e6 or time.time()
     return End(seen["Result"], code, str(seen["ExecMainStatus"]), finished_at)
 
 
 def usage_of(seen: Mapping[str, Any]) -> Usage:
-    """Return what the manager says that a unit has used, whose cgroup is gone."""
+    """Return the usage of a unit whose cgroup is gone, as the manager reports it."""
     cpu, read, written = (
         None if seen[name] == UNSET else int(seen[name])
         for name in ("CPUUsageNSec", "IOReadBytes", "IOWriteBytes")
@@ -78,6 +79,6 @@ def usage_of(seen: Mapping[str, Any]) -> Usage:
 
 
 def fields_of(raw: Sequence[bytes]) -> dict[str, str]:
-    """Return the fields that PID 1 has every line of a unit carry."""
+    """Return the log fields that PID 1 adds to every line of a unit."""
     pairs = (bytes(item).decode(errors="replace").partition("=") for item in raw)
     return {name: value for name, _, value in pairs}

@@ -1,1 +1,1 @@
-"""The life of kernels: create, stop, delete, exec, retention, and reconciling."""
+"""The life of kernels: create, stop, delete, exec, retention and reconciliation."""

@@ -1,8 +1,8 @@
-"""Creates under way: their tasks, what a failed one leaves, and their end when the daemon stops.
+"""Creates in progress: their tasks, their failures, and their end when the daemon stops.
 
-A create that failed gives back what it held only if nothing of it is left, which the runtime has
-to prove (`agentd.services.protocols.Runtime.create`). Until then its outcome is unknown: its
-share stays held and its intent on disk, and the reconciler resolves it.
+A failed create releases its share only if nothing of it is left, which the runtime must prove
+(`agentd.services.protocols.Runtime.create`). Until then it is unresolved: its share stays held, its
+intent stays on disk, and the reconciler resolves it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ BEFORE_CREATE = frozenset({KernelState.PREPARING, KernelState.PULLING})
 
 
 class Drained(NamedTuple):
-    """Creates that a stop ended: `cancelled` left nothing, `unresolved` may have."""
+    """Creates ended by a stop: `cancelled` ones left nothing, `unresolved` ones may have."""
 
     cancelled: list[str]
     unresolved: list[str]
 
 
 class Creates:
-    """The creates under way, by kernel id."""
+    """The creates in progress, by kernel id."""
 
     def __init__(self, state: NodeState, clock: Clock) -> None:
         self._is_draining = False
@@ -51,13 +51,13 @@ class Creates:
         """Refuse a create while the daemon stops.
 
         Raises:
-            Draining: it does.
+            Draining: the daemon is stopping.
         """
         if self._is_draining:
             raise Draining("the daemon is stopping")
 
     def begin(self, kernel_id: str, create: Coroutine[Any, Any, Kernel]) -> None:
-        """Run a create; it goes on without its caller."""
+        """Run a create, independently of its caller."""
         task = asyncio.create_task(create)
         self._tasks[kernel_id] = task
         task.add_done_callback(lambda done: self._ended(kernel_id, done))
@@ -67,7 +67,8 @@ class Creates:
 
         Raises:
             OutcomeUnknown: the daemon stops without waiting for it.
-            Draining, KernelConflict: it was cancelled.
+            Draining: the stop cancelled it.
+            KernelConflict: a delete cancelled it.
         """
         task = self._tasks[kernel_id]
         if self._given_up is None:
@@ -83,9 +84,9 @@ class Creates:
         raise KernelConflict("the kernel was deleted while it was being created")
 
     async def cancel(self, kernel_id: str) -> None:
-        """Cancel a create, and wait for its end.
+        """Cancel a create and wait for its end.
 
-        A second cancellation would interrupt the clean-up after the first, so there is only one.
+        A second cancellation would interrupt the cleanup after the first, so it is sent once.
         """
         task = self._tasks[kernel_id]
         if not task.cancelling():
@@ -93,7 +94,7 @@ class Creates:
         await asyncio.wait([task])
 
     def note_failure(self, kernel_id: str, error: BaseException, *, keep: bool) -> None:
-        """Release what a create held that left nothing; `keep` the kernel as `failed`."""
+        """Release the share of a failed create that left nothing; `keep` lists it as `failed`."""
         if keep and not isinstance(error, asyncio.CancelledError):
             now = self._state.get(kernel_id)
             self._state.put(now.moved_to(KernelState.FAILED, reason=str(error)))
@@ -105,7 +106,7 @@ class Creates:
         log.warning("kernel.create_failed", kernel_id=kernel_id, reason=reason)
 
     def left(self, kernel_id: str, error: BaseException, *, keep: bool) -> BaseException:
-        """Mark a create as unresolved; return the error that its caller gets."""
+        """Mark a create as unresolved and return the error for its caller."""
         self._leave_unsettled(kernel_id, keep=keep)
         is_known = isinstance(error, (OutcomeUnknown, asyncio.CancelledError))
         cause = None if is_known else error
@@ -118,12 +119,12 @@ class Creates:
     def _ended(self, kernel_id: str, task: asyncio.Task[Kernel]) -> None:
         self._tasks.pop(kernel_id, None)
         if not task.cancelled():
-            task.exception()  # a caller that went away does not make it an unseen one
+            task.exception()  # a caller may have left; mark the error as retrieved
         if kernel_id in self._state.unsettled:
             return
         state = kernel.state if (kernel := self._state.kernels.get(kernel_id)) else None
         if state is KernelState.PREPARING:
-            self._state.drop(kernel_id)  # cancelled before a runtime was asked for anything
+            self._state.drop(kernel_id)  # cancelled before the runtime was called
         elif state in STARTING:
             self._leave_unsettled(kernel_id)
 
@@ -135,10 +136,11 @@ class Creates:
         self._state.leave_unsettled(kernel_id, until, keep=keep)
 
     async def drain(self, deadline: Deadline) -> Drained:
-        """Refuse further creates, and end those under way.
+        """Refuse further creates and end those in progress.
 
-        Those that have not reached the runtime are cancelled. The others are waited for; one that
-        is late is left as a crash leaves it, with its intent.
+        Creates that have not reached the runtime are cancelled. The others may finish; one that is
+        late is
+        left with its intent, as after a crash.
         """
         self._is_draining = True
         tasks = dict(self._tasks)
@@ -159,7 +161,7 @@ def _published(error: BaseException) -> str:
 
 
 def is_unresolved(error: BaseException, kernel: Kernel) -> bool:
-    """Return whether a create that failed may have left something: see `Runtime.create`."""
+    """Return whether a failed create may have left something: see `Runtime.create`."""
     if isinstance(error, OutcomeUnknown):
         return True
     return kernel.state not in BEFORE_CREATE and not isinstance(error, (AgentdError, Undone))

@@ -1,4 +1,4 @@
-"""Commands inside kernels, whatever runs these."""
+"""Exec: commands in running kernels, on every runtime."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentd.services.state import NodeState
 
 
 class Execs:
-    """Runs commands inside the kernels of a node."""
+    """Starts commands in the kernels of a node."""
 
     def __init__(self, state: NodeState, runtimes: Mapping[str, Runtime], plugins: Plugins) -> None:
         self._state = state
@@ -22,11 +22,11 @@ class Execs:
         self._plugins = plugins
 
     async def begin(self, kernel: Kernel, spec: ExecSpec) -> Session:
-        """Run a command inside a kernel that was found; another one of its id is not it.
+        """Start a command in `kernel`, never in a later kernel with its id.
 
         Raises:
-            UnknownKernel: it is not there any more.
-            KernelConflict: it does not run.
+            UnknownKernel: the kernel does not exist any more.
+            KernelConflict: the kernel is not running.
             RequestError, Unavailable, RuntimeFailure: the command did not start.
         """
         self._require(kernel)
@@ -45,7 +45,7 @@ class Execs:
 
         Raises:
             InvalidRequest: agentd or a plugin sets them.
-            PluginUnavailable: the plugin of the kernel's devices cannot be asked.
+            PluginUnavailable: the plugin of the kernel's devices does not answer.
         """
         asked = KernelSpec(kernel.kernel_id, kernel.agent_id, spec.command, "")
         support = await self._runtimes[kernel.runtime].support(asked)
@@ -55,10 +55,11 @@ class Execs:
             raise InvalidRequest(problems)
 
     def find(self, kernel_id: str) -> Kernel:
-        """Return a kernel that runs.
+        """Return a running kernel.
 
         Raises:
-            UnknownKernel, KernelConflict: there is none.
+            UnknownKernel: the kernel does not exist.
+            KernelConflict: the kernel is not running.
         """
         kernel = self._state.get(kernel_id)
         self._require(kernel)
@@ -70,5 +71,5 @@ class Execs:
             raise UnknownKernel(kernel.kernel_id)
         self._state.require_runtime(now.runtime)
         if now.state is not KernelState.RUNNING:
-            why = f"kernel {now.kernel_id} is {now.state}: nothing runs inside it"
+            why = f"kernel {now.kernel_id} is {now.state}, expected running"
             raise KernelConflict(why)

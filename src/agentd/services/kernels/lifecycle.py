@@ -1,8 +1,8 @@
-"""Creating, stopping and removing kernels.
+"""Creates, stops and deletes of kernels.
 
-Deciding and committing happen with no `await` between them, so two requests can never be
-given the same share. A failure gives the share back and leaves nothing behind; where
-the outcome is unknown the share stays held until the reconciler settles it.
+There is no `await` between a decision and its commit, so two requests can never get the same share.
+A failure releases the share and leaves nothing behind. If the outcome is unknown, the share stays
+held until the reconciler resolves it.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ from agentd.services.state import NodeState
 log = structlog.get_logger()
 
 MAX_KEPT = 32 * 1024
-"""Characters of a command, of the names of variables and of mounts that are remembered, and shown;
-of one that is longer, nothing is."""
+"""Maximum characters of a saved command, and of the names of variables and of mounts.
+
+Longer ones are not saved and not shown.
+"""
 _T = TypeVar("_T")
 
 
 class KernelService:
-    """What a caller can have done to kernels; new ones run on the default runtime."""
+    """Creates, stops and deletes of kernels; new ones run on the default runtime."""
 
     def __init__(
         self,
@@ -61,10 +63,10 @@ class KernelService:
         self._creates = Creates(state, clock)
 
     async def decide(self, spec: KernelSpec) -> tuple[Decision, dict[str, list[dict[str, object]]]]:
-        """Return what a create would be given now, and why; changes nothing.
+        """Return the decision that a create would make now, with its explanation; changes nothing.
 
         Raises:
-            RequestError, Unavailable: what the create would be refused with.
+            RequestError, Unavailable: the create would be refused.
         """
         problems = await self._default.problems(spec)
         asked = self._asked(spec, problems)
@@ -76,17 +78,20 @@ class KernelService:
     async def create(self, spec: KernelSpec, *, wait: bool = True) -> tuple[Kernel, bool]:
         """Create a kernel, or return the one that the same request created before.
 
-        Returns the kernel, running if `wait`, and whether this call created it. A caller
-        that goes away does not stop the create.
+        A caller that disconnects does not stop the create.
+
+        Returns:
+            The kernel, running if `wait`, and whether this call created it.
 
         Raises:
-            RequestError, Unavailable, RuntimeFailure: nothing was created; OutcomeUnknown
-                apart, nothing is held.
+            RequestError, Unavailable, RuntimeFailure: nothing was created. Nothing is held, except
+            after
+                OutcomeUnknown.
         """
         problems: Sequence[Problem] = ()
         if (known := self.existing(spec)) is None:
             problems = await self._default.problems(spec)
-            known = self.existing(spec)  # another request may have made it meanwhile
+            known = self.existing(spec)  # a concurrent request may have created it
         if known is not None:
             return await self._joined(known, wait=wait), False
         decision = self._planner.decide(spec, self._asked(spec, problems), self._state)
@@ -97,38 +102,38 @@ class KernelService:
         return (await self._creates.outcome(spec.kernel_id) if wait else kernel), True
 
     async def _joined(self, known: Kernel, *, wait: bool) -> Kernel:
-        """Return a kernel that is there, or wait for the create that is under way."""
+        """Return an existing kernel, or wait for its create in progress."""
         if known.kernel_id in self._creates:
             return await self._creates.outcome(known.kernel_id) if wait else known
         if known.state in STARTING:
             raise RuntimeUnavailable(
-                f"what became of an earlier create of {known.kernel_id} is not known yet"
+                f"an earlier create of {known.kernel_id} is unresolved; retry later"
             )
         return known
 
     def existing(self, spec: KernelSpec) -> Kernel | None:
-        """Return the kernel that the same request made before.
+        """Return the kernel that the same request created before, if any.
 
         Raises:
-            UnknownAgent: there is no such agent.
-            UnsupportedResource: another request made it, and this one names unknown slots.
-            KernelConflict: another request made it.
+            UnknownAgent: the agent does not exist.
+            UnsupportedResource: another request created it, and this one names unknown slots.
+            KernelConflict: another request created it.
         """
         self._devices.partition(spec.agent_id)
         known = self._state.kernels.get(spec.kernel_id)
         if known is not None and known.spec_hash != spec.spec_hash:
             self._planner.refuse_unsupported(spec.slots)
             if known.agent_id != spec.agent_id:
-                raise KernelConflict(f"kernel id {spec.kernel_id} is taken")
-            raise KernelConflict(f"kernel {spec.kernel_id} exists, made by another request")
+                raise KernelConflict(f"duplicate kernel id {spec.kernel_id}")
+            raise KernelConflict(f"kernel {spec.kernel_id} exists with a different request")
         return known
 
     def refuse_unsupported(self, slots: Mapping[str, object]) -> None:
-        """Refuse slots that this node cannot know: see `Planner.refuse_unsupported`."""
+        """Refuse unknown slots: see `Planner.refuse_unsupported`."""
         self._planner.refuse_unsupported(slots)
 
     def _asked(self, spec: KernelSpec, problems: Sequence[Problem]) -> Asked:
-        """Read a request, and refuse what can be refused before anything is decided."""
+        """Parse a request and make the checks that precede a decision."""
         problems = [*reserved_problems(spec), *problems]
         asked = self._planner.read(spec, self._default, problems)
         self._creates.require_open()
@@ -170,9 +175,9 @@ class KernelService:
         """End a kernel and keep it listed; stopping an ended one changes nothing.
 
         Raises:
-            UnknownKernel: there is no such kernel.
-            KernelConflict: it has not started yet.
-            RuntimeUnavailable: the runtime cannot be asked; the kernel stays as it was.
+            UnknownKernel: the kernel does not exist.
+            KernelConflict: the kernel has not started yet.
+            RuntimeUnavailable: the runtime does not answer; the kernel is unchanged.
         """
         await self._overtake(kernel_id, timeout_s)
         async with self._state.lock(kernel_id):
@@ -182,15 +187,17 @@ class KernelService:
         return self._state.get(kernel_id)
 
     async def _overtake(self, kernel_id: str, timeout_s: float | None) -> None:
-        """Cut a stop short that is under way, if a time is asked for explicitly.
+        """Shorten a stop in progress if the caller gives a timeout.
 
         Raises:
-            UnknownKernel: there is no such kernel.
-            KernelConflict: it has not started yet.
+            UnknownKernel: the kernel does not exist.
+            KernelConflict: the kernel has not started yet.
         """
         kernel = self._state.get(kernel_id)
         if kernel.state in STARTING:
-            raise KernelConflict(f"kernel {kernel_id} is {kernel.state}; it can be deleted")
+            raise KernelConflict(
+                f"kernel {kernel_id} is {kernel.state}, expected running; delete it"
+            )
         if kernel.state is KernelState.STOPPING and timeout_s is not None:
             await self._runtime_of(kernel).stop(kernel.ref, timeout_s)
 
@@ -212,14 +219,14 @@ class KernelService:
     async def remove(
         self, kernel_id: str, timeout_s: float | None = None, *, only: Kernel | None = None
     ) -> None:
-        """Stop a kernel if need be, and remove all that is left of it.
+        """Stop a kernel if it runs, and remove it completely.
 
-        With `only`, an ended one, nothing else of that id is touched.
+        With `only`, an ended kernel, a later kernel of the same id is not touched.
 
         Raises:
-            UnknownKernel: there is no such kernel.
-            KernelConflict: it is not known yet whether its create left anything.
-            RuntimeUnavailable: the runtime cannot be asked; the kernel stays listed.
+            UnknownKernel: the kernel does not exist.
+            KernelConflict: its create is unresolved.
+            RuntimeUnavailable: the runtime does not answer; the kernel stays listed.
         """
         if only is not None and self._state.kernels.get(kernel_id) is not only:
             return
@@ -228,7 +235,7 @@ class KernelService:
             if kernel_id not in self._state.kernels:
                 return
         if kernel_id in self._state.unsettled:
-            raise KernelConflict(f"the create of {kernel_id} has an unknown outcome; try later")
+            raise KernelConflict(f"the create of {kernel_id} is unresolved; retry later")
         await self._overtake(kernel_id, timeout_s)
         async with self._state.lock(kernel_id):
             kernel = self._state.get(kernel_id)
@@ -245,30 +252,30 @@ class KernelService:
         log.info("kernel.removed", kernel_id=kernel_id)
 
     def logs(self, kernel_id: str, query: LogQuery) -> AsyncGenerator[bytes]:
-        """Return what a kernel printed, to be closed by whoever reads it.
+        """Return a kernel's output; the reader must close the generator.
 
         Raises:
-            UnknownKernel: there is no such kernel, it has not started, or it is lost.
+            UnknownKernel: the kernel does not exist, has not started, or is lost.
         """
         kernel = self._state.get(kernel_id)
         if kernel.handle is None:
-            raise UnknownKernel(f"kernel {kernel_id} has not started and has no logs")
+            raise UnknownKernel(f"no logs of {kernel_id}: it has not started")
         if kernel.state is KernelState.LOST:
-            raise UnknownKernel(f"kernel {kernel_id} is lost, and its logs with it")
+            raise UnknownKernel(f"no logs of {kernel_id}: the kernel is lost")
         return self._runtime_of(kernel).logs(kernel.ref, query)
 
     def _runtime_of(self, kernel: Kernel) -> Runtime:
         if (runtime := self._runtimes.get(kernel.runtime)) is None:
-            raise RuntimeUnavailable(f"this agentd has no runtime {kernel.runtime}")
+            raise RuntimeUnavailable(f"runtime {kernel.runtime} is not configured")
         return runtime
 
     async def drain(self, deadline: Deadline) -> Drained:
-        """Refuse further creates, and end those under way: see `Creates.drain`."""
+        """Refuse further creates and end those in progress: see `Creates.drain`."""
         return await self._creates.drain(deadline)
 
 
 def prepared(spec: KernelSpec, decision: Decision, runtime: str, now: float) -> Kernel:
-    """Return the kernel of a request that has been decided, before anything is asked for it."""
+    """Return the kernel of a decided request, before its runtime is called."""
     return Kernel(
         kernel_id=spec.kernel_id,
         agent_id=spec.agent_id,

@@ -1,4 +1,4 @@
-"""Log lines about kernels: what an observation changed, and how each one ended."""
+"""Log lines about kernels: observed changes and ends."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from agentd.core.kernel.states import LIVE, Kernel, KernelState
 
 log = structlog.get_logger()
 SIGNALLED = 128
-"""What a shell adds to the number of the signal that ended a process."""
+"""The offset that a shell adds to a signal number in an exit code."""
 
 
 def log_found(before: Kernel | None, kernel: Kernel) -> None:
-    """Log an observation of a kernel that changed it; `log_end` logs an end."""
+    """Log the change that an observation made, except for an end: see `log_end`."""
     event = "kernel.adopted"
     if before is not None and before.handle is not None:
         if has_ended(before, kernel):
@@ -25,7 +25,7 @@ def log_found(before: Kernel | None, kernel: Kernel) -> None:
 
 
 def has_ended(before: Kernel | None, now: Kernel | None) -> bool:
-    """Tell whether a change is the end of a kernel; one that is recalled as ended had its own."""
+    """Return whether a change ends a kernel; recalling an ended kernel is not an end."""
     return (
         now is not None
         and now.state is KernelState.TERMINATED

@@ -1,9 +1,9 @@
-"""Keeping the node's state true to what its runtimes have: adopt, relist, settle.
+"""Reconciliation: keeping the node's state equal to the state of its runtimes.
 
-`agentd.core.kernel.reconcile` decides; this carries it out. Nothing that ever ran is stopped,
-restarted or removed here. A runtime that cannot be asked is a state of the runtime, and holds
-up nobody else. What was seen counts only if nothing happened to the kernel meanwhile; else
-the kernel is requeued and looked at alone, when nobody works on it.
+`agentd.core.kernel.reconcile` decides; this module applies its decisions. It never stops, restarts
+or removes a kernel that ever ran. An unavailable runtime is a state of that runtime and delays no
+other. An observation counts only if the kernel did not change meanwhile; otherwise the kernel is
+requeued and observed alone, under its lock.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ log = structlog.get_logger()
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 RETRY_PAUSE_S = 1.0
 PARTIAL_PAUSE_S = 10.0
-"""How often kernels that a runtime only listed are looked at again."""
+"""Seconds between observations of kernels that a runtime lists with few details."""
 PEERS_PAUSE_S = 2.0
-"""How often it is looked at what other daemons of the machine serve."""
+"""Seconds between checks of the devices that other daemons on this host serve."""
 LOOKS_AT_ONCE = 16
 
 
 class Reconciler:
-    """Compares what is known with what is there, for every runtime of the node."""
+    """Compares the node's state with every runtime."""
 
     def __init__(
         self,
@@ -63,13 +63,13 @@ class Reconciler:
         self._queue: asyncio.Queue[str] = asyncio.Queue()
         self._queued: set[str] = set()
         self._once: set[str] = set()
-        """Of these, kernels that were known then, and of which nothing else was heard since."""
+        """Kernels among them that were known when queued and have had no other event since."""
         self._places = asyncio.Semaphore(LOOKS_AT_ONCE)
         self._partial: set[str] = set()
         self._partial_again = 0.0
 
     def relocate(self) -> None:
-        """Charge what kernels hold to devices that were known only from their records so far."""
+        """Charge kernels to devices that were known only from their records so far."""
         for kernel in list(self._state):
             allocation, missing = located(kernel.allocation, self._devices.inventory)
             self._devices.add_missing(missing)
@@ -77,7 +77,7 @@ class Reconciler:
                 self._state.put(replace(kernel, allocation=allocation))
 
     async def first_try(self) -> None:
-        """Wait until every runtime gave its first list, or could not."""
+        """Wait until every runtime has returned its first list or failed to."""
         for tried in self._tried.values():
             await tried.wait()
 
@@ -88,7 +88,7 @@ class Reconciler:
                 self.note_unavailable(name, reason)
 
     def note_unavailable(self, name: str, reason: str) -> None:
-        """Note that a runtime does not answer; says nothing about its kernels."""
+        """Mark a runtime as unavailable; its kernels stay as they are."""
         if name not in self._state.runtimes:
             return
         if self._state.runtime(name).state is not RuntimeState.UNAVAILABLE:
@@ -98,10 +98,10 @@ class Reconciler:
             self._tried[name].set()
 
     async def relist(self, runtime: Runtime) -> None:
-        """Compare everything that a runtime has with everything that is known of it.
+        """Compare the full list of a runtime with the node's state.
 
         Raises:
-            RuntimeUnavailable: the list was not complete; nothing changed.
+            RuntimeUnavailable: the list was incomplete; nothing changed.
         """
         state = self._state
         since = state.snapshot()
@@ -134,7 +134,7 @@ class Reconciler:
         self._tried[runtime.name].set()
 
     def _is_second(self, item: ObservedKernel) -> bool:
-        """Tell whether another runtime has a kernel of that name; that one is left alone."""
+        """Return whether another runtime has a kernel with this id; the observed one is ignored."""
         is_second = self._state.is_second(item.kernel_id, item.runtime)
         if is_second:
             log.error("kernel.second_of_its_name", kernel_id=item.kernel_id, handle=item.handle)
@@ -143,7 +143,7 @@ class Reconciler:
     async def _renamed(
         self, runtime: Runtime, listed: Iterable[ObservedKernel]
     ) -> list[ObservedKernel]:
-        """Look up by handle the kernels that a list lacks: a missing name proves nothing."""
+        """Look up kernels that a list lacks by handle: a missing name proves nothing."""
         names = {item.kernel_id for item in listed}
         missing = [
             kernel.ref
@@ -160,13 +160,15 @@ class Reconciler:
         (self._following.add if is_following else self._following.discard)(name)
 
     async def next_queued(self) -> str:
-        """Wait for a kernel that is to be looked at."""
+        """Wait for the next kernel to observe."""
         return await self._queue.get()
 
     def requeue(self, kernel_id: str) -> None:
         """Queue a kernel for observation.
 
-        It is left out if it is removed meanwhile and nothing else happened to it: that was its end.
+        The observation is skipped if the kernel is removed meanwhile and had no other event: the
+        event was
+        its removal.
         """
         if kernel_id in self._queued:
             self._once.discard(kernel_id)
@@ -177,7 +179,7 @@ class Reconciler:
         self._queue.put_nowait(kernel_id)
 
     async def observe(self, kernel_id: str) -> None:
-        """Look at one kernel after something happened to it, when nobody works on it."""
+        """Observe one kernel after an event, once no other task works on it."""
         async with self._state.lock(kernel_id), self._places:
             self._queued.discard(kernel_id)
             known = self._state.kernels.get(kernel_id)
@@ -206,7 +208,7 @@ class Reconciler:
         await reach("reconcile.after_settle")
 
     async def retry(self) -> None:
-        """Ask again where a runtime did not answer, or a create has an unknown outcome."""
+        """Retry unavailable runtimes and creates with an unknown outcome."""
         self._devices.retry()
         names = self._following & self._state.runtimes.keys()
         await asyncio.gather(*(self._retry_runtime(name) for name in names))
@@ -223,24 +225,24 @@ class Reconciler:
                 await self.relist(self._runtimes[name])
 
     async def forget_runtime(self, name: str) -> None:
-        """Drop what a runtime that does not answer was last known to hold, for good.
+        """Permanently forget the kernels of an unavailable runtime.
 
-        The default runtime stays, and is listed anew when it answers again.
+        The default runtime itself stays, and is listed again when it answers.
 
         Raises:
-            UnknownRuntime: there is none of that name.
-            Conflict: it answers, or something is under way with one of its kernels.
+            UnknownRuntime: the runtime does not exist.
+            Conflict: the runtime answers, or an operation on one of its kernels is in progress.
         """
         self._state.runtime(name)
         try:
             if name in self._runtimes:
                 await self._runtimes[name].list()
-                raise Conflict(f"runtime {name} answers; remove its kernels one by one")
+                raise Conflict(f"runtime {name} is available; remove its kernels one by one")
         except RuntimeUnavailable as error:
             self.note_unavailable(name, str(error))
         kernels = [kernel.kernel_id for kernel in self._state if kernel.runtime == name]
         if busy := [kernel_id for kernel_id in kernels if self._state.is_busy(kernel_id)]:
-            raise Conflict(f"something is under way with {', '.join(busy)}; try later")
+            raise Conflict(f"operations in progress on {', '.join(busy)}; retry later")
         for kernel_id in kernels:
             log.warning("kernel.forgotten", kernel_id=kernel_id, runtime=name)
             self._state.drop(kernel_id)
@@ -264,18 +266,18 @@ class Reconciler:
                     removals.append(found)
             hit("adopt.after_action")
         for found in removals:
-            # a list is out of date by now: look again, alone
+            # the list is out of date by now: observe the kernel again, alone
             await (self._remove_never_ran(found) if is_locked else self.observe(found.kernel_id))
 
     def _mark_absent(self, kernel: Kernel) -> None:
         create = self._state.unsettled.get(kernel.kernel_id)
         if create is None:
-            reason = "not found any more; removed from outside"
+            reason = "removed outside of agentd"
             self._state.put(kernel.observed(Observed.ABSENT, reason=reason))
             log.warning("kernel.lost", kernel_id=kernel.kernel_id)
             return
         if create.keep:
-            reason = "the runtime lost it before it ran"
+            reason = "removed before it ran"
             self._state.put(kernel.observed(Observed.ABSENT, reason=reason))
             self._state.settle(kernel.kernel_id)
         else:
@@ -283,7 +285,7 @@ class Reconciler:
         log.info("kernel.never_born", kernel_id=kernel.kernel_id)
 
     async def _remove_never_ran(self, found: ObservedKernel) -> None:
-        """Remove what was cut short; its share is held until that is confirmed."""
+        """Remove the remains of an interrupted create; its share stays held until then."""
         kernel_id = found.kernel_id
         held = adopt(found, self._devices.inventory, now=self._clock.wall())
         self._devices.add_missing(held.missing)
@@ -304,7 +306,7 @@ class Reconciler:
 
 
 class Decides(Protocol):
-    """What decides which devices this node serves, beside others of the machine."""
+    """The decision about the devices that this node serves, among other daemons on the host."""
 
     def update(self) -> None: ...
 
@@ -331,9 +333,9 @@ class Loops:
         self._serving = serving
 
     async def run(self) -> None:
-        """Follow runtimes and plugins, settle, and look at what was requeued; until cancelled."""
+        """Follow runtimes and plugins and process the queue, until cancelled."""
         for name in self._state.runtimes.keys() - self._runtimes.keys():
-            self._reconciler.note_unavailable(name, "this agentd has no runtime of that name")
+            self._reconciler.note_unavailable(name, "the runtime is not configured")
         async with asyncio.TaskGroup() as group:
             for name, runtime in self._runtimes.items():
                 group.create_task(self._follow(runtime), name=f"follow-{name}")
@@ -375,7 +377,7 @@ class Loops:
                         self._reconciler.note_following(runtime.name, is_following=True)
                         await self._reconciler.relist(runtime)
                         pause_s = FIRST_PAUSE_S
-                reason = "its events ended"
+                reason = "its event stream ended"
             except RuntimeUnavailable as error:
                 reason = str(error)
             except (Exception, asyncio.CancelledError) as error:

@@ -1,7 +1,6 @@
-"""What the node remembers of its kernels: their records in the state folder.
+"""Kernel records: saved before the runtime is called, kept until the kernel is removed.
 
-Written before a runtime is asked, kept until the kernel is removed, and believed only as long
-as its runtime cannot be asked itself.
+A record counts only until the runtime itself answers.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ def recall(
     default_runtime: str,
     clock: Clock,
 ) -> None:
-    """Take every remembered kernel for what it last was, until its runtime says more.
+    """Restore every recorded kernel in its last state, until its runtime answers.
 
-    What became of a create that was cut short is not known yet. A kernel whose record cannot be
-    read is of the default runtime, and holds everything back.
+    An interrupted create is unresolved. A kernel with an unreadable record belongs to the default
+    runtime, and all devices are quarantined for it.
     """
     for saved in records:
         adoption = recalled(
@@ -40,7 +39,7 @@ def recall(
         kernel = adoption.kernel
         match saved.phase:
             case Phase.INTENT:
-                why = kernel.reason or "cut short by a restart; its outcome is not known yet"
+                why = kernel.reason or "create interrupted by a restart; not resolved yet"
                 kernel = replace(kernel, reason=why)
                 state.leave_unsettled(kernel.kernel_id, clock.steady() + GRACE_S)
             case Phase.HELD:
@@ -51,7 +50,7 @@ def recall(
 
 
 def recorded_runtimes(records: Iterable[SavedRecord]) -> set[str]:
-    """Return the runtimes that remembered kernels are of, where that can be read."""
+    """Return the runtimes of the recorded kernels; unreadable records are skipped."""
     names = set()
     for saved in records:
         with suppress(RecordError):
@@ -60,7 +59,7 @@ def recorded_runtimes(records: Iterable[SavedRecord]) -> set[str]:
 
 
 def remember(state: NodeState, store: StateStore, node_id: str) -> None:
-    """Have the state folder follow every change of a kernel from now on."""
+    """Save every change of a kernel to the state folder from now on."""
 
     def changed(before: Kernel | None, now: Kernel | None) -> None:
         kernel = now or before

@@ -1,4 +1,4 @@
-"""Keeping the list of ended kernels bounded: the oldest go first, with their logs."""
+"""Retention: the oldest ended kernels are pruned, with their logs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = structlog.get_logger()
 
 
 class Retention:
-    """Removes ended kernels beyond so many."""
+    """Prunes ended kernels beyond a maximum."""
 
     def __init__(self, state: NodeState, service: KernelService, most: int) -> None:
         self._state = state
@@ -36,7 +36,7 @@ class Retention:
             self._ended.discard(before.kernel_id)
 
     async def run(self) -> None:
-        """Remove the oldest whenever one too many has ended; until cancelled."""
+        """Prune whenever too many kernels have ended, until cancelled."""
         while True:
             await self._are_too_many.wait()
             self._are_too_many.clear()
@@ -46,9 +46,9 @@ class Retention:
                 log.exception("keeper.failed")
 
     async def once(self) -> None:
-        """Remove the oldest of the ended kernels, as many as there are too many.
+        """Prune the oldest ended kernels beyond the maximum.
 
-        One that cannot be removed now stays until the next kernel ends.
+        A kernel that cannot be removed stays until the next kernel ends.
         """
         ended = [k for k in self._state if k.state in ENDED]
         ended.sort(key=lambda kernel: kernel.ending.finished_at or kernel.created_at)
