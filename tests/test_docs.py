@@ -22,7 +22,8 @@ import fork_server
 from agentd.http.problems import STATUSES
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*/**/*.md"))]
+PAGES.append(ROOT / "docs" / "README.md")
 AGENTS = "".join(f'[[agents]]\nid = "agent-{number}"\n' for number in (1, 2))
 FLEET = '[fleet]\nnodes = ["https://node-1:6001"]\n'
 KINDS = {
