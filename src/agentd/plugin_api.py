@@ -91,8 +91,8 @@ class DeviceInfo:
 
     `id` is a suggestion (agentd keeps the one it gave first), `stable_id` names the physical
     thing for good. `parent` is the stable id of what it is a part of. `health` is `healthy`,
-    `unhealthy` (with a `reason`) or `unknown`. One that `is_simulated` is no hardware: other
-    daemons of the machine are not kept from one of the same stable id.
+    `unhealthy` (with a `reason`) or `unknown`. One that `is_simulated` is not
+    hardware: other daemons of the host may serve one with the same stable id.
     """
 
     id: str
@@ -121,7 +121,7 @@ class AllocatedDevice:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What runs the kernel (`docker`, `systemd`, `process`), and which ways to devices it takes.
+    """The runtime of a kernel (`docker`, `systemd`, `process`), and its ways to devices.
 
     `cdi` says that names of the Container Device Interface are taken, from the specifications
     in `cdi_spec_dirs`; `device_requests` that those of a vendor's driver are.
@@ -143,7 +143,7 @@ class ProcessUse:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a device does now; None is not known. Percent, bytes, degrees Celsius, watts.
+    """The measurements of a device; None is unknown. Percent, bytes, degrees Celsius, watts.
 
     `processes` are those that use it, as the driver tells; None where it does not.
     """
@@ -241,7 +241,7 @@ class AcceleratorPlugin(ABC):
         """
 
     def close(self) -> None:  # noqa: B027 - optional, and empty by default
-        """Let go of the driver or library."""
+        """Close the driver or library."""
 
     @abstractmethod
     def slot_types(self) -> Sequence[SlotTypeInfo]:
@@ -265,7 +265,7 @@ class AcceleratorPlugin(ABC):
         """Wait for something to happen to the devices; True if it did, within `timeout_s`.
 
         For libraries that tell of events. Called again and again, in a thread of its own beside
-        the other methods; after True the devices are listed anew. Without it they are listed
+        the other methods; after True the devices are listed again. Without it they are listed
         now and then.
         """
         del timeout_s
