@@ -16,7 +16,7 @@ WHEELS := .wheels
 FOR ?= 3.11
 PLATFORMS ?= manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 # Elsewhere these shorten the product's deadlines, or repeat less.
-WAITING := $(addprefix tests/end_to_end/,test_engine_trouble.py test_events.py test_neighbours.py test_socket_activation.py test_statistics.py fleet/test_failures.py fleet/test_gateway.py fleet/test_lies.py)
+WAITING := $(addprefix tests/end_to_end/,test_engine_trouble.py test_events.py test_peers.py test_socket_activation.py test_statistics.py fleet/test_failures.py fleet/test_gateway.py fleet/test_lies.py)
 PROPERTIES := tests/core tests/fleet tests/services tests/runtimes/test_systemd.py
 NAMES := $(PLUGINS:plugins/%=agentd-plugin-%)
 

@@ -72,7 +72,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let long tests start first: workers take tests in this order, and end with short ones."""
+    """Start long tests first: workers take tests in this order, and finish with short ones."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 

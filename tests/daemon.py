@@ -124,7 +124,7 @@ class Daemon:
 
     @property
     def program(self) -> tuple[str, ...]:
-        """What Python runs; setting it forces a cold start, where others are forked."""
+        """The command line of the daemon; setting it forces a cold start instead of a fork."""
         return self._program or ("-m", "agentd")
 
     @program.setter
@@ -137,7 +137,7 @@ class Daemon:
 
     @property
     def log(self) -> str:
-        """What it has printed; since it was given to the test, if others used it before."""
+        """The output since the daemon was given to the test."""
         return (self.folder / "log").read_text()[self.log_from :]
 
     def configure(self, text: str = AGENTS + gpus(), base: str = BASE) -> None:

@@ -111,7 +111,7 @@ class EngineProxy:
             return answer
 
     async def lose(self, request: web.Request, body: bytes) -> web.StreamResponse:
-        """Let the engine act, and lose its answer."""
+        """Forward to the engine, and drop its answer."""
         async with self.engine(request, body) as response:
             await response.read()
         return self._broken(request)

@@ -210,7 +210,7 @@ class FakePlugins:
 
 
 class FakeMemory:
-    """What a node remembers, in memory."""
+    """A state store in memory."""
 
     def __init__(self) -> None:
         self.devices: Sequence[Device] = ()

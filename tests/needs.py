@@ -1,7 +1,7 @@
-"""What some tests need besides a clone of the repository, and the one command that provides it.
+"""Requirements of some tests beyond the repository, and the one command that provides each.
 
-A test that lacks something is skipped, and the closing lines of a run say so; where
-AGENTD_REQUIRE_ALL is set it fails.
+A test that lacks one is skipped, and the closing lines of a run say so; with AGENTD_REQUIRE_ALL it
+fails.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _unless(is_there: Callable[[], object], missing: str) -> Callable[[], str]:
 
 
 OLDER = "ce65dc8"
-"""The commit of version 0.2, of which gateways are run beside the ones of this tree."""
+"""The commit of version 0.2, whose gateways run beside the ones of this tree."""
 
 
 def _commit(name: str) -> Callable[[], str]:

@@ -1,4 +1,4 @@
-"""How many functions some work calls: a measure of its cost that noise cannot touch."""
+"""The number of function calls of some work: a measure of cost without noise."""
 
 from __future__ import annotations
 

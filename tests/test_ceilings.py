@@ -41,7 +41,7 @@ BY_CHANCE = {
     "aiodns", "backports", "brotli", "brotlicffi", "cython_runtime", "greenlet", "lazy_importer",
     "pycares", "sitecustomize",
 }  # fmt: skip
-"""What libraries import if it happens to be installed, and what an interpreter begins with."""
+"""Modules that libraries import if installed, and those of a bare interpreter."""
 NEVER_LOADED = {"agentd.config.migration", "agentd.host.systemd.dbus",
                 "agentd.runtimes.process.runtime", "agentd.runtimes.systemd.runtime"}  # fmt: skip
 KERNELS = 20

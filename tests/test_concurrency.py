@@ -1,4 +1,4 @@
-"""What must end ends, however often its caller is cancelled."""
+"""Steps that must finish do, however often their caller is cancelled."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""What documents have a person type is typed, and what they show is what comes of it.
+"""Commands in documents are typed, and their output is compared.
 
 The blocks of one page are run in one shell, in a folder with the repository's `configs` and
 `.venv`. Lines that begin with `$ ` are commands, the others what is printed; `…` stands for

@@ -20,6 +20,7 @@ from markdown_it.token import Token
 
 import fork_server
 from agentd.http.problems import STATUSES
+from plain_english import FORBIDDEN, FORBIDDEN_FIRST
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*/**/*.md"))]
@@ -39,14 +40,8 @@ NOT_HERE = (
     "No such file or directory",
     "on this host",
 )
-"""How a refusal ends that is about the machine of the test and not about what is written."""
+"""Ends of refusals that depend on the test's host and not on the document."""
 
-FORBIDDEN = re.compile(
-    r"\b(seats?|the books|kept back|neighbours?|unheld|keepers?|checkup|whoever|anew|of which)\b"
-    r"|(?<!there )\bis no (?!longer\b)",
-    re.IGNORECASE,
-)
-FORBIDDEN_FIRST = re.compile(r"(What|How|Tell|Have|Let|Who)\b(?!-)")
 LINE = 100
 CELL = 2 * LINE
 """Characters of a line of prose, and of a table cell: two such lines."""

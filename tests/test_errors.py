@@ -46,7 +46,7 @@ def test_published_text_names_nothing_of_private_members() -> None:
         (InvalidRequest([Problem("image", "is invalid")]), "image: is invalid"),
         (
             CommandNotFound("command 'SECRET': not found"),
-            "the command does not exist, or cannot be executed",
+            "the command does not exist or is not executable",
         ),
         (RuntimeFailure('engine: runc: exec: "SECRET": text file busy'), "engine: runc:"),
         (RuntimeFailure("engine: no space left on device"), "engine: no space left on device"),

@@ -50,7 +50,7 @@ def test_every_module_says_what_it_is_for_and_keeps_to_its_size(path: Path) -> N
 
 
 @pytest.mark.parametrize("path", [p for p in SOURCES if "plugins" in p.parts], ids=str)
-def test_a_plugin_imports_the_plugin_api_and_nothing_else_of_agentd(path: Path) -> None:
+def test_plugin_imports_only_the_plugin_api_of_agentd(path: Path) -> None:
     for node in ast.walk(parsed(path.read_text())):
         names = []
         if isinstance(node, ast.Import):
@@ -66,7 +66,7 @@ SERVICES = sorted([*ROOT.glob("src/agentd/services/*.py"), *ROOT.glob("src/agent
 
 @pytest.mark.parametrize("path", SERVICES, ids=lambda path: path.stem)
 def test_no_class_writes_another_s_attributes_or_shows_its_own(path: Path) -> None:
-    """What a service has is private, so that nobody reaches through it (ruff's SLF001)."""
+    """Attributes of a service are private, so that no other class uses them (ruff's SLF001)."""
     for node in ast.walk(parsed(path.read_text())):
         targets = node.targets if isinstance(node, ast.Assign) else []
         targets += [node.target] if isinstance(node, ast.AnnAssign | ast.AugAssign) else []
@@ -132,11 +132,11 @@ UNITS = {
     "agentd-fleet-join": ("Type=notify", "RestartPreventExitStatus=78", "Wants=agentd.service"),
     "agentd-fleet-gateway": ("Type=notify", "RestartPreventExitStatus=78", "WatchdogSec=60"),
 }
-"""What each unit file says, among other things."""
+"""Some required lines of each unit file."""
 EXPOSED = 40
 """Tenths of systemd's own points that a unit may have."""
 INSTALLED = "agentd is not executable: No such file or directory"
-"""What is said of a program that only the package has; tests/node verifies with that installed."""
+"""A message about a program that only the package has; tests/node verifies with that installed."""
 
 
 def analyzed(*arguments: str, unit: str) -> subprocess.CompletedProcess[str]:

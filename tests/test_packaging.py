@@ -54,7 +54,7 @@ def publish(index: Path, folder: Path, version: str = "0.2.0") -> str:
 
 
 def resolved(index: Path, *names: str) -> dict[str, str] | None:
-    """What pip would install, by name; None where it refuses."""
+    """Return the packages that pip would install, by name; None if it refuses."""
     command = [
         sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--ignore-installed",
         "--no-index", "--find-links", index, "--report", "-", "--isolated", *names,

@@ -25,5 +25,5 @@ def hold(pid: int) -> None:
 
 
 def let_go(pid: int) -> None:
-    """Let a killed process end."""
+    """Resume a killed process, so that it ends."""
     os.waitpid(_held.pop(pid), _WALL)

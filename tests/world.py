@@ -31,13 +31,13 @@ from agentd.core.kernel.states import ENDED, LIVE, STARTING, KernelState
 from daemon import AGENTS, Answer, Daemon, gpus
 
 SEED = int(os.environ["AGENTD_SEED"])
-"""What tests that choose by chance start from; the run prints it."""
+"""The seed of tests that choose at random; the run prints it."""
 SOAK_S = float(os.environ.get("AGENTD_SOAK", "0"))
 """For how long each test tries everything (seconds, `make soak`); 0: a sample, once."""
 NODE = '[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(32)
 """Two agents that share 32 GPUs."""
 ONE = {"cuda.device": 1, "cpu": 0, "mem": "16m"}
-"""What a kernel asks for that is one of many."""
+"""The slots of one kernel among many."""
 _T = TypeVar("_T")
 Environment = tuple[int, dict[str, str]]
 """A process, and its environment."""
@@ -54,7 +54,7 @@ def tried(items: Iterable[_T], soak_s: float = SOAK_S) -> Iterator[_T]:
 
 SETTLES_WITHIN_S = 20.0
 NEVER = {"capacity", "owner", "survival"}
-"""What may not be seen for a moment; the other rules follow events, which take their time."""
+"""Rules that must hold at every moment; the others follow events, which take their time."""
 GROUPS = [
     Path("/sys/fs/cgroup") / hierarchy / "agentd-kernels" for hierarchy in ("memory", "pids", ".")
 ]
@@ -189,7 +189,7 @@ class World:
         return [v for v in found if v.rule not in allowed]
 
     async def emptied(self, *keep: str) -> None:
-        """Remove every kernel but some; wait for those of which nobody knows yet what became."""
+        """Remove every kernel except some, and wait for unresolved ones."""
         end = time.monotonic() + SETTLES_WITHIN_S
         while time.monotonic() < end:
             left = [k for k in await self.daemon.get("/v1/kernels") if k["kernel_id"] not in keep]
@@ -212,7 +212,7 @@ class World:
         return {k: (pid, started(pid)) for k, pid in pids.items() if started(pid)}
 
     def session_of(self, pid: int) -> list[int]:
-        """Return the processes of a kernel, its keeper's aside."""
+        """Return the processes of a kernel, without its shim."""
         members = [path.name for path in Path("/proc").glob("[0-9]*")]
         return [int(name) for name in members if session(int(name)) == pid] or [pid]
 

@@ -1,3 +1,3 @@
-"""agentd: the node agent that divides a machine's devices among logical agents."""
+"""agentd: a node agent that divides a host's devices among logical agents."""
 
 __version__ = "0.2.0"

@@ -1,4 +1,4 @@
-"""Waiting: with one deadline for several waits, and for steps that must not end half-done."""
+"""Deadlines shared by several waits, and steps that a cancellation must not interrupt."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ _T = TypeVar("_T")
 
 
 class Deadline(NamedTuple):
-    """A moment that several waits share, in seconds of its clock."""
+    """A deadline that several waits share, in seconds of its clock."""
 
     at: float
     clock: Callable[[], float] = time.monotonic
 
     @classmethod
     def after(cls, seconds: float, clock: Callable[[], float] = time.monotonic) -> Self:
-        """Return the moment that comes in so many seconds."""
+        """Return the deadline `seconds` from now."""
         return cls(clock() + seconds, clock)
 
     def left_s(self, most_s: float = float("inf")) -> float:
-        """Return the seconds that are left, at most `most_s`; 0 once it has passed."""
+        """Return the remaining seconds, at most `most_s`; 0 after the deadline."""
         return min(max(0.0, self.at - self.clock()), most_s)
 
     def earlier(self, seconds: float) -> Self:
-        """Return a moment before this one."""
+        """Return an earlier deadline."""
         return self._replace(at=self.at - seconds)
 
 
@@ -38,10 +38,10 @@ def is_being_cancelled() -> bool:
 
 
 class _Shielded(Generic[_T]):
-    """A future seen through a pane: awaited like it, and not cancelled by its waiter's end.
+    """A view of a future: awaited like it, and not cancelled with its waiter.
 
-    `cancel` refuses, so asyncio raises the cancellation when the wait is over. A waiter is woken
-    in the turn after the future's end; `asyncio.shield` and `asyncio.wait` take one turn more.
+    `cancel` refuses, so asyncio raises the cancellation after the wait. A waiter is woken in the
+    turn after the future's end; `asyncio.shield` and `asyncio.wait` take one turn more.
     """
 
     def __init__(self, future: asyncio.Future[_T]) -> None:
@@ -53,7 +53,7 @@ class _Shielded(Generic[_T]):
 
     @classmethod
     def taken_over(cls, future: asyncio.Future[_T]) -> Self:
-        """Return the pane of a future that a coroutine has just begun to wait for."""
+        """Return the view of a future that a coroutine has just begun to await."""
         made = cls(future)
         future._asyncio_future_blocking = False  # noqa: SLF001 - asyncio's protocol of a wait
         made._asyncio_future_blocking = True
@@ -71,12 +71,12 @@ class _Shielded(Generic[_T]):
 
 
 async def to_the_end(step: Awaitable[_T]) -> _T:
-    """Let a step end before a cancellation takes effect, however often that comes."""
+    """Complete a step before a cancellation takes effect, however often it is repeated."""
     return await _Shielded(asyncio.ensure_future(step))
 
 
 class _Uninterrupted(Generic[_T]):
-    """A coroutine run in its waiter's task; the task's cancellation is put off to its end."""
+    """A coroutine run in its waiter's task; the task's cancellation is deferred to its end."""
 
     def __init__(self, step: Coroutine[Any, Any, _T]) -> None:
         self._step = step
@@ -108,21 +108,21 @@ class _Uninterrupted(Generic[_T]):
             except asyncio.CancelledError as error:
                 if future is None or not future.cancelled():
                     self._cancelled = error
-            except Exception:  # noqa: BLE001, S112 - the step meets it itself: it asks the future
+            except Exception:  # noqa: BLE001, S112 - the step gets it from the future
                 continue
 
 
 async def uninterrupted(step: Coroutine[Any, Any, _T]) -> _T:
-    """Let a step end before a cancellation takes effect, without a task of its own.
+    """Complete a step before a cancellation takes effect, without a task of its own.
 
-    For steps that bound their own waits by other means than a cancellation: `asyncio.timeout`
-    has no effect within.
+    The step must bound its waits by other means than a cancellation: `asyncio.timeout` has no
+    effect inside.
     """
     return await _Uninterrupted(step)
 
 
 async def is_set_within(event: asyncio.Event, seconds: float) -> bool:
-    """Wait for an event so long, and tell whether it has come."""
+    """Wait for an event for a limited time, and return whether it is set."""
     if not event.is_set() and seconds > 0:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):

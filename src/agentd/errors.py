@@ -1,11 +1,10 @@
-"""Everything agentd can refuse or fail with.
+"""The errors of agentd.
 
-An error carries its facts as fields and a stable `code`; how a code becomes an
-HTTP status or an exit status is decided where that protocol is spoken.
+An error carries its facts as fields and a stable `code`. The layer of each protocol maps a code to
+an HTTP status or an exit status.
 
-Families: `ConfigRefused` and `StartRefused` stop the start, `RequestError` is
-the caller's to mend, `Unavailable` passes with time, `RuntimeFailure` is the
-engine's answer.
+Families: `ConfigRefused` and `StartRefused` stop the start, the client must fix a `RequestError`,
+`Unavailable` is temporary, `RuntimeFailure` is the engine's answer.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from types import MappingProxyType
 from typing import ClassVar
 
 MOST_PROBLEMS = 64
-"""Entries of `errors` in one refusal."""
+"""Maximum entries of `errors` in one refusal."""
 MOST_WHERE, MOST_WHY, MOST_DETAIL = 100, 1000, 4096
-"""Characters of a problem's place, of its reason, and of all problems as one text."""
+"""Maximum characters of a problem's location, of its reason, and of all problems as one text."""
 PRIVATE_MEMBERS = frozenset({"env", "command", "labels"})
-"""Members of a request with content that only its caller may see; a `why` never quotes them."""
+"""Members of a request with content that only its caller may see; reasons never quote them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong: where (a key path or a request member), and why.
+    """One problem: its location (a key path or a request member) and its reason.
 
-    The place of an `is_private` one may hold content of `PRIVATE_MEMBERS` whatever it begins with.
+    An `is_private` location may contain content of `PRIVATE_MEMBERS`, however it begins.
     """
 
     where: str
@@ -39,14 +38,14 @@ class Problem:
         return f"{self.where}: {self.why}" if self.where else self.why
 
     def shortened(self) -> Problem:
-        """Return the problem with bounded texts: a caller may have sent parts of them."""
+        """Return the problem with shortened texts, which a client may have sent."""
         if len(self.where) <= MOST_WHERE and len(self.why) <= MOST_WHY:
             return self
         where, why = _shortened(self.where, MOST_WHERE), _shortened(self.why, MOST_WHY)
         return replace(self, where=where, why=why)
 
     def published(self) -> str:
-        """Return the problem as everybody may read it."""
+        """Return the problem without private content."""
         head = self.where.partition(".")[0]
         if self.is_private:
             return self.why
@@ -62,9 +61,9 @@ class AgentdError(Exception):
 
     code: ClassVar[str] = "Internal"
     content: Mapping[str, object] = {}
-    """The whole problem, where the error was read from an answer."""
+    """The whole problem, if the error was parsed from an answer."""
     headers: Mapping[str, str] = {}
-    """What an answer that is this error says beside it."""
+    """Headers of an answer with this error."""
 
     def facts(self) -> Mapping[str, object]:
         """Return the machine-readable members of this error, JSON-ready."""
@@ -79,7 +78,7 @@ class AgentdError(Exception):
 
 
 class ConfigRefused(AgentdError):
-    """The configuration, or the partition it asks for, cannot be used."""
+    """The configuration, or the partition it describes, is unusable."""
 
     code = "ConfigRefused"
     source = ""
@@ -93,29 +92,29 @@ class ConfigRefused(AgentdError):
         return {"errors": [{"where": p.where, "why": p.why} for p in self.problems]}
 
     def of(self, source: str) -> ConfigRefused:
-        """Return the same with the file that the problems stand in, if none is named yet."""
+        """Return the error with its file, unless it has one already."""
         return self if self.source else ConfigRefused(self.problems, source)
 
     def lines(self) -> list[str]:
-        """Return one line for each problem, led by the file it stands in."""
+        """Return one line for each problem, after the name of its file."""
         lead = f"{self.source}: " if self.source else ""
         return [f"{lead}{problem}" for problem in self.problems]
 
 
 class StartRefused(AgentdError):
-    """The daemon cannot start here, for a reason outside its configuration."""
+    """The daemon cannot start, for a reason outside its configuration."""
 
     code = "StartRefused"
 
 
 class DaemonFailed(AgentdError):
-    """The daemon stopped because of an error of its own."""
+    """The daemon stopped because of an internal error."""
 
     code = "DaemonFailed"
 
 
 class RequestError(AgentdError):
-    """The caller asked for something that will not work however often it is tried."""
+    """The request will fail however often it is repeated."""
 
 
 class _ListedRequestError(RequestError):
@@ -141,28 +140,28 @@ class _ListedRequestError(RequestError):
 
 
 class InvalidRequest(_ListedRequestError):
-    """The request is malformed, or asks for what this node's runtime cannot do."""
+    """The request is malformed, or this node's runtime cannot fulfil it."""
 
     code = "InvalidRequest"
 
 
 class InvalidSlotAmount(_ListedRequestError):
-    """An amount is not one that the slot can be asked for."""
+    """An amount is invalid for its slot."""
 
     code = "InvalidSlotAmount"
 
 
 class InvalidSlotCombination(_ListedRequestError):
-    """Slots that exclude each other were asked for together."""
+    """The request combines slots that exclude each other."""
 
     code = "InvalidSlotCombination"
 
 
 class UnsupportedResource(RequestError):
-    """The request names slots this node does not know, with amounts that are not zero.
+    """The request has non-zero amounts of slots that this node does not know.
 
     `plugins` holds the reasons of failed plugins that would offer them, `absent` those of plugins
-    whose hardware this node does not have: a fact, but the message says only that it is so.
+    without hardware on this node; the message only names the latter.
     """
 
     code = "UnsupportedResource"
@@ -192,7 +191,7 @@ class UnsupportedResource(RequestError):
 
 
 class InsufficientResource(RequestError):
-    """The agent's devices cannot give this amount now; `explain` says why, device by device."""
+    """The agent's devices cannot serve this amount now; `explain` has the reason by device."""
 
     code = "InsufficientResource"
 
@@ -207,7 +206,7 @@ class InsufficientResource(RequestError):
         total: str = "",
         never: str | None = None,
     ) -> None:
-        """`total` is what the devices can give at most, `never` why it can never fit, if so."""
+        """Create the error; `total` is the maximum, `never` why the amount can never fit."""
         self.slot = slot
         self.requested = requested
         self.free = free
@@ -230,82 +229,82 @@ class InsufficientResource(RequestError):
 
 
 class KernelConflict(RequestError):
-    """The kernel exists with another request, or is in a state that forbids the call."""
+    """The kernel exists with another request, or its state forbids the call."""
 
     code = "KernelConflict"
 
 
 class Conflict(RequestError):
-    """A device, plugin or runtime is in a state that forbids the call."""
+    """The state of a device, plugin or runtime forbids the call."""
 
     code = "Conflict"
 
 
 class ImageNotFound(RequestError):
-    """The image is neither on the node nor to be had from its registry."""
+    """The image is not on the node and not available from its registry."""
 
     code = "ImageNotFound"
 
 
 class CommandNotFound(RequestError):
-    """The command does not exist, or cannot be executed, where the kernel runs."""
+    """The command does not exist in the kernel, or is not executable."""
 
     code = "CommandNotFound"
 
     def published(self) -> str:
-        return "the command does not exist, or cannot be executed"
+        return "the command does not exist or is not executable"
 
 
 class UnknownAgent(RequestError):
-    """No agent of that name on this node."""
+    """The agent does not exist on this node."""
 
     code = "UnknownAgent"
 
 
 class UnknownKernel(RequestError):
-    """No kernel of that name on this node."""
+    """The kernel does not exist on this node."""
 
     code = "UnknownKernel"
 
 
 class UnknownRuntime(RequestError):
-    """No runtime of that name on this node."""
+    """The runtime does not exist on this node."""
 
     code = "UnknownRuntime"
 
 
 class UnknownPlugin(RequestError):
-    """No plugin of that name on this node."""
+    """The plugin does not exist on this node."""
 
     code = "UnknownPlugin"
 
 
 class UnknownNode(RequestError):
-    """The fleet has not heard of a node of that name."""
+    """The node does not exist in this fleet."""
 
     code = "UnknownNode"
 
 
 class UnknownSlotType(RequestError):
-    """The fleet knows no slot of that name."""
+    """The slot does not exist in this fleet."""
 
     code = "UnknownSlotType"
 
 
 class SlotTypeInUse(RequestError):
-    """A slot cannot be forgotten while nodes offer it."""
+    """The slot cannot be forgotten while nodes offer it."""
 
     code = "SlotTypeInUse"
 
 
 class UnknownDevice(RequestError):
-    """No device of that name on this node."""
+    """The device does not exist on this node."""
 
     code = "UnknownDevice"
 
 
 class Forbidden(RequestError):
-    """The caller sees this, and its role may not do it; `roles` may."""
+    """The caller's role lacks a right; `roles` have it."""
 
     code = "Forbidden"
 
@@ -321,28 +320,28 @@ class Forbidden(RequestError):
 
 
 class TooManyStreams(RequestError):
-    """The caller has as many logs and event streams open as one may have."""
+    """The caller has reached the maximum of open logs and event streams."""
 
     code = "TooManyStreams"
 
 
 class RequestTimeout(RequestError):
-    """The caller did not send all of its request in time."""
+    """The client did not send the whole request in time."""
 
     code = "RequestTimeout"
 
 
 class RuntimeFailure(AgentdError):
-    """The runtime refused or failed, and said so."""
+    """The runtime returned an error."""
 
     code = "RuntimeFailure"
 
     def published(self) -> str:
-        return str(self).partition(' exec: "')[0]  # runc quotes the command there
+        return str(self).partition(' exec: "')[0]  # runc quotes the command after this
 
 
 class Unavailable(AgentdError):
-    """Not now; the same call may work after `retry_after_s` seconds."""
+    """A temporary failure; the same call may succeed after `retry_after_s` seconds."""
 
     retry_after_s: ClassVar[int] = 2
 
@@ -354,29 +353,29 @@ class PluginUnavailable(Unavailable):
 
 
 class RuntimeUnavailable(Unavailable):
-    """The runtime cannot be reached; that says nothing about its kernels."""
+    """The runtime does not answer; its kernels may be fine."""
 
     code = "RuntimeUnavailable"
 
 
 class OutcomeUnknown(RuntimeUnavailable):
-    """The runtime was asked and its answer was lost: it may yet have acted."""
+    """The runtime was called and its answer was lost: it may have acted."""
 
 
 class StateUnavailable(Unavailable):
-    """The state folder cannot be written: what cannot be remembered is not promised."""
+    """The state folder is not writable, so the change cannot be saved."""
 
     code = "StateUnavailable"
 
 
 class Unreachable(Unavailable):
-    """No daemon answers there, or not in time; only clients raise it."""
+    """No daemon answers, or not in time; raised by clients only."""
 
     code = "Unreachable"
 
 
 class Refused(AgentdError):
-    """An answer that is an error without a class of its own; only clients raise it."""
+    """An error answer without a class of its own; raised by clients only."""
 
     def __init__(self, code: str, detail: str, content: Mapping[str, object]) -> None:
         self.code = code  # type: ignore[misc]
@@ -391,7 +390,7 @@ class NotReady(Unavailable):
 
 
 class NodeUnavailable(Unavailable):
-    """A node of the fleet cannot be asked now: what it holds it still holds."""
+    """A node of the fleet does not answer; its kernels may be running."""
 
     code = "NodeUnavailable"
 

@@ -1,8 +1,8 @@
-"""What happened on the node, for those who listen; the past is kept for a while.
+"""The event log of the node: events for listeners, kept for a while.
 
-Events have numbers in the order in which they happened. A listener that was away goes on
-where it was, as long as that is still kept and the daemon is the same; else it is told
-to look anew. One that is too slow is dropped, never waited for.
+Events are numbered in order. A listener that reconnects continues after its last event, if that is
+still kept and the daemon is the same; otherwise it gets a `reset`. A listener that is too slow is
+dropped, never awaited.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import msgspec
 
 _DIGITS = 19
 KEPT = 4096
-"""How many events of the past are kept, and how far a listener may be behind."""
+"""Events that are kept, and that a listener may lag behind."""
 
 
 class EventKind(StrEnum):
-    """What an event is about."""
+    """The subject of an event."""
 
     KERNEL = "kernel"
     KERNEL_REMOVED = "kernel-removed"
@@ -37,9 +37,9 @@ class EventKind(StrEnum):
 
 
 class Audit(msgspec.Struct, frozen=True):
-    """A call that was to change a kernel: who (`uid` on a unix socket), what, and the outcome.
+    """A mutating call: the caller (`uid` on a unix socket), the action and the outcome.
 
-    `via` is the gateway that acted for the caller, if one did.
+    `via` is the gateway that acted for the caller, if any.
     """
 
     caller: str
@@ -52,21 +52,21 @@ class Audit(msgspec.Struct, frozen=True):
 
 
 class Event(msgspec.Struct, frozen=True):
-    """Something happened; `value` is what the kind says as it was just then."""
+    """One event; `value` is the subject at that moment."""
 
     number: int
     kind: EventKind
     value: object
     is_of_shares: bool = False
-    """Whether a kernel holds other devices than before."""
+    """Whether the devices that a kernel holds changed."""
 
 
 class TooSlow(Exception):
-    """A listener is further behind than what is kept."""
+    """A listener lags behind by more than the kept events."""
 
 
 class Listener:
-    """One who listens; made by `EventLog.listener`."""
+    """A listener, created by `EventLog.listener`."""
 
     def __init__(self, backlog: Iterable[Event]) -> None:
         self._waiting = deque(backlog)
@@ -86,14 +86,14 @@ class Listener:
         self._woken.set()
 
     def more(self, most: int) -> list[Event]:
-        """Return further events that are there already."""
+        """Return further events that are already queued."""
         return [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
 
     async def follow(self, pause_s: float) -> AsyncIterator[Event | None]:
-        """Yield events until the log is closed; None in every pause.
+        """Yield events until the log is closed, and None in every pause.
 
         Raises:
-            TooSlow: the caller did not keep up.
+            TooSlow: the listener did not keep up.
         """
         while self._waiting or not self._is_closed:
             if self._is_behind:
@@ -110,7 +110,7 @@ class Listener:
 
 
 class EventLog:
-    """The events of one daemon; `epoch` tells it from another's."""
+    """The events of one daemon run, identified by `epoch`."""
 
     def __init__(self) -> None:
         self._epoch = uuid.uuid4().hex[:12]
@@ -120,7 +120,7 @@ class EventLog:
         self._is_closed = False
 
     def publish(self, kind: EventKind, value: object, *, is_of_shares: bool = False) -> None:
-        """Tell everybody; waits for nobody."""
+        """Queue an event for all listeners, without waiting."""
         self._number += 1
         event = Event(self._number, kind, value, is_of_shares)
         self._past.append(event)
@@ -128,18 +128,18 @@ class EventLog:
             listener.put(event)
 
     def close(self) -> None:
-        """Let every listener come to an end."""
+        """End all listeners after their queued events."""
         self._is_closed = True
         for listener in self._listeners:
             listener.close()
 
     def id_of(self, event: Event) -> str:
-        """Return the id after which a listener can go on."""
+        """Return the id after which a listener can resume."""
         return f"{self._epoch}-{event.number}"
 
     @contextmanager
     def listener(self, last_id: str | None) -> Iterator[Listener]:
-        """Listen to what happens from now on, or since the event of `last_id`."""
+        """Listen to new events, and to those after the event `last_id`."""
         made = Listener(self._since(last_id))
         if self._is_closed:
             made.close()
@@ -157,5 +157,5 @@ class EventLog:
         is_known = number.isdecimal() and len(number) < _DIGITS and epoch == self._epoch
         if is_known and first - 1 <= int(number) <= self._number:
             return [event for event in self._past if event.number > int(number)]
-        why = "what happened since is not kept; list anew"
+        why = "later events are not kept; list again"
         return [Event(self._number, EventKind.RESET, why)]

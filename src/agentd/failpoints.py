@@ -1,7 +1,7 @@
-"""Named points at which a test may make agentd fail, wait or die.
+"""Failpoints: named points at which a test makes agentd fail, wait or die.
 
-A point stands at every step that changes something outside: in a store, an engine, a process.
-Nothing happens at one unless AGENTD_FAILPOINTS was set when the program started:
+There is a point at every step that changes something outside: in a store, an engine, a process.
+A point does nothing unless AGENTD_FAILPOINTS was set when the program started:
 
     AGENTD_FAILPOINTS="create.after_engine_create=2*off->kill; intent.before_replace=error(ENOSPC)"
 
@@ -12,7 +12,7 @@ Nothing happens at one unless AGENTD_FAILPOINTS was set when the program started
 
 A term without a count applies to all further visits. The notation is a subset of FreeBSD's fail(9).
 
-Imports little, and nothing of agentd: the shim of a process kernel uses it too.
+Imports little, and nothing of agentd: the shim of a process kernel uses it, too.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ _ON_HOST = RUNTIMES - _DOCKER
 
 
 class Point(NamedTuple):
-    """A point, when it is reached, and the runtimes that pass it.
+    """A point, its meaning, and the runtimes that pass it.
 
-    `same_as` names a point passed before it if the daemon itself only reads and waits between the
-    two: it leaves the same behind if it dies at either, unless it passed another point in between.
-    Where several are named, they are of different runtimes.
+    `same_as` names an earlier point with the same state outside: between the two the daemon only
+    reads and waits. If it names several, they belong to different runtimes.
     """
 
     name: str
@@ -191,11 +190,11 @@ _ALL = (
     Point("plugin.after_kill", "a plugin's process is gone, its helpers may not be"),
 )
 POINTS = {point.name: point for point in _ALL}
-"""Every point by its name."""
+"""Every point by name."""
 
 
 class Term:
-    """One action, and for how many visits more it counts (None: all)."""
+    """One action and its remaining visits (None: unlimited)."""
 
     def __init__(self, action: str, argument: str, count: int | None) -> None:
         self.action = action
@@ -209,10 +208,10 @@ _parent = os.getppid()
 
 
 def arm(text: str) -> None:
-    """Set the points that a text describes, in place of all that were set before.
+    """Set the points of a text and clear all others.
 
     Raises:
-        ValueError: the text is invalid; the message says what is expected.
+        ValueError: the text is invalid; the message has the expectation.
     """
     armed = parsed(text)
     _armed.clear()
@@ -222,10 +221,10 @@ def arm(text: str) -> None:
 
 
 def parsed(text: str) -> dict[str, list[Term]]:
-    """Return the points that a text describes, without setting them.
+    """Parse points without setting them.
 
     Raises:
-        ValueError: the text is invalid; the message says what is expected.
+        ValueError: the text is invalid; the message has the expectation.
     """
     found: dict[str, list[Term]] = {}
     for part in filter(None, map(str.strip, text.split(";"))):
@@ -238,12 +237,12 @@ def parsed(text: str) -> dict[str, list[Term]]:
 
 
 def armed() -> list[str]:
-    """Return the names of the points that are set."""
+    """Return the names of the set points."""
     return list(_armed)
 
 
 def inherited() -> dict[str, str]:
-    """Return the environment that hands the points on to a program of our own."""
+    """Return the environment that passes the points on to a program of agentd."""
     return dict(_handed_on)
 
 
@@ -277,7 +276,7 @@ async def reach(name: str) -> None:
 
 
 def _visited(name: str) -> float:
-    """Do what is set for this visit, and return for how long to wait."""
+    """Perform the action of this visit, and return the seconds to wait."""
     term = _due(name)
     if term is None:
         return 0.0

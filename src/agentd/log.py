@@ -1,8 +1,8 @@
 """Logging: fields in systemd's journal, JSON lines elsewhere, readable lines on a terminal.
 
-It all goes to stderr. Where that is the journal (`JOURNAL_STREAM`, systemd.exec(5)) each event is
-sent to journald itself, with fields of its own: `journalctl AGENTD_KERNEL=k1` finds a kernel's,
-`journalctl -u agentd -p warning` what an operator should know.
+Everything goes to stderr. If that is the journal (`JOURNAL_STREAM`, systemd.exec(5)), each event is
+sent to journald itself, with its own fields: `journalctl AGENTD_KERNEL=k1` selects the events of a
+kernel, `journalctl -u agentd -p warning` those for the operator.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import structlog
 
 _JOURNAL = "/run/systemd/journal/socket"
 _PRIORITIES = {"debug": 7, "info": 6, "warning": 4, "error": 3, "critical": 2}
-"""Levels as syslog(3) has them."""
+"""Levels as numbers of syslog(3)."""
 _FIELDS = {"kernel_id": "AGENTD_KERNEL", "agent_id": "AGENTD_AGENT", "event": "AGENTD_EVENT"}
 _MOST_BYTES = 100_000
-"""Of one datagram, well below what a unix socket takes at once."""
+"""Maximum bytes of one datagram, well below the limit of a unix socket."""
 _LEVELS = {name: int(getattr(logging, name.upper())) for name in _PRIORITIES}
 _level = logging.INFO
 
 
 def set_level(level: str) -> None:
-    """Log from a level on; `level` is a name of the standard library's."""
+    """Set the minimum level, a name of the standard library's."""
     global _level  # noqa: PLW0603 - one log for the process
     _level = int(getattr(logging, level.upper()))
 
 
 def configure(level: str = "info") -> None:
-    """Set structlog up for this process."""
+    """Configure structlog for this process."""
     set_level(level)
     processors: list[structlog.typing.Processor] = [
         _drop_below_level,
@@ -45,7 +45,7 @@ def configure(level: str = "info") -> None:
     if _is_journal(os.environ.get("JOURNAL_STREAM", "")):
         journal = Journal()
         processors += [structlog.processors.format_exc_info, journal_entry]
-        factory = lambda *_: journal  # noqa: E731 - as structlog takes it
+        factory = lambda *_: journal  # noqa: E731 - the form that structlog takes
     elif sys.stderr.isatty() and "JOURNAL_STREAM" not in os.environ:
         plain = structlog.dev.plain_traceback
         processors += [stamp, structlog.dev.ConsoleRenderer(exception_formatter=plain)]
@@ -74,7 +74,7 @@ def _drop_below_level(
 
 
 def _is_journal(stream: str) -> bool:
-    """Tell whether stderr is what systemd connected to the journal."""
+    """Return whether systemd has connected stderr to the journal."""
     try:
         found = os.fstat(2)
     except OSError:
@@ -85,7 +85,7 @@ def _is_journal(stream: str) -> bool:
 def journal_entry(
     _: object, method: str, event: structlog.typing.EventDict
 ) -> dict[str, dict[str, str]]:
-    """Return the fields of an event as the journal has them (systemd.journal-fields(7))."""
+    """Return an event as fields of the journal (systemd.journal-fields(7))."""
     level = str(event.pop("level", method))
     words = [f"{name}={value}" for name, value in event.items() if name != "event"]
     fields = {
@@ -107,11 +107,11 @@ class Journal:
         self._socket.setblocking(False)
 
     def msg(self, fields: Mapping[str, str]) -> None:
-        """Send one entry; where that cannot be, its message goes to stderr."""
+        """Send one entry; if that fails, print its message to stderr."""
         try:
             self._socket.sendto(serialized(fields), self._path)
         except BlockingIOError:
-            return  # journald does not read: the daemon does not wait for it
+            return  # journald is busy: the daemon must not wait for it
         except OSError:
             print(fields["MESSAGE"], file=sys.stderr, flush=True)  # noqa: T201 - the log of last resort
 
@@ -119,7 +119,7 @@ class Journal:
 
 
 def serialized(fields: Mapping[str, str]) -> bytes:
-    """Return fields as journald's native protocol has them: a value with its length before it."""
+    """Encode fields in journald's native protocol: each value after its length."""
     share = _MOST_BYTES // max(1, len(fields))
     parts = []
     for name, value in fields.items():

@@ -1,4 +1,4 @@
-"""The wire types: what rpc answers, a client returns and the OpenAPI document describes.
+"""The wire types: answers of the API, results of clients and the OpenAPI document.
 
 Amounts are strings of plain decimals without trailing zeros, times are RFC 3339 in UTC.
 """
@@ -14,7 +14,7 @@ Amount: TypeAlias = str
 
 
 class PortView(TypedDict):
-    """A port of a kernel, and where on the node it is published."""
+    """A port of a kernel, and the host port on which it is published."""
 
     container: int
     host: int | None
@@ -23,14 +23,14 @@ class PortView(TypedDict):
 
 
 class PullView(TypedDict):
-    """How far the download of an image is, in bytes; the total grows as layers are learnt of."""
+    """The progress of a pull in bytes; the total grows as layers become known."""
 
     current: int
     total: int
 
 
 class MountView(TypedDict):
-    """A folder or file of the node inside a kernel, as it was asked for."""
+    """A bind mount of a kernel, as requested."""
 
     source: str
     target: str
@@ -40,10 +40,10 @@ class MountView(TypedDict):
 class KernelView(TypedDict):
     """A kernel. `allocation` is device name -> slot -> device id -> amount.
 
-    `image`, `command`, `mounts` and `labels` are as they were sent, and `env` has the names of the
-    variables without their values; one of more than 32 KiB is left empty. `pid` is the kernel's
-    first process on the node (`process`: its own, `systemd`: the unit's main process while it
-    runs), and `unit` the unit of the `systemd` runtime.
+    `image`, `command`, `mounts` and `labels` are as requested, and `env` has the names of the
+    variables without their values; a member of more than 32 KiB is left empty. `pid` is the
+    kernel's first process on the host (`process`: its own, `systemd`: the unit's main process while
+    it runs), and `unit` is the unit of the `systemd` runtime.
     """
 
     kernel_id: str
@@ -77,9 +77,9 @@ class KernelView(TypedDict):
 
 
 class DeviceUseView(TypedDict):
-    """What is used of a device that a kernel has a `share` (0 to 1) of; null is not known.
+    """The usage of a device in which a kernel has a `share` (0 to 1); null means unknown.
 
-    Utilization (0 to 1), `memory_used_bytes` and power are the device's, whoever uses it.
+    Utilization (0 to 1), `memory_used_bytes` and power are those of the whole device.
     """
 
     device_name: str
@@ -92,9 +92,9 @@ class DeviceUseView(TypedDict):
 
 
 class KernelUseView(TypedDict):
-    """What a kernel uses; null is not known, and never stands for 0. Memory includes its cache.
+    """The usage of a kernel; null means unknown, never 0. Memory includes its cache.
 
-    `state` is the kernel's; an ended one has the figures of its whole life, and none of now.
+    `state` is the kernel's; an ended one has its totals, and no current values.
     """
 
     kernel_id: str
@@ -115,7 +115,7 @@ class KernelUseView(TypedDict):
 
 
 class DecisionView(TypedDict):
-    """What a create would be given now, and how each device was looked at, by slot."""
+    """The decision that a create would get now; `explain` has each device by slot."""
 
     slots: dict[str, Amount]
     allocation: dict[str, dict[str, dict[str, Amount]]]
@@ -123,7 +123,7 @@ class DecisionView(TypedDict):
 
 
 class HolderView(TypedDict):
-    """A kernel that holds something of a device."""
+    """A kernel that holds a share of a device."""
 
     kernel_id: str
     amount: Amount
@@ -149,7 +149,7 @@ class DeviceView(TypedDict):
 
 
 class SlotUseView(TypedDict):
-    """One slot of an agent; `free` is what could be given now."""
+    """One slot of an agent; `free` is the amount available now."""
 
     capacity: Amount
     allocated: Amount
@@ -157,7 +157,7 @@ class SlotUseView(TypedDict):
 
 
 class LimitView(TypedDict):
-    """The most that an agent may hold of one device name, and what it holds of it."""
+    """The limit of an agent for one device name, and the amount it holds under it."""
 
     limit: Amount
     held: Amount
@@ -175,7 +175,7 @@ class AgentView(TypedDict):
 
 
 class SlotTypeView(TypedDict):
-    """A slot that this node knows."""
+    """A slot type of this node."""
 
     name: str
     device_name: str
@@ -194,7 +194,7 @@ class RuntimeView(TypedDict):
 
 
 class PluginView(TypedDict):
-    """A plugin: its device name, its entry point, and how it does."""
+    """A plugin: its device name, its entry point and its status."""
 
     name: str
     plugin: str
@@ -204,7 +204,7 @@ class PluginView(TypedDict):
 
 
 class RefusalView(TypedDict):
-    """A create that was refused in the last hour; `kernel_id` is empty where none was named."""
+    """A create refused in the last hour; `kernel_id` is empty if the request had none."""
 
     at: str
     caller: str
@@ -215,7 +215,7 @@ class RefusalView(TypedDict):
 
 
 class CallerView(TypedDict):
-    """Who calls, as what, and for which agents (None: all); `uid` on a unix socket."""
+    """The caller: its name, role and agents (null: all); `uid` on a unix socket."""
 
     name: str
     role: Literal["admin", "agent", "read"]
@@ -224,13 +224,13 @@ class CallerView(TypedDict):
 
 
 class ReloadView(TypedDict):
-    """A reload: the keys that differ from what is in force, and wait for a restart."""
+    """A reload: the changed keys that require a restart."""
 
     needs_restart: list[str]
 
 
 class CheckView(TypedDict):
-    """A rule that holds on every node, and what was found against it."""
+    """A rule that holds on every node, and its findings."""
 
     check: str
     promise: str
@@ -239,7 +239,7 @@ class CheckView(TypedDict):
 
 
 class NodeView(TypedDict):
-    """The node; `checks` are there if they were asked for."""
+    """The node; `checks` are present if requested."""
 
     id: str
     version: str

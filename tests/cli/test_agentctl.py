@@ -1,4 +1,4 @@
-"""What people expect of `agentctl`: names completed, columns chosen, waiting, several logs."""
+"""Comfort of `agentctl`: completion, column selection, waiting, several logs."""
 
 import asyncio
 import json

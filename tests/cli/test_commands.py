@@ -104,7 +104,7 @@ def test_the_plan_is_printed_as_the_design_says(config: Path) -> None:
     assert "cuda0-cuda1" in run("agentd", "plan", "--config", str(config)).stdout
 
 
-def test_a_partition_that_cannot_be_exits_with_78_and_all_reasons(config: Path) -> None:
+def test_plan_exits_78_with_all_reasons_when_impossible(config: Path) -> None:
     text = config.read_text().replace('"auto-split"', '"manual"')
     config.write_text(text)
     for command in ("plan", "check-config", "run"):
@@ -203,7 +203,7 @@ async def test_a_refused_create_says_why_of_each_device(up: Daemon) -> None:
     assert "no slot of cuda is requested" in other.stderr
 
 
-def test_check_config_tells_in_one_pass_all_that_a_run_would_be_refused_for(tmp_path: Path) -> None:
+def test_check_config_reports_every_refusal_in_one_pass(tmp_path: Path) -> None:
     file = tmp_path / "agent.toml"
     file.write_text(
         '[rpc]\nlisten = "127.0.0.1:6001"\ntoken-file = "/nonexistent/token"\n'
@@ -225,7 +225,7 @@ def test_an_event_is_a_line_with_agent_exit_code_and_caller() -> None:
     assert line == "refusal k1 of a by alice UnknownImage no such image"
 
 
-async def test_a_daemon_without_a_manager_is_as_well_as_one_that_has_one(folder: Path) -> None:
+async def test_daemon_starts_without_a_service_manager(folder: Path) -> None:
     daemon = Daemon(folder, "process")
     daemon.configure()
     daemon.process = daemon.spawn(NOTIFY_SOCKET="")
@@ -273,7 +273,7 @@ resource.limits = {{ npu = "0.75" }}
 
 
 async def test_what_others_write_is_shown_and_not_obeyed(up: Daemon) -> None:
-    """By other teams, and by whoever mistypes: escape codes, and bytes that are not UTF-8."""
+    """Input from other teams, or mistyped: escape codes, and bytes that are not UTF-8."""
     red = "\x1b[31mred\x9b"
     await up.running(kernel_id="k1", labels={"a": red}, env={red: "x"})
     for words in (["inspect", "k1"], ["ls", "-o", "wide"], ["ls", "-o", "json"]):

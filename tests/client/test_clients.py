@@ -104,7 +104,7 @@ async def test_refusals_are_raised_as_what_they_are(plain: Daemon) -> None:
         assert invalid.value.problems[0].where == "comand"
 
 
-async def test_a_daemon_that_is_away_is_unreachable_and_one_that_starts_is_waited_for(
+async def test_client_waits_for_a_starting_daemon_only(
     plain: Daemon,
 ) -> None:
     async with AsyncClient(plain.folder / "agentd.sock", timeout_s=20) as node:
@@ -123,7 +123,7 @@ async def test_a_daemon_that_is_away_is_unreachable_and_one_that_starts_is_waite
 
 
 async def first_event(node: AsyncClient, events: AsyncIterator[NodeEvent]) -> NodeEvent:
-    """Have something happen until the stream, which is then open, tells of it."""
+    """Repeat an action until the open stream yields its event."""
     first = asyncio.ensure_future(anext(events))
     async with asyncio.timeout(20):
         while not first.done():
@@ -182,7 +182,7 @@ async def test_all_kernels_come_page_by_page(plain: Daemon) -> None:
         assert [k["kernel_id"] for k in await node.kernels(after="k1", limit=1)] == ["k2"]
 
 
-async def test_a_server_that_says_nothing_or_something_else_is_an_error_of_ours() -> None:
+async def test_client_raises_own_errors_for_silent_or_odd_servers() -> None:
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()
@@ -235,7 +235,7 @@ async def test_a_loop_of_503_ends_at_the_deadline(plain: Daemon) -> None:
     assert refused.value.code == "PluginUnavailable"
 
 
-async def test_a_command_waits_for_a_daemon_that_is_not_ready_and_not_for_ever(
+async def test_exec_waits_a_limited_time_for_readiness(
     folder: Path,
 ) -> None:
     asked = []

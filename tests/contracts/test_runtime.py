@@ -1,4 +1,4 @@
-"""What every runtime promises, the fake included."""
+"""The contract of every runtime, including the fake."""
 
 import asyncio
 import os
@@ -179,7 +179,7 @@ async def test_stopping_what_has_ended_or_is_not_there_is_fine(rig: Rig) -> None
     await rig.runtime.stop(created.ref, 0)
 
 
-async def test_removing_a_running_kernel_leaves_nothing_and_twice_is_fine(rig: Rig) -> None:
+async def test_remove_leaves_nothing_and_can_be_repeated(rig: Rig) -> None:
     created = await rig.create("sleep", "1000")
     for _ in range(2):
         await rig.runtime.remove(created.ref)
@@ -245,7 +245,7 @@ async def test_what_a_kernel_uses_is_what_it_says_itself(rig: Rig) -> None:
     assert (after.cpu_seconds or own_s) >= own_s
 
 
-async def test_a_command_inside_is_the_kernel_s_own_and_has_an_end_of_its_own(rig: Rig) -> None:
+async def test_exec_shares_the_kernel_but_ends_by_itself(rig: Rig) -> None:
     script = "id -u; sleep 1000 & wait"
     kernel = as_known(await rig.create("sh", "-c", script, env={"MINE": "x"}))
     asked = ExecSpec(("sh", "-c", "id -u; echo $MINE; cat; exit 5"))

@@ -15,7 +15,7 @@ def cores(count: int, numa_nodes: int | None = None) -> list[Device]:
 
 
 def threads(*physical: tuple[int | None, int]) -> list[Device]:
-    """Hardware threads in the order of their ids: of which NUMA node and which core each is."""
+    """Hardware threads in the order of their ids, each with its NUMA node and core."""
     return [_core(n, node, f"core-{node}-{core}") for n, (node, core) in enumerate(physical)]
 
 

@@ -33,7 +33,7 @@ def test_a_device_keeps_its_id_whatever_order_the_driver_lists() -> None:
     assert ids(with_remembered(swapped, before)) == ids(before)
 
 
-def test_a_missing_device_stays_as_gone_and_its_id_is_not_given_away() -> None:
+def test_missing_device_stays_gone_and_keeps_its_id() -> None:
     before = gpus(1, 1)
     new = replace(before[0], stable_id="GPU-new")
     result = with_remembered([new, before[1]], before)
@@ -42,7 +42,7 @@ def test_a_missing_device_stays_as_gone_and_its_id_is_not_given_away() -> None:
     assert ids(result) == {"GPU-new": "cuda2", "GPU-cuda-1": "cuda1"}
 
 
-def test_a_device_without_a_plugin_says_so_and_one_of_a_plugin_that_it_is_not_there() -> None:
+def test_missing_device_names_its_missing_plugin() -> None:
     before = [*cores(1), *gpus(1, 1)]
     for plugins, reason in (({"cuda"}, "not found"), (set(), "no plugin cuda is installed")):
         result = {d.device_id.id: d for d in with_remembered([], before, plugins=plugins)}
@@ -111,7 +111,7 @@ def test_losing_who_told_of_a_fault_does_not_mend_it() -> None:
         {"stable_id": "other", "aliases": (), "parent": "GPU-cuda-0"},
     ],
 )
-def test_a_physical_device_that_two_plugins_offer_is_served_by_the_first(change) -> None:
+def test_device_of_two_plugins_is_served_by_the_first(change) -> None:
     mine = gpus(1)
     other = [replace(gpus(1)[0], device_id=DeviceId("gpu", "gpu0"), **change)]
     kept, warnings = served_once([mine, other])
@@ -141,7 +141,7 @@ def test_withheld_devices_are_one_warning_for_each_name() -> None:
     ]
 
 
-def test_parts_of_one_parent_under_one_plugin_are_different_devices() -> None:
+def test_parts_of_one_parent_are_different_devices() -> None:
     parts = [replace(d, parent="GPU-x", aliases=()) for d in gpus(1, 1)]
     assert served_once([parts]) == (parts, [])
 
@@ -161,17 +161,17 @@ def test_a_listing_changes_health_and_presence_and_nothing_else() -> None:
     core, first, second = sick.devices
     assert core.health is Health.HEALTHY
     assert (first.health, first.reason, first.capacity) == (Health.UNHEALTHY, "hot", ONE)
-    assert (second.gone, second.reason) == (True, "no longer listed by its plugin")
+    assert (second.gone, second.reason) == (True, "not listed by its plugin any more")
     back, _ = sick.with_listing("cuda", listed("cuda0", "cuda1"))
     assert back.devices == inventory.devices
 
 
-def test_what_appears_joins_if_its_slot_is_known_and_another_slot_is_gone() -> None:
+def test_new_device_is_added_when_its_slot_is_known() -> None:
     inventory = Inventory.of([], gpus(1, 1))
     same, news = inventory.with_listing("cuda", listed("cuda0", "cuda1", "cuda2"))
     assert same is inventory
     (warning,) = news
-    assert warning.startswith("cuda/cuda2 (GPU-cuda-2) appeared and offers cuda.device, which is")
+    assert warning.startswith("cuda/cuda2 (GPU-cuda-2) is new and offers cuda.device; restart")
     knows = machine(*gpus(1, 1))
     three = listed("cuda0", "cuda1", "cuda2")
     more, news = knows.with_listing("cuda", three)
@@ -185,9 +185,7 @@ def test_what_appears_joins_if_its_slot_is_known_and_another_slot_is_gone() -> N
     twin, _ = knows.with_listing("cuda", [*three[:2], clash])
     assert twin.by_stable_id["X"].device_id.id == "cuda2"
     other, _ = inventory.with_listing("cuda", listed("cuda0", "cuda1", slot="cuda.shares"))
-    assert {d.reason for d in other.devices} == {
-        "offers cuda.shares now; it joins when agentd is restarted"
-    }
+    assert {d.reason for d in other.devices} == {"offers cuda.shares now; restart agentd to use it"}
 
 
 def test_unknown_health_is_said_and_takes_nothing_away() -> None:

@@ -41,7 +41,7 @@ CASES = {
     "more than there is": (
         replace(GOOD, is_shared=True, holdings=holding(k3=1)),
         "capacity",
-        "cuda/cuda0: 101 of 100 is held, by k1, k2, k3",
+        "cuda/cuda0: 101 of 100 are held, by k1, k2, k3",
     ),
     "two agents on one device": (
         replace(GOOD, capacities=GOOD.capacities | {"cuda/cuda0": 200}, holdings=holding(k3=1)),
@@ -51,7 +51,7 @@ CASES = {
     "alive and booked as ended": (
         replace(GOOD, present=present(k4=Present("4", is_alive=True))),
         "accounted",
-        "kernel k4 (4) lives, and is terminated",
+        "kernel k4 (4) lives but is terminated",
     ),
     "alive and in no book": (
         replace(GOOD, present=present(k5=Present("5", is_alive=True))),
@@ -66,17 +66,17 @@ CASES = {
     "another process than the one booked": (
         replace(GOOD, accounted=accounted(k2=RecordedKernel("a", RUNNING, "9"))),
         "accounted",
-        "kernel k2 is 2, and the books have 9",
+        "kernel k2 is 2, recorded as 9",
     ),
     "holds less than it was given": (
         replace(GOOD, holdings=holding(k2=30)),
         "accounted",
-        "kernel k2 was given 40 of cuda/cuda0, the ledger has 30",
+        "kernel k2 has 40 of cuda/cuda0, the ledger 30",
     ),
     "holds nothing of what it was given": (
         replace(GOOD, present=present(k3=Present("3", is_alive=True, given={"cuda/cuda1": 1}))),
         "accounted",
-        "kernel k3 was given 1 of cuda/cuda1, the ledger has 0",
+        "kernel k3 has 1 of cuda/cuda1, the ledger 0",
     ),
     "held to other cores": (
         replace(
@@ -97,7 +97,7 @@ CASES = {
             ),
         ),
         "limits",
-        "kernel k2 was given 1 of cpu/0, and is held to 1 of cpu/0, 1 of cpu/1",
+        "kernel k2 has 1 of cpu/0, but its limits are 1 of cpu/0, 1 of cpu/1",
     ),
     "held to more memory": (
         replace(
@@ -107,27 +107,27 @@ CASES = {
             ),
         ),
         "limits",
-        "kernel k3 was given 500 of mem/root, and is held to 600 of mem/root",
+        "kernel k3 has 500 of mem/root, but its limits are 600 of mem/root",
     ),
     "a holder that has ended": (
         replace(GOOD, holdings=GOOD.holdings | {"cuda/cuda1": {"k4": 1}}),
         "ghost",
-        "kernel k4 holds devices and is terminated",
+        "kernel k4 holds devices but is terminated",
     ),
     "a holder that nobody knows": (
         replace(GOOD, holdings=GOOD.holdings | {"cuda/cuda1": {"k9": 1}}),
         "ghost",
-        "kernel k9 holds devices and is unknown",
+        "kernel k9 holds devices but is unknown",
     ),
     "booked as alive and gone": (
         replace(GOOD, present=present(k2=None)),
         "ghost",
-        "kernel k2 is running in the books, and does not live",
+        "kernel k2 is recorded as running but is not alive",
     ),
     "booked as alive and ended": (
         replace(GOOD, present=present(k2=Present("2", is_alive=False))),
         "ghost",
-        "kernel k2 is running in the books, and does not live",
+        "kernel k2 is recorded as running but is not alive",
     ),
     "something left": (replace(GOOD, strays=("cgroup x",)), "stray", "cgroup x"),
 }
@@ -155,7 +155,7 @@ def test_one_thing_out_of_order_is_one_violation(name: str) -> None:
         (replace(GOOD, present=present(k1=Present("7", is_alive=True))), "kernel k1 was 1, is 7"),
         (
             replace(GOOD, accounted=accounted(k1=RecordedKernel("a", ENDED, "1"))),
-            "kernel k1 lives and is not accounted for",
+            "kernel k1 is alive but not recorded",
         ),
         (
             replace(GOOD, present=present(k1=Present("1", is_alive=True, given={}))),

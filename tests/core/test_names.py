@@ -87,7 +87,7 @@ class Compared(str):
     __hash__ = str.__hash__
 
 
-def test_what_is_given_twice_is_found_without_comparing_each_with_all() -> None:
+def test_repeated_items_are_found_in_linear_time() -> None:
     names = [Compared(f"n{number}") for number in range(1000)]
     assert repeated(["b", "a", "b", "c", "a"]) == ["a", "b"]
     assert repeated([*names, Compared("n7")]) == ["n7"]

@@ -166,7 +166,7 @@ def test_what_comes_in_goes_out_unchanged() -> None:
     assert ResourceSlots.parse(wire, TYPES).to_wire(TYPES) == wire
 
 
-def test_unknown_slots_are_dropped_when_zero_and_all_named_when_not() -> None:
+def test_unknown_slots_are_refused_only_when_not_zero() -> None:
     assert parse_slots({"tpu.chip": "0", "x": 0.0, "cpu": 1}, TYPES) == {"cpu": ONE}
     with pytest.raises(UnsupportedResource) as caught:
         read_slots(
@@ -275,7 +275,7 @@ def test_the_reference_tells_the_truth() -> None:
 
 
 @pytest.mark.parametrize("raw", ["1ib", "512 ", "1\u212a", "1G\u0130B", "1 ", " 1g"])
-def test_a_size_is_written_in_ascii_with_a_unit_and_no_blanks_around(raw: str) -> None:
+def test_size_needs_ascii_and_a_unit_without_spaces(raw: str) -> None:
     with pytest.raises(AmountError, match="invalid amount"):
         parse_amount(raw, TYPES["mem"])
 

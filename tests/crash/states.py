@@ -11,7 +11,7 @@ from world import GROUPS, World, environments, started
 
 SERVED = Path("/run/agentd/served")
 TIMES = ("_at", "start_time", "since", "until")
-"""How the names of members end whose values differ from one life to the next."""
+"""Suffixes of members whose values differ from one life to the next."""
 PIDS = ("pid", "shim_pid")
 
 

@@ -243,7 +243,7 @@ async def test_damaged_files_of_the_node_are_told_of_and_harm_nothing(world: Wor
     assert "its record cannot be read" in gone["reason"]
     assert world.lives() == lives
     refused = await daemon.create(slots=ONE)
-    assert refused.status == 409, refused.content  # whatever 'gone' had is kept back
+    assert refused.status == 409, refused.content  # the devices of 'gone' are quarantined
     await world.check(before)
     async with asyncio.timeout(20):
         while "gone" in [k["kernel_id"] for k in await daemon.get("/v1/kernels")]:
@@ -251,7 +251,7 @@ async def test_damaged_files_of_the_node_are_told_of_and_harm_nothing(world: Wor
     assert (await daemon.create(slots=ONE)).status == 201
 
 
-async def test_a_newer_agentd_s_files_are_read_as_far_as_they_are_known(plain_world: World) -> None:
+async def test_newer_state_files_are_read_as_far_as_known(plain_world: World) -> None:
     world, daemon = plain_world, plain_world.daemon
     await daemon.call("POST", "/v1/devices/cuda/cuda7/drain")
     await world.kill()
@@ -275,7 +275,7 @@ EDITS = {
 
 
 @pytest.mark.docker
-async def test_labels_that_somebody_edits_free_no_device(folder: Path, own_engine: Engine) -> None:
+async def test_edited_labels_release_no_device(folder: Path, own_engine: Engine) -> None:
     world = World(Daemon(folder, "docker", own_engine))
     daemon = world.daemon
     await world.start(text=NODE)

@@ -1,4 +1,4 @@
-"""Every step fails once: the caller is told, the daemon lives, and the books are right."""
+"""Every step fails once: the client gets an error, the daemon lives, and the ledger is right."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ TRIES = 25
 
 
 def armed(*steps: str, error: str = "ENOSPC") -> str:
-    """Let every point of these steps fail, one after the other."""
+    """Set an error at every point of these steps, one after another."""
     return ";".join(f"{p}=1*error({error})" for p in POINTS if p.split(".")[0] in steps)
 
 
@@ -71,7 +71,7 @@ async def test_a_shim_that_dies_leaves_its_kernel_accounted_or_nothing(
     await world.check()
 
 
-async def test_a_stop_and_a_delete_fail_at_every_step_and_can_be_repeated(world: World) -> None:
+async def test_stop_and_delete_can_be_repeated_after_any_failure(world: World) -> None:
     daemon = world.daemon
     await world.start(armed("stop", "delete"), NODE)
     await daemon.running(kernel_id="k1", slots=ONE)

@@ -1,8 +1,7 @@
-"""What can happen to a node, two things at a time, seen from three sides.
+"""Pairs of events on a node, checked from three sides.
 
-Two kernels run, and say from the inside who they are when they are asked. After every pair
-of events agentd's books, what the machine has, and what the kernels themselves say must
-agree; and whatever is given then must be free.
+Two kernels run and report their identity on request. After every pair of events agentd's records,
+the host's state and the kernels' reports must agree, and all free resources can be allocated.
 """
 
 import asyncio
@@ -28,7 +27,7 @@ from engine import Engine
 from world import SEED, SOAK_S, World, tried
 
 PARTS = 4
-"""How many tests share the pairs."""
+"""The number of tests that share the pairs."""
 SAMPLE = 10
 EX_CONFIG = 78
 SCRIPT = """
@@ -43,7 +42,7 @@ while :; do sleep 0.05; done
 
 @dataclass
 class Setup:
-    """What stands in the configuration; every field is changed by one event."""
+    """The members of the configuration; one event changes each."""
 
     mode: str = "shared"
     agents: tuple[str, ...] = ("agent-1", "agent-2")
@@ -130,7 +129,7 @@ class Scene:
             self.beats[kernel_id] = [await self.beat(kernel_id, 1)]
 
     async def beat(self, kernel_id: str, number: int) -> str:
-        """Have a kernel say from the inside who it is; it counts how often it was asked."""
+        """Return the identity and the request count that a kernel reports from the inside."""
         os.kill(self.lives[kernel_id][0], signal.SIGUSR1)
         return await self.said(kernel_id, f"beat {number} (.*)")
 
@@ -144,7 +143,7 @@ class Scene:
                 await asyncio.sleep(0.02)
 
     def end(self, kernel_id: str, number: int, *codes: int | None) -> None:
-        """Let a kernel end, if it has not; this is one of the codes that agentd may tell."""
+        """End a kernel if it runs; agentd may report one of these codes."""
         if kernel_id not in self.ended:
             end(self.lives[kernel_id][0], number)
             self.ended[kernel_id] = set(codes)
@@ -247,7 +246,7 @@ async def node_id_changes(scene: Scene) -> None:
 
 
 async def machine_reboots(scene: Scene) -> None:
-    """Every kernel is gone with the boot that it belonged to, and the engine starts anew."""
+    """End every kernel with its boot, and restart the engine."""
     await scene.up_to_date()
     await scene.world.kill()
     for kernel_id, (pid, _) in scene.world.lives().items():

@@ -76,7 +76,7 @@ class Client:
 
 
 async def one_life(world: World, clients: list[Client], chance: random.Random) -> None:
-    """Let the clients work until the daemon dies, start it again, and look at everything."""
+    """Run the clients until the daemon dies, restart it, and check everything."""
     work = [asyncio.create_task(client.run()) for client in clients]
     await asyncio.wait(work, timeout=chance.uniform(0.05, LONGEST_LIFE_S),
                        return_when=asyncio.FIRST_COMPLETED)  # fmt: skip

@@ -35,7 +35,7 @@ def mounted(*arguments: str, at: Path) -> Iterator[None]:
 
 
 async def is_served_without_being_remembered(world: World) -> None:
-    """What needs no memory works; what does is refused, and leaves nothing."""
+    """Operations without a state change work; the others are refused and leave nothing."""
     daemon = world.daemon
     before = await world.look()
     refused = await daemon.create(kernel_id="k2", slots=ONE)
@@ -52,7 +52,7 @@ async def is_served_without_being_remembered(world: World) -> None:
 
 
 @ROOT_ONLY
-async def test_a_read_only_state_folder_keeps_nobody_from_being_served(world: World) -> None:
+async def test_daemon_serves_with_a_read_only_state_folder(world: World) -> None:
     daemon = world.daemon
     for name in ("k0", "k1"):
         await daemon.running(kernel_id=name, slots=ONE)
@@ -74,7 +74,7 @@ async def test_a_read_only_state_folder_keeps_nobody_from_being_served(world: Wo
 
 
 @ROOT_ONLY
-async def test_a_full_state_folder_is_the_same_and_mends_when_there_is_room(
+async def test_full_state_folder_recovers_when_there_is_room(
     folder: Path,
 ) -> None:
     world, state = World(Daemon(folder, "process")), folder / "state"
@@ -114,7 +114,7 @@ async def test_a_state_folder_that_is_gone_costs_no_kernel(world: World) -> None
     lives = world.lives()
     shutil.rmtree(state)
     assert (await daemon.create(kernel_id="k3", slots=ONE)).status == 201
-    await world.check(allowed=["stray"])  # records are written anew when something happens
+    await world.check(allowed=["stray"])  # records are rewritten on the next event
     shutil.rmtree(state)
     await world.kill()
     await world.start()
@@ -156,7 +156,7 @@ async def test_a_clock_that_is_set_back_moves_no_deadline(world: World) -> None:
 
 @contextmanager
 def few_descriptors(pid: int) -> Iterator[None]:
-    """Let a process open nothing more."""
+    """Lower a process's limit of descriptors, so that it cannot open any more."""
     usual = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     used = {int(path.name) for path in Path(f"/proc/{pid}/fd").iterdir()}
     free = next(number for number in range(len(used) + 1) if number not in used)
@@ -185,7 +185,7 @@ async def test_no_file_descriptors_left_is_no_end_of_a_kernel(world: World) -> N
 
 
 @ROOT_ONLY
-async def test_a_pid_that_is_used_again_is_somebody_else(plain_world: World) -> None:
+async def test_reused_pid_is_another_process(plain_world: World) -> None:
     world, daemon = plain_world, plain_world.daemon
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     kernel = await daemon.running(kernel_id="k1", slots=ONE)

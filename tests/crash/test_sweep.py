@@ -26,7 +26,7 @@ from registry import Registry
 from world import ONE, SEED, SETTLES_WITHIN_S, SOAK_S, World, started, tried
 
 PARTS = 3
-"""How many tests share the lives; each has a node of its own."""
+"""The number of tests that share the lives; each has a node of its own."""
 NODE = (
     '[resource]\nallocation-mode = "auto-split"\n[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(32)
 )
@@ -42,13 +42,13 @@ INTENDED = {
     *(p for p in POINTS if p.startswith(("create.", "shim.")) and not p.endswith("_exit")),
     *("intent.after_replace", "record.before_move"),
 } - {"create.after_commit", "create.after_plan"}
-"""Where a runtime may have been asked, and the books do not say yet what became of it."""
+"""Points at which a runtime may have been called, and the record has no outcome yet."""
 UNBORN = ("adopt.before_discard", "adopt.after_discard")
 """Reached where a start finds what never ran."""
 
 
 OF_NO_RUNTIME = ("start", "devices", "node", "drain", "shutdown", "plugin")
-"""What has nothing to do with a runtime is tried on one of them, in a soak on both."""
+"""Steps without a runtime are tried on one of them, in a soak on both."""
 
 
 def points_of(runtime: str) -> list[str]:
@@ -88,7 +88,7 @@ def lives(runtime: str, chance: random.Random) -> list[tuple[str, str]]:
 
 
 def lives_of(runtime: str, part: int) -> list[tuple[str, str]]:
-    """Return the lives of one part; neighbours stay together, as do those that end alike."""
+    """Return the lives of one part; consecutive and equivalent ones stay together."""
     everything = lives(runtime, random.Random(SEED))
     return everything[len(everything) * part // PARTS : len(everything) * (part + 1) // PARTS]
 
@@ -165,7 +165,7 @@ class Sweep:
                 await self.world.ask("POST", f"/v1/kernels/{kernel_id}/stop", {"timeout": 0.2})
             case "delete" | "record":
                 await self.daemon.running(kernel_id=kernel_id, **self._body)
-                if point.endswith("_replace"):  # written anew where it is not there any more
+                if point.endswith("_replace"):  # written again if it is missing
                     (self.daemon.folder / "state" / "records" / f"{kernel_id}.json").unlink()
                 await self.world.remove(kernel_id)
             case "reconcile":
@@ -202,7 +202,7 @@ A_DAY_S = "86400"
 
 
 VISITS_AT_START = {"before_spawn": 2, "after_spawn": 2, "after_load": 2}
-"""How often a plugin's points are passed before readiness: `sim` is loaded, and let go."""
+"""Visits of a plugin's points before readiness: `sim` is loaded and closed."""
 
 
 def action(point: str) -> str:
@@ -249,7 +249,7 @@ async def test_dying_at_every_point_loses_nothing(
     for point, second in tried(pairs, SOAK_S / PARTS):
         await sweep.life(point, second)
         if SOAK_S and sweep.runs % 10 == 0:
-            # what nobody knows the end of is held anew at each start
+            # unresolved creates are held again at each start
             await world.start()
             await world.emptied(*sweep.lives)
             await world.kill()
@@ -300,7 +300,7 @@ async def test_deaths_in_one_state_leave_the_same(
 
 
 async def die(sweep: Sweep, point: str) -> None:
-    """Have a daemon die at a point, over a request or at the start of a node with a kernel."""
+    """Kill a daemon at a point, during a request or at the start of a node with a kernel."""
     world = sweep.world
     if point in AT_START:
         assert await world.start(text=NODE)

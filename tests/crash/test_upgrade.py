@@ -1,7 +1,7 @@
-"""What older agentds wrote down is adopted; what a newer one wrote is left alone.
+"""Records of older agentds are adopted; those of newer ones are left alone.
 
-`tests/recorded` holds what each version wrote about a kernel that runs and one that has ended.
-Here stand real processes and containers under those records, as that version left them.
+`tests/recorded` holds the files of each version for a running and an ended kernel. The tests put
+real processes and containers under those records, as that version left them.
 """
 
 import json
@@ -30,7 +30,7 @@ def test_there_is_something_recorded() -> None:
 
 @pytest.fixture(params=VERSIONS)
 def recorded(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What one version wrote."""
+    """The files of one version."""
     return json.loads((RECORDED / f"{request.param}.json").read_text())
 
 

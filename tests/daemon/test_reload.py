@@ -131,7 +131,7 @@ async def test_tls_on_a_plain_listener_waits_for_a_restart(tmp_path: Path) -> No
     assert node.server.contexts == []
 
 
-async def test_the_certificate_that_was_checked_is_the_one_that_is_shown(tmp_path: Path) -> None:
+async def test_reload_uses_the_certificate_it_checked(tmp_path: Path) -> None:
     node = Node(tmp_path, has_tls=True)
     cert, key = certificate(tmp_path)
     node.write(f'{node.listening}tls-cert = "{cert}"\ntls-key = "{key}"\n')
@@ -154,7 +154,7 @@ async def test_tokens_go_with_the_listener(tmp_path: Path) -> None:
     assert node.server.tokens == [[WORD]]
 
 
-async def test_a_key_that_waits_is_named_at_each_reload_until_it_is_back(tmp_path: Path) -> None:
+async def test_reload_names_pending_keys_until_they_are_reverted(tmp_path: Path) -> None:
     node = Node(tmp_path)
     agents = '[[agents]]\nid = "a"\n'
     node.write(rest=agents + "[plugins.cuda]\nplugin = 'sim'\n")

@@ -18,9 +18,9 @@ from needs import require
 PROGRAM = shutil.which("chromium")
 PATIENCE_MS = 20_000
 STATS_MS = 5000
-"""How often the page of a node reads figures."""
+"""Milliseconds between two readings of usage by a node's page."""
 NODES_MS = 3000
-"""How often the page of a fleet reads its nodes."""
+"""Milliseconds between two readings of nodes by a fleet's page."""
 
 
 @contextlib.asynccontextmanager
@@ -87,7 +87,7 @@ class Visit:
         await self.page.wait_for_function(has, arg=[selector, text], timeout=timeout_ms)
 
     async def next_reading(self, path: str, pause_ms: int) -> None:
-        """Let a pause of the page's installed clock pass, and wait for the answer it leads to."""
+        """Advance the page's fake clock by a pause, and wait for the answer that it triggers."""
         async with self.page.expect_response(lambda answer: answer.url.endswith(path)):
             await self.page.clock.fast_forward(pause_ms)
 

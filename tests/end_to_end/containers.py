@@ -1,4 +1,4 @@
-"""What tests of containers do with one kernel."""
+"""Steps that tests of containers share."""
 
 from daemon import Daemon
 from engine import Engine
@@ -11,7 +11,7 @@ def inspected(engine: Engine, kernel: dict) -> dict:
 
 
 async def printed(daemon: Daemon, script: str, **body: object) -> str:
-    """What a script prints in a kernel with these members."""
+    """Return the output of a script in a kernel with these members."""
     answer = await daemon.create(kernel_id="printer", command=["sh", "-c", script], **body)
     assert answer.status == 201, answer.content
     await daemon.until("printer", "terminated")

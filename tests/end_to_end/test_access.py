@@ -1,4 +1,4 @@
-"""Who may do what on a node that teams share: every role on every route, over real sockets."""
+"""Access on a shared node: every role on every route, over real sockets."""
 
 import json
 import os
@@ -38,7 +38,7 @@ RIGHTS = {
     "get_logs": "output", "get_events": "look", "whoami": "look", "get_openapi": "look",
     "get_metrics": "look", "livez": "look", "readyz": "look",
 }  # fmt: skip
-"""What each operation is; one that is missing here fails."""
+"""The right of each operation; a missing one fails."""
 MAY = {
     "agentd": {"look", "output", "kernels", "node"},
     "a": {"look", "output", "kernels"},
@@ -218,7 +218,7 @@ async def test_an_id_that_another_team_has_is_only_taken(node: Daemon) -> None:
     assert answer.json["detail"] == f"kernel id {FOREIGN} is taken"
 
 
-async def test_a_shared_device_is_seen_and_its_other_holders_are_nobody(plain: Daemon) -> None:
+async def test_shared_device_hides_holders_of_other_agents(plain: Daemon) -> None:
     await plain.start(TEAMS + gpus(1, "shares") + SOCKETS.format(folder=plain.folder))
     await plain.running("secret-team", kernel_id=FOREIGN, slots={"cuda.shares": "0.75"})
     await plain.running("team-a", kernel_id=OWN, slots={"cuda.shares": "0.25"})
@@ -233,7 +233,7 @@ async def test_a_shared_device_is_seen_and_its_other_holders_are_nobody(plain: D
         assert "secret" not in answer.content.decode()
 
 
-async def test_no_answer_tells_whether_a_guessed_name_is_somebody_s(node: Daemon) -> None:
+async def test_answers_do_not_reveal_names_of_other_agents(node: Daemon) -> None:
     """The same request with a name that exists, and with one that does not, reads the same."""
     await node.call("DELETE", f"/v1/kernels/{FOREIGN}?timeout=0")
     await node.running("secret-team", kernel_id="secret-two", slots={"cuda.device": 1})
@@ -271,7 +271,7 @@ async def test_an_explanation_shows_the_devices_of_the_team_alone(node: Daemon) 
     assert [row["device"] for row in refused["explain"]] == ["cuda0", "cuda1"]
 
 
-async def test_what_says_that_it_changes_nothing_and_does_is_written_down(node: Daemon) -> None:
+async def test_get_that_runs_something_is_audited(node: Daemon) -> None:
     body = {"command": ["true"], "kernel_id": "made", "slots": {"cpu": 0}}
     path = "/v1/agents/team-a/kernels?dry_run=false"
     assert (await call(node, "a", "POST", path, body)).status == 201

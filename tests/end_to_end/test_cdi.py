@@ -127,7 +127,7 @@ async def test_a_gpu_that_is_not_specified_is_asked_of_the_driver(node: Node) ->
     assert await node.daemon.free("cuda.device") == "1"
 
 
-async def test_a_specification_that_is_gone_fails_at_the_start_and_leaves_nothing(
+async def test_missing_cdi_spec_fails_the_start_cleanly(
     node: Node,
 ) -> None:
     def forget(_: dict[str, Any]) -> None:
@@ -147,7 +147,7 @@ async def test_a_specification_that_is_gone_fails_at_the_start_and_leaves_nothin
         (ContainerEdits(device_requests=(DeviceRequest("nvidia", ("0",)),)), "no device requests"),
     ],
 )
-def test_what_an_engine_does_not_know_is_refused_before_the_create(edits, why) -> None:
+def test_unsupported_edits_are_refused_before_the_create(edits, why) -> None:
     old = engine_facts({}, {"ApiVersion": "1.39", "Os": "linux", "Arch": "amd64"})
     with pytest.raises(RuntimeFailure, match=why):
         old.refuse_what_it_cannot(edits)

@@ -1,4 +1,4 @@
-"""What a kernel may ask of a container, and what it gets whatever it asks."""
+"""Container options of a request, and the defaults of every container."""
 
 import asyncio
 import json
@@ -136,7 +136,7 @@ def strip(body: dict, member: str) -> None:
         body["HostConfig"].pop("MemorySwap")
 
 
-async def test_an_engine_that_does_not_say_what_it_can_is_not_asked_to_create(
+async def test_create_is_refused_when_engine_info_is_unavailable(
     proxied: tuple[Daemon, EngineProxy], engine: Engine
 ) -> None:
     daemon, proxy = proxied
@@ -317,9 +317,7 @@ async def test_no_request_is_large_enough_to_hold_up_the_node(dockered, body, wh
     assert [error["where"] for error in answer.json["errors"]] == [where]
 
 
-async def test_a_user_whom_the_image_does_not_know_is_the_caller_s_to_mend(
-    serving_docker: Serving, engine: Engine
-) -> None:
+async def test_unknown_user_is_an_invalid_request(serving_docker: Serving, engine: Engine) -> None:
     dockered = await serving_docker()
     answer = await dockered.create(user="nobody-of-this-name")
     assert (answer.status, answer.json["code"]) == (422, "InvalidRequest")

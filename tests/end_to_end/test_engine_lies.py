@@ -1,4 +1,4 @@
-"""An engine that answers too much, or with what is no id; and what is done to it by hand."""
+"""An engine with oversized answers or malformed ids, and changes made to it by hand."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 def too_much(proxy: EngineProxy, size: int, status: int | None = None) -> Answer:
-    """Let the engine act, and answer with far more than it said."""
+    """Forward to the engine, and return far more than its answer."""
 
     async def answer(request: web.Request, body: bytes) -> web.StreamResponse:
         async with proxy.engine(request, body) as response:
@@ -37,7 +37,7 @@ def too_much(proxy: EngineProxy, size: int, status: int | None = None) -> Answer
 
 
 def with_id(proxy: EngineProxy, container: Any) -> Answer:
-    """Let the engine act, and answer with another id."""
+    """Forward to the engine, and return another id."""
 
     async def answer(request: web.Request, body: bytes) -> web.StreamResponse:
         async with proxy.engine(request, body) as response:
@@ -162,9 +162,7 @@ async def test_a_container_made_by_hand_is_adopted_by_its_events(dockered, engin
     await dockered.until("k1", "lost")
 
 
-async def test_an_event_of_a_container_with_its_image_s_labels_makes_no_kernel(
-    dockered, engine: Engine
-) -> None:
+async def test_event_with_inherited_labels_creates_no_kernel(dockered, engine: Engine) -> None:
     engine.clean()
     await dockered.start(ONE_GPU)
     kernel = await dockered.running(**ASK)

@@ -50,9 +50,7 @@ async def test_a_create_that_goes_wrong_leaves_nothing(
     assert again["state"] == "running"
 
 
-async def test_a_removal_without_an_answer_keeps_the_share_until_it_is_known(
-    one_gpu, engine: Engine
-) -> None:
+async def test_remove_keeps_the_share_until_confirmed(one_gpu, engine: Engine) -> None:
     """The start fails, and so does what would undo the create."""
     daemon, proxy = one_gpu
     proxy.rule("POST .*/start", proxy.fail)
@@ -108,14 +106,12 @@ async def test_a_create_that_arrives_after_its_grace_is_removed_too(
     second = await daemon.running(kernel_id="k2", slots={"cuda.device": 1})
     gate.set()
     async with asyncio.timeout(20):
-        while "kernel.never_ran_removed" not in daemon.log:
+        while "kernel.orphan_removed" not in daemon.log:
             await asyncio.sleep(0.05)
     assert [c["Id"] for c in engine.containers()] == [second["container_id"]]
 
 
-async def test_an_engine_that_cannot_be_reached_is_a_state_of_the_runtime(
-    one_gpu, engine: Engine
-) -> None:
+async def test_unreachable_engine_is_a_runtime_state(one_gpu, engine: Engine) -> None:
     daemon, proxy = one_gpu
     script = "trap 'exit 7' USR1; while :; do sleep 0.05; done"
     kernel = await daemon.running(command=["sh", "-c", script], **ASK)
@@ -205,7 +201,7 @@ async def test_a_delete_without_an_answer_can_be_asked_again(one_gpu, engine: En
     assert await daemon.get("/v1/kernels") == []
 
 
-async def test_a_slow_engine_holds_up_nobody_else(one_gpu, engine: Engine) -> None:
+async def test_slow_engine_delays_no_other_runtime(one_gpu, engine: Engine) -> None:
     daemon, proxy = one_gpu
     gate = asyncio.Event()
     proxy.rule("POST .*/start", proxy.stall(gate, before=True))

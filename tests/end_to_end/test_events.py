@@ -1,4 +1,4 @@
-"""What happens on a node, as it happens: server-sent events and metrics."""
+"""Events of a node as they happen: server-sent events and metrics."""
 
 import asyncio
 import json
@@ -53,7 +53,7 @@ async def listening(
 
 
 async def until(frames: AsyncIterator[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
-    """Events up to the first of which these members of the data, or its name, are so."""
+    """Return the events up to the first one with these members or this name."""
     found = []
     async with asyncio.timeout(20):
         async for frame in frames:
@@ -92,7 +92,7 @@ async def test_the_life_of_a_kernel_is_told_in_order(daemon: Daemon) -> None:
         assert (drained["data"]["id"], drained["data"]["state"]) == ("cuda0", "drained")
 
 
-async def test_a_listener_goes_on_where_it_was_or_is_told_to_look_anew(plain: Daemon) -> None:
+async def test_listener_resumes_or_gets_a_reset(plain: Daemon) -> None:
     await plain.start()
     async with listening(plain) as frames:
         for kernel_id in ("k1", "k2"):
@@ -109,7 +109,7 @@ async def test_a_listener_goes_on_where_it_was_or_is_told_to_look_anew(plain: Da
         assert (await anext(frames))["event"] == "reset"
 
 
-async def test_a_reader_that_takes_nothing_is_dropped_and_holds_up_nobody(plain: Daemon) -> None:
+async def test_stalled_event_reader_is_dropped_alone(plain: Daemon) -> None:
     plain.deadlines = IMPATIENT
     await plain.start()
     with socket.socket(socket.AF_UNIX) as reader:

@@ -75,7 +75,7 @@ async def test_a_caller_that_there_cannot_be_is_refused(node: Tokens, text: str)
     assert answer.json["errors"][0]["where"] == "Agentd-Caller"
 
 
-async def test_a_gateway_that_is_let_go_of_takes_its_callers_streams_with_it(node: Tokens) -> None:
+async def test_revoked_gateway_loses_its_callers_streams(node: Tokens) -> None:
     headers = {"Agentd-Caller": TEAM.to_text()}
     async with node.stream("gate", "/v1/events", headers) as events:
         assert (await events.content.readline()) == b": agentd\n"

@@ -69,7 +69,7 @@ async def test_a_pull_is_shared_told_of_and_harms_nothing_if_it_fails(
     assert registry.layers_begun == 1
 
 
-async def test_a_pull_for_which_nobody_waits_is_cancelled(
+async def test_pull_without_waiting_creates_is_cancelled(
     proxied: tuple[Daemon, EngineProxy],
 ) -> None:
     """By hanging up; the engine stops a pull whose caller is gone, when its next bytes come."""

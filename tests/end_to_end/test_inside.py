@@ -110,7 +110,7 @@ async def test_large_and_binary_input_and_output_arrive_as_they_are(daemon, clie
     assert got.digest() == wanted.digest()
 
 
-async def test_both_streams_are_told_apart_and_all_of_a_short_command_comes(daemon, client) -> None:
+async def test_exec_separates_streams_and_loses_no_output(daemon, client) -> None:
     await daemon.running(kernel_id="k1", command=SLEEPER)
     script = "echo out; echo err >&2; exit 3"
     for _ in range(5):

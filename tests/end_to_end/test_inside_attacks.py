@@ -40,7 +40,7 @@ async def begun(running) -> None:
 
 @pytest.mark.needs("cgroups")
 async def test_nothing_of_roots_is_ever_in_a_kernels_cgroup(plain: Daemon) -> None:
-    """What is in there can be taken for one of the kernel's, and signalled by it."""
+    """Every process in there may pass for the kernel's, and the kernel can signal it."""
     await plain.start(AGENTS + gpus(1))
     kernel = await plain.running(kernel_id="k1", command=SLEEPER)
     pid = plain.main_pid(kernel, None)
@@ -77,10 +77,10 @@ async def test_a_command_that_is_stopped_ends_with_its_caller(daemon, client) ->
 
 
 @pytest.mark.parametrize("does", ["exec sleep 1000", "while :; do echo y; done"])
-async def test_a_caller_that_goes_away_leaves_no_command_with_its_input(
+async def test_disconnected_client_leaves_no_command(
     daemon, client, monkeypatch, does: str
 ) -> None:
-    """Whoever reads no more does not see that the other side says farewell."""
+    """A client that does not read misses the close of the far end."""
     monkeypatch.setattr(client_exec, "FAREWELL_S", 0.5)
     await daemon.running(kernel_id="k1", command=SLEEPER)
     marker = os.urandom(8).hex()
@@ -107,7 +107,7 @@ async def test_a_signal_overtakes_input_that_is_not_taken(daemon, client) -> Non
     assert running.exit_code == 9
 
 
-async def test_a_signal_comes_through_after_input_was_closed_many_times(daemon, client) -> None:
+async def test_signal_arrives_after_repeated_input_closes(daemon, client) -> None:
     await daemon.running(kernel_id="k1", command=SLEEPER)
     async with client.exec("k1", SLEEPER) as running:
         for _ in range(20):
@@ -305,7 +305,7 @@ async def hang_up_behind_input(port: int, marker: str) -> None:
     writer.transport.abort()
 
 
-async def test_caller_that_hangs_up_behind_unread_input_ends_its_command(plain: Daemon) -> None:
+async def test_hangup_behind_unread_input_ends_the_command(plain: Daemon) -> None:
     """Its end arrives behind what is not read, so only an answer to it shows that it has gone."""
     port, listen, token = tcp_listener(plain.folder)
     plain.configure(AGENTS, BASE.replace("[host]", f"{listen}\n{token}\n[host]"))

@@ -75,7 +75,7 @@ async def test_cpu_zero_runs_on_the_agent_s_cores_uncharged(serving: Serving) ->
     assert (refused.status, refused.json["code"]) == (422, "InvalidSlotAmount")
 
 
-async def test_an_unknown_slot_is_refused_before_anything_and_zero_is_fine(
+async def test_unknown_slot_is_refused_unless_zero(
     serving: Serving,
 ) -> None:
     daemon = await serving()
@@ -178,7 +178,7 @@ async def test_dry_run_decides_and_changes_nothing(serving: Serving) -> None:
     assert refused.status == 409
 
 
-async def test_a_refusal_says_what_was_free_and_why_each_device_did_not_do(
+async def test_refusal_explains_each_device(
     serving: Serving,
 ) -> None:
     daemon = await serving()
@@ -207,7 +207,7 @@ async def test_a_failed_create_leaves_nothing(daemon: Daemon) -> None:
         assert list((daemon.folder / "state" / "kernels").iterdir()) == []
 
 
-async def test_64_creates_at_once_for_8_devices_give_8_kernels_and_56_refusals(
+async def test_64_creates_on_8_devices_give_8_kernels(
     serving: Serving,
 ) -> None:
     daemon = await serving(AGENTS + gpus(8))
@@ -295,7 +295,7 @@ async def test_a_container_renamed_by_hand_stays_charged(serving_docker: Serving
 
 
 @pytest.mark.docker
-async def test_a_container_removed_by_hand_is_lost_and_its_devices_come_back(dockered) -> None:
+async def test_container_removed_by_hand_is_lost(dockered) -> None:
     await dockered.start()
     kernel = await dockered.running(kernel_id="k1", slots={"cuda.device": 2})
     dockered.test_engine.call("DELETE", f"/containers/{kernel['container_id']}?force=1")
@@ -305,7 +305,7 @@ async def test_a_container_removed_by_hand_is_lost_and_its_devices_come_back(doc
 
 
 @pytest.mark.docker
-async def test_paused_and_started_again_by_hand_is_described_truthfully(dockered) -> None:
+async def test_kernel_state_follows_pause_and_start_by_hand(dockered) -> None:
     await dockered.start()
     kernel = await dockered.running(kernel_id="k1", slots={"cuda.device": 1})
     container = f"/containers/{kernel['container_id']}"
@@ -333,7 +333,7 @@ async def test_limits_of_setrlimit_are_held_on_either_runtime(serving: Serving) 
     assert log.content == b"100\n200\n0\n"
 
 
-async def test_what_needs_a_container_is_refused_by_the_process_runtime(plain: Daemon) -> None:
+async def test_process_runtime_refuses_container_options(plain: Daemon) -> None:
     await plain.start()
     answer = await plain.create(
         tmpfs=[{"target": "/a"}], shm_size="1m", pids_limit=9999, network="n"

@@ -13,7 +13,7 @@ from needs import require
 from unanswering import unanswering
 
 
-async def test_mounts_are_read_only_unless_asked_and_only_below_what_is_allowed(
+async def test_mounts_are_read_only_below_allowed_folders(
     serving_docker: Serving, folder: Path
 ) -> None:
     data = folder / "data"
@@ -48,7 +48,7 @@ async def test_a_kernel_shows_its_mounts_as_they_were_sent(dockered, folder: Pat
     assert (await dockered.get("/v1/kernels/k1"))["mounts"] == mounts
 
 
-async def test_a_folder_that_is_exchanged_before_the_mount_is_found_out(
+async def test_replaced_mount_folder_is_detected(
     proxied: tuple[Daemon, EngineProxy], engine: Engine, folder: Path
 ) -> None:
     daemon, proxy = proxied
@@ -98,9 +98,7 @@ async def test_a_link_that_is_exchanged_during_a_pull_is_not_followed(
         (data / "f2").hardlink_to(data / "f1")
 
 
-async def test_what_is_mounted_below_a_read_only_folder_cannot_be_written(
-    dockered: Daemon, folder: Path
-) -> None:
+async def test_submounts_of_read_only_mounts_are_read_only(dockered: Daemon, folder: Path) -> None:
     below = folder / "data" / "below"
     below.mkdir(parents=True)
     subprocess.run(["mount", "-t", "tmpfs", "none", below], check=True)
@@ -113,7 +111,7 @@ async def test_what_is_mounted_below_a_read_only_folder_cannot_be_written(
         subprocess.run(["umount", below], check=True)
 
 
-async def test_a_mount_that_gives_no_answer_holds_nobody_up(dockered: Daemon, folder: Path) -> None:
+async def test_unresponsive_mount_delays_no_other_request(dockered: Daemon, folder: Path) -> None:
     require("fuse")
     dead = folder / "data" / "dead"
     dead.mkdir(parents=True)

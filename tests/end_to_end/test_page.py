@@ -83,9 +83,7 @@ async def test_it_answers_what_operators_ask(node: Daemon, page: Visit) -> None:
     )
 
 
-async def test_a_kernel_that_is_created_meanwhile_appears_and_lights_its_devices(
-    node: Daemon, page: Visit
-) -> None:
+async def test_page_shows_a_new_kernel_and_its_devices(node: Daemon, page: Visit) -> None:
     await page.until("#shown", "0 of 0")
     await node.running("research", kernel_id="new", command=SLEEPER, slots={"cuda.shares": 1})
     await page.until("#rows", "new", 3000)
@@ -144,9 +142,7 @@ async def test_output_goes_on_after_a_lost_connection(node: Daemon, page: Visit)
     page.errors.clear()  # the browser reports what could not be fetched
 
 
-async def test_a_kernel_that_prints_without_end_does_not_hold_the_page_up(
-    node: Daemon, page: Visit
-) -> None:
+async def test_page_stays_responsive_with_endless_output(node: Daemon, page: Visit) -> None:
     command = ["sh", "-c", "yes | head -c 50000000; echo over; sleep 1000"]
     await node.running("research", kernel_id="loud", command=command)
     await page.page.click("text=loud")

@@ -1,4 +1,4 @@
-"""Who is shown the status page, and what of it."""
+"""Access to the status page and its content."""
 
 import asyncio
 import contextlib
@@ -83,7 +83,7 @@ async def test_a_team_sees_at_once_what_another_gives_back(node: Tokens, browser
         assert len(looks) <= 2, "nothing but statistics is read by the clock"
 
 
-async def test_nobody_is_told_of_what_strangers_were_refused(node: Tokens) -> None:
+async def test_refusals_are_hidden_from_other_agents(node: Tokens) -> None:
     headers = {"Authorization": f"Bearer {node.secrets['team']}"}
     url = f"http://127.0.0.1:{node.port}/v1/agents/secret-team/kernels"
     async with (
@@ -205,7 +205,7 @@ async def test_a_daemon_that_goes_is_said_to_the_page(node: Tokens) -> None:
             assert (answer.status, (await answer.json())["code"]) == (502, "RuntimeFailure")
 
 
-async def test_the_browser_is_sent_on_by_a_file_that_nobody_else_can_read(node: Tokens) -> None:
+async def test_browser_is_redirected_by_a_private_file(node: Tokens) -> None:
     folder = node.daemon.folder
     browser = folder / "browser"
     script = f'#!/bin/sh\nstat -c %a "${{1#file://}}" >{folder}/mode\n'

@@ -1,4 +1,4 @@
-"""How the status page draws what it knows: where devices stand, hatching, curves."""
+"""Drawing of the status page: positions of devices, hatching, curves."""
 
 import pytest
 from playwright.async_api import Browser
@@ -25,7 +25,7 @@ DRAWN = """([selector]) => {
 }"""
 
 
-async def test_devices_stand_by_numa_node_and_those_that_are_not_given_out_are_hatched(
+async def test_page_orders_devices_by_numa_and_hatches_withheld(
     plain: Daemon, browser: Browser
 ) -> None:
     health = plain.folder / "health"
@@ -50,9 +50,7 @@ async def test_devices_stand_by_numa_node_and_those_that_are_not_given_out_are_h
         assert "drained" in legend
 
 
-async def test_figures_are_drawn_as_curves_beside_a_kernel_and_in_its_details(
-    plain: Daemon, browser: Browser
-) -> None:
+async def test_page_draws_usage_curves_of_a_kernel(plain: Daemon, browser: Browser) -> None:
     plain.deadlines = {"agentd.services.statistics.FRESH_S": 0.0}
     await plain.start()
     busy = ["sh", "-c", "while :; do :; done"]

@@ -89,9 +89,7 @@ def raising_until(driver: Path) -> str:
     return f'fault = "raise"\nfault-at = "open"\nfault-until = "{driver}"\n'
 
 
-async def test_a_driver_that_appears_is_found_and_can_be_asked_for_at_once(
-    plain: Daemon, tmp_path: Path
-) -> None:
+async def test_retry_finds_a_new_driver_at_once(plain: Daemon, tmp_path: Path) -> None:
     driver = tmp_path / "driver"
     await plain.start(config(raising_until(driver)))
     assert (await plain.create(slots={"cuda.device": 1})).status == 503
@@ -104,7 +102,7 @@ async def test_a_driver_that_appears_is_found_and_can_be_asked_for_at_once(
     assert "UnknownPlugin" in unknown.output
 
 
-async def test_a_driver_that_appears_after_a_second_is_found_without_being_asked(
+async def test_new_driver_is_found_without_a_retry(
     serving_process: Serving, tmp_path: Path
 ) -> None:
     driver = tmp_path / "driver"
@@ -123,7 +121,7 @@ async def test_a_driver_that_appears_after_a_second_is_found_without_being_asked
         ("crash", "measure", "killed by SIGSEGV"),
     ],
 )
-async def test_a_plugin_that_fails_while_the_daemon_runs_can_be_waited_for(
+async def test_failed_plugin_recovers_while_the_daemon_runs(
     plain: Daemon, fault: str, at: str, why: str
 ) -> None:
     extra = f'fault = "{fault}"\nfault-at = "{at}"\nfault-after = 10\n'

@@ -58,7 +58,7 @@ async def test_a_reload_that_cannot_work_is_not_the_last(plain: Daemon) -> None:
     os.mkfifo(fifo)
     plain.config_file.write_text(f'{good}\n[rpc]\ntls-cert = "/tmp/\\u0000x"\n')
     reload(plain)
-    await said(plain, "daemon.not_reloaded")
+    await said(plain, "daemon.reload_refused")
     plain.config_file.unlink()
     plain.config_file.symlink_to(fifo)
     reload(plain)

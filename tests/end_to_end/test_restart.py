@@ -1,4 +1,4 @@
-"""What happens to kernels when agentd is stopped, killed and changed, on both runtimes."""
+"""Kernels survive stops, kills and upgrades of agentd, on both runtimes."""
 
 import asyncio
 import contextlib
@@ -111,7 +111,7 @@ async def test_a_moved_partition_does_not_free_what_runs(daemon: Daemon) -> None
     assert (await daemon.create("agent-2", slots={"cuda.device": 1})).status == 409
 
 
-async def test_less_memory_than_is_held_is_overcommitted_and_only_shrinks(daemon: Daemon) -> None:
+async def test_memory_below_the_held_amount_is_overcommitted(daemon: Daemon) -> None:
     await daemon.start()
     await daemon.running(kernel_id="k1", slots={"mem": "4g"})
     await daemon.stop()
@@ -134,7 +134,7 @@ def devices(*ids: str) -> str:
     return f'[plugins.cuda]\nplugin = "sim"\ndevices = [{listed}]\n'
 
 
-async def test_ids_follow_the_physical_device_when_the_driver_order_changes(plain: Daemon) -> None:
+async def test_ids_follow_devices_over_a_changed_driver_order(plain: Daemon) -> None:
     await plain.start(AGENTS + devices("a", "b", "c"))
     await plain.running(kernel_id="k1", slots={"cuda.device": 1})
     await plain.restart(AGENTS + devices("c", "b", "a"))
@@ -144,7 +144,7 @@ async def test_ids_follow_the_physical_device_when_the_driver_order_changes(plai
     assert (await plain.device("cuda0"))["holders"][0]["kernel_id"] == "k1"
 
 
-async def test_a_missing_device_keeps_its_seat_until_it_is_forgotten(plain: Daemon) -> None:
+async def test_missing_device_keeps_its_index_until_forgotten(plain: Daemon) -> None:
     split = '[resource]\nallocation-mode = "auto-split"\n' + AGENTS
     await plain.start(split + devices("a", "b", "c", "d"))
     await plain.restart(split + devices("b", "c", "d"))
@@ -247,7 +247,7 @@ async def test_a_container_that_never_started_is_removed(dockered: Daemon) -> No
 
 
 @pytest.mark.docker
-async def test_a_container_that_somebody_removed_meanwhile_is_lost(dockered: Daemon) -> None:
+async def test_container_removed_meanwhile_is_lost(dockered: Daemon) -> None:
     daemon = dockered
     await daemon.start()
     kernel = await daemon.running(kernel_id="k1", slots={"cuda.device": 1})
@@ -263,7 +263,7 @@ async def test_a_container_that_somebody_removed_meanwhile_is_lost(dockered: Dae
 
 
 @pytest.mark.docker
-async def test_a_runtime_that_is_down_holds_up_nobody_else(dockered: Daemon) -> None:
+async def test_unavailable_runtime_delays_no_other(dockered: Daemon) -> None:
     """An engine that was uninstalled keeps what it was last known to hold, and nothing more."""
     daemon, engine_socket = dockered, dockered.engine
     await daemon.start()

@@ -293,7 +293,7 @@ async def test_a_socket_in_use_is_refused_and_a_stale_one_replaced(plain: Daemon
     await plain.start()
 
 
-async def test_a_changed_node_id_is_refused_while_kernels_of_the_old_one_live(plain) -> None:
+async def test_changed_node_id_is_refused_with_live_kernels(plain) -> None:
     await plain.start()
     kernel = await plain.running(kernel_id="k1")
     await plain.stop()

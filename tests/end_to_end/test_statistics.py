@@ -1,4 +1,4 @@
-"""What kernels use is what they use: a load of known size, on every runtime."""
+"""Reported usage matches a load of known size, on every runtime."""
 
 import asyncio
 import json
@@ -44,7 +44,7 @@ async def metrics(daemon: Daemon) -> dict[tuple[str, ...], float]:
     }
 
 
-async def test_a_busy_loop_takes_the_time_that_the_kernel_says_and_a_sleeper_none(daemon) -> None:
+async def test_cpu_usage_matches_a_busy_loop(daemon) -> None:
     await daemon.start(AGENTS + gpus(2))
     busy = await daemon.running(
         kernel_id="busy", command=["sh", "-c", BUSY], slots={"cpu": 1, "cuda.device": 1}
@@ -74,7 +74,7 @@ def own_seconds(pid: int) -> float:
     return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def test_figures_outlive_the_daemon_and_what_is_not_known_is_null(daemon) -> None:
+async def test_usage_survives_a_restart_with_unknown_as_null(daemon) -> None:
     await daemon.start(AGENTS + gpus(1))
     script = "i=0; while [ $i -lt 300000 ]; do i=$((i+1)); done; echo done; sleep 1000"
     await daemon.running(kernel_id="k1", command=["sh", "-c", script])

@@ -123,7 +123,7 @@ async def test_a_stuck_event_loop_does_not_hold_up_a_stop(plain: Daemon) -> None
         while not (plain.folder / "state/kernels/k1/identity.json").exists():
             await asyncio.sleep(0.02)
     assert await plain.stop(signal.SIGTERM) == 1
-    assert logged(plain, "daemon.cut_off")["during"] == "start"
+    assert logged(plain, "daemon.stop_aborted")["during"] == "start"
     with contextlib.suppress(Exception):
         await caller
     await plain.start()

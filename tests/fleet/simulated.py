@@ -128,7 +128,7 @@ class SimulatedStore:
 
 
 class SimulatedNodes:
-    """What `nodes.Nodes` does, to nodes in memory that may be full, frozen, or lose answers."""
+    """The interface of `nodes.Nodes` over nodes in memory, which can be full, frozen or lossy."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -188,7 +188,7 @@ class SimulatedNodes:
         return _said({"kernel_id": name}, 200 if is_there or is_dry else 201)
 
     def freeze(self, node: str, seconds: float) -> None:
-        """Have a node answer nothing for so long."""
+        """Make a node stop answering for some seconds."""
         self.frozen.add(node)
         asyncio.get_running_loop().call_later(seconds, self.frozen.discard, node)
 
@@ -265,7 +265,7 @@ class Fleet:
         return await work
 
     async def rest(self, seconds: float = 180.0) -> None:
-        """Have both gateways sweep for so long."""
+        """Run the sweeps of both gateways for some seconds."""
         sweeps = [asyncio.create_task(gateway.sweep.run()) for gateway in self.gateways]
         await asyncio.sleep(seconds)
         for sweep in sweeps:
@@ -285,7 +285,7 @@ class Fleet:
 
 
 def run(seed: int, story: Callable[[Fleet], Coroutine[Any, Any, None]], monkeypatch: Any) -> None:
-    """Tell a story under a seed, in its own time."""
+    """Run a story with a seed, in simulated time."""
     loop = VirtualLoop()
     random.seed(seed)
     monkeypatch.setattr(attempts, "now", loop.time)

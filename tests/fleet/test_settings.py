@@ -123,16 +123,16 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
     ),
     "a node that is named twice": (
         '[fleet]\nnodes = ["https://a:1", "https://a:1/"]',
-        ["fleet.nodes: https://a:1 is given twice"],
+        ["fleet.nodes: duplicate address https://a:1"],
     ),
     "a list that is none": ('[fleet]\nnodes = "unix:/a"', ["fleet.nodes: expected a list, not"]),
     "a certificate without its key": (
         '[fleet]\ncert = "/x"',
-        ["fleet: cert and key go together"],
+        ["fleet: cert and key must be set together"],
     ),
     "a user without a password": (
         '[fleet]\netcd-user = "node"',
-        ["fleet: etcd-user and etcd-password-file go together"],
+        ["fleet: etcd-user and etcd-password-file must be set together"],
     ),
     "a fleet whose name is a path": (
         '[fleet]\nname = "a/b"',
@@ -177,9 +177,7 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, case: str) -> None:
         assert line.startswith(start), line
 
 
-def test_a_file_that_is_not_there_is_refused_and_the_system_s_may_be_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_named_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentd_fleet.settings.SEARCHED", tmp_path / "none")
     assert load(None, {}) == FleetFile()
     for option, environ in (("none", {}), (None, {"AGENTD_FLEET_CONFIG": "none"})):
@@ -262,7 +260,7 @@ def test_where_a_gateway_answers_is_protected(tmp_path: Path, text: str, why: st
     assert line.removeprefix("configuration: ").startswith(why), line
 
 
-def test_tokens_that_others_can_read_or_that_are_the_same_are_refused(tmp_path: Path) -> None:
+def test_exposed_or_equal_tokens_are_refused(tmp_path: Path) -> None:
     text = '[gateway]\nlisten = "127.0.0.1:7001"\n'
     for name in ("a", "b", "c"):
         file = tmp_path / name

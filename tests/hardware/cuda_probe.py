@@ -1,4 +1,4 @@
-"""What a CUDA program sees: each GPU by UUID, with memory taken from it. 1 if it sees none.
+"""List the GPUs of a CUDA program by UUID, with memory allocated on each. Exits 1 without any.
 
 Only the driver's own library is used (https://docs.nvidia.com/cuda/cuda-driver-api/), so that this
 runs wherever the driver is.

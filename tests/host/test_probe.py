@@ -36,7 +36,7 @@ def test_memory_is_the_least_of_machine_and_cgroups(tmp_path, cgroup, limits, me
     assert probe(machine(tmp_path, cgroup=cgroup, limits=limits)).memory_bytes == memory
 
 
-def test_cores_are_those_of_the_affinity_mask_with_their_numa_node(tmp_path, monkeypatch) -> None:
+def test_probe_reads_cores_from_the_affinity_mask(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 3, 9})
     host = probe(machine(tmp_path, cgroup="", limits={}))
     assert host.cores == {1: 0, 3: 1, 9: None}
@@ -66,7 +66,7 @@ def test_the_node_id_is_derived_and_does_not_show_the_machine_id(tmp_path: Path)
         derived_node_id(path)
 
 
-def test_hardware_threads_name_their_core_where_the_machine_tells(tmp_path, monkeypatch) -> None:
+def test_probe_reads_the_core_of_each_thread(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     limits = {}
     for cpu, (package, core) in enumerate([(0, 0), (1, 0), (0, 0)]):

@@ -33,7 +33,7 @@ def test_only_who_is_named_twice_is_struck(started) -> None:
     assert moved.poll() is None
 
 
-def test_those_that_are_still_dying_keep_nobody_from_being_struck(started) -> None:
+def test_dying_processes_do_not_block_a_strike(started) -> None:
     processes = started(100)
     named = {process.pid for process in processes}
     struck: set[int] = set()
@@ -52,7 +52,7 @@ def test_children_are_told_as_long_as_they_are_not_waited_for(started) -> None:
     assert children(process.pid) == set()
 
 
-async def test_a_leader_that_is_gone_from_a_session_that_lives_is_not_there() -> None:
+async def test_dead_leader_of_a_live_session_is_absent() -> None:
     """Its pid is not free as long as the session lives; pidfd_open(2) has another error then."""
     script = "sleep 1000 >/dev/null & echo $!; read go"
     pipe = subprocess.PIPE

@@ -1,4 +1,4 @@
-"""What one client does at its worst, in a process of its own until it is killed.
+"""Attacks of one client, in a process of its own until it is killed.
 
     python tests/hostile/attacks.py NAME ADDRESS [--connections 8] [--token TOKEN]
 
@@ -46,12 +46,12 @@ FRAMES = {
     "pong": frame(10),
     "empty": frame(2),
 }
-"""Control frames; whoever sends them without an end is cut off."""
+"""Control frames; a client that sends them without an end is cut off."""
 DATA = {"byte": frame(2, b"x")}
 
 
 class Client(NamedTuple):
-    """How requests begin."""
+    """The beginning of a client's requests."""
 
     token: str
     kernel: str = "k1"
@@ -107,7 +107,7 @@ ATTACKS: dict[str, Callable[[Client], Iterator[bytes]]] = {
 
 
 class Connection:
-    """One connection of the client; begins anew where the server ends it."""
+    """One connection of the client; reconnects when the server closes it."""
 
     def __init__(self, address: str, attack: Callable[[], Iterator[bytes]], name: str) -> None:
         self._pieces = attack()

@@ -133,7 +133,7 @@ async def node(plain: Daemon, request: pytest.FixtureRequest) -> AsyncIterator[N
     assert made.slowest_s < PATIENCE_S, f"/livez took {made.slowest_s:.3f} s"
 
 
-async def test_half_requests_lock_nobody_out(node: Node) -> None:
+async def test_half_requests_do_not_block_other_clients(node: Node) -> None:
     before = node.descriptors
     async with AsyncExitStack() as stack:
         half = []
@@ -183,7 +183,7 @@ async def test_readers_that_read_nothing_are_let_go_of(node: Node) -> None:
     assert node.memory_kib < memory + 100_000
 
 
-async def test_followers_with_requests_queued_behind_them_leave_nothing(node: Node) -> None:
+async def test_followers_with_queued_requests_leave_nothing(node: Node) -> None:
     """With its queue full the server reads no more, and is not told of the end."""
     await node.daemon.running(kernel_id="quiet", command=["sh", "-c", "echo one; sleep 1000"])
     before = node.descriptors
@@ -200,7 +200,7 @@ async def test_followers_with_requests_queued_behind_them_leave_nothing(node: No
 
 
 async def test_readers_of_an_answer_are_dropped_too(node: Node) -> None:
-    """Many answers asked for at once, of which nobody reads any."""
+    """Many answers requested at once, and none read."""
     for number in range(60):
         await node.daemon.create(
             kernel_id=f"k{number}", labels={"text": "x" * 30000}, slots={"cpu": 0, "mem": "1m"}
@@ -215,12 +215,12 @@ async def test_readers_of_an_answer_are_dropped_too(node: Node) -> None:
             stack.callback(sock.close)
             sock.send(8 * node.request("/v1/kernels"))
         async with asyncio.timeout(60):
-            while node.daemon.log.count("rpc.nobody_reads") < 1:
+            while node.daemon.log.count("connection.stalled") < 1:
                 await asyncio.sleep(0.1)
         await node.back_to(before, within_s=40)
 
 
-async def test_callers_that_say_nothing_before_tls_lock_nobody_out(plain: Daemon) -> None:
+async def test_silent_tls_clients_do_not_block_others(plain: Daemon) -> None:
     certificate(plain.folder)
     made = Node(plain, f'tls-cert = "{plain.folder}/cert"\ntls-key = "{plain.folder}/key"\n')
     await plain.start()
@@ -249,7 +249,7 @@ async def test_callers_that_say_nothing_before_tls_lock_nobody_out(plain: Daemon
         assert (await answer.json())["role"] == "admin"
 
 
-async def test_a_team_on_its_own_socket_locks_nobody_out(plain: Daemon) -> None:
+async def test_busy_socket_does_not_block_other_sockets(plain: Daemon) -> None:
     team = f'[[rpc.sockets]]\npath = "{plain.folder}/team.sock"\nrole = "read"\n'
     made = Node(plain, max_connections=40)
     with plain.config_file.open("a") as file:
@@ -299,7 +299,7 @@ async def test_what_is_no_request_is_a_problem_like_every_other(node: Node, sent
         content = json.loads(body)
         assert (content["status"], content["code"]) == (400, "BadRequest")
     assert "Traceback" not in node.daemon.log
-    assert node.daemon.log.count("rpc.broken_request") <= 3
+    assert node.daemon.log.count("request.rejected") <= 3
 
 
 @pytest.mark.parametrize(

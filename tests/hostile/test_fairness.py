@@ -1,4 +1,4 @@
-"""What one caller is served while a `/livez` waits, counted inside the daemon."""
+"""The amount that one caller is served while a `/livez` waits, counted inside the daemon."""
 
 import asyncio
 import contextlib

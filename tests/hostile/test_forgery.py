@@ -72,7 +72,7 @@ def as_nobody(folder: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
 
 def marks(node: str, kernel_id: str) -> dict[str, str]:
-    """What version 0.1.0 believed of a process, and what a kernel of today has."""
+    """The marks that version 0.1.0 trusted, and those of a kernel today."""
     stated = "cuda/cuda0/cuda.device=1@SIM-cuda-cuda0 cuda/evil/cuda.device=1@SIM-cuda-cuda1"
     return {
         "AGENTD_KEEPER": node,
@@ -106,7 +106,7 @@ async def restarted(world: World, number: int) -> None:
 
 
 @pytest.mark.parametrize("kernel_id", ["ghost", "of-agent-1", "../../etc", "/tmp/x", "a b"])
-async def test_a_process_that_says_it_is_a_kernel_is_nobody(world, as_nobody, kernel_id) -> None:
+async def test_process_with_forged_marks_is_not_a_kernel(world, as_nobody, kernel_id) -> None:
     before = await picture(world)
     forger = as_nobody("sleep", "1000", **marks(world.node, kernel_id))
     for number in (signal.SIGKILL, signal.SIGTERM):
@@ -116,7 +116,7 @@ async def test_a_process_that_says_it_is_a_kernel_is_nobody(world, as_nobody, ke
     assert forger.poll() is None, "agentd ended a process that is none of its own"
 
 
-async def test_an_id_that_a_stranger_claims_can_be_created_all_the_same(world, as_nobody) -> None:
+async def test_forged_container_does_not_block_its_kernel_id(world, as_nobody) -> None:
     as_nobody("sleep", "1000", **marks(world.node, "ghost2"))
     async with asyncio.timeout(ANSWERS_WITHIN_S):
         kernel = await world.daemon.running(kernel_id="ghost2", slots=ONE)
@@ -124,7 +124,7 @@ async def test_an_id_that_a_stranger_claims_can_be_created_all_the_same(world, a
     assert kernel["allocation"]["cuda"]
 
 
-async def test_a_setuid_program_lends_nobody_its_root(world, as_nobody, folder) -> None:
+async def test_exec_refuses_a_setuid_process(world, as_nobody, folder) -> None:
     """Its environment is its caller's and its process is root's: what 0.1.0 was taken in by."""
     program = built("setuid.c", folder / "theirs" / "setuid")
     os.chown(program, 0, 0)
@@ -189,7 +189,7 @@ def _folder(path: Path, owner: int, mode: int) -> None:
 
 
 @pytest.mark.parametrize("name", HOSTILE_BUNDLES)
-async def test_what_somebody_else_could_have_made_is_no_bundle(world, folder, name) -> None:
+async def test_bundle_of_another_owner_is_not_trusted(world, folder, name) -> None:
     (folder / "theirs").mkdir()
     before = await picture(world)
     await world.kill()
@@ -216,7 +216,7 @@ async def test_no_link_in_a_bundle_is_followed(world, folder, file) -> None:
     assert Path("/etc/passwd").exists()
 
 
-async def test_nobody_else_can_reach_what_agentd_believes(world, as_nobody, folder) -> None:
+async def test_state_is_writable_by_agentd_only(world, as_nobody, folder) -> None:
     """The state folder, bundles, locks, cgroups and their attributes, as another user."""
     bundle = folder / "state" / "kernels" / "of-agent-1"
     cgroups = find_cgroups()
@@ -260,7 +260,7 @@ async def test_records_that_lie_rename_and_move_nothing(world, folder) -> None:
     assert await picture(world) == before
 
 
-async def test_a_device_that_only_a_record_knows_is_gone_with_its_kernel(world, folder) -> None:
+async def test_device_known_only_from_a_record_ends_with_it(world, folder) -> None:
     record = folder / "state" / "kernels" / "of-agent-1" / "record.json"
     await world.kill()
     lie = record.read_text().replace(f"SIM-{world.node}-cuda-cuda0", "SIM-nobody")
@@ -275,7 +275,7 @@ async def test_a_device_that_only_a_record_knows_is_gone_with_its_kernel(world, 
     assert "SIM-nobody" not in stable_ids
 
 
-async def test_the_daemon_is_not_held_up_by_many_who_claim_to_be_kernels(world, as_nobody) -> None:
+async def test_many_forged_kernels_do_not_delay_the_daemon(world, as_nobody) -> None:
     for number in range(50):
         as_nobody("sleep", "1000", **marks(world.node, f"ghost{number}"))
     await restarted(world, signal.SIGKILL)

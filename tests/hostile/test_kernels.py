@@ -57,7 +57,7 @@ async def test_a_kernel_cannot_make_its_log_sparse(node: Daemon, folder: Path, n
 
 
 @pytest.mark.parametrize("what", ["yes 0123456789abcde", "cat /dev/zero", "yes '' "])
-async def test_an_endless_log_fills_no_disk_and_holds_up_nobody(node, folder, what) -> None:
+async def test_endless_log_is_bounded(node, folder, what) -> None:
     for number in range(2):
         await node.running(kernel_id=f"k{number}", command=["sh", "-c", what])
     following = asyncio.create_task(followed(node, "k0", 1 << 20))
@@ -143,7 +143,7 @@ async def test_a_kernel_cannot_end_or_trace_its_shim(node: Daemon, folder: Path)
     assert lines[5] == "['0', '1', '2', '3']", "the kernel inherited a descriptor, such as the lock"
 
 
-async def test_a_kernel_without_its_shim_is_still_charged_and_can_be_ended(node, folder) -> None:
+async def test_kernel_without_shim_is_charged_and_can_be_ended(node, folder) -> None:
     kernel = await node.running(kernel_id="k1", slots={"cuda.device": 1})
     identity = (folder / "state/kernels/k1/identity.json").read_text()
     shim = int(identity.partition('"shim_pid": ')[2].partition(",")[0])
@@ -159,7 +159,7 @@ async def test_a_kernel_without_its_shim_is_still_charged_and_can_be_ended(node,
     assert not started(kernel["pid"])
 
 
-async def test_the_room_for_an_exit_status_is_there_before_the_command_runs(node, folder) -> None:
+async def test_exit_status_space_is_reserved_before_the_command(node, folder) -> None:
     await node.running(kernel_id="k1", command=["sleep", "1000"])
     reserved = folder / "state/kernels/k1/.exit.json"
     assert reserved.stat().st_blocks * 512 >= 4096

@@ -1,4 +1,4 @@
-"""What of a request has to come in time."""
+"""Parts of a request that must arrive in time."""
 
 import asyncio
 

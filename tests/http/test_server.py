@@ -1,4 +1,4 @@
-"""The server's stop: whoever was let in is answered, and whoever was not still waits."""
+"""The stop of a server: accepted clients are answered, others keep waiting."""
 
 import asyncio
 import socket
@@ -42,7 +42,7 @@ def words_at(end: Endpoint) -> Server:
 
 @pytest.mark.filterwarnings("ignore::aiohttp.web.NotAppKeyWarning")
 @pytest.mark.parametrize("rounds", range(8))
-async def test_a_stop_at_any_moment_resets_nobody(tmp_path: Path, rounds: int) -> None:
+async def test_stop_resets_no_accepted_connection(tmp_path: Path, rounds: int) -> None:
     path = tmp_path / "socket"
     door = UnixSocket(path, None, Caller("operator", Role.ADMIN))
     with socket.socket(socket.AF_UNIX) as held:
@@ -144,7 +144,7 @@ async def test_connections_with_one_token_are_one_caller(tmp_path: Path) -> None
 
 
 def _queued(listening: socket.socket) -> int:
-    """How many callers whoever listens next is going to find."""
+    """Return the number of clients in a listening socket's queue."""
     listening.setblocking(False)
     number = 0
     with suppress(BlockingIOError):

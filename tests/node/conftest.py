@@ -99,7 +99,7 @@ class Node:
             assert status == 204, content
 
     def configure(self, text: str) -> None:
-        """Replace the configuration, and have the daemon begin anew with it."""
+        """Replace the configuration and restart the daemon."""
         self.must(f"printf %s {shlex.quote(text)} >/etc/agentd/agent.toml")
         self.must("systemctl restart agentd", 300)
 

@@ -37,7 +37,7 @@ class MachineError(Exception):
 
 @dataclass
 class Done:
-    """What a command in the machine said."""
+    """The output of a command in the virtual machine."""
 
     status: int
     output: str
@@ -166,7 +166,7 @@ class Machine:
         raise MachineError("it did not come back")
 
     def power_off(self) -> float:
-        """Have it power itself off; return how many seconds that took."""
+        """Power the machine off from inside; return the seconds that took."""
         begun = time.monotonic()
         with self._process() as process:
             self.run("systemd-run --on-active=0.1 systemctl poweroff")

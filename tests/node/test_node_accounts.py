@@ -1,4 +1,4 @@
-"""What kernels use on cgroup v2: loads of known size, and what systemd and the engine say."""
+"""Usage on cgroup v2: loads of known size, compared with systemd and the engine."""
 
 import json
 import re
@@ -47,7 +47,7 @@ def test_a_unit_s_figures_are_systemd_s(node: Node) -> None:
     node.remove("of-systemd")
 
 
-def test_what_nobody_counted_is_not_known(node: Node) -> None:
+def test_uncounted_usage_is_unknown(node: Node) -> None:
     """A unit that ended by itself loses its cgroup, and is stopped in another of that name."""
     busy = "i=0; while [ $i -lt 300000 ]; do i=$((i+1)); done"
     node.create("busy", "sh", "-c", busy)

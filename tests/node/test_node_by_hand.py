@@ -1,4 +1,4 @@
-"""What happens to units and their records by other hands: each is noticed, and nothing is lost."""
+"""Changes of units and records by hand: each is noticed, and nothing is lost."""
 
 import os
 import time

@@ -22,7 +22,7 @@ MORE = sorted(
     and not name.endswith("_replace")
     and name not in OF_SYSTEMD
 )
-"""What has nothing to do with the runtime is died at where time is no matter."""
+"""Points without a runtime, which the other tests cover."""
 BRIEFLY = ["create.after_group", "create.after_spawn", "delete.after_rename"]
 TRIED = [*OF_SYSTEMD, *MORE] if os.environ.get("AGENTD_SOAK") else BRIEFLY
 DEAF = "trap '' TERM; while :; do sleep 1; done"

@@ -34,7 +34,7 @@ MEANT = {
     "agentctl create … --dry-run": "agentctl create team-a -s mem=16m --dry-run -- sleep 1",
     "-f ": "",
 }
-"""What stands for what on this node."""
+"""Replacements for values of this node."""
 ELSEWHERE = ("systemctl reboot", "dpkg --purge agentd", "systemctl --user", "systemctl restart")
 """Run by other tests, which look at what comes of them."""
 MENTIONED = (

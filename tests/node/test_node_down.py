@@ -39,9 +39,7 @@ def test_a_reboot_ends_kernels_of_every_runtime_and_says_so(machine: Machine, no
     node.remove("secret", "talks", "deaf", "deaf-process", "of-process", "of-docker")
 
 
-def test_power_off_takes_the_stop_timeout_and_ten_seconds_at_most(
-    machine: Machine, node: Node
-) -> None:
+def test_power_off_takes_at_most_ten_seconds_more(machine: Machine, node: Node) -> None:
     node.must("rm /etc/docker/daemon.json; systemctl restart docker", 300)
     for runtime, options in (("docker", {"image": "tiny:1"}), ("process", {})):
         node.configure(CONFIG.format(runtime=runtime) + '[runtime.docker]\nnetwork = "none"\n')

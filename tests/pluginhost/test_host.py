@@ -18,7 +18,7 @@ async def test_an_installed_plugin_loads_by_itself_under_its_own_name(host) -> N
     assert listing.devices[0].device_id == ("good", "good0")
 
 
-async def test_one_entry_point_serves_several_tables_and_a_table_replaces_automatic_loading(
+async def test_entry_point_serves_several_tables(
     host,
 ) -> None:
     tables = [
@@ -105,7 +105,7 @@ async def test_a_module_that_misbehaves_at_import_harms_nothing(
     assert seen["bad"][1].startswith(why)
 
 
-async def test_a_plugin_that_is_not_installed_is_named_with_the_nearest(host) -> None:
+async def test_missing_plugin_hints_at_the_nearest(host) -> None:
     states = await opened(host([PluginTable(name="x", plugin="goood")], good="Good"))
     assert "did you mean good? installed: good" in states["x"][1]
 
@@ -119,7 +119,7 @@ async def test_wrong_settings_are_listed_with_their_place(host) -> None:
 
 
 @pytest.mark.parametrize("target", ["Late", "ListsSlowly", "MadeSlowly"])
-async def test_readiness_does_not_wait_for_a_late_plugin_and_it_joins_when_it_opens(
+async def test_late_plugin_is_added_after_readiness(
     host: Hosts, tmp_path: Path, target: str
 ) -> None:
     file = tmp_path / "go"

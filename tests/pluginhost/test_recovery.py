@@ -1,7 +1,7 @@
-"""What becomes of a plugin that cannot be brought up: the rows of docs/plugins/plugin-states.md.
+"""Plugins that cannot start: the rows of docs/plugins/plugin-states.md.
 
-Each row is tried with a table of its own, loaded by itself, and as `required`, on a node on
-which a kernel already holds the plugin's device and another one that of a healthy plugin.
+Each row is tried with a table of its own, loaded by itself, and as `required`, on a node on which a
+kernel already holds the plugin's device and another kernel that of a healthy plugin.
 """
 
 import asyncio
@@ -179,7 +179,7 @@ async def test_an_operator_can_have_any_of_them_tried_again_at_once(
         await made.close()
 
 
-async def test_a_try_that_is_under_way_does_not_answer_for_the_one_that_was_asked_for(
+async def test_retry_waits_for_a_new_attempt(
     host: Hosts, say: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The driver is mended while an earlier try is still on its way to fail."""
@@ -224,7 +224,7 @@ def claimed(name: str, target: str, owner: str) -> EntryPoint:
     return found
 
 
-async def test_a_name_that_two_distributions_claim_is_nobodys(host: Hosts) -> None:
+async def test_entry_point_of_two_distributions_is_not_loaded(host: Hosts) -> None:
     points = [claimed("cuda", "Good", "ours"), claimed("cuda", "Twice", "theirs")]
     why = "entry point 'cuda' is claimed by ours and theirs; uninstall one of them"
     made = host(points=points)
@@ -237,9 +237,7 @@ async def test_a_name_that_two_distributions_claim_is_nobodys(host: Hosts) -> No
 
 
 @pytest.mark.parametrize("name", ["cpu", "mem"])
-async def test_an_entry_point_with_the_name_of_what_is_built_in_is_never_loaded(
-    host: Hosts, name: str
-) -> None:
+async def test_entry_point_with_a_built_in_name_is_not_loaded(host: Hosts, name: str) -> None:
     made = host(points=[point(name, "Good"), point("good", "Good")])
     seen = await opened(made)
     state, why = seen[f"{name} (entry point)"]
@@ -249,7 +247,7 @@ async def test_an_entry_point_with_the_name_of_what_is_built_in_is_never_loaded(
     discovered(made, FakeMemory())
 
 
-async def test_names_that_nothing_installed_has_are_doubted_all_at_once(host: Hosts) -> None:
+async def test_missing_entry_points_are_reported_together(host: Hosts) -> None:
     tables = [PluginTable(name="a", plugin="goood")]
     made = host(tables, allow=["good", "gud"], block=["cdua"], good="Good")
     assert [doubt.where for doubt in made.doubts()] == [

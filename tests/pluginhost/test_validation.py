@@ -1,4 +1,4 @@
-"""What plugins say is bounded, cleaned and checked before anybody sees it."""
+"""Answers of plugins are limited, cleaned and validated."""
 
 import math
 import re

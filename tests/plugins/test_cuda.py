@@ -119,7 +119,7 @@ async def test_one_bad_gpu_at_the_start_harms_no_other(node: Node, trouble: str)
     assert second.health is Health.HEALTHY
     if "Event" not in trouble:
         assert first.health is Health.UNHEALTHY
-        assert first.reason.startswith("it does not answer")
+        assert first.reason.startswith("no answer")
 
 
 async def test_a_gpu_that_is_lost_at_the_start_is_left_out_and_said_so(node: Node) -> None:
@@ -291,7 +291,7 @@ def test_half_a_gib_is_rounded_up_as_nvidia_does() -> None:
     assert nvml.pci_address("00010000:E1:00.0") == "10000:e1:00.0"
 
 
-async def test_an_xid_makes_a_gpu_unhealthy_at_once_and_a_job_s_own_fault_does_not(
+async def test_xid_makes_a_gpu_unhealthy_unless_a_job_caused_it(
     node: Node,
 ) -> None:
     host = await node.plugin()
@@ -301,11 +301,11 @@ async def test_an_xid_makes_a_gpu_unhealthy_at_once_and_a_job_s_own_fault_does_n
     assert (first.reason, second.health) == ("Xid 79", Health.HEALTHY)
 
 
-async def test_the_driver_s_wish_for_a_reset_counts_until_it_is_fulfilled(node: Node) -> None:
+async def test_required_recovery_counts_until_it_is_done(node: Node) -> None:
     host = await node.plugin()
     node.say(HEALTHY.replace("recovery=0", "recovery=1"))
     first, _ = await until(host, lambda found: found[0].health is Health.UNHEALTHY)
-    assert first.reason == "the driver asks for a GPU reset"
+    assert first.reason == "the driver requires a GPU reset"
     node.say(HEALTHY)
     await until(host, lambda found: found[0].health is Health.HEALTHY)
 
@@ -339,9 +339,7 @@ def given(*stable_ids: str) -> Allocation:
     )
 
 
-async def test_edits_name_gpus_by_uuid_in_the_best_way_that_the_engine_takes(
-    node: Node, tmp_path: Path
-) -> None:
+async def test_edits_name_gpus_by_uuid_in_the_best_way(node: Node, tmp_path: Path) -> None:
     host = await node.plugin()
     two = given("GPU-aaaa", "GPU-bbbb")
     none = await host.container_edits(given(), Features("docker", device_requests=True))

@@ -116,26 +116,26 @@ async def test_kernels_without_a_share_get_nothing_of_mps(node: Node, control: C
     assert not found.mounts
 
 
-async def test_a_server_with_shared_memory_of_its_own_serves_containers(
+async def test_mps_server_with_own_shared_memory_needs_containers(
     node: Node, control: Control, tmp_path: Path
 ) -> None:
     (tmp_path / "shm").mkdir()
     host = await node.plugin(**mps(control, **{"mps-shm-directory": str(tmp_path / "shm")}))
     found = await edits(host, aaaa="0.5")
     assert found.mounts[1] == Mount(str(tmp_path / "shm"), "/dev/shm", read_only=False)
-    with pytest.raises(PluginUnavailable, match="plain processes see /dev/shm"):
+    with pytest.raises(PluginUnavailable, match="plain processes use /dev/shm"):
         await edits(host, "process", aaaa="0.5")
 
 
 def test_a_set_up_that_cannot_work_does_not_open(control: Control, tmp_path: Path) -> None:
     plugin = CudaPlugin("cuda", mps(control, **{"mps-shm-directory": str(tmp_path)}))
-    with pytest.raises(RuntimeError, match="plain processes see /dev/shm"):
+    with pytest.raises(RuntimeError, match="plain processes use /dev/shm"):
         plugin.container_edits([], Features("process"))
     assert plugin.container_edits([], Features("docker")).env
 
 
 @pytest.mark.needs("root")
-def test_a_stranger_s_server_is_nobody_s(control: Control) -> None:
+def test_mps_server_of_another_user_is_refused(control: Control) -> None:
     os.chown(control.folder, 61001, 61001)
     server = MpsServer(str(control.folder), "/dev/shm")
     assert "user 61001's, whom kernels would talk to" in server.trouble()
@@ -147,22 +147,22 @@ def refused(host: PluginHost) -> str:
     return status.reason
 
 
-async def test_without_a_server_it_does_not_open_and_says_how_to_start_one(
+async def test_plugin_explains_how_to_start_a_missing_mps_server(
     node: Node, control: Control
 ) -> None:
     control.stop()
     reason = refused(await node.plugin(**mps(control)))
-    assert "no MPS control daemon runs" in reason
+    assert "no MPS control daemon is running" in reason
     assert f"CUDA_MPS_PIPE_DIRECTORY={control.folder} nvidia-cuda-mps-control -d" in reason
 
 
 @pytest.mark.parametrize("text", ["", "what", "0x1", "99999999999999999999", "1", "0", "-1"])
-def test_a_pid_file_that_names_nobody_counts_for_nothing(control: Control, text: str) -> None:
+def test_pid_file_of_a_dead_process_is_ignored(control: Control, text: str) -> None:
     server = MpsServer(str(control.folder), "/dev/shm")
     control.pid_file.write_text(text)
     assert server.trouble() == "", "its socket answers"
     control.socket.close()
-    assert "no MPS control daemon runs" in server.trouble()
+    assert "no MPS control daemon is running" in server.trouble()
 
 
 def test_without_a_setting_the_daemon_s_own_variable_says_where(monkeypatch, tmp_path) -> None:
@@ -189,13 +189,11 @@ async def test_a_gpu_that_cannot_be_shared_so_is_named(
     assert why in refused(await node.plugin(**mps(control)))
 
 
-async def test_a_server_that_ends_makes_its_gpus_unhealthy_until_it_is_back(
-    node: Node, control: Control
-) -> None:
+async def test_ended_mps_server_makes_gpus_unhealthy(node: Node, control: Control) -> None:
     host = await node.plugin(**mps(control))
     control.stop()
     found = await until(host, lambda found: found[0].health == "unhealthy")
-    assert "no MPS control daemon runs" in found[0].reason
+    assert "no MPS control daemon is running" in found[0].reason
     again = Control(control.folder.with_name("again"))
     try:
         control.pid_file.write_text(f"{again.process.pid}\n")

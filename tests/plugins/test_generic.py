@@ -56,7 +56,7 @@ def given(*stable_ids: str) -> Allocation:
     )
 
 
-async def test_a_table_alone_makes_devices_with_their_place_and_what_goes_along(
+async def test_table_alone_defines_devices_and_edits(
     tmp_path: Path,
 ) -> None:
     dev, sysfs = tmp_path / "dev", tmp_path / "sys"
@@ -126,7 +126,7 @@ async def test_many_names_of_one_file_are_one_device(tmp_path: Path) -> None:
 
 
 async def test_one_odd_file_harms_no_other(tmp_path: Path) -> None:
-    """The same number twice, a name that is no id, two files of one PCI function."""
+    """The same number twice, a name that is not an id, two files of one PCI function."""
     sysfs = tmp_path / "sys"
     files = [
         node(tmp_path / name, 3 + n) for n, name in enumerate(("x/a0", "y/a0", "x/a1", "x/a2"))
@@ -168,7 +168,7 @@ async def test_a_file_that_vanishes_is_a_device_that_is_gone(tmp_path: Path) -> 
     host = await opened(devices=[f"{tmp_path}/accel*"])
     (device,) = host.listings()[0].devices
     file.unlink()
-    with pytest.raises(PluginUnavailable, match="the device file of tpu0 is not there"):
+    with pytest.raises(PluginUnavailable, match="missing device file of tpu0"):
         await host.container_edits(given(device.stable_id), PROCESS)
     changes = host.changes()
     while host.listings()[0].devices:

@@ -86,7 +86,7 @@ class Rig:
 
 
 class Alone:
-    """A node without neighbours: it serves all it has."""
+    """A node without peers, which serves all of its devices."""
 
     def update(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""What is counted of creates, and what is not."""
+"""Counters of creates."""
 
 import pytest
 

@@ -31,7 +31,7 @@ async def test_a_late_plugin_joins_without_moving_anything(rig: Rig) -> None:
 
 
 async def test_a_late_plugin_takes_nothing_from_the_one_that_serves(rig: Rig) -> None:
-    """Also where it comes first in the order of plugins; the next start decides anew."""
+    """The same holds if its plugin comes first; the next start decides again."""
     await rig.create(cuda_device=2)
     npu = SlotType("npu.device", SlotKind.COUNT, ONE)
     same = [replace(d, device_id=DeviceId("npu", d.device_id.id)) for d in gpus(1, 1)]
@@ -58,7 +58,7 @@ async def test_a_late_plugin_takes_nothing_from_the_one_that_serves(rig: Rig) ->
         await again.create("k2", npu_device=2)
 
 
-async def test_a_neighbour_that_keeps_failing_changes_nothing(rig: Rig) -> None:
+async def test_failing_peer_changes_nothing(rig: Rig) -> None:
     rig.plugins.failed["bad"] = "it was killed"
     extra = replace(gpus(1)[0], device_id=DeviceId("cuda", "cuda9"), stable_id="X", aliases=())
     ready = rig.plugins.ready[0]
@@ -92,7 +92,7 @@ async def test_whole_gpus_that_are_parts_now_hold_back_their_parts(rig: Rig) -> 
         await again.service.create(spec)
 
 
-async def test_what_a_plugin_says_later_changes_devices_and_the_generation_only_then(rig) -> None:
+async def test_listing_raises_the_generation_only_when_it_changes(rig) -> None:
     await rig.create(cuda_device=1)
     first, second = gpus(1, 1)
     before = rig.devices.generation
@@ -109,11 +109,11 @@ async def test_what_a_plugin_says_later_changes_devices_and_the_generation_only_
     rig.devices.refresh("cuda")
     assert rig.free_gpus == 1
     gone = rig.devices.find("cuda", "cuda7")
-    assert (gone.gone, gone.reason) == (True, "no longer listed by its plugin")
+    assert (gone.gone, gone.reason) == (True, "not listed by its plugin any more")
     assert list(rig.state.ledger.holders(gone.device_id)) == ["k7"]
 
 
-async def test_what_appears_outside_shared_mode_belongs_to_nobody_before_a_restart() -> None:
+async def test_new_device_has_no_agent_outside_shared_mode() -> None:
     agents = (AgentRule("a"), AgentRule("b"))
     rig = Rig(rules=SplitRules(AllocationMode.AUTO_SPLIT, agents))
     third = replace(gpus(1)[0], device_id=DeviceId("cuda", "cuda7"), stable_id="N", aliases=())
@@ -182,7 +182,7 @@ async def test_two_plugins_that_open_late_together_both_join() -> None:
     assert not any("does not fit" in warning for warning in rig.devices.warnings)
 
 
-async def test_what_only_a_record_knew_is_a_device_again_when_it_is_listed(rig: Rig) -> None:
+async def test_device_known_from_a_record_returns_when_listed(rig: Rig) -> None:
     (gpu,) = gpus(1)
     hearsay = replace(
         gpu, device_id=DeviceId("cuda", "cuda9"), stable_id="N", aliases=(), capacity=ONE // 4,

@@ -1,4 +1,4 @@
-"""What a node serves beside others: all of its accelerators, or those that nobody else does."""
+"""The devices that a node serves beside others."""
 
 import asyncio
 import contextlib
@@ -14,8 +14,8 @@ from core.machines import GIB
 from services.node import Rig
 
 
-class FakeNeighbours:
-    """Neighbours that a test speaks for."""
+class FakePeers:
+    """Peers under control of a test."""
 
     def __init__(self) -> None:
         self.there: list[Peer] = []
@@ -57,10 +57,10 @@ class Node(Rig):
 
     def __init__(self, before: Served | None = None, *, may_decide: bool = True) -> None:
         super().__init__()
-        self.neighbours = FakeNeighbours()
-        self.neighbours.may_decide = may_decide
-        self.neighbours.before = before
-        self.serving = SharedDevices(self.devices, self.state, self.neighbours, "0123", 8 * GIB)
+        self.peers = FakePeers()
+        self.peers.may_decide = may_decide
+        self.peers.before = before
+        self.serving = SharedDevices(self.devices, self.state, self.peers, "0123", 8 * GIB)
         self.keys = [d.stable_id for d in self.devices.inventory.by_name["cuda"]]
         self.recall()
         self.serving.update()
@@ -76,29 +76,29 @@ class Node(Rig):
         return [d.device_id.id for d in self.devices.inventory.devices if d.withheld]
 
 
-async def test_what_nobody_else_serves_is_served_and_told() -> None:
+async def test_devices_without_peer_are_served_and_published() -> None:
     node = Node()
-    assert node.neighbours.served == ["cuda/cuda0", "cuda/cuda1"]
-    assert (node.free_gpus, node.withheld, node.neighbours.held) == (2, [], [])
-    assert node.neighbours.told[-1].cores == tuple("0123")
+    assert node.peers.served == ["cuda/cuda0", "cuda/cuda1"]
+    assert (node.free_gpus, node.withheld, node.peers.held) == (2, [], [])
+    assert node.peers.told[-1].cores == tuple("0123")
 
 
-async def test_what_another_serves_is_withheld_with_its_name_until_it_is_free() -> None:
+async def test_device_of_a_peer_is_withheld_until_free() -> None:
     node = Node()
-    node.neighbours.serve(node.keys[0])
+    node.peers.serve(node.keys[0])
     node.serving.update()
     assert (node.free_gpus, node.withheld) == (1, ["cuda0"])
-    assert node.neighbours.served == ["cuda/cuda1"]
+    assert node.peers.served == ["cuda/cuda1"]
     assert "cuda0 is withheld: served by agentd other (root, pid 17)" in node.devices.warnings
     assert node.devices.inventory.listed, "its place is kept"
-    node.neighbours.there = []
+    node.peers.there = []
     node.serving.update()
     assert (node.free_gpus, node.withheld) == (2, [])
 
 
 async def test_a_refusal_says_who_serves_the_device() -> None:
     node = await Node.listed()
-    node.neighbours.serve(*node.keys)
+    node.peers.serve(*node.keys)
     node.serving.update()
     with pytest.raises(InsufficientResource) as refused:
         await node.create(cuda_device=1)
@@ -109,7 +109,7 @@ async def test_a_kernel_keeps_what_another_came_to_serve() -> None:
     node = await Node.listed()
     kernel = await node.create(cuda_device=1)
     held = next(iter(kernel.allocation.shares)).device_id
-    node.neighbours.serve(node.devices.inventory.by_id[held].stable_id)
+    node.peers.serve(node.devices.inventory.by_id[held].stable_id)
     node.serving.update()
     assert node.withheld == [held.id]
     assert node.state.ledger.holders(held).keys() == {"k1"}
@@ -117,61 +117,61 @@ async def test_a_kernel_keeps_what_another_came_to_serve() -> None:
 
 
 @pytest.mark.parametrize(("held", "withheld"), [(True, ["cuda0"]), (False, [])])
-async def test_of_a_daemon_that_died_only_what_kernels_hold_is_withheld(
+async def test_only_held_devices_of_a_dead_peer_are_withheld(
     held: bool, withheld: list[str]
 ) -> None:
     node = Node()
-    node.neighbours.serve(node.keys[0], is_alive=False, held=held)
+    node.peers.serve(node.keys[0], is_alive=False, held=held)
     node.serving.update()
     assert node.withheld == withheld
     assert any("which is not running" in warning for warning in node.devices.warnings) is held
 
 
-async def test_a_device_is_told_as_held_from_before_the_start_to_the_end() -> None:
+async def test_device_is_published_as_held_for_a_kernels_life() -> None:
     node = await Node.listed()
     seen = []
     create = node.runtime.create
 
     async def watched(plan, progress):
-        seen.append(node.neighbours.held)
+        seen.append(node.peers.held)
         return await create(plan, progress)
 
     node.runtime.create = watched
     await node.create(cuda_device=1, cpu=1)
     assert seen == [["cuda/cuda0"]]
     await node.service.remove("k1")
-    assert node.neighbours.held == []
+    assert node.peers.held == []
 
 
-async def test_kernels_without_accelerators_tell_nobody_anything() -> None:
+async def test_kernels_without_accelerators_publish_nothing() -> None:
     node = await Node.listed()
-    told = len(node.neighbours.told)
+    told = len(node.peers.told)
     await node.create(cpu=1)
-    assert len(node.neighbours.told) == told
+    assert len(node.peers.told) == told
 
 
-async def test_what_was_held_stays_so_until_every_runtime_has_been_listed() -> None:
+async def test_devices_stay_published_until_runtimes_are_listed() -> None:
     before = await Node.listed()
     await before.create(cuda_device=1)
-    node = Node(before=before.neighbours.told[-1])
-    assert node.neighbours.held == ["cuda/cuda0"]
+    node = Node(before=before.peers.told[-1])
+    assert node.peers.held == ["cuda/cuda0"]
     node.state.note_available("fake")
     node.serving.update()
-    assert node.neighbours.held == []
+    assert node.peers.held == []
 
 
 async def test_at_the_end_only_what_is_held_stays_told() -> None:
     node = await Node.listed()
     await node.create(cuda_device=1)
     node.serving.close()
-    assert (node.neighbours.served, node.neighbours.told[-1].cores) == (["cuda/cuda0"], ())
+    assert (node.peers.served, node.peers.told[-1].cores) == (["cuda/cuda0"], ())
     node.serving.update()
-    assert node.neighbours.served == ["cuda/cuda0"]
+    assert node.peers.served == ["cuda/cuda0"]
 
 
 async def test_while_another_decides_nothing_new_is_served() -> None:
     node = Node()
-    node.neighbours.may_decide = False
+    node.peers.may_decide = False
     node.serving.update()
     assert node.withheld == [], "what is served already stays so"
     late = Node(may_decide=False)
@@ -184,9 +184,9 @@ async def test_simulated_devices_never_meet() -> None:
     for device in inventory.by_name["cuda"]:
         inventory = inventory.with_device(replace(device, is_simulated=True))
     node.devices._take(inventory)
-    node.neighbours.serve(*node.keys)
+    node.peers.serve(*node.keys)
     node.serving.update()
-    assert (node.withheld, node.neighbours.served) == ([], [])
+    assert (node.withheld, node.peers.served) == ([], [])
 
 
 async def test_parts_of_one_gpu_are_served_by_one_daemon() -> None:
@@ -195,14 +195,14 @@ async def test_parts_of_one_gpu_are_served_by_one_daemon() -> None:
     for device in inventory.by_name["cuda"]:
         inventory = inventory.with_device(replace(device, parent="GPU-whole"))
     node.devices._take(inventory)
-    node.neighbours.serve("GPU-whole")
+    node.peers.serve("GPU-whole")
     node.serving.update()
     assert node.withheld == ["cuda0", "cuda1"]
 
 
 async def test_cores_and_memory_served_twice_are_a_warning_alone() -> None:
     node = await Node.listed()
-    node.neighbours.serve(cores=("2", "3", "4"), memory=GIB)
+    node.peers.serve(cores=("2", "3", "4"), memory=GIB)
     node.serving.update()
     twice = [warning for warning in node.devices.warnings if "other (root, pid 17)" in warning]
     assert twice[0] == "2 cores (cores 2 to 3) are also served by agentd other (root, pid 17)"
@@ -214,20 +214,20 @@ async def test_what_another_came_to_serve_stays_told_as_held() -> None:
     node = await Node.listed()
     kernel = await node.create(cuda_device=1)
     held = next(iter(kernel.allocation.shares)).device_id
-    node.neighbours.serve(node.devices.inventory.by_id[held].stable_id)
+    node.peers.serve(node.devices.inventory.by_id[held].stable_id)
     node.serving.update()
-    assert node.neighbours.held == [str(held)]
+    assert node.peers.held == [str(held)]
     node.serving.close()
-    assert node.neighbours.served == [str(held)]
+    assert node.peers.served == [str(held)]
 
 
-async def test_what_was_held_of_a_device_that_is_not_listed_yet_stays_told() -> None:
+async def test_held_device_stays_published_before_it_is_listed() -> None:
     late = ServedDevice("cuda/cuda9", ("GPU-late",), held=True)
     node = Node(before=Served((late,)))
-    assert node.neighbours.held == ["cuda/cuda9"]
+    assert node.peers.held == ["cuda/cuda9"]
     node.state.note_available("fake")
     node.serving.update()
-    assert "cuda/cuda9" not in node.neighbours.served
+    assert "cuda/cuda9" not in node.peers.served
 
 
 async def test_a_look_beside_a_change_does_not_undo_it() -> None:
@@ -236,4 +236,4 @@ async def test_a_look_beside_a_change_does_not_undo_it() -> None:
     await asyncio.sleep(0)
     await node.create(cuda_device=1)
     await looking
-    assert node.neighbours.held == ["cuda/cuda0"]
+    assert node.peers.held == ["cuda/cuda0"]

@@ -43,6 +43,6 @@ def test_refusal_keeps_nothing_that_only_its_caller_may_read() -> None:
         refusals.note("a", "agent-1", "k2", CommandNotFound("command 'SECRET': not found"))
     assert [kept.detail for kept in refusals.recent()] == [
         "env: is invalid",
-        "the command does not exist, or cannot be executed",
+        "the command does not exist or is not executable",
     ]
     assert "SECRET" not in str([event.value for event in listener._waiting])

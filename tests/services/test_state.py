@@ -43,7 +43,7 @@ def test_kernels_and_ledger_are_always_in_step(changes) -> None:
         assert bool(state.ports) == bool(holding)
 
 
-def test_whoever_listens_hears_of_every_change_after_it_was_made(state: NodeState) -> None:
+def test_callbacks_get_every_change_after_it_was_made(state: NodeState) -> None:
     heard = []
     state.listen(lambda before, now: heard.append((before, now, len(state.kernels))))
     first, second = kernel(), kernel(state=KernelState.TERMINATED)
@@ -93,7 +93,7 @@ async def test_what_was_seen_counts_only_if_nothing_happened_meanwhile(state: No
     assert not state.is_unchanged("never", since), "it may be the one that came and went"
 
 
-async def test_a_lock_is_one_for_all_who_work_on_a_kernel_and_goes_with_them(state) -> None:
+async def test_kernel_lock_is_shared_and_dropped_after_use(state) -> None:
     lock = state.lock("k1")
     assert state.lock("k1") is lock
     async with lock:
@@ -108,7 +108,7 @@ async def test_a_lock_is_one_for_all_who_work_on_a_kernel_and_goes_with_them(sta
     assert len(state._locks) == 0
 
 
-def test_a_runtime_holds_up_its_own_creates_and_nobody_else_s(state: NodeState) -> None:
+def test_runtime_delays_only_its_own_creates(state: NodeState) -> None:
     with pytest.raises(NotReady):
         state.require_runtime("fake")
     state.note_available("fake")
@@ -153,7 +153,7 @@ def test_a_name_that_two_runtimes_have_is_the_first_one_s(state: NodeState) -> N
     assert not state.is_second("k1", "other"), "whose it is was a guess: its record is unreadable"
 
 
-def test_a_kernel_made_anew_never_looks_like_the_one_before_it(state: NodeState) -> None:
+def test_recreated_kernel_never_looks_unchanged(state: NodeState) -> None:
     state.put(kernel())
     since = state.snapshot()
     state.drop("k1")

@@ -1,4 +1,4 @@
-"""What kernels use, from figures of cgroups and of plugins."""
+"""Usage of kernels, from cgroups and plugins."""
 
 from decimal import Decimal
 
@@ -76,7 +76,7 @@ async def test_several_who_ask_at_once_read_one_look(rig: Rig) -> None:
     assert kernel.state is KernelState.RUNNING
 
 
-async def test_an_id_that_is_given_again_brings_no_figures_of_its_last_owner(rig: Rig) -> None:
+async def test_reused_kernel_id_has_no_usage_of_its_predecessor(rig: Rig) -> None:
     first = await rig.create()
     rig.runtime.used["k1"] = UsageReading(Usage(processes=7))
     asked = statistics(rig)

@@ -55,7 +55,7 @@ def test_only_their_owner_can_read_what_is_remembered(state: StateFolder) -> Non
     assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
 
 
-def test_a_record_under_a_name_that_no_kernel_has_is_nobody_s(state: StateFolder) -> None:
+def test_record_with_an_invalid_name_is_ignored(state: StateFolder) -> None:
     for name in ("..json", "-x.json", "a b.json", ".hidden.json", "notes.txt"):
         (state.folder / "records" / name).write_text("{}")
     assert state.load_records() == []
@@ -170,7 +170,7 @@ def test_what_could_not_be_written_is_written_later(state: StateFolder) -> None:
     assert state.warnings() == []
 
 
-def test_looking_at_records_changes_nothing_of_what_is_to_be_done(state: StateFolder) -> None:
+def test_reading_records_changes_nothing(state: StateFolder) -> None:
     state.save_intent("k1", "{}")
     failpoints.arm("record.before_move=1*error(EROFS)")
     state.save_phase("k1", Phase.HELD, lambda: "{}")

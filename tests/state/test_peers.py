@@ -1,4 +1,4 @@
-"""What daemons of one machine tell each other, with real files, locks and users."""
+"""Coordination of daemons on one host, with real files, locks and users."""
 
 import contextlib
 import os
@@ -92,7 +92,7 @@ def test_roots_daemons_see_each_other_and_who_runs(machine: Machine) -> None:
 
 
 @as_root
-def test_everybody_sees_what_root_serves_and_root_sees_nobody(machine: Machine) -> None:
+def test_users_see_devices_of_root_and_root_sees_only_its_own(machine: Machine) -> None:
     root, alice, bob = (
         machine.daemon(0, "root"),
         machine.daemon(ALICE, "alice"),
@@ -115,7 +115,7 @@ def test_only_root_can_open_where_root_decides(machine: Machine) -> None:
 
 
 @as_root
-def test_nobody_publishes_in_anothers_name(machine: Machine) -> None:
+def test_published_file_of_another_owner_is_ignored(machine: Machine) -> None:
     alice, bob = machine.daemon(ALICE, "alice"), machine.daemon(BOB, "bob")
     machine.publish(alice, GPU)
     file = machine.tmp / f"agentd-served-{ALICE}/alice.json"
@@ -135,7 +135,7 @@ def test_nobody_publishes_in_anothers_name(machine: Machine) -> None:
 
 @as_root
 @pytest.mark.parametrize("obstacle", ["folder", "link"])
-def test_a_folder_that_somebody_else_made_first_is_said(machine: Machine, obstacle: str) -> None:
+def test_folder_of_another_owner_is_a_warning(machine: Machine, obstacle: str) -> None:
     place = machine.tmp / f"agentd-served-{ALICE}"
     with user(BOB):
         if obstacle == "folder":
@@ -153,7 +153,7 @@ def test_a_folder_that_somebody_else_made_first_is_said(machine: Machine, obstac
 @pytest.mark.parametrize(
     "content", [b"", b"\xff", b"{}", b'{"node_id": "\\u001b[2J"', b"[" * 100_000, b"x" * (2 << 20)]
 )
-def test_what_cannot_be_read_is_nobodys(machine: Machine, content: bytes) -> None:
+def test_unreadable_published_file_is_ignored(machine: Machine, content: bytes) -> None:
     alice = machine.daemon(ALICE, "alice")
     machine.daemon(BOB, "bob")
     with user(BOB):
@@ -247,7 +247,7 @@ def test_what_root_serves_and_cannot_be_read_is_said(machine: Machine) -> None:
         '"served":{"devices":[],"memory":-1}',
     ],
 )
-def test_numbers_that_cannot_be_are_nobodys(machine: Machine, member: str) -> None:
+def test_published_file_with_invalid_numbers_is_ignored(machine: Machine, member: str) -> None:
     alice, bob = machine.daemon(ALICE, "alice"), machine.daemon(BOB, "bob")
     machine.publish(alice, GPU)
     file = machine.tmp / f"agentd-served-{ALICE}/alice.json"
@@ -276,7 +276,7 @@ def test_one_user_has_one_folder_and_few_files(machine: Machine) -> None:
 
 
 @as_root
-def test_a_run_folder_that_somebody_empties_is_made_anew(machine: Machine) -> None:
+def test_emptied_run_folder_is_recreated(machine: Machine) -> None:
     one, two = machine.daemon(0, "one"), machine.daemon(0, "two")
     machine.publish(one, GPU)
     shutil.rmtree(machine.run / "serving")

@@ -1,1 +1,1 @@
-"""Many nodes as one: what they offer together, and where a request may go."""
+"""A fleet: many nodes behind one API."""

@@ -1,4 +1,4 @@
-"""A gateway as a daemon: its parts, started in order and stopped in reverse."""
+"""A gateway as a daemon: start of its parts in order, and stop in reverse."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ FIRST_VIEW_S, LOOK_S = 5.0, 0.05
 AFTER_SERVER_S, AFTER_PLACING_S = 15.0, 3.0
 """Seconds of a stop reserved for the steps after the server and the placements."""
 COLLECT = 100_000, 50, 100
-"""When garbage is looked for: views come and go without cycles."""
+"""Thresholds of garbage collection; views come and go without cycles."""
 
 
 def etcd_access(fleet: FleetSettings) -> EtcdCredentials:
-    """Return how etcd is asked.
+    """Return the endpoints and credentials of etcd.
 
     Raises:
-        ConfigRefused: the password or a certificate cannot be used.
+        ConfigRefused: the password or a certificate is unusable.
     """
     password = _secret("fleet.etcd-password-file", fleet.etcd_password_file)
     return EtcdCredentials(fleet.etcd, fleet.etcd_user, password, tls_of(fleet))
 
 
 def tls_of(fleet: FleetSettings) -> ssl.SSLContext | None:
-    """Return whom etcd and nodes are believed to be, and who this is; None: as the system says.
+    """Return the TLS context for etcd and nodes; None for the system's defaults.
 
     Raises:
-        ConfigRefused: a file cannot be used.
+        ConfigRefused: a file is unusable.
     """
     if fleet.ca is None and fleet.cert is None:
         return None
@@ -85,10 +85,10 @@ def _secret(where: str, file: Path | None) -> str:
 
 
 def rpc_settings(settings: FleetFile) -> RpcSettings:
-    """Return where the gateway answers, and whom, as a node's settings say it.
+    """Return the gateway's endpoints in the form of a node's settings.
 
     Raises:
-        ConfigRefused: they do not go together.
+        ConfigRefused: the settings contradict each other.
     """
     gateway, rpc = settings.gateway, settings.rpc
     try:
@@ -127,7 +127,9 @@ class GatewayDaemon:
         """Run until SIGTERM or SIGINT.
 
         Raises:
-            ConfigRefused, StartRefused, AgentdError: it cannot run like this, or here.
+            ConfigRefused: the configuration is unusable.
+            StartRefused: the gateway cannot run on this host.
+            AgentdError: a part has failed.
         """
         self._shutdown.listen({signal.SIGHUP: self._reload.set})
         try:
@@ -138,7 +140,7 @@ class GatewayDaemon:
         log.info("gateway.stopped", late=self._shutdown.late)
 
     async def _serve(self, stack: contextlib.AsyncExitStack) -> None:
-        """Start part after part, and serve until the stop."""
+        """Start the parts in order and serve until the stop."""
         step = self._shutdown.step
         settings = self._settings
         where = endpoint(rpc_settings(settings))
@@ -163,7 +165,7 @@ class GatewayDaemon:
         await stack.enter_async_context(self._running(sweep.run()))
         await stack.enter_async_context(self._running(self._reloading(server)))
         await self._until_seen(store)
-        gc.freeze()  # a full collection would look at every node each time
+        gc.freeze()  # keep full collections from visiting every node
         gc.set_threshold(*COLLECT)
         log.info("gateway.ready", fleet=settings.fleet.name, nodes=len(state.view.nodes))
         self._notifier.ready(f"fleet {settings.fleet.name}")
@@ -182,7 +184,7 @@ class GatewayDaemon:
             etcd = await stack.enter_async_context(Etcd(etcd_access(fleet)))
             return EtcdStore(etcd, fleet.name, state)
         if not fleet.nodes:
-            why = 'name etcd = ["https://…"], or for a handful of nodes nodes = ["unix:/…"]'
+            why = 'set etcd = ["https://…"], or nodes = ["unix:/…"] for a few nodes'
             raise ConfigRefused([Problem("fleet", why)])
         clients = [(item, _client(item, token, tls)) for item in fleet.nodes]
         store = SqliteStore(self._settings.gateway.state_dir / "fleet.sqlite", clients, state)
@@ -191,7 +193,7 @@ class GatewayDaemon:
         return store
 
     async def _until_seen(self, store: Store) -> None:
-        """Wait a while for the first view: without it everything would be refused."""
+        """Wait for the first view, for a limited time: without it every create would be refused."""
         loop = asyncio.get_running_loop()
         end = loop.time() + FIRST_VIEW_S
         while store.why_not_live() and (left_s := end - loop.time()) > 0:
@@ -199,7 +201,7 @@ class GatewayDaemon:
                 return
 
     async def _reloading(self, server: Server) -> None:
-        """Read the tokens again whenever that is asked for; what cannot be read changes nothing."""
+        """Reload the tokens on SIGHUP; an unreadable file changes nothing."""
         while True:
             await self._reload.wait()
             self._reload.clear()
@@ -207,16 +209,16 @@ class GatewayDaemon:
                 found = await asyncio.to_thread(lambda: tokens(rpc_settings(self._reread())))
                 server.renew_tokens(found)
             except ConfigRefused as error:
-                log.warning("gateway.not_reloaded", reasons=error.lines())
-            except Exception as error:  # noqa: BLE001 - a fault here must not end all reloads
+                log.warning("gateway.reload_refused", reasons=error.lines())
+            except Exception as error:  # noqa: BLE001 - an error here must not end all reloads
                 reasons = [f"{type(error).__name__}: {error}"]
-                log.warning("gateway.not_reloaded", reasons=reasons)
+                log.warning("gateway.reload_refused", reasons=reasons)
             else:
                 log.info("gateway.reloaded")
 
     @contextlib.asynccontextmanager
     async def _running(self, work: Coroutine[object, object, None]) -> AsyncIterator[None]:
-        """Have something go on meanwhile; a gateway of which a part has failed stops."""
+        """Run a task in the background; the gateway stops if the task ends."""
         task = asyncio.create_task(work)
         task.add_done_callback(lambda _: self._shutdown.asked.set())
         try:

@@ -1,7 +1,7 @@
-"""Every setting of `fleet.toml`, its default and what is allowed.
+"""Every setting of `fleet.toml` with its default and validation.
 
 Keys are kebab-case in TOML and upper snake case in the environment
-(`AGENTD_FLEET__GATEWAY__POLICY`), which comes first.
+(`AGENTD_FLEET__GATEWAY__POLICY`), which takes precedence.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ UNIX = "unix:"
 
 
 def address(value: str, *schemes: str) -> str:
-    """Refuse what is no address; the message of a ValueError says what is expected."""
+    """Validate an address; the message of a ValueError has the expectation."""
     if value.startswith(UNIX) and "unix" in schemes and value.removeprefix(UNIX).startswith("/"):
         return value
     parts = urlsplit(value)
-    with contextlib.suppress(ValueError):  # of the port
+    with contextlib.suppress(ValueError):  # an invalid port
         is_plain = parts.username is None and not parts.path.strip("/") and (parts.port or 1)
         if parts.scheme in schemes and parts.hostname and is_plain:
             return value.rstrip("/")
@@ -49,20 +49,20 @@ def address(value: str, *schemes: str) -> str:
 
 
 class FleetSettings(Section):
-    """[fleet]: which fleet this is, and where it is kept."""
+    """[fleet]: the name of the fleet, and its store."""
 
-    name: Name = Field(default="main", description="What its keys in etcd begin with.")
-    etcd: tuple[str, ...] = Field(default=(), description="Where etcd answers: https://host:2379.")
-    etcd_user: str = Field(default="", description="Who this is for etcd.")
-    etcd_password_file: Path | None = Field(default=None, description="Its password, one line.")
+    name: Name = Field(default="main", description="Name of the fleet, part of its keys in etcd.")
+    etcd: tuple[str, ...] = Field(default=(), description="Endpoints of etcd: https://host:2379.")
+    etcd_user: str = Field(default="", description="User in etcd.")
+    etcd_password_file: Path | None = Field(default=None, description="File with its password.")
     ca: Path | None = Field(
-        default=None, description="PEM file of who signs etcd's and the nodes' certificates."
+        default=None, description="PEM file of the CA of etcd's and the nodes' certificates."
     )
     cert: Path | None = Field(default=None, description="PEM certificate for etcd; without a CN.")
-    key: Path | None = Field(default=None, description="Its key.")
+    key: Path | None = Field(default=None, description="PEM private key of cert.")
     nodes: tuple[str, ...] = Field(
         default=(),
-        description="Instead of etcd, for a handful of nodes: where each of them answers.",
+        description="Addresses of a few nodes, instead of etcd.",
     )
 
     @field_validator("etcd")
@@ -75,7 +75,7 @@ class FleetSettings(Section):
     def _distinct(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         found = tuple(address(item, "https", "http", "unix") for item in value)
         if twice := repeated(found):
-            raise ValueError(f"{', '.join(twice)} is given twice")
+            raise ValueError(f"duplicate address {', '.join(twice)}")
         return found
 
     @model_validator(mode="after")
@@ -85,25 +85,25 @@ class FleetSettings(Section):
                 "etcd and nodes exclude each other: with etcd, nodes join by themselves"
             )
         if (self.cert is None) != (self.key is None):
-            raise ValueError("cert and key go together")
+            raise ValueError("cert and key must be set together")
         if bool(self.etcd_user) != (self.etcd_password_file is not None):
-            raise ValueError("etcd-user and etcd-password-file go together")
+            raise ValueError("etcd-user and etcd-password-file must be set together")
         return self
 
 
 class JoinSettings(Section):
-    """[join]: the node that this machine's publisher tells the fleet of."""
+    """[join]: the node that the publisher on this host reports to the fleet."""
 
     socket: Path = Field(
-        default=Path("/run/agentd/agentd.sock"), description="Where the node's daemon answers."
+        default=Path("/run/agentd/agentd.sock"), description="Socket of the node's daemon."
     )
-    url: str = Field(default="", description="Where gateways reach this node: https://host:6001.")
-    labels: Mapping[str, str] = Field(default={}, description="What placement can ask for.")
+    url: str = Field(default="", description="Address for gateways: https://host:6001.")
+    labels: Mapping[str, str] = Field(default={}, description="Labels for placement constraints.")
     lease: Annotated[int, BeforeValidator(refuse_bool), Field(ge=2, le=600)] = Field(
-        default=5, description="Seconds without a word after which the node is lost."
+        default=5, description="Lease TTL in seconds."
     )
     state_dir: Path = Field(
-        default=Path("/var/lib/agentd-fleet"), description="Where the id of this install is kept."
+        default=Path("/var/lib/agentd-fleet"), description="State folder: the id of this install."
     )
 
     @field_validator("url")
@@ -113,7 +113,7 @@ class JoinSettings(Section):
 
 
 class GatewaySettings(Section):
-    """[gateway]: where a gateway answers, and how it places."""
+    """[gateway]: the endpoints and the placement policy of a gateway."""
 
     socket: Path = Field(
         default=Path("/run/agentd-fleet/gateway.sock"),
@@ -121,19 +121,19 @@ class GatewaySettings(Section):
     )
     socket_group: str | None = Field(default=None, description="Group of the socket.")
     listen: str | None = Field(
-        default=None, description="Optional TCP address; beyond loopback it needs TLS."
+        default=None, description="TCP address; requires TLS beyond loopback."
     )
     tls_cert: Path | None = Field(default=None, description="PEM certificate chain for TCP.")
     tls_key: Path | None = Field(default=None, description="PEM private key for TCP.")
     node_token_file: Path | None = Field(
-        default=None, description="Token that nodes know with gateway = true; mode 0600 or 0640."
+        default=None, description="Token with gateway = true on the nodes; mode 0600 or 0640."
     )
     policy: PlacementPolicy = Field(
-        default=PlacementPolicy.RANDOM, description='"random" or "pack".'
+        default=PlacementPolicy.RANDOM, description='Placement policy: "random" or "pack".'
     )
     state_dir: Path = Field(
         default=Path("/var/lib/agentd-fleet"),
-        description="Without etcd: where routes and slot types are kept.",
+        description="State folder without etcd: routes and slot types.",
     )
 
     @field_validator("socket")
@@ -143,7 +143,7 @@ class GatewaySettings(Section):
 
 
 class CallerSettings(Section):
-    """[rpc]: who may call the gateway over TCP, as on a node."""
+    """[rpc]: callers of the gateway over TCP, as on a node."""
 
     token_file: Path | None = Field(default=None, description="File with an admin's bearer token.")
     tokens: tuple[TokenSettings, ...] = ()
@@ -174,10 +174,10 @@ class FleetFile(BaseSettings):
 
 
 def load(option: str | None, environ: Mapping[str, str] = os.environ) -> FleetFile:
-    """Read the settings: of the option's file, $AGENTD_FLEET_CONFIG's, or the system's.
+    """Load the settings from the option's file, $AGENTD_FLEET_CONFIG's, or the system's.
 
     Raises:
-        ConfigRefused: the file cannot be read, or its settings cannot be used.
+        ConfigRefused: the file is unreadable or its settings are unusable.
     """
     named = option or environ.get("AGENTD_FLEET_CONFIG")
     path = Path(named) if named else (SEARCHED if SEARCHED.exists() else None)

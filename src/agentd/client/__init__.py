@@ -1,4 +1,4 @@
-"""The client library: typed calls of one daemon's RPC, with asyncio and without.
+"""The client library: typed calls of one daemon's API, with and without asyncio.
 
 `agentd.client.AsyncClient` and `agentd.client.Client`; see docs/reference/client.md.
 """
@@ -17,7 +17,7 @@ __all__ = ["AsyncClient", "Client", "NodeEvent"]
 
 
 def __getattr__(name: str) -> object:
-    """Load the asyncio client, which needs aiohttp, only where it is asked for."""
+    """Import the asyncio client, which requires aiohttp, on first use."""
     if name == "AsyncClient":
         from agentd.client.asynchronous import AsyncClient  # noqa: PLC0415
 

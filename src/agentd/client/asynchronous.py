@@ -1,4 +1,4 @@
-"""The asyncio client of one daemon: for schedulers, for the fleet, for other programs."""
+"""The asyncio client of one daemon, for schedulers, the fleet and other programs."""
 
 from __future__ import annotations
 
@@ -41,13 +41,14 @@ RECONNECT_S = 1.0
 
 
 class AsyncClient(Transport):
-    """Calls one daemon, over its socket (default: the system's) or over TCP with a token.
+    """A client of one daemon, over its socket (default: the system's) or TCP with a token.
 
         async with AsyncClient() as node:
             kernel = await node.create_kernel("agent-1", {"command": ["true"]})
 
     Refusals are raised as the classes of `agentd.errors`; a daemon that does not answer in
-    `timeout_s` is `Unreachable`. Answers of 503 are tried again, as they ask for, for as long.
+    `timeout_s` is `Unreachable`. Answers of 503 are retried after their Retry-After, for at most
+    `timeout_s`.
     """
 
     async def node(self, *, check: bool = False) -> NodeView:
@@ -109,7 +110,7 @@ class AsyncClient(Transport):
         )
 
     async def explain(self, agent_id: str, request: Mapping[str, Any]) -> DecisionView:
-        """Return what a create would be given now, and why."""
+        """Return the decision that a create would get now, with its explanation."""
         return await self.carry_out(calls.explain(agent_id, request))
 
     async def kernels(
@@ -146,9 +147,9 @@ class AsyncClient(Transport):
         working_dir: str | None = None,
         node: str | None = None,
     ) -> AsyncIterator[Execution]:
-        """Run a command inside a kernel; see `Execution`.
+        """Run a command in a kernel; see `Execution`.
 
-        At a gateway `node` says where the kernel is, if the fleet did not place it.
+        At a gateway `node` names the kernel's node, if the fleet did not place it.
         """
         wire = await self._connected(calls.run_inside(kernel_id, node))
         asked = {"command": list(command), "tty": tty, "env": dict(env or {})}
@@ -177,7 +178,7 @@ class AsyncClient(Transport):
         timestamps: bool = False,
         stream: str | None = None,
     ) -> AsyncIterator[bytes]:
-        """Yield what a kernel printed, as it comes; with `follow` until the kernel ends."""
+        """Yield a kernel's output as it arrives; with `follow` until the kernel ends."""
         call = calls.logs(
             kernel_id,
             follow=follow,
@@ -196,7 +197,7 @@ class AsyncClient(Transport):
     async def _streamed(
         self, call: Call[bytes], *, silence_s: float | None = None
     ) -> aiohttp.ClientResponse:
-        """Begin to read a stream, whose first word has to come in time."""
+        """Open a stream, whose answer must begin in time."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._opened(call, silence_s=silence_s)
@@ -208,19 +209,19 @@ class AsyncClient(Transport):
     async def listening(
         self, *, after: str | None = None
     ) -> AsyncIterator[AsyncIterator[NodeEvent]]:
-        """Listen to what happens from here on, over one connection; it ends with that.
+        """Listen to new events over one connection, and end with it.
 
         Raises:
-            AgentdError: the daemon cannot be listened to.
+            AgentdError: the events are not available.
         """
         stream = await self._streamed(calls.events(after), silence_s=SILENCE_S)
         async with stream as response:
             yield _events_of(response.content.iter_any())
 
     async def events(self, *, after: str | None = None) -> AsyncIterator[NodeEvent]:
-        """Yield what happens on the node, for ever; after a lost connection it goes on by itself.
+        """Yield events of the node forever, and reconnect after a lost connection.
 
-        What cannot be told any more comes as an event of kind `reset`: list anew.
+        If events were missed, one of kind `reset` asks the reader to list everything again.
         """
         is_again = False
         while True:
@@ -264,7 +265,7 @@ class AsyncClient(Transport):
 async def _events_of(chunks: AsyncIterator[bytes]) -> AsyncIterator[NodeEvent]:
     """Yield the events of a stream until its connection ends.
 
-    A line may be as long as a kernel's command and labels are.
+    A line may be as long as a kernel's command and labels.
     """
     frames, rest = Frames(), b""
     with suppress(aiohttp.ClientError, TimeoutError):

@@ -1,6 +1,6 @@
-"""The client without asyncio, on the standard library's HTTP: it is loaded in a few milliseconds.
+"""The blocking client, on the standard library's HTTP, which loads in a few milliseconds.
 
-For command lines and scripts; programs that do more than one thing at a time take `AsyncClient`.
+It is meant for command lines and scripts; concurrent programs use `AsyncClient`.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 class Client:
-    """Calls one daemon, over its socket (default: the system's) or over TCP with a token.
+    """A client of one daemon, over its socket (default: the system's) or TCP with a token.
 
     Refusals are raised as the classes of `agentd.errors`; a daemon that does not answer is
-    `Unreachable`. Answers of 503 are tried again, as they ask for, for up to `retry_s`.
+    `Unreachable`. Answers of 503 are retried after their Retry-After, for at most `retry_s`.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Client:
         return AsyncClient(self._socket_path, url=self._url, token=self._token)
 
     def open(self, call: Call[Any], timeout_s: float | None = None) -> http.client.HTTPResponse:
-        """Carry out a call, and return the answer to be read.
+        """Make a call and return the open answer.
 
         Raises:
             AgentdError: the daemon refused, or cannot be reached.
@@ -112,7 +112,7 @@ class Client:
         return response
 
     def carry_out(self, call: Call[T], *, timeout_s: float | None = None) -> T:
-        """Carry out a call, again as long as the daemon is not ready for it.
+        """Make a call, and repeat it while the daemon is not ready for it.
 
         Raises:
             AgentdError: the daemon refused, or cannot be reached.
@@ -225,7 +225,7 @@ class Client:
         return self.carry_out(calls.kernel_stats(kernel_id))
 
     def logs(self, kernel_id: str, **options: Any) -> Iterator[bytes]:
-        """Yield what a kernel printed; `follow`, `tail`, `since`, `timestamps`, `stream`."""
+        """Yield a kernel's output; `follow`, `tail`, `since`, `timestamps`, `stream`."""
         endless_s = CREATE_TIMEOUT_S if options.get("follow") else None
         response = self.open(calls.logs(kernel_id, **options), endless_s)
         try:
@@ -235,7 +235,7 @@ class Client:
             raise unreachable(self._where, error) from None
 
     def events(self, *, after: str | None = None) -> Iterator[NodeEvent]:
-        """Yield what happens on the node, from the event after `after` on, until it stops."""
+        """Yield events of the node after the event `after`, until the node stops."""
         frames = Frames()
         try:
             for line in self.open(calls.events(after), SILENCE_S):

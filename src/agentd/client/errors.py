@@ -1,4 +1,4 @@
-"""Problems (RFC 9457) back into the errors of `agentd.errors` that they came from."""
+"""Conversion of problems (RFC 9457) to the errors of `agentd.errors`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ NO_FACTS = frozenset({"type", "title", "status", "detail", "code", "retry_after_
 
 
 def error_of(content: Mapping[str, Any]) -> AgentdError:
-    """Return the error that a problem tells of: its class by `code`, its facts as attributes.
+    """Return the error of a problem: its class by `code`, its facts as attributes.
 
-    A code that this version does not know is a `Refused`.
+    An unknown code becomes a `Refused`.
     """
     kind = _CLASSES.get(str(content.get("code", "")))
     detail = str(content.get("detail", content))
@@ -41,7 +41,7 @@ def error_of(content: Mapping[str, Any]) -> AgentdError:
 
 
 def error_in(status: int, raw: bytes, retry_after: str | None = None) -> AgentdError:
-    """Return the error that an answer is; `retry_after` is that header."""
+    """Return the error of an answer; `retry_after` is that header."""
     error = _error_in(status, raw)
     if isinstance(error, Unavailable) and retry_after and retry_after.isdecimal():
         error.retry_after_s = int(retry_after)  # type: ignore[misc]
@@ -49,16 +49,16 @@ def error_in(status: int, raw: bytes, retry_after: str | None = None) -> AgentdE
 
 
 def content_of(raw: bytes) -> Any:
-    """Return the JSON of an answer that is no error; None if it has none.
+    """Parse the JSON of a successful answer, None if it is empty.
 
     Raises:
-        Refused: it is something else, so no daemon of ours.
+        Refused: it is not JSON, so not from this API.
     """
     try:
         return json.loads(raw) if raw else None
     except ValueError:
         shown = raw[:80].decode(errors="replace")
-        raise Refused("Internal", f"the answer is no JSON: {shown!r}", {}) from None
+        raise Refused("Internal", f"the answer is not JSON: {shown!r}", {}) from None
 
 
 def _error_in(status: int, raw: bytes) -> AgentdError:
@@ -73,7 +73,7 @@ def _error_in(status: int, raw: bytes) -> AgentdError:
 
 
 def unreachable(where: str, error: Exception) -> Unreachable:
-    """Return the error of a call that no daemon answered."""
+    """Return the error of a call without an answer."""
     why = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return Unreachable(f"{where}: {why}")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class NodeEvent:
-    """What happened: its kind, what the matching call shows, and the id to go on after."""
+    """An event: its kind, the answer of the matching call, and the id to resume after."""
 
     kind: str
     data: dict[str, Any]
@@ -17,7 +17,7 @@ class NodeEvent:
 
 
 class Frames:
-    """Puts the lines of a stream together.
+    """A parser of a stream's lines.
 
     https://html.spec.whatwg.org/multipage/server-sent-events.html
     """
@@ -26,7 +26,7 @@ class Frames:
         self._members: dict[str, str] = {}
 
     def read(self, line: bytes) -> NodeEvent | None:
-        """Take a line; return the event that it ends."""
+        """Parse a line, and return the event that it completes."""
         text = line.decode().rstrip("\r\n")
         if text:
             name, _, value = text.partition(":")

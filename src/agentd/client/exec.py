@@ -1,4 +1,4 @@
-"""A command inside a kernel, from the caller's side of the WebSocket."""
+"""The client side of an exec over a WebSocket."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from agentd.client.errors import error_in
 from agentd.errors import Unreachable
 
 FAREWELL_S = 2.0
-"""How long the other side may take to say farewell."""
+"""Seconds that the far end may take to close."""
 
 
 async def hang_up(wire: aiohttp.ClientWebSocketResponse) -> None:
-    """Close a WebSocket, also one whose other side reads no more; what it has not read is lost."""
+    """Close a WebSocket, even if the far end reads no more; unread data is lost."""
     connection = wire.get_extra_info("socket")
     with suppress(TimeoutError):
         async with asyncio.timeout(FAREWELL_S):
@@ -50,7 +50,7 @@ class Execution:
 
     @property
     def exit_code(self) -> int | None:
-        """How it ended, once it has; of a signal, 128 and its number."""
+        """The exit code, None until the command has ended; 128 plus the number of a signal."""
         return self._exit_code
 
     async def __aenter__(self) -> Self:
@@ -78,18 +78,18 @@ class Execution:
         raise Unreachable(f"{self._where}: the connection ended before the command did")
 
     async def write(self, data: bytes) -> None:
-        """Give it input; returns when there is room for more."""
+        """Write input; returns when there is room for more."""
         for start in range(0, len(data), CHUNK):
             await self._wire.send_bytes(data[start : start + CHUNK])
 
     async def close_input(self) -> None:
-        """Let its input end."""
+        """Close the command's input."""
         await self._wire.send_str(json.dumps({"stdin": "closed"}))
 
     async def resize(self, columns: int, rows: int) -> None:
-        """Tell its terminal how large it is."""
+        """Set the size of the terminal."""
         await self._wire.send_str(json.dumps({"resize": [columns, rows]}))
 
     async def send_signal(self, name: str) -> None:
-        """Send it a signal by its name, such as INT."""
+        """Send a signal by its name, such as INT."""
         await self._wire.send_str(json.dumps({"signal": name}))

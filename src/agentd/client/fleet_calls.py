@@ -1,4 +1,4 @@
-"""Every call of a fleet's gateway that a node does not have; the others are those of `calls`."""
+"""Calls of a fleet's gateway that nodes do not have; the others are in `calls`."""
 
 from __future__ import annotations
 

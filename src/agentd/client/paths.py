@@ -1,4 +1,4 @@
-"""Paths of calls, with what they ask for."""
+"""Paths of calls, with their query parameters."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from urllib.parse import quote, urlencode
 from agentd.errors import InvalidRequest, Problem
 
 _RAW = "surrogateescape"
-"""Bytes of a command line that are not UTF-8 are sent as they are, and refused by the daemon."""
+"""Command line bytes that are not UTF-8 are sent unchanged; the daemon refuses them."""
 
 
 def at(*parts: str, **query: object) -> str:
-    """Return the path of a call; parameters that are None are left out, lists are repeated.
+    """Return the path of a call, without parameters that are None; lists are repeated.
 
     Raises:
-        InvalidRequest: a part is a step in a path, which would lead to another call.
+        InvalidRequest: a part is a path step, which would lead to another call.
     """
     if steps := [part for part in parts if part in ("", ".", "..")]:
         raise InvalidRequest([Problem("", f"invalid name {steps[0]!r}")])

@@ -1,4 +1,4 @@
-"""What carries the calls of the asyncio client: one session with one daemon."""
+"""The transport of the asyncio client: one session with one daemon."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Transport:
-    """What carries calls out: one session with one daemon."""
+    """The transport of calls: one session with one daemon."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Transport:
             self._session = None
 
     async def carry_out(self, call: Call[T], *, timeout_s: float | None = None) -> T:
-        """Carry out a call, again as long as the daemon is not ready for it.
+        """Make a call, and repeat it while the daemon is not ready for it.
 
         Raises:
             AgentdError: the daemon refused, or did not answer in time.
@@ -90,11 +90,11 @@ class Transport:
     async def _opened(
         self, call: Call[Any], *, silence_s: float | None = None
     ) -> aiohttp.ClientResponse:
-        """Send a call, and return its answer to be read; `silence_s` ends one that says nothing.
+        """Send a call and return the open answer; `silence_s` ends a silent one.
 
         Raises:
-            AgentdError: it is an error, or there is none.
-            RuntimeError: the client is not entered.
+            AgentdError: the answer is an error, or missing.
+            RuntimeError: the client is not open.
         """
         if self._session is None:
             raise RuntimeError("use it as `async with AsyncClient() as client`")
@@ -121,10 +121,10 @@ class Transport:
     async def passing(
         self, method: str, path: str, *, headers: Mapping[str, str], body: bytes | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Pass on a request as it is, and give back the answer, whatever that is.
+        """Forward a request unchanged, and yield the answer, whatever its status.
 
         Raises:
-            Unreachable: there is none.
+            Unreachable: there is no answer.
         """
         if self._session is None:
             raise RuntimeError("use it as `async with AsyncClient() as client`")
@@ -146,7 +146,7 @@ class Transport:
             raise unreachable(self._where, error) from None
 
     async def _connected(self, call: Call[Any]) -> aiohttp.ClientWebSocketResponse:
-        """Open a WebSocket, again as long as the daemon is not ready for it.
+        """Open a WebSocket, and repeat it while the daemon is not ready for it.
 
         Raises:
             AgentdError: the daemon refused, or did not answer in time.
@@ -169,7 +169,7 @@ class Transport:
                     if not call.is_worth_another(error, left_s):
                         raise
                     await asyncio.sleep(error.retry_after_s)
-                except InvalidRequest:  # it is no WebSocket; meanwhile the daemon may be ready
+                except InvalidRequest:  # not a WebSocket; the daemon may be ready now
                     if refused.status != HTTPStatus.SERVICE_UNAVAILABLE:
                         raise
             except TimeoutError:
@@ -179,13 +179,13 @@ class Transport:
                 raise unreachable(self._where, error) from None
 
     async def _asked_plainly(self, call: Call[Any]) -> None:
-        """Raise why a call may not become a WebSocket: where it is refused as one, nobody says.
+        """Raise the reason for a refused WebSocket, by repeating the call without one.
 
         Raises:
             AgentdError: always.
         """
         async with asyncio.timeout(self._timeout_s), await self._opened(call):
-            raise Unreachable(f"{self._where}: something that has no WebSockets answers")
+            raise Unreachable(f"{self._where}: the server does not support WebSockets")
 
     @property
     def _where(self) -> str:

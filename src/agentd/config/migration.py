@@ -43,7 +43,7 @@ class _Agent:
 
     @property
     def shared(self) -> list[str]:
-        """The device names of which this agent had shares."""
+        """The device names in which this agent had shares."""
         suffix = f".{_DIVIDED[0]}"
         return [slot.removesuffix(suffix) for slot in self.amounts if slot.endswith(suffix)]
 

@@ -1,5 +1,5 @@
-"""The decisions of agentd, as arithmetic over values.
+"""The decisions of agentd as pure functions of values.
 
-Nothing here waits, reads a clock, draws a random number, logs or touches the
-world. A decision is returned; whoever owns the state applies it.
+Nothing here waits, reads a clock, draws a random number, logs or touches the host. A decision is
+returned; the owner of the state applies it.
 """

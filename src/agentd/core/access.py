@@ -1,7 +1,7 @@
-"""Who may do what: roles, the rights of each, and what a caller can see at all.
+"""Roles, rights and visibility of callers.
 
-What a caller cannot see is for it as if it were not there; what it can see and may not do is
-refused with the roles that may.
+A thing that a caller cannot see does not exist for it. A thing that it can see but must not change
+is refused, with the roles that may.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from agentd.core.names import is_name
 
 
 class Right(StrEnum):
-    """What a call does; every route needs one."""
+    """The right that a call requires."""
 
     LOOK = "look"
     OUTPUT = "output"
-    """Reading what a kernel printed, and running something inside it."""
+    """Reading a kernel's output, and exec."""
     KERNELS = "kernels"
     """Creating, stopping and removing kernels."""
     NODE = "node"
@@ -28,7 +28,7 @@ class Right(StrEnum):
 
 
 class Role(StrEnum):
-    """What a token or a socket is given out for."""
+    """The role of a token or a socket."""
 
     ADMIN = "admin"
     AGENT = "agent"
@@ -43,10 +43,10 @@ RIGHTS = {
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """Who calls: the name of its token or socket, and what that was given out for.
+    """A caller: the name, role and agents of its token or socket.
 
-    `agents` None means all of the node; `uid` is the peer's on a unix socket; `via` is the gateway
-    that acts for this caller, if one does.
+    `agents` None means the whole node; `uid` is that of the far end of a unix socket; `via` is the
+    gateway that acts for this caller, if any.
     """
 
     name: str
@@ -57,10 +57,10 @@ class Caller(msgspec.Struct, frozen=True):
 
     @classmethod
     def named_in(cls, text: str, via: Caller) -> Self:
-        """Read the caller that a gateway acts for; inverse of `to_text`.
+        """Parse the caller that a gateway acts for; inverse of `to_text`.
 
         Raises:
-            ValueError: it names none, or one that no token could be for.
+            ValueError: the text is malformed, or no token could have this caller.
         """
         try:
             content = json.loads(text)
@@ -74,24 +74,24 @@ class Caller(msgspec.Struct, frozen=True):
         ):
             raise ValueError("expected agents as a list of names, or null for all")
         if (role is Role.AGENT and agents is None) or (role is Role.ADMIN and agents is not None):
-            raise ValueError(f"the role {role.value} does not go with these agents")
+            raise ValueError(f"role {role.value} does not match these agents")
         mine = None if agents is None else frozenset(agents)
         return cls(name, role, mine, via.uid, via.name)
 
     def to_text(self) -> str:
-        """Return the caller as a gateway names it to a node: one line of ASCII."""
+        """Encode the caller for a node, as one line of ASCII."""
         agents = None if self.agents is None else sorted(self.agents)
         return json.dumps({"name": self.name, "role": self.role.value, "agents": agents})
 
     def sees(self, agent_id: str) -> bool:
-        """Tell whether an agent, and its kernels, are there for this caller."""
+        """Return whether this caller sees an agent and its kernels."""
         return self.agents is None or agent_id in self.agents
 
     def may(self, right: Right) -> bool:
-        """Tell whether this caller may do that to what it sees."""
+        """Return whether this caller's role has a right."""
         return right in RIGHTS[self.role]
 
 
 def roles_with(right: Right) -> list[str]:
-    """Return the roles that may do something."""
+    """Return the roles with a right."""
     return [role.value for role in Role if right in RIGHTS[role]]

@@ -1,10 +1,9 @@
-"""Devices: what is handed out, and how each keeps its identity over restarts.
+"""Devices, and their identity over restarts.
 
-A device has two names. Its id (`cuda0`) is for people and is unique under one
-device name; its stable id (a UUID, a PCI address) is the physical thing, unique on
-the node, and decides who is charged. The inventory remembers which stable id had
-which id, so that neither a changed driver order nor a missing GPU renames, or moves
-to another agent, anything else.
+A device has two names. Its id (`cuda0`) is for people and unique under one device name. Its stable
+id (a UUID, a PCI address) is the physical device, unique on the node, and decides which kernel is
+charged. The inventory remembers which stable id had which id. So neither a changed driver order nor
+a missing GPU renames any other device or moves it to another agent.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from agentd.core.slots import CPU, MEM, SlotKind, SlotName, SlotType
 _DIGITS = re.compile(r"([0-9]+)")
 _LAST_NUMBER = re.compile(r"[0-9]+[^0-9]*$")
 ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
-"""What ids and stable ids look like: they stand in labels and records as they are."""
+"""The pattern of ids and stable ids, which appear unchanged in labels and records."""
 
 
 class DeviceId(NamedTuple):
-    """Names one device on the node: its device name, and its id under that name."""
+    """Identifies one device on the node: its device name, and its id under that name."""
 
     name: str
     id: str
@@ -39,19 +38,19 @@ class DeviceId(NamedTuple):
 
 
 MAX_NEWS = 8
-"""Newcomers under one device name that are warned of one by one."""
+"""New devices under one device name that get their own warnings."""
 
 MOST_NAMED = 4
-"""Devices that one warning about many names."""
+"""Devices that one warning names."""
 
 MAX_FORMER = 64
 
 MEMORY = DeviceId("mem", "root")
-"""The node's memory: the one device that is divided by amount."""
+"""The node's memory, the only device that is divided by amount."""
 
 
 class Health(StrEnum):
-    """What a plugin says of a device; `unknown` is not `unhealthy`."""
+    """The health of a device according to its plugin; `unknown` is not `unhealthy`."""
 
     HEALTHY = "healthy"
     UNHEALTHY = "unhealthy"
@@ -84,23 +83,23 @@ class Device(msgspec.Struct, frozen=True):
     gone: bool = False
     drained: bool = False
     withheld: str = ""
-    """Which other agentd of this machine serves it; empty if none does."""
+    """The other agentd on this host that serves it; empty if none does."""
     attributes: Mapping[str, str] = {}
     former: tuple[str, ...] = ()
-    """Stable ids under which the same physical thing was offered before."""
+    """Earlier stable ids of the same physical device."""
     is_hearsay: bool = False
-    """Known only from a kernel's record: listed as gone, and remembered by nobody."""
+    """Known only from a kernel's record: listed as `gone` and never saved."""
     is_simulated: bool = False
-    """No hardware: another daemon's device of the same stable id is another thing."""
+    """Not hardware: another daemon's device with the same stable id is a different one."""
 
     @property
     def usable(self) -> bool:
-        """Whether anything new may be given from it, room apart."""
+        """Whether it can be allocated, apart from free capacity."""
         return self._is_there and not self.drained
 
     @property
     def offered(self) -> int:
-        """The capacity that counts now: one that is gone, unhealthy or withheld has none."""
+        """The current capacity, 0 if the device is missing, unhealthy or withheld."""
         return self.capacity if self._is_there else 0
 
     @property
@@ -109,26 +108,26 @@ class Device(msgspec.Struct, frozen=True):
 
     @property
     def physical_id(self) -> str:
-        """The stable id of the physical thing that it is, or is a part of."""
+        """The stable id of the physical device that it is, or is a part of."""
         return self.parent or self.stable_id
 
     def physical_keys(self) -> set[str]:
-        """Return every name by which another plugin might offer the same thing."""
+        """Return all names under which another plugin might list the same device."""
         return {key for key in (self.stable_id, self.parent, *self.aliases) if key}
 
     def answers_to(self, name: str) -> bool:
-        """Tell whether `name` is its id, its stable id or an alias of it."""
+        """Return whether `name` is its id, its stable id or an alias."""
         return name in (self.device_id.id, *self.names)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What it is called besides its id: its stable id and its aliases."""
+        """Its stable id and aliases."""
         return self.stable_id, *self.aliases
 
 
 @dataclass(frozen=True, eq=False)
 class Inventory:
-    """All devices of the node, in natural order, and the slot types it knows.
+    """All devices of the node in natural order, and its slot types.
 
     Compared by identity: a changed inventory is another one.
     """
@@ -138,7 +137,7 @@ class Inventory:
 
     @classmethod
     def of(cls, slot_types: Iterable[SlotType], devices: Iterable[Device]) -> Inventory:
-        """Return an inventory with its devices sorted, accelerators' names first to last."""
+        """Return an inventory with sorted devices."""
         ordered = sorted(
             devices, key=lambda d: (natural_key(d.device_id.name), natural_key(d.device_id.id))
         )
@@ -150,7 +149,7 @@ class Inventory:
 
     @cached_property
     def listed(self) -> frozenset[DeviceId]:
-        """The devices that are, or were, listed: not those known from a kernel's record alone."""
+        """Devices that are, or were, listed: not those known only from a kernel's record."""
         return frozenset(d.device_id for d in self.devices if not d.is_hearsay)
 
     @cached_property
@@ -159,7 +158,7 @@ class Inventory:
 
     @cached_property
     def by_identity(self) -> Mapping[str, Device]:
-        """Devices by stable id, else by one that they had before, else by alias."""
+        """Devices by stable id, else by a former stable id, else by alias."""
         found: dict[str, Device] = {}
         for device in self.devices:
             found |= dict.fromkeys(device.aliases, device)
@@ -168,7 +167,7 @@ class Inventory:
         return {**found, **self.by_stable_id}
 
     def parts_of(self, stable_id: str) -> list[Device]:
-        """Return the devices that are parts of a physical one."""
+        """Return the parts of a physical device."""
         return [device for device in self.devices if device.parent == stable_id]
 
     @cached_property
@@ -186,16 +185,16 @@ class Inventory:
         return {name: tuple(devices) for name, devices in names.items()}
 
     def with_device(self, device: Device) -> Inventory:
-        """Return an inventory in which `device` stands for the one of its id."""
+        """Return an inventory in which `device` replaces the one with its id."""
         others = (d for d in self.devices if d.device_id != device.device_id)
         return Inventory.of(self.slot_types.values(), (*others, device))
 
     def with_listing(self, name: str, listed: Iterable[Device]) -> tuple[Inventory, list[str]]:
-        """Return the inventory with one device name's devices as they are listed now, and warnings.
+        """Return the inventory with the current listing of one device name, and warnings.
 
-        The same inventory if nothing changed. Slots and capacities stay what they were: a
-        device that is not listed any more, or lists another slot, is gone until it is back. One
-        that was never there before joins if its slot is known and nobody else serves it.
+        If nothing changed, it is the same inventory. Slots and capacities are fixed: a device that
+        is not listed any more, or lists another slot, is missing until it returns. A new device is
+        added if its slot is known and no other plugin serves it.
         """
         now = {device.stable_id: device for device in listed}
         there = [d for d in self.devices if not (d.is_hearsay and d.stable_id in now)]
@@ -204,13 +203,12 @@ class Inventory:
         others = [device for device in there if device.device_id.name != name]
         kept, warnings = served_once([others, [d for d in new if d.slot in self.slot_types]])
         warnings += [
-            f"{d.device_id} ({d.stable_id}) appeared and offers {d.slot}, which is known"
-            " when agentd is restarted"
+            f"{d.device_id} ({d.stable_id}) is new and offers {d.slot}; restart agentd to use it"
             for d in new
             if d.slot not in self.slot_types
         ]
         if len(warnings) > MAX_NEWS:
-            warnings[MAX_NEWS:] = [f"{len(warnings) - MAX_NEWS} more of {name} appeared"]
+            warnings[MAX_NEWS:] = [f"{len(warnings) - MAX_NEWS} more devices of {name} are new"]
         devices = [
             _as_listed(d, now.get(d.stable_id)) if d.device_id.name == name else d for d in there
         ]
@@ -225,7 +223,7 @@ class Inventory:
         return Inventory.of(self.slot_types.values(), with_shared_health(devices)), warnings
 
     def with_withheld(self, reasons: Mapping[DeviceId, str]) -> Inventory:
-        """Return the inventory in which just the devices of `reasons` are withheld."""
+        """Return the inventory in which exactly the devices of `reasons` are withheld."""
         return self._with(
             replace(device, withheld=reasons.get(device.device_id, ""))
             if device.withheld != reasons.get(device.device_id, "")
@@ -234,9 +232,9 @@ class Inventory:
         )
 
     def with_health_unknown(self, name: str, reason: str) -> Inventory:
-        """Return the inventory with nothing known of one device name's health.
+        """Return the inventory with unknown health of one device name.
 
-        What was unhealthy stays so: losing who told of a fault does not mend it.
+        Unhealthy devices stay unhealthy: the loss of the plugin does not repair them.
         """
         return self._with(
             replace(device, health=Health.UNKNOWN, reason=reason)
@@ -252,7 +250,7 @@ class Inventory:
         return self if changed == self.devices else Inventory(self.slot_types, changed)
 
     def without(self, device_id: DeviceId) -> Inventory:
-        """Return an inventory that does not know `device_id`."""
+        """Return an inventory without `device_id`."""
         kept = (d for d in self.devices if d.device_id != device_id)
         return Inventory.of(self.slot_types.values(), kept)
 
@@ -265,8 +263,8 @@ def warnings_by_name(
 ) -> Iterator[str]:
     """Yield one warning for each device name with devices in a state, such as `gone`.
 
-    It names the first devices and counts the others. `endings` are its last words about one device
-    and about several.
+    It names the first devices and counts the others. `endings` are appended for one device and for
+    several.
     """
     one, several = endings
     names: dict[str, list[Device]] = {}
@@ -285,7 +283,7 @@ def warnings_by_name(
 
 
 def first_of(ids: Sequence[str]) -> str:
-    """Return the first ids, and how many more there are."""
+    """Return the first ids, and the number of the others."""
     shown = ", ".join(ids[:MOST_NAMED])
     return shown if len(ids) <= MOST_NAMED else f"{shown} and {len(ids) - MOST_NAMED} more"
 
@@ -298,17 +296,17 @@ def withheld_warnings(inventory: Inventory) -> Iterator[str]:
 
 def _as_listed(device: Device, now: Device | None) -> Device:
     if now is None:
-        return replace(device, gone=True, reason="no longer listed by its plugin")
+        return replace(device, gone=True, reason="not listed by its plugin any more")
     if now.slot != device.slot:
-        why = f"offers {now.slot} now; it joins when agentd is restarted"
+        why = f"offers {now.slot} now; restart agentd to use it"
         return replace(device, gone=True, reason=why)
     return replace(device, gone=False, health=now.health, reason=now.reason)
 
 
 def with_shared_health(devices: Sequence[Device]) -> list[Device]:
-    """Make everything on one physical device unhealthy as soon as one thing on it is.
+    """Mark everything on one physical device as unhealthy if one part of it is.
 
-    What is on one physical device has the same parent, or is the parent of the others.
+    Parts of one physical device share a parent, or one is the parent of the others.
     """
     bad = {
         device.physical_id: device
@@ -325,10 +323,10 @@ def with_shared_health(devices: Sequence[Device]) -> list[Device]:
 
 
 def served_once(plugins: Sequence[Sequence[Device]]) -> tuple[list[Device], list[str]]:
-    """Drop devices that an earlier plugin offers too; return the rest, and warnings.
+    """Drop devices that an earlier plugin lists, too; return the rest, and warnings.
 
-    Two devices are the same physical thing if they share a stable id, an alias (UUID,
-    PCI address) or a parent. Parts of one parent under one plugin are different things.
+    Two devices are the same physical device if they share a stable id, an alias (UUID, PCI address)
+    or a parent. Parts of one parent under one plugin are different devices.
     """
     kept: list[Device] = []
     owners: dict[str, DeviceId] = {}
@@ -358,14 +356,13 @@ def with_remembered(
     late: Mapping[str, str] = MappingProxyType({}),
     plugins: Collection[str] | None = None,
 ) -> list[Device]:
-    """Give listed devices the ids they had before, and add those that are missing as gone.
+    """Restore the former ids of listed devices, and add missing ones as `gone`.
 
-    A remembered id is never given to another device while its owner is missing; a new
-    device whose suggested id is taken gets the next number that is free. A missing device
-    that is offered in another form now (a part of a GPU as the GPU, or by another plugin) is
-    no device of its own any more: its stable id is a `former` one of what offers it. Of those
-    whose plugin may list them yet (`late`: why) it is not known whether they are there; `plugins`
-    are those that there are (None: all).
+    The id of a missing device is never reused; a new device whose suggested id is taken gets the
+    next free number. If a missing device is listed in another form now (the GPU instead of its
+    part, or by another plugin), its stable id becomes a `former` one of that. A missing device
+    whose plugin may still list it (`late`: why) has unknown health. `plugins` are the existing ones
+    (None: all).
     """
     past = {device.stable_id: device for device in remembered}
     listed = _with_former([*listed], past)
@@ -400,7 +397,7 @@ def _missing(device: Device, late: Mapping[str, str], plugins: Collection[str] |
 
 
 def _with_former(listed: list[Device], past: Mapping[str, Device]) -> list[Device]:
-    """Note on each listed device the stable ids of what it was before."""
+    """Add the former stable ids to each listed device."""
     owners = {key: device for device in listed for key in (device.stable_id, *device.aliases)}
     former: dict[str, list[str]] = {}
     for stable_id, device in past.items():
@@ -417,9 +414,9 @@ def _with_former(listed: list[Device], past: Mapping[str, Device]) -> list[Devic
 
 
 def _other_form(device: Device, owners: Mapping[str, Device]) -> Device | None:
-    """Return what a missing device is offered as now.
+    """Return the listed device that a missing one has become.
 
-    An alias alone does not tell under the same plugin: another GPU may stand in its slot.
+    Under the same plugin an alias alone proves nothing: another GPU may be in the same PCI slot.
     """
     for key in (device.parent, *device.aliases):
         now = owners.get(key or "")
@@ -431,7 +428,7 @@ def _other_form(device: Device, owners: Mapping[str, Device]) -> Device | None:
 
 
 def _free_id(wanted: DeviceId, taken: set[DeviceId]) -> DeviceId:
-    """Return the wanted id, or with the next number in place of its last one that is free."""
+    """Return the wanted id, or the next one with a free number."""
     stem, count = _LAST_NUMBER.sub("", wanted.id) or wanted.name, 0
     device_id = wanted
     while device_id in taken:

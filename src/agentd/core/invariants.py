@@ -1,8 +1,7 @@
 """Invariants: rules that hold on a node at all times, also after a crash of agentd.
 
-Judges a `NodeSnapshot`: what the books say (kernels, and who holds how much of what) beside what
-is there (containers, processes). The daemon's self-check takes it from the inside, tests
-take it from the outside; the rules are the same.
+They are checked on a `NodeSnapshot`: the recorded kernels and their shares beside the observed
+containers and processes. The daemon's self-check builds it from the inside, tests from the outside.
 """
 
 from __future__ import annotations
@@ -15,32 +14,32 @@ import msgspec
 from agentd.core.kernel.states import ENDED, LIVE, STARTING, KernelState
 
 Holdings = Mapping[str, Mapping[str, int]]
-"""By device, by kernel: how much of it, in base units; 0 keeps back the whole device."""
+"""Shares by device and kernel, in base units; 0 quarantines the whole device."""
 
 
 class Violation(NamedTuple):
-    """A rule that does not hold, and where."""
+    """A violated rule, and where."""
 
     rule: str
     detail: str
 
 
 RULES = {
-    "capacity": "shares on a device add up to at most its capacity",
+    "capacity": "the shares of a device add up to at most its capacity",
     "owner": "outside shared mode no device is held by two agents",
-    "accounted": "every kernel that is there is in the books, and holds what it was given",
-    "limits": "every kernel is held to the cores and the memory that it was given",
-    "ghost": "every holder in the ledger is a kernel that lives or is being started",
-    "stray": "no container, process, folder, port, cgroup or intent is left of a kernel",
+    "accounted": "every kernel that exists is recorded, and holds its allocation",
+    "limits": "every kernel is limited to its cores and memory",
+    "ghost": "every holder in the ledger is a live or starting kernel",
+    "stray": "a removed kernel leaves no container, process, folder, port, cgroup or intent",
 }
-"""What a snapshot is judged by."""
+"""The promise of each rule."""
 
 SURVIVAL = "survival"
-"""What lived before a crash lives after it, the same, and holds the same."""
+"""A kernel that was alive before a crash is alive after it, unchanged, with the same shares."""
 
 
 class RecordedKernel(msgspec.Struct, frozen=True):
-    """A kernel as the books have it; `handle` is what the runtime knows it by."""
+    """A recorded kernel; `handle` is the runtime's name for it."""
 
     agent_id: str
     state: KernelState
@@ -48,9 +47,9 @@ class RecordedKernel(msgspec.Struct, frozen=True):
 
 
 class Present(msgspec.Struct, frozen=True):
-    """What is there of a kernel; `given` is what it says itself that it holds, by device.
+    """An observed kernel; `given` is its allocation by its own label, by device.
 
-    `held_to` is what its runtime limits it to now, of the same devices. None: that cannot be told.
+    `held_to` holds the current limits of its runtime for the same devices; None if unknown.
     """
 
     handle: str
@@ -60,7 +59,7 @@ class Present(msgspec.Struct, frozen=True):
 
 
 class NodeSnapshot(msgspec.Struct, frozen=True):
-    """One look at a node; `divisible` devices (memory) go to several agents in every mode."""
+    """One snapshot of a node; several agents may share `divisible` devices (memory) in any mode."""
 
     is_shared: bool
     capacities: Mapping[str, int]
@@ -72,7 +71,7 @@ class NodeSnapshot(msgspec.Struct, frozen=True):
 
 
 def violations(snapshot: NodeSnapshot) -> list[Violation]:
-    """Return every rule that does not hold; in the order of `RULES`."""
+    """Return all violated rules in the order of `RULES`."""
     return [
         *_over_capacity(snapshot),
         *_with_two_owners(snapshot),
@@ -88,7 +87,7 @@ def _over_capacity(snapshot: NodeSnapshot) -> Iterator[Violation]:
         held, capacity = sum(holders.values()), snapshot.capacities.get(device, 0)
         if held > capacity:
             who = ", ".join(sorted(holders))
-            yield Violation("capacity", f"{device}: {held} of {capacity} is held, by {who}")
+            yield Violation("capacity", f"{device}: {held} of {capacity} are held, by {who}")
 
 
 def _with_two_owners(snapshot: NodeSnapshot) -> Iterator[Violation]:
@@ -114,7 +113,7 @@ def _unaccounted(snapshot: NodeSnapshot) -> Iterator[Violation]:
                 "stray", f"kernel {kernel_id} ({present.handle}) runs but is not recorded"
             )
         elif present.is_alive and accounted.state in ENDED:
-            why = f"kernel {kernel_id} ({present.handle}) lives, and is {accounted.state}"
+            why = f"kernel {kernel_id} ({present.handle}) lives but is {accounted.state}"
             yield Violation("accounted", why)
         elif present.is_alive and accounted.state in LIVE:
             yield from _given_and_held(snapshot, kernel_id, accounted, present)
@@ -124,17 +123,17 @@ def _given_and_held(
     snapshot: NodeSnapshot, kernel_id: str, accounted: RecordedKernel, present: Present
 ) -> Iterator[Violation]:
     if accounted.handle != present.handle:
-        why = f"kernel {kernel_id} is {present.handle}, and the books have {accounted.handle}"
+        why = f"kernel {kernel_id} is {present.handle}, recorded as {accounted.handle}"
         yield Violation("accounted", why)
     for device, amount in (present.given or {}).items():
         held = snapshot.holdings.get(device, {}).get(kernel_id)
         if held != amount:
-            why = f"kernel {kernel_id} was given {amount} of {device}, the ledger has {held or 0}"
+            why = f"kernel {kernel_id} has {amount} of {device}, the ledger {held or 0}"
             yield Violation("accounted", why)
 
 
 def _unlimited(snapshot: NodeSnapshot) -> Iterator[Violation]:
-    """Compare limits with what was given; what was given none of, such as cores, is not limited."""
+    """Compare limits with allocations; a kernel without cores, for example, has no such limit."""
     for kernel_id, present in snapshot.present.items():
         if not present.is_alive or present.given is None or present.held_to is None:
             continue
@@ -144,7 +143,7 @@ def _unlimited(snapshot: NodeSnapshot) -> Iterator[Violation]:
                 for amounts in (present.given, present.held_to)
             )
             if given and given != held_to:
-                why = f"kernel {kernel_id} was given {_listed(given)}, and is held to"
+                why = f"kernel {kernel_id} has {_listed(given)}, but its limits are"
                 yield Violation("limits", f"{why} {_listed(held_to)}")
 
 
@@ -158,18 +157,18 @@ def _ghosts(snapshot: NodeSnapshot) -> Iterator[Violation]:
         accounted = snapshot.accounted.get(kernel_id)
         if accounted is None or accounted.state in ENDED:
             state = accounted.state if accounted else "unknown"
-            yield Violation("ghost", f"kernel {kernel_id} holds devices and is {state}")
+            yield Violation("ghost", f"kernel {kernel_id} holds devices but is {state}")
     for kernel_id, accounted in snapshot.accounted.items():
         present = snapshot.present.get(kernel_id)
         if accounted.state in LIVE and not (present and present.is_alive):
-            why = f"kernel {kernel_id} is {accounted.state} in the books, and does not live"
+            why = f"kernel {kernel_id} is recorded as {accounted.state} but is not alive"
             yield Violation("ghost", why)
 
 
 def changes(
     before: NodeSnapshot, after: NodeSnapshot, touched: Collection[str] = ()
 ) -> list[Violation]:
-    """Return the kernels that changed or vanished between two snapshots, but for touched ones."""
+    """Return the kernels that changed or vanished between two snapshots, except touched ones."""
     found = []
     for kernel_id, lived in before.present.items():
         if kernel_id in touched or not lived.is_alive:
@@ -179,7 +178,7 @@ def changes(
             what = f"is {now.handle if now and now.is_alive else 'gone'}"
             found.append(Violation(SURVIVAL, f"kernel {kernel_id} was {lived.handle}, {what}"))
         elif accounted is None or accounted.state not in LIVE | STARTING:
-            found.append(Violation(SURVIVAL, f"kernel {kernel_id} lives and is not accounted for"))
+            found.append(Violation(SURVIVAL, f"kernel {kernel_id} is alive but not recorded"))
         elif now.given != lived.given:
             found.append(Violation(SURVIVAL, f"kernel {kernel_id} holds {now.given}"))
     return found

@@ -1,6 +1,6 @@
 """Names from outside that become paths, URLs, keys or command lines: one pattern for each kind.
 
-A name is checked where it comes in, and once more where a path is made of it.
+A name is validated on input, and once more before it becomes part of a path.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TypeGuard, TypeVar
 _H = TypeVar("_H", bound=Hashable)
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
-"""Ids of kernels, agents and nodes; names of callers, runtimes and fleets."""
+"""The pattern of ids of kernels, agents and nodes, and of names of callers, runtimes and fleets."""
 _NAME = re.compile(NAME)
 _SHOWN = 80
 
@@ -31,10 +31,10 @@ def _is_name(text: str) -> bool:
 
 
 def checked(text: str) -> str:
-    """Return a name, to be made part of a path.
+    """Validate a name that becomes part of a path.
 
     Raises:
-        ValueError: it is not one.
+        ValueError: it is not a name.
     """
     if not is_name(text):
         raise ValueError(f"invalid name {shortened(text)}")
@@ -42,25 +42,25 @@ def checked(text: str) -> str:
 
 
 def name_or_empty(text: object) -> str:
-    """Return a name; anything else counts as none."""
+    """Return a name, or an empty string for anything else."""
     return text if is_name(text) else ""
 
 
 def repeated(items: Iterable[_H]) -> list[str]:
-    """Return what is there more than once, as sorted text."""
+    """Return the items that appear more than once, as sorted text."""
     return sorted(str(item) for item, count in Counter(items).items() if count > 1)
 
 
 def did_you_mean(word: str, known: Iterable[str], least: float = 0.5) -> str:
-    """Return a hint at the nearest known name, with a blank after it; empty if none is near.
+    """Return a hint at the nearest known name and a space, empty if none is near.
 
-    `least` is how near: 1 is equal, 0 has nothing in common (difflib).
+    `least` is the minimum similarity: 1 is equal, 0 has nothing in common (difflib).
     """
     near = get_close_matches(word, list(known), n=1, cutoff=least)
     return f"did you mean {near[0]}? " if near else ""
 
 
 def shortened(text: object) -> str:
-    """Return text from outside as a message may quote it: escaped, and at most one line long."""
+    """Quote untrusted text for a message: escaped, on one line of limited length."""
     shown = repr(text)
     return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."

@@ -1,8 +1,8 @@
-"""Text from others, without what a terminal would obey.
+"""Untrusted text without control characters for terminals.
 
 Labels, commands and reasons come from other teams, plugins and engines. Escape sequences in them
-could rename a window, hide lines, or have a terminal type (ECMA-48, "Control functions"); marks
-of direction could show text in another order (Unicode TR 36).
+could rename a window, hide lines, or make a terminal type (ECMA-48, "Control functions");
+directional marks could reorder the text (Unicode TR 36).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _OBEYED_OR_BROKEN = re.compile(f"[\t\n]|{_OBEYED.pattern}")
 
 
 def printable(text: str) -> str:
-    """Return text with control characters written out, as in Python; lines and tabs stay."""
+    """Escape control characters as in Python; newlines and tabs stay."""
     return _OBEYED.sub(_written_out, text)
 
 
 def printable_line(text: str) -> str:
-    """Return text as one line: line ends and tabs are written out like control characters."""
+    """Escape control characters, newlines and tabs, so that the text is one line."""
     return _OBEYED_OR_BROKEN.sub(_written_out, text)
 
 

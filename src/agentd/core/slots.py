@@ -1,10 +1,9 @@
-"""Slots: what a request can ask for, and how amounts are written and compared.
+"""Slots: the resources of requests, and their amounts.
 
-Inside agentd an amount is an `int` in the slot's base unit: bytes for `bytes`
-slots, millionths for `count` and `unique` slots. Text and decimals exist only at the
-edges (configuration, wire), and the functions here are those edges. Nothing is
-ever rounded: an amount that cannot be represented is refused, with the nearest
-amounts that can.
+Inside agentd an amount is an `int` in the slot's base unit: bytes for `bytes` slots, millionths for
+`count` and `unique` slots. Text and decimals exist only at the edges (configuration, wire), and the
+functions here are those edges. Nothing is ever rounded: an amount that cannot be represented is
+refused, with the nearest valid amounts.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ MAX_AMOUNT = 2**63 - 1
 """The largest amount in base units: 8 EiB, or 9.2 million million devices."""
 
 MAX_TEXT = 64
-"""Characters in the longest amount that is read at all."""
+"""Maximum characters of an amount."""
 
 CPU, MEM = "cpu", "mem"
 
@@ -49,19 +48,19 @@ _PLAIN = re.compile(r"[0-9]+(?:\.[0-9]+)?")
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(?:([kmgtpe])(?:i?b)?|b)", re.IGNORECASE | re.ASCII)
 _EXPONENT = re.compile(r"[+-]?[0-9.]+e[+-]?[0-9]+", re.IGNORECASE)
 MAX_SLOT_NAME = 128
-"""Characters in the longest name of a slot."""
+"""Maximum characters of a slot name."""
 
 SLOT_NAME = rf"[a-z](?!.{{{MAX_SLOT_NAME}}})[a-z0-9_-]*(?:\.[A-Za-z0-9][A-Za-z0-9._:+-]*)?"
-"""A device name, or a device name, a dot and more; `MAX_SLOT_NAME` characters at most."""
+"""A device name, or a device name, a dot and more; at most `MAX_SLOT_NAME` characters."""
 _SLOT_NAME = re.compile(SLOT_NAME)
 
 
 class AmountError(ValueError):
-    """A text or number that is not a valid amount of a slot."""
+    """The value is not a valid amount of a slot."""
 
 
 class WrittenFloat(float):
-    """A float that keeps its source text; made by the JSON and TOML parsers."""
+    """A float that keeps its source text; created by the JSON and TOML parsers."""
 
     text: str
 
@@ -72,7 +71,7 @@ class WrittenFloat(float):
 
 
 class SlotKind(StrEnum):
-    """How amounts of a slot are counted."""
+    """The unit in which amounts of a slot are counted."""
 
     COUNT = "count"
     BYTES = "bytes"
@@ -81,9 +80,9 @@ class SlotKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SlotType:
-    """A slot that this node knows, and the smallest step it is given in (base units).
+    """A slot type of this node, and the smallest step of its amounts (base units).
 
-    `is_enforced` if a kernel cannot use more of a device than the part that it was given.
+    `is_enforced` means that a kernel cannot use more of a device than its share.
     """
 
     name: SlotName
@@ -98,35 +97,35 @@ BUILT_IN = (
     SlotType(CPU, SlotKind.COUNT, ONE, unit="core"),
     SlotType(MEM, SlotKind.BYTES, 1, unit="byte"),
 )
-"""The slots that every node knows, without any plugin."""
+"""The slots of every node, without any plugin."""
 
 
 def device_name_of(slot: SlotName) -> str:
-    """Return the device name a slot belongs to: what stands before the first dot."""
+    """Return the device name of a slot, the part before the first dot."""
     return slot.partition(".")[0]
 
 
 def is_slot_name(text: str) -> bool:
-    """Return whether `text` is `name` or `name.rest`, as `cuda.device:1g.10gb-mig` is.
+    """Return whether `text` is `name` or `name.rest`, such as `cuda.device:1g.10gb-mig`.
 
-    It has `MAX_SLOT_NAME` characters at most.
+    It has at most `MAX_SLOT_NAME` characters.
     """
     return _SLOT_NAME.fullmatch(text) is not None
 
 
 def is_divisible(slot: SlotType) -> bool:
-    """Tell whether parts of one device are given: a count in steps below 1."""
+    """Return whether a device can be divided: a count in steps below 1."""
     return slot.kind is SlotKind.COUNT and slot.quantum < ONE
 
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A number as it was written, before it is known which slot it is for."""
+    """A number before its slot is known."""
 
     value: Fraction
     is_size: bool
     text: str = field(compare=False)
-    """As it was written, for messages."""
+    """The original text, for messages."""
 
     def in_units_of(self, kind: SlotKind) -> Fraction:
         """Return the amount in base units of `kind`, possibly a fraction."""
@@ -138,9 +137,9 @@ class Quantity:
 
 
 def parse_quantity(raw: object) -> Quantity:
-    """Read a JSON or TOML value as a quantity: a number, a plain decimal, or a size.
+    """Parse a JSON or TOML value as a quantity: a number, a plain decimal, or a size.
 
-    What `read_quantity` returned is taken as it is.
+    A result of `read_quantity` is returned as it is.
 
     Sizes are binary whatever their spelling: `1g`, `1GB` and `1GiB` are 2**30 bytes.
 
@@ -156,7 +155,7 @@ def parse_quantity(raw: object) -> Quantity:
 
 
 def read_quantity(raw: object) -> Quantity | AmountError:
-    """Read a value once, at the edge; whoever uses it decides what an error means."""
+    """Parse a value once, at the edge; the user of the result decides about errors."""
     try:
         return parse_quantity(raw)
     except AmountError as error:
@@ -165,7 +164,7 @@ def read_quantity(raw: object) -> Quantity | AmountError:
 
 @lru_cache
 def _quantity_of(text: str) -> Quantity:
-    """Read a text of at most `MAX_TEXT` characters; requests mostly name the same few amounts."""
+    """Parse a text of at most `MAX_TEXT` characters, cached: requests repeat a few amounts."""
     if text.isdecimal() and text.isascii():
         return Quantity(Fraction(int(text)), is_size=False, text=text)
     if match := _PLAIN.fullmatch(text):
@@ -226,7 +225,7 @@ def parse_amount(raw: object, slot: SlotType) -> int:
     """
     amount = parse_base_units(raw, slot.kind, slot.quantum)
     if slot.kind is SlotKind.UNIQUE and amount not in (0, ONE):
-        raise AmountError(f"{format_amount(amount, slot.kind)} of a unique slot; ask for 1 or 0")
+        raise AmountError(f"{format_amount(amount, slot.kind)} of a unique slot, expected 1 or 0")
     if amount % slot.quantum:
         raise AmountError(_nearest(Fraction(amount), slot.quantum, slot.kind))
     return amount
@@ -235,7 +234,7 @@ def parse_amount(raw: object, slot: SlotType) -> int:
 def parse_base_units(raw: object, kind: SlotKind, quantum: int = 1) -> int:
     """Return the amount in base units of `kind`.
 
-    `quantum` is used in the error message only, to name the nearest valid amounts.
+    `quantum` only appears in the error message, to name the nearest valid amounts.
 
     Raises:
         AmountError: not an amount, finer than the base unit, or too large.
@@ -243,11 +242,11 @@ def parse_base_units(raw: object, kind: SlotKind, quantum: int = 1) -> int:
     quantity = parse_quantity(raw)
     if quantity.is_size and kind is not SlotKind.BYTES:
         raise AmountError(
-            f"{quantity.text!r} is a size; this slot is counted, write a plain decimal"
+            f"{quantity.text!r} is a size, expected a plain decimal for a counted slot"
         )
     exact = quantity.in_units_of(kind)
     if exact > MAX_AMOUNT:
-        raise AmountError(f"too large; at most {format_amount(MAX_AMOUNT, kind)}")
+        raise AmountError(f"exceeds the maximum of {format_amount(MAX_AMOUNT, kind)}")
     if exact.denominator != 1:
         raise AmountError(_nearest(exact, quantum, kind))
     return int(exact)
@@ -293,11 +292,11 @@ class ResourceSlots(Mapping[SlotName, int]):
 
     @classmethod
     def parse(cls, raw: Mapping[str, object], types: Mapping[SlotName, SlotType]) -> ResourceSlots:
-        """Read amounts as they stand in a request.
+        """Parse the amounts of a request.
 
         Raises:
-            InvalidSlotAmount: some cannot be read; every one of them is listed.
-            UnsupportedResource: some slots are not in `types` and not zero.
+            InvalidSlotAmount: amounts are invalid; lists all of them.
+            UnsupportedResource: slots are not in `types` and not zero.
             InvalidSlotCombination: two slots exclude each other.
         """
         return parse_slots(raw, types)
@@ -319,7 +318,7 @@ class ResourceSlots(Mapping[SlotName, int]):
         return name in self._amounts
 
     def differing(self, other: ResourceSlots) -> set[SlotName]:
-        """Return the slots that the two have unequal amounts of."""
+        """Return the slots in which the two differ."""
         return {name for name, _ in self._amounts.items() ^ other._amounts.items()}
 
     def __add__(self, other: Mapping[SlotName, int]) -> ResourceSlots:
@@ -352,24 +351,24 @@ class ResourceSlots(Mapping[SlotName, int]):
 
 
 class SlotReading(NamedTuple):
-    """What was read of a request's slots, all of which this node can know."""
+    """The parsed slots of a request; this node may know all of them."""
 
     slots: ResourceSlots
     problems: tuple[Problem, ...] = ()
-    """What is wrong with amounts."""
+    """Problems of amounts."""
     excluded: tuple[Problem, ...] = ()
-    """Which slots exclude each other."""
+    """Problems of slots that exclude each other."""
     late: Mapping[str, str] = MappingProxyType({})
-    """Device names of slots that are asked for and may be known soon, with the reason."""
+    """Device names of requested slots that may become known soon, with the reason."""
 
     def accepted(self, others: Sequence[Problem] = ()) -> ResourceSlots:
-        """Return the slots of a request with which nothing is wrong.
+        """Return the slots of a valid request.
 
         Raises:
-            InvalidRequest: there are `others`, problems of the rest of the request; all are listed.
-            InvalidSlotAmount: some amounts cannot be read; every one of them is listed.
+            InvalidRequest: there are `others`, problems of the rest of the request; lists all.
+            InvalidSlotAmount: amounts are invalid; lists all of them.
             InvalidSlotCombination: two slots exclude each other.
-            PluginUnavailable: the first unknown slot that is not zero may be known soon.
+            PluginUnavailable: the first unknown slot that is not zero may become known soon.
         """
         if others:
             raise InvalidRequest([*self.problems, *self.excluded, *others])
@@ -384,7 +383,7 @@ class SlotReading(NamedTuple):
 
 
 def parse_slots(raw: Mapping[str, object], types: Mapping[SlotName, SlotType]) -> ResourceSlots:
-    """Read a request's slots where no plugin is pending.
+    """Parse a request's slots where no plugin is pending.
 
     Raises:
         UnsupportedResource, InvalidSlotAmount, InvalidSlotCombination: see `read_slots` and
@@ -401,15 +400,15 @@ def read_slots(
     failed: Mapping[str, str] = MappingProxyType({}),
     absent: Mapping[str, str] = MappingProxyType({}),
 ) -> SlotReading:
-    """Read a request's slots: first whether this node can know them, then their amounts.
+    """Parse a request's slots: first whether this node can know them, then their amounts.
 
-    An unknown slot whose amount cannot be read counts as not zero.
+    An unknown slot with an invalid amount counts as not zero.
 
     `pending` holds device names whose plugin has not opened yet, `failed` those whose plugin
-    failed, `absent` those whose hardware is not on the node; each with the reason.
+    failed, `absent` those without hardware on the node; each with the reason.
 
     Raises:
-        UnsupportedResource: some unknown slots of no pending plugin are not zero.
+        UnsupportedResource: unknown slots without a pending plugin are not zero.
     """
     amounts: dict[SlotName, int] = {}
     unknown: list[SlotName] = []
@@ -445,5 +444,5 @@ def _excluded(slots: ResourceSlots, types: Mapping[SlotName, SlotType]) -> Itera
             groups.setdefault((device_name_of(name), group), []).append(name)
     for names in groups.values():
         if len(names) > 1:
-            why = f"{' and '.join(names)} exclude each other; ask for one of them"
+            why = f"{' and '.join(names)} exclude each other; request one of them"
             yield Problem("slots", why)

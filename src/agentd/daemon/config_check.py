@@ -50,8 +50,7 @@ async def check(path: Path | None) -> Checked:
     """Return every problem for which `agentd run` would refuse a configuration.
 
     It also reports two kinds of problems that no start refuses: entry points that are not
-    installed,
-    and tables that their plugins did not validate.
+    installed, and tables that their plugins did not validate.
 
     Raises:
         ConfigRefused: the file is unreadable or not TOML.

@@ -202,7 +202,7 @@ class Daemon:
         services.shared.update(patience_s=START_PATIENCE_S)
         stack.callback(services.shared.close)
         for warning in devices.warnings:
-            log.warning("node.warning", warning=warning)
+            log.warning("node.warned", warning=warning)
         served = parts.site(
             node,
             services,
@@ -290,4 +290,4 @@ def _log_what_is_not_ready(plugins: PluginHost) -> None:
     for status in plugins.statuses():
         if status.reason:
             tell = log.warning if status.has_table else log.info
-            tell("plugin.not_ready", plugin=status.name, reason=status.reason)
+            tell("plugin.unavailable", plugin=status.name, reason=status.reason)

@@ -175,7 +175,7 @@ class Reload:
         else:
             log.info("daemon.reloaded", needs_restart=waiting)
             return waiting
-        log.warning("daemon.not_reloaded", reasons=refused.lines())
+        log.warning("daemon.reload_refused", reasons=refused.lines())
         raise refused
 
 

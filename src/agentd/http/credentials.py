@@ -92,7 +92,7 @@ class Weaknesses:
         """Replace the warnings after the credentials changed."""
         self._found = tuple(found)
         for text in self.warnings():
-            log.warning("rpc.weak_credential", reason=text)
+            log.warning("credential.weak", reason=text)
 
     def warnings(self) -> list[str]:
         """Return the warnings that hold now."""

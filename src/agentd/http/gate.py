@@ -127,7 +127,7 @@ def refusal(request: web.Request, error: Exception) -> web.Response:
         if code == "BodyTooLarge":
             detail = f"the body is larger than {MAX_BODY} bytes"
         return problem(code, detail, None, allow)
-    log.error("rpc.failed", method=request.method, path=request.path, exc_info=error)
+    log.error("request.failed", method=request.method, path=request.path, exc_info=error)
     return problem("Internal", f"{type(error).__name__}; the log has more")
 
 

@@ -70,8 +70,7 @@ def is_foreign(request: web.BaseRequest) -> bool:
 
     A browser sends the origin (https://fetch.spec.whatwg.org/#origin-header). If an attacker's name
     resolves to the loopback address, origin and host are equal. So a connection without TLS, which
-    is
-    local, accepts no public DNS name; with TLS the certificate decides.
+    is local, accepts no public DNS name; with TLS the certificate decides.
     """
     host = request.headers.get("Host", "")
     origin = request.headers.get("Origin")

@@ -180,8 +180,7 @@ class PluginInstance:
         """Why `validate` has not judged the table, empty if it has.
 
         It is empty, too, for a plugin that cannot be imported or finds no hardware: the table is
-        not the
-        reason.
+        not the reason.
         """
         if self._is_validated or self.state in (PluginState.BLOCKED, PluginState.ABSENT):
             return ""
@@ -316,7 +315,7 @@ class PluginInstance:
         while process is not None and self.state is PluginState.READY:
             if await is_set_within(self._woken, self._pace.health_interval_s) and not wakes.take():
                 if not is_restless:
-                    log.warning("plugin.restless", plugin=self.wanted.name, reason=_RESTLESS)
+                    log.warning("plugin.throttled", plugin=self.wanted.name, reason=_RESTLESS)
                 is_restless = True
                 await is_set_within(process.lost, self._pace.health_interval_s)
             self._woken.clear()
@@ -341,7 +340,7 @@ class PluginInstance:
                 self.measurements = checked_measurements(measured)
             except (PluginRefused, InvalidAnswer) as error:
                 self.measurements = ()
-                log.warning("plugin.no_measurements", plugin=self.wanted.name, reason=str(error))
+                log.warning("plugin.measure_failed", plugin=self.wanted.name, reason=str(error))
 
     async def _give_up(self, reason: str, state: PluginState | None = None) -> None:
         """End the process with a reason; a plugin that may still become ready is pending."""
@@ -424,9 +423,9 @@ async def _ask_to_close(process: PluginProcess, name: str) -> None:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
             await process.call("close", timeout_s=CLOSE_TIMEOUT_S)
     except TimeoutError:
-        log.warning("plugin.not_closed", plugin=name, reason="it is busy")
+        log.warning("plugin.close_failed", plugin=name, reason="it is busy")
     except (PluginRefused, InvalidAnswer, PluginLost) as error:
-        log.warning("plugin.not_closed", plugin=name, reason=str(error))
+        log.warning("plugin.close_failed", plugin=name, reason=str(error))
 
 
 def _too_large(wanted: Wanted) -> list[Problem]:

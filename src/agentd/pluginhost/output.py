@@ -83,12 +83,12 @@ class PluginOutput:
         now = time.monotonic()
         if now >= self._window_end:
             if (more := self._lines - _LINES_AT_ONCE) > 0:
-                log.warning("plugin.printed_more", plugin=self._name, lines=more)
+                log.warning("plugin.output_dropped", plugin=self._name, lines=more)
             self._window_end, self._lines = now + _QUIET_S, 0
         self._lines += 1
         text = one_line(line[:_MAX_LINE].decode(errors="replace"), _MAX_LINE)
         if text and self._lines <= _LINES_AT_ONCE:
-            log.info("plugin.printed", plugin=self._name, text=text)
+            log.info("plugin.log", plugin=self._name, text=text)
 
     def close(self) -> None:
         """Read a bounded part of the remaining output, and stop."""

@@ -143,8 +143,7 @@ class PluginProcess:
         """Call a method and return a result of the type in RESULTS.
 
         Calls wait for each other; `timeout_s` counts from a call's own turn. Cancelling the caller
-        does not
-        stop the call.
+        does not stop the call.
 
         Raises:
             PluginRefused: the plugin raised.

@@ -64,7 +64,7 @@ async def run_over(
         await _converse(wire, frames, session)
     except TooManyControlFrames as error:
         flood = error
-        warn_of_client("exec.cut_off", path=request.path, reason=str(error))
+        warn_of_client("exec.aborted", path=request.path, reason=str(error))
     except AgentdError as error:
         told = problem_content(error.code, str(error), error.facts())
         with suppress(ConnectionError):

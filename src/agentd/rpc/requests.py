@@ -216,8 +216,7 @@ class CreateKernelRequest(Body):
         """Return a hash that is equal for equal requests; defaults and zero slots do not count.
 
         cpu and mem always count, because their defaults are not zero. Unreadable amounts share one
-        form:
-        no kernel can have them, since the request is refused.
+        form: no kernel can have them, since the request is refused.
         """
         content = self.model_dump(exclude_defaults=True, exclude={"kernel_id", "slots"})
         canonical = {

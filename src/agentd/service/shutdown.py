@@ -83,7 +83,7 @@ class Shutdown:
         if not self._is_over.wait(LIMIT_S):
             self.failure = f"{self._step} did not end within {LIMIT_S:g} s"
             facts = {"during": self._step, "late": self.late}
-            last = threading.Thread(target=log.error, args=("daemon.cut_off",), kwargs=facts)
+            last = threading.Thread(target=log.error, args=("daemon.stop_aborted",), kwargs=facts)
             last.daemon = True
             last.start()
         threading.Event().wait(EXIT_PATIENCE_S)

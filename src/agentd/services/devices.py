@@ -148,15 +148,14 @@ class NodeDevices:
             return False
         self._news.pop(listing.name, None)
         _publish_changes(self._events, before.inventory, self.inventory)
-        log.info("plugin.joined", plugin=listing.name)
+        log.info("plugin.added", plugin=listing.name)
         return True
 
     def _take_in(self, listings: Sequence[PluginListing], before: Split | None = None) -> None:
         """Merge listings with known and saved devices.
 
         Without `before` everything is new, including the devices of the host. With it, only the
-        listed
-        devices change.
+        listed devices change.
 
         Raises:
             ConfigRefused: the rules do not fit; nothing changed.
@@ -280,7 +279,7 @@ class NodeDevices:
             self._store.save_devices(_lasting(self.inventory))
         except StateUnavailable as error:
             if not self._unsaved:
-                log.warning("devices.not_saved", reason=str(error))
+                log.warning("devices.save_failed", reason=str(error))
             self._unsaved = f"the inventory is not saved: {error}"
         else:
             self._unsaved = ""

@@ -48,8 +48,7 @@ class SharedDevices:
     """Keeps this node from serving devices that its peers serve.
 
     `real_cores` and `real_memory` are the undeclared resources of the host. Declared cores cannot
-    be
-    compared with those of another daemon.
+    be compared with those of another daemon.
     """
 
     def __init__(

@@ -207,8 +207,7 @@ def _named(
     """Return the devices that a request names, by device name, and the first mistake of each.
 
     A discreet request finds only its agent's devices. The mistakes are unknown devices, and devices
-    of
-    which no slot is requested. For a pending plugin the devices are not known yet.
+    without a requested slot. For a pending plugin the devices are not known yet.
     """
     problems: list[Problem] = []
     found = {}

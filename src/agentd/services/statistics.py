@@ -31,8 +31,7 @@ class DeviceUse(msgspec.Struct, frozen=True):
     """The usage of a device that a kernel holds a share of; None means unknown.
 
     `share` is a fraction of the whole device. Utilization (0 to 1), memory and power are those of
-    the
-    whole device; `used_by_kernel_bytes` is the memory of this kernel.
+    the whole device; `used_by_kernel_bytes` is the memory of this kernel.
     """
 
     device_name: str

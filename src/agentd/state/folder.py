@@ -121,7 +121,7 @@ class StateFolder:
     def _complain(self, what: Path | str, why: str) -> None:
         if self._complaints.get(str(what)) != why:
             self._complaints[str(what)] = why
-            log.warning("state.trouble", file=str(what), reason=why)
+            log.warning("state.access_failed", file=str(what), reason=why)
 
     def warnings(self) -> Sequence[str]:
         """Return warnings about this folder."""

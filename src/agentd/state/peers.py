@@ -104,7 +104,7 @@ class HostPeers:
         except OSError as error:
             self._complaint = f"{error.filename or self.places.lock}: {error.strerror}"
         if self._complaint:
-            log.warning("neighbours.not_told", reason=self._complaint)
+            log.warning("peers.publish_failed", reason=self._complaint)
 
     def _be_seen(self) -> None:
         """Create missing folders and locks, whatever the umask is."""

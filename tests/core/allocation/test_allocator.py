@@ -75,7 +75,7 @@ def test_later_steps_stay_near_the_steps_before(nodes, asked, policy, expected) 
     assert sorted(given_ids(allocation, "cpu")) == expected
 
 
-def test_accelerators_come_first_by_device_name_then_cpu_then_mem() -> None:
+def test_slots_are_allocated_accelerators_first_then_cpu_mem() -> None:
     devices = [*cores(2), *gpus(1, slot="rocm.device"), *gpus(1, slot="cuda.device")]
     asked = slots(mem=1, cpu=1, rocm_device=1, cuda_device=1)
     allocation = place(devices, asked)
@@ -90,7 +90,7 @@ def test_shares_on_equal_devices_are_halved_or_filled() -> None:
     assert given_ids(place(devices, asked, FILL, CENT), "cuda") == {"cuda0": 1, "cuda1": 0.5}
 
 
-def test_without_fragmentation_parts_are_equal_on_the_fewest_devices_or_refused() -> None:
+def test_parts_are_equal_on_fewest_devices_or_refused() -> None:
     whole = AllocationPolicy(allow_fragmentation=False)
     devices = [*cores(1), *gpus(1, 1, 1, slot="cuda.shares")]
     asked = slots(cuda_shares=1.5)
@@ -174,7 +174,7 @@ def test_an_agent_s_memory_is_the_less_of_its_own_and_the_node_s() -> None:
     assert use(Ledger(), "gone", 9 * GIB).free(device, part) == 0
 
 
-def test_a_device_that_moved_is_not_free_for_its_new_agent_while_a_kernel_holds_a_part() -> None:
+def test_moved_device_is_not_free_while_a_kernel_holds_it() -> None:
     devices = [*cores(2), memory(), *gpus(1, slot="cuda.shares")]
     node = split(
         machine(*devices, quantum=CENT), SplitRules(AllocationMode.AUTO_SPLIT, (AgentRule("b"),))
@@ -205,7 +205,7 @@ def reasons(devices, asked, policy=EVENLY, quantum=ONE, ledger=None) -> list[str
     return [str(row["reason"]) for row in caught.value.explain]
 
 
-def test_a_refusal_without_fragmentation_speaks_of_equal_parts_only_where_it_is_for_want_of_them():
+def test_refusal_mentions_equal_parts_only_when_fragmented():
     whole = AllocationPolicy(allow_fragmentation=False)
     assert reasons([*cores(2)], slots(cpu=3), whole) == ["has 1 of the 3"] * 2
     assert reasons([*cores(1), *gpus(1)], slots(cuda_device=2), whole) == ["has 1 of the 2"]
@@ -221,7 +221,7 @@ def test_a_refusal_without_fragmentation_speaks_of_equal_parts_only_where_it_is_
     ]
 
 
-def test_a_part_of_the_memory_that_is_used_up_is_the_agent_s_own_doing() -> None:
+def test_memory_refusal_names_the_agents_own_kernels() -> None:
     rules = SplitRules(AllocationMode.AUTO_SPLIT, (AgentRule("a"), AgentRule("b")))
     node = split(machine(*cores(2), memory(8 * GIB)), rules)
 
@@ -241,7 +241,7 @@ def test_a_part_of_the_memory_that_is_used_up_is_the_agent_s_own_doing() -> None
     assert reason(mine, GIB) == f"the agent's part of {4 * GIB} is held by k-a"
 
 
-def test_devices_near_everything_count_with_each_node_that_is_tried_alone() -> None:
+def test_devices_without_numa_node_count_for_each_node() -> None:
     policy = AllocationPolicy(
         Strategy.EVENLY, Affinity.PREFER_SINGLE_NODE, allow_fragmentation=False
     )
@@ -261,7 +261,7 @@ def test_devices_near_everything_count_with_each_node_that_is_tried_alone() -> N
     assert sorted(given_ids(allocation, "cuda")) == ["cuda5", "cuda6", "cuda7"]
 
 
-def test_agents_that_share_all_devices_share_what_is_kept_beside_the_ledger() -> None:
+def test_agents_with_equal_devices_share_the_free_index() -> None:
     node = shared(machine(*cores(4), *gpus(1, 1), memory()), *"abcdefgh")
     ledger = Ledger()
     for agent, part in node.partitions.items():

@@ -45,7 +45,7 @@ def test_refusal_says_never_only_where_no_release_helps(devices, rules, amount, 
     assert text.endswith(f"; {never}") if never else "never" not in text
 
 
-def test_cost_of_a_refusal_grows_with_the_devices_not_their_square() -> None:
+def test_refusal_cost_is_linear_in_devices() -> None:
     def calls(count: int) -> int:
         devices = gpus(*[0.3] * count, slot="cuda.shares")
         return calls_of(lambda: refused(devices, ALL, count))

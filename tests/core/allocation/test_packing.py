@@ -41,7 +41,7 @@ def test_a_request_may_name_the_devices_to_choose_from(only, asked, expected) ->
     assert given_ids(got, "cuda") == expected
 
 
-def test_what_a_request_did_not_name_is_not_given_and_the_refusal_says_so() -> None:
+def test_unnamed_devices_are_not_allocated_or_hinted() -> None:
     node = shared(machine(*cores(2), *gpus(1, 1), memory(), quantum=CENT), "a")
     part = node.partitions["a"]
     with pytest.raises(InsufficientResource) as refused:
@@ -107,7 +107,7 @@ def test_parts_of_one_parent_are_given_together() -> None:
 
 @given(st.sets(st.integers(0, 11), max_size=11), st.integers(1, 12), st.sampled_from([2, 3, 4]))
 def test_no_more_cores_are_broken_than_must_be(held: set[int], asked: int, width: int) -> None:
-    """On one node, with cores of several threads some of which are held."""
+    """Use one node whose cores have several threads, some of them held."""
     devices = threads(*((0, n % (12 // width)) for n in range(12)))
     free = [n for n in range(12) if n not in held]
     if asked > len(free):

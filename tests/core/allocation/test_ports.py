@@ -58,7 +58,7 @@ def test_what_cannot_be_now_is_explained(ports, holders, busy, reason) -> None:
     assert caught.value.explain[0]["reason"] == reason
 
 
-def test_the_choice_begins_between_registered_services_and_the_kernel_s_own() -> None:
+def test_ports_start_above_registered_services() -> None:
     assert hosts(Port(80), allowed=PortRange()) == [FIRST_CHOICE]
     assert list(PortRange("", FIRST_CHOICE - 1, FIRST_CHOICE + 1).in_order()) == [
         FIRST_CHOICE, FIRST_CHOICE + 1, FIRST_CHOICE - 1

@@ -13,7 +13,7 @@ from core.kernels import GPU, HELD, KERNEL, MEM, NODE, encoded, found
 from core.machines import cores, gpus, machine, memory
 
 
-def test_a_share_is_charged_to_the_physical_device_whatever_it_is_called_now() -> None:
+def test_share_is_charged_to_the_renamed_physical_device() -> None:
     swapped = [
         replace(d, device_id=DeviceId("cuda", "cuda1" if n == 0 else "cuda0"))
         for n, d in enumerate(gpus(1, 1))
@@ -23,7 +23,7 @@ def test_a_share_is_charged_to_the_physical_device_whatever_it_is_called_now() -
     assert kernel.allocation.shares[0].device_id.id == "cuda1"
 
 
-def test_a_device_that_nobody_knows_joins_as_gone_without_taking_a_name() -> None:
+def test_unknown_device_is_added_as_gone_without_an_id() -> None:
     node = machine(*cores(4), memory(), *(replace(d, stable_id="GPU-new") for d in gpus(1)))
     action = adopt(found(), node)
     (missing,) = action.missing
@@ -42,7 +42,7 @@ def test_a_damaged_record_is_recovered_from_the_second_statement() -> None:
     assert "record of kernel k2" in foreign.reason
 
 
-def test_what_cannot_be_read_at_all_keeps_back_what_it_might_hold() -> None:
+def test_unreadable_kernel_quarantines_its_possible_devices() -> None:
     kernel = adopt(found(record="", statement="", cores=("1",), memory_bytes=64), NODE).kernel
     assert kernel.state is KernelState.UNREADABLE
     ledger = Ledger().with_held("k1", "a", kernel.allocation)
@@ -57,7 +57,7 @@ def test_what_cannot_be_read_at_all_keeps_back_what_it_might_hold() -> None:
     assert ended.state is KernelState.TERMINATED
 
 
-def test_a_device_that_a_damaged_record_names_twice_is_charged_once_and_comes_back() -> None:
+def test_device_named_twice_in_a_record_is_charged_once() -> None:
     device = NODE.by_name["cuda"][0]
     share = Share(device.device_id, device.stable_id, device.slot, device.kind, 1000)
     allocation, _ = located(Allocation((share, share)), NODE)
@@ -91,7 +91,7 @@ def test_shares_of_two_slots_hold_the_device_whole_and_are_shown() -> None:
     assert held.shares == (unreadable,)
 
 
-def test_a_record_keeps_devices_back_and_never_creates_renames_or_moves_one() -> None:
+def test_record_never_creates_renames_or_moves_a_device() -> None:
     """Whatever names a record gives to devices, by stable ids that are there or are not."""
     shares = [
         GPU._replace(device_id=DeviceId("cuda", "cuda1"), stable_id="GPU-nobody"),
@@ -213,14 +213,14 @@ def test_an_unlisted_device_takes_no_id_of_a_listed_one() -> None:
 
 
 @pytest.mark.parametrize("text", ["{", ""])
-def test_a_remembered_kernel_whose_record_cannot_be_read_holds_everything(text: str) -> None:
+def test_recorded_kernel_holds_everything_when_unreadable(text: str) -> None:
     kernel = recalled("k1", text, "docker", NODE, 5.0).kernel
     assert {share.device_id for share in kernel.allocation.shares} == set(NODE.by_id)
     assert (kernel.state, kernel.runtime) == (KernelState.CREATING, "docker")
     assert "cannot be read" in kernel.reason
 
 
-def test_a_remembered_kernel_is_what_its_record_says_under_the_name_of_its_file() -> None:
+def test_recorded_kernel_takes_its_id_from_the_file_name() -> None:
     kernel = recalled("k9", encoded(), "other", NODE, 5.0).kernel
     assert kernel == replace(KERNEL, kernel_id="k9")
 
@@ -236,7 +236,7 @@ def test_a_remembered_kernel_is_what_its_record_says_under_the_name_of_its_file(
         ({"memory_bytes": 1, "cores": ("3",), "is_partial": True}, ()),
     ],
 )
-def test_limits_that_somebody_changed_are_noticed_and_found_mended(changes, degraded) -> None:
+def test_changed_limits_are_degraded_until_restored(changes, degraded) -> None:
     held = tuple(Share(DeviceId("cpu", n), f"cpu-{n}", "cpu", SlotKind.COUNT, ONE) for n in "12")
     record = encoded(allocation=Allocation((MEM, *held)), not_enforced=())
     item = found(record=record, **changes)

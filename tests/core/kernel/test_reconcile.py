@@ -82,7 +82,7 @@ def test_an_unknown_outcome_is_settled_only_after_its_grace() -> None:
     assert reconcile(creating, [], NODE, expired=["k1"]) == [MarkAbsent("k1")]
 
 
-def test_an_ending_that_was_not_known_is_learnt_and_a_list_s_entry_teaches_nothing() -> None:
+def test_ending_is_learned_from_inspection_not_from_a_list() -> None:
     ended = known(KernelState.TERMINATED)
     (action,) = reconcile(ended, [found(ObservedState.EXITED)], NODE)
     assert isinstance(action, Adoption)

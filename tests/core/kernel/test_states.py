@@ -62,7 +62,7 @@ def test_what_is_seen_means_what_the_table_says(before: KernelState, sight: Obse
 @pytest.mark.parametrize("sight", FINDS)
 @pytest.mark.parametrize("before", [state for state in KernelState if OBSERVATIONS[state]])
 def test_comparing_takes_every_edge_of_what_is_found(before: KernelState, sight: Observed) -> None:
-    """A kernel of another handle is read anew; one of the same keeps what was read of it."""
+    """A new handle means a new reading; the same handle keeps the first one."""
     known = replace(kernel(before), handle="another")
     actions = reconcile({"k1": known}, [FINDS[sight]], NODE)
     after = [action.kernel.state for action in actions]
@@ -78,7 +78,7 @@ def test_absence_is_an_edge_too(before: KernelState) -> None:
     assert known.observed(Observed.ABSENT).state in ENDED
 
 
-def test_every_state_is_reached_and_only_ended_ones_are_left_as_they_are() -> None:
+def test_every_state_is_reachable_and_only_ended_ones_stay() -> None:
     reached = {KernelState.PREPARING} | {after for moves in MOVES.values() for after in moves}
     reached |= {after for found in OBSERVATIONS.values() for after in found.values()}
     assert reached == set(KernelState)
@@ -86,7 +86,7 @@ def test_every_state_is_reached_and_only_ended_ones_are_left_as_they_are() -> No
     assert set(KernelState) == STARTING | LIVE | ENDED
 
 
-def test_an_adopted_kernel_begins_where_its_create_would_have_ended() -> None:
+def test_adopted_kernel_starts_in_the_state_after_a_create() -> None:
     assert adopt(found(ObservedState.CREATED), NODE).kernel.state is KernelState.CREATING
     assert adopt(found(), NODE).kernel.state is KernelState.RUNNING
 

@@ -87,7 +87,7 @@ def test_two_sockets_with_threads_give_each_agent_a_socket() -> None:
     ]
 
 
-def test_with_fewer_cores_than_agents_threads_are_dealt_and_it_is_said() -> None:
+def test_auto_split_deals_threads_when_cores_are_few() -> None:
     node = dealt(threads((0, 0), (0, 1), (0, 0), (0, 1)), 3)
     assert ids(node, "cpu") == [["0", "2"], ["1"], ["3"]]
     assert node.warnings == ("cpu 1, 3 are threads of one core and go to a2 and a3",)
@@ -119,7 +119,7 @@ EIGHT = gpus(*[1] * 8, nodes=(0, 1) * 4)
 """Eight GPUs over two nodes in alternating order."""
 
 
-def test_in_the_order_of_ids_agents_straddle_nodes_and_by_node_they_do_not() -> None:
+def test_auto_split_by_numa_keeps_agents_on_one_node() -> None:
     by_id = dealt([*TWO_SOCKETS_SMT, *EIGHT])
     assert ids(by_id, "cuda")[0] == ["cuda0", "cuda1", "cuda2", "cuda3"]
     by_node = dealt([*TWO_SOCKETS_SMT, *EIGHT], order=SplitOrder.NUMA)
@@ -147,9 +147,7 @@ def test_each_agent_is_near_its_devices_whatever_their_order() -> None:
     st.sampled_from(SplitOrder),
     st.lists(st.sampled_from([None, 0, 1, 2]), max_size=8),
 )
-def test_everything_is_dealt_once_and_a_core_is_torn_only_for_want_of_cores(
-    physical, agents, order, nodes
-) -> None:
+def test_auto_split_deals_everything_once_and_keeps_cores(physical, agents, order, nodes) -> None:
     machine_cores = threads(*physical)
     accelerators = gpus(*[1] * len(nodes), nodes=tuple(nodes))
     node = dealt([*machine_cores, *accelerators], agents, order)

@@ -79,15 +79,13 @@ def test_half_of_one_gpu_for_each_of_two_teams() -> None:
           "a2": {"cpu": ("2", True), "mem": (str(4 * GIB), True)}}, None),
     ],
 )  # fmt: skip
-def test_what_adds_up_is_guaranteed_and_what_does_not_is_an_upper_bound(
-    limits, expected, warning
-) -> None:
+def test_limits_are_guaranteed_only_when_they_add_up(limits, expected, warning) -> None:
     node = limited(one_gpu(), *limits)
     assert shown(node) == expected
     assert node.warnings == ((warning,) if warning else ())
 
 
-def test_a_guarantee_on_several_devices_in_parts_is_of_the_amount_and_says_so() -> None:
+def test_guarantee_covers_the_amount_on_several_devices() -> None:
     inventory = machine(*cores(2), *gpus(1, 1, slot="cuda.shares"), memory(), quantum=CENT)
     node = limited(inventory, {"cuda": Amount("1")}, {"cuda": Amount("1")})
     (warning,) = node.warnings
@@ -149,7 +147,7 @@ def test_a_limit_that_shrank_touches_nothing_that_runs() -> None:
     st.lists(st.integers(0, 60), min_size=2, max_size=3),
     st.lists(st.tuples(st.integers(0, 2), st.integers(1, 100)), max_size=25),
 )
-def test_nobody_passes_a_limit_and_nobody_breaks_a_guarantee(
+def test_limits_and_guarantees_hold_for_all_agents(
     limits: list[int], requests: list[tuple[int, int]]
 ) -> None:
     """On one device in parts: whatever is asked in whatever order, limits hold; what is guaranteed

@@ -86,7 +86,7 @@ def test_more_agents_than_devices_leaves_some_without() -> None:
     assert result.scaling_factors("b")["cuda.device"] == 0
 
 
-def test_a_missing_device_keeps_its_seat_and_its_neighbours_theirs() -> None:
+def test_missing_device_keeps_its_index_and_others_theirs() -> None:
     devices = [replace(d, gone=d.device_id.id == "cuda1") for d in gpus(1, 1, 1, 1)]
     node = machine(*cores(2), memory(), *devices)
     result = split(node, SplitRules(AllocationMode.AUTO_SPLIT, agents("a", "b")))
@@ -200,7 +200,7 @@ def test_manual_mode_follows_the_rules() -> None:
         ([described("a", cpu="99")], "agents.0.resource.cpu", "no cpu device '99'"),
     ],
 )
-def test_every_refusal_of_manual_mode_says_where_and_what_there_is(rules, where, why) -> None:
+def test_manual_mode_refusal_names_key_and_devices(rules, where, why) -> None:
     with pytest.raises(ConfigRefused) as caught:
         split(NODE, manual(*rules, reserved_cpu=1))
     assert any(p.where == where and why in p.why for p in caught.value.problems), str(caught.value)
@@ -253,7 +253,7 @@ def test_agents_that_get_nothing_are_a_warning() -> None:
     assert any("agent b has no memory" in warning for warning in result.warnings)
 
 
-def test_rules_of_agents_are_not_used_outside_manual_mode_and_said_so() -> None:
+def test_agent_rules_warn_outside_manual_mode() -> None:
     result = split(NODE, SplitRules(AllocationMode.SHARED, (described("a", cpu=1),)))
     assert any("not used in shared mode" in warning for warning in result.warnings)
 
@@ -287,7 +287,7 @@ def test_units_differ_by_one_at_most_and_add_up(total, parts) -> None:
 @given(
     st.integers(1, 20), st.integers(0, 20), st.integers(1, 6), st.sampled_from(["auto", "manual"])
 )
-def test_outside_shared_mode_no_device_has_two_owners_and_slots_add_up(n_cpu, n_gpu, n, mode):
+def test_devices_have_one_owner_outside_shared_mode(n_cpu, n_gpu, n, mode):
     node = machine(*cores(n_cpu), memory(), *gpus(*[1] * n_gpu))
     names = [f"agent-{i}" for i in range(n)]
     if mode == "auto":

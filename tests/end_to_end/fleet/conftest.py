@@ -23,7 +23,7 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture
 async def world(folder: Path, pool: Pool) -> AsyncIterator[World]:
-    """A fleet of which nothing has been started."""
+    """A fleet without any running part."""
     made = World(folder, pool)
     yield made
     await made.close()
@@ -31,7 +31,7 @@ async def world(folder: Path, pool: Pool) -> AsyncIterator[World]:
 
 @pytest.fixture
 async def running(tmp_path: Path) -> AsyncIterator[list[EtcdServers]]:
-    """What a test started, to be stopped after it."""
+    """Processes of a test, stopped after it."""
     started: list[EtcdServers] = []
     yield started
     for servers in started:

@@ -214,7 +214,7 @@ class World:
         return self.etcd
 
     async def start_nodes(self, *kinds: str) -> list[str]:
-        """Have daemons with these plugins; return their node ids."""
+        """Start daemons with these plugins; return their node ids."""
         daemons = await asyncio.gather(*(self.pool.take(kind) for kind in kinds))
         for kind, daemon in zip(kinds, daemons, strict=True):
             self.nodes[daemon.node] = daemon

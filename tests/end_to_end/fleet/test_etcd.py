@@ -75,7 +75,7 @@ async def led(etcd: Etcd) -> None:
                 return
 
 
-async def test_a_key_is_written_only_at_the_revision_that_its_writer_saw(etcd: Etcd) -> None:
+async def test_put_if_writes_only_at_the_expected_revision(etcd: Etcd) -> None:
     first = await etcd.put_if("routes/k1", b"a", expected=0)
     assert first is not None
     assert await etcd.put_if("routes/k1", b"b", expected=0) is None
@@ -122,7 +122,7 @@ async def test_all_keys_are_read_at_one_revision_while_others_write(etcd: Etcd) 
     assert await etcd.range("none/") == ([], revision)
 
 
-async def test_a_watch_tells_all_since_a_revision_in_order_however_large(etcd: Etcd) -> None:
+async def test_watch_yields_all_changes_in_order(etcd: Etcd) -> None:
     after = await etcd.revision()
     large = [bytes([number]) * 700_000 for number in range(8)]
     for number, value in enumerate(large):
@@ -163,14 +163,14 @@ async def test_revisions_that_the_store_gave_up_are_told_as_compacted(
     assert len(await anext(pages)) == 1
     last = await in_mortal.put("nodes/c", b"4")
     await mortal.compact(last)
-    with pytest.raises(Compacted, match=f"nothing before {last}"):
+    with pytest.raises(Compacted, match=f"revisions before {last}"):
         await told(in_mortal, "nodes/", first, 1)
     with pytest.raises(Compacted):
         await anext(pages)
     assert await told(in_mortal, "nodes/", last - 1, 1) == ([Change("nodes/c", b"4", last)], last)
 
 
-async def test_a_store_that_is_not_as_far_as_its_follower_is_told_as_compacted(
+async def test_watch_reports_a_store_behind_as_compacted(
     in_mortal: Etcd,
 ) -> None:
     with pytest.raises(Compacted, match="the store is at revision 1"):

@@ -203,7 +203,7 @@ async def until_true(world: World) -> None:
 
 
 def said_of(world: World, kernels: set[str]) -> str:
-    """What all logs say of some kernels."""
+    """Return all log lines about some kernels."""
     logs = [program.log for program in world.programs] + [d.log for d in world.nodes.values()]
     lines = [line for log in logs for line in log.splitlines()]
     named = [line for line in lines if any(f'"{kernel}"' in line for kernel in kernels)]

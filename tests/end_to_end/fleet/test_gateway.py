@@ -20,7 +20,7 @@ async def fleet(world: World) -> tuple[World, GatewayProgram, list[str]]:
     return world, gateway, nodes
 
 
-async def test_slot_types_merge_a_missing_one_is_zero_and_sums_are_exact(fleet) -> None:
+async def test_slot_types_merge_with_exact_sums(fleet) -> None:
     world, gateway, (cuda, _rocm, bare) = fleet
     names = {slot["name"] for slot in await gateway.get("/v1/slot-types")}
     assert names == {"cpu", "mem", "cuda.device", "rocm.device"}
@@ -104,7 +104,7 @@ async def test_roles_hold_over_the_fleet_and_the_node_knows_who_asked(fleet) -> 
     for path in ("/v1/kernels/theirs", "/v1/kernels/theirs/logs"):
         assert (await gateway.call("GET", path, headers=TEAM)).json["code"] == "UnknownKernel"
     taken = await gateway.create(TEAM, kernel_id="theirs")
-    assert (taken.status, taken.json["detail"]) == (409, "kernel theirs exists already")
+    assert (taken.status, taken.json["detail"]) == (409, "kernel theirs already exists")
     assert [k["kernel_id"] for k in await gateway.get("/v1/kernels", **TEAM)] == ["mine"]
     agents = {a for node in await gateway.get("/v1/nodes", **TEAM) for a in node["agents"]}
     assert agents == {"agent-2"}

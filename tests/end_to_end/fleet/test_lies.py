@@ -33,7 +33,7 @@ PACE = PlacementTimeouts(insist_s=0.2, again_s=0.05, sweep_s=0.1, settled_s=0.2,
 
 
 class Liar:
-    """What answers in a node's place, with whatever a test has it say."""
+    """A server in a node's place, with answers chosen by a test."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -88,9 +88,7 @@ def problem(code: str, status: int, **members: Any) -> Any:
     return lambda _: web.Response(body=json.dumps(content), status=status)
 
 
-async def test_a_node_that_answers_rubbish_spoils_nothing_but_its_own_part(
-    world: World, liar: Liar
-) -> None:
+async def test_malformed_node_answers_affect_only_that_node(world: World, liar: Liar) -> None:
     gateway, honest = await with_liar(world, liar)
     only = {"placement": {"nodes": ["liar"]}}
     for said in ("<html>", '{"a": 1}', "[1, 2]", "[{}]", '[{"kernel_id": 7}]', "[" * 9000):
@@ -115,7 +113,7 @@ async def test_a_node_that_answers_rubbish_spoils_nothing_but_its_own_part(
     assert (await gateway.create(placement={"nodes": [honest]})).status == 201
 
 
-async def test_what_somebody_wrote_into_the_store_ends_no_sweep(world: World, liar: Liar) -> None:
+async def test_foreign_rows_in_the_store_do_not_end_the_sweep(world: World, liar: Liar) -> None:
     servers = await world.start_etcd()
     liar.answers = lambda _: web.Response(text="[]")
     route = {"node_id": "liar", "agent_id": "agent-1", "request_hash": "x", "owner": "o"}
@@ -135,7 +133,7 @@ async def test_what_somebody_wrote_into_the_store_ends_no_sweep(world: World, li
                 await asyncio.sleep(0.01)
         typo = state.node("typo")
         assert typo is not None
-        assert typo.remark == "its address cannot be read"
+        assert typo.remark == "its address is malformed"
         sweep = Sweep(store, state, nodes, placer, PACE)
         async with asyncio.timeout(10):
             while not liar.asked:
@@ -239,7 +237,7 @@ async def test_what_is_forgotten_is_forgotten_by_every_gateway(world: World) -> 
                 await asyncio.sleep(0.02)
 
 
-async def test_a_command_is_typed_to_the_node_and_to_nobody_else(folder: Path) -> None:
+async def test_exec_reaches_only_its_node(folder: Path) -> None:
     asked = []
 
     async def answer(request: web.Request) -> web.StreamResponse:

@@ -111,7 +111,7 @@ async def test_a_flood_of_control_frames_is_cut_off_at_the_gateway(fleet) -> Non
         async with asyncio.timeout(30):
             await reader.readuntil(b"more than 256 control frames in 1 s")
         writer.transport.abort()
-    assert "exec.cut_off" in gateway.log
+    assert "exec.aborted" in gateway.log
 
 
 async def test_caller_of_a_gateway_that_hangs_up_ends_its_command(world: World) -> None:
@@ -125,7 +125,7 @@ async def test_caller_of_a_gateway_that_hangs_up_ends_its_command(world: World) 
     await gone(marker)
 
 
-async def test_people_look_into_kernels_of_all_nodes_from_the_command_line(fleet) -> None:
+async def test_command_line_inspects_kernels_of_all_nodes(fleet) -> None:
     world, gateway, (cuda, _) = fleet
     assert (await gateway.create(kernel_id="far", slots={"cuda.device": 1})).status == 201
     await world.nodes[cuda].running(kernel_id="direct", command=["sleep", "1000"])

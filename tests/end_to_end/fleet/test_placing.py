@@ -1,4 +1,4 @@
-"""Exactly one: whoever dies, freezes or loses an answer, a kernel id is on one node at most."""
+"""A kernel id is on at most one node, whatever dies, freezes or loses an answer."""
 
 import asyncio
 import random
@@ -64,7 +64,7 @@ class Rig:
             proxy.asked.clear()
 
     async def tell(self, name: str, status: NodeStatus = NodeStatus.READY) -> None:
-        """Have both gateways hear of a node."""
+        """Report a node to both gateways."""
         daemon = self.world.nodes[name]
         parts = [await daemon.get(f"/v1/{part}") for part in ("node", "slot-types", "agents")]
         reading = reading_of(*parts, await daemon.get("/v1/devices"))
@@ -119,7 +119,7 @@ async def test_an_answer_that_is_lost_is_asked_for_at_that_node_again(rig: Rig) 
     assert kept.route.progress is RouteProgress.PLACED
 
 
-async def test_a_node_that_was_asked_and_freezes_has_the_kernel_id_for_itself(rig: Rig) -> None:
+async def test_frozen_node_keeps_the_kernel_id(rig: Rig) -> None:
     first, second = rig.names
     rig.proxies[first].passing.clear()
     creating = asyncio.create_task(rig.create(order(placement={"nodes": [first, second]})))
@@ -142,7 +142,7 @@ async def test_a_node_that_was_asked_and_freezes_has_the_kernel_id_for_itself(ri
     assert await rig.world.census() == {"k1": [node]}
 
 
-async def test_a_gateway_that_dies_before_it_asks_leaves_what_another_takes_over(rig: Rig) -> None:
+async def test_gateway_takes_over_routes_of_a_dead_one(rig: Rig) -> None:
     wanted = order()
     first, _ = rig.names
     left = KernelRoute(
@@ -156,7 +156,7 @@ async def test_a_gateway_that_dies_before_it_asks_leaves_what_another_takes_over
     assert await rig.world.census() == {"k1": [first]}
 
 
-async def test_what_nobody_saw_the_end_of_is_settled_by_its_node(rig: Rig) -> None:
+async def test_unresolved_create_is_resolved_by_its_node(rig: Rig) -> None:
     first, second = rig.names
     for kernel_id, node in (("there", first), ("never", first), ("away", second)):
         route = KernelRoute(

@@ -1,4 +1,4 @@
-"""What gateways believe is what is: after a restart, after a cut, and beside an older gateway."""
+"""The view of gateways is true after a restart, after a cut, and beside an older gateway."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ async def told(gateway: GatewayProgram, path: str, headers: Any = None) -> tuple
     return answer.status, answer.json
 
 
-async def test_a_lost_node_stays_lost_over_a_restart_until_it_is_forgotten(world: World) -> None:
+async def test_lost_node_stays_lost_over_a_restart(world: World) -> None:
     await world.start_etcd()
     cuda, rocm = await world.start_nodes("cuda", "rocm")
     publishers = [world.join(node) for node in (cuda, rocm)]
@@ -77,7 +77,7 @@ async def test_a_node_that_is_back_is_not_forgotten(world: World) -> None:
         assert (await gateway.call("DELETE", "/v1/nodes/ghost")).status == 422
 
 
-async def test_after_a_cut_that_spans_a_compaction_all_is_read_anew(world: World) -> None:
+async def test_store_is_read_again_after_a_compaction(world: World) -> None:
     servers = await world.start_etcd(is_own=True)
     proxy = Proxy(servers.endpoints[0])
     await proxy.start()
@@ -107,7 +107,7 @@ async def test_after_a_cut_that_spans_a_compaction_all_is_read_anew(world: World
         await proxy.stop()
 
 
-async def test_a_route_of_a_newer_gateway_is_unreadable_and_harms_no_other(world: World) -> None:
+async def test_newer_route_is_unreadable_without_harm(world: World) -> None:
     await world.start_etcd()
     (node,) = await world.start_nodes("none")
     world.join(node)
@@ -146,9 +146,7 @@ async def older_tree(folder: Path) -> AsyncIterator[Path]:
     subprocess.run([*git, "remove", "--force", tree], check=True, capture_output=True)
 
 
-async def test_an_older_gateway_beside_this_one_places_and_frees_the_same_ids(
-    world: World, older_tree: Path
-) -> None:
+async def test_older_gateway_places_and_frees_the_same_ids(world: World, older_tree: Path) -> None:
     await world.start_etcd()
     nodes = await world.start_nodes("cuda", "none")
     for node in nodes:

@@ -1,4 +1,4 @@
-"""Who is a candidate is who can give it, in the order promised; who is not has a reason."""
+"""Candidates are exactly the suitable agents, in the promised order; others have a reason."""
 
 import random
 from dataclasses import replace
@@ -21,9 +21,7 @@ from fleet.view.test_fleet_view import NAMES, NODES, fleet, node, slot
 
 
 @given(NODES, st.sampled_from(NAMES), st.integers(1, 9), st.sampled_from(PlacementPolicy))
-def test_every_candidate_has_what_is_asked_and_every_other_a_reason(
-    nodes, name, count, policy
-) -> None:
+def test_every_candidate_fits_and_every_other_has_a_reason(nodes, name, count, policy) -> None:
     view = fleet(*nodes)
     request = ResourceSlots({name: count * ONE})
     found = candidates(view, request, Constraints(), policy, random.Random(7))
@@ -102,7 +100,7 @@ CONSTRAINTS = st.builds(
 
 
 def fitting(view: FleetView, request: ResourceSlots, wanted: Constraints) -> list[Candidate]:
-    """Who can give a request, found by looking at everyone."""
+    """Return the suitable agents, found by checking all."""
     return [
         Candidate(found.node_id, agent)
         for found in view.nodes.values()
@@ -156,9 +154,7 @@ def test_candidates_are_of_those_that_fit_and_as_many_as_wanted(
 
 @FEW_NODES
 @given(VIEWS, REQUESTS, CONSTRAINTS)
-def test_packing_goes_by_what_is_left_of_the_scarcest_then_of_all_then_by_the_ids(
-    few_nodes, view, request, wanted
-) -> None:
+def test_pack_orders_by_scarcest_then_all_then_ids(few_nodes, view, request, wanted) -> None:
     """The scarcest slot is the one that the fewest agents have so much of, the first such."""
     having = {
         name: len(fitting(view, ResourceSlots({name: amount}), Constraints()))
@@ -180,7 +176,7 @@ def test_packing_goes_by_what_is_left_of_the_scarcest_then_of_all_then_by_the_id
 
 @given(VIEWS, REQUESTS, st.integers(1, 3))
 def test_packing_compares_a_few_of_those_with_equally_much(view, request, ties) -> None:
-    """Who comes first has the least of the scarcest slot, however few are compared."""
+    """The first candidate has the least of the scarcest slot, however few are compared."""
     choose = (view, request, Constraints(), PlacementPolicy.PACK, random.Random(1), 100)
     exact = candidates(*choose)
     with pytest.MonkeyPatch.context() as patch:
@@ -209,7 +205,7 @@ def test_by_chance_each_that_fits_is_as_likely_as_the_others() -> None:
     )
 
 
-def test_a_model_that_is_not_there_and_a_node_set_aside_are_reasons_of_their_own() -> None:
+def test_missing_model_and_withheld_node_have_own_reasons() -> None:
     view = fleet(
         replace(node("a", slot("tpu.chip")), models={"main": frozenset({"v5e", "v6e"})}),
         replace(node("b", slot("tpu.chip")), models={"main": frozenset({"v4"})}),
@@ -231,9 +227,7 @@ def test_a_model_that_is_not_there_and_a_node_set_aside_are_reasons_of_their_own
 @pytest.mark.parametrize(
     ("status", "reason"), [(NodeStatus.NEWER, "newer schema"), (NodeStatus.LOST, "lost")]
 )
-def test_nodes_whose_agents_are_not_known_are_a_class_and_named_to_nobody_who_is_narrowed(
-    status: NodeStatus, reason: str
-) -> None:
+def test_nodes_with_unknown_agents_are_one_unnamed_class(status: NodeStatus, reason: str) -> None:
     view = FleetView().with_node(FleetNode("hidden", {}, {}, status, remark="so"), 1)
     for agents, nodes in ((None, ("hidden",)), (frozenset({"main"}), ())):
         refused = refusal(view, ResourceSlots(), Constraints(agents=agents), [])

@@ -53,7 +53,7 @@ def test_one_id_at_two_gateways_at_once_is_one_kernel(monkeypatch, seed: int) ->
 
 @given(SEEDS)
 @RULES
-def test_a_delete_that_was_answered_204_has_freed_the_id_everywhere(monkeypatch, seed: int) -> None:
+def test_delete_answered_204_frees_the_id_everywhere(monkeypatch, seed: int) -> None:
     async def story(fleet: Fleet) -> None:
         assert (await fleet.one.create("k1"))[0] == 201
         first, second = await asyncio.gather(
@@ -95,7 +95,7 @@ def test_whatever_happens_routes_are_true_three_minutes_later(monkeypatch, seed:
     run(seed, story, monkeypatch)
 
 
-def test_an_id_at_a_healthy_node_is_free_while_another_node_is_frozen(monkeypatch) -> None:
+def test_id_on_a_healthy_node_is_freed_despite_a_frozen_one(monkeypatch) -> None:
     async def story(fleet: Fleet) -> None:
         for number in range(20):
             assert (await fleet.one.create(f"k{number}"))[0] == 201
@@ -109,7 +109,7 @@ def test_an_id_at_a_healthy_node_is_free_while_another_node_is_frozen(monkeypatc
     run(1, story, monkeypatch)
 
 
-def test_a_kernel_that_was_pruned_refuses_nobody(monkeypatch) -> None:
+def test_pruned_kernel_blocks_no_later_create(monkeypatch) -> None:
     async def story(fleet: Fleet) -> None:
         assert (await fleet.one.create("k1"))[0] == 201
         await fleet.one.placer.close()
@@ -134,7 +134,7 @@ def test_while_the_store_cannot_be_written_a_delete_asks_no_node(monkeypatch) ->
     run(1, story, monkeypatch)
 
 
-def test_a_kernel_without_a_route_is_removed_only_where_that_can_be_written(monkeypatch) -> None:
+def test_unrouted_kernel_is_deleted_only_after_a_route_write(monkeypatch) -> None:
     async def story(fleet: Fleet) -> None:
         fleet.nodes.kernels["n1"]["k1"] = "running"
         fleet.store.is_full = True
@@ -216,5 +216,5 @@ def test_kernel_of_a_node_that_was_not_heard_of_is_not_unknown(monkeypatch) -> N
     ("timeout", "patience_s"),
     [("0", 150), ("30", 180), ("-1", 150), ("1e9", 3600), ("nan", 150), ("x", 3600), (None, 3600)],
 )
-def test_a_node_is_given_what_a_delete_asks_for_and_a_little_more(timeout, patience_s) -> None:
+def test_delete_gives_a_node_the_timeout_and_a_margin(timeout, patience_s) -> None:
     assert _patience({} if timeout is None else {"timeout": timeout}) == patience_s

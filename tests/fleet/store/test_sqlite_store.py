@@ -1,4 +1,4 @@
-"""What a gateway without etcd remembers, and what somebody wrote into its file."""
+"""The file of a gateway without etcd, including corrupted content."""
 
 import sqlite3
 from pathlib import Path

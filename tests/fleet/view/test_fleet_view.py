@@ -50,7 +50,7 @@ NODES = st.lists(
 
 
 @given(NODES)
-def test_what_any_node_ever_offered_is_known_by_its_first_definition(nodes) -> None:
+def test_slot_types_keep_their_first_definition(nodes) -> None:
     first: dict[str, SlotType] = {}
     for found in nodes:
         for name, item in found.slot_types.items():
@@ -64,7 +64,7 @@ def test_what_any_node_ever_offered_is_known_by_its_first_definition(nodes) -> N
 
 
 @given(NODES, st.randoms(use_true_random=False))
-def test_with_the_definitions_settled_the_order_of_arrival_does_not_matter(nodes, rng) -> None:
+def test_view_is_independent_of_the_order_of_reports(nodes, rng) -> None:
     """Which definition is the first is the store's to say; all else follows from what is there."""
     settled = FleetView(slot_types=fleet(*nodes).slot_types)
     last = {found.node_id: found for found in nodes}
@@ -84,7 +84,7 @@ def test_with_the_definitions_settled_the_order_of_arrival_does_not_matter(nodes
 
 
 @given(NODES)
-def test_sums_are_those_of_the_parts_and_what_is_meant_differently_is_in_none(nodes) -> None:
+def test_sums_exclude_conflicting_slots(nodes) -> None:
     view = fleet(*nodes)
     parts = [view.statistics([node_id]) for node_id in view.nodes]
     for name in view.slot_types:
@@ -96,7 +96,7 @@ def test_sums_are_those_of_the_parts_and_what_is_meant_differently_is_in_none(no
             assert not is_same(mine, theirs)
 
 
-def test_mixed_plugins_live_in_one_fleet_and_a_missing_slot_is_zero() -> None:
+def test_missing_slot_of_a_node_is_zero() -> None:
     view = fleet(node("a", slot("cuda.device")), node("b", slot("rocm.device")), node("c"))
     assert set(view.slot_types) == {"cpu", "mem", "cuda.device", "rocm.device"}
     assert view.statistics()["cuda.device"] == Use(8 * ONE, 8 * ONE)
@@ -104,7 +104,7 @@ def test_mixed_plugins_live_in_one_fleet_and_a_missing_slot_is_zero() -> None:
     assert view.statistics()["cpu"].capacity == 3 * 8 * ONE
 
 
-def test_a_slot_that_no_node_ever_had_is_refused_with_those_there_are() -> None:
+def test_unknown_fleet_slot_is_refused_with_known_ones() -> None:
     view = fleet(node("a", slot("cuda.device")))
     with pytest.raises(UnsupportedResource) as refused:
         asked(view, {"tpu.chip": 1, "cuda.device": 1})
@@ -112,7 +112,7 @@ def test_a_slot_that_no_node_ever_had_is_refused_with_those_there_are() -> None:
     assert asked(view, {"tpu.chip": 0, "cuda.device": 1})["cuda.device"] == ONE
 
 
-def test_a_node_that_means_something_else_is_left_out_for_that_slot_alone() -> None:
+def test_conflicting_node_is_excluded_for_one_slot() -> None:
     view = fleet(
         node("a", slot("cuda.shares", ONE // 100)),
         node("b", slot("cuda.shares", ONE // 10), slot("tpu.chip")),
@@ -125,7 +125,7 @@ def test_a_node_that_means_something_else_is_left_out_for_that_slot_alone() -> N
         assert sorted(candidate.node_id for candidate in found) == expected
 
 
-def test_what_is_forgotten_is_unknown_and_only_what_nobody_offers_is_forgotten() -> None:
+def test_only_unoffered_slot_types_can_be_forgotten() -> None:
     view = fleet(node("a", slot("tpu.chip")))
     with pytest.raises(ValueError, match=r"offered by 1 nodes \(a\)"):
         view.without_slot_type("tpu.chip", 2)
@@ -196,7 +196,7 @@ def after(view: FleetView, kind: str, first, second, revision: int) -> FleetView
 
 @pytest.mark.parametrize(("chunk", "few"), [(2, 0), (64, 0), (2, 4)])
 @given(st.lists(REPORTS, max_size=6), CHANGES)
-def test_the_tables_after_any_changes_are_those_made_from_scratch(chunk, few, at_first, changes):
+def test_updated_tables_equal_rebuilt_ones(chunk, few, at_first, changes):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("agentd_fleet.view.persistent.CHUNK", chunk)
         patch.setattr("agentd_fleet.view.persistent.MOST_ABOVE", chunk)
@@ -238,7 +238,7 @@ def test_the_sums_of_all_are_those_of_each_counted_by_hand(reports, name) -> Non
     assert sum(agents, Use()) == expected
 
 
-def test_what_was_given_away_is_gone_until_the_node_tells_of_itself() -> None:
+def test_debit_lasts_until_the_node_reports() -> None:
     view = fleet(node("a", slot("cuda.device"), cuda_device=2))
     given = view.debited("a", "main", ResourceSlots({"cuda.device": 3 * ONE, "cpu": ONE}))
     assert given.statistics()["cuda.device"] == Use(8 * ONE, 0, 3 * ONE)

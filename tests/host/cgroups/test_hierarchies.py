@@ -29,7 +29,7 @@ def test_no_controller_that_is_wanted_means_no_groups(tmp_path: Path) -> None:
     assert find_cgroups(v2(tmp_path, "cpu io")) is None
 
 
-def test_on_v2_one_folder_has_every_limit_and_swap_is_none_of_them(tmp_path: Path) -> None:
+def test_cgroup_v2_has_all_limits_in_one_folder(tmp_path: Path) -> None:
     cgroups = Cgroups((Hierarchy(tmp_path, 2, frozenset({MEMORY, PIDS}), False),))
     group = cgroups.group("k1")
     group.folders[0].mkdir()
@@ -60,7 +60,7 @@ def cgroups() -> Cgroups:
     return found
 
 
-async def test_what_is_written_on_a_group_stands_there_until_it_is_removed(cgroups) -> None:
+async def test_cgroup_attributes_last_until_removal(cgroups) -> None:
     group = cgroups.group(NAME)
     try:
         stated = {"agent": "a", "devices": "cuda/cuda0/cuda.device=1@GPU-1 " * 100}

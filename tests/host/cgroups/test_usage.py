@@ -84,7 +84,7 @@ def test_blocks_are_not_known_where_the_machine_counts_none(mount: Path, machine
         assert (usage.io_read_bytes, usage.io_write_bytes) == (None, None)
 
 
-def test_a_kernel_with_groups_without_end_holds_nobody_up(mount: Path, monkeypatch) -> None:
+def test_kernel_with_many_cgroups_delays_no_other(mount: Path, monkeypatch) -> None:
     folder = put(mount / "k1", cgroup__procs="1\n")
     for number in range(5):
         put(folder / str(number), cgroup__procs="2\n")

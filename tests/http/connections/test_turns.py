@@ -57,7 +57,7 @@ async def test_more_than_a_turn_is_one_turn() -> None:
             await turns.wait("a", Kind.WRITTEN, 10 * CEILINGS[Kind.WRITTEN])
 
 
-async def test_who_gives_up_while_it_queues_holds_nobody_up() -> None:
+async def test_abandoned_wait_delays_no_other_caller() -> None:
     turns = Turns()
     waiting = [asyncio.create_task(turns.wait("a", Kind.REQUESTS)) for _ in range(4)]
     await asyncio.sleep(0)
@@ -67,7 +67,7 @@ async def test_who_gives_up_while_it_queues_holds_nobody_up() -> None:
         await waiting[3]
 
 
-async def test_a_grant_that_fails_holds_nobody_up() -> None:
+async def test_failed_grant_delays_no_other_caller() -> None:
     turns = Turns()
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda *_: None)

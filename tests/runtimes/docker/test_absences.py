@@ -1,4 +1,4 @@
-"""What ended while its engine was away is told from what ended by itself."""
+"""Ends during an engine's absence are told apart from other ends."""
 
 import time
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_an_engine_that_restores_its_containers_ends_none(tmp_path: Path) -> Non
     assert reason(absences, 0) == ""
 
 
-def test_an_absence_that_the_daemon_did_not_live_through_is_known(tmp_path: Path) -> None:
+def test_absence_is_known_after_a_daemon_crash(tmp_path: Path) -> None:
     absences = Absences(tmp_path / "a.json", "boot")
     absences.came()
     absences.went(ends_kernels=True)
@@ -62,7 +62,7 @@ def test_a_signal_to_one_kernel_says_nothing_of_another(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
-def test_an_engine_goes_when_it_signals_what_nobody_asked_for(
+def test_unrequested_signals_begin_an_absence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_asked: bool
 ) -> None:
     absences = Absences(tmp_path / "a.json", "boot")

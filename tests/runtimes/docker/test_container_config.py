@@ -1,4 +1,4 @@
-"""What an operator's rules refuse of a request, before any engine is asked."""
+"""Requests that the operator's rules refuse, before any engine is called."""
 
 import pytest
 

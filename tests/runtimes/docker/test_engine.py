@@ -16,7 +16,7 @@ def engine(fake_engine: FakeEngine) -> FakeEngine:
     return fake_engine
 
 
-async def test_the_version_is_asked_once_and_anew_after_a_reconnect(engine, client) -> None:
+async def test_version_is_requested_once_per_connection(engine, client) -> None:
     engine.answer = says(200, b"[]")
     for _ in range(2):
         assert await client.call("GET", "/containers/json") == []
@@ -65,7 +65,7 @@ async def test_a_connection_that_breaks_is_a_lost_answer(engine, client) -> None
         await client.call("POST", "/containers/create", body={"a": 1})
 
 
-async def test_nobody_there_was_never_asked(folder: Path) -> None:
+async def test_refused_connection_counts_as_never_asked(folder: Path) -> None:
     client = EngineClient(folder / "none.sock")
     with pytest.raises(EngineUnreachable, match=r"none\.sock: No such file"):
         await client.call("POST", "/containers/create")

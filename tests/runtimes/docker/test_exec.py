@@ -1,4 +1,4 @@
-"""What is left behind inside containers is found by one look at each process."""
+"""Commands left behind in containers are found by one read of each process."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ def marked() -> subprocess.Popen[bytes]:
 
 @pytest.fixture
 def reads() -> Counter[str]:
-    """How often each file of /proc was opened since, by its path."""
+    """Return how often each file of /proc was opened, by path."""
     counted: Counter[str] = Counter()
     is_on = True
 
@@ -40,7 +40,7 @@ def reads() -> Counter[str]:
     is_on = False
 
 
-def test_each_process_is_read_once_whatever_the_number_of_containers(marked, reads) -> None:
+def test_exec_sweep_reads_each_process_once(marked, reads) -> None:
     docker_exec.end_left_behind(NODE, CONTAINERS)
     assert marked.poll() is None, "it is in no container of the node's"
     assert {count for path, count in reads.items() if path.startswith(f"/proc/{marked.pid}/")} == {
@@ -84,7 +84,7 @@ async def test_an_exec_that_is_answered_without_an_id_is_not_started(answer, tmp
     [{"Pid": 1, "Running": True, "ContainerID": ""}, {"Pid": 1, "Running": True},
      {"Pid": "../1", "Running": True, "ContainerID": CONTAINERS[0]}, {"ExitCode": "0"}, [], None],
 )  # fmt: skip
-async def test_no_process_is_signalled_that_an_engine_does_not_name_well(shown, marked) -> None:
+async def test_malformed_process_id_is_never_signalled(shown, marked) -> None:
     """Every cgroup has an empty name in it: a lie must not be a way to root's processes."""
     session = docker_exec.Inside(Engine(shown), CONTAINERS[0], ExecSpec(("sh",)))
     with pytest.raises(RuntimeUnavailable):

@@ -1,4 +1,4 @@
-"""What an engine calls its containers, images, execs and processes, before it becomes a path."""
+"""Ids of containers, images, execs and processes are validated before they become paths."""
 
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +40,7 @@ def test_what_is_no_process_id_is_a_lost_answer(raw: object) -> None:
 
 
 def shown(**changes: Any) -> dict[str, Any]:
-    """What an engine says of a container."""
+    """An inspection of a container."""
     labels = {"io.agentd.node": "n", "io.agentd.kernel": "k1", "io.agentd.agent": "a"}
     base = {
         "Id": HASH,
@@ -156,7 +156,7 @@ def test_the_cores_of_a_container_are_read_one_by_one(listed: Any, cores: Any) -
     assert found.cores == cores
 
 
-def test_how_a_container_ended_shows_nothing_of_the_engine_s_storage() -> None:
+def test_ending_hides_the_engines_storage_paths() -> None:
     said = f"mount /var/lib/docker/overlay2/{HASH}/merged/x: {'y' * 5000}"
     found = observed_kernel(shown(State={"Status": "exited", "Error": said}))
     assert found.ending.reason.startswith("mount /x: yyy")

@@ -207,6 +207,6 @@ async def test_who_hung_up_asks_nothing(server: Server, kept: KeptConnections) -
     assert len(server.requests) == 1
 
 
-async def test_nobody_there_was_never_asked(folder: Path) -> None:
+async def test_refused_connection_counts_as_never_asked(folder: Path) -> None:
     with pytest.raises(EngineUnreachable, match=r"none\.sock: No such file"):
         await ask(KeptConnections(folder / "none.sock"), "POST")

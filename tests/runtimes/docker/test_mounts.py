@@ -10,7 +10,7 @@ from agentd.core.kernel.edits import Mount
 from agentd.runtimes.docker.mounts import MountSource, verify_mounts
 
 
-def test_the_mounts_of_a_process_that_is_ending_are_those_of_one_that_is_gone() -> None:
+def test_mounts_of_an_ending_process_are_gone() -> None:
     """A zombie has no namespace any more: reading its mountinfo is EINVAL, not ENOENT."""
     zombie = subprocess.Popen(["true"])
     try:

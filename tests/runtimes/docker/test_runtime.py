@@ -1,4 +1,4 @@
-"""What only the docker runtime has: an engine that misbehaves, and containers of others."""
+"""Cases of the docker runtime only: a misbehaving engine, and foreign containers."""
 
 from collections.abc import AsyncIterator
 
@@ -37,7 +37,7 @@ def losing(runtime: DockerRuntime, monkeypatch: pytest.MonkeyPatch, *paths: str)
     monkeypatch.setattr(runtime._engine, "call", lossy)
 
 
-async def test_an_engine_that_dies_after_the_start_leaves_the_outcome_unknown(
+async def test_outcome_is_unknown_when_engine_dies_after_start(
     runtime: DockerRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losing(runtime, monkeypatch, "/json", "DELETE")
@@ -104,7 +104,7 @@ async def test_a_container_that_runs_is_not_discarded(runtime: DockerRuntime) ->
     assert await runtime.remove(created.ref, unless_alive=True)
 
 
-async def test_an_undo_that_fails_in_any_way_leaves_the_outcome_unknown(
+async def test_outcome_is_unknown_after_a_failed_undo(
     runtime: DockerRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A closed session raises RuntimeError, which says nothing of the container."""

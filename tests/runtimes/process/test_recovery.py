@@ -1,4 +1,4 @@
-"""What is told of a kernel whose record is lost, and the groups that its devices need."""
+"""Process kernels without a record, and the groups that their devices need."""
 
 import asyncio
 import grp

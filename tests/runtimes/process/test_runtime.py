@@ -1,4 +1,4 @@
-"""What only the process runtime has: shims, sessions, identities."""
+"""Cases of the process runtime only: shims, sessions, identities."""
 
 import asyncio
 import json
@@ -74,7 +74,7 @@ async def test_one_that_ignores_term_is_killed_after_its_grace(runtime) -> None:
     assert (await found(runtime)).ending.exit_code == 137
 
 
-async def test_the_configured_grace_is_what_a_stop_without_a_time_takes(folder) -> None:
+async def test_stop_without_timeout_uses_the_configured_one(folder) -> None:
     (folder / "kernels").mkdir()
     runtime = process_runtime(folder / "kernels", stop_timeout_s=0)
     await create(runtime, "sh", "-c", "trap '' TERM; sleep 1000; sleep 1000")
@@ -98,9 +98,7 @@ async def test_a_killed_shim_loses_the_exit_status_and_not_the_kernel(runtime, f
     assert "exit status is lost" in ended.ending.reason
 
 
-async def test_what_forgot_whose_it_is_and_has_no_shim_is_known_by_its_cgroup(
-    runtime, folder
-) -> None:
+async def test_kernel_without_identity_is_proved_by_its_cgroup(runtime, folder) -> None:
     if not await has_cgroups(runtime):
         return
     await create(runtime, "sh", "-c", "env -i setsid sleep 1000 & exit")
@@ -126,8 +124,8 @@ async def test_a_kernel_that_forks_and_exits_without_pause_is_ended(folder, with
 
 
 @pytest.mark.parametrize("program", [("chain.c", "2000"), ("headless.c",)])
-async def test_a_cgroup_with_somebody_in_it_is_a_kernel_that_lives(runtime, folder, program):
-    """Whoever is in it has moved on, or looks like a zombie, and there is no shim to ask."""
+async def test_cgroup_with_members_proves_a_live_kernel(runtime, folder, program):
+    """Its member has moved on, or looks like a zombie, and there is no shim."""
     if not await has_cgroups(runtime):
         return
     await create(runtime, str(built(program[0], folder / "program")), *program[1:])
@@ -144,7 +142,7 @@ async def test_a_cgroup_with_somebody_in_it_is_a_kernel_that_lives(runtime, fold
     assert not any(path.exists() for path in folders)
 
 
-async def test_a_pid_of_another_boot_is_nobody(runtime, folder) -> None:
+async def test_pid_of_another_boot_proves_nothing(runtime, folder) -> None:
     await create(runtime, "sleep", "1000")
     await runtime.stop(K1, 0)
     (bundle(folder) / "exit.json").unlink()
@@ -161,7 +159,7 @@ async def test_a_pid_of_another_boot_is_nobody(runtime, folder) -> None:
     await after.close()
 
 
-async def test_a_pid_that_was_used_again_is_somebody_else(runtime, folder) -> None:
+async def test_reused_pid_proves_nothing(runtime, folder) -> None:
     await create(runtime, "sleep", "1000")
     await runtime.stop(K1, 0)
     (bundle(folder) / "exit.json").unlink()
@@ -311,7 +309,7 @@ async def test_kernels_of_one_user_are_said_not_to_be_separated(runtime) -> None
     assert "separation" in (await runtime.support(plan("sleep").spec)).not_enforced
 
 
-async def test_a_shim_that_was_stopped_keeps_nobody_from_removing_its_kernel(runtime, folder):
+async def test_kernel_with_a_stopped_shim_can_be_removed(runtime, folder):
     await create(runtime, "sleep", "1000")
     shim(folder).signal(signal.SIGSTOP)
     async with asyncio.timeout(30):

@@ -148,7 +148,7 @@ def run_drop_in(folder: Path, state: str, **environ: str) -> None:
                "BASH_ENV": str(evil / "date"), "IFS": "e", "TZ": str(evil / "fifo"),
                "n": "1", "g": str(evil)}  # fmt: skip
     if not (evil / "fifo").exists():
-        os.mkfifo(evil / "fifo")  # whoever opens it waits for ever
+        os.mkfifo(evil / "fifo")  # opening it blocks forever
     done = subprocess.run(words, env={**hostile, **environ}, capture_output=True, check=True,
                           timeout=20)  # fmt: skip
     assert done.stderr == b"", "a loader complains of a library that is not there"
@@ -176,7 +176,7 @@ def test_systemd_itself_writes_how_a_kernel_ended(
     assert bundle.end() == end, "what is written stays"
 
 
-def test_systemd_keeps_what_a_kernel_used_unless_that_was_counted_elsewhere(tmp_path: Path) -> None:
+def test_usage_from_systemd_is_kept_unless_counted(tmp_path: Path) -> None:
     group = tmp_path / "groups" / "k1.service"
     group.mkdir(parents=True)
     (group / "cpu.stat").write_text("usage_usec 2500000\nthrottled_usec 0\n")
@@ -275,7 +275,7 @@ def test_values_of_variables_survive_their_file(value: str) -> None:
 
 
 def _unescaped(value: str) -> str:
-    """What shlex leaves escaped: it knows `\\"` and `\\\\` alone."""
+    """Resolve the escapes that shlex keeps: it knows only `\"` and `\\`."""
     return value.replace("$", "\\$").replace("`", "\\`")
 
 

@@ -70,7 +70,7 @@ async def test_a_caller_that_goes_away_does_not_stop_the_create(rig: Rig) -> Non
     assert rig.free_gpus == 1
 
 
-async def test_deleting_what_is_being_created_cancels_it_and_gives_back(rig: Rig) -> None:
+async def test_delete_cancels_a_create_and_releases_its_share(rig: Rig) -> None:
     rig.runtime.gate = asyncio.Event()
     caller = asyncio.create_task(rig.service.create(rig.spec(cuda_device=2)))
     await settled(rig, "k1", "creating")
@@ -162,7 +162,7 @@ async def test_the_same_request_joins_the_create_under_way(rig: Rig) -> None:
         ({"command": ()}, InvalidRequest),
     ],
 )
-async def test_a_refused_request_reaches_nobody(rig: Rig, change, error) -> None:
+async def test_refused_request_reaches_no_runtime(rig: Rig, change, error) -> None:
     spec = replace(
         rig.spec(agent=change.get("agent", "a")),
         slots=change.get("slots", {}),
@@ -175,7 +175,7 @@ async def test_a_refused_request_reaches_nobody(rig: Rig, change, error) -> None
     assert rig.memory.records == {}
 
 
-async def test_a_failed_plugin_is_named_in_the_refusal_and_a_late_one_can_be_retried(rig) -> None:
+async def test_refusal_names_failed_plugins(rig) -> None:
     rig.plugins.failed = {"tpu": "no driver"}
     rig.plugins.pending = ["npu"]
     rig.plugins.absent = {"rocm": "open: no AMD GPU on the PCI bus. Please ensure"}
@@ -196,7 +196,7 @@ async def test_stop_keeps_the_kernel_listed_and_frees_its_devices(rig: Rig) -> N
     assert (await rig.service.stop("k1")) == kernel
 
 
-async def test_a_stop_that_the_runtime_cannot_do_leaves_the_kernel_as_it_was(rig: Rig) -> None:
+async def test_failed_stop_leaves_the_kernel_unchanged(rig: Rig) -> None:
     await rig.create(cuda_device=2)
     rig.runtime.is_down = True
     for call in (rig.service.stop, rig.service.remove):
@@ -251,7 +251,7 @@ async def test_a_failure_before_the_runtime_is_asked_leaves_nothing(rig: Rig) ->
     assert (rig.free_gpus, rig.states, rig.memory.records) == (2, {}, {})
 
 
-async def test_a_drain_cancels_what_has_not_reached_the_runtime_at_once(rig: Rig) -> None:
+async def test_drain_cancels_creates_before_the_runtime(rig: Rig) -> None:
     rig.runtime.pull_gate = asyncio.Event()
     caller = asyncio.create_task(rig.create())
     await settled(rig, "k1", "pulling")
@@ -298,7 +298,7 @@ async def test_a_retry_of_what_is_not_known_yet_is_told_so(rig: Rig) -> None:
     assert rig.states == {}
 
 
-async def test_a_create_that_is_deleted_before_it_began_is_gone_at_once(rig: Rig) -> None:
+async def test_create_deleted_before_its_start_is_gone(rig: Rig) -> None:
     """Nothing was asked of a runtime: its outcome is known."""
     creating = asyncio.create_task(rig.create(cuda_device=2))
     await asyncio.sleep(0)
@@ -317,7 +317,7 @@ async def test_a_create_that_is_deleted_before_it_began_is_gone_at_once(rig: Rig
         await creating
 
 
-async def test_a_part_of_a_device_that_nothing_holds_a_kernel_to_is_said_so() -> None:
+async def test_unenforced_share_is_reported() -> None:
     for is_enforced, asked, expected in (
         (False, 0.25, ("cuda.device",)),
         (False, 1, ()),
@@ -335,7 +335,7 @@ async def test_a_part_of_a_device_that_nothing_holds_a_kernel_to_is_said_so() ->
             assert kernel.not_enforced == expected
 
 
-async def test_an_agent_without_cores_says_that_nothing_holds_its_kernels() -> None:
+async def test_agent_without_cores_reports_cpu_unenforced() -> None:
     agents = tuple(AgentRule(name) for name in ("a", "b", "c", "d", "e"))
     rig = Rig(rules=SplitRules(AllocationMode.AUTO_SPLIT, agents))
     async with running(rig):

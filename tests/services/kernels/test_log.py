@@ -86,5 +86,5 @@ async def test_create_that_is_cut_off_is_logged_with_its_reason(rig: Rig, is_sto
 async def test_failed_create_is_logged_without_its_command(rig: Rig) -> None:
     with capture_logs() as logged, pytest.raises(CommandNotFound, match="hunter2"):
         await rig.create("k1", "a", "hunter2")
-    reason = "the command does not exist, or cannot be executed"
+    reason = "the command does not exist or is not executable"
     assert about(logged) == [("kernel.create_failed", reason)]

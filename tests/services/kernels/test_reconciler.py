@@ -107,7 +107,7 @@ async def test_a_create_that_comes_true_late_is_adopted(rig: Rig) -> None:
     assert rig.state.unsettled == {}
 
 
-async def test_an_intent_of_the_last_daemon_is_held_until_it_is_settled(rig: Rig) -> None:
+async def test_intent_of_the_last_daemon_is_held_until_resolved(rig: Rig) -> None:
     rig.runtime.fail_create = OutcomeUnknown("killed here")
     with pytest.raises(OutcomeUnknown):
         await rig.create(cuda_device=2)
@@ -150,7 +150,7 @@ async def test_an_end_during_the_create_is_not_missed(watched: Rig) -> None:
     assert watched.state.get("k1").ending.exit_code == 3
 
 
-async def test_a_kernel_that_somebody_removes_is_lost_and_its_devices_come_back(watched) -> None:
+async def test_kernel_removed_outside_is_lost_and_released(watched) -> None:
     await watched.create(cuda_device=2)
     watched.runtime.vanish("k1")
     await settled(watched, "k1", "lost")
@@ -159,7 +159,7 @@ async def test_a_kernel_that_somebody_removes_is_lost_and_its_devices_come_back(
     assert watched.states == {}
 
 
-async def test_a_kernel_started_again_by_hand_is_charged_even_beyond_what_there_is(watched) -> None:
+async def test_kernel_started_by_hand_is_charged_beyond_capacity(watched) -> None:
     await watched.create("k1", cuda_device=2)
     await watched.service.stop("k1", 0)
     await watched.create("k2", cuda_device=2)
@@ -196,7 +196,7 @@ async def test_who_did_not_wait_sees_what_became_of_a_lost_create(rig: Rig) -> N
     assert rig.free_gpus == 2
 
 
-async def test_a_runtime_that_nobody_follows_is_not_made_available_by_a_list(rig: Rig) -> None:
+async def test_list_does_not_make_an_unfollowed_runtime_available(rig: Rig) -> None:
     rig.reconciler._following.clear()
     rig.state.note_unavailable("fake", "its event stream ended")
     await rig.reconciler.retry()
@@ -207,7 +207,7 @@ async def test_a_runtime_that_nobody_follows_is_not_made_available_by_a_list(rig
 
 
 async def test_a_list_that_is_out_of_date_undoes_nothing(rig: Rig) -> None:
-    """What is created, ended or removed while a list is made is looked at alone, afterwards."""
+    """Kernels created, ended or removed during a list are observed alone, afterwards."""
     await rig.create("gone")
     await rig.create("ends")
     before = Listing(tuple(rig.runtime.kernels.values()))
@@ -229,7 +229,7 @@ async def test_a_list_that_is_out_of_date_undoes_nothing(rig: Rig) -> None:
     assert rig.states == {"ends": "terminated", "new": "running"}
 
 
-async def test_a_kernel_is_looked_at_when_nobody_works_on_it(watched: Rig) -> None:
+async def test_kernel_is_observed_when_its_lock_is_free(watched: Rig) -> None:
     watched.runtime.gate = asyncio.Event()
     creating = asyncio.create_task(watched.create())
     await settled(watched, "k1", "creating")
@@ -241,7 +241,7 @@ async def test_a_kernel_is_looked_at_when_nobody_works_on_it(watched: Rig) -> No
     assert (await creating).state is KernelState.RUNNING
 
 
-async def test_a_request_that_comes_while_its_name_is_looked_for_is_not_overwritten(rig) -> None:
+async def test_create_during_an_observation_is_not_overwritten(rig) -> None:
     """The kernel of another create, found late under the same name, is looked at again."""
     await rig.create("k2")
     stranger = replace(rig.runtime.kernels["k2"], kernel_id="k1", handle="77")
@@ -278,7 +278,7 @@ async def test_what_never_ran_is_looked_at_again_before_it_is_removed(rig: Rig) 
     assert after.runtime.kernels == {"k1": running}
 
 
-async def test_a_kernel_deleted_and_made_anew_during_a_list_is_not_overwritten(rig: Rig) -> None:
+async def test_kernel_recreated_during_a_list_is_not_overwritten(rig: Rig) -> None:
     await rig.create("k1", cuda_device=1)
     before = Listing(tuple(rig.runtime.kernels.values()))
 

@@ -1,4 +1,4 @@
-"""What is remembered of kernels, while nobody can be asked and after a restart."""
+"""Records of kernels, while no runtime answers and after a restart."""
 
 import pytest
 
@@ -39,7 +39,7 @@ async def test_a_record_says_how_far_its_kernel_has_come(rig: Rig) -> None:
     assert rig.memory.records == {}
 
 
-async def test_what_an_engine_that_is_down_was_last_known_to_hold_stays_held(rig: Rig) -> None:
+async def test_kernels_of_an_unavailable_engine_stay_held(rig: Rig) -> None:
     await rig.create("lives", cuda_device=1)
     await rig.create("ended", cuda_device=1)
     await rig.service.stop("ended", 0)
@@ -56,7 +56,7 @@ async def test_what_an_engine_that_is_down_was_last_known_to_hold_stays_held(rig
     assert after.state.get("lives").handle == rig.state.get("lives").handle
 
 
-async def test_what_is_gone_after_a_restart_is_lost_and_stays_so_until_it_is_deleted(rig) -> None:
+async def test_kernel_missing_after_a_restart_is_lost(rig) -> None:
     await rig.create(cuda_device=2)
     rig.runtime.kernels.clear()
     for _ in range(2):
@@ -67,7 +67,7 @@ async def test_what_is_gone_after_a_restart_is_lost_and_stays_so_until_it_is_del
     assert (await restarted(rig)).states == {}
 
 
-async def test_a_record_that_cannot_be_read_holds_everything_until_its_runtime_answers(rig) -> None:
+async def test_unreadable_record_holds_all_until_the_runtime_lists(rig) -> None:
     await rig.create(cuda_device=1)
     rig.memory.records["k1"] = SavedRecord("k1", Phase.HELD, "{")
     after = await restarted(rig, is_down=True)
@@ -106,7 +106,7 @@ async def test_a_runtime_is_forgotten_only_while_it_does_not_answer(rig: Rig) ->
     assert rig.states == {"k1": "running"}
 
 
-async def test_a_runtime_that_this_agentd_does_not_have_blocks_nothing_and_can_be_forgotten(
+async def test_unconfigured_runtime_can_be_forgotten(
     rig: Rig,
 ) -> None:
     await rig.create(cuda_device=1)

@@ -42,7 +42,7 @@ async def test_the_oldest_ended_kernels_go_first_and_living_ones_never() -> None
     running.cancel()
 
 
-async def test_keeper_sleeps_while_there_are_not_too_many() -> None:
+async def test_retention_waits_while_there_are_few() -> None:
     state = NodeState(["any"], EventLog())
     keeper = Retention(state, SimpleNamespace(), 1)  # type: ignore[arg-type]
     running = asyncio.create_task(keeper.run())

@@ -1,1 +1,1 @@
-"""The gateway: routes, lists, and calls that are passed on to nodes."""
+"""The gateway: routes, lists, and calls proxied to nodes."""

@@ -1,4 +1,4 @@
-"""The gateway's side of every route: a node's shapes and problems, over the whole fleet."""
+"""The gateway's handlers: a node's shapes and problems, for the whole fleet."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ class Gateway(Site):
         self._counts = GatewayCounts()
 
     async def until_open(self, patience_s: float) -> None:
-        """Answer always: what is not known yet is said by each route."""
+        """Return at once; each route reports itself what is not known yet."""
 
     def require(self, request: web.Request, caller: Caller, right: Right) -> None:
-        """Refuse what a role may not do; what a caller can see is looked up with it."""
+        """Refuse a caller whose role lacks the right; visibility is checked with each lookup."""
         del request
         if not caller.may(right):
             raise Forbidden(caller.name, caller.role.value, right.value, roles_with(right))
@@ -67,12 +67,12 @@ class Gateway(Site):
         return Auditor(self._events, None, request, action, "")
 
     async def readyz(self, _: web.Request) -> web.Response:
-        """Answer the readiness probe: ready while what is shown of nodes is current."""
+        """Answer the readiness probe: ready while the view of the nodes is current."""
         why = self._store.why_not_live()
         return answer({"status": why or "ok"}, 503 if why else 200)
 
     async def list_nodes(self, request: web.Request) -> web.Response:
-        """List the nodes as they were heard of last."""
+        """List the nodes with their latest reports."""
         caller, view = caller_of(request), self._state.view
         shown = [
             views.node_view(view, node, caller.agents)
@@ -88,14 +88,14 @@ class Gateway(Site):
         return self._answer(views.node_view(view, node, caller.agents), view.revision)
 
     async def forget_node(self, request: web.Request) -> web.Response:
-        """Drop a node that is gone for good, and the routes to it."""
+        """Forget a lost node and the routes to it."""
         caller = caller_of(request)
         node = self._lists.node(caller, request.match_info["node"])
         if node.status is not NodeStatus.LOST:
-            why = f"node {node.node_id} is {node.status.value}; only a lost one can be forgotten"
+            why = f"node {node.node_id} is {node.status.value}, expected lost"
             raise InvalidRequest([Problem("node", why)])
         if not await self._store.forget(node):
-            why = f"node {node.node_id} has just come back; only a lost one can be forgotten"
+            why = f"node {node.node_id} has just returned, expected lost"
             raise InvalidRequest([Problem("node", why)])
         return web.Response(status=204)
 
@@ -109,7 +109,7 @@ class Gateway(Site):
         """Forget a slot type that no node offers any more."""
         name, view = request.match_info["slot"], self._state.view
         if name not in view.slot_types:
-            raise UnknownSlotType(f"the fleet knows no slot {name}")
+            raise UnknownSlotType(f"unknown slot {name}")
         try:
             view.without_slot_type(name, view.revision)
         except ValueError as error:
@@ -118,17 +118,17 @@ class Gateway(Site):
         return web.Response(status=204)
 
     async def get_stats(self, request: web.Request) -> web.Response:
-        """Show capacity, allocated and free of every slot, over the fleet and by node."""
+        """Show capacity, allocated and free of every slot, for the fleet and each node."""
         caller, view = caller_of(request), self._state.view
         content = await asyncio.to_thread(self._lists.stats, view, caller, request.query)
         return self._answer(content, view.revision)
 
     async def list_devices(self, request: web.Request) -> web.Response:
-        """List the devices of all nodes that answer."""
+        """List the devices of all reachable nodes."""
         return self._revised(await self._lists.devices(request))
 
     async def create_kernel(self, request: web.Request) -> web.Response:
-        """Create a kernel on a node that has what it asks for."""
+        """Create a kernel on a node with the requested resources."""
         view = self._state.view
         body = read_body(
             FleetKernelRequest,
@@ -163,7 +163,7 @@ class Gateway(Site):
         return response
 
     async def list_kernels(self, request: web.Request) -> web.Response:
-        """List the kernels of all nodes, node by node; of lost nodes those that were placed."""
+        """List the kernels of all nodes, node by node; of lost nodes, the placed ones."""
         return self._revised(await self._lists.kernels(request))
 
     async def get_kernel(self, request: web.Request) -> web.Response:
@@ -176,7 +176,7 @@ class Gateway(Site):
         return self._kernel(found, place.node.node_id)
 
     async def stop_kernel(self, request: web.Request) -> web.Response:
-        """End a kernel and keep it listed: TERM, then KILL."""
+        """End a kernel with TERM, then KILL; it stays listed."""
         read_body(StopRequest, await body_of(request))
         caller, kernel_id = caller_of(request), request.match_info["kernel"]
         place = await self._kernels.place(caller, kernel_id, request.query.get("node"))
@@ -185,14 +185,14 @@ class Gateway(Site):
         return self._kernel(found, place.node.node_id)
 
     async def delete_kernel(self, request: web.Request) -> web.Response:
-        """Stop a kernel if need be, and remove it."""
+        """Stop a kernel if it runs, and remove it."""
         caller, kernel_id = caller_of(request), request.match_info["kernel"]
         query = {k: v for k, v in request.query.items() if k != "node"}
         named = request.query.get("node")
         return self._raw(await self._deleter.delete(caller, kernel_id, named, query))
 
     async def get_logs(self, request: web.Request) -> web.StreamResponse:
-        """Stream what a kernel printed, byte for byte."""
+        """Stream a kernel's output, byte for byte."""
         caller, kernel_id = caller_of(request), request.match_info["kernel"]
         place = await self._kernels.place(caller, kernel_id, request.query.get("node"))
         query = {k: v for k, v in request.query.items() if k != "node"}
@@ -201,14 +201,14 @@ class Gateway(Site):
             return await pass_on(self._nodes, self._state, place.node, request, path)
 
     async def get_use(self, request: web.Request) -> web.Response:
-        """Show what a kernel uses."""
+        """Show the usage of a kernel."""
         caller, kernel_id = caller_of(request), request.match_info["kernel"]
         place = await self._kernels.place(caller, kernel_id, request.query.get("node"))
         found = await self._kernels.ask(caller, place, "GET", path_of(kernel_id, "stats"))
         return self._kernel(found, place.node.node_id)
 
     async def exec_kernel(self, request: web.Request) -> web.StreamResponse:
-        """Run a command inside a kernel, over a WebSocket."""
+        """Run a command in a kernel, over a WebSocket."""
         caller, kernel_id = caller_of(request), request.match_info["kernel"]
         place = await self._kernels.place(caller, kernel_id, request.query.get("node"))
         with self._streams.opened(request, may_pause=True):
@@ -216,10 +216,10 @@ class Gateway(Site):
             return await pass_socket(self._nodes, self._state, place.node, request, path)
 
     async def pass_to_node(self, request: web.Request) -> web.StreamResponse:
-        """Pass a call on to one node, for everything that it serves below /v1."""
+        """Proxy a call below /v1 to one node."""
         caller, rest = caller_of(request), request.match_info["rest"]
         if request.method == "POST" and rest.endswith("/kernels"):
-            why = "kernels are created with POST /v1/kernels; name the node in placement.nodes"
+            why = "create kernels with POST /v1/kernels and the node in placement.nodes"
             raise InvalidRequest([Problem("rest", why)])
         if not {"", ".", ".."}.isdisjoint(rest.split("/")):
             raise InvalidRequest([Problem("rest", "expected a path without empty parts, . and ..")])
@@ -243,7 +243,7 @@ class Gateway(Site):
         return answer(content, headers=headers)
 
     def _kernel(self, given: NodeAnswer, node_id: str) -> web.Response:
-        """Return a node's answer with the node's id in it; a problem as it is."""
+        """Return a node's answer with the node id added; a problem is unchanged."""
         if given.is_error:
             return self._raw(given)
         shown = answer({**msgspec.json.decode(given.body), "node_id": node_id}, given.status)

@@ -1,4 +1,4 @@
-"""Lists over nodes: a page is read node by node, and says which nodes did not answer."""
+"""Lists across nodes: a page is read node by node and names the nodes that did not answer."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from agentd_fleet.view.fleet_view import FleetNode, FleetView, NodeStatus
 MISSING = "Fleet-Missing"
 MOST_NAMED = 50
 AHEAD = 8
-"""How many nodes are asked for one page at the same time."""
+"""Nodes that are called concurrently for one page."""
 
 
 class Lists:
-    """What is asked of many nodes at once."""
+    """Calls that need answers of many nodes."""
 
     def __init__(self, kernels: FleetKernels, state: FleetState) -> None:
         self._kernels = kernels
         self._state = state
 
     def node(self, caller: Caller, node_id: str) -> FleetNode:
-        """Return a node that a caller sees: one that has an agent of its own.
+        """Return a node with an agent that the caller sees.
 
         Raises:
-            UnknownNode: exactly as if it did not exist.
+            UnknownNode: the node does not exist, or the caller must not see it.
         """
         return self._kernels.seen(caller, node_id)
 
     def _nodes(self, caller: Caller, query: MultiMapping[str]) -> list[FleetNode]:
-        """Return the nodes that are named, or all that a caller sees.
+        """Return the named nodes, or all that a caller sees.
 
-        Of a lost node it may not be known which agents it has: a caller sees it by its kernels.
+        The agents of a lost node may be unknown: a caller sees it by its kernels.
         """
         nodes = self._state.view.nodes
         if named := query.getall("node", []):
@@ -65,7 +65,7 @@ class Lists:
         ]
 
     async def devices(self, request: web.Request) -> web.Response:
-        """Answer with the devices of nodes."""
+        """Return the devices of nodes."""
         caller, missing = caller_of(request), list[str]()
         nodes = self._nodes(caller, request.query)
         shown: list[dict[str, Any]] = []
@@ -75,14 +75,14 @@ class Lists:
         return answer(shown, headers=_missing(told))
 
     async def kernels(self, request: web.Request) -> web.Response:
-        """Answer with the kernels of nodes, in the order of the nodes and then of creation."""
+        """Return the kernels of nodes, by node and then by creation."""
         caller, query, missing = caller_of(request), request.query, list[str]()
         nodes = self._nodes(caller, query)
         limit, after = read_limit(query), query.get("after")
         if (begin := query.get("after_node")) is not None:
             nodes = [node for node in nodes if node.node_id >= begin]
         elif after is not None:
-            raise InvalidRequest([Problem("after", "goes with after_node, as Link has them")])
+            raise InvalidRequest([Problem("after", "requires after_node; use the URL in Link")])
         filters = [(n, v) for n, v in query.items() if n in ("state", "label")]
         if limit is not None:
             return await self._page(request, nodes, filters, limit)
@@ -101,10 +101,10 @@ class Lists:
         routes: Iterable[KernelRoute],
         query: MultiMapping[str],
     ) -> list[str]:
-        """Return the missing nodes that a caller may know of.
+        """Return the missing nodes that a caller may see.
 
         Raises:
-            UnknownNode: one that it may not was named.
+            UnknownNode: the request names a node that the caller must not see.
         """
         seen = {route.node_id for route in routes}
         named = query.getall("node", [])
@@ -127,10 +127,10 @@ class Lists:
         filters: list[tuple[str, str]],
         limit: int,
     ) -> web.Response:
-        """Answer with at most `limit` kernels, one node after the other, and where to go on.
+        """Return at most `limit` kernels, node after node, with a link to the next page.
 
-        A few nodes are asked at once, so that those that hang do so together; routes to what does
-        not answer are read once.
+        A few nodes are called concurrently, so that hanging ones delay the page only once. Routes
+        to unavailable nodes are read once.
         """
         caller, missing = caller_of(request), list[str]()
         begin, after = request.query.get("after_node", ""), request.query.get("after", "")
@@ -175,7 +175,7 @@ class Lists:
         return answer(shown, headers=headers)
 
     def stats(self, view: FleetView, caller: Caller, query: MultiMapping[str]) -> views.StatsView:
-        """Return the sums of slots, by node too."""
+        """Return the sums of slots, also by node."""
         named = [self.node(caller, node_id).node_id for node_id in query.getall("node", [])] or None
         agents = frozenset(query.getall("agent", [])) or None
         if caller.agents is not None:
@@ -194,12 +194,12 @@ class Lists:
 
 
 def _is_forgetful(node: FleetNode) -> bool:
-    """Tell whether a node is lost, and its agents are not known any more."""
+    """Return whether a node is lost and its agents are unknown."""
     return node.status is NodeStatus.LOST and not node.offers
 
 
 def _missing(nodes: list[str]) -> dict[str, str]:
-    """Return the header that names nodes which did not answer."""
+    """Return the header that names the nodes without an answer."""
     shown = ",".join(sorted(nodes)[:MOST_NAMED])
-    more = f",… {len(nodes)} in all" if len(nodes) > MOST_NAMED else ""
+    more = f",… {len(nodes)} in total" if len(nodes) > MOST_NAMED else ""
     return {MISSING: (shown + more).replace("…", "...")} if nodes else {}

@@ -1,4 +1,4 @@
-"""The fleet in the Prometheus exposition format, made when it is asked for."""
+"""The fleet's metrics in the Prometheus exposition format, collected for each scrape."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLACED = "placed"
 
 
 class GatewayCounts:
-    """Creates of this gateway by result since its start; those that there can be begin at zero."""
+    """Creates through this gateway by result; every possible result starts at zero."""
 
     def __init__(self) -> None:
         self.creates: Counter[str] = Counter(dict.fromkeys((PLACED, *sorted(CREATE_CODES)), 0))
@@ -38,7 +38,7 @@ class GatewayCounts:
 
 
 def exposition(view: FleetView, caller: Caller, counts: GatewayCounts, *, is_live: bool) -> bytes:
-    """Return the metrics of the fleet: amounts, in bytes and wholes, of a caller's agents alone."""
+    """Return the fleet's metrics; amounts are in bytes and wholes, of the caller's agents only."""
     from prometheus_client import CollectorRegistry, generate_latest
 
     class Fleet:

@@ -1,4 +1,4 @@
-"""A node's answers passed through as they come: logs, events, exec, and all else that it serves."""
+"""The proxy: answers of nodes passed on as they arrive: logs, events, exec and all others."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ KEPT = ("Content-Type", "Cache-Control", "Location", "Link", "Retry-After", "Pre
 async def pass_on(
     nodes: Nodes, state: FleetState, node: FleetNode, request: web.Request, path: str
 ) -> web.StreamResponse:
-    """Ask a node what the gateway was asked, and answer what it answers, byte for byte.
+    """Proxy a request to a node, and its answer back, byte for byte.
 
     Raises:
-        NodeUnavailable: it does not answer.
+        NodeUnavailable: the node does not answer.
     """
     body = await body_of(request) if request.can_read_body else None
     headers = {name: request.headers[name] for name in SENT if name in request.headers}
@@ -60,9 +60,9 @@ async def pass_on(
 async def pass_socket(
     nodes: Nodes, state: FleetState, node: FleetNode, request: web.Request, path: str
 ) -> web.StreamResponse:
-    """Connect a caller's WebSocket with a node's, frame by frame; either one's end is both's.
+    """Connect a client's WebSocket with a node's, frame by frame; each end closes the other.
 
-    A node that refuses is asked plainly: a refused WebSocket does not say why.
+    If the node refuses, the request is repeated without a WebSocket, whose refusal has no reason.
 
     Raises:
         NodeUnavailable: the node does not answer.
@@ -85,7 +85,7 @@ async def pass_socket(
                 error = given.exception()
                 flood = error if isinstance(error, TooManyControlFrames) else None
                 if error is not None and flood is None:
-                    await asyncio.wait([told])  # the node takes no more, and may have said why
+                    await asyncio.wait([told])  # the reason may still arrive
         finally:
             for task in (given, told, probing):
                 task.cancel()
@@ -93,7 +93,7 @@ async def pass_socket(
         if far.close_code == aiohttp.WSCloseCode.POLICY_VIOLATION:
             flood = TooManyControlFrames()
         if flood is not None:
-            log.warning("exec.cut_off", path=request.path, reason=str(flood))
+            log.warning("exec.aborted", path=request.path, reason=str(flood))
         await near.end(flood)
     finally:
         await to_the_end(hang_up(far))

@@ -1,4 +1,4 @@
-"""The gateway's routes as a table, from which its OpenAPI document is made too."""
+"""The gateway's table of routes, used by the server and by its OpenAPI document."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agentd_fleet.gateway import views
 from agentd_fleet.gateway.handlers import Gateway
 from agentd_fleet.placement.requests import FleetKernelRequest
 
-NODE = Parameter("node", {"type": "string"}, "The kernel's node, if the fleet did not place it.")
+NODE = Parameter("node", {"type": "string"}, "Node of the kernel, if the fleet did not place it.")
 NODES = Parameter("node", {"type": "string"}, "Only these nodes.", is_repeatable=True)
 AGENTS = Parameter("agent", {"type": "string"}, "Only these agents.", is_repeatable=True)
 LABELS = Parameter(
@@ -26,14 +26,14 @@ LABELS = Parameter(
     "Only nodes with all of these labels: KEY=VALUE.",
     is_repeatable=True,
 )
-AFTER_NODE = Parameter("after_node", {"type": "string"}, "The node of `after`.")
+AFTER_NODE = Parameter("after_node", {"type": "string"}, "Node of the kernel `after`.")
 _KERNEL = views.FleetKernelView
 _SHOWN = _KERNEL | views.UnknownKernelView
 _ANY, _AT_NODE = "/v1/nodes/{node}/{rest}", "/v1/nodes/{node}"
 
 
 def _passed(method: str, handler: Handler) -> Route:
-    """Return the route that passes calls of a method on; it describes those that a node knows."""
+    """Return the proxy route of a method, with the node's routes that it covers."""
     known = [
         replace(
             route,
@@ -48,7 +48,7 @@ def _passed(method: str, handler: Handler) -> Route:
 
 
 def routes(site: Gateway | type[Gateway]) -> Sequence[Route]:
-    """Return the table of routes: served by a gateway, or described by its class."""
+    """Return the table of routes, bound to a gateway or to its class for a document."""
     create = {200: _KERNEL | views.FleetDecisionView, 201: _KERNEL, 202: _KERNEL}
     kernel, use, nobody = "/v1/kernels/{kernel}", Right.KERNELS, None
     return (
@@ -79,4 +79,4 @@ def routes(site: Gateway | type[Gateway]) -> Sequence[Route]:
 
 
 ROUTES = routes(Gateway)
-"""The table for documents, without a gateway."""
+"""The unbound table, for documents."""

@@ -1,4 +1,4 @@
-"""The wire types of the gateway: a node's, with `node_id`, and the fleet's own."""
+"""The wire types of the gateway: a node's with `node_id`, and the fleet's own."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from agentd_fleet.view.fleet_view import FleetNode, FleetView, Use
 
 
 class FleetKernelView(KernelView):
-    """A kernel of a node of the fleet."""
+    """A kernel on a node of the fleet."""
 
     node_id: str
 
 
 class FleetKernelUseView(KernelUseView):
-    """What a kernel of a node of the fleet uses."""
+    """The usage of a kernel on a node of the fleet."""
 
     node_id: str
 
 
 class UnknownKernelView(TypedDict):
-    """A kernel whose node does not answer: what the fleet knows of it."""
+    """A kernel whose node does not answer, as far as the fleet knows it."""
 
     kernel_id: str
     agent_id: str
@@ -45,20 +45,20 @@ class UnknownKernelView(TypedDict):
 
 
 class FleetDecisionView(DecisionView):
-    """What a create would be given now, and where."""
+    """The decision that a create would get now, and its node."""
 
     node_id: str
     agent_id: str
 
 
 class FleetDeviceView(DeviceView):
-    """A device of a node of the fleet."""
+    """A device on a node of the fleet."""
 
     node_id: str
 
 
 class FleetNodeView(TypedDict):
-    """A node as it was heard of last; `reason` says why nothing is placed on it."""
+    """A node as last reported; `reason` says why no kernel is placed on it."""
 
     id: str
     state: Literal["ready", "daemon-down", "lost", "conflicting", "newer-schema"]
@@ -73,7 +73,7 @@ class FleetNodeView(TypedDict):
 
 
 class StatsView(TypedDict):
-    """Slots over the fleet at one revision; nodes that are lost do not count."""
+    """Slots of the fleet at one revision, without lost nodes."""
 
     revision: int
     slots: dict[str, SlotUseView]
@@ -81,7 +81,7 @@ class StatsView(TypedDict):
 
 
 def node_view(view: FleetView, node: FleetNode, agents: frozenset[str] | None) -> FleetNodeView:
-    """Return a node as a caller sees it, with its own agents."""
+    """Return a node as a caller sees it, with the caller's agents."""
     strange = view.conflicts.get(node.node_id, frozenset())
     shown = {
         agent: _uses(
@@ -106,7 +106,7 @@ def node_view(view: FleetView, node: FleetNode, agents: frozenset[str] | None) -
 
 
 def uses_view(view: FleetView, uses: Mapping[SlotName, Use]) -> dict[str, SlotUseView]:
-    """Return sums in the fleet's slots."""
+    """Return sums of the fleet's slots."""
     return _uses(view.slot_types, uses)
 
 
@@ -125,7 +125,7 @@ def _uses(
 
 
 def slot_type_view(slot: SlotType) -> SlotTypeView:
-    """Return a slot type as a node shows it."""
+    """Return a slot type in the form of a node's."""
     quantum: Amount = format_amount(slot.quantum, slot.kind)
     return {
         "name": slot.name,

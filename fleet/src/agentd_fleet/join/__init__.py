@@ -1,1 +1,1 @@
-"""The publisher: one node, reported to its fleet."""
+"""The publisher, which reports one node to its fleet."""

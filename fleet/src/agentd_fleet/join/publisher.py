@@ -1,10 +1,9 @@
-"""The publisher: tells the fleet of one node, under a lease that ends when it does not.
+"""The publisher: reports one node to the fleet, under a lease that ends with it.
 
     python -m agentd_fleet.join.publisher
 
-`agentd-fleet join` starts it, with its settings in a file descriptor that it inherits.
-
-Settings are read by the program that starts it, so that what reads them takes no memory here.
+`agentd-fleet join` starts it and passes the settings in an inherited file descriptor, so that the
+parser of the settings takes no memory here.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from agentd_fleet.view.reports import KnownNode, NodeReading, NodeReport, first_
 log = structlog.get_logger()
 
 FREE_PAUSE_S = 1.0
-"""What is free is published at most once in this time."""
+"""Minimum seconds between two reports of free amounts."""
 COMPLAINT_S = 30.0
 
 
 class JoinOptions(msgspec.Struct, frozen=True):
-    """What a publisher needs to know; files are paths."""
+    """The publisher's settings; files are paths."""
 
     fleet: str
     endpoints: tuple[str, ...]
@@ -57,13 +56,13 @@ class JoinOptions(msgspec.Struct, frozen=True):
 
 
 class Taken(AgentdError):
-    """The node's id is another one's in this fleet."""
+    """Another node of this fleet has the node id."""
 
     code = "DuplicateNode"
 
 
 class Publisher:
-    """Publishes what a node says of itself, for as long as it has the node's id in the fleet."""
+    """Publishes reports of a node while it owns the node id in the fleet."""
 
     def __init__(self, etcd: Etcd, options: JoinOptions, install_id: str, boot_id: str) -> None:
         self._etcd = etcd
@@ -80,12 +79,12 @@ class Publisher:
         self._quiet_until = 0.0
 
     async def told(self, reading: NodeReading) -> None:
-        """Take what the node says now."""
+        """Take the node's latest reading."""
         self._reading = reading
         self._changed.set()
 
     async def run(self) -> None:
-        """Publish until cancelled; whatever goes wrong is tried again."""
+        """Publish until cancelled, retrying after every error."""
         self._notifier.ready("not in the fleet yet")
         loop = asyncio.get_running_loop()
         keep_at = 0.0
@@ -110,18 +109,19 @@ class Publisher:
                 if isinstance(error, (LeaseGone, Taken)):
                     self._lease = 0
                 self._changed.set()
-                await asyncio.sleep(random.uniform(0.2, 1.0))  # noqa: S311 - so that not all come at once
+                await asyncio.sleep(random.uniform(0.2, 1.0))  # noqa: S311 - spreads the publishers
 
     async def _keep_alive(self) -> None:
         if not await self._etcd.keep_alive(self._lease):
             self._lease = 0
 
     async def _join(self, reading: NodeReading) -> None:
-        """Take the node's id under a new lease.
+        """Claim the node id under a new lease.
 
         Raises:
-            Taken: another install has it, or this one had it before a restart of the machine; it
-                is free when that one's lease has ended.
+            Taken: another install has it, or this one had it before a reboot; then it is free once
+                that
+                lease has ended.
         """
         key = self._key("nodes", reading)
         before = await self._etcd.get(key)
@@ -132,10 +132,10 @@ class Publisher:
         expected = before.mod_revision if before is not None else 0
         revision = await self._etcd.put_if(key, value, expected=expected, lease=lease)
         if revision is None:
-            raise Taken(f"node {reading.node_id} was taken by another at the same moment")
+            raise Taken(f"node id {reading.node_id} was claimed concurrently by another node")
         self._lease, self._revision, self._said = lease, revision, (value, b"")
         self._known = b""
-        log.info("join.joined", node_id=reading.node_id, fleet=self._options.fleet)
+        log.info("node.published", node_id=reading.node_id, fleet=self._options.fleet)
         self._notifier.status(f"node {reading.node_id} is in fleet {self._options.fleet}")
 
     def _is_mine(self, value: bytes) -> bool:
@@ -146,7 +146,7 @@ class Publisher:
         return (said.install_id, said.boot_id) == (self._install_id, self._boot_id)
 
     async def _publish(self, reading: NodeReading) -> None:
-        """Write what has changed since it was last written."""
+        """Write the changes since the last write."""
         report, free = self._report(reading), msgspec.json.encode(reading.free)
         if report != self._said[0]:
             key = self._key("nodes", reading)
@@ -154,7 +154,7 @@ class Publisher:
                 key, report, expected=self._revision, lease=self._lease
             )
             if revision is None:
-                raise Taken(f"node {reading.node_id} is published by another")
+                raise Taken(f"node id {reading.node_id} is published by another node")
             self._revision, self._said = revision, (report, self._said[1])
         await self._make_known(reading)
         if free != self._said[1]:
@@ -166,7 +166,7 @@ class Publisher:
             self._free_at, self._said = loop.time() + FREE_PAUSE_S, (report, free)
 
     async def _make_known(self, reading: NodeReading) -> None:
-        """Have it stay known that this node is here, and by which slots, when its lease ends."""
+        """Record the node and its slots permanently, beyond its lease."""
         what = msgspec.json.encode([self._options.url, reading.slot_types])
         if what == self._known:
             return
@@ -179,8 +179,8 @@ class Publisher:
                 slot_types=reading.slot_types,
             )
             await self._etcd.put(key, msgspec.json.encode(known))
-        except EtcdRefused as error:  # of a user who may not: the node is in the fleet all the same
-            log.warning("join.not_known", key=key, reason=str(error))
+        except EtcdRefused as error:  # a missing right; the node is in the fleet anyway
+            log.warning("node.record_failed", key=key, reason=str(error))
         self._known = what
 
     def _report(self, reading: NodeReading) -> bytes:
@@ -199,7 +199,7 @@ class Publisher:
     def _complain(self, error: AgentdError) -> None:
         now = asyncio.get_running_loop().time()
         if now >= self._quiet_until:
-            log.error("join.not_published", code=error.code, reason=str(error))
+            log.error("node.publish_failed", code=error.code, reason=str(error))
             self._notifier.status(f"not in the fleet: {error}")
             self._quiet_until = now + COMPLAINT_S
 
@@ -208,19 +208,19 @@ def _taken(node_id: str, value: bytes, mine: str) -> str:
     try:
         other = msgspec.json.decode(value, type=NodeReport).url or "an unknown address"
     except msgspec.MsgspecError:
-        other = "something that cannot be read"
+        other = "an unreadable report"
     return (
         f"node id {node_id} is taken by {other}; this one is at {mine or 'no address'}. If that was"
-        " this machine before it was restarted or installed anew, the id is free in a few seconds;"
-        " else give one of both another id"
+        " this host before a reboot or reinstallation, the id is free in a few seconds;"
+        " otherwise change one of the ids"
     )
 
 
 def install_id(folder: Path) -> str:
-    """Return what tells this install from another of the same name; made once.
+    """Return the id of this install, created once.
 
     Raises:
-        OSError: it cannot be kept.
+        OSError: it cannot be saved.
     """
     file = folder / "install-id"
     folder.mkdir(parents=True, exist_ok=True)
@@ -234,8 +234,7 @@ def install_id(folder: Path) -> str:
 async def publish(options: JoinOptions) -> None:
     """Publish the node of a socket until SIGTERM or SIGINT.
 
-    What was published stays until the lease ends: a restart of the publisher is no loss of the
-    node.
+    Published reports stay until the lease ends, so the node survives a restart of the publisher.
     """
     tls = None
     if options.ca or options.cert:
@@ -259,7 +258,7 @@ async def publish(options: JoinOptions) -> None:
             await asyncio.wait(ends)
             for task in work:
                 if not task.cancelled():
-                    task.result()  # a part ends by what it did not expect alone: so does the whole
+                    task.result()  # a part ends only by an unexpected error: raise it
 
 
 if __name__ == "__main__":

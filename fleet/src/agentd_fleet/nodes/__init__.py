@@ -1,1 +1,1 @@
-"""Calls to nodes, and what is read of one."""
+"""Calls to nodes, and readings of one."""

@@ -1,4 +1,4 @@
-"""Calls to nodes: as the gateway, for a caller that the node is told of."""
+"""Calls to nodes, made by the gateway on behalf of a caller."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from agentd_fleet.view.fleet_view import FleetNode
 
 REFUSED: Mapping[int, str] = {
     HTTPStatus.UNAUTHORIZED: "refuses the gateway's token",
-    HTTPStatus.MISDIRECTED_REQUEST: "is not what answers at its address",
+    HTTPStatus.MISDIRECTED_REQUEST: "is not the node at its address",
 }
 REDIRECTS = range(300, 400)
 CONNECT_S = 3.0
 PATIENCE_S = 30.0
-"""How long a node may take for what does not wait for a kernel."""
+"""Seconds that a node may take for calls that do not wait for a kernel."""
 CREATE_PATIENCE_S = 3600.0
 UNHEARD_MS = 20_000
 MOST_ANSWER = 64 << 20
-"""Bytes of an answer that is read as a whole: ten thousand kernels take a third of it."""
+"""Maximum bytes of an answer that is read completely: ten thousand kernels take a third of it."""
 UNIX = "unix:"
 GATEWAY = Caller("fleet", Role.ADMIN)
-"""As whom a gateway calls for itself."""
+"""The caller of the gateway's own calls."""
 
 
 class NodeAnswer(NamedTuple):
-    """What a node said."""
+    """The answer of a node."""
 
     status: int
     headers: Mapping[str, str]
@@ -51,20 +51,20 @@ class NodeAnswer(NamedTuple):
         return self.status >= HTTPStatus.BAD_REQUEST
 
     def error(self) -> AgentdError:
-        """Return the error that this is."""
+        """Return the error of a problem answer."""
         return error_in(self.status, self.body, self.headers.get("Retry-After"))
 
 
 class NeverAsked(NodeUnavailable):
-    """No connection to the node could be made: it has not been asked."""
+    """No connection to the node could be made, so it did nothing."""
 
 
 class NodeAnswerLost(NodeUnavailable):
-    """The node may have been asked, and its answer did not come."""
+    """The node may have been called, but its answer is missing."""
 
 
 class Nodes:
-    """Connections to nodes, kept open; used as an async context."""
+    """Persistent connections to nodes; an async context manager."""
 
     def __init__(self, token: str = "", tls: ssl.SSLContext | None = None) -> None:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -95,10 +95,11 @@ class Nodes:
         headers: Mapping[str, str] | None = None,
         patience_s: float = PATIENCE_S,
     ) -> NodeAnswer:
-        """Ask a node, and return whatever it answers.
+        """Call a node and return its answer, even a problem.
 
         Raises:
-            NeverAsked, NodeAnswerLost: it does not.
+            NeverAsked: no connection could be made.
+            NodeAnswerLost: there is no answer.
         """
         opened = self.opened(node, caller, method, path, body=body, headers=headers)
         try:
@@ -107,7 +108,7 @@ class Nodes:
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise NodeAnswerLost(_text(node, error)) from None
         if answer.status == HTTPStatus.FORBIDDEN and b"gateway = true" in answer.body:
-            why = "does not take the gateway's token as one of a gateway (gateway = true)"
+            why = "does not accept the token as a gateway's (gateway = true)"
             raise NeverAsked(f"node {node.node_id} {why}")
         return answer
 
@@ -122,10 +123,11 @@ class Nodes:
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Ask a node, and give its answer to be read.
+        """Call a node and yield its answer, to be read.
 
         Raises:
-            NeverAsked, NodeAnswerLost: there is none.
+            NeverAsked: no connection could be made.
+            NodeAnswerLost: there is no answer.
         """
         if node.remark:
             raise NeverAsked(f"node {node.node_id}: {node.remark}")
@@ -149,16 +151,17 @@ class Nodes:
             if (why := REFUSED.get(response.status)) is not None:
                 raise NeverAsked(f"node {node.node_id} {why}")
             if response.headers.get(NODE) != node.node_id or response.status in REDIRECTS:
-                raise NodeAnswerLost(f"node {node.node_id}: something else answers at its address")
+                raise NodeAnswerLost(f"node {node.node_id}: another server answers at its address")
             yield response
 
     async def connected(
         self, node: FleetNode, caller: Caller, path: str
     ) -> aiohttp.ClientWebSocketResponse | None:
-        """Open a WebSocket at a node; None if it refuses.
+        """Open a WebSocket to a node; None if it refuses.
 
         Raises:
-            NeverAsked, NodeAnswerLost: it does not answer.
+            NeverAsked: no connection could be made.
+            NodeAnswerLost: there is no answer.
         """
         if node.remark:
             raise NeverAsked(f"node {node.node_id}: {node.remark}")
@@ -199,13 +202,13 @@ class Nodes:
 
 
 class _Elsewhere(aiohttp.ClientError):
-    """Not the node, but something else answers at its address."""
+    """Another server answers at the node's address."""
 
-    strerror = "something else answers at its address"
+    strerror = "another server answers at its address"
 
 
 def _watch_of_sockets() -> aiohttp.TraceConfig:
-    """Refuse what `ws_connect` does not show: redirects, and who has accepted a WebSocket."""
+    """Return a trace that checks redirects and the node id, which `ws_connect` hides."""
 
     async def redirected(*_: object) -> None:
         raise _Elsewhere
@@ -223,7 +226,7 @@ def _watch_of_sockets() -> aiohttp.TraceConfig:
 
 
 def _impatient(info: aiohttp.AddrInfoType) -> socket.socket:
-    """Return a socket that gives up soon whom nobody hears of any more (tcp(7))."""
+    """Return a socket with a short TCP timeout for dead peers (tcp(7))."""
     family, kind, protocol, _, _ = info
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD_MS)
@@ -237,12 +240,12 @@ async def _whole(node: FleetNode, response: aiohttp.ClientResponse) -> bytes:
     async for chunk in response.content.iter_any():
         content += chunk
         if len(content) > MOST_ANSWER:
-            raise NodeAnswerLost(f"node {node.node_id}: its answer is over {MOST_ANSWER >> 20} MiB")
+            raise NodeAnswerLost(f"node {node.node_id}: its answer exceeds {MOST_ANSWER >> 20} MiB")
     return bytes(content)
 
 
 def _text(node: FleetNode, error: Exception) -> str:
-    """Return what is told of a node that does not answer: not where it is, which is the fleet's."""
+    """Return the error text for an unavailable node, without its address."""
     os_error = getattr(error, "os_error", error)
     why = getattr(os_error, "strerror", None) or type(error).__name__
     return f"node {node.node_id} does not answer: {why}"

@@ -1,4 +1,4 @@
-"""One node, read over its daemon's RPC whenever something happens there."""
+"""Readings of one node over its API, after every event."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from agentd.views import SlotTypeView
 from agentd_fleet.view.reports import NodeReading, reading_of
 
 AGAIN_S = 30.0
-"""How often a node is read although nothing happened."""
+"""Seconds after which a node is read without an event."""
 PAUSE_S, LEAST_S = 0.2, 0.8
-"""How long changes are collected before a node is read again, and what is between two readings."""
+"""Seconds in which events are collected before a reading, and minimum between two readings."""
 BACKOFF_S = (0.1, 2.0)
 PROBE_S, PROBE_PATIENCE_S = 1.0, 3.0
-"""How often a daemon is asked whether it lives, and how long it may take to say so."""
+"""Seconds between liveness probes, and that a probe may take."""
 
 
 class NodeReader:
-    """Follows one daemon, and tells what it says of its node, and when it is away."""
+    """Follows one daemon; reports its readings, and when it is unavailable."""
 
     def __init__(self, client: AsyncClient, told: Callable[[NodeReading], Awaitable[None]]) -> None:
         self._client = client
@@ -33,7 +33,7 @@ class NodeReader:
         self._types: tuple[int, list[SlotTypeView]] | None = None
 
     async def run(self) -> None:
-        """Follow until cancelled; the client has been entered."""
+        """Follow until cancelled; the client must be open."""
         pause_s, most_s = BACKOFF_S
         while True:
             self._types = None
@@ -57,7 +57,7 @@ class NodeReader:
             devices = await client.devices()
             if (await client.node())["generation"] != node["generation"]:
                 self._types = None
-                raise TimeoutError("it changed while it was read")
+                raise TimeoutError("the node changed during the reading")
         self._last = reading_of(node, self._types[1], agents, devices)
         await self._told(self._last)
 
@@ -93,7 +93,7 @@ async def _hear(events: AsyncIterator[NodeEvent], changed: asyncio.Event) -> Non
 
 
 async def _within(seconds: float, event: asyncio.Event, ended: asyncio.Task[None]) -> bool:
-    """Wait for an event, at most so long or until what tells of it has ended."""
+    """Wait for an event, until the timeout or until `ended` is done."""
     waiting = asyncio.create_task(event.wait())
     try:
         await asyncio.wait({waiting, ended}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)

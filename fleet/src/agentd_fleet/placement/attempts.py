@@ -1,4 +1,4 @@
-"""Asking one node for one kernel, until it is known what came of it."""
+"""Attempts: one node is called for one kernel until the outcome is known."""
 
 from __future__ import annotations
 
@@ -29,24 +29,27 @@ from agentd_fleet.view.fleet_view import FleetNode
 
 @dataclass(frozen=True)
 class PlacementTimeouts:
-    """How long to insist, in seconds; shorter ones are for tests."""
+    """Time limits of placements in seconds; tests use shorter ones."""
 
     insist_s: float = 10.0
-    """How long a node whose answer was lost is asked again before the caller is told."""
+    """The time in which a lost answer is requested again before the caller gets an error."""
     again_s: float = 0.3
     join_s: float = 2.0
-    """How long a route that another gateway is at work on may stand still before it is taken."""
+    """The time in which another gateway's route may stay unchanged before it is taken over."""
     fresh_s: float = 20.0
-    """How long after a route began to be written a request may be sent by it."""
+    """The time after the write of a route in which a request may be sent under it."""
     sweep_s: float = 15.0
     settled_s: float = 90.0
-    """How long a node has to go without a kernel before it never had it. Longer than a request by
-    the same route can be under way: sent within `fresh_s`, given up by TCP after 20 s, and by a
-    node that answers after 10 s for its header and 30 s for its body."""
+    """The time in which a node must lack a kernel before the kernel counts as never created.
+
+    It is longer than a request under the same route can be in progress: it is sent within
+    `fresh_s`, abandoned by TCP after 20 s, and by a node that answers after 10 s for its header and
+    30 s for its body.
+    """
 
 
 class Tried(NamedTuple):
-    """A node's answer, the route as it stands then, and whether the node was asked only once."""
+    """A node's answer, the current route, and whether the node was called only once."""
 
     answer: NodeAnswer
     kept: Kept
@@ -54,13 +57,13 @@ class Tried(NamedTuple):
 
 
 class PlacementUnknown(NodeUnavailable):
-    """A node may have a kernel, or not; the same request finds out."""
+    """It is unknown whether a node has a kernel; repeating the request resolves it."""
 
     def __init__(self, kernel_id: str, node_id: str, why: str) -> None:
         self.kernel_id, self.node_id = kernel_id, node_id
         super().__init__(
-            f"whether kernel {kernel_id} was created is not known ({why}); ask again with this"
-            " kernel_id, or look at the node when it is back"
+            f"unknown whether kernel {kernel_id} was created ({why}); retry with this"
+            " kernel_id, or inspect the node once it is available"
         )
 
     def facts(self) -> dict[str, object]:
@@ -68,11 +71,11 @@ class PlacementUnknown(NodeUnavailable):
 
 
 class Overtaken(PlacementUnknown):
-    """Another gateway is at work on a kernel id by now."""
+    """Another gateway has taken over a kernel id."""
 
 
 class Asker:
-    """Asks nodes for kernels, each under the route that leads to it."""
+    """Calls nodes for kernels, each under its route."""
 
     def __init__(
         self, store: Store, state: FleetState, nodes: Nodes, pace: PlacementTimeouts
@@ -83,33 +86,35 @@ class Asker:
         self._pace = pace
 
     def known(self, route: KernelRoute) -> FleetNode:
-        """Return the node that a route leads to.
+        """Return the node of a route.
 
         Raises:
-            PlacementUnknown: it is not heard of.
+            PlacementUnknown: the node is unknown.
         """
         node = self._state.node(route.node_id)
         if node is None or not node.url:
-            raise PlacementUnknown(route.kernel_id, route.node_id, f"node {route.node_id} is away")
+            raise PlacementUnknown(
+                route.kernel_id, route.node_id, f"node {route.node_id} is unavailable"
+            )
         return node
 
     async def ask(self, caller: Caller, order: PlacementRequest, kept: Kept, began: float) -> Tried:
-        """Ask a node for a kernel until it answers.
+        """Call a node for a kernel until it answers.
 
-        Before it is asked again the route is written again: whoever settled it meanwhile, or took
-        it over, must not find that the node was asked behind its back. `began` is when the route
-        was about to be written.
+        Before each repetition the route is written again: a gateway that resolved it meanwhile, or
+        took it over, must not miss the call. `began` is when the route was about to be written.
 
         Raises:
-            NeverAsked: it cannot be asked, and has not been.
-            PlacementUnknown: it was asked, and does not answer; or this gateway has slept, and
-                others may have settled the route meanwhile.
+            NeverAsked: the node cannot be called and was not called.
+            PlacementUnknown: the node was called and does not answer, or this gateway was suspended
+                and
+                others may have resolved the route.
         """
         route, end = kept.route, now() + self._pace.insist_s
         node, is_certain = self.known(route), True
         while True:
             if now() - began > self._pace.fresh_s:
-                raise PlacementUnknown(route.kernel_id, route.node_id, "this gateway was stopped")
+                raise PlacementUnknown(route.kernel_id, route.node_id, "this gateway was suspended")
             try:
                 answer = await self._once(caller, order, route, node)
                 return Tried(answer, kept, is_certain=is_certain)
@@ -125,13 +130,13 @@ class Asker:
             mine, began = replace(route, owner=secrets.token_hex(8)), now()
             revision = await self._store.keep(mine, kept.revision)
             if revision is None:
-                raise Overtaken(route.kernel_id, route.node_id, "another is at work on it")
+                raise Overtaken(route.kernel_id, route.node_id, "another gateway works on it")
             kept = Kept(mine, revision)
 
     async def _once(
         self, caller: Caller, order: PlacementRequest, route: KernelRoute, node: FleetNode
     ) -> NodeAnswer:
-        """Ask once, for as long as the node is heard of: an image may take its time to come."""
+        """Call the node once, for as long as it is ready: a pull may take a while."""
         try:
             async with self._state.patience(node.node_id, CREATE_PATIENCE_S, self._pace.again_s):
                 answer = await self._nodes.ask(
@@ -144,15 +149,15 @@ class Asker:
                     patience_s=CREATE_PATIENCE_S,
                 )
         except TimeoutError:
-            raise NodeAnswerLost(f"node {node.node_id} went away") from None
+            raise NodeAnswerLost(f"node {node.node_id} became unavailable") from None
         return _readable(answer, route)
 
 
 def _readable(answer: NodeAnswer, route: KernelRoute) -> NodeAnswer:
-    """Return an answer that says which kernel there is now, or why none.
+    """Check that an answer names the kernel, or is a problem.
 
     Raises:
-        NodeAnswerLost: it does not.
+        NodeAnswerLost: the answer is malformed.
     """
     if answer.is_error:
         return answer
@@ -161,15 +166,15 @@ def _readable(answer: NodeAnswer, route: KernelRoute) -> NodeAnswer:
     except (ValueError, KeyError, TypeError, RecursionError):
         is_it = False
     if not is_it:
-        raise NodeAnswerLost(f"node {route.node_id} gave an answer that cannot be read")
+        raise NodeAnswerLost(f"node {route.node_id} returned a malformed answer")
     return answer
 
 
 def now() -> float:
-    """Return seconds that go on while the machine sleeps, and that nobody sets."""
+    """Return monotonic seconds that include suspension of the host."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def path_of(agent_id: str) -> str:
-    """Return the path by which an agent is asked for kernels."""
+    """Return the path for creates of an agent."""
     return f"/v1/agents/{quote(agent_id, safe='')}/kernels"

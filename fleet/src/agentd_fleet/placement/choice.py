@@ -1,8 +1,8 @@
-"""Where a request may go: some agents that can give it, and why the others cannot.
+"""The choice of agents for a request, and the reasons against the others.
 
-1. Of the slots asked for, the scarcest is the one that the fewest agents have so much of.
-2. Those agents, and no others, are gone through: at random, or from the least upwards.
-3. The first few that can give the other slots too, and that the constraints allow, are chosen.
+1. The scarcest requested slot is the one that the fewest agents have enough of.
+2. Only those agents are considered: in random order, or from the least free amount upwards.
+3. The first few that also have the other slots, and that the constraints allow, are chosen.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from agentd_fleet.view.persistent import AGENT, AgentKey, Place, Ranking, Row, r
 
 
 class PlacementPolicy(StrEnum):
-    """Which of those that can give a request is asked first."""
+    """The order in which suitable agents are tried."""
 
     RANDOM = "random"
     PACK = "pack"
@@ -31,9 +31,9 @@ class PlacementPolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """Where a request may go at all; None means everywhere.
+    """Constraints on the target of a request; None means no constraint.
 
-    Of `models`, an agent must have a device of one at least.
+    An agent must have a device of at least one of `models`.
     """
 
     nodes: frozenset[str] | None = None
@@ -43,7 +43,7 @@ class Constraints:
 
 
 class Candidate(NamedTuple):
-    """An agent of a node that has what is asked for free, as far as the view tells."""
+    """An agent of a node that has the requested amounts free, according to the view."""
 
     node_id: str
     agent_id: str
@@ -51,7 +51,7 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Unfit:
-    """A class of agents that cannot give a request: how many, and some of their nodes."""
+    """A class of unsuitable agents: the reason, their number and some of their nodes."""
 
     reason: str
     count: int
@@ -62,30 +62,30 @@ MOST_NAMED = 5
 NEWER = "newer schema"
 """The class of nodes whose reports this gateway cannot read."""
 HIDDEN = {NodeStatus.NEWER: NEWER, NodeStatus.LOST: NodeStatus.LOST.value}
-"""The classes of nodes of which it may not be known which agents they have: each counts once."""
+"""Classes of nodes whose agents may be unknown: each node counts once."""
 
 TIES = 32
-"""How many agents with equally much of a slot `pack` compares by what else they have."""
+"""Agents with equal amounts of a slot that `pack` compares by their other amounts."""
 
 FEW_NODES = 128
-"""So many nodes are looked at one by one, if a request names them."""
+"""If a request names at most this many nodes, they are considered one by one."""
 
 
 def asked(view: FleetView, raw: Mapping[str, object]) -> ResourceSlots:
     """Return a request's amounts in the fleet's slots.
 
     Raises:
-        UnsupportedResource: it names slots that no node ever had, with amounts that are not zero.
+        UnsupportedResource: it has non-zero amounts of slots that no node ever had.
         InvalidSlotAmount, InvalidSlotCombination: see `SlotReading.accepted`.
     """
     return read(view, raw).accepted()
 
 
 def read(view: FleetView, raw: Mapping[str, object]) -> SlotReading:
-    """Read a request's amounts in the fleet's slots.
+    """Parse a request's amounts in the fleet's slots.
 
     Raises:
-        UnsupportedResource: it names slots that no node ever had, with amounts that are not zero.
+        UnsupportedResource: it has non-zero amounts of slots that no node ever had.
     """
     try:
         return read_slots(raw, view.slot_types)
@@ -101,13 +101,12 @@ def candidates(
     choice: random.Random,
     most: int = 8,
 ) -> list[Candidate]:
-    """Return `most` agents at most that can give a request, the first to be asked first.
+    """Return at most `most` suitable agents in the order in which to try them.
 
-    `random` takes any of them, each as likely as the other, which keeps gateways, whose views are
-    all a little old, from herding to one node. `pack` takes those with least left over, which
-    leaves whole nodes free: of the scarcest slot that is asked for, then of all slots in the order
-    of their names, then by the ids. Of agents with equally much of the scarcest slot, `TIES` are
-    compared.
+    `random` chooses uniformly, which keeps gateways with slightly outdated views from crowding one
+    node. `pack` chooses those with the least left over, which leaves whole nodes free: of the
+    scarcest requested slot, then of all slots by name, then by ids. Of agents with equal amounts of
+    the scarcest slot, `TIES` are compared.
     """
     columns = view.tables.columns
     if not all(name in columns for name in request):
@@ -136,7 +135,7 @@ def candidates(
 def _packed(
     places: Iterator[Place], fits: Callable[[AgentKey], bool], rows: Mapping[AgentKey, Row]
 ) -> Iterator[AgentKey]:
-    """Yield the agents that fit in the order of their places; among equals by all that is free."""
+    """Yield the suitable agents in the order of their places; equal ones by all free amounts."""
     for _, equal in groupby(places, key=itemgetter(0)):
         fitting = filter(fits, (key for _, key in equal))
         yield from sorted(islice(fitting, TIES), key=lambda key: (rows[key], key))
@@ -148,10 +147,9 @@ def _having(ranking: Ranking, amount: int) -> int:
 
 
 def _drawn(ranking: Ranking, first: int, choice: random.Random) -> Iterator[Place]:
-    """Yield the places from a position on in an order of chance, each once.
+    """Yield the places from a position on in random order, each once.
 
-    A shuffle of which only so much is done as is asked for: where it takes a position out of the
-    middle, the last one moves there.
+    It is a partial shuffle: a position taken from the middle is filled with the last place.
     """
     moved: dict[int, int] = {}
     for end in range(len(ranking) - 1, first - 1, -1):
@@ -173,7 +171,7 @@ def _allowed(view: FleetView, wanted: Constraints) -> Callable[[str, str], bool]
 
 
 def unfit(view: FleetView, request: ResourceSlots, constraints: Constraints) -> list[Unfit]:
-    """Return why agents cannot give a request, by class, the largest first."""
+    """Return why agents cannot serve a request, by class, the largest first."""
     counts: Counter[str] = Counter()
     named: defaultdict[str, set[str]] = defaultdict(set)
     asks, conflicts = list(request.items()), view.conflicts
@@ -214,7 +212,7 @@ def _why_not(
     strange: frozenset[SlotName],
     known: Mapping[SlotName, SlotType],
 ) -> str:
-    """Return why no agent of a node can give a request, or nothing."""
+    """Return why no agent of a node can serve a request, empty if one can."""
     if node.status is not NodeStatus.READY:
         return node.status.value
     if node.remark:
@@ -233,7 +231,7 @@ def _why_not_of(
     asks: Sequence[tuple[SlotName, int]],
     models: frozenset[str] | None,
 ) -> str:
-    """Return why an agent cannot give what its node can, the reason that lasts longest first."""
+    """Return why an agent cannot serve a request, the most permanent reason first."""
     offer = node.offers[agent]
     is_full = False
     for name, amount in asks:

@@ -1,7 +1,7 @@
-"""Removing a kernel at its node, by which its id is free at every gateway.
+"""Deletes of kernels, which free their ids at every gateway.
 
-The route is written before the node is asked: what cannot be noted is not done, and nobody places
-by that route meanwhile.
+The route is written before the node is called: if that fails, nothing is done, and no gateway
+places a kernel under the route meanwhile.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from agentd_fleet.store.route import Kept, KernelRoute, RouteProgress, RouteUnre
 from agentd_fleet.view.fleet_view import FleetNode
 
 STOP_PATIENCE_S = 150.0
-"""Seconds that a node may take beyond the time that a kernel is given to end."""
+"""Seconds that a node may take beyond a kernel's stop timeout."""
 
 
 class _Call(NamedTuple):
-    """What a node is asked, and how long it may take."""
+    """A call to a node and its time limit."""
 
     path: str
     patience_s: float
 
 
 def _patience(query: Mapping[str, str]) -> float:
-    """Return how long a node may take: by the time that was asked for, else by its own setting."""
+    """Return the time limit of a node: by the requested timeout, else by its own setting."""
     try:
         return min(CREATE_PATIENCE_S, max(0.0, float(query["timeout"])) + STOP_PATIENCE_S)
     except (KeyError, ValueError):
@@ -42,13 +42,13 @@ def _patience(query: Mapping[str, str]) -> float:
 
 
 class _Owned(msgspec.Struct, frozen=True):
-    """Whose a kernel is."""
+    """The owner of a kernel."""
 
     agent_id: Annotated[str, msgspec.Meta(pattern=f"^{NAME}$")]
 
 
 class Deleter:
-    """Removes kernels of any node."""
+    """Deletes kernels of any node."""
 
     def __init__(self, store: Store, nodes: Nodes, placer: Placer, kernels: FleetKernels) -> None:
         self._store = store
@@ -59,11 +59,11 @@ class Deleter:
     async def delete(
         self, caller: Caller, kernel_id: str, node_id: str | None, query: Mapping[str, str]
     ) -> NodeAnswer:
-        """Remove a kernel, of the node that is named or else of its route's.
+        """Delete a kernel on the named node, or on the node of its route.
 
         Raises:
-            Unavailable: the store cannot be read or written, and the node was not asked; or the
-                node does not answer.
+            Unavailable: the store is unavailable and the node was not called, or the node does not
+                answer.
             UnknownKernel: there is no route, and no node is named.
         """
         call = _Call(path_of(kernel_id, query=query), _patience(query))
@@ -103,9 +103,10 @@ class Deleter:
                 return given
 
     async def _routed(self, caller: Caller, kernel_id: str, node: FleetNode) -> NodeAnswer | None:
-        """Write a route to a kernel that the fleet did not place, so that it can be removed by it.
+        """Write a route to a kernel that the fleet did not place, so that it can be deleted.
 
-        Returns what the node says if it has no such kernel.
+        Returns:
+            The node's answer if it has no such kernel, otherwise None.
         """
         found = await self._nodes.ask(node, caller, "GET", path_of(kernel_id))
         if found.is_error:
@@ -113,7 +114,7 @@ class Deleter:
         try:
             agent_id = msgspec.json.decode(found.body, type=_Owned).agent_id
         except msgspec.MsgspecError as error:
-            why = f"node {node.node_id} says of kernel {kernel_id} what cannot be read: {error}"
+            why = f"malformed answer of node {node.node_id} about kernel {kernel_id}: {error}"
             raise NodeUnavailable(why) from None
         route = KernelRoute(
             kernel_id=kernel_id,
@@ -123,16 +124,16 @@ class Deleter:
             owner=secrets.token_hex(8),
             progress=RouteProgress.PLACED,
         )
-        await self._store.keep(route, 0)  # where somebody else wrote one, that is looked at next
+        await self._store.keep(route, 0)  # if another gateway wrote one, that one is used next
         return None
 
     async def _once(
         self, caller: Caller, kept: Kept, call: _Call
     ) -> tuple[NodeAnswer | None, bool]:
-        """Return what the node says, None if it was not asked, and whether nothing is left to do.
+        """Return the node's answer, None if it was not called, and whether the delete is complete.
 
-        A kernel that is being placed is looked for first: if its node has none, a request for it
-        may be on its way, and the sweep settles that.
+        A kernel that is being placed is looked up first: if its node has none, a request for it may
+        be in progress, and the sweep resolves that.
         """
         node = self._kernels.routed(kept.route)
         mine = await self._taken(kept, kept.route.progress)
@@ -152,9 +153,9 @@ class Deleter:
     async def _by_name(
         self, caller: Caller, unread: RouteUnreadable, node: FleetNode, call: _Call
     ) -> NodeAnswer | None:
-        """Remove a kernel whose route cannot be read; None: the route is another one by now.
+        """Delete a kernel with an unreadable route; None if the route has changed.
 
-        What a newer gateway wrote is left to it.
+        A route written by a newer gateway is left alone.
         """
         if (revision := await self._store.rewrite(unread)) is None:
             return None
@@ -170,7 +171,7 @@ class Deleter:
         )
 
     async def _taken(self, kept: Kept, progress: RouteProgress) -> Kept | None:
-        """Take a route over; None: it has changed."""
+        """Take over a route; None if it has changed."""
         mine = replace(kept.route, owner=secrets.token_hex(8), progress=progress)
         revision = await self._store.keep(mine, kept.revision)
         return None if revision is None else Kept(mine, revision)

@@ -1,4 +1,4 @@
-"""Kernels that are there: found by their route, or by the node that is named, and asked there."""
+"""Existing kernels, found by their route or on a named node."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from agentd_fleet.view.fleet_view import FleetNode, NodeStatus
 LIST = msgspec.json.Decoder(list[dict[str, Any]])
 LIST_PATIENCE_S = 5.0
 AT_ONCE = 32
-"""How many nodes are asked for a list at the same time."""
+"""Nodes that are called concurrently for lists."""
 
 
 class KernelLocation(NamedTuple):
-    """The node that a kernel is on, and the route that says so, if it was made by the fleet."""
+    """The node of a kernel, and its route if the fleet placed it."""
 
     node: FleetNode
     kept: Kept | None
 
 
 class FleetKernels:
-    """What can be done to kernels of any node."""
+    """Calls about kernels of any node."""
 
     def __init__(self, store: Store, state: FleetState, nodes: Nodes, placer: Placer) -> None:
         self._placer = placer
@@ -57,7 +57,7 @@ class FleetKernels:
         """Return the node of a route.
 
         Raises:
-            NodeUnavailable: it has not reported to this gateway yet.
+            NodeUnavailable: the node has not reported to this gateway yet.
         """
         node = self._state.node(route.node_id)
         if node is None:
@@ -65,25 +65,25 @@ class FleetKernels:
         return node
 
     def seen(self, caller: Caller, node_id: str) -> FleetNode:
-        """Return a node that a caller sees: one that has an agent of its own.
+        """Return a node with an agent that the caller sees.
 
         Raises:
-            UnknownNode: exactly as if it did not exist.
-            StoreAway: the node is not known while the store cannot be read.
+            UnknownNode: the node does not exist, or the caller must not see it.
+            StoreAway: the node is unknown and the store is unavailable.
         """
         node = self._state.node(node_id)
         if node is None and (why := self._store.why_not_live()):
-            raise StoreAway(f"nodes are not known while the store cannot be read: {why}")
+            raise StoreAway(f"nodes are unknown while the store is unavailable: {why}")
         if node is None or (caller.agents is not None and caller.agents.isdisjoint(node.offers)):
-            raise UnknownNode(f"no node {node_id} in this fleet")
+            raise UnknownNode(f"unknown node {node_id}")
         return node
 
     async def place(self, caller: Caller, kernel_id: str, node_id: str | None) -> KernelLocation:
-        """Return where a kernel is, as far as the caller may know.
+        """Return the location of a kernel that the caller may see.
 
         Raises:
-            UnknownKernel: the fleet made none of that id, and no node is named.
-            UnknownNode: the named one is not there.
+            UnknownKernel: the fleet placed no such kernel, and no node is named.
+            UnknownNode: the named node does not exist.
         """
         try:
             await self._placer.noted(kernel_id)
@@ -110,10 +110,10 @@ class FleetKernels:
         path: str,
         body: bytes | None = None,
     ) -> NodeAnswer:
-        """Ask the node of a kernel; a route to a kernel that is not there any more is dropped.
+        """Call the node of a kernel; drop the route if the kernel does not exist any more.
 
         Raises:
-            NodeUnavailable: it does not answer.
+            NodeUnavailable: the node does not answer.
         """
         patience_s = PATIENCE_S if method == "GET" else CREATE_PATIENCE_S
         answer = await self.ask_node(
@@ -134,10 +134,10 @@ class FleetKernels:
         body: bytes | None = None,
         patience_s: float,
     ) -> NodeAnswer:
-        """Ask a node for `patience_s` at most, and briefly once it is not ready any more.
+        """Call a node for at most `patience_s`, and only briefly once it is not ready any more.
 
         Raises:
-            NodeUnavailable: it does not answer.
+            NodeUnavailable: the node does not answer.
         """
         try:
             async with self._state.patience(node.node_id, patience_s, PATIENCE_S):
@@ -150,7 +150,7 @@ class FleetKernels:
     async def lists(
         self, caller: Caller, nodes: Sequence[FleetNode], path: str, missing: list[str]
     ) -> AsyncIterator[tuple[FleetNode, list[dict[str, Any]]]]:
-        """Yield the lists of nodes in their order; `missing` gains those that do not answer."""
+        """Yield the lists of nodes in order; nodes without an answer are added to `missing`."""
         turn = asyncio.Semaphore(AT_ONCE)
 
         async def asked(node: FleetNode) -> list[dict[str, Any]] | None:
@@ -167,7 +167,7 @@ class FleetKernels:
     async def list_of(
         self, caller: Caller, node: FleetNode, query: Sequence[tuple[str, str]]
     ) -> list[dict[str, Any]] | None:
-        """Return the kernels of one node; None: it does not answer."""
+        """Return the kernels of one node, None if it does not answer."""
         return await self._list(caller, node, f"/v1/kernels?{urlencode(query)}")
 
     async def _list(
@@ -192,7 +192,7 @@ class FleetKernels:
     async def routed_to(
         self, caller: Caller, nodes: Collection[str], past: tuple[str, str] = ("", "")
     ) -> list[KernelRoute]:
-        """Return the routes to some nodes, which cannot be asked, in the order of node and id."""
+        """Return the routes to unavailable nodes, by node and id."""
         found: list[KernelRoute] = []
         if nodes:
             async for page in self._store.routes():
@@ -204,20 +204,20 @@ class FleetKernels:
 
 
 def unknown(kernel_id: str) -> UnknownKernel:
-    """Return the error of a kernel id that the fleet has no route for."""
+    """Return the error for a kernel id without a route."""
     return UnknownKernel(
-        f"no kernel {kernel_id} was created through this fleet; one that was created at a node is"
-        " named with ?node=ID"
+        f"unknown kernel {kernel_id} in this fleet; for a kernel created directly on a node,"
+        " add ?node=ID"
     )
 
 
 def is_unknown(answer: NodeAnswer) -> bool:
-    """Tell whether a node says that it has no such kernel."""
+    """Return whether a node answered that the kernel is unknown."""
     return answer.is_error and answer.error().code == "UnknownKernel"
 
 
 def unknown_kernel(route: KernelRoute) -> dict[str, Any]:
-    """Return what is shown of a kernel whose node cannot be asked."""
+    """Return the view of a kernel whose node does not answer."""
     return {
         "kernel_id": route.kernel_id,
         "agent_id": route.agent_id,
@@ -229,6 +229,6 @@ def unknown_kernel(route: KernelRoute) -> dict[str, Any]:
 
 
 def path_of(kernel_id: str, *more: str, query: Mapping[str, str] | None = None) -> str:
-    """Return the path of a kernel at its node."""
+    """Return the path of a kernel on its node."""
     path = "/".join(["/v1/kernels", quote(kernel_id, safe=""), *more])
     return f"{path}?{urlencode(query)}" if query else path

@@ -1,8 +1,8 @@
-"""Placing a kernel: candidates from one view, a route before each try, and the node decides.
+"""Placement of a kernel: candidates from one view, a route before each attempt.
 
-Exactly one: a node is asked only after the route that leads to it was written, by whoever owns
-that route, and an answer that is lost is asked for at that node again, never made up for at
-another. So a kernel id never runs on two nodes, whoever dies in between.
+A kernel exists at most once: a node is called only after the route to it was written by the route's
+owner, and a lost answer is requested again from that node, never replaced by another node. So a
+kernel id never runs on two nodes, whatever dies in between.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from agentd_fleet.view.fleet_view import FleetView
 log = structlog.get_logger()
 
 LOOK_PATIENCE_S = 3.0
-"""How long a node may take to say what it would do, or whether it has a kernel."""
+"""Seconds that a node may take for a decision, or to look up a kernel."""
 TRIES = 8
-"""At how many nodes a kernel is tried."""
+"""Maximum nodes that are tried for a kernel."""
 ELSEWHERE = frozenset(
     {"InsufficientResource", "UnsupportedResource", "PluginUnavailable", "UnknownAgent"}
     | {"UnknownDevice", "Draining", "NotReady", "StateUnavailable"}
 )
-"""Refusals of one node that say nothing about the next, and leave nothing behind."""
+"""Refusals that say nothing about other nodes, and leave nothing behind."""
 MAY_YET = frozenset({"RuntimeUnavailable", "Internal"})
-"""Answers after which the node may have the kernel, or get it."""
+"""Errors after which the node may have the kernel, or get it."""
 
 
 class Placed(NamedTuple):
-    """A node's answer to a create, and where that was."""
+    """A node's answer to a create, and the agent that it came from."""
 
     answer: NodeAnswer
     node_id: str
@@ -56,7 +56,7 @@ class Placed(NamedTuple):
 
 
 class Placer:
-    """Carries out orders."""
+    """Places kernels on nodes."""
 
     def __init__(
         self,
@@ -72,23 +72,24 @@ class Placer:
         self._policy = policy
         self._pace = pace or PlacementTimeouts()
         self._asker = Asker(store, state, nodes, self._pace)
-        self._choice = random.Random()  # noqa: S311 - spreads load, hides nothing
+        self._choice = random.Random()  # noqa: S311 - spreads load, no secret
         self._noting: dict[str, asyncio.Task[None]] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @asynccontextmanager
     async def alone(self, kernel_id: str) -> AsyncIterator[None]:
-        """Have nobody else in this gateway at work on a kernel id."""
+        """Serialize work per kernel id."""
         lock = self._locks.setdefault(kernel_id, asyncio.Lock())
         async with lock:
             yield
 
     async def create(self, caller: Caller, order: PlacementRequest, view: FleetView) -> Placed:
-        """Create a kernel somewhere, or find the one that the same order created before.
+        """Create a kernel, or return the one that the same request created before.
 
         Raises:
-            AgentdError: nobody can have it now, or a node refuses it; `OutcomeUnknown` if neither
-                is known.
+            AgentdError: no node can have it now, or a node refuses it. It is `OutcomeUnknown` if
+                the
+                outcome is unknown.
         """
         request = self._asked_for(order, view)
         async with self.alone(order.kernel_id):
@@ -107,7 +108,7 @@ class Placer:
                 kept = await self._store.route(order.kernel_id)
 
     async def explain(self, caller: Caller, order: PlacementRequest, view: FleetView) -> Placed:
-        """Ask nodes what a create would be given, and change nothing.
+        """Return the decision that a create would get; changes nothing.
 
         Raises:
             AgentdError: see `create`.
@@ -121,14 +122,14 @@ class Placer:
         raise refusal(view, request, order.constraints, _refusals(choices, answers))
 
     def _asked_for(self, order: PlacementRequest, view: FleetView) -> ResourceSlots:
-        """Return what is asked for in the fleet's slots.
+        """Return the requested amounts in the fleet's slots.
 
         Raises:
-            StoreAway: what the fleet has cannot be seen now.
-            AgentdError: no fleet like this one can ever give it.
+            StoreAway: the view of the fleet is not current.
+            AgentdError: no node of the fleet can ever serve it.
         """
         if why := self._store.why_not_live():
-            raise StoreAway(f"nothing is placed while the fleet cannot be seen: {why}")
+            raise StoreAway(f"cannot place kernels without a current view of the fleet: {why}")
         return asked(view, order.slots)
 
     def _choices(
@@ -140,7 +141,7 @@ class Placer:
     async def _place(
         self, caller: Caller, order: PlacementRequest, view: FleetView, request: ResourceSlots
     ) -> Placed:
-        """Try one candidate after the other, each only after the one before refused for certain."""
+        """Try candidates in order, each after the previous one refused for certain."""
         choices = self._choices(order, view, request)
         queue = deque(choices or self._choices(order, self._state.undebited(), request))
         refused: list[tuple[str, AgentdError]] = []
@@ -149,8 +150,8 @@ class Placer:
             candidate = queue.popleft()
             route, began = self._route(caller, order, candidate), now()
             written = await self._store.keep(route, revision)
-            if written is None:  # another gateway was asked for the same kernel
-                why = "another gateway is at work on it"
+            if written is None:  # another gateway got the same request
+                why = "another gateway works on it"
                 raise Overtaken(order.kernel_id, candidate.node_id, why)
             revision = written
             self._state.debit(*candidate, request)
@@ -194,13 +195,13 @@ class Placer:
     async def _looks(
         self, caller: Caller, order: PlacementRequest, choices: Sequence[Candidate]
     ) -> list[NodeAnswer | NodeUnavailable]:
-        """Ask for decisions, of all at once."""
+        """Request decisions of all candidates concurrently."""
 
         async def look(candidate: Candidate) -> NodeAnswer | NodeUnavailable:
             node = self._state.node(candidate.node_id)
             path = f"{path_of(candidate.agent_id)}?dry_run=true"
             if node is None:
-                return NodeUnavailable(f"node {candidate.node_id} is away")
+                return NodeUnavailable(f"node {candidate.node_id} is unavailable")
             try:
                 return await self._nodes.ask(
                     node, caller, "POST", path, body=order.body, patience_s=LOOK_PATIENCE_S
@@ -211,11 +212,11 @@ class Placer:
         return list(await asyncio.gather(*(look(candidate) for candidate in choices)))
 
     async def _again(self, caller: Caller, order: PlacementRequest, kept: Kept) -> Placed | None:
-        """Find what an order for this kernel id came to; None: nothing, and the id is free.
+        """Return the outcome of an earlier request for a kernel id; None if the id is free.
 
         Raises:
-            KernelConflict: it was another order's.
-            AgentdError: the node's refusal, or it does not answer.
+            KernelConflict: the id belongs to another request.
+            AgentdError: the node refused it, or does not answer.
         """
         route = kept.route
         if why := _why_other(caller, order, route):
@@ -241,7 +242,7 @@ class Placer:
         return _found(tried.answer, route)
 
     async def _stands_still(self, kept: Kept) -> bool:
-        """Wait a while for whoever may be at work on a route; False: it has changed meanwhile."""
+        """Wait until a route's owner may count as dead; False if the route has changed."""
         end = now() + self._pace.join_s
         while now() < end:
             await asyncio.sleep(self._pace.again_s)
@@ -250,7 +251,7 @@ class Placer:
         return True
 
     async def _is_gone(self, kept: Kept) -> bool:
-        """Tell whether a placed kernel is not at its node any more; then its id is free."""
+        """Return whether a placed kernel is missing on its node, so that its id is free."""
         route = kept.route
         node = self._state.node(route.node_id)
         if route.progress is not RouteProgress.PLACED or node is None or not node.is_asked:
@@ -266,9 +267,9 @@ class Placer:
         return True
 
     def _note_soon(self, kept: Kept) -> None:
-        """Write that a kernel is where its route leads, while the caller has its answer already.
+        """Mark a route as placed in the background, after the caller got its answer.
 
-        Whoever asks here for that kernel waits for it; if it fails, the sweep finds it.
+        Later requests for the kernel at this gateway wait for that. If it fails, the sweep does it.
         """
         kernel_id = kept.route.kernel_id
         task = asyncio.create_task(self._note(kept))
@@ -282,13 +283,13 @@ class Placer:
                 if await self._store.keep(placed, kept.revision) is None:
                     await self._reconcile(placed)
             except AgentdError as error:
-                log.warning("fleet.not_noted", kernel_id=placed.kernel_id, reason=str(error))
+                log.warning("route.confirm_failed", kernel_id=placed.kernel_id, reason=str(error))
 
     async def _reconcile(self, placed: KernelRoute) -> None:
-        """See to a kernel whose route was taken over while its node was asked.
+        """Resolve a kernel whose route was taken over during the call.
 
-        If the id was freed in the meantime, this kernel came after that and is the id's; if the id
-        is another node's by now, this one is too many.
+        If its id was freed meanwhile, the id belongs to this kernel. If the id belongs to another
+        node by now, this kernel is surplus and is removed.
         """
         kernel_id = placed.kernel_id
         kept = await self._store.route(kernel_id)
@@ -299,20 +300,20 @@ class Placer:
             return
         path = f"/v1/kernels/{kernel_id}"
         if not (await self._nodes.ask(node, GATEWAY, "GET", path)).is_error:
-            log.warning("fleet.kernel_too_many", kernel_id=kernel_id, node_id=placed.node_id)
+            log.warning("kernel.misplaced", kernel_id=kernel_id, node_id=placed.node_id)
             await self._nodes.ask(node, GATEWAY, "DELETE", f"{path}?timeout=0")
 
     async def close(self) -> None:
-        """Wait until all that was placed is noted."""
+        """Wait until all routes are marked as placed."""
         await asyncio.gather(*self._noting.values())
 
     async def noted(self, kernel_id: str) -> None:
-        """Wait until it is noted where a kernel was placed, if that is being done."""
+        """Wait until the route of a kernel is marked as placed, if that is in progress."""
         if (task := self._noting.get(kernel_id)) is not None:
             await asyncio.wait([task])
 
     def is_busy(self, kernel_id: str) -> bool:
-        """Tell whether an order for a kernel id is being carried out here."""
+        """Return whether a request for a kernel id is in progress here."""
         lock = self._locks.get(kernel_id)
         return lock is not None and lock.locked()
 
@@ -320,7 +321,7 @@ class Placer:
 def _refusals(
     choices: Sequence[Candidate], answers: Sequence[NodeAnswer | NodeUnavailable]
 ) -> list[tuple[str, AgentdError]]:
-    """Return who of those that were looked at said no, and how."""
+    """Return the refusing nodes with their errors."""
     return [
         (candidate.node_id, answer.error() if isinstance(answer, NodeAnswer) else answer)
         for candidate, answer in zip(choices, answers, strict=True)
@@ -329,12 +330,12 @@ def _refusals(
 
 
 def _why_other(caller: Caller, order: PlacementRequest, route: KernelRoute) -> str:
-    """Return why an order is refused whose kernel id another order has; empty if none has it.
+    """Return why another request owns the kernel id, empty if none does.
 
-    Whoever may not see that kernel learns only that it is there.
+    A caller that must not see that kernel learns only that it exists.
     """
     if not caller.sees(route.agent_id):
-        return f"kernel {route.kernel_id} exists already"
+        return f"kernel {route.kernel_id} already exists"
     if route.request_hash != order.request_hash:
         return f"kernel {route.kernel_id} exists on node {route.node_id} with another request"
     return ""

@@ -1,4 +1,4 @@
-"""A refusal of the whole fleet: the nodes' own problem, and who could not by class."""
+"""Refusals of the fleet: the nodes' own problem, and the classes of unsuitable agents."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from agentd_fleet.view.fleet_view import FleetView
 PASSING = frozenset(
     {"lost", "daemon-down", NEWER, "said NodeUnavailable", "said NotReady", "said Draining"}
 )
-"""Classes that say nothing of what there is."""
+"""Temporary classes, which say nothing about the fleet's resources."""
 
 
 class NoNode(NodeUnavailable):
-    """No node that comes into question answers."""
+    """No suitable node answers."""
 
     def __init__(self, classes: Sequence[Unfit]) -> None:
         self.classes = tuple(classes)
-        super().__init__(f"no node answers that could be asked: {_told(classes)}")
+        super().__init__(f"no suitable node answers: {_told(classes)}")
 
     def facts(self) -> Mapping[str, object]:
         return {"classes": _wire(self.classes)}
 
 
 class NoPlace(InsufficientResource):
-    """No agent of the fleet can give this now; `classes` says why: reason, count, some nodes."""
+    """No agent of the fleet can serve the request now; `classes` has reasons and counts."""
 
     def __init__(
         self, slot: str, requested: str, free: str, classes: Sequence[Unfit], explain: object
@@ -43,7 +43,7 @@ class NoPlace(InsufficientResource):
         rows = explain if isinstance(explain, (list, tuple)) else ()
         super().__init__(slot, requested, free, rows)
         self.classes = tuple(classes)
-        self.args = (f"{slot}: {requested} asked for; {_told(classes)}",)
+        self.args = (f"insufficient {slot}: requested {requested}; {_told(classes)}",)
 
     def facts(self) -> Mapping[str, object]:
         return {**super().facts(), "classes": _wire(self.classes)}
@@ -63,7 +63,7 @@ def refusal(
     constraints: Constraints,
     refused: Sequence[tuple[str, AgentdError]],
 ) -> AgentdError:
-    """Return why nobody can give a request: what nodes said, and what the view says of others."""
+    """Return why the fleet cannot serve a request: the nodes' answers, and the view of others."""
     asked = {node_id for node_id, _ in refused}
     classes = [*_said(refused), *_others(view, request, constraints, asked)]
     if not classes:
@@ -79,7 +79,7 @@ def refusal(
 
 
 def _said(refused: Sequence[tuple[str, AgentdError]]) -> list[Unfit]:
-    """Return the classes of those that were asked."""
+    """Return the classes of the called nodes."""
     counts = Counter(_class(error) for _, error in refused)
     return [
         Unfit(reason, count, tuple(n for n, e in refused if _class(e) == reason)[:MOST_NAMED])
@@ -101,20 +101,19 @@ def _others(
 
 
 def _nowhere(view: FleetView, constraints: Constraints) -> AgentdError:
-    """Return the error of a request that no agent is there for at all."""
+    """Return the error of a request without any suitable agent."""
     named = constraints.nodes or frozenset()
     if constraints.agents is None and (unknown := sorted(named - view.nodes.keys())):
-        return UnknownNode(f"no node {', '.join(unknown)} in this fleet")
+        return UnknownNode(f"unknown node {', '.join(unknown)}")
     agents = ", ".join(sorted(constraints.agents or ())) or "any"
     labels = ", ".join(f"{k}={v}" for k, v in constraints.labels.items())
     return UnknownAgent(
-        f"no agent in this fleet is one of {agents}"
-        + (f" on a node with {labels}" if labels else "")
+        f"no such agent in this fleet: {agents}" + (f" on a node with {labels}" if labels else "")
     )
 
 
 def _scarcest(view: FleetView, request: ResourceSlots, constraints: Constraints) -> tuple[str, int]:
-    """Return the slot that is furthest from being had, and the most that one agent has free."""
+    """Return the slot that is furthest from sufficient, and the most that one agent has free."""
     names = list(request) or ["cpu"]
     most = dict.fromkeys(names, 0)
     for node_id in constraints.nodes or view.nodes:

@@ -1,4 +1,4 @@
-"""What is asked of the fleet: a node's request for a kernel, and where it may go."""
+"""Requests to the fleet: a node's request for a kernel, with placement constraints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from agentd_fleet.placement.choice import Constraints, PlacementPolicy
 
 
 class Placement(Body):
-    """Where a kernel may go; what is absent does not narrow."""
+    """Placement constraints; a missing member constrains nothing."""
 
     nodes: Names | None = None
     agents: Names | None = None
@@ -30,14 +30,14 @@ class Placement(Body):
 
 
 class FleetKernelRequest(CreateKernelRequest):
-    """A node's request for a kernel, and `placement`."""
+    """A node's request for a kernel, with `placement`."""
 
     placement: Placement = Placement()
 
 
 @dataclass(frozen=True)
 class PlacementRequest:
-    """A request for a kernel, as the fleet carries it out: once for its `kernel_id`."""
+    """A request for a kernel as the fleet handles it, once for its `kernel_id`."""
 
     kernel_id: str
     request_hash: str
@@ -46,21 +46,21 @@ class PlacementRequest:
     policy: PlacementPolicy | None
     body: bytes
     is_new: bool
-    """Whether the kernel id was made here, so that nobody can have used it."""
+    """Whether the gateway generated the kernel id, so that it cannot be in use."""
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
 def order_of(
     request: FleetKernelRequest, caller: Caller, headers: Mapping[str, str] | None = None
 ) -> PlacementRequest:
-    """Return what a caller asks for; only its own agents come into question.
+    """Convert a client's request; only the caller's own agents are suitable.
 
     Raises:
-        InvalidRequest: it names devices, which are ones of a single node, and not that node.
+        InvalidRequest: it names devices without naming exactly one node.
     """
     wanted = request.placement
     if request.devices and (wanted.nodes is None or len(wanted.nodes) != 1):
-        why = "devices are those of one node: name it, and it alone, in placement.nodes"
+        why = "devices belong to one node: name exactly that node in placement.nodes"
         raise InvalidRequest([Problem("devices", why)])
     agents = None if wanted.agents is None else frozenset(wanted.agents)
     if caller.agents is not None:
@@ -88,7 +88,7 @@ def order_of(
 
 
 def _text(amount: Any) -> str:
-    """Return an amount as it was written, wherever in `slots` it stands."""
+    """Return an amount of `slots` as it was written."""
     if isinstance(amount, WrittenFloat):
         return amount.text
     raise NotImplementedError(type(amount))

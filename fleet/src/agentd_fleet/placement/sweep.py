@@ -1,4 +1,4 @@
-"""Routes held to what their nodes have: creates nobody saw the end of, and kernels that went."""
+"""The sweep: makes routes match the nodes' kernels, after lost creates and removals."""
 
 from __future__ import annotations
 
@@ -23,23 +23,22 @@ from agentd_fleet.view.fleet_view import FleetNode, NodeStatus
 log = structlog.get_logger()
 
 REST, MOST_REST_S = 20.0, 30.0
-"""How much longer than the work of a sweep the pause after it is, at most so long."""
+"""The pause after a sweep in multiples of its work, and its maximum in seconds."""
 PATIENCE_S = 5.0
 AT_ONCE = 8
-"""How many nodes are asked at the same time."""
+"""Nodes that are called concurrently."""
 COMING = ("preparing", "pulling", "creating")
-"""States of kernels that may yet come to nothing."""
+"""States of kernels that may still fail."""
 _Key = tuple[str, int]
 
 
 class Sweep:
-    """Looks at all routes now and then; any number of gateways may do so at once.
+    """Checks all routes periodically; any number of gateways may do so concurrently.
 
-    Each node that is ready is asked for one list. A route that has just changed is somebody's at
-    work. One is dropped only if its node said twice that it has no such kernel, with more time in
-    between than a request can be under way to it, and did not fail to answer meanwhile. How long
-    is told by this process's own clock, which nobody sets. What leads to a node that is not ready
-    waits for its return.
+    Each ready node is called for one list. A route that has just changed is being worked on. A
+    route is dropped only if its node lacked the kernel twice, with more time in between than a
+    request can be in progress, and answered every time meanwhile. The time is that of this
+    process's monotonic clock. Routes to nodes that are not ready wait for their return.
     """
 
     def __init__(
@@ -61,13 +60,13 @@ class Sweep:
             try:
                 await self.once()
             except AgentdError as error:
-                log.info("fleet.sweep_later", reason=str(error))
+                log.info("sweep.postponed", reason=str(error))
             worked_s = time.thread_time() - began
             pause_s = max(self._pace.sweep_s, min(MOST_REST_S, REST * worked_s))
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
 
     async def once(self) -> None:
-        """Look at every route once: nodes that routes lead to are known, and routes are true."""
+        """Check every route once, and list the nodes that routes lead to."""
         now = asyncio.get_running_loop().time()
         routes: defaultdict[str, list[Kept]] = defaultdict(list)
         async for page in self._store.routes():
@@ -86,7 +85,7 @@ class Sweep:
         await asyncio.gather(*(settled(*item) for item in routes.items()))
 
     def _know(self, routed: Collection[str]) -> None:
-        """List the nodes that routes lead to as lost, for as long as nothing else tells of them."""
+        """List unknown nodes with routes as lost, until they report."""
         for node_id in routed:
             if self._state.node(node_id) is None:
                 self._state.lose(node_id, time.time())
@@ -100,7 +99,7 @@ class Sweep:
                 self._state.forget(node_id)
 
     async def _settled(self, node_id: str, some: Sequence[Kept], now: float) -> None:
-        """Settle the routes to a node; whatever is wrong with one stops no other node's."""
+        """Check the routes to a node; an error affects no other node's routes."""
         node = self._state.node(node_id)
         grown = [
             kept
@@ -119,12 +118,12 @@ class Sweep:
             for kept in grown:
                 await self._settle(kept, states)
         except (Unavailable, NodeUnavailable) as error:
-            log.info("fleet.sweep_later", node_id=node_id, reason=str(error))
-        except Exception as error:  # noqa: BLE001 - what a node answers is anything
-            log.warning("fleet.not_settled", node_id=node_id, reason=repr(error))
+            log.info("sweep.postponed", node_id=node_id, reason=str(error))
+        except Exception as error:  # noqa: BLE001 - a node may answer anything
+            log.warning("route.resolve_failed", node_id=node_id, reason=repr(error))
 
     async def _states(self, node: FleetNode) -> Mapping[str, str] | None:
-        """Return the states of a node's kernels; None: it cannot be asked, or does not tell."""
+        """Return the states of a node's kernels, None if it does not answer."""
         if not node.is_asked:
             return None
         try:
@@ -148,13 +147,13 @@ class Sweep:
                     await self._store.keep(
                         replace(route, progress=RouteProgress.PLACED), kept.revision
                     )
-                    log.info("fleet.settled", kernel_id=route.kernel_id, node_id=route.node_id)
+                    log.info("route.confirmed", kernel_id=route.kernel_id, node_id=route.node_id)
                 return
             now = asyncio.get_running_loop().time()
             since = self._absent.setdefault(key, now)
             if now - since >= self._pace.settled_s:
                 await self._store.drop(route.kernel_id, kept.revision)
-                log.info("fleet.not_there", kernel_id=route.kernel_id, node_id=route.node_id)
+                log.info("route.dropped", kernel_id=route.kernel_id, node_id=route.node_id)
 
 
 def _key(kept: Kept) -> _Key:

@@ -1,8 +1,8 @@
-"""A client of etcd v3 over its HTTP/JSON gateway: keys, leases and watches, and no gRPC.
+"""A client of etcd v3 over its HTTP/JSON gateway, without gRPC: keys, leases and watches.
 
-A write whose answer is lost may have been done. It is sent again, so each method says what it
-takes the second answer for; and a call that ends in `EtcdUnavailable` may have been done, or may
-be done yet.
+A write whose answer is lost may have taken effect. It is sent again, and each method documents how
+it reads the second answer. A call that raises `EtcdUnavailable` may have taken effect, or may still
+do so.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 MOST_CREATED = 100
-"""Keys of one `create_all`: etcd takes 128 operations in a transaction by default."""
+"""Maximum keys of one `create_all`; etcd's default is 128 operations in a transaction."""
 _RANGE = "/v3/kv/range"
 _TXN = "/v3/kv/txn"
 _ONE_KEY: Mapping[str, object] = {"limit": "1", "keys_only": True}
@@ -43,7 +43,7 @@ _ONE_KEY: Mapping[str, object] = {"limit": "1", "keys_only": True}
 
 @dataclass(frozen=True, slots=True)
 class KeyValue:
-    """A key as it is at one revision; `lease` is 0 where it has none."""
+    """A key at one revision; `lease` is 0 without one."""
 
     key: str
     value: bytes
@@ -54,7 +54,7 @@ class KeyValue:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A key that was written, or deleted where `value` is None."""
+    """A written key; `value` is None if it was deleted."""
 
     key: str
     value: bytes | None
@@ -62,9 +62,9 @@ class Change:
 
 
 class Etcd:
-    """One store, asked as one user; each call takes `timeout_s` seconds at most.
+    """A client of one store as one user; each call takes at most `timeout_s` seconds.
 
-    Every method raises `EtcdUnavailable` or `EtcdRefused` where etcd does not do as asked.
+    Every method raises `EtcdUnavailable` or `EtcdRefused` if etcd does not do as requested.
     """
 
     def __init__(self, access: EtcdCredentials, *, timeout_s: float = 3.0) -> None:
@@ -83,15 +83,15 @@ class Etcd:
         await self._gateway.close()
 
     async def get(self, key: str) -> KeyValue | None:
-        """Return the key as it is now, None where there is none."""
+        """Return the key, None if it does not exist."""
         answer, _ = await self._gateway.call(_RANGE, {"key": _coded(key)})
         return next(_key_values(answer), None)
 
     async def range(self, prefix: str, *, page: int = 1000) -> tuple[list[KeyValue], int]:
-        """Return all keys below a prefix, in order, and the one revision at which they were read.
+        """Return all keys below a prefix in order, and the revision at which they were read.
 
         Raises:
-            Compacted: the store gave that revision up in the meantime.
+            Compacted: the store has dropped that revision meanwhile.
         """
         found: list[KeyValue] = []
         at = 0
@@ -103,10 +103,10 @@ class Etcd:
     async def pages(
         self, prefix: str, *, page: int = 1000, at: int = 0
     ) -> AsyncGenerator[list[KeyValue], None]:
-        """Yield what `range` returns page by page; `at` is the revision to read, 0 for now.
+        """Yield the result of `range` page by page; `at` is the revision to read, 0 for now.
 
         Raises:
-            Compacted: the store gave that revision up in the meantime.
+            Compacted: the store has dropped that revision meanwhile.
         """
         async for items, _ in self._pages(prefix, page, at):
             if items:
@@ -127,27 +127,27 @@ class Etcd:
                 span["key"] = b64encode(last + b"\0").decode()
 
     async def revision(self, key: str = "\0") -> int:
-        """Return the store's revision now; `key` is one that the user may read."""
+        """Return the store's current revision; `key` is one that the user may read."""
         answer, _ = await self._gateway.call(_RANGE, {**_ONE_KEY, "key": _coded(key)})
         return _revision_of(answer)
 
     async def put(self, key: str, value: bytes, *, lease: int = 0) -> int:
-        """Write a key whatever it was, and return its new revision.
+        """Write a key unconditionally and return its new revision.
 
         Raises:
-            LeaseGone: there is no such lease.
+            LeaseGone: the lease does not exist.
         """
         answer, _ = await self._gateway.call("/v3/kv/put", _written(key, value, lease))
         return _revision_of(answer)
 
     async def put_if(self, key: str, value: bytes, *, expected: int, lease: int = 0) -> int | None:
-        """Write a key whose revision is `expected` (0: there is none), and return its new one.
+        """Write a key whose revision is `expected` (0: it does not exist); return its new one.
 
-        None says that it has another. Where an answer was lost and the key is found with this
-        very value and lease, it is taken for written by this call: values must be unique.
+        None means that the key has another revision. If an answer was lost and the key has exactly
+        this value and lease, it counts as written by this call: values must be unique.
 
         Raises:
-            LeaseGone: there is no such lease.
+            LeaseGone: the lease does not exist.
         """
         write = {"request_put": _written(key, value, lease)}
         answer, is_repeat = await self._compared(key, expected, write)
@@ -158,7 +158,7 @@ class Etcd:
         return found.mod_revision if is_ours and found is not None else None
 
     async def create_all(self, values: Mapping[str, bytes]) -> None:
-        """Write those of the keys that do not exist, in one transaction; the others stay.
+        """Write those keys that do not exist, in one transaction; the others are unchanged.
 
         At most `MOST_CREATED` keys.
         """
@@ -174,17 +174,17 @@ class Etcd:
         await self._gateway.call(_TXN, {"success": creates})
 
     async def delete_without(self, without: str, *keys: str) -> bool:
-        """Delete keys if there is no key `without`, all at once, and tell whether that was so."""
+        """Delete keys in one transaction if the key `without` does not exist; return whether."""
         deletes = [{"request_delete_range": {"key": _coded(key)}} for key in keys]
         body = {"compare": [_revision_is(without, 0)], "success": deletes}
         answer, _ = await self._gateway.call(_TXN, body)
         return bool(answer.get("succeeded", False))
 
     async def delete_if(self, key: str, *, expected: int, without: str = "") -> bool:
-        """Delete a key whose revision is `expected`, and tell whether that was so.
+        """Delete a key whose revision is `expected`; return whether that was so.
 
-        With `without` only while there is no such key. Where an answer was lost, True says that
-        what had that revision is gone, by whomever.
+        With `without` only if that key does not exist. If an answer was lost, True means that the
+        revision is gone, deleted by any client.
         """
         write = {"request_delete_range": {"key": _coded(key)}}
         absent = [_revision_is(without, 0)] if without else []
@@ -200,39 +200,39 @@ class Etcd:
         write: Mapping[str, object],
         also: Sequence[Mapping[str, object]] = (),
     ) -> tuple[dict[str, Any], bool]:
-        """Write if the key has this revision, else read it; and tell whether it was sent before."""
+        """Write if the key has this revision, else read it; return whether it was sent before."""
         read = {"request_range": {"key": _coded(key)}}
         compare = [_revision_is(key, expected), *also]
         body = {"compare": compare, "success": [write], "failure": [read]}
         return await self._gateway.call(_TXN, body)
 
     async def delete(self, key: str) -> bool:
-        """Delete a key, and tell whether there was one; True too where an answer was lost."""
+        """Delete a key and return whether it existed; True, too, if an answer was lost."""
         answer, is_repeat = await self._gateway.call("/v3/kv/deleterange", {"key": _coded(key)})
         return is_repeat or "deleted" in answer
 
     async def grant(self, ttl_s: int) -> int:
-        """Return a new lease, which ends `ttl_s` seconds after it was last kept alive."""
+        """Return a new lease, which ends `ttl_s` seconds after its last keepalive."""
         answer, _ = await self._gateway.call("/v3/lease/grant", {"TTL": str(ttl_s)})
         return int(answer["ID"])
 
     async def keep_alive(self, lease: int) -> int:
-        """Prolong a lease, and return the seconds that it has from now; 0: it is gone."""
+        """Send a keepalive for a lease and return its remaining seconds, 0 if it is gone."""
         answer, _ = await self._gateway.call("/v3/lease/keepalive", {"ID": str(lease)})
         return int(answer["result"].get("TTL", 0))
 
     async def watch(
         self, prefix: str, *, after: int, silence_s: float | None = None
     ) -> AsyncGenerator[tuple[list[Change], int], None]:
-        """Yield the changes below a prefix since `after`, in order, and how far they reach.
+        """Yield the changes below a prefix since `after`, in order, with the revision they reach.
 
         That revision is the `after` of the next watch; it may come without a change. After
-        `silence_s` seconds without a word the endpoint is asked whether it is still there and has
-        a leader. Close the iterator (`contextlib.aclosing`) to end the watch.
+        `silence_s` seconds of silence the endpoint is probed for life and a leader. Close the
+        iterator (`contextlib.aclosing`) to end the watch.
 
         Raises:
-            EtcdUnavailable: the connection ended, or its endpoint no longer answers.
-            Compacted: the revisions are gone, or the store has not come as far as `after`.
+            EtcdUnavailable: the connection ended, or its endpoint does not answer.
+            Compacted: the revisions are gone, or the store has not reached `after`.
         """
         request = {**_span(prefix), "start_revision": str(after + 1), "progress_notify": True}
         stream = await self._gateway.stream("/v3/watch", {"create_request": request})
@@ -247,7 +247,7 @@ class Etcd:
                     await self._still_there(stream.endpoint, prefix, after)
                     continue
                 changes = [_change(event) for event in message.get("events", ())]
-                # A header may be ahead of the events with it, where etcd tells them in parts.
+                # A header may be ahead of its events if etcd sends them in parts.
                 reached = changes[-1].mod_revision if changes else _revision_of(message)
                 after = max(after, reached)
                 yield changes, after
@@ -265,14 +265,14 @@ def _coded(key: str) -> str:
 
 
 def _span(prefix: str) -> dict[str, object]:
-    """Return the members that name all keys below a prefix; an empty one has all there are."""
+    """Return the members that select all keys below a prefix; an empty one selects all."""
     start = prefix.encode(errors="surrogateescape")
     end = start[:-1] + bytes([start[-1] + 1]) if start else b"\0"
     return {"key": b64encode(start or b"\0").decode(), "range_end": b64encode(end).decode()}
 
 
 def _revision_is(key: str, revision: int) -> dict[str, object]:
-    """Return a condition: a key is at this revision; 0 says that there is none."""
+    """Return the condition that a key has this revision; 0 means that it does not exist."""
     return {"target": "MOD", "key": _coded(key), "mod_revision": str(revision)}
 
 
@@ -285,7 +285,7 @@ def _key(member: Mapping[str, Any]) -> str:
 
 
 def _key_values(answer: Mapping[str, Any]) -> Iterator[KeyValue]:
-    """Read the keys of an answer, in which whatever is zero or empty is left out."""
+    """Parse the keys of an answer, which omits zero and empty members."""
     for member in answer.get("kvs", ()):
         yield KeyValue(
             key=_key(member),
@@ -297,7 +297,7 @@ def _key_values(answer: Mapping[str, Any]) -> Iterator[KeyValue]:
 
 
 def _found(answer: Mapping[str, Any]) -> KeyValue | None:
-    """Return the key that a transaction read because it did not write."""
+    """Return the key that a transaction read because its condition failed."""
     read = answer.get("responses", [{}])[0].get("response_range", {})
     return next(_key_values(read), None)
 

@@ -1,4 +1,4 @@
-"""The fleet in etcd: nodes publish under a lease, gateways watch, routes change one by one."""
+"""The fleet in etcd: nodes publish under leases, gateways watch, routes change one by one."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from agentd_fleet.view.reports import (
 log = structlog.get_logger()
 
 SILENCE_S = 5.0
-"""A watch that says nothing for so long is asked whether it is still there."""
+"""Seconds of silence after which a watch is probed."""
 AGAIN_S = (0.2, 2.0)
-"""How long to wait before etcd is asked anew, drawn by chance so that not all come at once."""
+"""Range of random seconds before etcd is called again, which spreads the clients."""
 
 
 class EtcdStore:
-    """`Store` in etcd; implements what `route.Store` promises."""
+    """`route.Store` in etcd."""
 
     def __init__(self, etcd: Etcd, fleet: str, state: FleetState) -> None:
         self._etcd = etcd
@@ -66,7 +66,7 @@ class EtcdStore:
         )
         self._unwritten: dict[SlotName, SlotType] = {}
         self._awaited: set[SlotName] = set()
-        """Slot types that this gateway writes, or wrote and has not heard of yet."""
+        """Slot types that this gateway writes, or wrote and has not received yet."""
         self._has_unwritten = asyncio.Event()
         self._unreadable: set[tuple[str, int]] = set()
         self._writing: set[asyncio.Task[None]] = set()
@@ -95,7 +95,7 @@ class EtcdStore:
             async for page in self._etcd.pages(f"{self._prefix}routes/"):
                 yield [kept for found in page if (kept := self._read(found)) is not None]
         except Compacted as error:
-            raise StoreAway(f"the routes changed too much while they were read: {error}") from None
+            raise StoreAway(f"the routes changed too much during the reading: {error}") from None
 
     def _kept(self, found: KeyValue) -> Kept:
         kernel_id = found.key.removeprefix(f"{self._prefix}routes/")
@@ -107,7 +107,7 @@ class EtcdStore:
         except RouteUnreadable as error:
             if (what := (found.key, found.mod_revision)) not in self._unreadable:
                 self._unreadable.add(what)
-                log.warning("fleet.route_unreadable", key=found.key, reason=str(error))
+                log.warning("route.read_failed", key=found.key, reason=str(error))
             return None
 
     async def unlearn(self, name: SlotName) -> None:
@@ -141,7 +141,7 @@ class EtcdStore:
         are: Callable[[Mapping[str, KeyValue], int], Awaitable[None]],
         changed: Callable[[str, bytes | None, int], Awaitable[None]],
     ) -> None:
-        """Read all keys below a part, then every change, for ever."""
+        """Read all keys below a part, then follow their changes forever."""
         prefix, after = f"{self._prefix}{part}", 0
         while True:
             try:
@@ -162,7 +162,7 @@ class EtcdStore:
                 continue
             except AgentdError as error:
                 if not self._away[part]:
-                    log.warning("fleet.store_away", part=part, reason=str(error))
+                    log.warning("store.lost", part=part, reason=str(error))
                 self._away[part] = str(error)
             await asyncio.sleep(random.uniform(*AGAIN_S))  # noqa: S311 - no secret
 
@@ -189,19 +189,19 @@ class EtcdStore:
         try:
             return slot_type_in(msgspec.json.decode(value, type=SlotTypeReport))
         except (msgspec.MsgspecError, ValueError) as error:
-            log.warning("fleet.slot_type_unreadable", name=name, reason=str(error))
+            log.warning("slot_type.read_failed", name=name, reason=str(error))
             return None
 
     async def _nodes_are(self, found: Mapping[str, KeyValue], _: int) -> None:
         for node_id in self._reports.keys() - found.keys():
-            await self._node(node_id, None, 0)  # when it went is not known any more
+            await self._node(node_id, None, 0)  # the time of its loss is unknown
         for node_id, pair in found.items():
             await self._node(node_id, pair.value, pair.mod_revision)
         self._have_nodes.set()
 
     async def _node(self, node_id: str, value: bytes | None, revision: int) -> None:
         if not is_name(node_id):
-            log.warning("fleet.node_ignored", key=shortened(node_id))
+            log.warning("node.ignored", key=shortened(node_id))
             return
         if value is not None:
             if self._forgotten.get(node_id, 0) < revision:
@@ -224,7 +224,7 @@ class EtcdStore:
             await self._knows(node_id, pair.value, pair.mod_revision)
 
     async def _knows(self, node_id: str, value: bytes | None, revision: int) -> None:
-        """Take in that a node was here once: it is lost, not unknown. None: it is forgotten."""
+        """Apply that a node existed once: it is lost, not unknown. None: it is forgotten."""
         if not is_name(node_id):
             return
         if value is None:
@@ -238,7 +238,7 @@ class EtcdStore:
             self._state.note(replace(known_in(node_id, value), seen_at=time.time()))
 
     def _is_listed(self, node_id: str) -> bool:
-        """Tell whether more is known of a node than that it was here."""
+        """Return whether more is known of a node than its existence."""
         node = self._state.node(node_id)
         return node is not None and bool(node.url)
 
@@ -256,17 +256,17 @@ class EtcdStore:
             self._note(node_id)
 
     def _note(self, node_id: str) -> None:
-        """Take in a node, and have what it teaches of slots known to all."""
+        """Apply a node's report and write its new slot types."""
         node = with_free(self._reports[node_id], self._free.get(node_id))
         node = replace(node, seen_at=time.time())
         before = self._state.node(node_id)
         if node.status is NodeStatus.NEWER and (before is None or before.remark != node.remark):
-            log.warning("fleet.node_newer", node_id=node_id, reason=node.remark)
+            log.warning("node.schema_unsupported", node_id=node_id, reason=node.remark)
         self._state.note(node)
         self._teach(self._state.learned(node))
 
     def _teach(self, slots: Iterable[SlotType]) -> None:
-        """Have slot types written that are neither known nor about to be."""
+        """Write slot types that are neither known nor being written."""
         new = {slot.name: slot for slot in slots if slot.name not in self._awaited}
         self._awaited |= new.keys()
         self._unwritten |= new
@@ -279,7 +279,7 @@ class EtcdStore:
         task.add_done_callback(self._writing.discard)
 
     async def _write(self) -> None:
-        """Write new slot types, many in one transaction, and repeat what etcd did not take."""
+        """Write new slot types, many in one transaction, and repeat failed writes."""
         reason = ""
         while await self._has_unwritten.wait():
             some = dict(islice(self._unwritten.items(), MOST_CREATED))
@@ -292,7 +292,7 @@ class EtcdStore:
             except AgentdError as error:
                 if str(error) != reason:
                     reason = str(error)
-                    log.warning("slot_types.write_failed", reason=reason)
+                    log.warning("slot_type.write_failed", reason=reason)
                 await asyncio.sleep(random.uniform(*AGAIN_S))  # noqa: S311 - not a secret
                 continue
             for name in some:
@@ -301,7 +301,7 @@ class EtcdStore:
                 self._has_unwritten.clear()
 
     async def _teach_offered(self, offered: Sequence[Sequence[tuple[str, SlotType]]]) -> None:
-        """Make known what nodes offer, if the node is still there."""
+        """Write the slot types that nodes offer, if the node still exists."""
         with contextlib.suppress(AgentdError):
             for offers in offered:
                 for node_id, slot in offers:
@@ -310,7 +310,7 @@ class EtcdStore:
                         break
 
     async def _make_known(self, node_id: str) -> None:
-        """Remember a lost node whose publisher did not do so: an older one's, say."""
+        """Record a lost node whose publisher, such as an older one, did not."""
         node = self._state.node(node_id)
         if node is None or node.status is not NodeStatus.LOST:
             return

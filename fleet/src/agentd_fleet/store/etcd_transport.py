@@ -1,7 +1,8 @@
-"""Carrying calls to etcd's HTTP/JSON gateway: endpoints, deadlines, logins and errors.
+"""The transport to etcd's HTTP/JSON gateway: endpoints, deadlines, logins and errors.
 
 Endpoints are tried in the caller's order, each with its share of one deadline, and the one that
-answers is asked first from then on. Whoever starts thousands of clients gives each another order.
+answers is preferred from then on. A program that starts thousands of clients should give each a
+different order.
 """
 
 from __future__ import annotations
@@ -19,44 +20,44 @@ import aiohttp
 
 from agentd.errors import AgentdError, Unavailable
 
-# A member that has lost its leader refuses at once, and ends its watches, instead of waiting.
+# A member without a leader refuses at once and ends its watches, instead of waiting.
 _HEADERS = {"Content-Type": "application/json", "Grpc-Metadata-hasleader": "true"}
 T = TypeVar("T")
 
 
 class EtcdUnavailable(Unavailable):
-    """No endpoint answers in time, has a leader and has space; the message says which it is."""
+    """No endpoint answers in time, has a leader and has space; the message has the cause."""
 
     code = "FleetStoreUnavailable"
 
 
 class EtcdRefused(AgentdError):
-    """etcd answered with an error that trying again does not mend."""
+    """etcd answered with a permanent error."""
 
     code = "FleetStoreRefused"
 
 
 class LeaseGone(EtcdRefused):
-    """The lease that a key was to have has expired, or never was."""
+    """The requested lease has expired, or never existed."""
 
 
 class Compacted(AgentdError):
-    """The store no longer has these revisions, or not yet: whoever follows it reads anew."""
+    """The store does not have these revisions any more, or not yet; the reader starts over."""
 
     code = "FleetStoreCompacted"
 
 
 class _NeverSent(EtcdUnavailable):
-    """There was no connection to send over, so nothing can have been done."""
+    """There was no connection, so nothing was done."""
 
 
 class _TokenRefused(EtcdRefused):
-    """The token has expired, or the member that made it has forgotten it."""
+    """The token has expired, or its member has forgotten it."""
 
 
 @dataclass(frozen=True)
 class EtcdCredentials:
-    """Where etcd answers, as `https://host:port`, and as whom it is asked; no user: no login."""
+    """Endpoints of etcd as `https://host:port`, and credentials; without a user no login."""
 
     endpoints: tuple[str, ...]
     user: str = ""
@@ -65,7 +66,7 @@ class EtcdCredentials:
 
 
 class Stream:
-    """The messages of one watch, as they come from one endpoint."""
+    """The messages of one watch, from one endpoint."""
 
     def __init__(self, endpoint: str, response: aiohttp.ClientResponse) -> None:
         self.endpoint = endpoint
@@ -73,7 +74,7 @@ class Stream:
         self._parts: list[bytes] = []
 
     async def next(self) -> dict[str, Any]:
-        """Return the next message; may be cancelled and called again without a loss.
+        """Return the next message; cancelling it loses nothing.
 
         Raises:
             AgentdError: the connection ended, or etcd ended the watch.
@@ -89,13 +90,13 @@ class Stream:
             except (aiohttp.ClientError, OSError) as error:
                 raise EtcdUnavailable(f"{self.endpoint}: {error!r}") from None
             if not part:
-                # Where etcd gives a stream up it says why, in a last line that has no end.
+                # When etcd ends a stream, the last line has the reason and no newline.
                 _content(self.endpoint, self._response.status, b"".join(self._parts) or b"{}")
                 raise EtcdUnavailable(f"{self.endpoint}: the watch ended")
             self._parts.append(part)
 
     def keep_alive(self, silence_s: float) -> None:
-        """Let the kernel ask, after so much silence, whether the other end knows the connection."""
+        """Enable TCP keepalive after this much silence."""
         if (connection := self._response.connection) is None or connection.transport is None:
             return
         watched: socket.socket = connection.transport.get_extra_info("socket")
@@ -104,12 +105,12 @@ class Stream:
             watched.setsockopt(socket.IPPROTO_TCP, option, max(1, round(silence_s)))
 
     def close(self) -> None:
-        """Drop the connection, by which etcd knows that nobody listens."""
+        """Close the connection, which ends the watch in etcd."""
         self._response.close()
 
 
 class EtcdTransport:
-    """Carries calls to the endpoint that answers, with the user's token."""
+    """Sends calls to the endpoint that answers, with the user's token."""
 
     def __init__(self, access: EtcdCredentials, timeout_s: float) -> None:
         self._access = access
@@ -121,7 +122,7 @@ class EtcdTransport:
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
-        """Make the session; it must be closed."""
+        """Open the session; it must be closed."""
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(ssl=self._access.tls or True, limit=0),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -129,17 +130,17 @@ class EtcdTransport:
         )
 
     async def close(self) -> None:
-        """Drop all connections, also those of streams."""
+        """Close all connections, including streams."""
         if self._session is not None:
             await self._session.close()
             self._session = None
 
     async def call(self, path: str, body: Mapping[str, object]) -> tuple[dict[str, Any], bool]:
-        """Return the answer, and whether an earlier send of the call may have been carried out."""
+        """Return the answer, and whether an earlier attempt may have taken effect."""
         return await self._tried(lambda at, token: self._asked(at, token, path, body))
 
     async def call_at(self, endpoint: str, path: str, body: Mapping[str, object]) -> dict[str, Any]:
-        """Return the answer of this endpoint, and ask no other."""
+        """Call exactly this endpoint and return its answer."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._as_user(
@@ -149,7 +150,7 @@ class EtcdTransport:
             raise EtcdUnavailable(f"{endpoint}: no answer in {self._timeout_s:g} s") from None
 
     async def stream(self, path: str, body: Mapping[str, object]) -> Stream:
-        """Open a stream whose first message has come."""
+        """Open a stream whose first message has arrived."""
         return (await self._tried(lambda at, token: self._opened(at, token, path, body)))[0]
 
     async def _tried(self, attempt: Callable[[str, str], Awaitable[T]]) -> tuple[T, bool]:
@@ -186,7 +187,7 @@ class EtcdTransport:
         return await attempt(endpoint, await self._renewed(endpoint, token))
 
     async def _renewed(self, endpoint: str, refused: str) -> str:
-        """Log in, unless another call has while this one waited: a login costs etcd a bcrypt."""
+        """Log in, unless a concurrent call already has: a login costs etcd a bcrypt."""
         async with self._login:
             if self._token == refused:
                 who = {"name": self._access.user, "password": self._access.password}
@@ -231,10 +232,10 @@ class EtcdTransport:
 
 
 def _content(endpoint: str, status: int, raw: bytes) -> dict[str, Any]:
-    """Return what an answer says.
+    """Parse an answer.
 
     Raises:
-        AgentdError: it is an error, or is not etcd's.
+        AgentdError: it is an error, or not from etcd.
     """
     try:
         content = json.loads(raw)
@@ -243,7 +244,7 @@ def _content(endpoint: str, status: int, raw: bytes) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise _failure(endpoint, status, f"HTTP {status}: {raw[:200]!r}")
     error = content.get("error")
-    if isinstance(error, dict):  # as streams have it, also after an answer that began well
+    if isinstance(error, dict):  # the form of streams, also after a good beginning
         raise _failure(endpoint, int(error["http_code"]), str(error["message"]))
     if error is not None or status != HTTPStatus.OK:
         raise _failure(endpoint, status, str(error))
@@ -251,16 +252,16 @@ def _content(endpoint: str, status: int, raw: bytes) -> dict[str, Any]:
 
 
 def _told(endpoint: str, raw: bytes) -> dict[str, Any]:
-    """Return a message of a watch.
+    """Parse a message of a watch.
 
     Raises:
-        AgentdError: etcd ends the watch by it.
+        AgentdError: etcd ends the watch with it.
     """
     message: dict[str, Any] = _content(endpoint, HTTPStatus.OK, raw)["result"]
     if not message.get("canceled", False):
         return message
     if "compact_revision" in message:
-        raise Compacted(f"{endpoint}: nothing before {message['compact_revision']} is left")
+        raise Compacted(f"{endpoint}: revisions before {message['compact_revision']} are compacted")
     why = message.get("cancel_reason", "the watch was cancelled")
     is_denied = "permission denied" in why
     status = HTTPStatus.FORBIDDEN if is_denied else HTTPStatus.SERVICE_UNAVAILABLE
@@ -268,7 +269,7 @@ def _told(endpoint: str, raw: bytes) -> dict[str, Any]:
 
 
 def _failure(endpoint: str, status: int, why: str) -> AgentdError:
-    """Return the error for an answer; its text tells what several share one status for."""
+    """Return the error for an answer; its text tells apart several with one status."""
     text = f"{endpoint}: {why}"
     if "invalid auth token" in why:
         return _TokenRefused(text)
@@ -276,7 +277,7 @@ def _failure(endpoint: str, status: int, why: str) -> AgentdError:
         return Compacted(text)
     if "requested lease not found" in why:
         return LeaseGone(text)
-    # 429 is a full disk or too many requests; what is too large says `grpc: …` and stays so.
+    # 429 is a full disk or too many requests; "too large" is `grpc: …` and permanent.
     is_full = status == HTTPStatus.TOO_MANY_REQUESTS and why.startswith("etcdserver:")
     if is_full or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
         return EtcdUnavailable(text)

@@ -1,4 +1,4 @@
-"""The names of keys in etcd; see the table in docs/reference/fleet.md."""
+"""Names of keys in etcd; see the table in docs/reference/fleet.md."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from agentd.core.names import checked
 
 
 def prefix_of(fleet: str) -> str:
-    """Return what all keys of a fleet begin with."""
+    """Return the prefix of all keys of a fleet."""
     return f"/agentd/{fleet}/"
 
 
 def key_of(prefix: str, part: str, name: str) -> str:
-    """Return the key of a kernel's route, or of what is kept of a node.
+    """Return the key of a kernel's route, or of a node's part.
 
     Raises:
-        ValueError: it is not a name.
+        ValueError: the name is invalid.
     """
     return f"{prefix}{part}/{checked(name)}"

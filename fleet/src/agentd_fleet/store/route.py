@@ -1,16 +1,16 @@
-"""Which node a kernel of the fleet is on: written before that node is asked for anything.
+"""The route of a kernel: the node it is on, written before that node is called.
 
-    (none) --create--> placing --the node has it--> placed --DELETE, or it is gone--> (none)
-                         |  ^ taken over: new owner, same node
-                         |
-                         +--> (none)   refused for certain, or missing twice, with the grace between
+(none) --create--> placing --the node has it--> placed --DELETE, or it is gone--> (none)
+|  ^ taken over: new owner, same node
+|
++--> (none)   refused for certain, or missing twice, with the grace between
 
-- Whoever is about to ask a node for a kernel writes `placing` first. So of a route that is `placed`
-  no request is under way, and if its node does not know the kernel, it can be dropped.
-- While a route is `placing`, "I have no such kernel" says nothing: a request may be on its way.
-- A DELETE writes before it asks, and makes a `placing` route `placed` before its node lets go of
-  the kernel. So what it drops is never a route by which somebody else still asks.
-- A route of a newer schema is changed by nobody here.
+- A gateway writes `placing` before it calls a node for a kernel. So no request is in progress under
+a `placed` route, and if its node does not know the kernel, the route can be dropped.
+- While a route is `placing`, "unknown kernel" proves nothing: a request may be in progress.
+- A DELETE writes first, and makes a `placing` route `placed` before its node removes the kernel. So
+it never drops a route under which another gateway still calls.
+- A route of a newer schema is never changed here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from agentd_fleet.view.fleet_view import FleetNode
 
 
 class StoreAway(Unavailable):
-    """Where the fleet is kept cannot be asked: what is shown is old, and nothing is placed."""
+    """The fleet's store is unavailable: views are outdated, and no kernel is placed."""
 
     code = "FleetStoreUnavailable"
 
@@ -37,7 +37,7 @@ SCHEMA = 1
 
 
 class RouteUnreadable(Unavailable):
-    """What is kept as the route of this kernel id cannot be read here; no other id suffers by it.
+    """The route of this kernel id cannot be read here; other ids are not affected.
 
     `node_id` is the node that it names, if it names one.
     """
@@ -51,8 +51,7 @@ class RouteUnreadable(Unavailable):
         self.is_newer = is_newer
         self.node_id = _node_in(value)
         super().__init__(
-            f"the route of kernel {kernel_id} cannot be read by this gateway: {why}; name the"
-            " kernel's node with ?node=ID"
+            f"unreadable route of kernel {kernel_id}: {why}; name the kernel's node with ?node=ID"
         )
 
     def facts(self) -> dict[str, object]:
@@ -60,18 +59,18 @@ class RouteUnreadable(Unavailable):
 
 
 class RouteProgress(StrEnum):
-    """How far a create has come."""
+    """The progress of a create."""
 
     PLACING = "placing"
-    """The node was asked, or is about to be; whether it has the kernel is not known."""
+    """The node was called, or is about to be; it is unknown whether it has the kernel."""
     PLACED = "placed"
 
 
 class KernelRoute(msgspec.Struct, frozen=True, kw_only=True):
-    """The node of one kernel id, and who is at work on it.
+    """The node of one kernel id, and the owner of the route.
 
-    `owner` is new whenever somebody takes it over, so that no two values are alike. As long as a
-    route is `placing`, only who owns it may have it lead to another node.
+    Every takeover sets a new `owner`, so no two values are equal. While a route is `placing`, only
+    its owner may change its node.
     """
 
     schema: int = SCHEMA
@@ -85,7 +84,7 @@ class KernelRoute(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Kept(NamedTuple):
-    """A route as it stands in the store, and the revision by which to replace it."""
+    """A stored route and its revision, required to replace it."""
 
     route: KernelRoute
     revision: int
@@ -100,10 +99,10 @@ class _Lead(msgspec.Struct, frozen=True):
 
 
 def read_route(kernel_id: str, value: bytes, revision: int) -> Kept:
-    """Return what is kept of a kernel id.
+    """Parse the stored route of a kernel id.
 
     Raises:
-        RouteUnreadable: it is of a newer schema, of another id, or no route at all.
+        RouteUnreadable: it has a newer schema, belongs to another id, or is malformed.
     """
     try:
         if (schema := msgspec.json.decode(value, type=_RouteHeader).schema) > SCHEMA:
@@ -114,7 +113,7 @@ def read_route(kernel_id: str, value: bytes, revision: int) -> Kept:
         raise RouteUnreadable(kernel_id, str(error), value, revision) from None
     names = (route.kernel_id, route.node_id, route.agent_id)
     if route.kernel_id != kernel_id or not all(map(is_name, names)):
-        raise RouteUnreadable(kernel_id, "it is that of something else", value, revision)
+        raise RouteUnreadable(kernel_id, "it belongs to another kernel id", value, revision)
     return Kept(route, revision)
 
 
@@ -126,41 +125,42 @@ def _node_in(value: bytes) -> str:
 
 
 class Store(Protocol):
-    """Where a fleet remembers routes and slot types, and from where it hears of nodes.
+    """The store of a fleet's routes and slot types, and the source of its nodes' reports.
 
-    Every method raises `Unavailable` while the store cannot be asked.
+    Every method raises `Unavailable` while the store is unavailable.
     """
 
     def why_not_live(self) -> str:
-        """Return why what is heard of nodes may be old; empty if it is not."""
+        """Return why reports of nodes may be outdated, empty if they are current."""
 
     async def route(self, kernel_id: str) -> Kept | None:
-        """Return where a kernel is.
+        """Return the route of a kernel.
 
         Raises:
-            RouteUnreadable: it cannot be read.
+            RouteUnreadable: the route cannot be read.
         """
 
     async def keep(self, route: KernelRoute, expected: int) -> int | None:
-        """Write a route over the one of this revision (0: there is none); None: it is another."""
+        """Write a route over this revision (0: none exists); None if it has another."""
 
     async def rewrite(self, unread: RouteUnreadable) -> int | None:
-        """Write what cannot be read as it is, as `keep` does: nothing that it says changes."""
+        """Rewrite an unreadable route unchanged, like `keep`."""
 
     async def drop(self, kernel_id: str, expected: int) -> bool:
-        """Remove the route of this revision; tell whether it was that."""
+        """Remove the route of this revision; return whether it had that."""
 
     def routes(self) -> AsyncIterator[list[Kept]]:
-        """Yield all routes that can be read, a page at a time."""
+        """Yield all readable routes, a page at a time."""
 
     async def unlearn(self, name: SlotName) -> None:
-        """Have all gateways forget a slot type."""
+        """Make all gateways forget a slot type."""
 
     async def forget(self, node: FleetNode) -> bool:
-        """Drop what is kept of a node, its routes too; it comes back if it is heard of again.
+        """Forget a node and its routes; it returns with its next report.
 
-        False says that it is heard of, and that nothing of it was forgotten.
+        Returns:
+            False if the node is reporting; then nothing was forgotten.
         """
 
     async def run(self) -> None:
-        """Follow the nodes and tell the state of them, until cancelled."""
+        """Follow the nodes and update the state, until cancelled."""

@@ -1,4 +1,4 @@
-"""A handful of nodes without etcd: one gateway follows them itself, and remembers in one file."""
+"""A few nodes without etcd: one gateway follows them itself, and saves to one file."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ log = structlog.get_logger()
 
 PAGE = 1000
 FIRST_WORD_S = 4.0
-"""How long nodes have to say a first word before the others are taken for the fleet."""
+"""Seconds that nodes have for a first report before the others count as the fleet."""
 _T = TypeVar("_T")
 _SCHEMA = """
 PRAGMA journal_mode = WAL;
@@ -55,7 +55,7 @@ INSERT INTO revisions SELECT 0 WHERE NOT EXISTS (SELECT * FROM revisions);
 
 
 class SqliteStore:
-    """`Store` in a file of this gateway's own, with the nodes asked one by one."""
+    """`route.Store` in a file of this gateway, which reads the nodes itself."""
 
     def __init__(
         self, file: Path, nodes: Sequence[tuple[str, AsyncClient]], state: FleetState
@@ -72,10 +72,10 @@ class SqliteStore:
         self._base: sqlite3.Connection | None = None
 
     async def open(self) -> None:
-        """Open the file, and know the slot types and the nodes that it remembers.
+        """Open the file and load its slot types and nodes.
 
         Raises:
-            StateUnavailable: it cannot be used.
+            StateUnavailable: the file is unusable.
         """
         await self._do(self._opened)
         query = "SELECT value FROM slot_types ORDER BY place"
@@ -83,7 +83,7 @@ class SqliteStore:
             try:
                 slot = slot_type_in(msgspec.json.decode(value, type=SlotTypeReport))
             except (msgspec.MsgspecError, ValueError, TypeError) as error:
-                log.warning("fleet.slot_type_unreadable", reason=str(error))
+                log.warning("slot_type.read_failed", reason=str(error))
             else:
                 self._state.learn(slot)
         for node_id, value in await self._do(
@@ -147,14 +147,14 @@ class SqliteStore:
         except RouteUnreadable as error:
             if (what := (kernel_id, revision)) not in self._unreadable:
                 self._unreadable.add(what)
-                log.warning("fleet.route_unreadable", key=kernel_id, reason=str(error))
+                log.warning("route.read_failed", key=kernel_id, reason=str(error))
             return None
 
     def _rows(self, query: str, *values: object) -> list[Any]:
         return self._sql(query, *values).fetchall()
 
     async def _learn(self, slots: Sequence[SlotType]) -> None:
-        """Keep slot types whose names are not known yet, in one transaction."""
+        """Save slot types with unknown names, in one transaction."""
         query = "INSERT OR IGNORE INTO slot_types (name, value) VALUES (?, ?)"
 
         def insert() -> None:
@@ -201,12 +201,12 @@ class SqliteStore:
             await NodeReader(client, told).run()
 
     async def heard(self, address: str, reading: NodeReading) -> None:
-        """Take in what a node says that is followed at an address."""
+        """Apply a reading of the node at an address."""
         node_id = reading.node_id
         self._unheard.discard(address)
         first = self._address.setdefault(node_id, address)
         if first != address:
-            log.error("fleet.duplicate_node", node_id=node_id, first=first, second=address)
+            log.error("node.duplicate_id", node_id=node_id, first=first, second=address)
             return
         report = reading.reported(install_id="", boot_id="", url=address, labels={})
         said, free = msgspec.json.encode(report), msgspec.json.encode(reading.free)
@@ -236,7 +236,7 @@ class SqliteStore:
         return self._base.execute(query, values)
 
     async def _do(self, work: Callable[[], _T]) -> _T:
-        """Do something with the file off the event loop, as one transaction."""
+        """Run work on the file off the event loop, in one transaction."""
 
         def done() -> _T:
             with self._base or contextlib.nullcontext():
@@ -249,5 +249,5 @@ class SqliteStore:
 
 
 def _bytes(value: object) -> bytes:
-    """Return what stands in a column, in which anybody may have written anything."""
+    """Return a column as bytes, whatever it contains."""
     return value if isinstance(value, bytes) else str(value).encode()

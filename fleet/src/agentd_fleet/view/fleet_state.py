@@ -1,4 +1,4 @@
-"""What one gateway has heard of the fleet, made a view whenever one is asked for."""
+"""The state of one gateway: reports of the fleet, folded into a view on demand."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from agentd_fleet.view.fleet_view import FleetNode, FleetView, NodeStatus
 
 DEBIT_S = 3.0
 FOLD_S = 0.005
-"""For how long reports are collected before they are made part of the view."""
+"""Seconds in which reports are collected before they are folded."""
 
 
 class FleetState:
-    """Collects what is heard, and makes it one view at a time; all on one event loop."""
+    """Collects reports and folds them into one view after another; on one event loop."""
 
     def __init__(self) -> None:
         self._view = FleetView(slot_types={slot.name: slot for slot in BUILT_IN})
@@ -31,20 +31,20 @@ class FleetState:
 
     @property
     def view(self) -> FleetView:
-        """The fleet as of now; a request takes it once and keeps it."""
+        """The current view; a request takes it once and keeps it."""
         if self._changed or self._gone:
             self._view = self._view.changed(self._changed.values(), self._gone, self._next())
             self._changed, self._gone = {}, set()
         return self._view
 
     def node(self, node_id: str) -> FleetNode | None:
-        """Return a node as it was heard of last."""
+        """Return the latest report of a node."""
         if node_id in self._gone:
             return None
         return self._changed.get(node_id) or self._view.nodes.get(node_id)
 
     def note(self, node: FleetNode) -> None:
-        """Take in how a node is now."""
+        """Apply a node's report."""
         self._changed[node.node_id] = self._told[node.node_id] = node
         self._fold_soon()
         self._gone.discard(node.node_id)
@@ -52,40 +52,40 @@ class FleetState:
             self._tell(node.node_id)
 
     def lose(self, node_id: str, seen_at: float) -> None:
-        """Note that a node is not heard of any more; it stays listed."""
+        """Mark a node as lost; it stays listed."""
         known = self.node(node_id) or FleetNode(node_id, {}, {})
         if known.status is not NodeStatus.LOST:
             self.note(replace(known, status=NodeStatus.LOST, seen_at=seen_at))
 
     def forget(self, node_id: str) -> None:
-        """Drop a node for good."""
+        """Forget a node."""
         self._changed.pop(node_id, None)
         self._told.pop(node_id, None)
         self._gone.add(node_id)
         self._tell(node_id)
 
     def learned(self, node: FleetNode) -> list[SlotType]:
-        """Return the slot types of a node that the fleet does not know yet."""
+        """Return the slot types of a node that are new to the fleet."""
         return self._view.learned(node)
 
     def learn(self, slot: SlotType) -> None:
-        """Know a slot type; the first definition that was noted stays."""
+        """Add a slot type; the first definition of a name stays."""
         self._view = self.view.with_slot_type(slot, self._next())
 
     def know(self, slots: Sequence[SlotType]) -> None:
-        """Know these slot types and no others, but for what every node has."""
+        """Replace the slot types, except the built-in ones."""
         known = {slot.name: slot for slot in reversed((*BUILT_IN, *slots))}
         self._view = self.view.with_slot_types(known, self._next())
 
     def unlearn(self, name: SlotName) -> None:
-        """Forget a slot type that no node offers; one that some do stays for as long as they do."""
+        """Forget a slot type that no node offers; an offered one stays."""
         with contextlib.suppress(ValueError):
             self._view = self.view.without_slot_type(name, self._next())
 
     def debit(self, node_id: str, agent_id: str, slots: ResourceSlots) -> None:
-        """Count as given away what a node is about to be asked for, until it tells of it itself.
+        """Deduct a pending placement until the node reports it.
 
-        If it tells nothing it was not asked, refused, or has let go of it again.
+        Without a report the node was not called, refused, or has removed the kernel again.
         """
         self._view = self.view.debited(node_id, agent_id, slots)
         if (timer := self._debits.pop(node_id, None)) is not None:
@@ -94,7 +94,7 @@ class FleetState:
         self._debits[node_id] = loop.call_later(DEBIT_S, self.undebit, node_id)
 
     def undebit(self, node_id: str) -> None:
-        """Believe what a node told last."""
+        """Return to a node's latest report."""
         if (timer := self._debits.pop(node_id, None)) is not None:
             timer.cancel()
         if (told := self._told.get(node_id)) is not None:
@@ -102,13 +102,13 @@ class FleetState:
             self._fold_soon()
 
     def undebited(self) -> FleetView:
-        """Return the view as nodes told it: what was only guessed is no reason to refuse."""
+        """Return the view without deductions: a guess must not cause a refusal."""
         for node_id in list(self._debits):
             self.undebit(node_id)
         return self.view
 
     def leaving(self, node_id: str) -> asyncio.Future[None]:
-        """Return what is done as soon as a node is not ready any more; cancel it after use."""
+        """Return a future that is done once a node is not ready; cancel it after use."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         node = self.node(node_id)
         if node is None or node.status is not NodeStatus.READY:
@@ -142,7 +142,7 @@ class FleetState:
                 leaving.cancel()
 
     def _fold_soon(self) -> None:
-        """Have reports made part of the view before a request has to."""
+        """Schedule the fold of reports before a request needs it."""
         if self._folding is None:
             self._folding = asyncio.get_running_loop().call_later(FOLD_S, self._fold)
 

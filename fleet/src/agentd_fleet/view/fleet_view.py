@@ -1,12 +1,12 @@
-"""The fleet as one value: its nodes, and the one set of slot types that all requests see.
+"""The fleet as one value: its nodes, and one set of slot types for all requests.
 
-Slot types accumulate: what any node ever offered is known, also while no node has it, until an
-operator forgets it. The first definition of a name stays; a node that means something else by it
-is left out for that slot, and for that slot alone. What a node does not offer is zero, and so is
-an amount below zero. A view never changes: a request keeps the one that it began with.
+Slot types accumulate: a type that any node ever offered stays until an operator forgets it. The
+first definition of a name stays; a node with a different definition is excluded for that slot only.
+An amount that a node does not offer is zero, and so is a negative one. A view is immutable: a
+request keeps the one that it began with.
 
-What follows from the nodes (conflicts, sums, who has how much of what) stands in tables that the
-view after a change takes over from the one before, but for what changed.
+Derived data (conflicts, sums, rankings) is kept in tables, which a view takes over from the
+previous one except for the changes.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from agentd_fleet.view.persistent import AGENT, AgentKey, Layered, Ranking, Row,
 
 
 class NodeStatus(StrEnum):
-    """How a node does, as far as it is heard of."""
+    """The status of a node according to its reports."""
 
     READY = "ready"
     DAEMON_DOWN = "daemon-down"
     LOST = "lost"
     NEWER = "newer-schema"
-    """What it says of itself cannot be read by this gateway, so nothing is placed there."""
+    """This gateway cannot read the node's report, so no kernel is placed there."""
 
 
 NOTHING = ResourceSlots()
@@ -37,9 +37,9 @@ NOTHING = ResourceSlots()
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What an agent of a node has, what of it is free, and what it holds, in base units.
+    """The amounts of an agent in base units: capacity, free and allocated.
 
-    Agents that share devices each have all of them, and each what is free of them.
+    Agents that share devices each count all of them, and all of their free amounts.
     """
 
     capacity: ResourceSlots
@@ -47,7 +47,7 @@ class Offer:
     allocated: ResourceSlots = NOTHING
 
     def differing(self, other: Offer) -> set[SlotName]:
-        """Return the slots of which the two have unequal amounts."""
+        """Return the slots in which the two differ."""
         return (
             self.capacity.differing(other.capacity)
             | self.free.differing(other.free)
@@ -57,10 +57,10 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class FleetNode:
-    """A node as it told of itself last; `offers` and the `models` of the devices by agent.
+    """A node as last reported; `offers` and the `models` of devices by agent.
 
-    `whole` is what all agents together have, each device counted once; None where no two agents
-    share one. A `remark` says why nothing is placed on it at all, though it is listed.
+    `whole` is the total of all agents, each device counted once; None if no two agents share one. A
+    `remark` is the reason why no kernel is placed on the node, although it is listed.
     """
 
     node_id: str
@@ -76,7 +76,7 @@ class FleetNode:
     whole: Offer | None = None
 
     def is_shaped_as(self, other: FleetNode) -> bool:
-        """Tell whether the two differ in amounts at most, for all that the tables say."""
+        """Return whether the two differ only in amounts, as far as the tables are concerned."""
         return (
             (self.status, self.remark) == (other.status, other.remark)
             and self.slot_types == other.slot_types
@@ -85,7 +85,7 @@ class FleetNode:
         )
 
     def differing(self, other: FleetNode) -> set[SlotName]:
-        """Return the slots of which a node of the same shape has other amounts."""
+        """Return the slots in which a node of the same shape has other amounts."""
         pairs = [(offer, other.offers[agent]) for agent, offer in self.offers.items()]
         if self.whole is not None and other.whole is not None:
             pairs.append((self.whole, other.whole))
@@ -93,19 +93,19 @@ class FleetNode:
 
     @property
     def is_asked(self) -> bool:
-        """Whether the node is heard of and can be called."""
+        """Whether the node reports and can be called."""
         return self.status is NodeStatus.READY and bool(self.url) and not self.remark
 
     def has(self, labels: Mapping[str, str]) -> bool:
-        """Tell whether the node has all of these labels."""
+        """Return whether the node has all of these labels."""
         return all(self.labels.get(key) == value for key, value in labels.items())
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A slot over many nodes, in base units; the sums are exact.
+    """The usage of a slot over many nodes, in base units; the sums are exact.
 
-    What is neither allocated nor free cannot be given: it is drained, say.
+    Amounts that are neither allocated nor free are unavailable, for example drained.
     """
 
     capacity: int = 0
@@ -128,13 +128,13 @@ class Use:
 
 
 FEW = 4
-"""The tables are changed if one node in so many is touched at most, and else made from scratch."""
+"""Tables are updated if at most one node in this many changed, and else rebuilt."""
 
 
 class FleetTally:
-    """What some nodes add to the tables: all of it, or what `agents` or `names` have of it.
+    """The contribution of some nodes to the tables, restricted to `agents` or `names`.
 
-    With `names`, rows have the other slots as they are in `rows`.
+    With `names`, rows take the other slots from `rows`.
     """
 
     def __init__(
@@ -196,17 +196,16 @@ class FleetTally:
         return {name: Use(*self.sums[at]) for name, at in self.columns.items()}
 
     def tables(self) -> Tables:
-        """Return the tables of these nodes and no others."""
+        """Return the tables of exactly these nodes."""
         rankings = [ranked(self.rows, column) for column in range(len(self._nothing))]
         return Tables(self.columns, self.conflicts, self.uses(), rankings, Layered(self.rows))
 
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """What follows from nodes: conflicts by node, sums by slot, and who has how much, by column.
+    """Data derived from nodes: conflicts by node, sums by slot, and rankings by column.
 
-    `rows` are those of agents that anything can be placed on. Columns are `AGENT` and then the
-    slots, in the order of their names.
+    `rows` are those of agents that can get kernels. Columns are `AGENT` and then the slots by name.
     """
 
     columns: Mapping[SlotName, int]
@@ -216,7 +215,7 @@ class Tables:
     rows: Layered[AgentKey, Row]
 
     def changed(self, before: FleetTally, after: FleetTally) -> Tables:
-        """Return the tables after some nodes that added the one have come to add the other."""
+        """Return the tables after some nodes changed their contribution."""
         conflicts = self.conflicts
         if before.conflicts != after.conflicts:
             kept = {at: names for at, names in conflicts.items() if at not in before.conflicts}
@@ -232,40 +231,40 @@ class Tables:
 
 @dataclass(frozen=True, eq=False)
 class FleetView:
-    """All nodes, and what is known of slots, at one revision; compared by identity."""
+    """All nodes and slot types at one revision; compared by identity."""
 
     revision: int = 0
     slot_types: Mapping[SlotName, SlotType] = field(default_factory=dict)
     nodes: Mapping[str, FleetNode] = field(default_factory=dict)
 
     def learned(self, node: FleetNode) -> list[SlotType]:
-        """Return the slot types of a node that the fleet does not know yet."""
+        """Return the slot types of a node that are new to the fleet."""
         return [slot for name, slot in node.slot_types.items() if name not in self.slot_types]
 
     def with_slot_type(self, slot: SlotType, revision: int) -> FleetView:
-        """Return the view in which a slot type is known; the first definition of a name stays."""
+        """Return the view with a slot type; the first definition of a name stays."""
         if slot.name in self.slot_types:
             return self.changed((), revision=revision)
         return replace(self, slot_types={**self.slot_types, slot.name: slot}, revision=revision)
 
     def with_slot_types(self, slots: Mapping[SlotName, SlotType], revision: int) -> FleetView:
-        """Return the view in which these slot types are known, and no others."""
+        """Return the view with exactly these slot types."""
         if dict(slots) == dict(self.slot_types):
             return self.changed((), revision=revision)
         return replace(self, slot_types=dict(slots), revision=revision)
 
     def without_slot_type(self, name: SlotName, revision: int) -> FleetView:
-        """Return the view in which a slot type is forgotten.
+        """Return the view without a slot type.
 
         Raises:
-            ValueError: a node offers it, or did before it was lost, or may, being of a newer
+            ValueError: a node offers it, offered it before it was lost, or may offer it in a newer
                 schema; the message names some.
         """
         nodes = self.nodes.values()
         if newer := sorted(node.node_id for node in nodes if node.status is NodeStatus.NEWER):
             shown = ", ".join(newer[:5])
             raise ValueError(
-                f"{name} may be offered by {len(newer)} nodes of a newer schema ({shown}); ask a"
+                f"{len(newer)} nodes of a newer schema may offer {name} ({shown}); use a"
                 " gateway of their version"
             )
         if offering := sorted(node.node_id for node in nodes if name in node.slot_types):
@@ -275,17 +274,17 @@ class FleetView:
         return replace(self, slot_types=kept, revision=revision)
 
     def with_node(self, node: FleetNode, revision: int) -> FleetView:
-        """Return the view with a node as it is now."""
+        """Return the view with a node's report."""
         return self.changed([node], revision=revision)
 
     def without_node(self, node_id: str, revision: int) -> FleetView:
-        """Return the view without a node; what it taught of slots stays."""
+        """Return the view without a node; its slot types stay."""
         return self.changed((), [node_id], revision)
 
     def changed(
         self, nodes: Iterable[FleetNode], gone: Iterable[str] = (), revision: int | None = None
     ) -> FleetView:
-        """Return the view after a batch of changes: some nodes went, then others told.
+        """Return the view after a batch of changes: removals first, then reports.
 
         Of two reports of one node the later in `nodes` counts. The revision stays if none is given.
         """
@@ -307,7 +306,7 @@ class FleetView:
         return view
 
     def _differing(self, told: Mapping[str, FleetNode]) -> set[SlotName] | None:
-        """Return the slots whose amounts change with some reports; None if anything else does."""
+        """Return the slots whose amounts some reports change, None if anything else changes."""
         names: set[SlotName] = set()
         for node_id, node in told.items():
             old = self.nodes.get(node_id)
@@ -317,10 +316,10 @@ class FleetView:
         return names
 
     def debited(self, node_id: str, agent_id: str, slots: ResourceSlots) -> FleetView:
-        """Return the view in which an agent holds so much more, with nothing free below zero.
+        """Return the view in which an agent holds more, with nothing free below zero.
 
-        It stands for what was just given away until the node's next report, which takes its
-        place. The revision stays. An agent that is not in the view any more has nothing to give.
+        It represents a pending placement until the node's next report. The revision stays. An agent
+        that is not in the view any more is ignored.
         """
         node = self.nodes.get(node_id)
         if node is None or agent_id not in node.offers:
@@ -332,29 +331,29 @@ class FleetView:
 
     @cached_property
     def tables(self) -> Tables:
-        """What follows from the nodes: from scratch, if the view before had not enough of it."""
+        """The derived data, built from scratch unless the previous view had most of it."""
         return FleetTally(self.slot_types, self.nodes.values()).tables()
 
     def rows(self, nodes: Iterable[str]) -> dict[AgentKey, Row]:
-        """Return what is free at the agents of these nodes that anything can be placed on."""
+        """Return the free amounts of these nodes' agents that can get kernels."""
         rows = self.tables.rows
         keys = [(n.node_id, agent) for n in self._heard_of(nodes) for agent in n.offers]
         return {key: rows[key] for key in keys if key in rows}
 
     @property
     def conflicts(self) -> Mapping[str, frozenset[SlotName]]:
-        """The slots by which nodes mean something else than the fleet, by node."""
+        """The slots that a node defines differently from the fleet, by node."""
         return self.tables.conflicts
 
     def state_of(self, node_id: str) -> str:
-        """Return a node's state as it is shown: how it does, or that it is `conflicting`."""
+        """Return a node's state on the wire: its status, or `conflicting`."""
         status = self.nodes[node_id].status
         if status is NodeStatus.READY and node_id in self.conflicts:
             return "conflicting"
         return status.value
 
     def understood(self, node: FleetNode, slots: ResourceSlots) -> ResourceSlots:
-        """Return the amounts that mean the same to a node and to the fleet; the others are zero."""
+        """Return the amounts of slots that node and fleet define equally; the others are zero."""
         strange = _strange(self.slot_types, node, node.slot_types)
         return ResourceSlots(
             {
@@ -371,9 +370,9 @@ class FleetView:
         agents: Iterable[str] | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> dict[SlotName, Use]:
-        """Return every known slot over the nodes that are heard of, or some of them.
+        """Return the usage of every known slot over all or some reporting nodes.
 
-        A slot that none of them has is zero. Nodes that are lost do not count.
+        A slot that none of them has is zero. Lost nodes do not count.
         """
         if nodes is None and agents is None and not labels:
             return dict(self.tables.uses)
@@ -392,19 +391,19 @@ def _less(offer: Offer, slots: ResourceSlots) -> Offer:
 
 
 def _told(amount: int) -> int:
-    """Return an amount as it counts, whatever a node says."""
+    """Clamp an amount to the valid range, whatever a node reports."""
     return amount if 0 <= amount <= MAX_AMOUNT else min(max(amount, 0), MAX_AMOUNT)
 
 
 def is_same(one: SlotType, other: SlotType) -> bool:
-    """Tell whether two nodes mean the same by a slot: its kind and its quantum."""
+    """Return whether two definitions of a slot agree in kind and quantum."""
     return (one.kind, one.quantum) == (other.kind, other.quantum)
 
 
 def _strange(
     slot_types: Mapping[SlotName, SlotType], node: FleetNode, names: Iterable[SlotName]
 ) -> frozenset[SlotName]:
-    """Return those of some slots of a node by which it means something else than the fleet."""
+    """Return the slots that a node defines differently from the fleet."""
     found = ((name, node.slot_types[name]) for name in names)
     return frozenset(
         name

@@ -1,11 +1,10 @@
-"""Values that are cheap to change: agents in order of what they have free, and layered mappings.
+"""Persistent collections: agents ranked by free amounts, and layered mappings.
 
-A row is what an agent has free of everything, by column; a place is an agent in the order of one
-column. A ranking holds the places of one column, ascending, in chunks of some dozens: a change
-copies the chunk that it falls in and shares all others with the ranking before it. A place knows
-its own column alone, so that a change costs as much as the columns that it touches. Agents that
-have nothing of a column have no place in its ranking, so that where all are full there is nothing
-to walk.
+A row holds the free amounts of an agent by column; a place is an agent's position in one column. A
+ranking holds the places of one column, ascending, in chunks: a change copies one chunk and shares
+all others with the previous ranking. A place knows only its own column, so the cost of a change
+depends on the columns that it touches. Agents without a free amount have no place in a ranking, so
+a full fleet needs no search.
 """
 
 from __future__ import annotations
@@ -22,31 +21,31 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 AgentKey: TypeAlias = tuple[str, str]
-"""The node's id and the agent's id."""
+"""The node id and the agent id."""
 
 Row: TypeAlias = tuple[int, ...]
-"""What an agent has free by column, in base units."""
+"""The free amounts of an agent by column, in base units."""
 
 Place: TypeAlias = tuple[int, AgentKey]
-"""What an agent has free of the column that is ranked."""
+"""The free amount of an agent in the ranked column."""
 
 Chunk: TypeAlias = tuple[Place, ...]
-"""Some places that follow each other; a tuple, which the garbage collector need not look into."""
+"""Consecutive places; a tuple, which the garbage collector skips."""
 
 AGENT = 0
-"""The first column: each agent is one of it, so that who asks for nothing asks for an agent."""
+"""The first column, with one agent each, for requests without any amount."""
 
 CHUNK = 32
-"""Places in a chunk, about: twice as many at most."""
+"""Approximate number of places in a chunk; at most twice as many."""
 
 MOST_ABOVE = 256
-"""Keys that a layered mapping has above its base, before the two become one."""
+"""Maximum keys above the base of a layered mapping, before the two are merged."""
 
 _first, _last = itemgetter(0), itemgetter(-1)
 
 
 class Ranking:
-    """Places in ascending order; a value that never changes."""
+    """Places in ascending order; immutable."""
 
     __slots__ = ("_chunks", "_ends")
 
@@ -65,7 +64,7 @@ class Ranking:
         return self.upwards(0)
 
     def first_with(self, amount: int) -> int:
-        """Return the position from which on all have at least this much."""
+        """Return the first position with at least this amount."""
         at = bisect_left(self._chunks, (amount,), key=_last)
         if at == len(self._chunks):
             return len(self)
@@ -80,7 +79,7 @@ class Ranking:
             yield from chunk
 
     def changed(self, gone: Collection[Place], come: Collection[Place]) -> Ranking:
-        """Return the ranking without some places that it has, and with others."""
+        """Return the ranking without some of its places, and with others."""
         if not gone and not come:
             return self
         chunks = [*self._chunks]
@@ -110,7 +109,7 @@ def ranked(rows: Mapping[AgentKey, Row], column: int) -> Ranking:
 def reranked(
     rankings: Sequence[Ranking], before: Mapping[AgentKey, Row], after: Mapping[AgentKey, Row]
 ) -> list[Ranking]:
-    """Return the rankings of all columns after some rows that they have became others."""
+    """Return the rankings of all columns after some rows changed."""
     gone, come = defaultdict[int, list[Place]](list), defaultdict[int, list[Place]](list)
     nothing = (0,) * len(rankings)
     for key in before.keys() | after.keys():
@@ -133,9 +132,9 @@ def _chunks_of(places: Sequence[Place]) -> list[Chunk]:
 
 
 class Layered(Mapping[K, T]):
-    """A mapping that never changes: what changed lately lies above what did not.
+    """An immutable mapping: recent changes are layered above an older base.
 
-    Keys keep the order in which they came first, until one goes.
+    Keys keep the order of their first insertion, until one is removed.
     """
 
     __slots__ = ("_above", "_base", "_length")
@@ -163,7 +162,7 @@ class Layered(Mapping[K, T]):
         return key in self._above or key in self._base
 
     def changed(self, come: Mapping[K, T], gone: Collection[K] = ()) -> Layered[K, T]:
-        """Return the mapping with some keys anew, and then without others."""
+        """Return the mapping with some keys set, and then without others."""
         base, above = self._base, {**self._above, **come}
         if not gone and len(above) <= MOST_ABOVE:
             return Layered(base, above, self._length + sum(key not in self for key in come))

@@ -1,8 +1,8 @@
-"""What a node tells the fleet of itself, and how it is written down.
+"""Reports of nodes to the fleet, and their encoding.
 
-Two values, since one changes seldom and the other with every kernel: `NodeReport` (what there is)
-and `FreeReport` (what is free). Whoever may write them is a node, and a node may say anything:
-what cannot be read or is of a newer schema is listed, and nothing is placed there.
+There are two, since one changes rarely and the other with every kernel: `NodeReport` (capacity) and
+`FreeReport` (free amounts). A node may write anything: one with an unreadable report, or one of a
+newer schema, is listed, and no kernel is placed there.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from agentd_fleet.view.fleet_view import NOTHING, FleetNode, NodeStatus, Offer
 
 SCHEMA = 1
 MOST_SLOT_TYPES = 256
-"""How many slots one node can have the fleet know."""
+"""Maximum slot types that one node can add to the fleet."""
 UNREADABLE = (msgspec.MsgspecError, AmountError, ValueError, RecursionError)
 NOT_THERE = ("gone", "unhealthy", "withheld")
-"""States of devices that have no capacity."""
+"""States of devices without capacity."""
 
 
 class SlotTypeReport(msgspec.Struct, frozen=True):
-    """A slot as a node knows it; `quantum` is a plain decimal, in bytes or in wholes."""
+    """A slot type in a report; `quantum` is a plain decimal, in bytes or in wholes."""
 
     name: str
     kind: SlotKind
@@ -53,9 +53,9 @@ class SlotTypeReport(msgspec.Struct, frozen=True):
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What there is on a node; amounts are plain decimals by agent and slot.
+    """The capacity of a node; amounts are plain decimals by agent and slot.
 
-    `capacity` is the whole node's, in which a device that several agents share counts once.
+    `capacity` is that of the whole node, where a device that several agents share counts once.
     """
 
     schema: int = SCHEMA
@@ -73,7 +73,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FreeReport(msgspec.Struct, frozen=True):
-    """What each agent of a node could be given now, what it holds, and what is free in all."""
+    """The free and allocated amounts of each agent, and the free amounts of the node."""
 
     agents: dict[str, dict[str, str]] = {}
     allocated: dict[str, dict[str, str]] = {}
@@ -81,7 +81,7 @@ class FreeReport(msgspec.Struct, frozen=True):
 
 
 class KnownNode(msgspec.Struct, frozen=True, kw_only=True):
-    """What stays of a node when its lease has ended, until it is forgotten."""
+    """The lasting record of a node whose lease has ended, until it is forgotten."""
 
     schema: int = SCHEMA
     first_seen: str
@@ -90,14 +90,14 @@ class KnownNode(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, node: FleetNode) -> KnownNode:
-        """Return what is to stay of a node that has just been lost."""
+        """Return the lasting record of a node that was just lost."""
         types = [slot_type_report(slot) for slot in node.slot_types.values()]
         seen = datetime.fromtimestamp(node.seen_at, UTC).isoformat()
         return cls(first_seen=seen, url=node.url, slot_types=types)
 
 
 def first_seen(known: bytes | None) -> str:
-    """Return when a node was first seen by what stayed of it, which is now if nothing did."""
+    """Return the time of a node's first report by its lasting record, or now without one."""
     try:
         if known is not None:
             return msgspec.json.decode(known, type=KnownNode).first_seen
@@ -107,7 +107,7 @@ def first_seen(known: bytes | None) -> str:
 
 
 def known_in(node_id: str, value: bytes) -> FleetNode:
-    """Return a lost node by what stayed of it; one that cannot be read is lost all the same."""
+    """Return a lost node from its lasting record; an unreadable one is lost, too."""
     try:
         if msgspec.json.decode(value, type=_ReportHeader).schema > SCHEMA:
             return FleetNode(node_id, {}, {}, NodeStatus.LOST)
@@ -127,7 +127,7 @@ class _ReportHeader(msgspec.Struct, frozen=True):
 
 
 class NodeReading(msgspec.Struct, frozen=True, kw_only=True):
-    """What a daemon says of its node; with `is_down` it says nothing, and the rest is the last."""
+    """A reading of a daemon; with `is_down` it does not answer, and the rest is the last one."""
 
     node_id: str
     version: str
@@ -142,7 +142,7 @@ class NodeReading(msgspec.Struct, frozen=True, kw_only=True):
     def reported(
         self, *, install_id: str, boot_id: str, url: str, labels: Mapping[str, str]
     ) -> NodeReport:
-        """Return it as it is published."""
+        """Return the report of a reading."""
         return NodeReport(
             install_id=install_id,
             boot_id=boot_id,
@@ -164,7 +164,7 @@ def reading_of(
     agents: list[AgentView],
     devices: list[DeviceView],
 ) -> NodeReading:
-    """Put together what a daemon answered."""
+    """Combine the answers of a daemon."""
     kinds = {slot["name"]: SlotKind(slot["kind"]) for slot in slot_types}
     shown = {
         what: {a["agent_id"]: _amounts(a, what) for a in agents}
@@ -202,8 +202,8 @@ def _whole(
 ) -> dict[str, str]:
     """Return the amounts of a whole node.
 
-    No more than its agents have together, of which several may share a device, and no more than
-    its devices have, of which some parts may be no agent's.
+    They are at most the sum over its agents, which may share devices, and at most the sum over its
+    devices, which may belong to no agent in part.
     """
     of_agents, of_devices = Counter[str](), Counter[str]()
     for amounts in agents.values():
@@ -225,14 +225,14 @@ def _amounts(agent: AgentView, what: str) -> dict[str, str]:
 
 
 class Published(NamedTuple):
-    """What a node published of what there is, read once for all that it tells of what is free."""
+    """The published capacity of a node, parsed once for all of its free amounts."""
 
     node: FleetNode
     capacity: ResourceSlots | None = None
 
 
 def published_in(node_id: str, report: bytes, *, seen_at: float) -> Published:
-    """Read what a node published; one that cannot be read has a `remark`."""
+    """Parse a node's report; one that is unreadable has a `remark`."""
     try:
         header = msgspec.json.decode(report, type=_ReportHeader)
         if header.schema > SCHEMA:
@@ -243,11 +243,11 @@ def published_in(node_id: str, report: bytes, *, seen_at: float) -> Published:
         node = _node(node_id, said, seen_at)
         return Published(node, _slots(said.capacity, node.slot_types) if said.capacity else None)
     except UNREADABLE as error:
-        return _listed(node_id, f"what it published cannot be read: {error}", seen_at=seen_at)
+        return _listed(node_id, f"unreadable report: {error}", seen_at=seen_at)
 
 
 def with_free(published: Published, free: bytes | None) -> FleetNode:
-    """Return a node with what it says is free."""
+    """Return a node with its reported free amounts."""
     node = published.node
     if free is None or node.remark:
         return node
@@ -265,7 +265,7 @@ def with_free(published: Published, free: bytes | None) -> FleetNode:
         capacity = published.capacity
         whole = None if capacity is None else Offer(capacity, _slots(left.node, types))
     except UNREADABLE as error:
-        return replace(node, remark=f"what it has free cannot be read: {error}")
+        return replace(node, remark=f"unreadable free amounts: {error}")
     return replace(node, offers=offers, whole=whole)
 
 
@@ -293,26 +293,26 @@ def _node(node_id: str, said: NodeReport, seen_at: float) -> FleetNode:
 
 @lru_cache(maxsize=256)
 def _slot_types(said: tuple[SlotTypeReport, ...]) -> Mapping[SlotName, SlotType]:
-    """Return slot types by name; nodes of one kind have one mapping among them."""
+    """Return slot types by name; nodes of one kind share one mapping."""
     if len(said) > MOST_SLOT_TYPES:
-        raise ValueError(f"{len(said)} slot types, of which at most {MOST_SLOT_TYPES} are taken")
+        raise ValueError(f"{len(said)} slot types exceed the limit of {MOST_SLOT_TYPES}")
     return MappingProxyType({item.name: slot_type_in(item) for item in said})
 
 
 def unreachable(url: str) -> str:
-    """Return why a gateway does not call a node there; empty if it does.
+    """Return why a gateway does not call an address, empty if it does.
 
-    What it would send there is its token.
+    A call would send its token there.
     """
     if not url:
-        return "it has published no address"
+        return "it published no address"
     if url.startswith("unix:/"):
-        return "" if url.isprintable() else "its address cannot be read"
+        return "" if url.isprintable() else "its address is malformed"
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname or "", parts.port
     except ValueError:
-        return "its address cannot be read"
+        return "its address is malformed"
     if not host or not url.isprintable() or parts.path.strip("/") or parts.username is not None:
         return "its address is not https://host:port"
     if parts.scheme == "https" or (parts.scheme == "http" and _is_near(host)):
@@ -328,21 +328,21 @@ def _is_near(host: str) -> bool:
 
 
 def slot_type_in(item: SlotTypeReport) -> SlotType:
-    """Read a slot type.
+    """Parse a slot type.
 
     Raises:
-        ValueError: it is none that there can be.
+        ValueError: the slot type is invalid.
     """
     if not is_slot_name(item.name):
-        raise ValueError(f"{item.name[:MAX_SLOT_NAME]!r} is no name of a slot")
+        raise ValueError(f"invalid slot name {item.name[:MAX_SLOT_NAME]!r}")
     quantum = parse_base_units(item.quantum, item.kind)
     if quantum < 1:
-        raise ValueError(f"the quantum of {item.name} is {item.quantum}")
+        raise ValueError(f"invalid quantum of {item.name}: {item.quantum}")
     return SlotType(item.name, item.kind, quantum, item.exclusive_group, item.unit)
 
 
 def slot_type_report(slot: SlotType) -> SlotTypeReport:
-    """Return a slot type as it is written down."""
+    """Return a slot type for a report."""
     quantum = format_amount(slot.quantum, slot.kind)
     return SlotTypeReport(slot.name, slot.kind, quantum, slot.exclusive_group, slot.unit)
 
@@ -355,5 +355,5 @@ def _slots(raw: Mapping[str, str], types: Mapping[SlotName, SlotType]) -> Resour
 
 @lru_cache(maxsize=4096)
 def _amount(text: str, kind: SlotKind) -> int:
-    """Return an amount in base units; nearly all are among a few hundred."""
+    """Parse an amount to base units, cached: nearly all are among a few hundred."""
     return parse_base_units(text, kind)

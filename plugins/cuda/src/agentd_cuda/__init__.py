@@ -1,12 +1,12 @@
 """NVIDIA GPUs: whole (`cuda.device`), in shares (`cuda.shares`), or as MIG parts.
 
-`cuda0` is for people; the UUID is the identity, so that another order after a reboot
-confuses nothing, and the PCI address an alias. A GPU in MIG mode offers its parts alone, each
-a unique slot such as `cuda.device:1g.10gb-mig`.
+`cuda0` is for people. The UUID is the identity, so a new order after a reboot changes nothing, and
+the PCI address is an alias. A GPU in MIG mode offers only its parts, each a unique slot such as
+`cuda.device:1g.10gb-mig`.
 
-Health: an Xid event makes a GPU unhealthy, unless it is one that jobs cause. Where the driver
-tells what recovery it needs, that decides, and the GPU is back when none is needed any
-more; else it stays unhealthy until the plugin's process is started again.
+Health: an Xid event makes a GPU unhealthy, unless it is one that jobs cause. If the driver reports
+the required recovery, that decides, and the GPU is healthy again once none is required. Otherwise
+it stays unhealthy until the plugin's process restarts.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _VENDOR = "10de"
 _MODES = ("device", "shares")
 _QUANTUM = re.compile(r"1(?:\.0+)?|0\.[0-9]{1,6}")
 APPLICATION_XIDS = (13, 31, 43, 45, 68, 109)
-"""Xids that a job causes and the GPU survives: those NVIDIA's own k8s-device-plugin ignores."""
+"""Xids that a job causes and the GPU survives; NVIDIA's own k8s-device-plugin ignores them, too."""
 XID_HOLDS_S = 60.0
-"""How long an Xid counts at least, whatever the driver says of recovery."""
+"""Minimum seconds for which an Xid counts, whatever recovery the driver reports."""
 _WAIT_MS = 5000
 
 
@@ -100,7 +100,7 @@ class CudaPlugin(AcceleratorPlugin):
     def _start(self) -> None:
         """Start NVML.
 
-        Where its library is installed, the bus proves nothing: not every GPU is on PCI.
+        If its library is installed, the bus proves nothing: not every GPU is on PCI.
         """
         found = on_pci_bus(_VENDOR, sysfs=self._sysfs)
         seen = f"; on the PCI bus: {', '.join(found)}" if found else ""
@@ -142,7 +142,7 @@ class CudaPlugin(AcceleratorPlugin):
         ]
 
     def _mig_slot(self, profile: str) -> str:
-        """Return a profile's slot; a `+` is a `.`, as in NVIDIA's own k8s-device-plugin."""
+        """Return a profile's slot; a `+` becomes a `.`, as in NVIDIA's own k8s-device-plugin."""
         return f"{self.name}.device:{profile.replace('+', '.')}-mig"
 
     def list_devices(self) -> Sequence[DeviceInfo]:
@@ -177,7 +177,7 @@ class CudaPlugin(AcceleratorPlugin):
         ]
 
     def _gpus(self) -> list[nvml.Gpu]:
-        """Read all GPUs; one that answers no more is shown as it was last, and why."""
+        """Read all GPUs; one that does not answer keeps its last values, with the reason."""
         found = []
         for index, handle in nvml.handles():
             try:
@@ -253,7 +253,7 @@ class CudaPlugin(AcceleratorPlugin):
         if features.device_requests:
             return ContainerEdits(env=env, device_requests=(DeviceRequest("nvidia", uuids),))
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-        if features.runtime == "systemd":  # which closes all files but those that are named
+        if features.runtime == "systemd":  # systemd closes all files that are not named
             return ContainerEdits(env=env, device_nodes=_nodes(device_files(uuids)))
         return ContainerEdits(env=env)
 
@@ -280,7 +280,7 @@ class CudaPlugin(AcceleratorPlugin):
 
 
 def _decimal(value: object) -> str:
-    """Return a number of the settings as a plain decimal: TOML reads 0.00001 as 1e-05."""
+    """Format a number of the settings as a plain decimal: TOML reads 0.00001 as 1e-05."""
     return format(Decimal(str(value)), "f") if isinstance(value, float) else str(value)
 
 
@@ -290,12 +290,12 @@ def _stable_id(uuid: str) -> str:
 
 
 def _uuid(stable_id: str) -> str:
-    """Return what NVIDIA calls a device: drivers before R470 have `MIG-GPU-…/1/0`."""
+    """Return NVIDIA's name of a device: drivers before R470 have `MIG-GPU-…/1/0`."""
     return stable_id.replace(":", "/") if stable_id.startswith("MIG-GPU-") else stable_id
 
 
 def _address(handle: Any) -> int | None:
-    """Return what tells one GPU's handle from another's, also when the GPU is lost."""
+    """Return the address of a GPU's handle, which identifies it even if the GPU is lost."""
     return ctypes.cast(handle, ctypes.c_void_p).value
 
 

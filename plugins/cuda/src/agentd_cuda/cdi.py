@@ -1,4 +1,4 @@
-"""Names of the Container Device Interface for GPUs, where the engine's folders have them.
+"""CDI names of GPUs, from the specifications in the engine's folders.
 
 Format: https://github.com/cncf-tags/container-device-interface/blob/main/SPEC.md
 """

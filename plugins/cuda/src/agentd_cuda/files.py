@@ -1,9 +1,9 @@
-"""The device files by which a process uses a GPU, or a part of one.
+"""The device files of a GPU, or of a MIG part.
 
-Each GPU has `/dev/nvidiaN`, N its minor number; all share the control files. A MIG part takes its
-GPU's file, and those of two capabilities, of its GPU instance and its compute instance, whose minor
-numbers the driver lists in /proc/driver/nvidia-caps/mig-minors (NVIDIA MIG User Guide, "Device
-Nodes and Capabilities").
+Each GPU has `/dev/nvidiaN`, where N is its minor number; all share the control files. A MIG part
+needs its GPU's file and those of two capabilities, of its GPU instance and its compute instance,
+whose minor numbers the driver lists in /proc/driver/nvidia-caps/mig-minors (NVIDIA MIG User Guide,
+"Device Nodes and Capabilities").
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ MIG_MINORS = Path("/proc/driver/nvidia-caps/mig-minors")
 
 
 def device_files(uuids: Collection[str], mig_minors: Path = MIG_MINORS) -> list[str]:
-    """Return the files of some GPUs and parts, the shared ones included.
+    """Return the files of some GPUs and parts, including the shared ones.
 
     Raises:
-        LookupError: one of them does not answer, or the driver lists no capability of it.
+        LookupError: a device does not answer, or the driver lists no capability of it.
     """
     found = {uuid: list(files) for uuid, files in _all(uuids, mig_minors)}
     if missing := [uuid for uuid in uuids if uuid not in found]:
@@ -59,7 +59,7 @@ def _part_files(handle: Any, part: Any, mig_minors: Path) -> Iterator[str]:
 
 
 def capability_minors(file: Path) -> dict[str, int]:
-    """Return the minor number of each capability that the driver lists; none without the file."""
+    """Return the minor number of each listed capability, none without the file."""
     try:
         lines = file.read_text(encoding="ascii").splitlines()
     except OSError:

@@ -1,8 +1,8 @@
-"""Shares of GPUs by NVIDIA's Multi-Process Service (MPS), as the client of a running server.
+"""Shares of GPUs with NVIDIA's Multi-Process Service (MPS), as a client of a running server.
 
 Variables, files and rules: https://docs.nvidia.com/deploy/mps/. MPS is cooperative: a kernel can
-unset what it was given, so that a share stays one that nothing enforces. One server serves the
-processes of one user at a time; those of another wait for it to end.
+unset its variables, so a share stays unenforced. One server serves the processes of one user at a
+time; those of another user wait.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ _PIPES = "CUDA_MPS_PIPE_DIRECTORY"
 _DEFAULT_PIPES, _SHM = "/tmp/nvidia-mps", "/dev/shm"  # noqa: S108 - where they are by default
 _CONTROL_PID = "nvidia-cuda-mps-control.pid"
 _FIRST_CAPABLE = 7
-"""Compute capability (Volta) from which a client can be held to a part of the threads."""
+"""Compute capability (Volta) from which a client can be limited to a fraction of the threads."""
 _PATH = re.compile(r"/[^\0]*")
 
 
 def problems(settings: Mapping[str, Any]) -> list[SettingProblem]:
-    """Return what is wrong with the settings of MPS."""
+    """Return the problems of the MPS settings."""
     found = []
     control = settings.get("share-control")
     if control not in (None, "mps"):
-        why = f'invalid value {control!r}: expected "mps", or nothing: shares are not enforced'
+        why = f'invalid value {control!r}: expected "mps", or no value (shares are not enforced)'
         found.append(SettingProblem("share-control", why))
     elif control and settings.get("mode") != "shares":
-        found.append(SettingProblem("share-control", 'needs mode = "shares": it is about shares'))
+        found.append(SettingProblem("share-control", 'requires mode = "shares"'))
     for key in KEYS[1:]:
         value = settings.get(key, "/")
         if not isinstance(value, str) or not _PATH.fullmatch(value):
             found.append(SettingProblem(key, f"invalid value {value!r}: expected an absolute path"))
         elif key in settings and not control:
-            found.append(SettingProblem(key, 'is not used without share-control = "mps"'))
+            found.append(SettingProblem(key, 'requires share-control = "mps"'))
     return found
 
 
 @dataclass(frozen=True)
 class MpsShare:
-    """A kernel's part of one GPU: `amount` of 1, and the memory of the whole (0: not known)."""
+    """A kernel's share of one GPU: `amount` of 1, and the memory of the whole (0: unknown)."""
 
     amount: Decimal
     memory_bytes: int
@@ -58,47 +58,47 @@ class MpsShare:
 
 @dataclass(frozen=True)
 class MpsServer:
-    """A control daemon: the folder of its pipes, and what it sees as /dev/shm."""
+    """A control daemon: the folder of its pipes, and the folder it uses as /dev/shm."""
 
     pipes: str
     shm: str
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> MpsServer | None:
-        """Return the server that the settings mean; None if shares are not controlled."""
+        """Return the server of the settings, None if shares are not controlled."""
         if settings.get("share-control") != "mps":
             return None
         pipes = settings.get("mps-pipe-directory") or os.environ.get(_PIPES) or _DEFAULT_PIPES
         return cls(str(Path(pipes)), str(Path(settings.get("mps-shm-directory", _SHM))))
 
     def trouble(self) -> str:
-        """Return why no client can reach it; empty if one can."""
+        """Return why no client can reach it, empty if one can."""
         folder = Path(self.pipes)
         if whose := _strangers(folder):
-            return f"{folder} is {whose}'s, whom kernels would talk to; it has to be root's or ours"
+            return f"{folder} belongs to {whose}, expected root or the user of agentd"
         why = _not_running(folder / _CONTROL_PID)
         if why and not _answers(folder / "control"):
             start = f"start it: {_PIPES}={self.pipes} nvidia-cuda-mps-control -d"
-            return f"no MPS control daemon runs ({why}); {start}"
+            return f"no MPS control daemon is running ({why}); {start}"
         if not Path(self.shm).is_dir():
-            return f"the shared memory of the MPS server, {self.shm}, is no folder"
+            return f"the shared memory of the MPS server, {self.shm}, is not a folder"
         return ""
 
     def require(self, runtime: str) -> None:
         """Refuse a runtime whose kernels do not see the server's shared memory.
 
         Raises:
-            RuntimeError: they do not.
+            RuntimeError: they do not see it.
         """
         if runtime != "docker" and self.shm != _SHM:
-            why = f"plain processes see {_SHM}, and the MPS server {self.shm}"
-            raise RuntimeError(f"{why}: use containers, or a server with the machine's {_SHM}")
+            why = f"plain processes use {_SHM}, but the MPS server uses {self.shm}"
+            raise RuntimeError(f"{why}: use containers, or a server with the host's {_SHM}")
 
     def edits(self, parts: Sequence[MpsShare]) -> ContainerEdits:
-        """Return what a client needs to be held to its parts, in the order in which it sees them.
+        """Return the edits that limit a client to its shares, in the order in which it sees GPUs.
 
-        A client has one percentage for all of its GPUs: that of its smallest part. A limit of
-        memory that is not known is not set.
+        A client has one percentage for all of its GPUs: that of its smallest share. Without a known
+        amount of memory there is no memory limit.
         """
         percentage = min(part.amount for part in parts) * 100
         limits = [
@@ -120,7 +120,7 @@ class MpsServer:
 
 
 def _strangers(folder: Path) -> str:
-    """Return whose a folder is, if anybody but root and this user could have made it."""
+    """Return the owner of a folder, if it is neither root nor this user."""
     try:
         uid = folder.stat().st_uid
     except OSError:
@@ -129,20 +129,20 @@ def _strangers(folder: Path) -> str:
 
 
 def _not_running(pid_file: Path) -> str:
-    """Return why the control daemon that a file names does not run; empty if it does."""
+    """Return why the control daemon of a file is not running, empty if it is."""
     try:
         if not pid_file.is_file():
-            return f"{pid_file} is no file"
+            return f"{pid_file} is not a file"
         pid = int(pid_file.read_text(encoding="ascii"))
         command = Path(f"/proc/{pid}/cmdline").read_bytes() if pid > 0 else b""
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "holds no process id"
+        why = error.strerror if isinstance(error, OSError) else "has no process id"
         return f"{pid_file}: {why}"
-    return "" if b"mps" in command else f"{pid_file}: process {pid} is no MPS control daemon"
+    return "" if b"mps" in command else f"{pid_file}: process {pid} is not an MPS control daemon"
 
 
 def _answers(control: Path) -> bool:
-    """Tell whether somebody listens at a control daemon's socket, of which other pids are seen."""
+    """Return whether a control daemon listens, also in another pid namespace."""
     with socket.socket(socket.AF_UNIX) as client:
         try:
             client.connect(str(control))
@@ -152,18 +152,18 @@ def _answers(control: Path) -> bool:
 
 
 def unfit(handle: Any) -> str:
-    """Return why MPS cannot hold a client to a part of a GPU; empty if it can, or does not tell."""
+    """Return why MPS cannot limit a client on a GPU, empty if it can or if that is unknown."""
     capability = nvml.asked(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
     if capability is not None and capability[0] < _FIRST_CAPABLE:
         version = ".".join(map(str, capability))
-        return f"compute capability {version} is below 7.0: MPS cannot hold a client to a part"
+        return f"compute capability {version} is below 7.0: MPS cannot limit clients"
     mode = nvml.asked(pynvml.nvmlDeviceGetComputeMode, handle)
     if mode == pynvml.NVML_COMPUTEMODE_PROHIBITED:
-        return "its compute mode is Prohibited: no program can use it"
+        return "compute mode is Prohibited: no program can use it"
     return ""
 
 
 def _plain(number: Decimal) -> str:
-    """Return a number without an exponent and without zeros at its end, rounded down."""
+    """Format a number without exponent and trailing zeros, rounded down."""
     text = format(number.quantize(Decimal("0.0001"), ROUND_DOWN), "f")
     return text.rstrip("0").rstrip(".")

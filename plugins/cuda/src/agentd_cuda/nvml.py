@@ -1,7 +1,7 @@
-"""What NVML says of the GPUs, as plain values; nothing else touches `pynvml`.
+"""NVML's data about GPUs, as plain values; the only module that uses `pynvml`.
 
-API: https://docs.nvidia.com/deploy/nvml-api/. A call that a driver does not know or a
-GPU does not support has no answer (None); a GPU that is lost says so for itself alone.
+API: https://docs.nvidia.com/deploy/nvml-api/. A call that a driver or GPU does not support returns
+None; a lost GPU affects only itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _UNSUPPORTED = (
 
 @dataclass(frozen=True, slots=True)
 class MigPart:
-    """A MIG device: its place on its GPU, and its profile, such as `1g.10gb+me`."""
+    """A MIG device: its index on its GPU, and its profile, such as `1g.10gb+me`."""
 
     place: int
     uuid: str
@@ -40,7 +40,7 @@ class MigPart:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU; `trouble` says why it cannot be used, and `is_mig` that only its parts can."""
+    """A GPU; `trouble` is why it cannot be used, and `is_mig` that only its parts can."""
 
     index: int
     uuid: str
@@ -55,7 +55,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a GPU does now: percent, bytes, degrees Celsius, watts."""
+    """The current load of a GPU: percent, bytes, degrees Celsius, watts."""
 
     uuid: str
     utilization: float | None
@@ -67,7 +67,7 @@ class Load:
 
 
 def asked(function: Callable[..., _T], *arguments: object) -> _T | None:
-    """Return what NVML answers, None where driver or GPU do not know the question.
+    """Call NVML; None if driver or GPU do not support the call.
 
     Raises:
         NVMLError: any other failure.
@@ -84,20 +84,20 @@ _noted: set[str] = set()
 
 
 def note(text: str) -> None:
-    """Say something in the log, once."""
+    """Log a text once."""
     if text not in _noted:
         _noted.add(text)
         print(text, flush=True)  # noqa: T201 - a plugin's output is the daemon's log
 
 
 def pci_address(bus_id: str) -> str:
-    """Return a PCI address as the kernel writes it: `00000000:3B:00.0` is `0000:3b:00.0`."""
+    """Return a PCI address as Linux writes it: `00000000:3B:00.0` becomes `0000:3b:00.0`."""
     domain, _, rest = bus_id.lower().partition(":")
     return f"{int(domain, 16):04x}:{rest}"
 
 
 def numa_node(pci: str, sysfs: Path = Path("/sys")) -> int | None:
-    """Return the NUMA node the kernel gives a PCI device; None where it gives none (-1)."""
+    """Return the NUMA node of a PCI device, None if Linux assigns none (-1)."""
     try:
         text = (sysfs / "bus/pci/devices" / pci / "numa_node").read_text(encoding="ascii")
     except OSError:
@@ -106,7 +106,7 @@ def numa_node(pci: str, sysfs: Path = Path("/sys")) -> int | None:
 
 
 def handles() -> Iterator[tuple[int, Any]]:
-    """Yield the index and handle of each GPU that can be reached at all."""
+    """Yield the index and handle of each reachable GPU."""
     for index in range(pynvml.nvmlDeviceGetCount()):
         try:
             yield index, pynvml.nvmlDeviceGetHandleByIndex(index)
@@ -115,17 +115,17 @@ def handles() -> Iterator[tuple[int, Any]]:
 
 
 def read(index: int, handle: Any) -> Gpu:
-    """Return what there is to know of a GPU; of one that says only who it is, that.
+    """Read a GPU; one that only reveals its identity gets a `trouble`.
 
     Raises:
-        NVMLError: it does not even say who it is.
+        NVMLError: even its identity is unreadable.
     """
     uuid = pynvml.nvmlDeviceGetUUID(handle)
     pci = pci_address(pynvml.nvmlDeviceGetPciInfo(handle).busId)
     try:
         return _read(Gpu(index, uuid, pci), handle)
     except pynvml.NVMLError as error:
-        return Gpu(index, uuid, pci, trouble=f"it does not answer: {error}")
+        return Gpu(index, uuid, pci, trouble=f"no answer: {error}")
 
 
 def _read(gpu: Gpu, handle: Any) -> Gpu:
@@ -140,7 +140,7 @@ def _read(gpu: Gpu, handle: Any) -> Gpu:
         memory_bytes=total,
         is_mig=is_mig,
         parts=tuple(_parts(handle, total)) if is_mig else (),
-        trouble=f"the driver asks for {_RECOVERY.get(action, 'its recovery')}" if action else "",
+        trouble=f"the driver requires {_RECOVERY.get(action, 'recovery')}" if action else "",
         tells_recovery=action is not None,
     )
 
@@ -156,7 +156,7 @@ def _recovery_action(handle: Any) -> int | None:
 
 
 def part_handles(handle: Any) -> Iterator[tuple[int, Any]]:
-    """Yield the place and handle of each MIG device of a GPU."""
+    """Yield the index and handle of each MIG device of a GPU."""
     for place in range(asked(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
         try:
             yield place, pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)
@@ -170,7 +170,7 @@ def _parts(handle: Any, total_bytes: int) -> Iterator[MigPart]:
         try:
             attributes = pynvml.nvmlDeviceGetAttributes(part)
         except pynvml.NVMLError as error:
-            note(f"MIG device {place} does not tell its profile: {error}")
+            note(f"unreadable profile of MIG device {place}: {error}")
             continue
         memory_bytes = int(attributes.memorySizeMB) << 20
         gpu, compute = attributes.gpuInstanceSliceCount, attributes.computeInstanceSliceCount
@@ -180,9 +180,9 @@ def _parts(handle: Any, total_bytes: int) -> Iterator[MigPart]:
 
 
 def _told_profile(part: Any) -> str:
-    """Return the profile that stands in a MIG device's name, attributes and all, if it does.
+    """Return the profile in a MIG device's name with its attributes, if there is one.
 
-    Attributes (`+me`, `+gfx`, `-me`) are nowhere else: slices and memory do not tell them.
+    Attributes (`+me`, `+gfx`, `-me`) are nowhere else: slices and memory do not reveal them.
     https://docs.nvidia.com/datacenter/tesla/mig-user-guide/mig-device-names.html
     """
     match = _PROFILE.search(asked(pynvml.nvmlDeviceGetName, part) or "")
@@ -190,11 +190,10 @@ def _told_profile(part: Any) -> str:
 
 
 def profile_name(gpu_slices: int, compute_slices: int, memory_bytes: int, total_bytes: int) -> str:
-    """Return a MIG profile as NVIDIA names it, such as `1g.10gb` or `1c.3g.40gb`.
+    """Return a MIG profile in NVIDIA's notation, such as `1g.10gb` or `1c.3g.40gb`.
 
-    The memory is the GPU's, in whole GiB, times the part's eighths, rounded up; a half of
-    a GiB is rounded up too, as Go's math.Round does in NVIDIA's go-nvlib
-    (pkg/nvlib/device/mig_profile.go).
+    The memory is the GPU's, in whole GiB, times the part's eighths, rounded up; half a GiB is
+    rounded up, too, as Go's math.Round does in NVIDIA's go-nvlib (pkg/nvlib/device/mig_profile.go).
     """
     eighths = ceil(Fraction(memory_bytes * 8, total_bytes)) if total_bytes else 0
     gib = floor(Fraction(eighths, 8) * ceil(Fraction(total_bytes, 2**30)) + Fraction(1, 2))
@@ -203,10 +202,10 @@ def profile_name(gpu_slices: int, compute_slices: int, memory_bytes: int, total_
 
 
 def loads(handle: Any) -> Iterator[Load]:
-    """Yield what a GPU does now; of one in MIG mode, what each of its parts does.
+    """Yield the load of a GPU, or of each part of one in MIG mode.
 
-    A part has its own memory, and the temperature of its GPU. NVML measures neither
-    utilization nor power of parts.
+    A part has its own memory, and the temperature of its GPU. NVML measures neither utilization nor
+    power of parts.
     """
     mode = asked(pynvml.nvmlDeviceGetMigMode, handle)
     if not mode or mode[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
@@ -227,7 +226,7 @@ def loads(handle: Any) -> Iterator[Load]:
 
 
 def load_of(handle: Any) -> Load:
-    """Return what a whole GPU does now."""
+    """Return the load of a whole GPU."""
     rates = asked(pynvml.nvmlDeviceGetUtilizationRates, handle)
     memory = asked(pynvml.nvmlDeviceGetMemoryInfo, handle)
     temperature = asked(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
@@ -244,7 +243,7 @@ def load_of(handle: Any) -> Load:
 
 
 def processes_of(handle: Any) -> tuple[tuple[int, int | None], ...] | None:
-    """Return the processes that compute on a GPU or a part, and what memory each has; bytes.
+    """Return the processes on a GPU or a part, with their memory in bytes.
 
     A process that computes and draws is in both of NVML's lists, with the same memory.
     """

@@ -57,7 +57,7 @@ _SLOT = re.compile(r"[a-z][a-z0-9_-]{0,30}")
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A device file, and what tells it from others."""
+    """A device file and its identity."""
 
     path: str
     number: str
@@ -70,7 +70,7 @@ class _Found:
 
 
 class GenericPlugin(AcceleratorPlugin):
-    """Device files that globs find."""
+    """Devices that globs find."""
 
     needs_table: ClassVar[bool] = True
 
@@ -87,9 +87,7 @@ class GenericPlugin(AcceleratorPlugin):
                 ]
         if not settings.get("devices"):
             problems.append(
-                SettingProblem(
-                    "devices", 'is missing; expected a list such as ["/dev/accel[0-9]*"]'
-                )
+                SettingProblem("devices", 'missing, expected a list such as ["/dev/accel[0-9]*"]')
             )
         for key in _ENVS:
             problems += _env_problems(key, settings.get(key, {}))
@@ -113,7 +111,7 @@ class GenericPlugin(AcceleratorPlugin):
         return f"{self.name}.{self.settings.get('slot', 'device')}"
 
     def _found(self) -> list[_Found]:
-        """Find the device files, each once, however many names lead to it."""
+        """Find the device files, each once, however many names it has."""
         vendors = {
             vendor.lower().removeprefix("0x") for vendor in self.settings.get("pci-vendors", ())
         }
@@ -130,7 +128,7 @@ class GenericPlugin(AcceleratorPlugin):
             if vendors and (pci is None or self._sysfs.vendor(pci) not in vendors):
                 continue
             if not _ID.fullmatch(_as_id(str(path))):
-                self._note(f"{str(path)!r} is left out: its name cannot be used in an id")
+                self._note(f"{str(path)!r} is skipped: its name is not usable as an id")
                 continue
             number = numbers.get(path, path.name)
             if [*numbers.values()].count(number) > 1:
@@ -168,7 +166,7 @@ class GenericPlugin(AcceleratorPlugin):
             return ContainerEdits(env=dict(self.settings.get("hidden-env", hidden)))
         there = {found.stable_id: found for found in self._found()}
         if missing := [device.id for device in allocation if device.stable_id not in there]:
-            raise LookupError(f"the device file of {', '.join(missing)} is not there")
+            raise LookupError(f"missing device file of {', '.join(missing)}")
         given = [there[device.stable_id] for device in allocation]
         paths = [found.path for found in given]
         for pattern in self.settings.get("per-device", ()):
@@ -201,7 +199,7 @@ def _natural(path: Path) -> list[tuple[int, str]]:
 
 
 def _wrong_path(key: str, item: str) -> str:
-    """Return what is wrong with a path or pattern of the settings; empty if it is valid."""
+    """Return the problem of a path or pattern in the settings, empty if it is valid."""
     if not item.startswith("/") or ".." in item.split("/") or not item.strip("/"):
         return f"invalid path {item!r}: expected the absolute path of a file"
     if key == "devices":
@@ -213,7 +211,7 @@ def _wrong_path(key: str, item: str) -> str:
         return f"invalid path {item!r}: expected one file, not a pattern"
     if fields := [field for field in _FIELD.findall(item) if (key, field) != ("per-device", "id")]:
         allowed = "{id}" if key == "per-device" else "none"
-        return f"{{{fields[0]}}} is unknown; allowed: {allowed}"
+        return f"unknown field {{{fields[0]}}}; allowed: {allowed}"
     return ""
 
 
@@ -231,7 +229,7 @@ def _env_problems(key: str, value: object) -> list[SettingProblem]:
             if not name or "=" in name or "\0" in name
         ),
         *(
-            SettingProblem(f"{key}.{name}", f"{{{field}}} is unknown; allowed: {allowed}")
+            SettingProblem(f"{key}.{name}", f"unknown field {{{field}}}; allowed: {allowed}")
             for name, template in value.items()
             for field in _FIELD.findall(template)
             if field not in fields
@@ -240,7 +238,7 @@ def _env_problems(key: str, value: object) -> list[SettingProblem]:
 
 
 def _group_number(name: str) -> str:
-    """Return a group's number on this node, as an image has its own; the name if it has none."""
+    """Return a group's number on this node, since an image has its own; the name if it has none."""
     try:
         return str(grp.getgrnam(name).gr_gid)
     except KeyError:
@@ -256,5 +254,5 @@ def _is_device(path: Path) -> bool:
 
 
 def _as_id(path: str) -> str:
-    """Return a path as an identity: letters and digits first, no slashes."""
+    """Return a path as an identity: it begins with a letter or digit and has no slashes."""
     return path.strip("/").replace("/", ":")

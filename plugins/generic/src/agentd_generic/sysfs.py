@@ -1,8 +1,8 @@
-"""What the kernel says of a device file: the PCI device behind it, its vendor, its NUMA node.
+"""Linux's data about a device file: its PCI device, vendor and NUMA node.
 
-A device is found by its numbers under `/sys/dev/char` or `block`; the PCI
-address is the nearest folder above it that is named like one. A VFIO group has no PCI device
-above it and names its members under `/sys/kernel/iommu_groups`.
+A device is found by its numbers under `/sys/dev/char` or `block`; the PCI address is the nearest
+folder above it that is named like one. A VFIO group has no PCI device above it and lists its
+members under `/sys/kernel/iommu_groups`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _PCI = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 
 class Sysfs:
-    """The kernel's view of devices, below a root that tests can set."""
+    """sysfs, below a root that tests can set."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
     def pci_address(self, device_file: Path) -> str | None:
-        """Return the PCI address of the device behind a file; None if the kernel tells none."""
+        """Return the PCI address of the device behind a file, None if there is none."""
         if device_file.parent.name == "vfio" and device_file.name.isdigit():
             members = self._root / "kernel/iommu_groups" / device_file.name / "devices"
             names = sorted(path.name for path in members.glob("*"))
@@ -40,11 +40,11 @@ class Sysfs:
         return None
 
     def vendor(self, pci: str) -> str:
-        """Return a PCI device's vendor as four hexadecimal digits; empty if it is not known."""
+        """Return a PCI device's vendor as four hexadecimal digits, empty if unknown."""
         return self._text(pci, "vendor").removeprefix("0x")
 
     def numa_node(self, pci: str) -> int | None:
-        """Return the NUMA node of a PCI device; None where the kernel says -1 or nothing."""
+        """Return the NUMA node of a PCI device, None if Linux says -1 or nothing."""
         text = self._text(pci, "numa_node")
         return int(text) if text.isdigit() else None
 

@@ -1,13 +1,13 @@
 """AMD GPUs: whole (`rocm.device`) or in shares (`rocm.shares`).
 
-`rocm0` is for people. The identity is the number that the kernel's driver tells of the chip
-(`unique_id` in sysfs), or else the PCI address, which is an alias otherwise. A kernel gets
-`/dev/kfd`, the render nodes of its GPUs and the groups that own them; the GPUs are numbered
-from zero inside a container, where only they are visible, and named outside.
+`rocm0` is for people. The identity is the driver's number of the chip (`unique_id` in sysfs), or
+else the PCI address, which is an alias otherwise. A kernel gets `/dev/kfd`, the render nodes of its
+GPUs and the groups that own them. The GPUs are numbered from zero in a container, where only they
+are visible, and named outside.
 
-A GPU in compute partitions is several processors of one PCI address, each with a render node;
-the second and later ones are told apart by their place on it. Such partitions have slots of
-their own, such as `rocm.device:cpx_nps4`.
+A GPU in compute partitions is several processors with one PCI address, each with a render node; the
+second and later ones are identified by their index on it. Partitions have slots of their own, such
+as `rocm.device:cpx_nps4`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class RocmPlugin(AcceleratorPlugin):
     def _slot(self, gpu: smi.AmdGpu) -> str:
         """Return the slot of a GPU; a partition's is named as in AMD's own k8s-device-plugin.
 
-        The kernel's driver tells how a GPU is partitioned, in compute and in memory
+        The driver reports the partitioning of a GPU, in compute and in memory
         (https://docs.kernel.org/gpu/amdgpu/driver-misc.html).
         """
         compute = self._text(gpu.pci, "current_compute_partition")
@@ -163,7 +163,7 @@ class RocmPlugin(AcceleratorPlugin):
             return ContainerEdits(env={"ROCR_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""})
         there = {self._identity(gpu, self._slot(gpu)): gpu for gpu in smi.gpus()}
         if missing := [device.id for device in allocation if device.stable_id not in there]:
-            raise LookupError(f"{', '.join(missing)} does not answer")
+            raise LookupError(f"no answer from {', '.join(missing)}")
         given = [there[device.stable_id] for device in allocation]
         places = ",".join(str(place) for place in range(len(given)))
         nodes = [_KFD, *filter(None, (self._render_node(gpu) for gpu in given))]
@@ -171,7 +171,7 @@ class RocmPlugin(AcceleratorPlugin):
             raise LookupError(f"{', '.join(d.id for d in allocation)}: no render node in sysfs")
         groups = self.settings.get("groups", [])
         numbers = [*map(_group_number, groups)] if groups else _owners(nodes)
-        # In a container its own are the only ones; outside all can be seen, and are named.
+        # A container has only its own GPUs; outside all are visible and are named.
         named = places if features.runtime == "docker" else ",".join(map(self._named, given))
         return ContainerEdits(
             env={"ROCR_VISIBLE_DEVICES": named, "HIP_VISIBLE_DEVICES": places},
@@ -180,7 +180,7 @@ class RocmPlugin(AcceleratorPlugin):
         )
 
     def _named(self, gpu: smi.AmdGpu) -> str:
-        """Return how the runtime names a GPU from outside: its serial number, or its place."""
+        """Return the runtime's name of a GPU outside of containers: its serial number or index."""
         unique = self._unique_id(gpu.pci)
         return f"GPU-{unique}" if unique and not gpu.place else str(gpu.index)
 
@@ -204,7 +204,7 @@ class RocmPlugin(AcceleratorPlugin):
 
 
 def _owners(nodes: Sequence[str]) -> list[str]:
-    """Return the numbers of the groups that own device files, root's apart."""
+    """Return the numbers of the groups that own device files, except root's."""
     found = []
     for node in nodes:
         try:
@@ -215,7 +215,7 @@ def _owners(nodes: Sequence[str]) -> list[str]:
 
 
 def _group_number(name: str) -> str:
-    """Return a group's number on this node, as an image has its own; the name if it has none."""
+    """Return a group's number on this node, since an image has its own; the name if it has none."""
     try:
         return str(grp.getgrnam(name).gr_gid)
     except KeyError:

@@ -1,12 +1,12 @@
-"""What AMD SMI says of the GPUs, through `pyrsmi`, with its quirks kept here.
+"""AMD SMI's data about GPUs, through `pyrsmi`, with its quirks handled here.
 
-- It passes 64-bit handles without declaring them, and `ctypes` cuts those to 32 bits: the
-  library then knows no GPU (https://github.com/ROCm/pyrsmi/issues/28). The arguments are
-  declared here before it is initialised.
-- It answers -1 or "" where it fails; here that is None.
-- It has no temperature; the library is asked directly.
-- Its unique id is the PCI address, so the address is what identifies a GPU here, until the
-  kernel tells a serial number.
+- It passes 64-bit handles without declaring them, and `ctypes` cuts those to 32 bits: the library
+  then knows no GPU (https://github.com/ROCm/pyrsmi/issues/28). The arguments are declared here
+  before it is initialised.
+- It returns -1 or "" on failure; here that is None.
+- It has no temperature; the library is called directly.
+- Its unique id is the PCI address, so a GPU is identified by that, until the driver reports a
+  serial number.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class AmdGpu:
     model: str
     memory_bytes: int
     place: int = 0
-    """Its place among the processors of one PCI address."""
+    """Its index among the processors with one PCI address."""
 
 
 @dataclass(frozen=True, slots=True)
 class AmdLoad:
-    """What a GPU does now: percent, bytes, degrees Celsius, watts."""
+    """The current load of a GPU: percent, bytes, degrees Celsius, watts."""
 
     utilization: float | None
     used_bytes: int | None
@@ -71,10 +71,10 @@ def initialise() -> None:
     """Load the library and start it.
 
     Raises:
-        NoLibraryError: it is not installed.
-        RuntimeError: it does not start; in one line.
+        NoLibraryError: the library is not installed.
+        RuntimeError: the library does not start; the message is one line.
     """
-    logging.disable(logging.ERROR)  # pyrsmi logs every metric that a GPU does not have
+    logging.disable(logging.ERROR)  # pyrsmi logs every missing metric of a GPU
     try:
         rocml._load_rocm_library()  # noqa: SLF001 - see the module's first quirk
         for name, arguments in _ARGUMENTS.items():
@@ -83,12 +83,12 @@ def initialise() -> None:
         rocml.smi_initialize()
     except rocml.ROCMLError_LibraryNotFound as error:
         raise NoLibraryError(f"libamd_smi.so is not installed: {error}") from None
-    except Exception as error:  # noqa: BLE001 - pyrsmi raises whatever comes its way
+    except Exception as error:  # noqa: BLE001 - pyrsmi raises anything
         raise RuntimeError(f"AMD SMI does not start: {error or type(error).__name__}") from None
 
 
 def shut_down() -> None:
-    """Let go of the library."""
+    """Shut the library down."""
     rocml.smi_shutdown()
 
 
@@ -110,14 +110,14 @@ def gpus() -> Iterator[AmdGpu]:
 def pci_address(packed: int) -> str:
     """Return an address as Linux writes it; bus from bit 8, device 3, function 0.
 
-    The domain is from bit 16, or where pyrsmi goes through the `amdsmi` package, from bit 32.
+    The domain is from bit 16, or from bit 32 if pyrsmi uses the `amdsmi` package.
     """
     domain, bus, device = packed >> 32 or packed >> 16, packed >> 8 & 0xFF, packed >> 3 & 0x1F
     return f"{domain:04x}:{bus:02x}:{device:02x}.{packed & 7}"
 
 
 def load_of(index: int) -> AmdLoad:
-    """Return what a GPU does now."""
+    """Return the current load of a GPU."""
     utilization = _known(rocml.smi_get_device_utilization(index))
     power = _known(rocml.smi_get_device_average_power(index))
     return AmdLoad(
@@ -134,7 +134,7 @@ def _temperature(index: int) -> float | None:
     if ask is None:
         return None
     degrees = ctypes.c_int64()
-    handle = rocml._get_processor_handle(index)  # noqa: SLF001 - there is no public way to it
+    handle = rocml._get_processor_handle(index)  # noqa: SLF001 - there is no public function
     for sensor in _SENSORS:
         if ask(handle, sensor, _CURRENT, ctypes.byref(degrees)) == 0:
             return float(degrees.value)

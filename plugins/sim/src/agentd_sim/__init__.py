@@ -1,11 +1,11 @@
 """Simulated accelerators: any number of devices under any name, from settings alone.
 
 `health-file` names a file of lines such as `cuda0 unhealthy it coughs` or `cuda1 gone`, read at
-every listing; devices that it does not name are healthy. How to make the plugin misbehave
-is described in `agentd_sim.faults`.
+every listing; devices that it does not name are healthy. `agentd_sim.faults` makes the plugin
+misbehave.
 
-Stable ids follow from the node's id, the table's name and the device's id, so that those of two
-daemons never meet; not from the mode, so that a change from whole devices to shares is a change
+Stable ids derive from the node id, the table's name and the device's id, so those of two daemons
+never collide. They do not depend on the mode, so a change from whole devices to shares is a change
 of slot on the same physical device.
 """
 
@@ -45,7 +45,7 @@ _MOST_ID = 128
 
 
 class SimPlugin(AcceleratorPlugin):
-    """Devices that exist in the configuration only."""
+    """Devices that exist only in the configuration."""
 
     needs_table: ClassVar[bool] = True
 
@@ -53,7 +53,7 @@ class SimPlugin(AcceleratorPlugin):
     def validate(cls, settings: Mapping[str, Any]) -> list[SettingProblem]:
         problems = unknown_settings(settings, _KEYS)
         if ("count" in settings) == ("devices" in settings):
-            problems.append(SettingProblem("count", "give either count or devices"))
+            problems.append(SettingProblem("count", "set either count or devices"))
         problems += _check_number(settings, "count", 0, _MAX_COUNT)
         problems += _check_number(settings, "numa-nodes", 1, 64)
         if settings.get("mode", "device") not in tuple(_QUANTA):
@@ -102,7 +102,7 @@ class SimPlugin(AcceleratorPlugin):
         return faults.untrue(self.settings.get("lie"), devices)
 
     def _health(self) -> dict[str, tuple[str, str]]:
-        """Return what the health file says: by id, the state and the reason."""
+        """Return the content of the health file: state and reason by id."""
         file = self.settings.get("health-file")
         if file is None or not Path(file).exists():
             return {}

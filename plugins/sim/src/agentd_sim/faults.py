@@ -1,12 +1,12 @@
-"""Misbehaviour on request, so that what contains plugins can be seen at work.
+"""Misbehaviour on request, to test the containment of plugins.
 
-    fault = "hang"           raise, absent, hang, exit, crash, flood
-    fault-at = "list"        import, open, list, edits, measure, close
-    fault-after = 2          so many of these calls go well first
-    fault-until = "/x"       there is no fault once this file exists
-    lie = "negative"         twice, odd-id, negative, nan, huge, prefix, other-api
+fault = "hang"           raise, absent, hang, exit, crash, flood
+fault-at = "list"        import, open, list, edits, measure, close
+fault-after = 2          this many of these calls succeed first
+fault-until = "/x"       there is no fault once this file exists
+lie = "negative"         twice, odd-id, negative, nan, huge, prefix, other-api
 
-`import` acts while the table is checked, the first moment at which settings are known.
+`import` acts while the table is validated, the first moment at which settings are known.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FLOOD_LINES = 200_000
 
 
 def problems(settings: Mapping[str, Any]) -> list[SettingProblem]:
-    """Return what is wrong with the keys of this module."""
+    """Return the problems of this module's keys."""
     found = []
     for key, allowed in (("fault", FAULTS), ("fault-at", PLACES), ("lie", LIES)):
         if key in settings and settings[key] not in allowed:
@@ -50,7 +50,7 @@ def problems(settings: Mapping[str, Any]) -> list[SettingProblem]:
 
 
 class Faults:
-    """Counts calls, and does what the settings ask for when the time has come."""
+    """Counts calls, and performs the configured fault at the right one."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._fault = settings.get("fault")
@@ -60,7 +60,7 @@ class Faults:
         self._calls: Counter[str] = Counter()
 
     def reached(self, place: str) -> None:
-        """Misbehave if this is the place."""
+        """Misbehave if this is the configured place."""
         self._calls[place] += 1
         if place != self._at or self._calls[place] <= self._after:
             return
@@ -82,7 +82,7 @@ class Faults:
 
 
 def untrue(lie: str | None, devices: Sequence[DeviceInfo]) -> list[DeviceInfo]:
-    """Return a listing with the lie that the settings ask for."""
+    """Return a listing with the configured lie."""
     if lie == "twice":
         return [*devices, *devices[:1]]
     changes: dict[str | None, dict[str, Any]] = {

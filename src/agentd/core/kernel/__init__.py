@@ -1,1 +1,1 @@
-"""Kernels: states, requests, plans, records, and what is observed of them."""
+"""Kernels: states, requests, plans, records and observations."""

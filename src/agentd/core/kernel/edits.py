@@ -1,6 +1,6 @@
-"""Container edits: what a kernel needs in order to use its devices, as data.
+"""Container edits: the changes to a kernel that give it its devices, as data.
 
-The word and most members are those of the Container Device Interface
+The term and most members are those of the Container Device Interface
 (https://github.com/cncf-tags/container-device-interface).
 """
 
@@ -14,7 +14,7 @@ from agentd.errors import PluginUnavailable
 
 @dataclass(frozen=True, slots=True)
 class DeviceNode:
-    """A device file of the host and where the kernel sees it; permissions as in `rwm`."""
+    """A device file of the host and its path in the kernel; permissions as in `rwm`."""
 
     host_path: str
     container_path: str
@@ -23,7 +23,7 @@ class DeviceNode:
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A host file or folder inside the kernel."""
+    """A host file or folder in the kernel."""
 
     source: str
     target: str
@@ -41,7 +41,7 @@ class DeviceRequest:
 
 @dataclass(frozen=True, slots=True)
 class ContainerEdits:
-    """What one plugin wants done to a kernel."""
+    """The edits of one plugin."""
 
     env: Mapping[str, str] = field(default_factory=dict)
     device_nodes: tuple[DeviceNode, ...] = ()
@@ -54,12 +54,12 @@ class ContainerEdits:
 def merged(
     hiding: Iterable[ContainerEdits], giving: Mapping[str, ContainerEdits]
 ) -> ContainerEdits:
-    """Return the edits of all plugins; what gives a device wins over what hides others.
+    """Merge the edits of all plugins; those that give a device override those that hide others.
 
     `giving` is by the plugin's device name.
 
     Raises:
-        PluginUnavailable: two plugins that give devices want different values of one variable.
+        PluginUnavailable: two giving plugins set one variable to different values.
     """
     env: dict[str, str] = {}
     setter: dict[str, str] = {}

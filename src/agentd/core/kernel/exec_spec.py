@@ -1,4 +1,4 @@
-"""A command inside a kernel: what is asked for."""
+"""The request of an exec."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping
 import msgspec
 
 STDOUT, STDERR = 1, 2
-"""Which stream bytes are of."""
+"""The number of each output stream."""
 
 
 class ExecSpec(msgspec.Struct, frozen=True):
-    """A command to run inside a kernel; with `tty` on a terminal of its own, of one stream.
+    """A command to run in a kernel; `tty` gives it a terminal, with one stream.
 
-    `env` goes over the kernel's own; without a `working_dir` it begins where the kernel did.
+    `env` overrides the kernel's own; without a `working_dir` it starts in the kernel's.
     """
 
     command: tuple[str, ...]

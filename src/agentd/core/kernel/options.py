@@ -1,4 +1,4 @@
-"""Container options of a request; only runtimes with containers use them."""
+"""Container options of a request, for runtimes with containers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 
 class PullPolicy(StrEnum):
-    """When an image is fetched from its registry."""
+    """When an image is pulled."""
 
     MISSING = "missing"
     ALWAYS = "always"
@@ -17,7 +17,7 @@ class PullPolicy(StrEnum):
 
 
 class Tmpfs(msgspec.Struct, frozen=True):
-    """A folder in memory; `size` bytes, or None for the engine's limit (half of the memory)."""
+    """A tmpfs mount of `size` bytes; None for the engine's limit (half of the memory)."""
 
     target: str
     size: int | None = None
@@ -34,15 +34,15 @@ ULIMITS = (
     "core", "cpu", "data", "fsize", "locks", "memlock", "msgqueue", "nice", "nofile", "nproc",
     "rss", "rtprio", "rttime", "sigpending", "stack",
 )  # fmt: skip
-"""The names that an engine takes (setrlimit(2) without its RLIMIT_)."""
+"""The names that an engine accepts (setrlimit(2) without RLIMIT_)."""
 UNLIMITED = -1
 _PATH_MAX, _NAME_MAX = 4095, 255
-"""Bytes of a path and of one name in it (limits.h)."""
-TOO_LONG = f"is too long; allowed: {_PATH_MAX} bytes, and {_NAME_MAX} for each name in it"
+"""Maximum bytes of a path and of each name in it (limits.h)."""
+TOO_LONG = f"is too long: expected at most {_PATH_MAX} bytes, and {_NAME_MAX} in each name"
 
 
 def is_too_long(path: str) -> bool:
-    """Return whether no file can have this path."""
+    """Return whether a path is too long for Linux."""
     raw = path.encode(errors="replace")
     return len(raw) > _PATH_MAX or max(map(len, raw.split(b"/"))) > _NAME_MAX
 
@@ -50,7 +50,7 @@ def is_too_long(path: str) -> bool:
 def over_ceiling(
     limits: Mapping[str, Ulimit], ceilings: Mapping[str, int]
 ) -> Iterator[tuple[str, str]]:
-    """Yield each limit that is over what the operator allows, and why it is refused."""
+    """Yield each limit above the operator's ceiling, with the reason."""
     for name, limit in limits.items():
         ceiling = ceilings.get(name, UNLIMITED)
         values = (limit.soft, limit.hard)

@@ -1,7 +1,7 @@
-"""The last step before the world is touched: everything a runtime needs, as one value.
+"""The plan of a kernel: everything a runtime needs, as one value.
 
-Edits win. A request that sets a variable which a plugin sets is refused; what an
-image sets is overridden, because the plan's environment is given explicitly.
+Edits take precedence. A request that sets a plugin's variable is refused; a variable of the image
+is overridden, because the plan's environment is explicit.
 """
 
 from __future__ import annotations
@@ -33,15 +33,18 @@ DEVICE_HOOKS: Mapping[str, str] = {
     "ASCEND_VISIBLE_DEVICES": "void",
     "HABANA_VISIBLE_DEVICES": "void",
 }
-"""Variables by which the hooks of container runtimes give devices, and the values that give
-none. An image may ask for all of them; only a plugin's edits decide, also where the plugin
-is not there. (NVIDIA Container Toolkit, "Specialized Configurations"; the others follow it.)"""
+"""Variables with which hooks of container runtimes give devices, and values that give none.
+
+An image may request all devices with them; only a plugin's edits decide, also without the plugin.
+(NVIDIA Container Toolkit, "Specialized Configurations"; the others follow it.)
+"""
 
 
 class Fence(msgspec.Struct, frozen=True):
-    """The most that all kernels of an agent may take together; 0 and none mean no limit.
+    """The maximum for all kernels of an agent together; 0 and none mean no limit.
 
-    It is the agent's partition and what its living kernels hold, some of an older partition.
+    It covers the agent's partition and the shares of its live kernels, some from an older
+    partition.
     """
 
     cores: tuple[str, ...] = ()
@@ -51,7 +54,7 @@ class Fence(msgspec.Struct, frozen=True):
 def fence_of(
     agent_id: str, cores: Collection[str], memory_bytes: int, real: frozenset[str], ledger: Ledger
 ) -> Fence:
-    """Return the fence around an agent: its cores that can be pinned, its memory, its kernels'."""
+    """Return the fence of an agent: its pinnable cores, its memory, and its kernels' shares."""
     held = (device_id.id for device_id in ledger.devices_held_by(agent_id, CPU))
     all_cores = {*cores, *held}
     if not real or not all_cores <= real:
@@ -60,10 +63,10 @@ def fence_of(
 
 
 class NodeFacts(msgspec.Struct, frozen=True):
-    """What a plan depends on besides the request; cores are ids of the `cpu` devices.
+    """The facts of a node for a plan; cores are ids of the `cpu` devices.
 
-    `agent_cores` are those of the agent's partition, `real_cores` those that can be
-    pinned, `not_enforced` what the runtime cannot hold a kernel to on this node.
+    `agent_cores` are those of the agent's partition, `real_cores` those that can be pinned,
+    `not_enforced` the limits that the runtime cannot enforce on this node.
     """
 
     node_id: str
@@ -76,7 +79,7 @@ class NodeFacts(msgspec.Struct, frozen=True):
 class KernelPlan(msgspec.Struct, frozen=True):
     """A kernel ready to be created; `memory_bytes` 0 means no limit.
 
-    `record` (of `kernel`) and `statement` are to be written on it (see `record`).
+    `record` (of `kernel`) and `statement` are written to it (see `record`).
     """
 
     spec: KernelSpec
@@ -94,10 +97,10 @@ class KernelPlan(msgspec.Struct, frozen=True):
 
 
 def name_prefix(node_id: str) -> str:
-    """Return the first part of the names of a node's kernels.
+    """Return the prefix of the names of a node's kernels.
 
-    The node stands in it as a digest: ids may contain any separator, and two nodes must never
-    mean the same container.
+    It contains a digest of the node id: ids may contain any separator, and two nodes must never use
+    the same container name.
     """
     return f"agentd-{sha256(node_id.encode()).hexdigest()[:10]}-"
 
@@ -112,11 +115,11 @@ def kernel_name(node_id: str, kernel_id: str) -> str:
 
 
 def reserved_problems(spec: KernelSpec) -> list[Problem]:
-    """Return every variable and label of a request that only agentd may set."""
+    """Return the variables and labels of a request that only agentd may set."""
     return [
         *reserved_variables(spec.env),
         *(
-            Problem(f"labels.{name}", f"labels that start with {LABEL_PREFIX} are agentd's own")
+            Problem(f"labels.{name}", f"the prefix {LABEL_PREFIX} is reserved for agentd")
             for name in spec.labels
             if name.startswith(LABEL_PREFIX)
         ),
@@ -125,8 +128,8 @@ def reserved_problems(spec: KernelSpec) -> list[Problem]:
 
 def reserved_variables(names: Iterable[str]) -> list[Problem]:
     """Return the variables that only agentd may set."""
-    ours = f"names that start with {ENV_PREFIX} are agentd's own"
-    hook = "gives devices past what is allocated; ask for slots instead"
+    ours = f"the prefix {ENV_PREFIX} is reserved for agentd"
+    hook = "bypasses the allocation of devices; request slots instead"
     return [
         Problem(f"env.{name}", hook if name in DEVICE_HOOKS else ours)
         for name in names
@@ -135,20 +138,20 @@ def reserved_variables(names: Iterable[str]) -> list[Problem]:
 
 
 def overridden_variables(names: Iterable[str], edits: ContainerEdits) -> list[Problem]:
-    """Return the variables that a plugin sets."""
-    why = "is set by a plugin for the devices it gives"
+    """Return the variables that a plugin sets, too."""
+    why = "set by a plugin for its devices"
     return [Problem(f"env.{name}", why) for name in names if name in edits.env]
 
 
 def build_plan(
     spec: KernelSpec, kernel: Kernel, edits: ContainerEdits, node: NodeFacts
 ) -> KernelPlan:
-    """Bring request, devices and edits together.
+    """Combine request, devices and edits.
 
     A kernel without cores of its own runs on all cores of its agent.
 
     Raises:
-        InvalidRequest: the request sets what only a plugin may set.
+        InvalidRequest: the request sets a plugin's variable.
     """
     if problems := overridden_variables(spec.env, edits):
         raise InvalidRequest(problems)
@@ -176,7 +179,7 @@ def build_plan(
 
 
 def _hooks(spec: KernelSpec, edits: ContainerEdits) -> Mapping[str, str]:
-    """Return what closes the hooks that no plugin's edits use; the engine fills in its own."""
+    """Return the variables that disable unused hooks; the engine adds its own."""
     if spec.image is None:
         return {}
     used = {request.driver.upper() for request in edits.device_requests}

@@ -1,11 +1,10 @@
-"""Comparing the kernels agentd knows with those that are there.
+"""Reconciliation of the recorded kernels with the observed ones.
 
-The answer is a list of actions; nothing here stops, restarts or removes a kernel that
-ever ran. What was created and never started belongs to a create that was cut short and
-is removed. What cannot be read keeps back every device that it might hold.
+The result is a list of actions; none stops, restarts or removes a kernel that ever ran. A container
+that was created and never started belongs to an interrupted create and is removed. An unreadable
+kernel quarantines every device that it might hold.
 
-A kernel whose create has an unknown outcome counts as absent only when its grace has
-passed (`expired`).
+A kernel whose create is unresolved counts as absent only after its grace period (`expired`).
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from agentd.core.kernel.states import ENDED, PRESENT, STARTING, Ending, Kernel, 
 
 
 class RemoveNeverRan(msgspec.Struct, frozen=True):
-    """Remove what was created and never started."""
+    """Remove a kernel that was created and never started."""
 
     found: ObservedKernel
 
 
 class MarkAbsent(msgspec.Struct, frozen=True):
-    """It is not there: it is lost if it ran, and was never born if its create was cut short."""
+    """Mark a kernel as lost if it ran, or as never created if its create was interrupted."""
 
     kernel_id: str
 
@@ -45,7 +44,7 @@ def reconcile(
     expired: Collection[str] = (),
     now: float = 0.0,
 ) -> list[Action]:
-    """Return what to do about every difference between `known` and a complete list.
+    """Return the actions for every difference between `known` and a complete list.
 
     `now` is the time of adoption, in seconds since the epoch.
     """
@@ -68,11 +67,11 @@ def reconcile(
 
 
 def as_seen_before(before: Kernel, item: ObservedKernel) -> ObservedKernel:
-    """Return what was found; a kernel that was seen to run did, whatever is left of its traces."""
+    """Return the observation; a kernel that was seen running did run, whatever its remains show."""
     is_same = before.state in PRESENT and item.handle in ("", before.handle or "")
     if item.state is not ObservedState.CREATED or not is_same:
         return item
-    ending = Ending(reason="it has ended, and what it left is damaged")
+    ending = Ending(reason="it has ended, and its remains are damaged")
     handle, started_at = before.handle or "", before.started_at
     return replace(
         item, state=ObservedState.EXITED, handle=handle, started_at=started_at, ending=ending
@@ -80,9 +79,9 @@ def as_seen_before(before: Kernel, item: ObservedKernel) -> ObservedKernel:
 
 
 def stopped(before: Kernel, item: ObservedKernel | None) -> Kernel:
-    """Return a kernel after a stop, from what was found of it then."""
+    """Return a kernel after a stop, from its last observation."""
     if item is None:
-        return before.observed(Observed.ABSENT, reason="removed from outside as it was stopped")
+        return before.observed(Observed.ABSENT, reason="removed outside of agentd during the stop")
     seen = as_seen_before(before, item)
     return before.observed(SIGHTS[seen.state], ending=seen.ending, pid=_pid(before, seen))
 
@@ -105,7 +104,7 @@ def _difference(
 
 
 def _pid(before: Kernel, item: ObservedKernel) -> int | None:
-    """Return the first process: a unit has one as long as it runs, a process kernel is one."""
+    """Return the first process: a running unit has one, a process kernel is one."""
     return item.pid if item.unit else before.pid
 
 

@@ -1,9 +1,9 @@
-"""Kernels: what was asked for, what runs, and the moves between states.
+"""Kernels: requests, states, and the transitions between states.
 
-Two tables are the state machine, and every change of a kernel goes through one of them:
-`MOVES` is what agentd does (`Kernel.moved_to`), `OBSERVATIONS` is what it finds
+Two tables are the state machine, and every change of a kernel goes through one of them: `MOVES` is
+for agentd's own actions (`Kernel.moved_to`), `OBSERVATIONS` for observed states
 (`Kernel.observed`). An illegal change is refused before anything changes. The drawing in
-docs/reference/states.md is made from the two tables.
+docs/reference/states.md is generated from the two tables.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from agentd.core.kernel.options import ContainerOptions
 from agentd.core.names import NAME
 
 KERNEL_ID = NAME
-"""What kernel ids look like: they stand in names of containers, folders and cgroups."""
+"""The pattern of kernel ids, which appear in names of containers, folders and cgroups."""
 
 
 class KernelState(StrEnum):
-    """Where a kernel is in its life.
+    """The state of a kernel.
 
-    `failed` is a create that never ran, `lost` was proved gone from outside, and an
-    `unreadable` one lives, but its record cannot be read.
+    `failed` is a create that never ran, `lost` was proved to be removed outside of agentd, and an
+    `unreadable` one is alive, but its record cannot be read.
     """
 
     PREPARING = "preparing"
@@ -45,7 +45,7 @@ class KernelState(StrEnum):
 
 
 class Observed(StrEnum):
-    """What is seen of a kernel where it should run; `unreadable` lives without its record."""
+    """The observed state of a kernel that should run; `unreadable` is alive without its record."""
 
     RUNNING = "running"
     PAUSED = "paused"
@@ -59,7 +59,7 @@ S = KernelState
 STARTING = frozenset({S.PREPARING, S.PULLING, S.CREATING})
 LIVE = frozenset({S.RUNNING, S.PAUSED, S.STOPPING, S.UNREADABLE})
 PRESENT = LIVE | {S.TERMINATED}
-"""States in which the runtime has something of the kernel."""
+"""States in which the runtime has a container, unit or process of the kernel."""
 
 ENDED = frozenset({S.TERMINATED, S.FAILED, S.LOST})
 
@@ -75,7 +75,7 @@ MOVES: Mapping[KernelState, frozenset[KernelState]] = {
     S.FAILED: frozenset(),
     S.LOST: frozenset(),
 }
-"""What agentd does. A stop that failed leaves the kernel as it was."""
+"""Transitions of agentd's actions. A failed stop leaves the kernel as it was."""
 
 _ALIVE = {
     Observed.RUNNING: S.RUNNING,
@@ -98,13 +98,13 @@ OBSERVATIONS: Mapping[KernelState, Mapping[Observed, KernelState]] = {
     S.FAILED: {**_ALIVE, Observed.ABSENT: S.FAILED},
     S.LOST: _ALIVE,
 }
-"""What agentd finds. Nothing is asked of a runtime before `creating`, so nothing is found."""
+"""Transitions of observations. Before `creating` the runtime has nothing to observe."""
 
 
 class KernelSpec(msgspec.Struct, frozen=True):
-    """A create request after it was read; `spec_hash` is equal for equal requests.
+    """A parsed create request; `spec_hash` is equal for equal requests.
 
-    `slots` are amounts as `agentd.core.slots.read_quantity` returns them. `devices` narrows the
+    `slots` are amounts as `agentd.core.slots.read_quantity` returns them. `devices` restricts the
     choice, by device name: ids, stable ids or aliases.
     """
 
@@ -124,18 +124,18 @@ class KernelSpec(msgspec.Struct, frozen=True):
     container: ContainerOptions = msgspec.field(default_factory=ContainerOptions)
     created_by: str = ""
     is_discreet: bool = False
-    """Whether whoever asks is not to know of other agents."""
+    """Whether the caller must not learn of other agents."""
 
 
 class Pull(msgspec.Struct, frozen=True):
-    """How far the download of an image is, in bytes; the total grows as layers are learnt of."""
+    """The progress of a pull in bytes; the total grows as layers become known."""
 
     current: int = 0
     total: int = 0
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """How a kernel's command ended; times are seconds since the epoch."""
+    """The end of a kernel's command; times are seconds since the epoch."""
 
     exit_code: int | None = None
     oom_killed: bool = False
@@ -144,7 +144,7 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 class RemovedKernel(NamedTuple):
-    """A kernel that was removed: its place in the order of creation, and its agent."""
+    """A removed kernel: its position in the order of creation, and its agent."""
 
     created_at: float
     kernel_id: str
@@ -152,7 +152,7 @@ class RemovedKernel(NamedTuple):
 
 
 class KernelRef(NamedTuple):
-    """Names a kernel to its runtime: its id, and the handle that the runtime gave it, if it did."""
+    """A kernel for its runtime: its id, and the handle that the runtime assigned."""
 
     kernel_id: str
     handle: str | None = None
@@ -161,10 +161,10 @@ class KernelRef(NamedTuple):
 class Kernel(msgspec.Struct, frozen=True):
     """One kernel as agentd knows it; times are seconds since the epoch.
 
-    `slots` are plain decimals as they were granted, `handle` is what the runtime knows
-    it by (a container id, a process id); `created_by` is the caller's name; `degraded` lists the
-    limits that somebody changed since. `pid` is that of its first process on the node, where its
-    runtime starts processes; `unit` names the unit of the systemd runtime.
+    `slots` are plain decimals as they were granted; `handle` is the runtime's name for it (a
+    container id, a process id); `created_by` is the caller's name; `degraded` lists limits that
+    were changed outside of agentd. `pid` is that of its first process on the host, if its runtime
+    starts processes; `unit` is the unit of the systemd runtime.
     """
 
     kernel_id: str
@@ -199,24 +199,24 @@ class Kernel(msgspec.Struct, frozen=True):
 
     @property
     def ref(self) -> KernelRef:
-        """What its runtime knows it by."""
+        """Its reference for the runtime."""
         return KernelRef(self.kernel_id, self.handle)
 
     def moved_to(self, state: KernelState, **changes: Any) -> Kernel:
-        """Return the kernel in a state that agentd brought it into.
+        """Return the kernel after an action of agentd.
 
         Raises:
-            ValueError: `MOVES` has no such move.
+            ValueError: `MOVES` has no such transition.
         """
         if state is not self.state and state not in MOVES[self.state]:
             raise ValueError(f"kernel {self.kernel_id} cannot move from {self.state} to {state}")
         return replace(self, state=state, **changes)
 
     def observed(self, sight: Observed, **changes: Any) -> Kernel:
-        """Return the kernel in the state that a sight of it means.
+        """Return the kernel after an observation.
 
         Raises:
-            ValueError: `OBSERVATIONS` does not know what that means.
+            ValueError: `OBSERVATIONS` has no such transition.
         """
         if sight not in OBSERVATIONS[self.state]:
             raise ValueError(f"kernel {self.kernel_id} is {self.state} and cannot be seen {sight}")
@@ -224,7 +224,7 @@ class Kernel(msgspec.Struct, frozen=True):
 
 
 def step_between(before: Kernel | None, now: Kernel | None) -> str | None:
-    """Return the step in a kernel's life that lies between two looks at it, if there is one.
+    """Return the step in a kernel's life between two of its states, if there is one.
 
     `before-create`, `after-start`, `before-stop` or `after-stop`; an adopted kernel took its
     first steps earlier.

@@ -1,4 +1,4 @@
-"""What a kernel uses: figures that its cgroup counts."""
+"""The usage of a kernel, counted by its cgroup."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import msgspec
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """What one kernel has used and uses; None is not known, and never stands for 0.
+    """The usage of one kernel; None means unknown, never 0.
 
-    Seconds of processor time and bytes since it was created, but for `memory_bytes` and
-    `processes`, which are now. Memory is what counts against its limit, the cache of its files
-    too.
+    Processor seconds and bytes are totals since its creation; `memory_bytes` and `processes` are
+    current. Memory is the amount charged to its limit, including its page cache.
     """
 
     cpu_seconds: float | None = None
@@ -31,7 +30,7 @@ UNKNOWN = Usage()
 
 
 class UsageReading(NamedTuple):
-    """What a kernel uses, and its cgroups: hierarchy and path, as `/proc/PID/cgroup` has them."""
+    """The usage of a kernel, and its cgroups: hierarchy and path as in `/proc/PID/cgroup`."""
 
     usage: Usage = UNKNOWN
     groups: frozenset[str] = frozenset()

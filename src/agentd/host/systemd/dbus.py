@@ -193,8 +193,7 @@ class Manager:
         """Return the current properties of a unit, None if it does not exist.
 
         A name is that of a service property, or `Unit.` plus that of any unit's. With `loading` an
-        unused
-        unit is read from its files.
+        unused unit is read from its files.
         """
         try:
             # A query to the path of a missing unit would load and unload it.
@@ -207,7 +206,7 @@ class Manager:
             answers = await asyncio.gather(*asked)
         except NoSuchUnit:
             return None
-        except UnitRefused as error:  # this is no statement about the unit
+        except UnitRefused as error:  # says nothing about the unit
             raise RuntimeUnavailable(f"systemd does not describe {unit}: {error}") from None
         load, active, *values = (answer[0].value for answer in answers)
         return dict(zip(names, values, strict=True)) if is_there(load, active) else None

@@ -24,7 +24,7 @@ class Limits:
     def admit(self) -> bool:
         """Count a connection unless the limit is reached; return whether it may stay."""
         if self._open >= self._most:
-            warn_of_client("rpc.too_many_connections", most=self._most)
+            warn_of_client("connection.refused", most=self._most)
             return False
         self._open += 1
         return True

@@ -70,7 +70,7 @@ class TlsHandshake(asyncio.Protocol):
                 ssl_handshake_timeout=HEADER_TIMEOUT_S,
             )
         except (OSError, ssl.SSLError) as error:
-            warn_of_client("rpc.no_tls", reason=str(error)[:200])
+            warn_of_client("tls.handshake_failed", reason=str(error)[:200])
             transport.abort()
             secured = None
         if secured is None:
@@ -191,7 +191,7 @@ class Connection(FairConnection):
             return
         left = transport.get_write_buffer_size()
         if before is not None and left >= before:
-            warn_of_client("rpc.nobody_reads", unread_bytes=left)
+            warn_of_client("connection.stalled", unread_bytes=left)
             transport.abort()
             return
         loop = asyncio.get_running_loop()
@@ -228,7 +228,7 @@ class Connection(FairConnection):
     ) -> web.StreamResponse:
         """Answer malformed HTTP with a problem."""
         why = (message or str(exc) or "not HTTP").splitlines()
-        warn_of_client("rpc.broken_request", status=status, reason=why[0][:200])
+        warn_of_client("request.rejected", status=status, reason=why[0][:200])
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun already")
         response = self._broken(" ".join(part.strip() for part in why)[:500])

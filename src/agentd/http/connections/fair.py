@@ -138,8 +138,7 @@ class FairConnection(web.RequestHandler, asyncio.BufferedProtocol):
         """Drain unread bytes before closing.
 
         Linux resets a connection that is closed with unread data, and the client would lose the
-        last
-        response.
+        last response.
         """
         with suppress(OSError):
             os.read(self._socket.fileno(), UNREAD)

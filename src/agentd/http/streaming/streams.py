@@ -99,7 +99,7 @@ async def _stream_log(request: web.Request, chunks: AsyncGenerator[bytes]) -> we
             await _write(request, response, chunk)
             reading = asyncio.ensure_future(anext(chunks, b""))
     except AgentdError as error:
-        log.warning("logs.cut", path=request.path, reason=str(error))
+        log.warning("logs.interrupted", path=request.path, reason=str(error))
         raise ConnectionResetError from error  # the stream is cut; too late for a problem response
     finally:
         await _given_up(reading)

@@ -100,10 +100,8 @@ async def probe(wire: web.WebSocketResponse) -> None:
 
     A client that closes a TCP connection while its input is not read goes unnoticed, because the
     receive window is full. Its system resets the connection when a heartbeat arrives. An
-    unsolicited
-    pong is a heartbeat without an answer (RFC 6455, section 5.5.3); a client whose input is not
-    read
-    could not answer a ping.
+    unsolicited pong is a heartbeat without an answer (RFC 6455, section 5.5.3); a client whose
+    input is not read could not answer a ping.
     """
     while True:
         await asyncio.sleep(PROBE_S)

@@ -138,7 +138,7 @@ class Absences:
         try:
             folder.replace(self._file.name, msgspec.json.encode(saved).decode())
         except OSError as error:
-            log.warning("runtime.absence_not_saved", file=str(self._file), reason=error.strerror)
+            log.warning("runtime.absence_save_failed", file=str(self._file), reason=error.strerror)
 
 
 def _read(file: Path | None) -> _Saved | None:

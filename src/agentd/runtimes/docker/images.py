@@ -96,7 +96,7 @@ class Images:
 
     async def _pull(self, image: str, platform: str | None) -> None:
         layers: dict[str, Pull] = {}
-        log.info("image.pulling", image=image)
+        log.info("image.pull_started", image=image)
         try:
             is_complete = False
             async with aclosing(self._lines(image, platform)) as lines:

@@ -117,8 +117,7 @@ def verify_mounts(pid: int, mounts: Sequence[Mount], sources: Sequence[MountSour
     """Check that a container has mounted the checked files, each at its target.
 
     A target that goes through a link of the image has another name in the container. Then the
-    number of
-    mounts of the file must match.
+    number of mounts of the file must match.
 
     Raises:
         RuntimeFailure: a file was replaced before the engine mounted it.

@@ -50,10 +50,8 @@ class OwnEvents:
     """Events that agentd's own creates and removals cause, and that carry no news.
 
     A create and a start are expected once, for a limited time, and only while listening: an event
-    that
-    never came must not hide a later one of the same name. Events of a removed container are
-    recognized
-    by its id, which is never reused.
+    that never came must not hide a later one of the same name. Events of a removed container are
+    recognized by its id, which is never reused.
     """
 
     def __init__(self) -> None:

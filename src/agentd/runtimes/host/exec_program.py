@@ -81,8 +81,7 @@ class ExecParent:
     """The parent of a command, outside of the kernel; it lets the command in and reports its end.
 
     The command enters the kernel's cgroups once it has dropped root's rights: from then on the
-    kernel's
-    processes can reach it.
+    kernel's processes can reach it.
     """
 
     def __init__(

@@ -110,7 +110,7 @@ def target_of(order: dict[str, Any]) -> Target:
 
 
 def lend(streams: list[int], target: Target, *, is_terminal: bool) -> None:
-    """Let the kernel's user open the streams by name (/dev/stdout, /dev/tty)."""
+    """Allow the kernel's user to open the streams by name (/dev/stdout, /dev/tty)."""
     if os.geteuid() != 0:
         return
     for stream in streams:

@@ -114,8 +114,7 @@ class Bundles(msgspec.Struct, frozen=True):
         """Return a kernel's record, its problem, and whether the bundle is the kernel's own.
 
         A bundle with the record of another kernel, such as a copy, belongs to that kernel. Without
-        a
-        readable record it is the kernel's own if it has no foreign files.
+        a readable record it is the kernel's own if it has no foreign files.
         """
         bundle = self.bundle(kernel_id)
         try:

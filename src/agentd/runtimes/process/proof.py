@@ -149,8 +149,8 @@ class Proof:
         """Return the live processes of the kernel.
 
         These are the members of its cgroup, the descendants of its shim (a subreaper, so nothing
-        that the
-        command started can leave it), and the session of its command while the command lives.
+        that the command started can leave it), and the session of its command while the command
+        lives.
         """
         everyone = list(all_processes())
         shim, leader = self._shim, self._leader
@@ -171,8 +171,7 @@ class Proof:
         """Yield the live processes whenever the previous ones have ended, until none is left.
 
         A kernel that forks and exits without pause has new processes on every pass, or seems to
-        have none.
-        The passes come at growing intervals, to leave time for the rest of the daemon.
+        have none. The passes come at growing intervals, to leave time for the rest of the daemon.
         """
         for pause_s in chain(_PAUSES_S, repeat(_PAUSES_S[-1])):
             alive = await asyncio.to_thread(self.members)

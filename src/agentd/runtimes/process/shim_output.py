@@ -15,8 +15,7 @@ class Output:
     """A pipe for the kernel's output, and log files of bounded size.
 
     The kernel has no file of its log, so it cannot make one sparse or endless. Output that cannot
-    be
-    written (a full disk) is dropped, so the kernel never blocks.
+    be written (a full disk) is dropped, so the kernel never blocks.
     """
 
     def __init__(self, order: dict[str, Any]) -> None:

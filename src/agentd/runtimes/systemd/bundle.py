@@ -160,8 +160,7 @@ class UnitBundle(PrivateFolder):
         """Save the id of the kernel's cgroup, unless it is saved.
 
         When a unit ends by itself, its cgroup is removed, and systemd creates another of the same
-        name for
-        `ExecStopPost=`, whose counters are zero.
+        name for `ExecStopPost=`, whose counters are zero.
         """
         with suppress(OSError):  # the unit has ended meanwhile
             if self.read(GROUP) is None:

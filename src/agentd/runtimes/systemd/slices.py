@@ -71,8 +71,7 @@ class Ends:
     """Makes systemd record how kernels of a node end, by a drop-in for all of their units.
 
     A property of the units cannot do it: `ExecStopPost=` with all rights (`+`) is only available to
-    a
-    transient unit as `ExecStopPostEx`, which up to version 253 is lost in a `daemon-reload`.
+    a transient unit as `ExecStopPostEx`, which up to version 253 is lost in a `daemon-reload`.
     """
 
     def __init__(self, manager: Manager, node_id: str, folder: Path) -> None:
@@ -86,8 +85,7 @@ class Ends:
         """Write the drop-in, once for each boot, since it requires a reload of the manager.
 
         Without a static BusyBox there is no drop-in. Then the exit status of a kernel is lost if
-        only
-        systemd sees its end.
+        only systemd sees its end.
 
         Raises:
             RuntimeFailure: the drop-in cannot be written.

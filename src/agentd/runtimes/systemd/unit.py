@@ -33,8 +33,7 @@ class SystemdRules(msgspec.Struct, frozen=True):
     """The operator's settings for units; see `[runtime.systemd]`.
 
     `users` holds agents with their own user, `user` applies to all others; None: each kernel has a
-    user
-    of its own. `is_user` selects the manager of agentd's own user.
+    user of its own. `is_user` selects the manager of agentd's own user.
     """
 
     is_user: bool = False
@@ -147,9 +146,8 @@ def _lifecycle(plan: KernelPlan, folder: str, rules: SystemdRules) -> Iterator[P
 def unexpanded(words: Iterable[str]) -> list[str]:
     """Escape the words of a command, so that systemd leaves them alone: `$` becomes `$$`.
 
-    `ExecStartEx` with `no-env-expand` is no alternative: up to version 253 such a transient unit
-    cannot
-    be read again after a `daemon-reload`, and its `ExecStart=` is lost.
+    `ExecStartEx` with `no-env-expand` cannot be used: up to version 253 such a transient unit
+    cannot be read again after a `daemon-reload`, and its `ExecStart=` is lost.
     """
     return [word.replace("$", "$$") for word in words]
 

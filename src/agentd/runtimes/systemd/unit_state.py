@@ -31,8 +31,7 @@ def state_of(active: str, sub: str, control_group: str = "", root: Path = MOUNT)
     """Return the state that the manager's states and the unit's cgroup amount to.
 
     A unit that is being stopped lives until it has stopped. A process that is stuck in Linux
-    survives
-    even systemd's last SIGKILL: the unit is `failed` then, and its devices are still open.
+    survives even systemd's last SIGKILL: the unit is `failed` then, and its devices are still open.
     """
     if sub.startswith("auto-restart"):
         return ObservedState.RUNNING

@@ -139,8 +139,7 @@ class Creates:
         """Refuse further creates and end those in progress.
 
         Creates that have not reached the runtime are cancelled. The others may finish; one that is
-        late is
-        left with its intent, as after a crash.
+        late is left with its intent, as after a crash.
         """
         self._is_draining = True
         tasks = dict(self._tasks)

@@ -38,7 +38,7 @@ def log_end(kernel: Kernel) -> None:
     """Log how a kernel ended."""
     facts = _facts(kernel)
     if kernel.ending.oom_killed:
-        log.warning("kernel.out_of_memory", **facts)
+        log.warning("kernel.oom_killed", **facts)
     else:
         log.info("kernel.ended", **facts)
 

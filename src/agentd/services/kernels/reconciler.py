@@ -137,7 +137,7 @@ class Reconciler:
         """Return whether another runtime has a kernel with this id; the observed one is ignored."""
         is_second = self._state.is_second(item.kernel_id, item.runtime)
         if is_second:
-            log.error("kernel.second_of_its_name", kernel_id=item.kernel_id, handle=item.handle)
+            log.error("kernel.duplicate_id", kernel_id=item.kernel_id, handle=item.handle)
         return is_second
 
     async def _renamed(
@@ -167,8 +167,7 @@ class Reconciler:
         """Queue a kernel for observation.
 
         The observation is skipped if the kernel is removed meanwhile and had no other event: the
-        event was
-        its removal.
+        event was its removal.
         """
         if kernel_id in self._queued:
             self._once.discard(kernel_id)
@@ -282,7 +281,7 @@ class Reconciler:
             self._state.settle(kernel.kernel_id)
         else:
             self._state.drop(kernel.kernel_id)
-        log.info("kernel.never_born", kernel_id=kernel.kernel_id)
+        log.info("kernel.create_discarded", kernel_id=kernel.kernel_id)
 
     async def _remove_never_ran(self, found: ObservedKernel) -> None:
         """Remove the remains of an interrupted create; its share stays held until then."""
@@ -295,12 +294,12 @@ class Reconciler:
         try:
             is_gone = await self._runtimes[found.runtime].remove(found.ref, unless_alive=True)
         except (RuntimeUnavailable, RuntimeFailure) as error:
-            log.warning("kernel.not_removed", kernel_id=kernel_id, reason=str(error))
+            log.warning("kernel.orphan_remove_failed", kernel_id=kernel_id, reason=str(error))
             return
         await reach("adopt.after_discard")
         if is_gone:
             self._state.drop(kernel_id)
-            log.info("kernel.never_ran_removed", kernel_id=kernel_id)
+            log.info("kernel.orphan_removed", kernel_id=kernel_id)
         else:
             self.requeue(kernel_id)
 

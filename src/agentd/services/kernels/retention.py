@@ -43,7 +43,7 @@ class Retention:
             try:
                 await self.once()
             except Exception:
-                log.exception("keeper.failed")
+                log.exception("retention.failed")
 
     async def once(self) -> None:
         """Prune the oldest ended kernels beyond the maximum.
@@ -55,4 +55,4 @@ class Retention:
         for kernel in ended[: max(0, len(ended) - self._most)]:
             with suppress(AgentdError):
                 await self._service.remove(kernel.kernel_id, only=kernel)
-                log.info("kernel.not_kept", kernel_id=kernel.kernel_id, keep_ended=self._most)
+                log.info("kernel.pruned", kernel_id=kernel.kernel_id, keep_ended=self._most)

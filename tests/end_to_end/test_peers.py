@@ -75,7 +75,7 @@ async def test_the_second_daemon_withholds_what_the_first_serves(two: Two) -> No
     await two.one.running(slots={"acc.device": 2})
 
 
-async def test_a_daemon_that_stops_frees_what_nobody_holds(two: Two) -> None:
+async def test_stopped_daemon_releases_devices_without_holder(two: Two) -> None:
     await two.start(two.one)
     await two.one.running(slots={"acc.device": 1}, kernel_id="k1")
     await two.start(two.two)
