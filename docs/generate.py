@@ -20,9 +20,10 @@ import click
 from agentd import errors, plugin_api
 from agentd.cli.agentctl.main import agentctl
 from agentd.cli.agentd.main import agentd
+from agentd.config.schema import PACKAGED, schema_text
 from agentd.core.kernel.states import LIVE, MOVES, OBSERVATIONS, STARTING, KernelState, Observed
 from agentd.http.problems import STATUSES
-from agentd.service.exit_status import ExitStatus
+from agentd.service.exit_status import MEANINGS
 from agentd_fleet.cli import agentd_fleet
 
 DOCS = Path(__file__).parent
@@ -102,6 +103,34 @@ def states_page() -> str:
         "- Before `creating` there is no observation: no runtime was asked yet.",
         f"- Live: {live}.",
         "- The observation `unreadable` is a live kernel whose record cannot be read.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def exit_codes_page() -> str:
+    """Return the page of exit statuses, from their table in the code."""
+    lines = [
+        "# Exit codes",
+        "",
+        "Generated from `agentd.service.exit_status` by `docs/generate.py`.",
+        "",
+        "| program | status | meaning |",
+        "|---|---|---|",
+    ]
+    for commands, status, text in MEANINGS:
+        programs = ", ".join(f"`{command}`" for command in commands) or "all"
+        lines.append(f"| {programs} | {'any' if status is None else status.value} | {text} |")
+    lines += [
+        "",
+        "`agentd check-config` exits with the status that `agentd run` would have.",
+        "",
+        "`agentctl` prints an error to standard error: one line with its [code](errors.md) and detail,",
+        "and an indented line for each remedy. With `-o json` or `-o yaml` it has that format.",
+        "",
+        "```text",
+        "agentctl: UnknownDevice: unknown device cuda-1",
+        "  did you mean cuda1?",
+        "```",
     ]
     return "\n".join(lines) + "\n"
 
@@ -323,34 +352,6 @@ def _error_rows(codes: Iterable[str], texts: dict[str, dict[str, str]]) -> Itera
         yield f"| `{code}` | {STATUSES[code]} | {text['cause']} | {text['remedy']} |"
 
 
-def exit_codes_page() -> str:
-    """Return the page of exit codes, from `agentd.service.exit_status`."""
-    lines = [
-        "# Exit codes",
-        "",
-        "Generated from `agentd.service.exit_status` by `docs/generate.py`.",
-        "",
-        "| code | meaning | programs | remedy |",
-        "|---|---|---|---|",
-    ]
-    for status in ExitStatus:
-        programs = ", ".join(f"`{name}`" for name in status.programs)
-        lines.append(f"| {status.value} | {status.meaning} | {programs} | {status.remedy} |")
-    lines += [
-        "",
-        "`agentctl exec` exits with the status of its command: 128 plus the number if a signal ended it.",
-        "`agentd check-config` exits with the status that `agentd run` would have.",
-        "",
-        "An error is one line on standard error. `agentctl` prints the [error code](errors.md) and the",
-        "detail:",
-        "",
-        "```text",
-        "agentctl: UnsupportedResource: unknown slots: tpu.chip (this node has: cpu, cuda.device, mem)",
-        "```",
-    ]
-    return "\n".join(lines) + "\n"
-
-
 def commands_page() -> str:
     """Return the page of commands: `commands-head.md`, then the help of each command."""
     lines = [COMMANDS_HEAD.read_text().rstrip()]
@@ -398,12 +399,13 @@ def _command(words: str, command: click.Command) -> Iterator[str]:
 
 
 PAGES = {
-    EXIT_CODES: exit_codes_page,
     COMMANDS: commands_page,
     STATES: states_page,
     PLUGIN_API: plugin_api_page,
     LOG_EVENTS: log_events_page,
     ERRORS: errors_page,
+    EXIT_CODES: exit_codes_page,
+    PACKAGED: lambda: schema_text({}),
 }
 """The generated pages, and the functions that return their text."""
 

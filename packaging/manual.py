@@ -13,11 +13,20 @@ from agentd.cli.agentctl.main import agentctl
 from agentd.cli.agentd.main import agentd
 from agentd.config.default_file import default_text
 from agentd.config.settings import Settings
+from agentd.service.exit_status import MEANINGS
 from agentd_fleet.cli import agentd_fleet
 
-_DAEMON = "0 done, 1 it cannot run here, 2 wrong usage, 78 the configuration cannot be used."
-_CLIENT = "0 done, 1 an error that is printed, 2 wrong usage, 3 a wait that ran out of time."
-EXIT_STATUS = {"agentd": _DAEMON, "agentctl": _CLIENT, "agentd-fleet": _DAEMON}
+
+def exit_status(program: str) -> str:
+    """Return roff for the exit statuses of a program and of its commands."""
+    rows = []
+    for commands, status, text in MEANINGS:
+        mine = [name for name in commands if name.partition(" ")[0] == program]
+        lead = f"{', '.join(mine)}: " if mine else ""
+        if mine or not commands:
+            number = "other" if status is None else status.value
+            rows.append(f".TP\n.B {number}\n{escaped(lead + text)}")
+    return "\n".join(rows)
 
 
 def escaped(text: str) -> str:
@@ -61,7 +70,7 @@ def command_page(name: str, command: click.Command, version: str) -> str:
         for parameter in one.params:
             if record := parameter.get_help_record(context):
                 parts.append(f".TP\n.B {escaped(record[0])}\n{escaped(record[1])}")
-    parts.append(f".SH EXIT STATUS\n{escaped(EXIT_STATUS[name])}")
+    parts.append(f".SH EXIT STATUS\n{exit_status(name)}")
     parts.append(".SH SEE ALSO\n.BR agent.toml (5)")
     return "\n".join(parts) + "\n"
 

@@ -35,7 +35,7 @@ PAGES = list(dict.fromkeys(block.place.partition(":")[0] for block in RUN_HERE))
 def commands(block: Block) -> list[tuple[str, str]]:
     """Return each command of a block, and what is shown to come of it."""
     parts = re.split(r"^\$ ", block.text, flags=re.MULTILINE)
-    assert parts[0] == "", f"{block.place}: the first line is no command"
+    assert parts[0] == "", f"{block.place}: the first line is not a command"
     found = []
     for part in parts[1:]:
         command, shown = re.fullmatch(r"((?:.*\\\n)*.*\n?)((?s:.*))", part).groups()

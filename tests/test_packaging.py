@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+
+from agentd import __version__
 
 ROOT = Path(__file__).parents[1]
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
@@ -108,3 +111,22 @@ def test_what_is_built_bears_the_names_that_are_declared(tmp_path: Path) -> None
     for folder in PLUGINS:
         plugin = distribution(f"agentd-plugin-{folder.name}")
         assert "agentd-node<0.3,>=0.2" in [item.replace(" ", "") for item in plugin.requires or ()]
+
+
+def test_every_distribution_has_the_version_of_one_file() -> None:
+    version = (ROOT / "src/agentd/VERSION").read_text().strip()
+    assert __version__ == version
+    for folder in (*PLUGINS, ROOT / "fleet"):
+        assert (folder / "VERSION").resolve() == ROOT / "src/agentd/VERSION"
+        content = tomllib.loads((folder / "pyproject.toml").read_text())
+        assert content["project"]["dynamic"] == ["version"]
+        assert content["tool"]["setuptools"]["dynamic"] == {"version": {"file": "VERSION"}}
+        (bounds,) = [
+            requirement
+            for item in content["project"]["dependencies"]
+            if (requirement := Requirement(item)).name == "agentd-node"
+        ]
+        assert version in bounds.specifier
+    content = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert content["project"]["dynamic"] == ["version"]
+    assert content["tool"]["setuptools"]["dynamic"]["version"] == {"file": "src/agentd/VERSION"}

@@ -1,3 +1,5 @@
 """agentd: a node agent that divides a host's devices among logical agents."""
 
-__version__ = "0.2.0"
+from pathlib import Path
+
+__version__ = Path(__file__).with_name("VERSION").read_text(encoding="ascii").strip()

@@ -1,6 +1,7 @@
 """Comfort of `agentctl`: completion, column selection, waiting, several logs."""
 
 import asyncio
+import contextlib
 import json
 import os
 import pty
@@ -12,6 +13,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 import fork_server
 from daemon import AGENTS, Daemon, gpus
@@ -65,6 +67,92 @@ async def test_columns_are_chosen_by_output(up: Daemon) -> None:
     assert "sleep, 1000" in wide
     assert ctl(up, "devices", "-o", "name").stdout.splitlines()[-1] == "mem/root"
     assert "unknown state" not in ctl(up, "ls", "--state", "asleep", code=1).stdout
+
+
+async def test_ps_lists_kernels_and_quiet_their_ids(up: Daemon) -> None:
+    await up.running(kernel_id="k1", slots={"cpu": 0})
+    assert ctl(up, "ps").stdout == ctl(up, "ls").stdout
+    assert ctl(up, "ls", "-q").stdout == ctl(up, "ps", "-q").stdout == "k1\n"
+    as_json = json.loads(ctl(up, "ls", "--json").stdout)
+    assert yaml.safe_load(ctl(up, "ls", "-o", "yaml").stdout) == as_json
+    assert "Alias of ls." in ctl(up, "--help").stdout
+
+
+async def test_error_suggests_the_nearest_name(up: Daemon) -> None:
+    device = ctl(up, "drain", "cuda-1", code=1).stderr
+    assert device == "agentctl: UnknownDevice: unknown device cuda-1\n  did you mean cuda1?\n"
+    slot = ctl(up, "explain", "agent-1", "-s", "cuda.devcie=1", code=1).stderr
+    assert slot.splitlines()[1:] == ["  did you mean cuda.device?"]
+    for words in (["create", "agent1", "--", "true"], ["explain", "agent1", "-s", "cpu=1"]):
+        agent = ctl(up, *words, code=1).stderr
+        assert agent.startswith("agentctl: UnknownAgent: ")
+        assert agent.splitlines()[1:] == ["  did you mean agent-1?"]
+    assert "did you mean inspect?" in ctl(up, "inspct", "k1", code=2).stderr
+
+
+async def test_stats_measures_the_processor_time_of_live_kernels(up: Daemon) -> None:
+    busy = ["sh", "-c", "while :; do :; done"]
+    await up.running(kernel_id="busy", slots={"cpu": 1}, command=busy)
+    await up.running(kernel_id="ended", slots={"cpu": 0})
+    await up.call("POST", "/v1/kernels/ended/stop", {"timeout": 0})
+    head, _, *rows = ctl(up, "stats").stdout.splitlines()
+    at = head.split().index("CPU")
+    cells = {row.split()[0]: row.split()[at] for row in rows if row.strip()}
+    assert re.fullmatch(r"[1-9][0-9]*%", cells["busy"])
+    assert cells["ended"] == "-"
+
+
+class Terminal:
+    """A command with a terminal as standard error, and as standard output unless piped."""
+
+    def __init__(self, up: Daemon, *words: str, is_piped: bool = False, **environ: str) -> None:
+        self._ours, theirs = pty.openpty()
+        env = {**os.environ, "AGENTD_SOCKET": str(up.folder / "agentd.sock"), "TERM": "xterm"}
+        env |= {"COLUMNS": "80", "LINES": "24", **environ}
+        stdout = subprocess.PIPE if is_piped else theirs
+        self.process = subprocess.Popen(
+            [BIN / "agentctl", *words], stdout=stdout, stderr=theirs, env=env
+        )
+        os.close(theirs)
+
+    def shown(self, until: bytes = b"") -> bytes:
+        """Return what the terminal shows, up to a text or to its end."""
+        text = b""
+        with contextlib.suppress(OSError):  # EIO is the end of a terminal
+            while not until or until not in text:
+                text += os.read(self._ours, 65536)
+        return text
+
+    def output(self) -> bytes:
+        """Wait for the end of the command; return its standard output."""
+        output, _ = self.process.communicate(timeout=30)
+        os.close(self._ours)
+        return output or b""
+
+
+async def test_colours_are_for_terminals_without_no_color(up: Daemon) -> None:
+    await up.running(kernel_id="k1", slots={"cpu": 0})
+    coloured = Terminal(up, "ls", NO_COLOR="")
+    assert b"\x1b[32mrunning\x1b[0m" in await asyncio.to_thread(coloured.shown)
+    coloured.output()
+    for environ in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
+        plain = Terminal(up, "ls", **environ)
+        text = await asyncio.to_thread(plain.shown)
+        plain.output()
+        assert b"running" in text
+        assert b"\x1b" not in text
+    assert "\x1b" not in ctl(up, "ls", FORCE_COLOR="1").stdout
+
+
+async def test_wait_shows_progress_on_a_terminal_alone(up: Daemon) -> None:
+    await up.running(kernel_id="k1", slots={"cpu": 0})
+    waiting = Terminal(up, "wait", "k1", is_piped=True)
+    text = b"waiting for ended: k1 (running)"
+    assert text in await asyncio.to_thread(waiting.shown, text)
+    await up.call("POST", "/v1/kernels/k1/stop", {"timeout": 0})
+    await asyncio.to_thread(waiting.shown)
+    assert await asyncio.to_thread(waiting.output) == b"k1\n"
+    assert ctl(up, "wait", "k1").stderr == ""
 
 
 async def test_waiting_ends_as_it_says(up: Daemon) -> None:
@@ -141,7 +229,9 @@ async def test_errors_are_json_where_answers_are(up: Daemon) -> None:
     for option in (["-o", "json"], ["--json"], ["--output=json"]):
         shown = ctl(up, "inspect", "nobody", *option, code=1).stderr
         assert json.loads(shown)["code"] == "UnknownKernel"
-    ctl(up, "status", "-o", "name", code=2)
+    assert ctl(up, "status", "-o", "name").stdout == f"{up.node}\n"
+    shown = ctl(up, "inspect", "nobody", "-o", "yaml", code=1).stderr
+    assert yaml.safe_load(shown)["code"] == "UnknownKernel"
 
 
 def test_help_shows_how() -> None:
@@ -150,3 +240,11 @@ def test_help_shows_how() -> None:
             [BIN / "agentctl", command, "--help"], capture_output=True, text=True, check=True
         ).stdout
         assert f"\n  agentctl {command} " in text
+
+
+def test_help_lists_the_commands_of_a_fleet() -> None:
+    words = [BIN / "agentctl", "--fleet", "unix:/none", "--help"]
+    text = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    listed = [line.split()[0] for line in text.partition("Commands:")[2].split("\n") if line]
+    assert "nodes" in listed
+    assert "drain" not in listed

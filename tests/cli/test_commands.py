@@ -159,7 +159,12 @@ def test_plugins_are_listed_with_their_state(config: Path) -> None:
 def test_the_configuration_is_written_shown_and_changed(tmp_path: Path) -> None:
     path = tmp_path / "agent.toml"
     run("agentd", "config", "init", str(path))
-    assert path.read_text() == (ROOT / "configs" / "agent.toml").read_text()
+    schema = run("agentd", "config", "schema", "--path").stdout
+    default = (ROOT / "configs" / "agent.toml").read_text()
+    assert path.read_text() == f"#:schema {schema}{default}"
+    assert json.loads(Path(schema.strip()).read_text())["title"] == "agent.toml"
+    printed = json.loads(run("agentd", "config", "schema").stdout)
+    assert "count" in printed["definitions"]["plugin-sim"]["properties"]
     run("agentd", "config", "init", str(path), code=1)
     run("agentd", "config", "set", "--config", str(path), "node.id", "node-7")
     shown = json.loads(run("agentd", "config", "show", "--config", str(path), "--json").stdout)

@@ -202,9 +202,9 @@ async def test_client_raises_own_errors_for_silent_or_odd_servers() -> None:
     async with await asyncio.start_server(other, "127.0.0.1", 0) as server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         async with AsyncClient(url=url) as node:
-            with pytest.raises(Refused, match="no JSON"):
+            with pytest.raises(Refused, match="not JSON"):
                 await node.node()
-        with pytest.raises(Refused, match="no JSON"):
+        with pytest.raises(Refused, match="not JSON"):
             await asyncio.to_thread(Client(url=url).node)
 
 

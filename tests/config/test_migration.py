@@ -89,14 +89,14 @@ def test_half_of_the_shares_becomes_a_limit_in_shared_mode() -> None:
     assert settings.resource.allocation_mode is AllocationMode.SHARED
 
 
-def test_what_has_no_equivalent_is_a_comment_that_says_why() -> None:
+def test_keys_without_equivalent_become_comments() -> None:
     text = migrated(BEFORE, Path("old.toml"))
     comments = [line for line in text.splitlines() if line.startswith("#")]
     assert "# [etcd] namespace" in comments
     assert "# [agent] rpc-listen-addr" in comments
     assert "# [resource] reserved-disk" in comments
     assert any('"cuda.mem" = 0.5: not divisible by itself' in line for line in comments)
-    assert any("which are for shared mode" in line for line in comments)
+    assert any("which require shared mode" in line for line in comments)
 
 
 def test_devices_stay_devices_in_manual_mode() -> None:
@@ -110,7 +110,7 @@ def test_devices_stay_devices_in_manual_mode() -> None:
     }
 
 
-def test_every_agent_has_its_own_and_what_all_start_from() -> None:
+def test_agents_inherit_the_common_amounts() -> None:
     found = new(EACH)
     assert found["agents"] == [
         {"id": "a", "resource": {"limits": {"mem": "8g", "cuda": 0.5, "rocm": 2}}},
@@ -118,7 +118,7 @@ def test_every_agent_has_its_own_and_what_all_start_from() -> None:
     ]
 
 
-def test_lists_beside_amounts_become_what_shared_mode_has() -> None:
+def test_lists_beside_amounts_become_limits() -> None:
     found = migrated(
         """
 [agent.resource.allocations]
@@ -128,7 +128,7 @@ devices = { "cuda.shares" = 0.5, rocm = ["rocm0"] }
         Path("old.toml"),
     )
     assert tomllib.loads(found)["agents"][0]["resource"]["limits"] == {"cpu": 3, "cuda": 0.5}
-    assert '# cpu = ["0", "1", "2"]: a number of them' in found
+    assert '# cpu = ["0", "1", "2"]: now a number' in found
     assert '# devices = { rocm = ["rocm0"] }: agents own no devices in shared mode' in found
 
 
@@ -144,7 +144,7 @@ def test_an_older_file_is_refused_with_the_lines_to_write(text: str, where: str)
     with pytest.raises(ConfigRefused) as refused:
         load_text(text, Path("old.toml"), {})
     why = next(problem.why for problem in refused.value.problems if problem.where == where)
-    assert "is of an older form" in why
+    assert "belongs to an older form" in why
     wanted = {
         "agent": "cuda = 0.50",
         "agents.1.agent": 'cuda = ["cuda2"]',
@@ -156,7 +156,7 @@ def test_an_older_file_is_refused_with_the_lines_to_write(text: str, where: str)
     assert "did you mean" not in why
 
 
-def test_what_was_migrated_starts(tmp_path: Path) -> None:
+def test_migrated_file_starts_a_daemon(tmp_path: Path) -> None:
     """With simulated GPUs that offer what the file asks for."""
     text = migrated(BEFORE, Path("old.toml"))
     text = text.replace('mode = "shares"', 'mode = "shares"\nplugin = "sim"\ncount = 2')
@@ -197,7 +197,7 @@ devices = { cuda = { mem = { rpc = 1 }, shares = 0.5 } }
     assert '# "cuda.mem" = { rpc = 1 }: not divisible by itself' in text
 
 
-def test_a_wrong_key_of_today_is_explained_as_what_it_is() -> None:
+def test_unknown_key_of_todays_form_is_explained() -> None:
     with pytest.raises(ConfigRefused) as refused:
         load_text('[[agents]]\nid = "a"\nagent = "alpha"\n', None, {})
     assert "unknown key" in str(refused.value)
@@ -205,12 +205,12 @@ def test_a_wrong_key_of_today_is_explained_as_what_it_is() -> None:
 
 def test_a_file_of_today_is_not_migrated() -> None:
     for text in ("", '[[agents]]\nid = "a"\n', '[agents]\nid = "a"\n', "agent = 1\n"):
-        with pytest.raises(ConfigRefused, match="of no older form"):
+        with pytest.raises(ConfigRefused, match="not of an older form"):
             migrated(text, Path("new.toml"))
 
 
 @pytest.mark.parametrize("text", ["[agent", "a = 1\na = 2", "\0"])
-def test_what_is_no_toml_is_refused(text: str) -> None:
+def test_invalid_toml_is_not_migrated(text: str) -> None:
     with pytest.raises(ConfigRefused, match="invalid TOML"):
         migrated(text, Path("old.toml"))
 
@@ -231,10 +231,10 @@ def test_the_command_prints_or_writes(tmp_path: Path) -> None:
     again = run(agentd, ["config", "migrate", str(old), "--output", str(output)])
     assert (again.exit_code, "--force replaces it" in again.output) == (1, True)
     refused = run(agentd, ["config", "migrate", str(output)])
-    assert (refused.exit_code, "of no older form" in refused.output) == (78, True)
+    assert (refused.exit_code, "not of an older form" in refused.output) == (78, True)
 
 
-def test_what_cannot_be_used_afterwards_is_said_and_not_written(tmp_path: Path) -> None:
+def test_unusable_migration_is_reported_not_written(tmp_path: Path) -> None:
     old, output = tmp_path / "old.toml", tmp_path / "new.toml"
     old.write_text('[agent]\nid = "no name"\n[agent.resource.allocations]\nmem = "lots"\n')
     result = CliRunner().invoke(agentd, ["config", "migrate", str(old), "--output", str(output)])

@@ -151,11 +151,11 @@ count = 2
         ("[resource]\nreserved-mem = -1", "is negative"),
         ("[resource]\nmemory-align-size = 0", "resource.memory-align-size: expected more than 0"),
         ("[resource]\ndefault-slots = { gpu = 1 }", "only cpu and mem have defaults"),
-        ("[resource]\ndefault-slots = { mem = 0 }", "a kernel without memory cannot run"),
+        ("[resource]\ndefault-slots = { mem = 0 }", "kernels need memory"),
         ("[host]\ncpus = 0", "host.cpus: Input should be greater than or equal to 1"),
-        ('[rpc]\nlisten = "127.0.0.1:1"', "rpc: listen needs token-file"),
+        ('[rpc]\nlisten = "127.0.0.1:1"', "rpc: listen requires token-file"),
         ('[rpc]\nlisten = "localhost"', "rpc.listen: invalid address 'localhost': expected"),
-        ('[rpc]\nlisten = "0.0.0.0:1"\ntoken-file = "/t"', "beyond loopback needs tls-cert"),
+        ('[rpc]\nlisten = "0.0.0.0:1"\ntoken-file = "/t"', "beyond loopback requires tls-cert"),
         (f'[rpc]\nsocket = "/{"x" * 120}"', "rpc.socket: longer than 107 bytes"),
         ('[runtime.docker]\nallowed-mounts = ["data"]', "invalid path data: expected"),
         ("[[agents]]", "agents.0.id: is missing, and has no default"),
@@ -181,13 +181,13 @@ count = 2
             "write cpu beside devices",
         ),
         ("[plugins]\nallw = 1", "plugins.allw: unknown key; did you mean allow? allowed: allow"),
-        ("[plugins.cpu]\nx = 1", "cpu: is built in"),
+        ("[plugins.cpu]\nx = 1", "cpu: built in"),
         ("[plugins.Cuda]\nx = 1", "Cuda: invalid device name 'Cuda'"),
         ("[plugins.cuda]\nrequired = 1", "cuda.required: expected true or false, not 1"),
         ("[node", "invalid TOML:"),
     ],
 )
-def test_what_is_refused_says_where_why_and_what_is_allowed(text, line) -> None:
+def test_invalid_setting_names_key_reason_and_expectation(text, line) -> None:
     lines = refusal(text)
     assert any(line in got for got in lines), lines
     assert all(got.startswith("agent.toml: ") for got in lines)
@@ -217,7 +217,7 @@ def test_settings_are_examined_without_the_invalid_keys() -> None:
     assert found.is_whole("node", "id")
 
 
-def test_settings_are_examined_for_what_an_invalid_section_hides() -> None:
+def test_settings_below_an_invalid_section_are_examined() -> None:
     agent = '[[rpc.tokens]]\nname = "t"\nfile = "/t"\nrole = "agent"\nagents = ["x"]\n'
     assert places(f"[host]\ncpus = 0\n{agent}") == ["host.cpus", "rpc.tokens.0.agents"]
     hidden = '[rpc]\nmax-connections = 0\n[node]\nid = "/"\n[[agents]]\nid = "a"\nx = 1\n'

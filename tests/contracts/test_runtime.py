@@ -130,7 +130,7 @@ async def rig(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Rig
 
 
 @pytest.mark.needs("cgroups")
-async def test_a_created_kernel_runs_and_says_who_it_is(rig: Rig) -> None:
+async def test_created_kernel_runs_and_reports_its_identity(rig: Rig) -> None:
     created = await rig.create("sleep", "1000")
     assert created.state is ObservedState.RUNNING
     assert rig.progress[-1] is KernelState.CREATING
@@ -171,7 +171,7 @@ async def test_a_stopped_kernel_stays_listed(rig: Rig) -> None:
     assert found.ending.exit_code == 137
 
 
-async def test_stopping_what_has_ended_or_is_not_there_is_fine(rig: Rig) -> None:
+async def test_stop_of_an_ended_or_missing_kernel_succeeds(rig: Rig) -> None:
     created = await rig.create("sleep", "1000")
     for _ in range(2):
         await rig.runtime.stop(created.ref, 0)
@@ -211,7 +211,7 @@ WORK = (
 
 
 @pytest.mark.needs("cgroups")
-async def test_what_a_kernel_uses_is_what_it_says_itself(rig: Rig) -> None:
+async def test_usage_matches_the_kernels_own_report(rig: Rig) -> None:
     if isinstance(rig.runtime, FakeRuntime):
         rig.runtime.used["k1"] = UsageReading(Usage(processes=7))
         assert await rig.runtime.usages([as_known(await rig.create("sleep", "1000"))])
@@ -282,7 +282,7 @@ def as_known(found: ObservedKernel) -> Kernel:
     return Kernel("k1", "agent-1", state, "hash", 1.0, found.runtime, handle=found.handle)
 
 
-async def test_following_says_first_that_it_is_connected(rig: Rig) -> None:
+async def test_follow_yields_the_connection_first(rig: Rig) -> None:
     events = rig.runtime.follow()
     assert await anext(events) == ""
     created = await rig.create("sleep", "1000")

@@ -13,7 +13,7 @@ ALL = frozenset(Right)
         (Role.READ, {Right.LOOK}),
     ],
 )
-def test_each_role_may_what_the_table_says(role: Role, rights: set[Right]) -> None:
+def test_roles_have_the_rights_of_the_table(role: Role, rights: set[Right]) -> None:
     caller = Caller("c", role)
     assert {right for right in Right if caller.may(right)} == rights
 
@@ -24,6 +24,6 @@ def test_a_caller_sees_its_agents_or_all() -> None:
     assert (mine.sees("a"), mine.sees("b"), mine.sees("")) == (True, False, False)
 
 
-def test_a_refusal_can_name_who_may() -> None:
+def test_refusal_names_roles_with_the_right() -> None:
     assert roles_with(Right.NODE) == ["admin"]
     assert roles_with(Right.OUTPUT) == ["admin", "agent"]

@@ -90,14 +90,14 @@ def test_new_parts_are_named_as_parts() -> None:
     assert [d.device_id.id for d in found if not d.gone] == ["cuda0:2"]
 
 
-def test_of_what_may_come_yet_it_is_not_known_whether_it_is_gone() -> None:
+def test_device_of_a_late_plugin_has_unknown_health() -> None:
     late, gone = with_remembered([], [*gpus(1), part(0)], {})[0], with_remembered([], gpus(1))[0]
     assert late.health is gone.health is Health.HEALTHY
     (late,) = with_remembered([], gpus(1), {"cuda": "plugin cuda is pending"})
     assert (late.gone, late.health, late.reason) == (True, Health.UNKNOWN, "plugin cuda is pending")
 
 
-def test_losing_who_told_of_a_fault_does_not_mend_it() -> None:
+def test_unhealthy_device_stays_so_without_its_plugin() -> None:
     sick = [replace(gpus(1)[0], health=Health.UNHEALTHY, reason="Xid 79")]
     inventory = Inventory.of([], sick).with_health_unknown("cuda", "plugin cuda: lost")
     assert inventory.devices[0].reason == "Xid 79"
@@ -188,7 +188,7 @@ def test_new_device_is_added_when_its_slot_is_known() -> None:
     assert {d.reason for d in other.devices} == {"offers cuda.shares now; restart agentd to use it"}
 
 
-def test_unknown_health_is_said_and_takes_nothing_away() -> None:
+def test_unknown_health_keeps_the_capacity() -> None:
     inventory = Inventory.of([], gpus(1)).with_health_unknown("cuda", "plugin cuda: lost")
     (device,) = inventory.devices
     assert (device.health, device.reason, device.usable) == (

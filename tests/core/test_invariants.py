@@ -163,11 +163,11 @@ def test_one_thing_out_of_order_is_one_violation(name: str) -> None:
         ),
     ],
 )
-def test_what_lived_has_to_live_on_as_it_was(after: NodeSnapshot, why: str) -> None:
+def test_live_kernels_must_survive_unchanged(after: NodeSnapshot, why: str) -> None:
     assert changes(GOOD, GOOD) == []
     assert changes(GOOD, after) == [("survival", why)]
     assert changes(GOOD, after, touched={"k1"}) == []
 
 
-def test_what_had_ended_may_go() -> None:
+def test_ended_kernels_may_vanish() -> None:
     assert changes(GOOD, replace(GOOD, present=present(k4=None))) == []

@@ -64,7 +64,7 @@ def test_a_record_whose_ids_are_no_names_cannot_be_read(member: str) -> None:
 
 
 @pytest.mark.parametrize("value", [None, 7, ["k1"], {"k": 1}])
-def test_what_is_no_text_is_no_name(value: object) -> None:
+def test_name_must_be_text(value: object) -> None:
     assert not is_name(value)
     assert name_or_empty(value) == ""
 

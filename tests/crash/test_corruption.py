@@ -176,7 +176,7 @@ STRANGERS = {
 }
 
 
-async def test_what_is_no_kernel_s_folder_is_left_alone(plain_world: World) -> None:
+async def test_foreign_folder_is_left_alone(plain_world: World) -> None:
     world, daemon = plain_world, plain_world.daemon
     kernel = await daemon.running(kernel_id="k1", slots=ONE)
     await world.kill()
@@ -198,7 +198,7 @@ exec env AGENTD_NODE={node} AGENTD_KERNEL=k1 AGENTD_SHIM=1 AGENTD_AGENT=agent-2 
 """
 
 
-async def test_what_a_kernel_says_of_itself_proves_nothing(world: World) -> None:
+async def test_claims_of_a_kernel_prove_nothing(world: World) -> None:
     """A kernel calls itself another one, and a shim, and starts a shim.py."""
     daemon = world.daemon
     await daemon.running("agent-2", kernel_id="k1", slots=ONE)
@@ -225,7 +225,7 @@ FILES = {
 }
 
 
-async def test_damaged_files_of_the_node_are_told_of_and_harm_nothing(world: World) -> None:
+async def test_damaged_state_files_are_warnings(world: World) -> None:
     daemon = world.daemon
     await daemon.running(kernel_id="k1", slots=ONE)
     await daemon.call("POST", "/v1/devices/cuda/cuda7/drain")

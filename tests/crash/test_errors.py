@@ -125,7 +125,7 @@ async def test_a_plugin_that_cannot_be_started_is_tried_again(world: World) -> N
     assert world.lives() == lives
 
 
-async def test_a_drain_that_cannot_be_remembered_is_none(world: World) -> None:
+async def test_drain_that_cannot_be_saved_is_refused(world: World) -> None:
     daemon = world.daemon
     await world.start(text=NODE)
     await world.kill()

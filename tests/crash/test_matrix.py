@@ -370,7 +370,7 @@ def names(pair: tuple[Event, Event]) -> str:
 @pytest.mark.timeout(200 + 2 * SOAK_S)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("runtime", ["process", "docker"])
-async def test_two_things_that_happen_leave_the_three_views_agreed(
+async def test_pair_of_events_keeps_three_views_equal(
     runtime: str, part: int, own_engine: Engine
 ) -> None:
     count, failed = 0, {}

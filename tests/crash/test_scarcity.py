@@ -94,7 +94,7 @@ async def test_full_state_folder_recovers_when_there_is_room(
         (state / "filler").unlink()
         assert (await daemon.create(kernel_id="k2", slots=ONE)).status == 201
         async with asyncio.timeout(10):
-            while any("not remembered" in w for w in (await daemon.get("/v1/node"))["warnings"]):
+            while any("not saved" in w for w in (await daemon.get("/v1/node"))["warnings"]):
                 await asyncio.sleep(0.05)
         await world.check()
         await daemon.close()
@@ -167,7 +167,7 @@ def few_descriptors(pid: int) -> Iterator[None]:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, usual)
 
 
-async def test_no_file_descriptors_left_is_no_end_of_a_kernel(world: World) -> None:
+async def test_kernel_survives_exhausted_descriptors(world: World) -> None:
     daemon = world.daemon
     for name in ("k1", "k2"):
         await daemon.running(kernel_id=name, slots=ONE)

@@ -120,7 +120,7 @@ async def test_files_that_are_not_read_in_time_are_a_reason(
 ) -> None:
     monkeypatch.setattr(module, "READ_TIMEOUT_S", 0.0)
     waiting, reasons = await Node(tmp_path).reloaded()
-    assert (waiting, reasons) == ([], ["cannot read the files within 0 s"])
+    assert (waiting, reasons) == ([], ["agentd did not finish reloading within 0 s"])
 
 
 async def test_tls_on_a_plain_listener_waits_for_a_restart(tmp_path: Path) -> None:

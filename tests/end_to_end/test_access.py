@@ -93,7 +93,7 @@ def expected(role: str, right: str, path: str, *, own: bool) -> set[int] | None:
 
 
 @pytest.mark.parametrize("role", ROLES)
-async def test_no_caller_sees_or_does_more_than_the_table_says(node: Daemon, role: str) -> None:
+async def test_callers_have_exactly_the_rights_of_the_table(node: Daemon, role: str) -> None:
     """Every route of the document, on what is the caller's own and on what is another team's."""
     document = await node.get("/v1/openapi.json")
     operations = [
@@ -121,7 +121,7 @@ async def test_no_caller_sees_or_does_more_than_the_table_says(node: Daemon, rol
                 assert "secret" not in shown, where
 
 
-async def test_what_is_foreign_looks_exactly_like_what_does_not_exist(node: Daemon) -> None:
+async def test_foreign_things_look_unknown(node: Daemon) -> None:
     pairs = [
         ("GET", "/v1/agents/{}", "secret-team", "nothing-team"),
         ("POST", "/v1/agents/{}/kernels", "secret-team", "nothing-team"),
@@ -312,7 +312,7 @@ async def test_a_team_is_told_that_what_it_shares_changed_and_no_more(plain: Dae
     assert "free" not in [frame["event"] for frame in heard], "who sees the kernel needs no more"
 
 
-async def test_who_made_a_kernel_stands_on_it_and_in_the_log(node: Daemon) -> None:
+async def test_kernel_and_log_name_its_creator(node: Daemon) -> None:
     body = {
         "command": ["sleep", "1000"],
         "kernel_id": "mine",

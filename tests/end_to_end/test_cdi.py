@@ -143,8 +143,11 @@ async def test_missing_cdi_spec_fails_the_start_cleanly(
 @pytest.mark.parametrize(
     ("edits", "why"),
     [
-        (ContainerEdits(cdi=("nvidia.com/gpu=0",)), "takes no CDI names"),
-        (ContainerEdits(device_requests=(DeviceRequest("nvidia", ("0",)),)), "no device requests"),
+        (ContainerEdits(cdi=("nvidia.com/gpu=0",)), "does not support CDI"),
+        (
+            ContainerEdits(device_requests=(DeviceRequest("nvidia", ("0",)),)),
+            "not support device requests",
+        ),
     ],
 )
 def test_unsupported_edits_are_refused_before_the_create(edits, why) -> None:

@@ -67,7 +67,7 @@ async def test_an_id_that_is_a_path_removes_nothing(one_gpu, engine: Engine, con
     assert (await daemon.running(**ASK))["state"] == "running"
 
 
-async def test_a_create_that_is_answered_with_too_much_is_settled(one_gpu, engine: Engine) -> None:
+async def test_create_with_an_oversized_answer_is_resolved(one_gpu, engine: Engine) -> None:
     daemon, proxy = one_gpu
     before = most_resident(daemon)
     proxy.rule("POST .*/containers/create", too_much(proxy, 100 * MIB))

@@ -146,7 +146,7 @@ async def test_a_list_that_goes_wrong_loses_no_kernel(one_gpu, engine: Engine, h
     assert (await daemon.get("/v1/kernels/k1"))["container_id"] == kernel["container_id"]
 
 
-async def test_what_happened_while_the_stream_was_cut_is_seen(one_gpu, engine: Engine) -> None:
+async def test_events_during_a_cut_stream_are_observed(one_gpu, engine: Engine) -> None:
     daemon, proxy = one_gpu
     kernel = await daemon.running(**ASK)
     gate = asyncio.Event()

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from agentd.events import KEPT
 from daemon import AGENTS, Daemon, gpus
 
-DROPPED = re.compile(r"stream\.dropped|rpc\.nobody_reads")
+DROPPED = re.compile(r"stream\.dropped|connection\.stalled")
 """Whichever looks first lets go of a reader that takes nothing."""
 IMPATIENT = {
     "agentd.http.connections.connection.READ_TIMEOUT_S": 1.0,

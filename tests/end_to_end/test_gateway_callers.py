@@ -32,7 +32,7 @@ async def ask(node: Tokens, caller: Caller | str, path: str = "/v1/whoami") -> A
     return await node.daemon.call("GET", path, headers={"Agentd-Caller": text})
 
 
-async def test_whom_a_gateway_names_sees_and_does_what_its_role_says(node: Tokens) -> None:
+async def test_caller_behind_a_gateway_has_its_own_rights(node: Tokens) -> None:
     shown = (await ask(node, TEAM)).json
     assert (shown["name"], shown["role"], shown["agents"]) == ("team-x", "agent", ["team-a"])
     await node.daemon.running("secret-team", kernel_id="theirs", **SLEEP)
@@ -53,7 +53,7 @@ async def test_whom_a_gateway_names_sees_and_does_what_its_role_says(node: Token
     assert (said["caller"], said["via"], said["uid"]) == ("team-x", "agentd", os.geteuid())
 
 
-async def test_who_is_no_gateway_cannot_name_another(node: Tokens) -> None:
+async def test_only_a_gateway_can_act_for_others(node: Tokens) -> None:
     boss = Caller("root", Role.ADMIN).to_text()
     for name, status in (("gate", 200), ("boss", 403)):
         assert (await node.get(name, headers={"Agentd-Caller": boss})).status == status
@@ -69,7 +69,7 @@ async def test_who_is_no_gateway_cannot_name_another(node: Tokens) -> None:
      '{"name": "x", "role": "admin", "agents": ["a"]}', '{"name": "a b", "role": "read"}',
      '{"name": "x\\nrpc.call", "role": "read"}', "[" * 5000],
 )  # fmt: skip
-async def test_a_caller_that_there_cannot_be_is_refused(node: Tokens, text: str) -> None:
+async def test_impossible_caller_is_refused(node: Tokens, text: str) -> None:
     answer = await ask(node, text)
     assert (answer.status, answer.json["code"]) == (422, "InvalidRequest")
     assert answer.json["errors"][0]["where"] == "Agentd-Caller"

@@ -32,7 +32,7 @@ async def test_pull_policies(serving_docker: Serving, registry: Registry, engine
     image = registry.image("policy", rootfs())
     never = await dockered.create(image=image, pull_policy="never")
     assert (never.status, never.json["code"]) == (422, "ImageNotFound")
-    assert "pull_policy is never" in never.json["detail"]
+    assert "pull_policy: never" in never.json["detail"]
     await dockered.running(image=image)
     old = engine.call("GET", f"/images/{image}/json")["Id"]
     registry.image("policy", rootfs(), padding=10)

@@ -69,7 +69,7 @@ async def test_a_command_has_what_its_kernel_has(daemon: Daemon, client: AsyncCl
 
 
 @pytest.mark.needs("cgroups")
-async def test_it_is_counted_with_its_kernel(daemon: Daemon, client: AsyncClient) -> None:
+async def test_exec_counts_towards_its_kernel(daemon: Daemon, client: AsyncClient) -> None:
     await daemon.running(kernel_id="k1", command=SLEEPER)
     async with client.exec("k1", ["sh", "-c", "echo; sleep 1000 & wait"]) as running:
         await anext(aiter(running))
@@ -82,7 +82,7 @@ async def test_it_is_counted_with_its_kernel(daemon: Daemon, client: AsyncClient
     ("script", "code"),
     [("exit 7", 7), ("true", 0), ("kill -9 $$", 137), ("kill -TERM $$", 143)],
 )
-async def test_its_exit_status_is_told(daemon, client, script: str, code: int) -> None:
+async def test_exec_returns_the_exit_status(daemon, client, script: str, code: int) -> None:
     await daemon.running(kernel_id="k1", command=SLEEPER)
     assert await ran(client, "sh", "-c", script) == (code, b"", b"")
 
@@ -134,7 +134,7 @@ async def test_a_terminal_has_a_size_and_takes_keys(daemon, client) -> None:
     assert running.exit_code == 5
 
 
-async def test_signals_reach_it(daemon, client) -> None:
+async def test_signals_reach_an_exec(daemon, client) -> None:
     await daemon.running(kernel_id="k1", command=SLEEPER)
     script = "trap 'echo caught; exit 9' USR1; echo ready; while :; do sleep 0.05; done"
     async with client.exec("k1", ["sh", "-c", script]) as running:
@@ -172,7 +172,7 @@ async def test_a_caller_that_goes_away_ends_it_and_the_kernel_goes_on(daemon, cl
     assert Path(f"/proc/{daemon.main_pid(kernel, daemon.test_engine)}").exists()
 
 
-async def test_what_cannot_be_run_is_said_and_leaves_nothing(daemon, client) -> None:
+async def test_exec_that_cannot_start_leaves_nothing(daemon, client) -> None:
     await daemon.running(kernel_id="k1", command=SLEEPER)
     for error, command, options in (
         (CommandNotFound, ["no-such-program"], {}),
@@ -224,13 +224,13 @@ async def test_first_frame_has_each_member_once(daemon) -> None:
     )
 
 
-async def test_a_kernel_that_was_adopted_is_entered_as_well(daemon, client) -> None:
+async def test_exec_works_in_an_adopted_kernel(daemon, client) -> None:
     await daemon.running(kernel_id="k1", command=SLEEPER, env={"V": "kept"})
     await daemon.restart(number=signal.SIGKILL)
     assert (await ran(client, "sh", "-c", "echo $V"))[1] == b"kept\n"
 
 
-async def test_people_use_it_from_the_command_line(daemon, client) -> None:
+async def test_exec_works_from_the_command_line(daemon, client) -> None:
     await daemon.running(kernel_id="k1", command=SLEEPER)
     command = [str(Path(sys.executable).with_name("agentctl")), "--socket",
                str(daemon.folder / "agentd.sock"), "exec"]  # fmt: skip

@@ -39,7 +39,7 @@ async def begun(running) -> None:
 
 
 @pytest.mark.needs("cgroups")
-async def test_nothing_of_roots_is_ever_in_a_kernels_cgroup(plain: Daemon) -> None:
+async def test_no_root_process_is_ever_in_a_kernels_cgroup(plain: Daemon) -> None:
     """Every process in there may pass for the kernel's, and the kernel can signal it."""
     await plain.start(AGENTS + gpus(1))
     kernel = await plain.running(kernel_id="k1", command=SLEEPER)
@@ -204,7 +204,7 @@ async def test_streams_can_be_opened_by_name(daemon, client) -> None:
     assert (printed, running.exit_code) == (b"here\n", 0)
 
 
-async def test_what_was_run_is_written_down_when_it_begins(daemon, client) -> None:
+async def test_exec_is_audited_when_it_begins(daemon, client) -> None:
     await daemon.running(kernel_id="k1", command=SLEEPER)
     async with client.exec("k1", ["sh", "-c", "echo; sleep 100000"]) as running:
         await begun(running)

@@ -46,7 +46,7 @@ async def test_a_kernel_gets_its_devices_its_cores_and_its_memory(serving: Servi
     assert await daemon.get("/v1/agents/agent-2/kernels") == []
 
 
-async def test_the_memory_limit_is_the_allocation_or_said_not_to_be(serving: Serving) -> None:
+async def test_memory_limit_is_enforced_or_reported(serving: Serving) -> None:
     daemon = await serving()
     script = "sleep 0.2; x=$(head -c 200m /dev/zero | tr '\\0' x); echo survived"
     made = await daemon.create(kernel_id="k1", command=["sh", "-c", script], slots={"mem": "32m"})
@@ -117,7 +117,7 @@ async def test_stop_keeps_it_listed_and_delete_removes_it(serving: Serving) -> N
     assert (gone.status, gone.json["code"]) == (404, "UnknownKernel")
 
 
-async def test_delete_stops_what_runs(serving: Serving) -> None:
+async def test_delete_stops_a_running_kernel(serving: Serving) -> None:
     daemon = await serving()
     kernel = await daemon.running(kernel_id="k1", slots={"cuda.device": 2})
     pid = daemon.main_pid(kernel, daemon.test_engine)
@@ -366,7 +366,7 @@ async def test_a_request_may_name_the_devices_to_choose_from(daemon: Daemon) -> 
     assert dry.json["allocation"]["cuda"]["cuda.device"] == {"cuda3": "1"}
 
 
-async def test_a_limit_is_kept_shown_and_said_in_the_refusal(plain: Daemon) -> None:
+async def test_limit_is_kept_shown_and_named_in_refusals(plain: Daemon) -> None:
     half = "resource = { limits = { cuda = 0.5 } }\n"
     agents = f'[[agents]]\nid = "agent-1"\n{half}[[agents]]\nid = "agent-2"\n{half}'
     await plain.start(agents + gpus(1, mode="shares"))

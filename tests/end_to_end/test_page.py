@@ -45,7 +45,7 @@ async def page(node: Daemon, browser: Browser) -> AsyncIterator[Visit]:
         yield visited
 
 
-async def test_it_answers_what_operators_ask(node: Daemon, page: Visit) -> None:
+async def test_page_answers_operators_questions(node: Daemon, page: Visit) -> None:
     await node.running(
         "research", kernel_id="train", command=SLEEPER, slots={"cpu": 1, "cuda.shares": "0.5"}
     )
@@ -180,7 +180,7 @@ async def test_names_are_text_and_never_markup(node: Daemon, page: Visit) -> Non
     assert "pwned" not in await page.page.title()
 
 
-async def test_nothing_is_asked_of_anybody_else(node: Daemon, page: Visit) -> None:
+async def test_page_sends_requests_to_its_own_origin_only(node: Daemon, page: Visit) -> None:
     await node.running("research", kernel_id="k", command=SLEEPER)
     await page.until("#rows", "k")
     ours = urlsplit(page.page.url).netloc

@@ -97,7 +97,7 @@ async def test_refusals_are_hidden_from_other_agents(node: Tokens) -> None:
     assert [refusal["kernel_id"] for refusal in mine] == ["big-a"]
 
 
-async def test_who_may_only_read_is_offered_nothing_else(node: Tokens, browser: Browser) -> None:
+async def test_page_offers_readers_no_actions(node: Tokens, browser: Browser) -> None:
     async with logged_in(browser, node, "watcher") as page:
         await page.until("#rows", "of-b")
         await page.page.click("text=of-b")

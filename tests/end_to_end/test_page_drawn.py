@@ -66,7 +66,9 @@ async def test_page_draws_usage_curves_of_a_kernel(plain: Daemon, browser: Brows
 
 
 @pytest.mark.parametrize("width", [1024, 1600])
-async def test_what_a_kernel_holds_is_not_cut(plain: Daemon, browser: Browser, width: int) -> None:
+async def test_page_shows_all_devices_of_a_kernel(
+    plain: Daemon, browser: Browser, width: int
+) -> None:
     await plain.start(AGENTS + gpus(8))
     await plain.running(kernel_id="k1", slots={"cpu": 1, "mem": "64m", "cuda.device": 8})
     viewport = {"width": width, "height": 800}

@@ -98,7 +98,7 @@ async def test_stopped_daemon_releases_devices_without_holder(two: Two) -> None:
 
 
 @pytest.mark.parametrize("holds", [True, False])
-async def test_a_daemon_that_is_killed_keeps_what_its_kernels_hold(two: Two, holds: bool) -> None:
+async def test_killed_daemon_keeps_its_kernels_devices(two: Two, holds: bool) -> None:
     await two.start(two.one)
     if holds:
         await two.one.running(slots={"acc.device": 2}, kernel_id="k1")

@@ -200,9 +200,7 @@ def write(file: Path, text: str) -> None:
     new.replace(file)
 
 
-async def test_a_drain_outlives_restarts_and_what_health_says(
-    plain: Daemon, tmp_path: Path
-) -> None:
+async def test_drain_survives_restarts_and_health_changes(plain: Daemon, tmp_path: Path) -> None:
     script = tmp_path / "health"
     await plain.start(config(f'health-file = "{script}"\n'))
     assert (await plain.call("POST", "/v1/devices/cuda/cuda1/drain")).json["state"] == "drained"

@@ -26,7 +26,7 @@ async def scraped(plain: Daemon, folder: Path) -> AsyncIterator[tuple[Daemon, Pr
     await made.stop()
 
 
-async def test_it_answers_what_operators_ask(scraped: tuple[Daemon, Prometheus]) -> None:
+async def test_page_answers_operators_questions(scraped: tuple[Daemon, Prometheus]) -> None:
     daemon, prometheus = scraped
     busy = ["sh", "-c", "while :; do :; done"]
     await daemon.running(kernel_id="k1", command=busy, slots={"cpu": 1, "cuda.device": 1})
@@ -47,7 +47,7 @@ async def test_it_answers_what_operators_ask(scraped: tuple[Daemon, Prometheus])
     assert float(buckets[0]["value"][1]) == 1
 
 
-async def test_every_documented_query_and_alert_is_one_that_it_takes(scraped) -> None:
+async def test_every_documented_query_and_alert_is_valid(scraped) -> None:
     daemon, prometheus = scraped
     await daemon.running(kernel_id="k1", slots={"cuda.device": 1})
     await prometheus.until("agentd_kernels")

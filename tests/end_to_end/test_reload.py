@@ -152,7 +152,7 @@ async def test_new_connections_are_shown_the_renewed_certificate(tokens: Tokens)
     assert await asyncio.to_thread(shown) == cert.read_text() != before
 
 
-async def test_a_weak_token_is_a_warning_everywhere_and_once(tokens: Tokens) -> None:
+async def test_weak_token_is_one_warning(tokens: Tokens) -> None:
     tokens.secrets["team"] = "x"
     file = tokens.daemon.folder / "token-team"
     file.write_text("x")

@@ -35,12 +35,12 @@ async def up(serving_process: Serving) -> Daemon:
         ("GET", "/v1/agents/x", None, 404, "UnknownAgent", "it has agent-1, agent-2"),
         ("GET", "/v1/agents/x/kernels", None, 404, "UnknownAgent", "no agent x"),
         ("POST", "/v1/agents/x/kernels", b"{}", 404, "UnknownAgent", "no agent x"),
-        ("GET", "/v1/kernels/x", None, 404, "UnknownKernel", "no kernel x"),
-        ("GET", "/v1/kernels/x/logs", None, 404, "UnknownKernel", "no kernel x"),
-        ("POST", "/v1/kernels/x/stop", None, 404, "UnknownKernel", "no kernel x"),
-        ("DELETE", "/v1/kernels/x", None, 404, "UnknownKernel", "no kernel x"),
-        ("POST", "/v1/devices/cuda/x/drain", None, 404, "UnknownDevice", "has cuda0, cuda1"),
-        ("DELETE", "/v1/devices/tpu/x", None, 404, "UnknownDevice", "none of that name"),
+        ("GET", "/v1/kernels/x", None, 404, "UnknownKernel", "unknown kernel x"),
+        ("GET", "/v1/kernels/x/logs", None, 404, "UnknownKernel", "unknown kernel x"),
+        ("POST", "/v1/kernels/x/stop", None, 404, "UnknownKernel", "unknown kernel x"),
+        ("DELETE", "/v1/kernels/x", None, 404, "UnknownKernel", "unknown kernel x"),
+        ("POST", "/v1/devices/cuda/x/drain", None, 404, "UnknownDevice", "has: cuda0, cuda1"),
+        ("DELETE", "/v1/devices/tpu/x", None, 404, "UnknownDevice", "(this node has: none)"),
         ("GET", "/v1/kernels?x=1", None, 422, "InvalidRequest", "unknown query parameter x"),
         ("DELETE", "/v1/kernels/x?timeout=-1", None, 422, "InvalidRequest", "timeout"),
         ("DELETE", "/v1/kernels/x?timeout=nan", None, 422, "InvalidRequest", "timeout"),
@@ -116,7 +116,7 @@ async def test_a_body_over_the_limit_is_refused(up: Daemon) -> None:
     assert (answer.status, answer.json["code"]) == (413, "BodyTooLarge")
 
 
-async def test_a_body_that_is_not_what_its_encoding_says_is_refused(up: Daemon) -> None:
+async def test_body_with_a_wrong_encoding_is_refused(up: Daemon) -> None:
     headers = {"Content-Encoding": "gzip"}
     answer = await up.call("POST", "/v1/agents/agent-1/kernels", None, headers, b"no gzip")
     assert (answer.status, answer.json["code"]) == (422, "InvalidRequest")
@@ -167,7 +167,7 @@ async def test_the_openapi_document_is_valid_and_has_every_route(up: Daemon) -> 
     assert len(set(ids)) == len(ids)
 
 
-async def test_answers_are_what_the_document_says(up: Daemon) -> None:
+async def test_answers_match_the_document(up: Daemon) -> None:
     from jsonschema import Draft202012Validator
 
     await up.running(kernel_id="k1", slots={"cuda.device": 1})

@@ -129,7 +129,7 @@ async def test_metrics_answer_what_operators_ask(daemon) -> None:
     assert not [name for name, *_ in await metrics(daemon) if name.startswith("agentd_kernel_")]
 
 
-async def test_people_see_it_on_the_command_line(daemon) -> None:
+async def test_usage_is_shown_on_the_command_line(daemon) -> None:
     await daemon.start(AGENTS + gpus(1))
     await daemon.running(kernel_id="k1", command=["sh", "-c", BUSY], slots={"cuda.device": 1})
 
@@ -140,8 +140,8 @@ async def test_people_see_it_on_the_command_line(daemon) -> None:
         return done.stdout
 
     table = await asyncio.to_thread(agentctl, "stats")
-    assert re.search(r"KERNEL +AGENT +CPU SECONDS +MEMORY", table)
-    assert re.search(r"k1 +agent-1 +\d+\.\d\d ", table)
+    assert re.search(r"KERNEL +AGENT +CPU +CPU SECONDS +MEMORY", table)
+    assert re.search(r"k1 +agent-1 +\d+% +\d+\.\d\d ", table)
     (row,) = json.loads(await asyncio.to_thread(agentctl, "stats", "k1", "-o", "json"))
     assert row["kernel_id"] == "k1"
     begun = time.monotonic()

@@ -139,9 +139,9 @@ async def test_a_reload_that_cannot_be_read_changes_nothing(tokens: Tokens) -> N
 @pytest.mark.parametrize(
     ("entry", "why"),
     [
-        (("team", "agent"), 'role "agent" needs agents'),
-        (("team", "admin", "team-a"), 'role "admin" is for all agents'),
-        (("team", "agent", "nobody"), "no agent nobody"),
+        (("team", "agent"), 'role "agent" requires agents'),
+        (("team", "admin", "team-a"), 'role "admin" covers all agents'),
+        (("team", "agent", "nobody"), "unknown nobody"),
         (("team", "boss"), "Input should be"),
         (("absent", "read"), "cannot be read: No such file"),
         (("open", "read"), "has mode 0644: accessible by others; expected 0600 or 0640"),
@@ -170,7 +170,9 @@ def test_main_token_that_others_can_read_is_refused(folder: Path) -> None:
     made = Tokens(Daemon(folder, "process"))
     made.add("main", 0o604)
     made.configure(f'token-file = "{folder}/token-main"\n')
-    with pytest.raises(ConfigRefused, match=r"rpc.token-file: .* has mode 0604: others can read"):
+    with pytest.raises(
+        ConfigRefused, match=r"rpc.token-file: .* has mode 0604: accessible by others"
+    ):
         tokens_of(load(made.daemon.config_file, {}).settings.rpc)
     made.daemon.notes.close()
 
@@ -231,7 +233,7 @@ async def test_a_token_that_cannot_be_revoked_keeps_its_file(tokens: Tokens) -> 
     config, file = tokens.daemon.config_file, tokens.daemon.folder / "token-team"
     before = config.read_text()
     code, said = await agentctl_says("token", "revoke", "team", "--config", str(config))
-    assert (code, "listen needs token-file or [[rpc.tokens]]" in said) == (1, True)
+    assert (code, "listen requires token-file or [[rpc.tokens]]" in said) == (1, True)
     assert (config.read_text(), file.exists()) == (before, True)
     tokens.configure(tokens.entry("team", "agent", "team-a"), tokens.entry("boss", "admin"))
     await tokens.daemon.start()

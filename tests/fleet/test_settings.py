@@ -143,7 +143,7 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
         ["join.lease: Input should be greater than or equal to 2, not 1"],
     ),
     "a lease that is true": ("[join]\nlease = true", ["join.lease: expected a number, not true"]),
-    "a label that is no text": (
+    "a label that is not text": (
         "[join]\nlabels = { rack = 7 }",
         ["join.labels.rack: expected text, not 7"],
     ),
@@ -156,7 +156,7 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
         '[[rpc.tokens]]\nname = "a"\nfile = "/a"\nrole = "agent"',
         ['rpc.tokens.0: role "agent" requires agents = ["…"], the agents in scope'],
     ),
-    "a token that may name others, and is no admin's": (
+    "a token for a gateway without role admin": (
         '[[rpc.tokens]]\nname = "a"\nfile = "/a"\nrole = "read"\ngateway = true',
         ['rpc.tokens.0: gateway = true requires role = "admin": it may act for any caller'],
     ),
@@ -164,12 +164,12 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
         '[fleet]\nnodes = ["a"]\n[join]\nlease = 0\n[gateway]\nx = 1',
         ["fleet.nodes: ", "join.lease: ", "gateway.x: unknown key; allowed: "],
     ),
-    "what is no TOML": ("[fleet", ["invalid TOML: "]),
+    "text that is not TOML": ("[fleet", ["invalid TOML: "]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_meant_is_refused(tmp_path: Path, case: str) -> None:
+def test_contradicting_settings_are_refused(tmp_path: Path, case: str) -> None:
     text, wanted = REFUSED[case]
     lines = refusal(tmp_path, text)
     assert len(lines) == len(wanted), lines
@@ -232,7 +232,7 @@ def served(folder: Path, text: str) -> Any:
     [
         (
             '[gateway]\nlisten = "127.0.0.1:7001"',
-            "gateway: listen needs token-file or [[rpc.tokens]]: TCP callers must send a bearer",
+            "gateway: listen requires token-file or [[rpc.tokens]]: TCP callers must send a bearer",
         ),
         (
             '[gateway]\nlisten = "0.0.0.0:7001"\n[rpc]\ntoken-file = "/t"',
@@ -270,11 +270,11 @@ def test_exposed_or_equal_tokens_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigRefused) as caught:
         tokens(served(tmp_path, text))
     lines = caught.value.lines()
-    assert f"rpc.tokens.2.file: {tmp_path}/c has mode 0644: others can read or write" in lines[0]
+    assert f"rpc.tokens.2.file: {tmp_path}/c has mode 0644: accessible by others" in lines[0]
     assert "rpc.tokens: two callers have the same token" in lines[1]
 
 
-def test_what_etcd_is_asked_with_has_to_be_there(tmp_path: Path) -> None:
+def test_missing_etcd_credentials_are_refused(tmp_path: Path) -> None:
     login = f'[fleet]\netcd-user = "n"\netcd-password-file = "{tmp_path}/none"'
     with pytest.raises(ConfigRefused, match=r"etcd-password-file: .*cannot be read: No such file"):
         etcd_access(read(tmp_path, login).fleet)

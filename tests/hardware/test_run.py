@@ -53,7 +53,7 @@ def test_without_a_gpu_it_fails_and_says_so(machine: dict[str, str]) -> None:
     assert "nothing was tried" in result.stderr
 
 
-def test_it_writes_down_what_was_seen(machine: dict[str, str], folder: Path) -> None:
+def test_run_records_its_findings(machine: dict[str, str], folder: Path) -> None:
     result = run({**machine, "PROBE": 'test -n "$CUDA_VISIBLE_DEVICES"'})
     assert result.returncode == 0, result.stdout + result.stderr
     record = next((folder / "out").glob("*-NVIDIA-H100.md")).read_text()
@@ -67,7 +67,7 @@ def test_it_writes_down_what_was_seen(machine: dict[str, str], folder: Path) -> 
         assert line in record
 
 
-def test_where_the_record_cannot_be_written_nothing_is_tried(machine: dict[str, str]) -> None:
+def test_run_needs_a_writable_record(machine: dict[str, str]) -> None:
     result = run({**machine, "OUT": "/proc/nowhere"})
     assert (result.returncode, "nothing was tried" in result.stderr) == (1, True)
 

@@ -37,14 +37,14 @@ DRIVER = {"sys/module/nvidia/version": "1\n"}
         ({"sys/fs/cgroup/memory/tasks": ""}, True, (), ["live-restore"]),
         ({"sys/fs/cgroup/cgroup.controllers": "cpu"}, False, (), []),
         (GPU, False, (), []),
-        (GPU, False, ("cuda",), ["no driver nvidia"]),
+        (GPU, False, ("cuda",), ["driver nvidia is not loaded"]),
         ({**GPU, **DRIVER}, False, ("cuda",), []),
         ({**GPU, **DRIVER}, False, ("rocm",), ["plugin cuda is not"]),
         ({"run/systemd/system/x": ""}, False, (), ["clock"]),
         ({"run/systemd/system/x": "", "proc/9/comm": "chronyd\n"}, False, (), []),
     ],
 )  # fmt: skip
-def test_what_is_odd_about_a_machine_is_said(files, engine, plugins, said, tmp_path) -> None:
+def test_oddities_of_a_host_are_warnings(files, engine, plugins, said, tmp_path) -> None:
     root = machine(tmp_path, **files)
     socket = machine(tmp_path, **{"docker.sock": ""}) / "docker.sock" if engine else None
     found = node_remarks(socket, plugins, root)

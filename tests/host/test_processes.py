@@ -25,7 +25,7 @@ def started() -> Iterator[Callable[[int], list[subprocess.Popen[bytes]]]]:
         process.wait()
 
 
-def test_only_who_is_named_twice_is_struck(started) -> None:
+def test_strike_kills_only_processes_named_twice(started) -> None:
     meant, moved = started(2)
     looks = iter([{meant.pid, moved.pid}, {meant.pid}])
     assert strike(lambda: next(looks), set())

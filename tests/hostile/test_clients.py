@@ -288,7 +288,7 @@ async def test_followers_that_hang_up_leave_nothing(node: Node) -> None:
     [b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/1.1\r\nHost : x\r\n\r\n", b"GET  / HTTP/9\r\n\r\n",
      b"GET / HTTP/1.1\r\n" + b"X: " + b"y" * 20000 + b"\r\n\r\n", b"foo bar\r\n\r\n"],
 )  # fmt: skip
-async def test_what_is_no_request_is_a_problem_like_every_other(node: Node, sent: bytes) -> None:
+async def test_malformed_request_is_a_problem(node: Node, sent: bytes) -> None:
     for _ in range(20):
         reader, writer = await node.connected()
         writer.write(sent)

@@ -127,7 +127,7 @@ def test_a_frozen_kernel_is_paused_and_can_be_stopped(node: Node) -> None:
     node.remove("frozen")
 
 
-def test_what_anybody_can_read_has_no_variables(node: Node) -> None:
+def test_world_readable_files_contain_no_variables(node: Node) -> None:
     node.must("id mallory || useradd --create-home mallory")
     node.create("secret", "sleep", "99999", env={"TOKEN": "hunter2"})
     unit = node.unit("secret")
@@ -242,7 +242,7 @@ def test_no_request_is_refused_while_the_daemon_restarts(node: Node) -> None:
     assert bad == []
 
 
-def test_a_reload_takes_what_it_can_and_a_wrong_file_nothing(node: Node) -> None:
+def test_reload_applies_all_or_nothing_of_a_file(node: Node) -> None:
     settings = CONFIG.format(runtime="systemd")
     limited = f"{settings}[runtime.systemd]\npids-limit = 7\n[rpc]\nmax-connections = 99\n"
     node.must(f"cat >/etc/agentd/agent.toml <<'T'\n{limited}\nT")
@@ -300,7 +300,7 @@ def fence_mib(node: Node) -> int:
     return int(shown) >> 20
 
 
-def test_the_journal_tells_kernels_and_troubles_apart(node: Node) -> None:
+def test_journal_separates_kernels_and_warnings(node: Node) -> None:
     node.must("journalctl --sync")
     warned = node.must(
         "journalctl -u agentd -p warning -o json --output-fields=AGENTD_EVENT,AGENTD_KERNEL"

@@ -76,7 +76,7 @@ def test_a_line_is_the_journals_and_a_late_reader_misses_none(node: Node) -> Non
     node.remove("lines")
 
 
-def test_what_operators_say_of_slices_and_units_holds(node: Node) -> None:
+def test_operators_drop_ins_take_precedence(node: Node) -> None:
     prefix = node.create("first", "sleep", "9999") and node.unit("first").split("-")[1]
     node.remove("first")
     said = {

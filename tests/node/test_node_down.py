@@ -50,7 +50,7 @@ def test_power_off_takes_at_most_ten_seconds_more(machine: Machine, node: Node) 
         node.create(f"p{number}", "sh", "-c", f"{deaf}while :; do sleep 1; done",
                     slots={"cpu": 0, "mem": "16m"})  # fmt: skip
     taken = machine.power_off()
-    print(f"power-off with 20 kernels of which 5 are deaf: {taken:.1f} s")
+    print(f"power-off with 20 kernels, 5 of them deaf: {taken:.1f} s")
     machine.start()
     until_ready(node)
     kernels = node.ask("GET", "/v1/kernels")[1]

@@ -30,7 +30,7 @@ async def test_a_good_plugin_passes_every_check() -> None:
         ("OldApi", "it is imported", "unsupported plugin API: got 0"),
         ("RaisesAtOpen", "it opens", "no driver here"),
         ("CrashesAtOpen", "it opens", "SIGSEGV"),
-        ("OutsidePrefix", "it lists slots and devices", "outside its prefix"),
+        ("OutsidePrefix", "it lists slots and devices", "outside the prefix"),
         ("ListsNonsense", "it lists slots and devices", "Expected `object`, got `str`"),
         ("Moves", "ids are the same in two listings", "S-one"),
         ("OddEdits", "it says how to hide its devices", "Expected `str`, got `int`"),
@@ -89,7 +89,7 @@ async def test_the_plugin_of_the_how_to_is_one(tmp_path: Path, monkeypatch) -> N
     assert len(findings) >= 9
 
 
-def test_what_devices_need_and_the_node_has_not_is_found(tmp_path: Path) -> None:
+def test_missing_device_files_are_found(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     edits = plugin_api.ContainerEdits(
         device_nodes=tuple(

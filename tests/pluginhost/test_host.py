@@ -139,14 +139,14 @@ async def test_a_required_plugin_that_failed_is_reported_as_such(host) -> None:
     ]
 
 
-async def test_edits_give_what_was_allocated_and_hide_all_else(host) -> None:
+async def test_edits_give_allocated_devices_and_hide_others(host) -> None:
     made = host(one="Good", two="Good")
     await opened(made)
     assert (await made.container_edits(given("one"), PROCESS)).env == {"ONE": "one0", "TWO": ""}
     assert (await made.container_edits(given(), PROCESS)).env == {"ONE": "", "TWO": ""}
 
 
-async def test_edits_that_fail_are_the_plugin_s_fault_and_say_so(host, tmp_path) -> None:
+async def test_failed_edits_name_the_plugin(host, tmp_path) -> None:
     table, file = scripted(tmp_path)
     made = host([table], Scripted="Scripted", two="Good")
     await opened(made)

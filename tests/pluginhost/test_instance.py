@@ -72,7 +72,7 @@ async def test_a_plugin_that_leaks_is_started_again(host, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("word", ["crash", "hang"])
-async def test_what_a_plugin_started_ends_with_it(host, tmp_path, word) -> None:
+async def test_helpers_end_with_their_plugin(host, tmp_path, word) -> None:
     nap = f"{10**6 + int(tmp_path.stat().st_ino)}"
     file = tmp_path / "script"
     file.write_text("fine")
@@ -164,7 +164,7 @@ async def test_unkillable_plugin_processes_are_limited_to_two(host, tmp_path, mo
     await until_ready(made, "one")
 
 
-async def test_a_change_of_health_is_seen_without_being_told(host, tmp_path) -> None:
+async def test_health_change_is_found_without_an_event(host, tmp_path) -> None:
     table, file = scripted(tmp_path)
     made = host([table], Scripted="Scripted")
     await opened(made)

@@ -198,7 +198,7 @@ async def test_retry_waits_for_a_new_attempt(
     assert (await retrying).state is PluginState.READY
 
 
-async def test_only_what_is_to_run_can_be_tried_again(host: Hosts) -> None:
+async def test_blocked_plugin_cannot_be_retried(host: Hosts) -> None:
     made = host([PluginTable(name="x", plugin="nothing")], block=["good"], good="Good")
     await opened(made)
     with pytest.raises(Conflict, match="plugin x is blocked: no entry point 'nothing'"):

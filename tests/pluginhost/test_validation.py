@@ -84,7 +84,7 @@ def test_exclusive_group_is_a_name(group: str) -> None:
         ),
     ],
 )
-def test_figure_that_cannot_be_one_is_not_known(said: Measurement, kept: Measurement) -> None:
+def test_implausible_measurement_is_unknown(said: Measurement, kept: Measurement) -> None:
     assert checked_measurements([said]) == [kept]
 
 

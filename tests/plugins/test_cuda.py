@@ -173,7 +173,7 @@ def bus(sysfs: Path, *devices: tuple[str, str, str]) -> str:
          PluginState.PENDING, "; on the PCI bus: 0000:3b:00.0, 0000:5e:00.0; next try in 1 s"),
     ],
 )  # fmt: skip
-async def test_without_a_library_the_bus_tells(
+async def test_missing_library_falls_back_to_the_bus(
     monkeypatch, tmp_path: Path, devices, state: PluginState, why: str
 ) -> None:
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))

@@ -138,7 +138,7 @@ async def test_partitions_have_slots_of_their_own(
     assert [found.name for found in listing.slot_types] == [*dict.fromkeys(["rocm.device", slot])]
 
 
-async def test_what_is_not_available_is_not_a_number(host: PluginHost) -> None:
+async def test_unavailable_measurement_is_none(host: PluginHost) -> None:
     assert smi._known(2**16 - 1) is None
     assert smi._known(2**32 - 1) is None
     assert smi._known(137) == 137

@@ -63,24 +63,24 @@ def test_options_are_read() -> None:
         ("2023-11-14T22:13:20", 1_700_000_000_000_000_000),
     ],
 )
-def test_since(since: str, expected: int) -> None:
+def test_since_is_parsed(since: str, expected: int) -> None:
     assert read_log_query({"since": since}).since_ns == expected
 
 
 @pytest.mark.parametrize("since", ["later", "-1", "1e9", "2023-13-14T22:13:20Z", "17:00", "", "5Z"])
-def test_a_since_that_is_none(since: str) -> None:
+def test_invalid_since_is_refused(since: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         read_log_query({"since": since})
     assert caught.value.problems[0].where == "since"
 
 
-def test_streams() -> None:
+def test_stream_is_parsed() -> None:
     assert read_log_query({}).streams == frozenset(LogStream)
     assert read_log_query({"stream": "stderr"}).streams == {LogStream.STDERR}
 
 
 @pytest.mark.parametrize("member", [b'"slots": {"x\\ud800": 1}', b'"devices": {"x\\ud800": ["a"]}'])
-def test_names_that_are_no_text_are_refused(member: bytes) -> None:
+def test_names_must_be_text(member: bytes) -> None:
     with pytest.raises(InvalidRequest):
         spec(b'{"command": ["a"], %s}' % member)
 
@@ -243,7 +243,7 @@ def test_problem_quotes_a_plain_value_of_other_members() -> None:
         ("labels", [], "expected an object"),
     ],
 )
-def test_what_a_member_takes_is_said_in_words(member: str, value: object, why: str) -> None:
+def test_invalid_member_has_a_readable_expectation(member: str, value: object, why: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         read_body(CreateKernelRequest, json.dumps({member: value}))
     (problem,) = caught.value.problems

@@ -1,8 +1,4 @@
-"""The commands `agentd-fleet …`.
-
-Exit status: 0 done, 1 it cannot run here, 2 wrong usage, 78 the configuration cannot be used
-(EX_CONFIG of sysexits.h).
-"""
+"""The commands of `agentd-fleet`: the gateway, and the publisher of a node."""
 
 from __future__ import annotations
 
@@ -29,7 +25,10 @@ config_option = click.option(
 @click.group()
 @click.version_option(__version__, prog_name="agentd-fleet")
 def agentd_fleet() -> None:
-    """Run many nodes of agentd as one fleet."""
+    """Run many nodes of agentd as one fleet.
+
+    Exit status: 0 done, 1 cannot run on this host, 2 wrong usage, 78 unusable configuration.
+    """
 
 
 _refused = partial(end_refused, "agentd-fleet")
@@ -58,7 +57,10 @@ def gateway(config_file: str | None) -> None:
 @agentd_fleet.command()
 @config_option
 def join(config_file: str | None) -> None:
-    """Publish this host's node to the fleet."""
+    """Publish this host's node to the fleet.
+
+    The node stays published while this command runs.
+    """
     import msgspec
 
     from agentd_fleet.daemon import etcd_access
@@ -69,7 +71,7 @@ def join(config_file: str | None) -> None:
         settings = load(config_file)
         fleet, mine = settings.fleet, settings.join
         if not fleet.etcd:
-            raise ConfigRefused([Problem("fleet.etcd", "is missing: where does the fleet meet?")])
+            raise ConfigRefused([Problem("fleet.etcd", "missing: expected the addresses of etcd")])
         access = etcd_access(fleet)
     except AgentdError as error:
         _refused(error)
@@ -108,4 +110,4 @@ def check_config(config_file: str | None) -> None:
         etcd_access(settings.fleet)
     except AgentdError as error:
         _refused(error)
-    click.echo("the configuration can be used")
+    click.echo("configuration OK")

@@ -29,7 +29,7 @@ def say(text: str, *, err: bool = False, nl: bool = True) -> None:
     click.echo(printable(text), err=err, nl=nl)
 
 
-class Failure(click.ClickException):
+class CommandError(click.ClickException):
     """An error of a command: one line with the fact, and one indented line for each remedy."""
 
     exit_code = ExitStatus.FAILED

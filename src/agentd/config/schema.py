@@ -82,17 +82,15 @@ def _merged(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def _table(name: str, plugins: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the schema of one table of [plugins]; its `plugin` key chooses the entry point."""
-    return {
-        "type": "object",
-        "properties": _COMMON,
-        "allOf": [
-            {
-                "if": {
-                    "properties": {"plugin": {"const": entry_point}},
-                    "required": [] if entry_point == name else ["plugin"],
-                },
-                "then": {"$ref": f"#/definitions/{_definition(entry_point)}"},
-            }
-            for entry_point in sorted(plugins)
-        ],
-    }
+    choices = [
+        {
+            "if": {
+                "properties": {"plugin": {"const": entry_point}},
+                "required": [] if entry_point == name else ["plugin"],
+            },
+            "then": {"$ref": f"#/definitions/{_definition(entry_point)}"},
+        }
+        for entry_point in sorted(plugins)
+    ]
+    table = {"type": "object", "properties": dict(_COMMON)}
+    return {**table, "allOf": choices} if choices else table

@@ -167,7 +167,7 @@ class Reload:
         except ConfigRefused as error:
             refused = error.of(self._loaded.source)
         except TimeoutError:
-            why = f"cannot read the files within {READ_TIMEOUT_S:g} s"
+            why = f"agentd did not finish reloading within {READ_TIMEOUT_S:g} s"
             refused = ConfigRefused([Problem("", why)])
         except Exception as error:  # an error here must not end all reloads
             log.exception("daemon.reload_failed")

@@ -157,7 +157,7 @@ def _device_state(  # noqa: PLR0911 - one line for each state, the gravest first
             f"kernel {named(kernel_id)} holds {_what(share.slot)}"
             for kernel_id, share in shares.items()
         ]
-        until = "it ends" if len(held) == 1 else "they end"
+        until = "the kernel ends" if len(held) == 1 else "the kernels end"
         return "held", f"{', '.join(held)}; unavailable until {until}"
     if (used := ledger.used(device.device_id)) > device.capacity:
         over = format_amount(used - device.capacity, device.kind)
@@ -325,8 +325,8 @@ def _left_agents(state: NodeState, split: Split) -> Iterator[str]:
         if held.agent_id not in split.partitions and held.allocation.shares:
             holding.setdefault(held.agent_id or "unknown", []).append(kernel_id)
     for agent, kernels in holding.items():
-        who = ", ".join(kernels)
-        yield f"agent {agent} was removed from the configuration; its {who} still hold devices"
+        its = f"its kernels {', '.join(kernels)} still hold devices"
+        yield f"agent {agent} was removed from the configuration; {its}"
 
 
 def check_views(checks: Iterable[Check]) -> list[CheckView]:

@@ -7,53 +7,52 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from typing import NoReturn, Self
+from typing import NamedTuple, NoReturn
 
 from agentd.core.printable import printable
 from agentd.errors import AgentdError, ConfigRefused
 
 _UNINDENTED = re.compile(r"\n(?!    )")
-_SERVICES = ("agentd", "agentd-fleet")
-_ALL = ("agentctl", *_SERVICES)
 
 
 class ExitStatus(IntEnum):
-    """The statuses with which agentd, agentctl and agentd-fleet end."""
+    """Exit statuses of agentd, agentctl and agentd-fleet; `CONFIG` is EX_CONFIG of sysexits.h."""
 
-    meaning: str
-    remedy: str
-    programs: tuple[str, ...]
+    DONE = 0
+    FAILED = 1
+    USAGE = 2
+    TIMED_OUT = 3
+    CONFIG = 78
+    INTERRUPTED = 130
 
-    def __new__(cls, value: int, meaning: str, remedy: str, programs: tuple[str, ...]) -> Self:
-        """Make a member with its row in the reference."""
-        member = int.__new__(cls, value)
-        member._value_ = value
-        member.meaning, member.remedy, member.programs = meaning, remedy, programs
-        return member
 
-    DONE = (0, "done", "", _ALL)
-    FAILED = (
-        1,
-        "refused, failed or unreachable",
-        "Read standard error. `agentd` and `agentd-fleet`: the program cannot run on this host.",
-        _ALL,
-    )
-    USAGE = (2, "wrong usage", "Read the command's `--help`.", _ALL)
-    TIMED_OUT = (3, "`wait` timed out", "Repeat it with a longer `--timeout`.", ("agentctl",))
-    CONFIG = (
-        78,
-        "unusable configuration (EX_CONFIG of sysexits.h)",
-        "Correct every key that standard error names; `check-config` names them without a start.",
-        _SERVICES,
-    )
-    INTERRUPTED = (
-        130,
-        "`exec` was interrupted",
-        "The command in the kernel was ended; start it again.",
-        ("agentctl",),
-    )
+class Meaning(NamedTuple):
+    """The meaning of a status for some commands; None is the status of another command."""
+
+    commands: Sequence[str]
+    status: ExitStatus | None
+    text: str
+
+
+SERVICES = ("agentd", "agentd-fleet")
+MEANINGS = (
+    Meaning((), ExitStatus.DONE, "Done."),
+    Meaning(SERVICES, ExitStatus.FAILED, "The program cannot run on this host."),
+    Meaning(("agentd reload",), ExitStatus.FAILED, "No daemon answers."),
+    Meaning(("agentd plugin check",), ExitStatus.FAILED, "A check failed."),
+    Meaning(("agentctl",), ExitStatus.FAILED, "The daemon refused the request, or is unreachable."),
+    Meaning(("agentctl doctor",), ExitStatus.FAILED, "A check failed, or could not run."),
+    Meaning(("agentctl plugins retry",), ExitStatus.FAILED, "The plugin is not ready."),
+    Meaning(("agentctl token revoke",), ExitStatus.FAILED, "The token is still valid."),
+    Meaning((), ExitStatus.USAGE, "Wrong usage: an unknown option, or a missing argument."),
+    Meaning(("agentctl wait",), ExitStatus.TIMED_OUT, "The wait timed out."),
+    Meaning(SERVICES, ExitStatus.CONFIG, "The configuration was refused; systemd does not retry."),
+    Meaning(("agentctl exec",), ExitStatus.INTERRUPTED, "agentctl was interrupted."),
+    Meaning(("agentctl exec",), None, "That of the command; 128 plus the number of its signal."),
+)
+"""The table of all statuses. No commands stand for all of them."""
 
 
 def print_problems(program: str, lines: Iterable[str]) -> None:

@@ -129,7 +129,7 @@ def held(slot: str, amount: int, device: str = "cuda0", agent: str = "a") -> Led
         ({"drained": True}, Ledger(), "drained"),
     ],
 )
-def test_what_cannot_give_says_why(change, ledger, why) -> None:
+def test_refusal_gives_a_reason_for_each_device(change, ledger, why) -> None:
     devices = [*cores(1), *(replace(d, **change) for d in gpus(1))]
     with pytest.raises(InsufficientResource) as caught:
         place(devices, slots(cuda_device=1), ledger=ledger)

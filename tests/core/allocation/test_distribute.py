@@ -100,7 +100,7 @@ def _score(rooms: list[int], subset, parts) -> tuple[int, int, int]:
 
 
 @given(ROOMS, st.data())
-def test_evenly_for_shares_is_what_an_exhaustive_search_finds(rooms, data) -> None:
+def test_evenly_for_shares_matches_an_exhaustive_search(rooms, data) -> None:
     amount = data.draw(st.integers(0, sum(rooms)).filter(bool)) if sum(rooms) else None
     if amount is None:
         return

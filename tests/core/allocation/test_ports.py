@@ -37,7 +37,7 @@ def test_the_lowest_free_port_is_given(ports, holders, busy, expected) -> None:
         ([Port(80, 5000), Port(81, 5000)], "ports.0.host", "duplicate host port"),
     ],
 )
-def test_what_can_never_be_is_named(ports, where, why) -> None:
+def test_impossible_ports_are_named(ports, where, why) -> None:
     problem = next(port_problems(ports, SMALL))
     assert problem.where == where
     assert why in problem.why
@@ -51,7 +51,7 @@ def test_what_can_never_be_is_named(ports, where, why) -> None:
         ([Port(80)] * 5, [], [], "every port is in use"),
     ],
 )
-def test_what_cannot_be_now_is_explained(ports, holders, busy, reason) -> None:
+def test_busy_ports_are_explained(ports, holders, busy, reason) -> None:
     with pytest.raises(InsufficientResource) as caught:
         hosts(*ports, holders=holders, busy=busy)
     assert caught.value.slot == "ports"

@@ -156,7 +156,7 @@ def test_a_difference_names_both_statements() -> None:
     assert kernel.allocation.to_wire() == {"cuda": {"cuda.device": {"cuda0": "1"}}}
 
 
-def test_a_statement_in_another_order_is_no_difference() -> None:
+def test_order_of_a_statement_does_not_matter() -> None:
     words = statement(HELD).split()
     item = found(statement=f" {'  '.join(reversed(words))} ")
     kernel = adopt(item, NODE).kernel

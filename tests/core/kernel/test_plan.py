@@ -49,13 +49,13 @@ def test_a_kernel_without_cores_of_its_own_runs_on_the_agent_s() -> None:
     assert "cpu" in not_enforced(plan)
 
 
-def test_cores_that_are_not_there_are_not_pinned_and_said_so() -> None:
+def test_missing_cores_are_reported_not_pinned() -> None:
     plan = build_plan(spec(image="i"), kernel(core("9")), ContainerEdits(), NODE)
     assert plan.cpus == ()
     assert not_enforced(plan) == ("cpu", "mem")
 
 
-def test_a_request_cannot_set_what_is_not_its_own() -> None:
+def test_request_cannot_set_reserved_names() -> None:
     with pytest.raises(InvalidRequest) as caught:
         build_plan(spec(env={"GPU": "all"}), kernel(), ContainerEdits(env={"GPU": "0"}), NODE)
     assert [problem.where for problem in caught.value.problems] == ["env.GPU"]
@@ -68,7 +68,7 @@ def test_no_two_kernels_of_any_nodes_have_one_name() -> None:
     assert kernel_name("a-b", "c") != kernel_name("a", "b-c")
 
 
-def test_what_gives_a_device_wins_over_what_hides_others() -> None:
+def test_giving_edits_override_hiding_edits() -> None:
     edits = merged(
         [ContainerEdits(env={"GPU": "", "NPU": ""})],
         {

@@ -63,7 +63,7 @@ def test_a_known_kernel_follows_what_is_found(state, before, after) -> None:
     assert action.kernel.ending.exit_code == (3 if state is ObservedState.EXITED else None)
 
 
-def test_what_was_never_started_is_removed() -> None:
+def test_container_that_never_started_is_removed() -> None:
     item = found(ObservedState.CREATED)
     assert reconcile({}, [item], NODE) == [RemoveNeverRan(item)]
     assert reconcile(known(KernelState.CREATING), [item], NODE) == [RemoveNeverRan(item)]
@@ -76,7 +76,7 @@ def test_only_a_complete_list_without_it_makes_a_kernel_lost() -> None:
     assert reconcile(known(KernelState.FAILED), [], NODE) == []
 
 
-def test_an_unknown_outcome_is_settled_only_after_its_grace() -> None:
+def test_unresolved_create_is_resolved_after_its_grace() -> None:
     creating = known(KernelState.CREATING)
     assert reconcile(creating, [], NODE) == []
     assert reconcile(creating, [], NODE, expired=["k1"]) == [MarkAbsent("k1")]
@@ -108,7 +108,7 @@ def test_ports_of_a_record_without_them_are_the_runtime_s() -> None:
 
 
 @pytest.mark.parametrize("handle", ["", "h"])
-def test_what_was_seen_to_run_did_whatever_is_left_of_it(handle: str) -> None:
+def test_kernel_seen_running_did_run(handle: str) -> None:
     known = Kernel("k1", "a", KernelState.RUNNING, "", 1.0, "fake", handle="h", started_at=2.0)
     item = ObservedKernel("k1", "a", "fake", handle, ObservedState.CREATED, "", "")
     (action,) = reconcile({"k1": known}, [item], Inventory.of([], []))

@@ -13,7 +13,7 @@ def test_records_and_statements_come_back_as_they_were() -> None:
 
 
 @given(st.text() | st.binary().map(lambda b: b.decode("latin-1")))
-def test_no_text_makes_a_reader_do_anything_but_refuse(text) -> None:
+def test_reader_refuses_any_malformed_text(text) -> None:
     for read in (decode, parse_statement):
         try:
             read(text)

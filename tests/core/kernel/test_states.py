@@ -50,7 +50,7 @@ def test_only_the_moves_of_the_table_are_legal(before: KernelState, after: Kerne
 
 @pytest.mark.parametrize("sight", Observed)
 @pytest.mark.parametrize("before", KernelState)
-def test_what_is_seen_means_what_the_table_says(before: KernelState, sight: Observed) -> None:
+def test_observations_follow_the_table(before: KernelState, sight: Observed) -> None:
     made = kernel(before)
     if sight in OBSERVATIONS[before]:
         assert made.observed(sight).state is OBSERVATIONS[before][sight]
@@ -61,7 +61,7 @@ def test_what_is_seen_means_what_the_table_says(before: KernelState, sight: Obse
 
 @pytest.mark.parametrize("sight", FINDS)
 @pytest.mark.parametrize("before", [state for state in KernelState if OBSERVATIONS[state]])
-def test_comparing_takes_every_edge_of_what_is_found(before: KernelState, sight: Observed) -> None:
+def test_reconcile_takes_every_edge_of_observations(before: KernelState, sight: Observed) -> None:
     """A new handle means a new reading; the same handle keeps the first one."""
     known = replace(kernel(before), handle="another")
     actions = reconcile({"k1": known}, [FINDS[sight]], NODE)

@@ -93,7 +93,7 @@ def test_auto_split_deals_threads_when_cores_are_few() -> None:
     assert node.warnings == ("cpu 1, 3 are threads of one core and go to a2 and a3",)
 
 
-def test_an_agent_without_a_core_is_said() -> None:
+def test_agent_without_a_core_is_a_warning() -> None:
     node = dealt(cores(2), 3)
     assert ids(node, "cpu") == [["0"], ["1"], []]
     assert node.warnings == ("agent a3 has no core: there are more agents than cores",)
@@ -111,7 +111,7 @@ def test_an_agent_without_a_core_is_said() -> None:
         (gpus(1, 1, 1, 1, 1), 3, [["cuda0", "cuda1"], ["cuda2", "cuda3"], ["cuda4"]]),
     ],
 )  # fmt: skip
-def test_what_offers_another_slot_is_dealt_apart(accelerators, agents, expected) -> None:
+def test_devices_of_each_slot_are_dealt_separately(accelerators, agents, expected) -> None:
     assert ids(dealt([*cores(4), *accelerators], agents), "cuda") == expected
 
 

@@ -99,7 +99,7 @@ def test_guarantee_covers_the_amount_on_several_devices() -> None:
         ({"cpu": Percent(Fraction(30))}, "cpu",
          "30% of 4 cpu is not a whole number; the nearest are 1 (25%) and 2 (50%)"),
         ({"cpu": HALF}, "cpu", "0.5 cpu: these devices are given whole"),
-        ({"cuda": Amount("4g")}, "cuda", "'4g' is a size; this slot is counted"),
+        ({"cuda": Amount("4g")}, "cuda", "'4g' is a size, expected a plain decimal"),
         ({"cuda": Amount("0.0000001")}, "cuda", "not a multiple of 0.000001"),
     ],
 )  # fmt: skip
@@ -111,7 +111,7 @@ def test_a_limit_that_cannot_be_is_refused_with_its_place(rule, where, why) -> N
     assert why in problem.why
 
 
-def test_limits_outside_shared_mode_are_not_used_and_said_so() -> None:
+def test_limits_warn_outside_shared_mode() -> None:
     node = limited(one_gpu(), {"cuda": HALF}, {}, mode=AllocationMode.AUTO_SPLIT)
     assert shown(node) == {"a1": {}, "a2": {}}
     assert "limits of a1 are not used in auto-split mode: it has devices" in node.warnings
@@ -127,7 +127,7 @@ def test_limits_are_read(raw, rule) -> None:
 
 
 @pytest.mark.parametrize("raw", [-1, "half", True, "120%", [1], "1e3"])
-def test_what_is_no_limit_is_refused(raw) -> None:
+def test_invalid_limits_are_refused(raw) -> None:
     with pytest.raises(ValueError, match=r"write an amount|more than 100%"):
         parse_limit_rule(raw)
 

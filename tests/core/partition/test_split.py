@@ -112,7 +112,7 @@ def test_warnings_count_devices_and_name_the_first() -> None:
     ]
 
 
-def test_warning_of_devices_with_several_reasons_says_so() -> None:
+def test_warning_counts_further_reasons() -> None:
     lost = [replace(d, gone=True, reason=f"r{n}") for n, d in enumerate(gpus(1, 1, 1))]
     result = split(
         machine(*cores(2), memory(), *lost), SplitRules(AllocationMode.SHARED, agents("a"))
@@ -206,13 +206,13 @@ def test_manual_mode_refusal_names_key_and_devices(rules, where, why) -> None:
     assert any(p.where == where and why in p.why for p in caught.value.problems), str(caught.value)
 
 
-def test_manual_mode_lists_all_that_is_wrong_at_once() -> None:
+def test_manual_mode_lists_all_problems_at_once() -> None:
     with pytest.raises(ConfigRefused) as caught:
         split(NODE, manual(described("a", cpu=None, mem=None, tpu=1), AgentRule("b")))
     assert len(caught.value.problems) == 4
 
 
-def test_what_is_gone_or_failed_is_only_a_warning() -> None:
+def test_missing_or_failed_device_is_only_a_warning() -> None:
     node = machine(*cores(4), memory(), *(replace(d, gone=True) for d in gpus(1, 1)))
     result = split(
         node,
@@ -264,13 +264,13 @@ def test_agent_rules_warn_outside_manual_mode() -> None:
      ("3-1", "backwards"), (["a", "a"], "twice"), ("0,0", "twice"), ("1,,2", "invalid"),
      ({"shares": 1}, "invalid")],
 )  # fmt: skip
-def test_device_rules_that_are_no_rule(raw, why) -> None:
+def test_invalid_device_rules_are_refused(raw, why) -> None:
     with pytest.raises(ValueError, match=why):
         parse_device_rule(raw)
 
 
 @pytest.mark.parametrize("raw", ["x", -1, True, "101%", "1e3", None])
-def test_memory_rules_that_are_no_rule(raw) -> None:
+def test_invalid_memory_rules_are_refused(raw) -> None:
     with pytest.raises(ValueError, match=r"; write a size|more than|invalid percentage"):
         parse_memory_rule(raw)
 

@@ -254,7 +254,7 @@ async def test_a_watch_ends_with_its_member(mortal: EtcdServers, is_killed: bool
             await anext(watch)
 
 
-async def test_a_write_whose_answer_was_lost_counts_as_what_it_was(
+async def test_write_with_a_lost_answer_is_recognized(
     servers: EtcdServers, etcd: Etcd, proxy: Proxy
 ) -> None:
     async with Etcd(EtcdCredentials((proxy.endpoint, *servers.endpoints))) as lossy:
@@ -362,7 +362,7 @@ async def test_a_value_that_is_too_large_is_refused(etcd: Etcd, size: int) -> No
         await etcd.put("nodes/a", b"x" * size)
 
 
-async def test_a_store_that_is_down_is_told_within_the_deadline(three: EtcdServers) -> None:
+async def test_unavailable_store_is_reported_within_the_deadline(three: EtcdServers) -> None:
     async with Etcd(EtcdCredentials(three.endpoints), timeout_s=0.6) as etcd:
         for number in range(3):
             three.pause(number)
@@ -377,7 +377,7 @@ async def test_a_store_that_is_down_is_told_within_the_deadline(three: EtcdServe
             await told(etcd, "nodes/", 0, 1)
 
 
-async def test_what_is_not_etcd_is_refused(proxy: Proxy) -> None:
+async def test_client_refuses_a_server_that_is_not_etcd(proxy: Proxy) -> None:
     async with Etcd(EtcdCredentials((f"{proxy.endpoint}/elsewhere",))) as etcd:
         with pytest.raises(EtcdRefused, match="HTTP 404"):
             await etcd.get("nodes/a")

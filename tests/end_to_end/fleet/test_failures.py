@@ -60,7 +60,7 @@ async def test_gateway_shows_the_last_view_without_etcd(world: World) -> None:
     assert (await gateway.call("GET", "/readyz")).status == 503
     refused = await gateway.create()
     assert refused.status == 503
-    assert "while the fleet cannot be seen" in refused.json["detail"]
+    assert "without a current view of the fleet" in refused.json["detail"]
     assert (await world.nodes[cuda].get("/v1/kernels/k1"))["state"] == "running"
     world.etcd.resume(0)
     async with asyncio.timeout(30):
@@ -104,7 +104,7 @@ async def test_a_node_that_is_lost_keeps_its_kernels(world: World) -> None:
     await gateway.until({rocm: "ready"})
 
 
-async def test_a_daemon_that_is_down_is_told_at_once(world: World) -> None:
+async def test_stopped_daemon_is_reported_at_once(world: World) -> None:
     patience = {"agentd_fleet.nodes.reader.PROBE_PATIENCE_S": 1.0}
     gateway, (cuda,) = await joined(world, "cuda", deadlines=patience)
     await world.nodes[cuda].stop(signal.SIGKILL)

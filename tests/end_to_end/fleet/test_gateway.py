@@ -95,7 +95,7 @@ async def test_a_kernel_is_looked_at_stopped_and_removed_where_it_is(fleet) -> N
     assert (await gateway.call("DELETE", f"/v1/kernels/direct?node={cuda}&timeout=0")).status == 204
 
 
-async def test_roles_hold_over_the_fleet_and_the_node_knows_who_asked(fleet) -> None:
+async def test_roles_hold_in_the_fleet_and_nodes_see_the_caller(fleet) -> None:
     _world, gateway, (cuda, *_) = fleet
     mine = await gateway.create(TEAM, kernel_id="mine", slots={"cuda.device": 1})
     assert (mine.json["agent_id"], mine.json["created_by"]) == ("agent-2", "team-x")
@@ -157,7 +157,7 @@ async def test_a_gateway_that_starts_again_knows_routes_and_slot_types(fleet) ->
     assert (kept.status, kept.json["code"]) == (409, "SlotTypeInUse")
 
 
-async def test_what_is_asked_of_a_node_is_passed_through(fleet) -> None:
+async def test_node_calls_are_proxied_unchanged(fleet) -> None:
     _, gateway, (cuda, *_) = fleet
     devices = await gateway.get(f"/v1/nodes/{cuda}/devices")
     assert {d["id"] for d in devices if d["device_name"] == "cuda"} == {

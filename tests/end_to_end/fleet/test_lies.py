@@ -142,7 +142,7 @@ async def test_foreign_rows_in_the_store_do_not_end_the_sweep(world: World, liar
         following.cancel()
 
 
-async def test_what_is_not_a_name_is_no_node_and_no_route(world: World, liar: Liar) -> None:
+async def test_invalid_names_are_neither_nodes_nor_routes(world: World, liar: Liar) -> None:
     servers = await world.start_etcd()
     route = {"node_id": "liar", "agent_id": "agent-1", "request_hash": "x", "owner": "o"}
     async with Etcd(EtcdCredentials(servers.endpoints)) as etcd:
@@ -215,7 +215,7 @@ async def test_an_address_that_another_node_has_now_is_not_believed(world: World
     assert await world.census() == {"k1": [first]}
 
 
-async def test_what_is_forgotten_is_forgotten_by_every_gateway(world: World) -> None:
+async def test_forgotten_node_is_forgotten_by_every_gateway(world: World) -> None:
     await world.start_etcd()
     gateways = [world.gateway(), world.gateway()]
     for gateway in gateways:
@@ -261,7 +261,7 @@ async def test_exec_reaches_only_its_node(folder: Path) -> None:
             async with await nodes.connected(node, GATEWAY, "/right") as socket:
                 assert not socket.closed
             for path in ("/moved", "/exec"):
-                with pytest.raises(NodeAnswerLost, match="something else answers"):
+                with pytest.raises(NodeAnswerLost, match="another server answers"):
                     await nodes.connected(node, GATEWAY, path)
     finally:
         await runner.cleanup()

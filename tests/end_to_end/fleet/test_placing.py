@@ -182,7 +182,7 @@ async def test_unresolved_create_is_resolved_by_its_node(rig: Rig) -> None:
     assert away.route.progress is RouteProgress.PLACING
 
 
-async def test_who_was_overtaken_goes_to_no_other_node(rig: Rig) -> None:
+async def test_overtaken_placement_tries_no_other_node(rig: Rig) -> None:
     """The first gateway is refused by a node that is full, when the second has taken over."""
     first, second = rig.names
     await rig.world.nodes[first].running(kernel_id="big", slots={"cpu": 8, "mem": "1m"}, **SLEEP)
@@ -240,7 +240,7 @@ async def test_a_full_node_sends_the_order_on_and_leaves_nothing(rig: Rig) -> No
     assert await rig.stores[0].route("bad") is None
 
 
-async def test_what_is_remembered_survives(folder: Path) -> None:
+async def test_routes_and_slot_types_survive_a_restart(folder: Path) -> None:
     state = FleetState()
     store = SqliteStore(folder / "fleet.sqlite", (), state)
     await store.open()

@@ -70,7 +70,7 @@ def test_delete_answered_204_frees_the_id_everywhere(monkeypatch, seed: int) -> 
 
 @given(SEEDS)
 @RULES
-def test_whatever_happens_routes_are_true_three_minutes_later(monkeypatch, seed: int) -> None:
+def test_routes_are_true_three_minutes_after_any_failure(monkeypatch, seed: int) -> None:
     async def story(fleet: Fleet) -> None:
         rng = fleet.rng
         fleet.nodes.losing = rng.choice((0.0, 0.1))

@@ -251,7 +251,7 @@ def test_debit_lasts_until_the_node_reports() -> None:
         assert view.debited(*unknown, ResourceSlots({"cpu": ONE})) is view
 
 
-def test_of_a_batch_the_last_word_counts() -> None:
+def test_last_report_of_a_batch_counts() -> None:
     view = fleet(node("a"), node("b")).changed(
         [node("c", cpu=1), node("a", cpu=3), node("c", cpu=2)], gone=["a", "b", "x"], revision=7
     )

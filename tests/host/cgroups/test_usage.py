@@ -63,7 +63,7 @@ def test_every_figure_of_v1(mount: Path) -> None:
     assert found.groups == {f"{name}:/docker/1" for name in files}
 
 
-def test_what_is_not_there_is_not_known(mount: Path) -> None:
+def test_missing_files_mean_unknown_usage(mount: Path) -> None:
     assert counted().usage == Usage()
     assert counted(unified=mount / "gone").usage == Usage()
     assert counted(memory=mount / "gone").usage == Usage()

@@ -5,7 +5,7 @@ import asyncio
 from agentd.http.connections.admission import Newcomers
 
 
-async def test_a_stop_waits_for_whom_it_let_in_but_not_for_ever() -> None:
+async def test_stop_waits_a_limited_time_for_accepted_clients() -> None:
     newcomers = Newcomers()
     await newcomers.heard(60)
     newcomers.add("asks")

@@ -44,7 +44,7 @@ async def test_a_newcomer_does_not_queue_behind_one_callers_requests() -> None:
     assert first <= 4
 
 
-async def test_what_a_turn_has_room_for_does_not_wait() -> None:
+async def test_amount_within_a_turn_does_not_wait() -> None:
     turns = Turns()
     assert all(turns.take("a", Kind.FRAMES) for _ in range(CEILINGS[Kind.FRAMES]))
     assert not turns.take("a", Kind.FRAMES)
@@ -81,7 +81,7 @@ async def test_failed_grant_delays_no_other_caller() -> None:
         await turns.wait("a", Kind.REQUESTS)
 
 
-async def test_nothing_is_counted_once_everybody_has_been_served() -> None:
+async def test_turns_are_forgotten_once_all_are_served() -> None:
     turns = Turns()
     await turns.wait("a", Kind.REQUESTS)
     for _ in range(ROUNDS + 1):

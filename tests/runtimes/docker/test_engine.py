@@ -107,7 +107,7 @@ async def test_a_call_that_is_never_answered_is_a_lost_answer(
         return web.Response()
 
     engine.answer = never
-    with pytest.raises(EngineAnswerLost, match="no answer within 0 s"):
+    with pytest.raises(EngineAnswerLost, match="within 0 s"):
         await client.call("POST", "/containers/x/start", timeout_s=0)
     calling = asyncio.create_task(client.call("POST", "/containers/x/start"))
     async with asyncio.timeout(20):

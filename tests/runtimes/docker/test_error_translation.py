@@ -66,7 +66,9 @@ MEANINGS = {
 
 
 @pytest.mark.parametrize(("status", "message", "meaning"), MEANINGS.values(), ids=MEANINGS)
-def test_whose_mistake_it_is(status: int, message: str, meaning: type[AgentdError]) -> None:
+def test_engine_errors_are_attributed(
+    status: int, message: str, meaning: type[AgentdError]
+) -> None:
     error = translated(EngineError(status, message), plan("sleep", "1000"))
     assert type(error) is meaning, error
     if meaning is RuntimeFailure:

@@ -23,7 +23,7 @@ NO_IDS = ["../../images/agentd-test:1", "", "..", HASH[:-1], HASH + "0", HASH.up
 
 
 @pytest.mark.parametrize("raw", NO_IDS)
-def test_what_is_no_id_is_a_lost_answer(raw: object) -> None:
+def test_malformed_id_is_a_lost_answer(raw: object) -> None:
     for check in (container_id, exec_id, image_id):
         with pytest.raises(EngineAnswerLost, match="invalid"):
             check(raw)
@@ -33,7 +33,7 @@ def test_what_is_no_id_is_a_lost_answer(raw: object) -> None:
 
 
 @pytest.mark.parametrize("raw", ["1", "../1", -1, 2**30, 1.0, True, None])
-def test_what_is_no_process_id_is_a_lost_answer(raw: object) -> None:
+def test_malformed_process_id_is_a_lost_answer(raw: object) -> None:
     with pytest.raises(EngineAnswerLost, match="invalid process id"):
         process_id(raw)
     assert [process_id(number) for number in (0, 1, 2**22)] == [0, 1, 2**22]
@@ -84,7 +84,7 @@ def observer(engine: Any) -> ContainerObserver:
     [{**shown(), "Id": raw, "Labels": shown()["Config"]["Labels"]} for raw in NO_IDS]
     + [{}, {"Id": HASH, "Labels": "x"}, {"Id": HASH, "Names": 7}],
 )
-async def test_a_list_with_what_is_no_container_is_not_one(item: Any) -> None:
+async def test_list_with_a_malformed_container_is_refused(item: Any) -> None:
     engine = Lying(list=[item], containers=shown())
     with pytest.raises(RuntimeUnavailable):
         await observer(engine).listing()
@@ -163,7 +163,7 @@ def test_ending_hides_the_engines_storage_paths() -> None:
     assert len(found.ending.reason) < 1100
 
 
-def test_what_a_list_says_is_enough_where_an_inspection_fails() -> None:
+def test_list_replaces_a_failed_inspection() -> None:
     labels = {**shown()["Config"]["Labels"], "of.the.user": "x" * 10_000}
     item = {"Id": HASH, "Names": ["/x"], "ImageID": f"sha256:{HASH}", "Labels": labels}
     found = observed_kernel(summarized(item))

@@ -109,7 +109,7 @@ async def test_requests_share_one_connection(server: Server, kept: KeptConnectio
         ([OK + CUT], EngineAnswer(200, b"{}"), 2),
     ],
 )  # fmt: skip
-async def test_what_is_believed_of_an_answer(server, kept, pieces, answer, connections) -> None:
+async def test_responses_are_read_strictly(server, kept, pieces, answer, connections) -> None:
     """A connection that said more than it was asked, or less, is not used again."""
     server.says = [pieces, [OK]]
     assert await ask(kept) == answer
@@ -120,15 +120,15 @@ async def test_what_is_believed_of_an_answer(server, kept, pieces, answer, conne
 @pytest.mark.parametrize(
     ("pieces", "told"),
     [
-        ([CUT, END], "within the answer"),
-        ([b"HTTP/1.1 200 OK\r\n\r\nuntil the end", END], "within the answer"),
-        ([END], "before the answer"),
+        ([CUT, END], "within the response"),
+        ([b"HTTP/1.1 200 OK\r\n\r\nuntil the end", END], "within the response"),
+        ([END], "before the response"),
         ([b"SSH-2.0-OpenSSH\r\n"], "not HTTP"),
         ([b"HTTP/1.1 101 Switching\r\nConnection: upgrade\r\nUpgrade: tcp\r\n\r\n"], "not HTTP"),
         ([b"HTTP/1.1 200 OK\r\n" + b"X-Many: 1\r\n" * 10_000], "too large"),
     ],
 )
-async def test_an_answer_that_is_none_is_lost(server, kept, pieces, told) -> None:
+async def test_malformed_response_is_lost(server, kept, pieces, told) -> None:
     server.says = [pieces, [OK]]
     with pytest.raises(EngineAnswerLost, match=told):
         await ask(kept)
@@ -144,7 +144,7 @@ async def test_a_kept_connection_that_ends_unanswered_is_replaced(server, kept, 
     assert server.connections == 2
 
 
-async def test_nothing_that_acts_is_asked_twice(server: Server, kept: KeptConnections) -> None:
+async def test_mutating_calls_are_not_repeated(server: Server, kept: KeptConnections) -> None:
     server.says = [[OK], [END]]
     await ask(kept)
     with pytest.raises(EngineAnswerLost):
@@ -169,7 +169,7 @@ async def test_an_idle_connection_that_speaks_is_ended(server, kept) -> None:
     assert server.connections == 2
 
 
-async def test_who_is_cancelled_hangs_up(server: Server, kept: KeptConnections) -> None:
+async def test_cancelled_call_closes_its_connection(server: Server, kept: KeptConnections) -> None:
     server.says = [[], [OK]]
     asking = asyncio.create_task(ask(kept))
     async with asyncio.timeout(20):
@@ -193,7 +193,7 @@ async def test_as_many_connections_as_calls_and_few_are_kept(server, kept) -> No
     assert server.connections == count
 
 
-async def test_who_hung_up_asks_nothing(server: Server, kept: KeptConnections) -> None:
+async def test_closed_client_makes_no_calls(server: Server, kept: KeptConnections) -> None:
     server.says = [[]]
     asking = asyncio.create_task(ask(kept, "POST", b"{}"))
     async with asyncio.timeout(20):

@@ -80,7 +80,7 @@ async def test_a_failed_create_touches_no_container_of_that_name(
     assert [c["Id"] for c in engine.containers()] == [made["Id"]]
 
 
-async def test_what_the_engine_calls_a_bad_request_is_the_caller_s(runtime) -> None:
+async def test_bad_request_of_the_engine_is_an_invalid_request(runtime) -> None:
     bad = of_image("BAD::NAME")
     with pytest.raises(InvalidRequest, match="invalid reference format"):
         await runtime.create(bad, lambda _: None)

@@ -36,7 +36,7 @@ async def has_cgroups(runtime: ProcessRuntime) -> bool:
     return is_there
 
 
-async def test_who_a_kernel_is_stands_on_disk_and_on_its_cgroup(runtime, folder) -> None:
+async def test_identity_is_on_disk_and_on_the_cgroup(runtime, folder) -> None:
     kernel = await create(runtime, "sleep", "1000")
     who = identity(folder)
     assert who["pid"] == int(kernel.handle)
@@ -65,7 +65,7 @@ async def test_a_kernel_has_ended_only_when_nothing_of_it_is_left(runtime, folde
     assert (ended.state, ended.ending.exit_code) == (ObservedState.EXITED, 5)
 
 
-async def test_one_that_ignores_term_is_killed_after_its_grace(runtime) -> None:
+async def test_kernel_that_ignores_term_is_killed(runtime) -> None:
     await create(runtime, "sh", "-c", "trap '' TERM; echo ready; sleep 1000; sleep 1000")
     logs = runtime.logs(K1, LogQuery(follow=True))
     assert await anext(logs) == b"ready\n"
@@ -324,7 +324,7 @@ async def assert_end_is_told(events, folder) -> None:
     await events.aclose()
 
 
-async def test_what_was_set_aside_and_lives_is_put_back(runtime, folder) -> None:
+async def test_live_kernel_set_aside_is_restored(runtime, folder) -> None:
     """A daemon died between setting a bundle aside and looking whether its kernel lives."""
     created = await create(runtime, "sleep", "1000")
     bundle(folder).rename(folder / "kernels" / ".removed-k1")

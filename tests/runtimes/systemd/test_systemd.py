@@ -95,7 +95,7 @@ def test_a_mask_has_a_bit_for_each_number(numbers: set[int]) -> None:
      ("activating", "auto-restart", ObservedState.RUNNING),
      ("inactive", "dead", ObservedState.EXITED)],
 )  # fmt: skip
-def test_what_states_of_a_unit_mean(active: str, sub: str, state: ObservedState) -> None:
+def test_unit_states_are_mapped(active: str, sub: str, state: ObservedState) -> None:
     assert state_of(active, sub) is state
 
 
@@ -114,7 +114,7 @@ def test_a_unit_that_cannot_be_read_may_run_all_the_same(load, active, there) ->
      (2, 15, "success", 143, False), (2, 9, "oom-kill", 137, True),
      (3, 6, "core-dump", 134, False)],
 )  # fmt: skip
-def test_how_a_unit_ended(code, status, result, exit_code, oom) -> None:
+def test_unit_end_is_parsed(code, status, result, exit_code, oom) -> None:
     seen = {"ExecMainCode": code, "ExecMainStatus": status, "Result": result,
             "ExecMainExitTimestamp": 2_000_000}  # fmt: skip
     ending = end_of(seen).ending
@@ -320,7 +320,7 @@ def test_a_user_s_unit_has_only_what_a_user_s_manager_can_do() -> None:
      ({"container": ContainerOptions(pids_limit=5000)}, "pids_limit"),
      ({"container": ContainerOptions(network="host")}, "network")],
 )  # fmt: skip
-def test_what_no_unit_can_be_is_refused_before_anything(spec, where) -> None:
+def test_request_that_no_unit_can_fulfil_is_refused(spec, where) -> None:
     given_ = {"command": ("true",), **spec}
     problems = list(request_problems(KernelSpec("k", "a", spec_hash="h", **given_), SystemdRules()))
     assert [problem.where for problem in problems] == [where]

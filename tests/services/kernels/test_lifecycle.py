@@ -286,12 +286,12 @@ async def test_64_creates_at_once_share_out_every_device_once(rig: Rig) -> None:
     assert sum(isinstance(answer, InsufficientResource) for answer in answers) == 62
 
 
-async def test_a_retry_of_what_is_not_known_yet_is_told_so(rig: Rig) -> None:
+async def test_repeated_unresolved_create_is_unavailable(rig: Rig) -> None:
     rig.runtime.fail_create = OutcomeUnknown("lost")
     spec = rig.spec(cuda_device=1)
     with pytest.raises(OutcomeUnknown):
         await rig.service.create(spec)
-    with pytest.raises(RuntimeUnavailable, match="not known yet"):
+    with pytest.raises(RuntimeUnavailable, match="is unresolved"):
         await rig.service.create(spec)
     rig.now += GRACE_S
     await rig.reconciler.relist(rig.runtime)

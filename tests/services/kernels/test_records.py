@@ -95,7 +95,7 @@ async def test_a_runtime_is_forgotten_only_while_it_does_not_answer(rig: Rig) ->
         await rig.reconciler.forget_runtime("none")
     rig.runtime.is_down = True
     async with rig.state.lock("k1"):
-        with pytest.raises(Conflict, match="under way with k1"):
+        with pytest.raises(Conflict, match="operations in progress on k1"):
             await rig.reconciler.forget_runtime("fake")
     await rig.reconciler.forget_runtime("fake")
     assert (rig.states, rig.free_gpus, rig.memory.records) == ({}, 2, {})
@@ -120,7 +120,7 @@ async def test_unconfigured_runtime_can_be_forgotten(
     assert after.states == {"k1": "running"}
     assert after.free_gpus == 1
     assert (await after.create("k2", cuda_device=1)).state is KernelState.RUNNING
-    with pytest.raises(RuntimeUnavailable, match="no runtime old"):
+    with pytest.raises(RuntimeUnavailable, match="unknown runtime old"):
         await after.service.remove("k1")
     await after.reconciler.forget_runtime("old")
     assert after.states == {"k2": "running"}
@@ -135,5 +135,5 @@ async def test_an_outcome_that_is_not_known_is_remembered_as_an_intent(rig: Rig)
     after = await restarted(rig, is_down=True)
     assert after.states == {"k1": "creating"}
     assert after.state.runtime("fake").state is RuntimeState.UNAVAILABLE
-    with pytest.raises(KernelConflict, match="unknown outcome"):
+    with pytest.raises(KernelConflict, match="unresolved"):
         await after.service.remove("k1")

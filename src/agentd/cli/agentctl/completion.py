@@ -1,4 +1,4 @@
-"""Names for the shell to complete, asked of the live node; where none answers, there are none."""
+"""Completion of names in a shell, from the live node; without an answer there are none."""
 
 from __future__ import annotations
 

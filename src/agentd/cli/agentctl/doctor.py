@@ -1,4 +1,4 @@
-"""What `agentctl doctor` shows: a row for each check, and what was found against it."""
+"""Rows of `agentctl doctor`: one for each check, with its findings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from agentd.cli.output import say
 
 
 def check_row(check: str, promise: str, *findings: str) -> dict[str, Any]:
-    """Return a row; it passed if nothing was found."""
+    """Return the row of a check, which passed if it has no findings."""
     row = {"check": check, "promise": promise, "passed": not findings}
     return {**row, "findings": list(findings)}
 

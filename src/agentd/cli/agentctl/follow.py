@@ -13,7 +13,7 @@ import click
 
 from agentd.cli.agentctl import completion
 from agentd.cli.agentctl.options import for_each
-from agentd.cli.output import Failure, say
+from agentd.cli.output import CommandError, say
 from agentd.client import Client
 from agentd.core.printable import printable
 from agentd.errors import AgentdError, UnknownKernel
@@ -124,7 +124,7 @@ def wait(client: Client, kernels: Sequence[str], wanted: str, timeout: float | N
     """
     end = None if timeout is None else time.monotonic() + timeout
     states, failed = dict.fromkeys(kernels, ""), False
-    with Progress() as progress:
+    with StatusLine() as progress:
 
         def look(kernel: str) -> None:
             try:
@@ -153,7 +153,7 @@ def wait(client: Client, kernels: Sequence[str], wanted: str, timeout: float | N
     sys.exit(failed)
 
 
-class Progress:
+class StatusLine:
     """One line on standard error that is replaced; none where that is not a terminal."""
 
     def __init__(self) -> None:
@@ -198,7 +198,7 @@ def _reached(client: Client, kernel: str, wanted: str) -> tuple[str, bool]:
 
     Raises:
         AgentdError: the kernel is unknown or the daemon is unreachable.
-        Failure: the kernel can no longer reach the state.
+        CommandError: the kernel can no longer reach the state.
     """
     try:
         state = client.kernel(kernel)["state"]
@@ -207,5 +207,5 @@ def _reached(client: Client, kernel: str, wanted: str) -> tuple[str, bool]:
             return "removed", True
         raise
     if state in ENDED and wanted not in ("removed", "ended", state):
-        raise Failure(f"{kernel} is {state}, and will not be {wanted} any more")
+        raise CommandError(f"{kernel} is {state}, and will not be {wanted} any more")
     return state, wanted == state or (wanted == "ended" and state in ENDED)

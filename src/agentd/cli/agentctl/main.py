@@ -102,17 +102,22 @@ def fleet_of(context: click.Context) -> str | None:
 @click.option(
     "--socket",
     "socket_path",
+    is_eager=True,
     envvar="AGENTD_SOCKET",
     metavar="PATH",
     help="Unix socket of the node.",
 )
 @click.option("--config", metavar="FILE", help="agent.toml that names the socket.")
 @click.option(
-    "--url", envvar="AGENTD_URL", help="Address of the node, such as http://127.0.0.1:6001."
+    "--url",
+    is_eager=True,
+    envvar="AGENTD_URL",
+    help="Address of the node, such as http://127.0.0.1:6001.",
 )
 @click.option(
     "--fleet",
     "fleet_address",
+    is_eager=True,  # before --help, which lists the commands of a fleet
     envvar="AGENTCTL_FLEET",
     metavar="ADDRESS",
     help="Gateway of a fleet: unix:PATH or https://HOST:7001.",

@@ -14,7 +14,15 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from agentd.cli.output import Failure, choose_format, data_format, encoded, is_data, printed, say
+from agentd.cli.output import (
+    CommandError,
+    choose_format,
+    data_format,
+    encoded,
+    is_data,
+    printed,
+    say,
+)
 from agentd.client import Client
 from agentd.client.defaults import DEFAULT_SOCKET
 from agentd.core.names import did_you_mean
@@ -30,7 +38,7 @@ IF_UNREACHABLE = (
 )
 
 
-class RpcProblem(Failure):
+class RpcProblem(CommandError):
     """An error answer: its code and detail, with remedies; JSON or YAML where that is asked for."""
 
     def __init__(self, content: Mapping[str, Any], remedies: Iterable[str] = ()) -> None:
@@ -305,7 +313,7 @@ def token_of(file: str | None) -> str | None:
     try:
         return read_regular(Path(file)).text.strip() if file else None
     except UnusableFile as error:
-        raise Failure(f"{file} {error}") from None
+        raise CommandError(f"{file} {error}") from None
 
 
 def socket_of(config: str | None) -> str:

@@ -1,4 +1,4 @@
-"""`agentctl token`: tokens for callers over TCP, in the files that a daemon reads."""
+"""The commands `agentctl token …`: files with bearer tokens for TCP."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import tomlkit
 
-from agentd.cli.output import Failure, say
+from agentd.cli.output import CommandError, say
 from agentd.client import Client
 from agentd.core.names import is_name, shortened
 from agentd.errors import AgentdError, ConfigRefused, Unreachable
@@ -25,10 +25,16 @@ def token() -> None:
 
 @token.command("create")
 @click.argument("name")
-@click.option("--role", type=click.Choice(["admin", "agent", "read"]), help="Default: agent.")
-@click.option("--agent", "agents", multiple=True, help="Whose agents; may be repeated.")
-@click.option("--file", type=click.Path(path_type=Path), help=f"Default: {FOLDER}/NAME.")
-@click.option("--gateway", is_flag=True, help="For a fleet's gateway: acts for its callers.")
+@click.option(
+    "--role",
+    type=click.Choice(["admin", "agent", "read"]),
+    help="Role of the token. Default: agent.",
+)
+@click.option("--agent", "agents", multiple=True, help="Agent of the token; may be repeated.")
+@click.option(
+    "--file", type=click.Path(path_type=Path), help=f"File to write. Default: {FOLDER}/NAME."
+)
+@click.option("--gateway", is_flag=True, help="Allow a gateway to act for its callers.")
 def create_token(
     name: str,
     role: str | None,
@@ -36,16 +42,23 @@ def create_token(
     file: Path | None,
     gateway: bool,
 ) -> None:
-    """Create a token and print its settings."""
+    """Create a token and print its settings.
+
+    Writes a new file with mode 0600 and prints the entry for agent.toml. No daemon is asked.
+    """
     if odd := [word for word in (name, *agents) if not is_name(word)]:
         raise click.UsageError(f"invalid name {shortened(odd[0])}")
     chosen = role or ("admin" if gateway else "agent")
     if gateway and chosen != "admin":
-        raise click.UsageError("a gateway's token is an admin's; leave --role out")
+        raise click.UsageError(
+            f"invalid role {chosen} for a gateway: expected admin; leave --role out"
+        )
     if chosen == "agent" and not agents:
-        raise click.UsageError("--agent AGENT is needed: whose kernels NAME may create")
+        raise click.UsageError(
+            "missing --agent: role agent needs the agents whose kernels it may create"
+        )
     if chosen == "admin" and agents:
-        raise click.UsageError("an admin is for all agents; leave --agent out")
+        raise click.UsageError("role admin is for all agents; leave --agent out")
     path = (file or FOLDER / name).absolute()
     try:
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -53,9 +66,9 @@ def create_token(
         with os.fdopen(os.open(path, flags, 0o600), "w", encoding="ascii") as new:
             new.write(f"{secrets.token_urlsafe(_BYTES)}\n")
     except FileExistsError:
-        raise Failure(f"{path} exists; remove it first, or name another") from None
+        raise CommandError(f"{path} exists; remove it, or choose another with --file") from None
     except OSError as error:
-        raise Failure(f"{path}: {error.strerror}") from None
+        raise CommandError(f"{path}: {error.strerror}") from None
     lines: dict[str, object] = {"name": name, "file": str(path), "role": chosen}
     lines |= {"agents": list(agents)} if agents else {}
     lines |= {"gateway": True} if gateway else {}
@@ -65,14 +78,16 @@ def create_token(
 
 @token.command("revoke")
 @click.argument("name")
-@click.option("--config", "config_file", metavar="FILE", help="Default: as for agentd.")
+@click.option(
+    "--config", "config_file", metavar="FILE", help="agent.toml. Default: that of agentd."
+)
 def revoke_token(name: str, config_file: str | None) -> None:
     """Revoke a token and end its connections.
 
-    Removes its entry from the configuration, has the running daemon reload, and deletes the
-    token's file. Where the daemon does not take that, the file stays.
+    Removes its entry from the configuration, reloads the running daemon and deletes the token's
+    file. The file stays if the daemon refuses the reload.
 
-    Exit status: 0 the token is dead, 1 it is not.
+    Exit status: 0 the token is revoked, 1 it is still valid.
     """
     from agentd.config.document import without_token, write_file
     from agentd.config.loading import find_config, load_text
@@ -81,7 +96,7 @@ def revoke_token(name: str, config_file: str | None) -> None:
 
     path = find_config(config_file, os.environ)
     if path is None:
-        raise Failure("no configuration file found; name it with --config")
+        raise CommandError("no configuration file found; name it with --config")
     try:
         text, file = without_token(read_regular(path).text, name, path)
         settings = load_text(text, path, os.environ).settings
@@ -92,20 +107,20 @@ def revoke_token(name: str, config_file: str | None) -> None:
         except Unreachable as error:
             if (process := holder(settings.node.state_dir)) is not None:
                 why = f"process {process} holds {settings.node.state_dir}, and {error}"
-                raise Failure(f"{name} is still valid: {why}") from None
+                raise CommandError(f"{name} is still valid: {why}") from None
             say(f"not reloaded: no daemon runs: {error}")
         except AgentdError as error:
             why = f"{name} is still valid: not reloaded: {error}"
-            raise Failure(why) from None
+            raise CommandError(why) from None
         else:
             if late := [key for key in waiting if key.startswith("rpc.")]:
                 why = f"{name} is valid until agentd restarts: {', '.join(late)} differ"
-                raise Failure(why)
+                raise CommandError(why)
             say("reloaded agentd")
         file.unlink(missing_ok=True)
         say(f"deleted {file}")
     except ConfigRefused as error:
-        raise Failure("; ".join(error.lines())) from None
+        raise CommandError("; ".join(error.lines())) from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise Failure(f"{path}: {reason}") from None
+        raise CommandError(f"{path}: {reason}") from None

@@ -1,7 +1,8 @@
-"""The command `agentctl ui`: the status page on a loopback port, over whatever agentctl talks to.
+"""The command `agentctl ui`: the status page on a loopback port, relayed to a node or a gateway.
 
-The port takes a token that holds while the command runs. It is on no command line: the browser is
-opened at a file that only the caller can read, which sends it on; or the address is printed.
+The port requires a token that is valid while the command runs. The token is on no command line:
+the browser opens a file that only the caller can read, which redirects it. Or the address is
+printed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from agentd.cli.output import Failure, say
+from agentd.cli.output import CommandError, say
 from agentd.client import Client
 from agentd.errors import Unreachable
 
@@ -30,24 +31,24 @@ if TYPE_CHECKING:
     from agentd.client.asynchronous import AsyncClient
 
 _TAKEN = ("If-None-Match", "Last-Event-ID", "Content-Type", "Accept", "Prefer", "Idempotency-Key")
-"""Headers of the page's requests that go on to the daemon."""
+"""Request headers that are relayed to the daemon."""
 _OWN = ("connection", "content-length", "date", "keep-alive", "server", "transfer-encoding")
-"""Headers of its answers that are about the connection, and do not go back."""
+"""Headers of answers that concern the connection and are not relayed."""
 MOST_CONNECTIONS = 256
-"""Connections that the relay serves at once; a browser opens six."""
+"""Connections that the relay serves at a time; a browser opens six."""
 BODY_TIMEOUT_S = 30.0
 _FILE = re.compile(r"/|/ui|/ui/(node/)?[a-z0-9.]*")
-"""The files of the page, which need no token."""
+"""Paths of the page's files, which need no token."""
 
 
 @click.command("ui")
-@click.option("--port", type=int, default=0, help="The loopback port; a free one if not given.")
+@click.option("--port", type=int, default=0, help="Loopback port. Default: a free one.")
 @click.option("--print", "is_printed", is_flag=True, help="Print the address; open no browser.")
 @click.pass_obj
 def ui(client: Client, port: int, is_printed: bool) -> None:
     """Open the status page in a browser.
 
-    The page is served for as long as this command runs.
+    Serves the page while this command runs.
 
     \b
     agentctl ui
@@ -73,7 +74,7 @@ async def _serve(client: AsyncClient, port: int, *, is_printed: bool) -> None:
             try:
                 await site.start()
             except OSError as error:
-                raise Failure(f"127.0.0.1:{port}: {error.strerror}") from None
+                raise CommandError(f"127.0.0.1:{port}: {error.strerror}") from None
             relay.host = f"127.0.0.1:{runner.addresses[0][1]}"
             address = f"http://{relay.host}/ui/#token={relay.token}"
             with contextlib.ExitStack() as stack:
@@ -82,15 +83,16 @@ async def _serve(client: AsyncClient, port: int, *, is_printed: bool) -> None:
                     page = stack.enter_context(_sent_on(address))
                     # Some browsers run in the terminal, until they are left.
                     if not await asyncio.to_thread(webbrowser.open, page.as_uri()):
-                        why = "no browser could be opened; --print shows the address"
-                        raise Failure(why)
+                        raise CommandError(
+                            "no browser could be opened", ["print the address: --print"]
+                        )
                 await done.wait()
         finally:
             await runner.cleanup()
 
 
 def _server_of(relay: Relay) -> web.Server:
-    """Return a server whose connections have the deadlines of the daemon's own."""
+    """Return a server with the deadlines of the daemon's connections."""
     from aiohttp import web
 
     from agentd.http.connections.admission import Limits, Newcomers
@@ -122,7 +124,7 @@ def _server_of(relay: Relay) -> web.Server:
 
 @contextlib.contextmanager
 def _sent_on(address: str) -> Iterator[Path]:
-    """Make a file that sends a browser on, which only the caller can read."""
+    """Write a file that redirects a browser and that only the caller can read."""
     with tempfile.TemporaryDirectory(prefix="agentctl-ui-") as folder:
         page = Path(folder) / "open.html"
         goes_on = f'<meta http-equiv="refresh" content="0; url={escape(address)}">'
@@ -132,7 +134,7 @@ def _sent_on(address: str) -> Iterator[Path]:
 
 
 class Relay:
-    """Answers the page as the daemon does; what is not its files takes the token."""
+    """A proxy of the daemon for one page; requests other than for its files need the token."""
 
     def __init__(self, client: AsyncClient) -> None:
         self.host = ""
@@ -146,17 +148,17 @@ class Relay:
 
         port = self.host.rpartition(":")[2]
         if request.headers.get("Host") not in (self.host, f"localhost:{port}"):
-            return problem("Forbidden", f"this is {self.host}")
+            return problem("Forbidden", f"unknown host; expected {self.host}")
         if is_foreign(request):
-            return problem("Forbidden", "a page of another origin asks")
+            return problem("Forbidden", "cross-origin requests are refused")
         path, is_file = request.raw_path, False
         if not path.startswith("/"):
-            return problem("BadRequest", "a path is asked for, and nothing else")
+            return problem("BadRequest", "invalid request target; expected a path")
         if request.method == "GET" and _FILE.fullmatch(name := path.partition("?")[0]):
             path, is_file = name, True
         given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         if not is_file and not secrets.compare_digest(given, f"Bearer {self.token}".encode()):
-            return problem("Unauthorized", "the token of this `agentctl ui` is needed")
+            return problem("Unauthorized", "missing or invalid token of this `agentctl ui`")
         return await self._passed_on(request, path)
 
     async def _passed_on(self, request: web.BaseRequest, path: str) -> web.StreamResponse:
@@ -169,7 +171,7 @@ class Relay:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 body = await request.read() or None
         except TimeoutError:
-            return problem("RequestTimeout", f"the body did not come within {BODY_TIMEOUT_S:g} s")
+            return problem("RequestTimeout", f"no complete body within {BODY_TIMEOUT_S:g} s")
         response: web.StreamResponse | None = None
         try:
             async with self._client.passing(

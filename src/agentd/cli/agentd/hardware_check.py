@@ -1,8 +1,7 @@
-"""`agentd plugin check NAME --hardware`: the node's real devices, through a daemon of its own.
+"""The part of `agentd plugin check` that tests real devices through a separate daemon.
 
-A daemon with this one plugin runs on a temporary folder, and is asked for kernels over its socket
-as anybody would ask it: one for each device, and one without any. What comes of it is a
-report that says on what machine, so that it can be filed as evidence.
+A daemon with this one plugin runs on a temporary folder and creates kernels over its socket: one
+for each device, and one without a device. The report names the host, so that it can be filed.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _OPENED = "opened "
 
 @dataclass(frozen=True)
 class Ways:
-    """How devices are tried: `image` for containers (None: only processes), and a command.
+    """The means of a test: an image for containers (None: processes only), and a probe.
 
     `probe` is run by a shell in every kernel, and ends with 0 only where it sees a device; if it
     prints anything, it names the devices that it sees.
@@ -51,7 +50,7 @@ class Ways:
 
 @dataclass(frozen=True)
 class Report:
-    """What was tried, on what: devices as `GET /v1/devices` shows them, and their measurements."""
+    """The findings, with the devices of `GET /v1/devices` and their measurements."""
 
     plugin: str
     settings: dict[str, Any]
@@ -60,7 +59,7 @@ class Report:
     findings: list[Finding]
 
     def text(self) -> str:
-        """Return it as Markdown."""
+        """Return the report as Markdown."""
         machine = platform.uname()
         program = f"agentd {__version__}, Python {platform.python_version()}"
         host = f"{machine.system} {machine.release} {machine.machine}, {os.cpu_count()} cores"
@@ -94,7 +93,7 @@ def tried(
     ways: Ways,
     before: list[Finding],
 ) -> Report:
-    """Try a plugin's devices on every runtime there is, and report what came of it.
+    """Test a plugin's devices on every available runtime, and return the report.
 
     `files` are the device files that the plugin says its devices need, by runtime; `before` what
     is known already, and stands first in the report.
@@ -142,7 +141,7 @@ class _Trial:
         self.measured: list[str] = []
 
     def run(self, folder: Path) -> None:
-        """Start a daemon on `folder`, try every device, and stop it."""
+        """Start a daemon on `folder`, test every device, and stop it."""
         folder.chmod(0o711)
         config = folder / "agent.toml"
         config.write_text(self._config(folder), encoding="utf-8")
@@ -177,7 +176,7 @@ class _Trial:
         return tomlkit.dumps(content)
 
     def _not_ready(self, daemon: subprocess.Popen[str], client: Client, log: TextIO) -> str:
-        """Wait until the daemon is ready; return why it is not, empty if it is."""
+        """Wait until the daemon is ready; return the reason if it is not, else nothing."""
         end = time.monotonic() + READY_TIMEOUT_S
         why = f"not ready within {READY_TIMEOUT_S:g} s"
         while daemon.poll() is None and time.monotonic() < end:
@@ -227,7 +226,7 @@ class _Trial:
         self._say("the daemon measures it", wrong)
 
     def _unlike(self, device: Mapping[str, Any], output: str) -> str:
-        """Return what is wrong with what a kernel saw of the device that it was given."""
+        """Return the difference between a kernel's device and the devices that it detected."""
         if self._files and not _opened(output):
             return f"none of {', '.join(self._files)} can be opened"
         names = [device["id"], device["stable_id"], *device["aliases"]]
@@ -237,7 +236,7 @@ class _Trial:
         return ""
 
     def _try_hiding(self, client: Client) -> None:
-        """Look whether a kernel that was given no device sees one."""
+        """Check that a kernel without a device detects none."""
         status, output = self._kernel(client, "without", {})
         check, opened = "what a kernel without devices sees", _opened(output)
         if self._ways.probe:
@@ -251,7 +250,7 @@ class _Trial:
             self._say(check, f"it opened {', '.join(opened)}" if opened else "")
 
     def _kernel(self, client: Client, kernel_id: str, body: dict[str, Any]) -> tuple[int, str]:
-        """Run the probe in a kernel to its end; return its exit status and what it printed."""
+        """Run the probe in a kernel to its end; return its exit status and its output."""
         kernel = {"kernel_id": kernel_id, "command": ["sh", "-c", self._script()], **body}
         if self._runtime == "docker":
             kernel["image"] = self._ways.image
@@ -270,7 +269,7 @@ class _Trial:
         return -1 if status is None else int(status), output.decode(errors="replace").strip()
 
     def _script(self) -> str:
-        """Return what a kernel runs: open each file for reading and writing, then the probe."""
+        """Return a kernel's command: open each file for reading and writing, then the probe."""
         files = [
             f"if [ -c {quoted} ] && (exec 3<>{quoted}) 2>/dev/null; then echo {_OPENED}{quoted}; fi"
             for quoted in map(shlex.quote, self._files)

@@ -1,4 +1,4 @@
-"""What `agentd plan --live` adds: what running kernels would hold back."""
+"""The part of `agentd plan --live` about devices that running kernels would hold."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentd.core.slots import MEM
 
 
 def held_under(split: Split, socket_path: Path) -> list[dict[str, Any]]:
-    """Return what running kernels would hold back if `split` were in force."""
+    """Return the devices that running kernels would hold under another partition."""
     client = Client(socket_path, retry_s=0)
     owners = {k["kernel_id"]: k for k in client.kernels()}
     held = []
@@ -25,7 +25,7 @@ def held_under(split: Split, socket_path: Path) -> list[dict[str, Any]]:
             slot = next((s for s, ids in slots.items() if row["id"] in ids), row["slot"])
             agents = split.agents_of(device_id)
             if device is None or device.gone:
-                reason = "the device is gone"
+                reason = "the device is missing"
             elif device.slot != slot:
                 reason = f"holds {slot}; the device would offer {device.slot}"
             elif kernel["agent_id"] not in agents and row["device_name"] != MEM:

@@ -17,7 +17,7 @@ from msgspec.structs import asdict
 
 from agentd import __version__, failpoints
 from agentd.cli.output import (
-    Failure,
+    CommandError,
     is_table,
     output_option,
     print_answer,
@@ -277,7 +277,7 @@ def check(
     try:
         wanted = host.wanted(name)
     except LookupError as error:
-        raise Failure(str(error)) from None
+        raise CommandError(str(error)) from None
     conformance = Conformance(wanted, assembly.pace_of(loaded.settings))
     findings = _run(conformance.run(), loaded.source)
     if hardware:
@@ -344,12 +344,12 @@ def init(file: str | None, force: bool) -> None:
         return
     path = Path(file)
     if path.exists() and not force:
-        raise Failure(f"{file} exists", ["replace it with --force"])
+        raise CommandError(f"{file} exists", ["replace it with --force"])
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, text)
     except OSError as error:
-        raise Failure(f"{file}: {error.strerror}") from None
+        raise CommandError(f"{file}: {error.strerror}") from None
 
 
 @config.command()
@@ -386,12 +386,12 @@ def migrate(old: Path, output: Path | None, force: bool) -> None:
         if output is None:
             say(text, nl=False)
         elif output.exists() and not force:
-            raise Failure(f"{output} exists", ["replace it with --force"])
+            raise CommandError(f"{output} exists", ["replace it with --force"])
         else:
             write_file(output, text)
     except (OSError, UnusableFile) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise Failure(f"{old} to {output or 'standard output'}: {why}") from None
+        raise CommandError(f"{old} to {output or 'standard output'}: {why}") from None
     except ConfigRefused as error:
         _refused(error)
 
@@ -411,12 +411,12 @@ def set_(config_file: str | None, key: str, value: str) -> None:
 
     path = find_config(config_file, os.environ)
     if path is None:
-        raise Failure("no configuration file found", ["write one: agentd config init"])
+        raise CommandError("no configuration file found", ["write one: agentd config init"])
     try:
         text = read_regular(path).text if path.exists() else ""
         write_file(path, with_setting(text, key, value, path))
     except (OSError, UnusableFile) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise Failure(f"{path}: {why}") from None
+        raise CommandError(f"{path}: {why}") from None
     except ConfigRefused as error:
         _refused(error)
